@@ -99,7 +99,12 @@ class Overrides(tuple[str, ...]):
 
     @classmethod
     def of(cls, arguments: Iterable[str], trust: CodeTrust) -> Overrides:
-        """Return `--set` arguments with the values of the trust options."""
+        """Return `--set` arguments as a tuple that also has the user's decision as `trust`.
+
+        Args:
+            arguments: `--set` arguments, such as "batch.micro_size=4", in their order.
+            trust: Code that a stored deck may call.
+        """
         overrides = cls(arguments)
         overrides.trust = trust
         return overrides

@@ -65,7 +65,7 @@ def value_type(field: FieldInfo) -> Any:
 
 
 def accepts_list(field: FieldInfo) -> bool:
-    """Return True if a key allows a text or a list of texts."""
+    """Return True if a key allows a text or a list of texts, as data.tokens does."""
     return str in _types(field) and any(get_origin(kind) is tuple for kind in _types(field))
 
 

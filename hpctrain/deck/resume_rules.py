@@ -40,7 +40,7 @@ class ResumeRule:
 
     @property
     def sentence(self) -> str:
-        """The rule as `hpctrain deck --reference` prints it."""
+        """The rule as `hpctrain deck --reference` prints it, such as "Resume: free."."""
         return f"Resume: {self.policy}" + (f" ({self.note})." if self.note else ".")
 
 
@@ -56,5 +56,5 @@ def resume_rules() -> Mapping[str, ResumeRule]:
 
 
 def keys_of_policy(policy: Policy) -> tuple[str, ...]:
-    """Return the full names of the keys with a policy, in the order of `resume_rules.toml`."""
+    """Return the full names of the keys whose rule has a policy, in the order of `resume_rules.toml`."""
     return tuple(key for key, rule in resume_rules().items() if rule.policy == policy)

@@ -99,7 +99,10 @@ def steps_of_epochs(epochs: float, sequences: int, batch: Batch, completed: Comp
 
 
 def is_epoch_count(value: object) -> bool:
-    """Return True if `value` is a positive finite number. The validation reports other values."""
+    """Return True if a value is a positive finite number, whole or not. Booleans are no numbers here.
+
+    The validation reports other values of run.epochs.
+    """
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and isfinite(value) and value > 0  # type: ignore[arg-type, operator]
 

@@ -68,7 +68,7 @@ class Deck(Section):
 
     @property
     def sources(self) -> Sources:
-        """Places in which the keys were given."""
+        """Places in which the keys were given, for messages. Copies that `with_keys` makes keep them."""
         return self._sources
 
     @property

@@ -378,7 +378,10 @@ class _Scanner:
 
 
 def fits_64_bits(scalar: str) -> bool:
-    """Return False for an integer in TOML notation that needs more than 64 bits; True for other text."""
+    """Return False for an integer in TOML notation that is not from -2^63 to 2^63 - 1, else True.
+
+    It is True for any other text, too.
+    """
     digits = scalar.replace("_", "").lower()
     if _INTEGER.fullmatch(digits) is None:
         return True

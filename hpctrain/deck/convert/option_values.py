@@ -96,7 +96,10 @@ def switch(value: object) -> bool:
 
 
 def inverted_flag(value: object) -> bool:
-    """Return False for a flag that is set, and True for one that is not. Raises as `switch`."""
+    """Return False for a flag that is set, and True for one that is not: the opposite of `switch`.
+
+    Raises as `switch`.
+    """
     return not switch(value)
 
 

@@ -188,7 +188,10 @@ class _ScriptText:
         return match
 
     def words_until_parenthesis(self) -> Iterator[str]:
-        """Yield the words of a list, to behind its closing parenthesis."""
+        """Yield the words of a list, and go behind its closing parenthesis, or to the end of the text.
+
+        The opening parenthesis must have been read. Words are read one by one, as the caller takes them.
+        """
         while self.current:
             if self.match(_GAP_IN_LIST):
                 continue
@@ -225,7 +228,11 @@ class _ScriptText:
         return "".join(parts)
 
     def expression(self) -> str:
-        """Return the value of the expression behind a dollar sign, and go behind it."""
+        """Return the value of the expression behind a dollar sign, and go behind it.
+
+        Commands, `$(...)`, and variables that the script does not set stay as they are, with their dollar
+        sign.
+        """
         if self.current == "(":
             inner = self._nested("(", ")")
             return self._expand(f"({inner})") if inner.startswith("(") else f"$({inner})"

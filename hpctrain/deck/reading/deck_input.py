@@ -71,7 +71,7 @@ class DeckInput:
         self.only_files_missing &= file_missing
 
     def report(self, place: Place, sentence: str) -> None:
-        """Add a problem whose message consists of the place, a colon and the sentence."""
+        """Add a problem whose message consists of the place, a colon and the sentence. Nothing is raised."""
         self.add_problem(place, f"{place.prefix}: {sentence}")
 
     def report_key(self, key: str, value: object, sentence: str) -> None:

@@ -109,7 +109,10 @@ class _Text:
             self.moved[table] = [*lines, *self.moved.get(table, [])]
 
     def joined(self) -> str:
-        """Return the text with each new table behind its section, without sections that became empty."""
+        """Return the text with each new table behind its section, without sections that became empty.
+
+        Call this once, after `move` for each old key: it puts the moved lines into `lines`.
+        """
         for table in (name for name in tables() if name in self.moved):
             headers = self._headers()
             if table in headers:

@@ -96,7 +96,7 @@ class RenamedKey:
 
     @property
     def warning(self) -> str:
-        """One line that names the new key."""
+        """Message, such as "deck.toml:8: model.experts is now model.experts.count". Nothing is logged."""
         now = f"is now {self.new or new_names(self.old)[0]}"
         if not self.new and not self.replaced:
             homes = dict.fromkeys(f"[{name.rpartition('.')[0]}]" for name in new_names(self.old))
@@ -194,7 +194,10 @@ def _preventing_key(name: str, values: Mapping[str, Any], has_table: Callable[[s
 
 
 def is_choice(key: str, value: object) -> bool:
-    """Return True if a value is one of the words that a key which selects tables may have."""
+    """Return True if a value is allowed for a key that selects tables, such as "adamw" for optimizer.name.
+
+    It is False, too, if there is no such key.
+    """
     field = field_of(key)
     return field is not None and value in get_args(field.annotation)
 

@@ -36,7 +36,12 @@ class Adapters(Section):
         return self.alpha / self.rank
 
     def adapts(self, name: str) -> bool:
-        """Return True if a layer, such as "blocks.0.attention.query", has an adapter."""
+        """Return True if a layer of a block has an adapter: if a pattern in `targets` matches its name.
+
+        Args:
+            name: Full name of the layer, such as "blocks.0.attention.query". Whether it exists is not
+                checked.
+        """
         return any(matches_pattern(pattern, name) for pattern in self.targets)
 
 

@@ -49,6 +49,8 @@ def batch_size_problems(
 ) -> Iterator[DeckProblem]:
     """Yield a problem for each batch size that does not divide into micro-batches on `data_ranks` data ranks.
 
+    A size has to be a multiple of batch.micro_size x data_ranks. 0 is one.
+
     Args:
         deck: The deck, whose batch.micro_size counts.
         data_ranks: Number of data ranks.
@@ -69,7 +71,9 @@ def batch_size_problems(
 
 
 def micro_batch_problems(deck: Deck, data_ranks: int) -> Iterator[DeckProblem]:
-    """Yield a problem if a step has more micro-batches than a schedule can list; at most one.
+    """Yield a problem if a rank has more micro-batches in a step than a schedule can list; at most one.
+
+    The bounds are MOST_MICRO_BATCHES, and MOST_PASSES for micro-batches x parts of the model.
 
     Args:
         deck: The deck.

@@ -112,7 +112,7 @@ class Communication(Section):
 
     @property
     def compresses_between_nodes(self) -> bool:
-        """True if sums are exact within a node and compressed between nodes."""
+        """True if sums are exact within a node and compressed between nodes; False without compression."""
         return self.compression is not None and self.compression.between == "nodes"
 
     @property
@@ -125,7 +125,10 @@ class Communication(Section):
 
     @property
     def link(self) -> Link | None:
-        """Emulated link of each rank, with an even share of its node's bandwidth; None without emulation."""
+        """Emulated link of each rank, in bytes per second and seconds; None without emulation.
+
+        With emulated nodes, ranks have even shares of the bandwidth of `emulate`, which is their node's.
+        """
         if self.emulate is None:
             return None
         link = parse_link(self.emulate)

@@ -164,7 +164,7 @@ class MetricName:
 
     @property
     def title(self) -> str:
-        """Name in tables, such as "val bits/byte"."""
+        """Name in tables, such as "val bits/byte"; "loss" for the training loss."""
         return f"{self.evaluation_set} {self.kind.replace('_per_', '/')}".strip()
 
 

@@ -129,7 +129,8 @@ def expert_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of [model.experts] that do not depend on the layout; none without that table.
 
     These are mixtures that no block has, groups of the router that do not fit the experts, a balance_over
-    without effect, a capacity below one token, and too many recorded samples. RELATIONS are not checked here.
+    without effect, a capacity below one token, and too many recorded samples. Relations in RELATIONS are
+    checked elsewhere.
     """
     experts = deck.model.experts
     if experts is not None:
@@ -141,7 +142,10 @@ def expert_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def expert_layout_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problem of shared experts that the tensor ranks cannot split; at most one."""
+    """Yield the problem of shared experts that the tensor ranks cannot split; at most one.
+
+    layout.tensor has to divide model.experts.shared x model.experts.mlp.
+    """
     layout, experts = deck.layout, deck.model.experts
     if experts is not None and (shared := experts.shared * experts.mlp) % layout.tensor:
         made = f"model.experts.shared x model.experts.mlp = {experts.shared} x {experts.mlp}"

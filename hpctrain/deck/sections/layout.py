@@ -356,6 +356,8 @@ def axis_problems(deck: Deck, ranks: int) -> list[DeckProblem]:
 def zero_group_problems(deck: Deck, data_ranks: int) -> Iterator[DeckProblem]:
     """Yield the problem of groups of ZeRO that the ranks cannot form; at most one.
 
+    Groups have to divide the data x context ranks of a replica, and ZeRO-3 needs two ranks or more.
+
     Args:
         deck: The deck.
         data_ranks: Number of data ranks. With their context ranks they form the groups.

@@ -84,7 +84,8 @@ RELATIONS: Relations = (
 def learning_rate_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problem of a warm-up or cooldown that decay_steps does not leave room for, at most one.
 
-    A decay_steps that the form of the decay does not use is another one. RELATIONS are not checked here.
+    A decay_steps that the form of the decay does not use is another one. Relations in RELATIONS are checked
+    elsewhere.
     """
     rate, others = deck.learning_rate, ("learning_rate.decay", "learning_rate.decay_steps", "run.steps")
     form = DECAYS[rate.decay]

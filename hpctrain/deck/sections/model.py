@@ -268,7 +268,10 @@ TRANSFORMER_RELATIONS: Relations = (
 
 
 def head_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problem of a number or size of attention heads that does not fit other sizes; at most one."""
+    """Yield the problem of a number or size of attention heads that does not fit other sizes; at most one.
+
+    Without model.head_size, heads have to divide model.hidden. Rotary positions require an even size.
+    """
     model, heads_divide = deck.model, "model.head_size" in deck.sources.defaulted
     if not heads_divide and model.family == "llama" and model.head_size % 2:
         sentence = f"must be even for rotary positions ({model.head_size + 1} would)"
@@ -294,8 +297,8 @@ MUP_OPTIMIZERS = ("adafactor", "adam-mini", "adamw", "lion", "muon", "schedule-f
 def parametrization_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of model.parametrization = "mup"; none for "standard".
 
-    These are missing or contradictory sizes of the base model, and an optimizer, matrices or norms of queries
-    and keys for which no rule is known.
+    These are sizes of the base model that are missing or contradict each other, and an optimizer, or
+    parameters that it updates, for which no rule of learning rates is known.
     """
     model, optimizer = deck.model, deck.optimizer.name
     by = ("model.parametrization",)

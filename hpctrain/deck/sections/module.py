@@ -69,7 +69,9 @@ def config_arguments(model: Mapping[str, Any]) -> dict[str, Any] | None:
 def is_in_resolved_deck(
     key: str, has_module: bool, has_dataset: bool = False, has_mixture: bool = False, has_policy: bool = True
 ) -> bool:
-    """Return True if a resolved deck shows a key.
+    """Return True if `deck_text` writes a key of a deck with these properties.
+
+    It is False for keys that have no use in such a deck, such as model.layers in one with a module.
 
     Args:
         key: Full name of the key.
@@ -104,8 +106,9 @@ _WITH = ("model.module",)
 def module_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of a deck with a module of the user, which is not imported.
 
-    These are names of functions that are none, keys of built-in transformers, and keys of pipeline stages and
-    tensor ranks that contradict each other or model.blocks and model.plan.
+    These are functions that are not named as FILE.py:FUNCTION or PACKAGE:FUNCTION, keys of built-in
+    transformers that the deck gives, and keys of pipeline stages and tensor ranks that contradict each other,
+    or that require model.blocks or model.plan.
     """
     for key in TARGETS:
         if not is_target(getattr(deck.model, key)):

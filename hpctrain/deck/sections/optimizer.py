@@ -158,7 +158,7 @@ RELATIONS: Relations = (
 def optimizer_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of an optimizer that local steps or the plan of a module do not allow.
 
-    A muon.matrices that names nothing is another one. RELATIONS are not checked here.
+    A muon.matrices that names nothing is another one. Relations in RELATIONS are checked elsewhere.
     """
     name, rule, local_steps = deck.optimizer.name, deck.optimizer.rule, deck.layout.local_steps
     if isinstance(rule, MuonTable) and not rule.matrices:

@@ -230,9 +230,10 @@ def sequences_per_sample(deck: Deck) -> int:
 
 
 def policy_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of [policy]: rewards, sizes of rollouts and dedicated ranks; none without a policy.
+    """Yield the problems of [policy]: rewards, sizes of rollouts and dedicated ranks.
 
-    What depends on the number of ranks is left to `dedicated_rank_world_problems`.
+    There are none if the deck does not train a policy. What depends on the number of ranks is left to
+    `dedicated_rank_world_problems`.
     """
     keys = deck.policy
     if deck.objective.kind not in POLICY_KINDS:

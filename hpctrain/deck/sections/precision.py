@@ -128,7 +128,7 @@ RELATIONS: Relations = (
 def precision_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of scales in 8 bits that parameter servers or the layout do not allow.
 
-    There are none unless precision.compute is "fp8". RELATIONS are not checked here.
+    There are none unless precision.compute is "fp8". Relations in RELATIONS are checked elsewhere.
     """
     if deck.precision.compute != "fp8":
         return

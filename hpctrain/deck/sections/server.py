@@ -70,7 +70,10 @@ def missing_worker_problem(deck: Deck, ranks: int) -> DeckProblem:
 
 
 def server_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problem of a correction of stale gradients if no gradient is stale; at most one."""
+    """Yield the problem of a correction of stale gradients if no gradient is stale; at most one.
+
+    That is mode = "stale" with staleness = 0. There is none without [communication.server].
+    """
     keys = deck.communication.server
     if keys is not None and keys.mode == "stale" and not keys.staleness and keys.correction != "none":
         sentence = f"has no effect with {_STALENESS} = 0, where nothing is stale (leave it out)"

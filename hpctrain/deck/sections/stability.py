@@ -96,7 +96,7 @@ def stability_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of straggler_factor, and of the reaction to spikes.
 
     The latter are a spike_window that is not shorter than the run, and a rollback without checkpoints or
-    copies that are old enough. RELATIONS are not checked here.
+    copies that are old enough. Relations in RELATIONS are checked elsewhere.
     """
     keys, checkpoint, steps = deck.stability, deck.checkpoint, deck.run.steps
     if 0 < keys.straggler_factor <= 1:
