@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,12 +43,20 @@ COLOURS = {"WRONG": "red", "note": "yellow", "ok": "green"}
     metavar="FILE",
     help="Where --stress keeps what nodes reach.  [default: node-rates.jsonl in the user's cache]",
 )
+@click.option(
+    "--report",
+    "report_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write the findings, packages, libraries and MPI variables to FILE, for a bug report.",
+)
 def command(
     deck: Path | None,
     overrides: tuple[str, ...],
     stress: str | None,
     stress_dir: Path | None,
     rates: Path | None,
+    report_path: Path | None,
 ) -> None:
     """Tell what a run would find here, alone or under mpirun or srun, and what to do about what is wrong.
 
@@ -61,6 +71,7 @@ def command(
             raise HpctrainError(f"{option}: goes with --stress SECONDS alone")
     wish = None if stress is None else StressOptions.of(stress, stress_dir, rates)
     from hpctrain.host.doctor import examine_machine
+    from hpctrain.host.problem_report import problem_report
 
     with examine_machine() as report:
         if report.can_run:  # else torch may be what is broken
@@ -76,7 +87,13 @@ def command(
 
             map_deck(report, deck, overrides)
         if report.rank == 0:
-            show(report)
+            click.echo(findings_text(report, columns()), color=coloured())
+            if report_path is not None:
+                text = click.unstyle(findings_text(report, None))
+                report_path.write_text(problem_report(text, os.environ), encoding="utf-8")
+                click.echo(
+                    f"{report_path}: read it before you send it: it names this machine's paths and nodes"
+                )
         if wish is not None and report.can_run:
             from hpctrain.comm.verb import run_verb
 
@@ -94,18 +111,22 @@ def test_nodes(world: World, wish: StressOptions) -> int:
     result = stress(world, wish, say)
     if world.rank == 0:
         click.echo("\n".join(["", *fitted(result.rows, range(len(result.rows[0])), columns()), ""]))
-        print_findings(result.findings)
+        click.echo("".join(f"{line}\n" for line in problem_lines(result.findings, columns())), nl=False)
         say(result.sentence)
     return result.code
 
 
-def show(report: DoctorReport) -> None:
-    """Print tables of the findings and of the ranks, then one line for each problem."""
+def findings_text(report: DoctorReport, width: int | None) -> str:
+    """Return tables of the findings and of the ranks, then one sentence for each problem, with ANSI styles.
+
+    Args:
+        report: What was found.
+        width: Columns at which lines are broken; None if lines may have any length.
+    """
     marks = ["WRONG" if finding.fatal else "note" if finding.remedy else "ok" for finding in report.findings]
     rows = [
         (mark, finding.topic, finding.statement) for mark, finding in zip(marks, report.findings, strict=True)
     ]
-    width = columns()
     axes = list(report.coordinates[0]) if report.coordinates else []
     ranks = [
         (
@@ -115,25 +136,26 @@ def show(report: DoctorReport) -> None:
         for rank in report.ranks[:MOST_RANKS]
     ]
     heads = ("rank", "node", "local rank", "cores", "GPU", *axes)
+    lines = []
     for cells in ([("", "topic", "found"), *rows], [heads, *ranks]):
         for line in [*table(cells, range(len(cells[0]))), ""]:
             mark = line.partition(" ")[0]
-            shown = click.style(mark, COLOURS.get(mark), bold=mark == "WRONG")
+            styled = click.style(mark, COLOURS.get(mark), bold=mark == "WRONG")
             text = "\n".join(fit(line, width)).removeprefix(mark)
-            click.echo((shown if mark in COLOURS else mark) + text, color=coloured())
+            lines.append((styled if mark in COLOURS else mark) + text)
     if len(report.ranks) > MOST_RANKS:
-        click.echo(f"and {len(report.ranks) - MOST_RANKS} more ranks")
-    print_findings([finding for finding in report.findings if finding.remedy])
-    click.echo("A run can start here." if report.can_run else "A run could not start here.")
+        lines.append(f"and {len(report.ranks) - MOST_RANKS} more ranks")
+    lines += problem_lines([finding for finding in report.findings if finding.remedy], width)
+    lines.append("A run can start here." if report.can_run else "A run could not start here.")
+    return "\n".join(lines)
 
 
-def print_findings(findings: list[DoctorFinding]) -> None:
-    """Print one line for each finding, with its remedy."""
+def problem_lines(findings: list[DoctorFinding], width: int | None) -> Iterator[str]:
+    """Yield one sentence for each finding, with its remedy, broken into lines of at most `width` columns."""
     for finding in findings:
         mark = "WRONG" if finding.fatal else "note"
         remedy = f" What to do: {finding.remedy}." if finding.remedy else ""
-        sentence = f"{mark}: {finding.topic}: {finding.statement}.{remedy}"
-        click.echo("\n".join(fit(sentence, columns())))
+        yield from fit(f"{mark}: {finding.topic}: {finding.statement}.{remedy}", width)
 
 
 def gpu(rank: RankPlacement) -> str:

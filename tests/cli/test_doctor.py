@@ -45,6 +45,25 @@ def test_alone(launch: Launch) -> None:
     assert "A run can start here." in done.stdout
 
 
+def test_report_has_what_a_maintainer_needs_and_no_secrets(launch: Launch, tmp_path: Path) -> None:
+    path = tmp_path / "report.txt"
+    variables = {"OMPI_MCA_btl": "self,vader", "SLURM_JOB_TOKEN": "hidden", "HOME_ADDRESS": "hidden"}
+    done = launch(0, "-m", "hpctrain", "doctor", "--report", str(path), **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{path}: read it before you send it" in done.stdout
+    text = path.read_text()
+    for expected in (
+        "== Findings\n",
+        "A run can start here.",
+        "== Packages\n",
+        "torch 2.",
+        "OMPI_MCA_btl=self,vader",
+    ):
+        assert expected in text
+    assert "hidden" not in text
+    assert "\033" not in text
+
+
 def test_ranks_are_mapped_and_printed_once(launch: Launch, tmp_path: Path) -> None:
     # Nothing needs room for MPI's windows of several ranks, as in a container whose /dev/shm is full.
     room = {"OMPI_MCA_osc_sm_backing_directory": str(tmp_path / "nowhere")}
