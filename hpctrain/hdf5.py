@@ -193,31 +193,36 @@ def open_for_writing(path: Path, mode: Literal["w", "r+"], **options: Any) -> It
     """Open an HDF5 file for writing by one process. Use it for headers and small datasets only.
 
     If a write of HDF5 itself fails, HDF5 crashes, at once or when the process ends. Therefore HDF5 writes
-    into memory here, and the pages are written to the file at the end of the block. If the block raises, they
-    are not written; with "w" the file is then empty.
+    into memory here, and the pages are written to the file at the end of the block. If the block raises an
+    error, they are not written: an existing file stays as it was, and a new one is empty.
 
     Args:
         path: The file.
-        mode: "w" creates or replaces the file; "r+" changes an existing one.
+        mode: "w" creates the file, or replaces its contents; "r+" changes an existing one.
         options: Further arguments of `h5py.File`.
 
     Raises:
         OSError: The file cannot be written. The error names it.
     """
-    flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if mode == "w" else 0)
+    flags = os.O_RDWR | (os.O_CREAT if mode == "w" else 0)
     with naming(path), descriptor_of(path, flags) as descriptor:
-        pages = _PagesInMemory(descriptor)
+        pages = _PagesInMemory(descriptor, replaces=mode == "w")
         with h5py.File(pages, mode, **options) as file:
             yield file
         pages.write_back()
 
 
 class _PagesInMemory:
-    """File object for h5py that keeps written pages in memory until `write_back` is called."""
+    """File object for h5py that keeps written pages in memory until `write_back` is called.
 
-    def __init__(self, descriptor: int) -> None:
+    Args:
+        descriptor: Descriptor of a file that is open for reading and writing.
+        replaces: True if the file counts as empty, and `write_back` removes what it contains.
+    """
+
+    def __init__(self, descriptor: int, replaces: bool) -> None:
         self._descriptor, self._position = descriptor, 0
-        self._size = os.fstat(descriptor).st_size
+        self._stored_bytes = self._size = 0 if replaces else os.fstat(descriptor).st_size
         self._pages: dict[int, bytearray] = {}
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -259,6 +264,7 @@ class _PagesInMemory:
 
     def write_back(self) -> None:
         """Write the pages to the file."""
+        os.ftruncate(self._descriptor, min(self._stored_bytes, self._size))
         os.ftruncate(self._descriptor, self._size)
         for number, page in sorted(self._pages.items()):
             begin = number * _PAGE_BYTES
@@ -281,7 +287,9 @@ class _PagesInMemory:
             done += length
 
     def _load(self, number: int) -> bytearray:
-        content = bytearray(os.pread(self._descriptor, _PAGE_BYTES, number * _PAGE_BYTES))
+        begin = number * _PAGE_BYTES
+        count = max(0, min(_PAGE_BYTES, self._stored_bytes - begin))
+        content = bytearray(os.pread(self._descriptor, count, begin))
         return content + bytes(_PAGE_BYTES - len(content))
 
 

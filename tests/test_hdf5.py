@@ -134,6 +134,28 @@ def test_pages_in_memory_are_written_to_the_file(tmp_path: Path) -> None:
         assert file.attrs["complete"] == 1
 
 
+def test_a_failed_block_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "old.h5"
+    with open_for_writing(path, "w") as file:
+        file["values"] = np.arange(100_000)
+    content = path.read_bytes()
+
+    def fail() -> None:
+        with open_for_writing(path, "w") as file:
+            file["others"] = VALUES
+            raise ValueError("failed")
+
+    with pytest.raises(ValueError, match="failed"):
+        fail()
+    assert path.read_bytes() == content
+    with open_for_writing(path, "w") as file:
+        file["others"] = VALUES
+    with h5py.File(path) as file:
+        assert list(file) == ["others"]
+        assert (file["others"][()] == VALUES).all()
+    assert path.stat().st_size < len(content)
+
+
 def test_failed_write_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -132,12 +132,14 @@ class Ledger:
     def recomputing(self) -> Iterator[None]:
         """Add the time of the block, without that inside calls, to `recompute_seconds`.
 
-        The phase must not change in the block. If the block raises an error, nothing is added.
+        It is added even if the block raises an error. The phase must not change in the block.
         """
         start, calls_before = perf_counter(), self.call_seconds.get(self._phase, 0.0)
-        yield
-        in_calls = self.call_seconds.get(self._phase, 0.0) - calls_before
-        self.recompute_seconds += perf_counter() - start - in_calls
+        try:
+            yield
+        finally:
+            in_calls = self.call_seconds.get(self._phase, 0.0) - calls_before
+            self.recompute_seconds += perf_counter() - start - in_calls
 
     def seconds_by_entry(self) -> Mapping[tuple[str, str, str], float]:
         """Return the seconds of all entries since the last `reset`, by (axis, operation, phase)."""

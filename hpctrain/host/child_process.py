@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpctrain.files import parse_json
 from hpctrain.host.process_lifetime import (
@@ -59,6 +59,18 @@ class NoAnswerError(Exception):
     def __init__(self, problem: str, number: int, signal: int = 0) -> None:
         super().__init__(problem)
         self.problem, self.number, self.signal = problem, number, signal
+
+
+class ChildAnswer(NamedTuple):
+    """Answer of a child process to a request.
+
+    Attributes:
+        number: Number that the caller passed to `ChildProcess.ask` with the request.
+        value: The answer, as JSON expresses it; it may be None (null in JSON).
+    """
+
+    number: int
+    value: Any
 
 
 @dataclass
@@ -114,8 +126,10 @@ class ChildProcess:
         with suppress(OSError):
             self.channel.sendall(line)
 
-    def receive_answer(self) -> Any:
-        """Return the answer; None if it has not arrived completely. Does not wait.
+    def receive_answer(self) -> ChildAnswer | None:
+        """Return the answer to the open request; None if it has not arrived completely. Does not wait.
+
+        After an answer, the next request may be sent.
 
         Raises:
             EOFError: The process has closed the socket.
@@ -136,15 +150,15 @@ class ChildProcess:
             return self._parse_answer()
         return None
 
-    def _parse_answer(self) -> Any:
-        line = bytes(self._received)
+    def _parse_answer(self) -> ChildAnswer:
+        line, request = bytes(self._received), self.request
         self._received.clear()
         try:
             answer = parse_json(line)
-            is_answer = self.request is not None and answer["serial"] == self.request.serial
+            is_answer = request is not None and answer["serial"] == request.serial and "answer" in answer
         except (ValueError, TypeError, KeyError):
             is_answer = False
-        if not is_answer:
+        if request is None or not is_answer:
             start = line.splitlines(keepends=True)[0][:40].decode(errors="replace")
             raise ValueError(
                 f"writes {json.dumps(start)} to a file descriptor that it has not opened, through which "
@@ -152,7 +166,7 @@ class ChildProcess:
                 "itself"
             )
         self.request = None
-        return answer["answer"]
+        return ChildAnswer(request.number, answer["answer"])
 
     def has_ended(self) -> bool:
         """Return True if the process has ended."""
@@ -180,13 +194,11 @@ class ChildProcess:
         return phrase, max(0, -(self.process.returncode or 0))
 
 
-def next_answer(children: Sequence[ChildProcess]) -> tuple[int, Any]:
-    """Wait for the next answer of any child process that has an open request; at least one must have one.
+def next_answer(children: Sequence[ChildProcess]) -> ChildAnswer:
+    """Wait for the next answer of any child process that has an open request, and return it. Local.
 
-    After an error, the caller closes the child process, which this does not do.
-
-    Returns:
-        The caller's number of the request, and its answer, which must not be None (null in JSON).
+    At least one of them must have an open request. Time limits are those of the requests. After an error, the
+    caller closes the child process, which this does not do.
 
     Raises:
         NoAnswerError: A process ended, exceeded its time limit, or sent something other than an answer.
@@ -212,7 +224,7 @@ def next_answer(children: Sequence[ChildProcess]) -> tuple[int, Any]:
                 except ValueError as error:
                     raise NoAnswerError(str(error), request.number) from None
                 if answer is not None:
-                    return request.number, answer
+                    return answer
                 if ended:
                     phrase, signal = child.wait_for_exit()
                     raise NoAnswerError(f"fails, since its process {phrase}", request.number, signal)

@@ -117,8 +117,12 @@ def examine_machine() -> Iterator[DoctorReport]:
     """Start MPI if possible, examine the machine, yield the report, and finalize MPI after the block.
 
     Collective over all ranks that the launcher has started. If the block raises an error, MPI is not
-    finalized. A rank whose examination takes longer than SECONDS_UNTIL_HANG, as when it waits for another
-    rank, prints its traceback and ends.
+    finalized, since other ranks may not reach that. A rank whose examination takes longer than
+    SECONDS_UNTIL_HANG, as when it waits for another rank, prints its traceback and ends; the block may take
+    any time.
+
+    Yields:
+        The report, which is the same on all ranks but for its `rank`. Without MPI its `world` is None.
     """
     python = DoctorFinding("Python", f"{sys.version.split()[0]} ({sys.executable})")
     findings = [python, *_packages()]
@@ -131,20 +135,22 @@ def examine_machine() -> Iterator[DoctorReport]:
         findings += [_launcher(None), _hdf5_package()[1], _slurm()]
         yield DoctorReport(launched_rank(os.environ), findings, [_placement(0, 0, 0, torch)])
         return
-    faulthandler.dump_traceback_later(SECONDS_UNTIL_HANG, exit=True)
     world = mpi.COMM_WORLD
-    node = world.Split_type(mpi.COMM_TYPE_SHARED, world.rank)
-    ranks = world.allgather(_placement(world.rank, node.bcast(world.rank), node.rank, torch))
-    node.Free()
-    ranks_per_node = Counter(each.node for each in ranks).values()
-    nodes, each = len(ranks_per_node), ranges(set(ranks_per_node), ", ")
-    layout = f"{world.size} rank{'s' * (world.size != 1)} on {nodes} node{'s' * (nodes != 1)}"
-    layout += f", {each} on each" if nodes > 1 else ""
-    findings += [_thread_level(mpi), _lost_ranks(), _launcher(world.size)]
-    findings.append(DoctorFinding("ranks and nodes", layout))
-    findings += _binding(ranks)
-    findings += [*_contradictions(ranks[world.rank], nodes), *_hdf5(world, nodes), _slurm()]
-    faulthandler.cancel_dump_traceback_later()
+    faulthandler.dump_traceback_later(SECONDS_UNTIL_HANG, exit=True)
+    try:
+        node = world.Split_type(mpi.COMM_TYPE_SHARED, world.rank)
+        ranks = world.allgather(_placement(world.rank, node.bcast(world.rank), node.rank, torch))
+        node.Free()
+        ranks_per_node = Counter(each.node for each in ranks).values()
+        nodes, each = len(ranks_per_node), ranges(set(ranks_per_node), ", ")
+        layout = f"{world.size} rank{'s' * (world.size != 1)} on {nodes} node{'s' * (nodes != 1)}"
+        layout += f", {each} on each" if nodes > 1 else ""
+        findings += [_thread_level(mpi), _lost_ranks(), _launcher(world.size)]
+        findings.append(DoctorFinding("ranks and nodes", layout))
+        findings += _binding(ranks)
+        findings += [*_contradictions(ranks[world.rank], nodes), *_hdf5(world, nodes), _slurm()]
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     # With the launcher of another MPI, every process is rank 0 of its own world; the launcher's rank is used.
     rank = world.rank if launched_size(os.environ) == world.size else launched_rank(os.environ)
     yield DoctorReport(rank, _merge(world.allgather(findings)), ranks, world=world)

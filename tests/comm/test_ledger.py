@@ -47,3 +47,15 @@ def test_what_is_sent_while_computing_again_is_sending(clock: list[float]) -> No
     assert ledger.recompute_seconds == 6
     ledger.reset()
     assert ledger.recompute_seconds == 0
+
+
+def test_time_of_a_recomputation_that_fails_counts(clock: list[float]) -> None:
+    def fail() -> None:
+        with ledger.recomputing():
+            clock[0] += 5
+            raise ValueError("failed")
+
+    ledger = Ledger()
+    with pytest.raises(ValueError, match="failed"):
+        fail()
+    assert ledger.recompute_seconds == 5

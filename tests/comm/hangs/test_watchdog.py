@@ -1,6 +1,6 @@
 """Hanging runs end by themselves and name the rank; runs that only take long go on.
 
-Tests of comm/hangs/watchdog.py and comm/hangs/hang_report.py.
+Tests of comm/hangs/watchdog.py, comm/hangs/hang_report.py and comm/hangs/hang_settings.py.
 """
 
 from __future__ import annotations
