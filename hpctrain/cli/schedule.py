@@ -139,17 +139,17 @@ def find_schedule(
     Raises:
         HpctrainError: There is no such schedule, a number is missing, or the schedule is not valid.
     """
-    from hpctrain.deck.schedules import NAMES
+    from hpctrain.deck.schedules import SCHEDULE_NAMES
     from hpctrain.pipeline.generate import generate
 
-    if source in NAMES:
+    if source in SCHEDULE_NAMES:
         if stages is None or microbatches is None:
             missing = ["--stages P"] * (stages is None) + ["--microbatches M"] * (microbatches is None)
             raise HpctrainError(f"schedule {source} needs {' and '.join(missing)}")
         return generate(source, stages, microbatches, chunks, times, memory_limit)
     if not Path(source).exists():
-        near = nearest(source, NAMES)
-        hint = f'did you mean "{near}"?' if near else f"the names are {', '.join(NAMES)}"
+        near = nearest(source, SCHEDULE_NAMES)
+        hint = f'did you mean "{near}"?' if near else f"the names are {', '.join(SCHEDULE_NAMES)}"
         raise HpctrainError(f'no schedule "{source}", and no such file: {hint}')
     return read_schedule(Path(source), (stages, microbatches, chunks), memory_limit, png)
 

@@ -9,5 +9,5 @@ V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 TWO_CHUNKS = ("interleaved", *V_SHAPED)
 """Schedules with two or more parts on each stage."""
 
-NAMES = (*ONE_CHUNK, *TWO_CHUNKS)
+SCHEDULE_NAMES = (*ONE_CHUNK, *TWO_CHUNKS)
 """Names of all built-in schedules; users can give others as files."""

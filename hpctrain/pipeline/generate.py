@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from hpctrain.deck.schedules import NAMES
+from hpctrain.deck.schedules import SCHEDULE_NAMES
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.dual_pipe import dual_pipe_v
@@ -88,7 +88,7 @@ def generate(
     times: StageTimes | None = None,
     memory_limit: float | None = None,
 ) -> Schedule:
-    """The schedule called `name`, one of `NAMES`, for a pipeline of `stages`.
+    """The schedule called `name`, one of `SCHEDULE_NAMES`, for a pipeline of `stages`.
 
     `chunks` is for "interleaved" (default 2); all others know theirs. Schedules that are searched for use
     `times` (default: all alike, nothing for communication). `memory_limit` is how many micro-batches'
@@ -118,9 +118,9 @@ def generate(
 
 
 def _mistakes(name: str, stages: int, micro_batches: int, chunks: int | None) -> list[str]:
-    if name not in NAMES:
-        near = nearest(name.lower(), NAMES)
-        hint = f"did you mean {near!r}?" if near else f"known are {', '.join(NAMES)}"
+    if name not in SCHEDULE_NAMES:
+        near = nearest(name.lower(), SCHEDULE_NAMES)
+        hint = f"did you mean {near!r}?" if near else f"known are {', '.join(SCHEDULE_NAMES)}"
         return [f"no schedule {name!r}: {hint}"]
     problems = [
         f"{name}: {what} = {number}: must be from 1 to {most}"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
-from hpctrain.deck.schedules import NAMES, V_SHAPED
+from hpctrain.deck.schedules import SCHEDULE_NAMES, V_SHAPED
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.files import read_text
@@ -24,7 +24,7 @@ def outline(deck: Deck) -> Schedule:
     layout = deck.layout
     forward = tuple(Action("F", 0, chunk) for chunk in range(layout.chunks))
     placement: Placement = "v" if layout.schedule in V_SHAPED else "loop"
-    if layout.schedule not in NAMES:
+    if layout.schedule not in SCHEDULE_NAMES:
         placement = schedule_of_file(deck).placement
     return Schedule((forward,) * layout.pipeline, "outline", placement)
 
@@ -40,10 +40,10 @@ def make_schedule(deck: Deck, data_ranks: int, times: StageTimes | None = None) 
     layout, batch = deck.layout, deck.batch
     at_once = batch.micro_size * data_ranks
     if layout.pipeline == 1:
-        if layout.schedule not in NAMES:
+        if layout.schedule not in SCHEDULE_NAMES:
             schedule_of_file(deck)  # a slip is one on a single stage too
         return accumulation
-    if layout.schedule not in NAMES:
+    if layout.schedule not in SCHEDULE_NAMES:
         schedule = _from_file(deck, batch.global_size // at_once)
         return lambda _: schedule
 
@@ -72,9 +72,9 @@ def _text(deck: Deck) -> str:
         return read_text(deck.layout.schedule, SCHEDULE_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not text" if isinstance(error, ValueError) else (error.strerror or str(error)).lower()
-        near = nearest(deck.layout.schedule, NAMES)
+        near = nearest(deck.layout.schedule, SCHEDULE_NAMES)
         hint = f' (did you mean "{near}"?)' if near else ""
-        sentence = f"must be one of {', '.join(NAMES)}, or a file of a schedule ({reason}){hint}"
+        sentence = f"must be one of {', '.join(SCHEDULE_NAMES)}, or a file of a schedule ({reason}){hint}"
         raise HpctrainError(deck.problem("layout.schedule", sentence)) from None
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.deck.check import data_ranks, world_problems
 from hpctrain.deck.problem import DeckProblem
-from hpctrain.deck.schedules import NAMES
+from hpctrain.deck.schedules import SCHEDULE_NAMES
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import tokens_exist
 from hpctrain.deck.sections.objective import POLICY_KINDS
@@ -45,7 +45,7 @@ def named_problems(
         or deck.precision.fp8_exclude
     ):
         yield from _patterns(deck)
-    if deck.layout.schedule not in NAMES:
+    if deck.layout.schedule not in SCHEDULE_NAMES:
         yield from _schedule(deck, ranks)
     if deck.objective.kind in POLICY_KINDS and not deck.layout.auto:
         yield from _companions(deck, ranks)

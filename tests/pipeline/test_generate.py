@@ -15,7 +15,7 @@ NAMES = [*PLAIN, "interleaved", *V_SHAPED]
 
 
 def test_each_name_has_its_generator() -> None:
-    assert (*PLAIN, "interleaved", *LIMITS, "dualpipe-v") == schedules.NAMES
+    assert (*PLAIN, "interleaved", *LIMITS, "dualpipe-v") == schedules.SCHEDULE_NAMES
     assert tuple(PLAIN) == schedules.ONE_CHUNK
 
 

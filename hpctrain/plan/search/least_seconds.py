@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from hpctrain.deck.schedules import NAMES, V_SHAPED
+from hpctrain.deck.schedules import SCHEDULE_NAMES, V_SHAPED
 from hpctrain.pipeline.list_scheduling import PartTimes
 from hpctrain.pipeline.v_bound import least_cost
 from hpctrain.pipeline.v_schedule import LIMITS
@@ -68,7 +68,7 @@ def least_seconds(
     for number, part in enumerate(parts):
         chunk, stage = divmod(number, stages)
         work[stages - 1 - stage if v_shaped and chunk % 2 else stage] += part.total
-    if schedule not in NAMES:  # that of a file may lie otherwise
+    if schedule not in SCHEDULE_NAMES:  # that of a file may lie otherwise
         work = [sum(work) / stages]
     longest = max(work) * micro_batches
     if schedule not in KNOWN or stages == 1:

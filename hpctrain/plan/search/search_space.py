@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from hpctrain.deck.problem import divisors
-from hpctrain.deck.schedules import NAMES, TWO_CHUNKS
+from hpctrain.deck.schedules import SCHEDULE_NAMES, TWO_CHUNKS
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.search_keys import SEARCH_KEYS
 from hpctrain.pipeline.v_schedule import LIMITS
@@ -102,7 +102,7 @@ class SearchSpace:
         def usual(schedule: str) -> Sequence[int]:
             if schedule == "interleaved":
                 return range(2, most + 1)
-            if schedule not in NAMES:
+            if schedule not in SCHEDULE_NAMES:
                 return [schedule_of_file(self.deck).chunks]
             return [2] if schedule in TWO_CHUNKS else [1]
 

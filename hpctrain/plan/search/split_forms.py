@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from hpctrain.deck.problem import DeckProblem
-from hpctrain.deck.schedules import NAMES
+from hpctrain.deck.schedules import SCHEDULE_NAMES
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.layout import layout_problems
 from hpctrain.engine.place import split_by_flops
@@ -84,7 +84,7 @@ class SplitForms:
 
     def is_had(self, node: Staged, schedule: str, chunks: int) -> bool:
         """Whether there is such a schedule: a file has one of some stages, chunks and micro-batches alone."""
-        if schedule in NAMES:
+        if schedule in SCHEDULE_NAMES:
             return True
         deck = with_values(node.deck, {"layout.schedule": schedule, "layout.chunks": chunks})
         stages = schedule_of_file(deck).stage_count

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from hpctrain.deck.schedules import NAMES, TWO_CHUNKS
+from hpctrain.deck.schedules import SCHEDULE_NAMES, TWO_CHUNKS
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.errors import HpctrainError
@@ -118,7 +118,7 @@ def estimate(
     passes, enough = micro_batches(deck, data), 2 * deck.layout.pipeline
     moved = (deck.memory.parameters, deck.memory.activations) != ("device", "keep")
     each_time = deck.layout.zero == 3 or moved  # what is gathered or fetched for each micro-batch
-    if passes <= enough or each_time or deck.batch.ramp_from or deck.layout.schedule not in NAMES:
+    if passes <= enough or each_time or deck.batch.ramp_from or deck.layout.schedule not in SCHEDULE_NAMES:
         return timed(deck, machine).seconds
     fewer = deck.with_keys(batch={"global_size": enough * data * deck.batch.micro_size})
     causes = timed(fewer, machine).seconds_by_cause
