@@ -23,7 +23,7 @@ MODULE_KEYS = (*_OWN, "frozen", "vocabulary", "from")
 """Keys of [model] that a deck with a module may have."""
 
 
-TARGETS = "module", "loss", "initial"
+FUNCTION_KEYS = "module", "loss", "initial"
 """Keys of `MODULE_KEYS` that name a function or class."""
 
 
@@ -40,7 +40,7 @@ def fill_module(model: dict[str, Any], deck_name: str) -> None:
         model: Table [model] of a deck with `model.module`.
         deck_name: Path of the deck, to whose folder the files are relative.
     """
-    for name in TARGETS:
+    for name in FUNCTION_KEYS:
         if isinstance(model.get(name), str):
             model[name] = resolve_target(model[name], deck_name)
     for name, value in PLACEHOLDERS.items():
@@ -110,7 +110,7 @@ def module_problems(deck: Deck) -> Iterator[DeckProblem]:
     transformers that the deck gives, and keys of pipeline stages and tensor ranks that contradict each other,
     or that require model.blocks or model.plan.
     """
-    for key in TARGETS:
+    for key in FUNCTION_KEYS:
         if not is_target(getattr(deck.model, key)):
             yield DeckProblem(f"model.{key}", 'must be "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"')
     for name in starmap(key_name, Model.model_fields.items()):
