@@ -31,7 +31,7 @@ DECK_BYTES = 256 << 10
 KeyPath = tuple[str, ...]
 """Names of a key and of the tables and list items that contain it, the outermost first."""
 
-DEEPEST = 32
+MAX_DEPTH = 32
 """Largest number of names in a path; nested lists count as well."""
 
 MOST_KEYS = 1000
@@ -288,8 +288,8 @@ class _Scanner:
         self.mentions.append((path, line))
         if len(self.mentions) > MOST_KEYS:
             raise self._bound_error(f"more than {MOST_KEYS} keys in one deck")
-        if len(path) > DEEPEST:
-            raise self._bound_error(f"more than {DEEPEST} names deep")
+        if len(path) > MAX_DEPTH:
+            raise self._bound_error(f"more than {MAX_DEPTH} names deep")
 
     def _key(self) -> KeyPath:
         parts: list[str] = []
@@ -301,9 +301,9 @@ class _Scanner:
                 self.at = bare.end()
             else:
                 parts.append(self._string())
-            if len(parts) > DEEPEST:
+            if len(parts) > MAX_DEPTH:
                 self.path = tuple(parts)
-                raise self._bound_error(f"more than {DEEPEST} names deep")
+                raise self._bound_error(f"more than {MAX_DEPTH} names deep")
             self._skip(_SPACE)
             if not self.text.startswith(".", self.at):
                 return tuple(parts)
@@ -313,8 +313,8 @@ class _Scanner:
         self.values += 1
         if self.values > MOST_VALUES:
             raise self._bound_error(f"more than {MOST_VALUES} values in one deck")
-        if len(path) > DEEPEST:
-            raise self._bound_error(f"lists and tables more than {DEEPEST} deep")
+        if len(path) > MAX_DEPTH:
+            raise self._bound_error(f"lists and tables more than {MAX_DEPTH} deep")
         match self.text[self.at : self.at + 1]:
             case '"' | "'":
                 self._string()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.deck.read import parse_deck, read_deck
-from hpctrain.deck.toml import DEEPEST, MOST_KEYS, MOST_VALUES, fits_64_bits
+from hpctrain.deck.toml import MAX_DEPTH, MOST_KEYS, MOST_VALUES, fits_64_bits
 from hpctrain.errors import HpctrainError, InputOutputError
 from tests.deck.any_deck import RIGHT
 
@@ -38,14 +38,14 @@ def deck(tmp_path: Path) -> Path:
     [
         ("split = []", "layout.split = []: must have a number of at least 1 for each of the 1 parts"),
         ("schedule = [1]", "layout.schedule = [1]: must be text in quotes, not empty, not a list"),
-        (f"split = {'[' * 5000}{']' * 5000}", f"layout.split: lists and tables more than {DEEPEST} deep"),
-        (f"split = {'{a=' * 5000}1{'}' * 5000}", f"layout.split: more than {DEEPEST} names deep"),
+        (f"split = {'[' * 5000}{']' * 5000}", f"layout.split: lists and tables more than {MAX_DEPTH} deep"),
+        (f"split = {'{a=' * 5000}1{'}' * 5000}", f"layout.split: more than {MAX_DEPTH} names deep"),
         (f"zero = {'9' * 5000}", "layout.zero: must be below 2^63"),
         (f"zero = 0x{'f' * 5000}", "layout.zero: must be below 2^63"),
         (f"split = [1, {2**63}]", "layout.split: must be below 2^63"),
         (f"split = [{'1, ' * 30_000}]", f"layout.split: more than {MOST_VALUES} values in one deck"),
         (f"schedule = '{'x' * 5000}'", "layout.schedule: text of 5000 characters, more than 4096"),
-        (f"{'.'.join('a' * 3000)} = 1", f"a.a: more than {DEEPEST} names deep"),
+        (f"{'.'.join('a' * 3000)} = 1", f"a.a: more than {MAX_DEPTH} names deep"),
     ],
 )
 def test_a_bound_that_is_exceeded_is_an_error(deck: Path, line: str, sentence: str) -> None:
