@@ -25,7 +25,7 @@ else:
 
 _PACKAGE = Path(__file__).parent
 
-DECK_BYTES = 256 << 10
+MAX_DECK_BYTES = 256 << 10
 """Largest size of a deck's file."""
 
 KeyPath = tuple[str, ...]

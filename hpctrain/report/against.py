@@ -13,7 +13,7 @@ import numpy as np
 
 from hpctrain.deck.schema import fields, sections
 from hpctrain.deck.sources import toml_value
-from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_toml
+from hpctrain.deck.toml import MAX_DECK_BYTES, TomlError, parse_toml
 from hpctrain.errors import InputOutputError, failing_as
 from hpctrain.files import distinct, read_text
 from hpctrain.report.fonts import drawing
@@ -156,7 +156,7 @@ def labels(run_dirs: Sequence[Path]) -> list[str]:
 def _keys(path: Path) -> dict[str, object]:
     """The keys of a run's deck with their full names; none where it cannot be read."""
     try:
-        values, _ = parse_toml(read_text(path, DECK_BYTES))
+        values, _ = parse_toml(read_text(path, MAX_DECK_BYTES))
     except (OSError, UnicodeDecodeError, TomlError):
         return {}
     tables = ((section, table) for section, table in values.items() if isinstance(table, dict))

@@ -18,7 +18,7 @@ from hpctrain.comm.hangs.watchdog import REPORT_REQUEST
 from hpctrain.comm.world import World
 from hpctrain.deck.read import changed_deck, read_deck
 from hpctrain.deck.schema import Deck, require_trusted_code
-from hpctrain.deck.toml import DECK_BYTES
+from hpctrain.deck.toml import MAX_DECK_BYTES
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.sizes import crosses
 from hpctrain.errors import HpctrainError
@@ -258,6 +258,6 @@ def prepare_ranks(world: World, deck: Deck) -> str:
 
 def _digest(path: Path) -> str | None:
     try:
-        return hashlib.sha256(read_bytes(path, DECK_BYTES)).hexdigest()
+        return hashlib.sha256(read_bytes(path, MAX_DECK_BYTES)).hexdigest()
     except OSError:
         return None

@@ -16,7 +16,7 @@ from typing import Any
 from hpctrain.checkpoint.names import LATEST, checkpoints
 from hpctrain.checkpoint.provenance import HistorySegment, history
 from hpctrain.deck.sources import toml_value
-from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_toml
+from hpctrain.deck.toml import MAX_DECK_BYTES, TomlError, parse_toml
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 from hpctrain.files import check_output, distinct, open_regular, read_text, require_writable
 from hpctrain.report.marks import FAULTS_FILE, LOG_FILE, LogLine, StepMark, marks_of, read_faults, read_log
@@ -154,7 +154,7 @@ def _status(folder: Path, problems: list[str]) -> Mapping[str, Any]:
 def _deck(path: Path, problems: list[str]) -> Mapping[str, Any]:
     """The tables of the deck, as it is written: one of another version may not be valid here."""
     try:
-        return parse_toml(read_text(path, DECK_BYTES))[0]
+        return parse_toml(read_text(path, MAX_DECK_BYTES))[0]
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, TomlError) as error:

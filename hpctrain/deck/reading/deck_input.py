@@ -16,7 +16,7 @@ from hpctrain.deck.reading.old_keys import RenamedKey, current_field, new_names,
 from hpctrain.deck.run_length import LENGTHS
 from hpctrain.deck.schema import sections, tables
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value
-from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_argument, parse_toml
+from hpctrain.deck.toml import MAX_DECK_BYTES, TomlError, parse_argument, parse_toml
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import is_unfit, read_text
 from hpctrain.text import command
@@ -141,7 +141,7 @@ class DeckInput:
             include_place: Place of the `include` in the last of them; None for the deck itself.
         """
         try:
-            text = read_text(path, DECK_BYTES)
+            text = read_text(path, MAX_DECK_BYTES)
         except UnicodeDecodeError as error:
             hint = f"; {command('resume', name)} resumes from a checkpoint" if path.suffix == ".h5" else ""
             self.add_problem(Place(name), f"{name}: is not UTF-8 text (byte {error.start}){hint}")

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_toml
+from hpctrain.deck.toml import MAX_DECK_BYTES, TomlError, parse_toml
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import read_text
 from hpctrain.parallel.kernels import Pass
@@ -407,7 +407,7 @@ def read_machine(name: str) -> MachineRates:
         text = (resources.files(__package__) / "machines" / f"{name}.toml").read_text(encoding="utf-8")
         return parse_machine(text, name)
     try:
-        text = read_text(Path(name), DECK_BYTES)
+        text = read_text(Path(name), MAX_DECK_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not text" if isinstance(error, ValueError) else (error.strerror or str(error)).lower()
         near = nearest(name, names)
