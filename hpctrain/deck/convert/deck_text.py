@@ -19,7 +19,7 @@ from hpctrain.errors import HpctrainError, failing_as
 from hpctrain.files import parse_json, read_text
 from hpctrain.text import escaped
 
-FILE_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 20
 """Largest size of a configuration or script."""
 
 _WIDTH = 100
@@ -40,7 +40,7 @@ def converted_deck(source: str) -> str:
 
     Raises:
         HpctrainError: The source is empty, is not UTF-8 text, or is neither of the two.
-        InputOutputError: The file cannot be read, or is larger than FILE_BYTES.
+        InputOutputError: The file cannot be read, or is larger than MAX_FILE_BYTES.
     """
     if not source.strip():
         raise HpctrainError('--from: requires a file, such as ds_config.json or "run.sh" with its arguments')
@@ -58,7 +58,7 @@ def converted_deck(source: str) -> str:
 def _read(path: str) -> str:
     with failing_as(f"{path}: cannot be read"):
         try:
-            return read_text(path, FILE_BYTES)
+            return read_text(path, MAX_FILE_BYTES)
         except UnicodeDecodeError:
             raise HpctrainError(f"{path}: is not UTF-8 text") from None
 
