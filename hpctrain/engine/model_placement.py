@@ -39,7 +39,7 @@ class ModelPlacement:
     @property
     def divided(self) -> bool:
         """Whether other ranks have other models."""
-        return bool(self.division.own)
+        return bool(self.division.dedicated)
 
     @property
     def build(self) -> Callable[..., TrainedStage]:
@@ -54,9 +54,9 @@ class ModelPlacement:
 
     def of_model(self, model: str) -> World | None:
         """The ranks that have a model, if this is one of them. Collective."""
-        if model not in self.division.own:
+        if model not in self.division.dedicated:
             return None if self.idle else self.world
-        own = self.division.own[model]
+        own = self.division.dedicated[model]
         here = self.whole.rank in own
         part = self.whole.subworld(
             own if here else [rank for rank in range(self.whole.size) if rank not in own]
@@ -86,7 +86,7 @@ class ModelPlacement:
 def take_seat(deck: Deck, world: World) -> ModelPlacement:
     """That of this rank of a run. Collective; HpctrainError on all ranks where the deck does not fit them."""
     division, stages = RankPartition.of(deck, world.size), deck.layout.pipeline
-    if not division.own:
+    if not division.dedicated:
         return ModelPlacement(world, division, deck, world, make_mesh(deck, world), stages)
     with world.agreement():
         check_world(deck, world.size)

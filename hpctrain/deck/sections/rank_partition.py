@@ -61,11 +61,11 @@ class RankPartition:
     """Assignment of ranks to the models of a run that trains with rewards.
 
     Attributes:
-        own: Dedicated ranks of each model that has any.
+        dedicated: Dedicated ranks of each model that has any.
         ranks: Number of ranks of the run, dedicated ones included.
     """
 
-    own: Mapping[str, range]
+    dedicated: Mapping[str, range]
     ranks: int
 
     @staticmethod
@@ -81,12 +81,14 @@ class RankPartition:
     @property
     def policy(self) -> tuple[int, ...]:
         """Ranks that hold the policy, in ascending order: all that are not dedicated to another model."""
-        return tuple(rank for rank in range(self.ranks) if not any(rank in own for own in self.own.values()))
+        return tuple(
+            rank for rank in range(self.ranks) if not any(rank in own for own in self.dedicated.values())
+        )
 
     @property
     def other_ranks(self) -> tuple[int, ...]:
         """Ranks that do not hold the policy, in ascending order; empty if no model has dedicated ranks."""
-        return tuple(sorted({rank for own in self.own.values() for rank in own}))
+        return tuple(sorted({rank for own in self.dedicated.values() for rank in own}))
 
     def of_model(self, model: str) -> Sequence[int]:
         """Return the ranks that hold a model in ascending order: its dedicated ranks, or those of the policy.
@@ -94,7 +96,7 @@ class RankPartition:
         Args:
             model: Name of the model: `POLICY`, `CRITIC`, `REFERENCE` or `REWARD`.
         """
-        return self.own.get(model, self.policy)
+        return self.dedicated.get(model, self.policy)
 
     @property
     def rank_sets(self) -> list[SharedRanks]:
@@ -103,10 +105,10 @@ class RankPartition:
         The first set holds the policy and all models without dedicated ranks, even if the run does not use
         these models. The other sets are ordered by their lowest rank.
         """
-        beside = tuple(model for model in RANK_KEYS if model not in self.own)
+        beside = tuple(model for model in RANK_KEYS if model not in self.dedicated)
         found: dict[tuple[str, ...], tuple[int, ...]] = {}
         for rank in self.other_ranks:
-            models = tuple(model for model, own in self.own.items() if rank in own)
+            models = tuple(model for model, own in self.dedicated.items() if rank in own)
             found[models] = (*found.get(models, ()), rank)
         return [SharedRanks((POLICY, *beside), self.policy), *(SharedRanks(*each) for each in found.items())]
 
