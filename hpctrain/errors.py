@@ -46,14 +46,28 @@ class InputOutputError(HpctrainError):
 
 
 def require_exists(path: Path, kind: str) -> None:
-    """Raise an InputOutputError if nothing has this path; `kind` names what it should be ("run folder")."""
+    """Check that a file or folder exists.
+
+    Args:
+        path: Its path.
+        kind: Noun for the message, such as "run folder".
+
+    Raises:
+        InputOutputError: Nothing has this path.
+    """
     if not path.exists():
         raise InputOutputError(f"{path}: no such {kind}")
 
 
 @contextmanager
 def failing_as(sentence: str) -> Iterator[None]:
-    """Raise an OSError of the block as an InputOutputError with this sentence ("FILE: cannot be read")."""
+    """Return a context manager that raises an OSError of its block as an InputOutputError with this sentence.
+
+    Other errors are raised as they are.
+
+    Args:
+        sentence: Sentence such as "FILE: cannot be read", behind which the system's reason is put.
+    """
     try:
         yield
     except OSError as error:
@@ -61,7 +75,7 @@ def failing_as(sentence: str) -> Iterator[None]:
 
 
 def require(package: str, purpose: str) -> None:
-    """Import an optional package.
+    """Check that an optional package can be imported, by importing it.
 
     Args:
         package: Name of the package.

@@ -40,14 +40,15 @@ def path_of(value: object, name: str, what: str = "a file") -> Path:
 
 
 def check_output(path: Path, replace: bool) -> None:
-    """Check that an output file may be made.
+    """Check that an output file may be made. Nothing is created; the folder is not examined.
 
     Args:
         path: The output file.
-        replace: Whether it may replace an existing file.
+        replace: True if it may replace an existing file.
 
     Raises:
-        HpctrainError: The name is not valid, is that of a folder, or exists and may not be replaced.
+        HpctrainError: The name has control characters, is that of a folder, or exists and may not be
+            replaced.
     """
     problem = control_problem(str(path))
     if not problem and path.is_dir():
@@ -71,7 +72,7 @@ def file_identity(path: str | Path) -> object:
 
 
 def distinct(paths: Iterable[Path]) -> list[Path]:
-    """Return the paths without those that lead to the same file or folder as an earlier one."""
+    """Return the paths, in order, without those that lead to the same file or folder as an earlier one."""
     first: dict[object, Path] = {}
     for path in paths:
         first.setdefault(file_identity(path), path)
@@ -137,9 +138,13 @@ def read_bytes(path: str | Path, most: int) -> bytes:
 
 
 def read_text(path: str | Path, most: int) -> str:
-    """Return the UTF-8 text of a regular file of at most `most` bytes.
+    """Return the UTF-8 text of a regular file.
 
     A byte order mark at its beginning is skipped, and every kind of line end becomes a newline.
+
+    Args:
+        path: The file.
+        most: Largest size in bytes.
 
     Raises:
         OSError: As `read_bytes`.
@@ -177,7 +182,12 @@ def finite(value: Any) -> Any:
 
 
 def strict_json(row: Mapping[str, Any], indent: int | None = None) -> str:
-    """Return a JSON object, with null for infinite and NaN floats."""
+    """Return the JSON text of an object, with null for infinite and NaN floats, which JSON does not have.
+
+    Args:
+        row: The object, whose values JSON can express.
+        indent: Spaces of each level; None for one line.
+    """
     return json.dumps({name: finite(value) for name, value in row.items()}, indent=indent, allow_nan=False)
 
 
@@ -210,7 +220,15 @@ def is_unfit(error: OSError) -> bool:
 
 @contextmanager
 def descriptor_of(path: str | Path, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Open a file or folder and yield its descriptor. Raises OSError if it cannot be opened."""
+    """Return a context manager that opens a file or folder, yields its descriptor, and closes it.
+
+    Args:
+        path: The file or folder.
+        flags: Flags of open(2).
+
+    Raises:
+        OSError: It cannot be opened. The error names it.
+    """
     descriptor = os.open(path, flags)
     try:
         yield descriptor
@@ -220,7 +238,14 @@ def descriptor_of(path: str | Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Add the name of a file to an OSError of the block. By itself it has one only if opening failed."""
+    """Return a context manager that adds a path to an OSError of its block, and raises it again.
+
+    Errors that already name a file are raised as they are; by itself an OSError names one only if opening
+    failed.
+
+    Args:
+        path: The file that the block reads or writes.
+    """
     try:
         yield
     except OSError as error:
@@ -240,13 +265,24 @@ def write_text(path: Path, text: str) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Flush what this node has written of a file or folder to the disk. Raises OSError with its name."""
+    """Flush what this node has written of a file or folder to the disk (fsync), which may take long.
+
+    Raises:
+        OSError: It cannot be opened or flushed. The error names it.
+    """
     with naming(path), descriptor_of(path) as descriptor:
         os.fsync(descriptor)
 
 
 def files_named(pattern: str) -> Callable[[os.DirEntry[str]], bool]:
-    """Return a test for regular files, not links, whose names match a regular expression as a whole."""
+    """Return a test for regular files, not links, whose names match a regular expression as a whole.
+
+    Args:
+        pattern: The expression.
+
+    Returns:
+        Function of an entry of `os.scandir`, as `delete_files` takes it.
+    """
     compiled = re.compile(pattern)
     return lambda entry: bool(compiled.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False)
 
@@ -258,11 +294,11 @@ def delete_files(folder: Path, ours: Callable[[os.DirEntry[str]], bool]) -> list
     meanwhile, nothing elsewhere is deleted.
 
     Args:
-        folder: The folder.
+        folder: The folder; it stays.
         ours: Test that is True for an entry that is deleted.
 
     Raises:
-        OSError: The path is not a folder, or an entry cannot be deleted.
+        OSError: The path is not a folder, or an entry cannot be deleted. Entries before it are then deleted.
     """
     with descriptor_of(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as descriptor:
         with os.scandir(descriptor) as entries:

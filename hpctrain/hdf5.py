@@ -62,7 +62,7 @@ class LocalDataset:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
+        """Number of elements; 1 for a scalar."""
         return prod(self.shape)
 
     def read(self, max_bytes: int) -> NDArray[Any]:
@@ -148,15 +148,25 @@ class CheckedFile:
         return LocalDataset(name, dtype, shape, int(offset), identifier)
 
     def has_attribute(self, name: str, dataset: LocalDataset | None = None) -> bool:
-        """Return True if a dataset, or the file if `dataset` is None, has an attribute."""
+        """Return True if a dataset, or the file if `dataset` is None, has an attribute, of whatever type."""
         return bool(h5py.h5a.exists(self._owner(dataset), name.encode()))
 
     def integer(self, name: str, dataset: LocalDataset | None = None) -> int:
-        """Return an integer attribute of a dataset, or of the file if `dataset` is None."""
+        """Return an integer attribute of a dataset, or of the file if `dataset` is None.
+
+        Raises:
+            KeyError: There is no such attribute.
+            ValueError: It is not one integer.
+        """
         return int(_read_attribute(self._owner(dataset), name, "iu", "an integer"))
 
     def text(self, name: str, dataset: LocalDataset | None = None) -> str:
-        """Return a text attribute (of fixed length) of a dataset, or of the file if `dataset` is None."""
+        """Return a text attribute (of fixed length, UTF-8) of a dataset, or of the file if `dataset` is None.
+
+        Raises:
+            KeyError: There is no such attribute.
+            ValueError: It is not one text of fixed length, or is not UTF-8.
+        """
         return bytes(_read_attribute(self._owner(dataset), name, "S", "a text")).decode()
 
     def _owner(self, dataset: LocalDataset | None) -> h5py.h5g.GroupID | h5py.h5d.DatasetID:
@@ -294,7 +304,11 @@ class _PagesInMemory:
 
 
 def format_of(path: Path) -> str | None:
-    """Return the attribute `format` of an HDF5 file; None for any other file or one that cannot be read."""
+    """Return the attribute `format` of an HDF5 file, such as that of a checkpoint. Nothing is raised.
+
+    Returns:
+        The text; None if the file cannot be read, is not HDF5, or has no such text.
+    """
     try:
         with open_regular(path) as stream:
             if stream.read(len(SIGNATURE)) != SIGNATURE:

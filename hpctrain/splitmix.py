@@ -9,7 +9,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 
 
 def mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Apply the mixing function of SplitMix64, a bijection of 64-bit words, in place; return the array."""
+    """Apply the mixing function of SplitMix64, a bijection of words, in place; return the same array."""
     words ^= words >> np.uint64(30)
     words *= np.uint64(0xBF58476D1CE4E5B9)
     words ^= words >> np.uint64(27)

@@ -28,7 +28,15 @@ def command(*words: object) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the known name that is most similar to a mistyped one; None if no name is similar."""
+    """Return the known name that is most similar to a mistyped one, for a correction in a message.
+
+    Args:
+        name: The mistyped name.
+        names: Known names, of which the first of equally similar ones counts.
+
+    Returns:
+        The name; None if no name is similar.
+    """
     if len(name) > _MOST_LETTERS:
         return None
     known = list(names)
@@ -63,7 +71,10 @@ def kind_of(value: object) -> str:
 
 
 def ranges(numbers: Iterable[int], separator: str) -> str:
-    """Return the numbers in ascending order, with consecutive ones as ranges: "0-2,5"."""
+    """Return the numbers in ascending order, with consecutive ones as ranges: "0-2,5" with the separator ",".
+
+    The numbers must be distinct. The text is "" for none.
+    """
     joined: list[list[int]] = []
     for number in sorted(numbers):
         if joined and number == joined[-1][-1] + 1:
@@ -138,7 +149,10 @@ def is_control(character: str) -> bool:
 
 
 def control_problem(text: str) -> str:
-    """Return the end of a sentence that names the control characters of a text; "" if it has none."""
+    """Return the end of a sentence that names the control characters of a text; "" if it has none.
+
+    An example is "has a control character (U+0007); leave it out".
+    """
     controls = list(dict.fromkeys(filter(is_control, text)))
     if not controls:
         return ""
@@ -148,9 +162,9 @@ def control_problem(text: str) -> str:
 
 
 def text_problem(text: str) -> str:
-    """Return the end of a sentence that says where a text is not UTF-8; "" if it is.
+    """Return the end of a sentence that says where a text is not UTF-8, such as "is not UTF-8 text (byte 3)".
 
-    Such a text contains surrogates, by which Python represents bytes that are not UTF-8.
+    It is "" if the text is UTF-8. Otherwise it contains surrogates, by which Python represents other bytes.
     """
     try:
         text.encode()

@@ -65,7 +65,11 @@ class AuditedReduction:
         self.output = None if call.output is None else flat_view(call.output)
 
     def steps(self) -> Steps:
-        """Return the steps from the inputs to the results."""
+        """Return the steps of the reduction, which all ranks of the group run.
+
+        Nothing happens before the first one. After them, the results are in the tensors of the call, and the
+        record has all checksums.
+        """
         if self.tensor.nbytes * self.size <= SMALL_BYTES:
             yield from self._of_everything()
         elif self.call.operation == "reduce_scatter":
@@ -211,18 +215,26 @@ class AuditedReduction:
 
 
 def piece_elements(tensor: Tensor, size: int) -> int:
-    """Return the number of elements that a rank adds in one round."""
+    """Return the largest number of elements that one rank adds in a round, at least 1.
+
+    Args:
+        tensor: Tensor that is reduced; only its dtype matters.
+        size: Number of ranks.
+    """
     return max(1, HOST_ROUND_BYTES // tensor.itemsize // size)
 
 
 def audited_scratch_bytes(elements: int, itemsize: int, size: int, scattered: bool) -> int:
-    """Return the host memory, in bytes, that one reduction uses and keeps.
+    """Return the host memory, in bytes, that one audited reduction takes on each rank and keeps. Local.
 
     Args:
-        elements: Number of elements of the tensor.
+        elements: Number of elements of the tensor that each rank gives.
         itemsize: Size of an element in bytes.
         size: Number of ranks.
-        scattered: True for a reduce-scatter.
+        scattered: True for a reduce-scatter, False for an all-reduce.
+
+    Returns:
+        The memory, a power of two; 0 for a sum so small that every rank receives all inputs.
     """
     if elements * itemsize * size <= SMALL_BYTES:
         return 0

@@ -68,7 +68,7 @@ class AuditChannel:
 
     @property
     def logs(self) -> list[AuditLog[Any]]:
-        """Logs of the group's calls."""
+        """Logs of the group's calls: that of checked sums over ranks, and that of checked transfers."""
         return [self.reductions, self.transfers]
 
 

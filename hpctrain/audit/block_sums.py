@@ -72,14 +72,19 @@ def word_sums_by_rank(values: Tensor, spans: Sequence[ElementRange], rank: int) 
 
 
 def can_compare_sums(dtype: torch.dtype) -> bool:
-    """Return True if `block_sums` can check sums over ranks of this dtype."""
+    """Return True if `block_sums` can check sums of this dtype: fp64, fp32, fp16, bf16 and integers."""
     return dtype in {torch.float32, torch.float64, *HALVES} or not (
         dtype.is_floating_point or dtype == torch.bool
     )
 
 
 def block_elements(longest: int, dtype: torch.dtype) -> int:
-    """Return the number of elements of a block if the longest span has `longest` elements."""
+    """Return the number of elements of a block of a tensor. It is larger for more than MOST_BLOCKS blocks.
+
+    Args:
+        longest: Number of elements of the longest span of a rank.
+        dtype: Type of the elements. Blocks of 16-bit types are smaller.
+    """
     block = HALVES_BLOCK if dtype in HALVES else SUM_BLOCK
     while ceil(longest / block) > MOST_BLOCKS:
         block *= 2
@@ -122,7 +127,10 @@ def block_sums(values: Tensor, block: int, is_input: bool) -> tuple[Tensor, Tens
 
 
 def exact_sum(values: Tensor) -> Tensor:
-    """Return the sum in fp64; for integers, the bits of the wrapping int64 sum as fp64."""
+    """Return the sum of a flat tensor in fp64, without dims; for integers, the bits of the int64 sum as fp64.
+
+    Sums of integers wrap. The result is on the device of `values`.
+    """
     if values.is_floating_point():
         return values.double().sum()
     whole = values.view(SIGNED.get(values.dtype, values.dtype))
@@ -131,7 +139,7 @@ def exact_sum(values: Tensor) -> Tensor:
 
 
 def absolute_sum(values: Tensor) -> Tensor:
-    """Return the sum of absolute values in fp64; 0 for integers, which have no rounding error."""
+    """Return the sum of absolute values of a flat tensor in fp64, without dims; 0 for integers."""
     if values.is_floating_point():
         return values.double().abs().sum()
     return torch.zeros((), dtype=torch.float64, device=values.device)

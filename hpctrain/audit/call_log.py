@@ -113,9 +113,10 @@ class AuditLog(ABC, Generic[AnyRecord]):
         self._records.append(record)
 
     def start_exchange(self) -> None:
-        """Start the exchange of all records. Collective.
+        """Start to exchange all records of this log with the other ranks of the group. Collective.
 
-        If an earlier exchange is not finished, this first waits for it, and compares its records.
+        If an earlier exchange is not finished, this first waits for it, and compares its records. Nothing is
+        sent if there are no records. `finish_exchange` completes it.
         """
         self.finish_exchange()
         self._since, records = 0, self._records
@@ -134,9 +135,10 @@ class AuditLog(ABC, Generic[AnyRecord]):
         self._exchange = MpiRequests([request], mine), received, list(records)
 
     def finish_exchange(self) -> None:
-        """Wait for the exchange, and compare the first records that are complete on all ranks. Collective.
+        """Wait for the exchange that was started, compare its records, and collect the faults. Collective.
 
-        The other records stay for the next exchange.
+        The first records that are complete on all ranks are compared and dropped. The others stay for the
+        next exchange. Nothing happens if no exchange was started.
         """
         if self._exchange is None:
             return

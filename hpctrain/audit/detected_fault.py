@@ -35,12 +35,19 @@ class DetectedFault:
 
     @property
     def row(self) -> dict[str, Any]:
-        """The fault as it is sent to other ranks and written into JSON files."""
+        """The fault as a dict of its fields, as it is sent to other ranks and written into JSON files.
+
+        `ranks` is a list in it.
+        """
         return asdict(self) | {"ranks": list(self.ranks)}
 
     @staticmethod
     def from_row(row: dict[str, Any]) -> DetectedFault:
-        """Return the fault that a `row` describes."""
+        """Return the fault that a `row` describes, which may come from JSON and have further keys.
+
+        Raises:
+            KeyError: A field is missing.
+        """
         values = {field.name: row[field.name] for field in fields(DetectedFault)}
         return DetectedFault(**values | {"ranks": tuple(row["ranks"])})
 
@@ -52,11 +59,14 @@ class FaultCollector:
         self._faults: list[DetectedFault] = []
 
     def add(self, faults: Iterable[DetectedFault]) -> None:
-        """Add faults."""
+        """Add faults to those that the next `take` returns. Nothing is raised, logged or sent."""
         self._faults += faults
 
     def take(self) -> list[DetectedFault]:
-        """Remove all faults and return each distinct one once."""
+        """Return each distinct fault that was added since the last call, in that order, and forget them.
+
+        Local.
+        """
         faults, self._faults = list(dict.fromkeys(self._faults)), []
         return faults
 

@@ -69,10 +69,14 @@ class MessageAudit(TransportDecorator):
 
 
 def audit_messages(world: World, depth: Depth) -> MessageAudit:
-    """Check the messages of `world.everyone` and of all groups of this world that are made later.
+    """Check the messages of `world.everyone` and of all groups of this world that are made later. Collective.
 
-    Collective. Other groups that exist already stay as they are. If messages are already checked in this
-    depth, nothing changes.
+    Other groups that exist already stay as they are. If messages are already checked in this depth, nothing
+    changes.
+
+    Args:
+        world: The world.
+        depth: What is checked; the same on all ranks.
 
     Returns:
         The audit, whose `collect_faults` reports faults; the present one if nothing changes.

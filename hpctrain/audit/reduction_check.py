@@ -89,12 +89,12 @@ class ReductionRecord(CallRecord):
 
     @property
     def is_one_block(self) -> bool:
-        """True if the tensor is one block."""
+        """True if the whole tensor is one block, False if each rank's span has blocks of its own."""
         return not self.spans
 
     @property
     def result_ranks(self) -> Sequence[int] | None:
-        """Ranks of the group that have the whole result; None if each rank has its own span."""
+        """Ranks of the group with the whole result (all, or the root); None for a reduce_scatter."""
         if self.operation == "reduce_scatter":
             return None
         return [self.root] if self.operation == "reduce" else range(self.size)
@@ -117,10 +117,13 @@ class ReductionRecord(CallRecord):
                 values[: len(sums), :2] = sums
 
     def record_result(self, tensor: Tensor | None, rank: int) -> None:
-        """Add up the blocks of the result. Call `record_input` before.
+        """Add up the blocks of this rank's result, and keep the sums in the record. Local.
+
+        Call it once, after `record_input` and when the reduction is complete.
 
         Args:
-            tensor: Flat result of this rank; None if it has none.
+            tensor: Flat result of this rank: the whole one, or its own elements of a reduce_scatter; None if
+                it has none, as on ranks other than the root of a reduce.
             rank: This rank in the group.
         """
         if self.is_one_block:

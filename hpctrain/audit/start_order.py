@@ -28,7 +28,11 @@ class OrderedOperation:
         self.started = False
 
     def begin(self) -> SteppedWork:
-        """Start all parts that can be started now, and return the chain of steps."""
+        """Start all parts that can be started now, without waiting, and return the chain of steps.
+
+        Collective, as the parts. StartOrder calls it when all earlier operations have started their last
+        part. It may be called repeatedly.
+        """
         if self._chain is None:
             self._chain = SteppedWork(self._steps(self))
         if self._chain.test():
@@ -61,14 +65,17 @@ class StartOrder:
         self._waiting: deque[OrderedOperation] = deque()
 
     def start(self, steps: Callable[[OrderedOperation], Steps], blocking: bool) -> TransportWork | None:
-        """Run an operation after all earlier ones have started their parts.
+        """Queue an operation, and start its parts when all earlier ones have started theirs.
+
+        Collective, as the operation.
 
         Args:
-            steps: Function that returns the steps of the operation.
-            blocking: True if this function returns after the operation is complete.
+            steps: Function that takes the operation and returns its steps, which set `started` at their last
+                part.
+            blocking: True to return only after the operation is complete.
 
         Returns:
-            The handle of the operation, or None if it is complete.
+            The handle of the operation; None if `blocking`.
         """
         operation = OrderedOperation(self, steps)
         self._waiting.append(operation)
@@ -79,7 +86,7 @@ class StartOrder:
         return None
 
     def advance(self) -> None:
-        """Start the parts of all operations that may start them now."""
+        """Start the parts of all operations that may start them now, in order, without waiting."""
         while self._waiting:
             self._waiting[0].begin()
             if not self._waiting[0].started:

@@ -65,11 +65,13 @@ def changed_message_fault(
 ) -> DetectedFault:
     """Return the fault of a rank that received something else than its peers sent.
 
+    Nothing is collected or raised.
+
     Args:
         record: Record of the call.
         ranks: Ranks of the group in the whole world.
-        rank: Receiver, as a rank of the group.
-        peers: Senders, as ranks of the group.
+        rank: Receiver, as a rank of the group; the fault names it alone as perhaps faulty.
+        peers: Senders, as ranks of the group, for the text.
     """
     senders = name_ranks([ranks[peer] for peer in peers])
     return record.fault(

@@ -111,12 +111,13 @@ class ChildProcess:
     def ask(self, message: object, seconds: float, number: int = 0) -> None:
         """Send a request; `next_answer` returns its answer. The previous request must have been answered.
 
-        If the process has ended, this does not raise an error; the next call of `next_answer` does.
+        It waits up to `seconds` if the process does not read a large request. If the process has ended, this
+        does not raise an error; the next call of `next_answer` does.
 
         Args:
             message: Anything that JSON can express.
             seconds: Time limit of the answer.
-            number: Number by which the caller knows the request.
+            number: Number by which the caller knows the request, which the answer repeats.
         """
         assert self.request is None, "one request at a time"
         self._serial += 1
@@ -169,11 +170,15 @@ class ChildProcess:
         return ChildAnswer(request.number, answer["answer"])
 
     def has_ended(self) -> bool:
-        """Return True if the process has ended."""
+        """Return True if the process has ended. It does not wait, and does not reap the process."""
         return has_ended(self.process)
 
     def close(self) -> None:
-        """Kill the process and all processes that it has started, wait for its end, and close the socket."""
+        """Kill the process and all processes that it has started, wait for its end, and close the socket.
+
+        Local. If it runs code of users, it has up to 5 s to end its own processes. Afterwards the object
+        cannot be used.
+        """
         kill_child(self.process, self._runs_user_code)
         self.process.wait()
         self.channel.close()
@@ -247,6 +252,9 @@ def answer_requests(
     number: int, parent: int, answer_first: Callable[[Any], tuple[Answer, Any]], runs_user_code: bool
 ) -> None:
     """Answer requests until the parent closes the socket or ends.
+
+    It runs in the child and takes over the process. stdout becomes stderr, signals of ranks are ignored, and
+    the kernel kills this process first if memory runs out. The answers must be values that JSON can express.
 
     Args:
         number: File descriptor of the socket to the parent, which `ChildProcess` passes on the command line.

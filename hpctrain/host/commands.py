@@ -31,12 +31,20 @@ _OPEN_MPI_OPTIONS = ("--quiet", "--oversubscribe", "--bind-to", "none")
 
 
 def code_command(code: str, arguments: Sequence[str] = ()) -> list[str]:
-    """Return the command that runs Python code with `arguments` as `sys.argv[1:]`."""
+    """Return the words of the command that runs Python code with `arguments` as `sys.argv[1:]`.
+
+    Nothing is started.
+    """
     return [sys.executable, "-c", _WITHOUT_CURRENT_FOLDER + code, *arguments]
 
 
 def module_command(module: str = "hpctrain", arguments: Sequence[str] = ()) -> list[str]:
-    """Return the command that runs a module of hpctrain with `arguments`, as `python -m` does."""
+    """Return the words of the command that runs a module as `python -m` does. Nothing is started.
+
+    Args:
+        module: Name of the module.
+        arguments: Its `sys.argv[1:]`.
+    """
     add_root = f"sys.path += [] if {_ROOT!r} in sys.path else [{_ROOT!r}]; "
     return code_command(add_root + _RUN_MODULE.format(module=module), arguments)
 
@@ -44,8 +52,9 @@ def module_command(module: str = "hpctrain", arguments: Sequence[str] = ()) -> l
 def restart_on_ranks(ranks: int | None, environment: Mapping[str, str] = os.environ) -> None:
     """Replace this process by mpirun, which runs the same hpctrain command on several ranks.
 
-    If `ranks` is None or a launcher has already started that many ranks, do nothing. The program is `mpirun`,
-    or the command in the environment variable MPIRUN.
+    If `ranks` is None or a launcher has already started that many ranks, it does nothing; otherwise it does
+    not return. The program is `mpirun`, or the command in the environment variable MPIRUN. A process without
+    a launcher counts as one rank.
 
     Args:
         ranks: Number of ranks; None if any number will do.

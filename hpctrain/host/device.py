@@ -29,7 +29,10 @@ def on_host(device: torch.device) -> bool:
 def device_kind(name: str) -> torch.device:
     """Return the type of device of a value of `run.device`: a CPU, or a GPU without a number.
 
-    "auto" gives a CPU; a run that uses GPUs has already replaced it.
+    Nothing is examined.
+
+    Args:
+        name: Value of the deck. "auto" gives a CPU; a run that uses GPUs has already replaced it.
     """
     return torch.device("cuda" if name.startswith("cuda") else "cpu")
 
@@ -67,7 +70,7 @@ def choose_device(name: str, local_rank: int, count: int) -> torch.device:
 
 
 def prepare_device(device: torch.device) -> None:
-    """Prepare this process for computing on a device.
+    """Prepare this process for computing on a device, by settings that hold for the whole process. Local.
 
     A GPU becomes the current one, with kernels that always add in the same order, so that two runs and
     recomputed activations have the same bits. On a CPU freed memory is kept for later allocations.
@@ -83,7 +86,7 @@ def prepare_device(device: torch.device) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until all work on the device is complete; do nothing on a CPU."""
+    """Wait on the host until all work of all streams of a GPU is complete; do nothing on a CPU."""
     if not on_host(device):
         torch.cuda.synchronize(device)
 
@@ -99,7 +102,10 @@ def gpu_identity(device: torch.device) -> str | None:
 
 
 def matmul_workspace_bytes(device: torch.device) -> int:
-    """Return the bytes that matrix products keep on a GPU, in the threads of forward and backward passes."""
+    """Return the bytes that cuBLAS keeps on a GPU for matrix products; 0 on a CPU.
+
+    It counts the thread of the forward pass and that of the backward pass.
+    """
     return 0 if on_host(device) else 2 * _CUBLAS_BYTES
 
 
@@ -124,7 +130,14 @@ def reset_peak(device: torch.device) -> None:
 
 
 def gpu_memory_bytes(device: torch.device) -> int | None:
-    """Return the size of a GPU's whole memory in bytes, used or not; None if this process sees no GPU."""
+    """Return the size of a GPU's whole memory in bytes, used or not.
+
+    Args:
+        device: The GPU. A CPU is allowed only in a process that sees no GPU.
+
+    Returns:
+        The size; None if this process sees no GPU.
+    """
     return torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else None
 
 
@@ -137,7 +150,7 @@ def empty_host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.de
 
 
 def synchronize_stream(device: torch.device) -> None:
-    """Wait until the work of the current stream, such as copies to the host, is complete."""
+    """Wait on the host until the work of the current stream of a GPU is complete; do nothing on a CPU."""
     if not on_host(device):
         torch.cuda.current_stream(device).synchronize()
 
@@ -154,11 +167,14 @@ class StreamWork:
         self._event = event
 
     def wait(self) -> None:
-        """Make the current stream wait for the work. The host does not wait; `synchronize` makes it do so."""
+        """Make the stream that is current now wait for the work.
+
+        The host does not wait; `synchronize` makes it do so.
+        """
         torch.cuda.current_stream().wait_event(self._event)
 
     def test(self) -> bool:
-        """Return True if the work is complete."""
+        """Return True if the GPU has completed the work. It does not wait."""
         return bool(self._event.query())
 
     def synchronize(self) -> None:
@@ -183,11 +199,15 @@ class SideStream:
         self._stream: Any = None
 
     def start(self, action: Callable[[], object], tensors: Sequence[Tensor | None]) -> StreamWork:
-        """Run an action on this stream, after all previous work of the current stream.
+        """Call `action` at once on this stream, and return a handle of the GPU work that it starts.
+
+        The work begins after all work that the current stream has been given before. The host does not wait
+        for it, and the current stream does so only in `wait` of the handle.
 
         Args:
             action: Function that starts GPU work.
-            tensors: GPU tensors that the work uses.
+            tensors: GPU tensors that the work uses, whose memory is not reused before; None entries are
+                skipped.
         """
         stream = self._make()
         stream.wait_stream(torch.cuda.current_stream())
@@ -199,14 +219,15 @@ class SideStream:
         return StreamWork(stream.record_event())
 
     def copy_to_device(self, host: Tensor, device: torch.device) -> tuple[Tensor, StreamWork]:
-        """Start to copy a host tensor to the GPU, without waiting for the current stream.
+        """Start to copy a host tensor to the GPU, without waiting for earlier work of the current stream.
 
         Args:
             host: Host tensor, best pinned; it must not change until the copy is complete.
             device: The GPU.
 
         Returns:
-            New GPU tensor, and the handle of the copy. Pass the tensor to `deliver` of the handle before use.
+            New GPU tensor of the same shape and dtype, and the handle of the copy. Pass the tensor to
+            `deliver` of the handle before use.
         """
         stream = self._make()
         with torch.cuda.stream(stream):
@@ -214,7 +235,7 @@ class SideStream:
         return memory, StreamWork(stream.record_event())
 
     def precede(self) -> None:
-        """Make the current stream wait for all work that was started on this stream so far."""
+        """Make the current stream wait for all work that was started on this stream so far, if any."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -229,7 +250,7 @@ _LIMITS = "ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", 
 
 
 def processor_name() -> str:
-    """Return the name of the processor."""
+    """Return the product name of the processor, or its architecture if the name is unknown."""
     return _first_core().get("model name") or platform.processor() or platform.machine()
 
 

@@ -101,6 +101,8 @@ class DoctorReport:
     def add(self, findings: list[DoctorFinding]) -> None:
         """Append to `findings` those of rank 0, and problems that only other ranks have. Collective.
 
+        The texts of other ranks' problems name the rank. All ranks get the same findings.
+
         Args:
             findings: Findings of this rank.
         """

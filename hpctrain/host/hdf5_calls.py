@@ -42,11 +42,13 @@ _ErrorVisitor = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint, ctypes.POINTER(_Er
 def open_file(path: Path, communicator: MPI.Intracomm) -> h5py.h5f.FileID:
     """Open an existing file on all ranks of a communicator for reading and writing. Collective.
 
+    If one rank fails, the others may wait for it without end.
+
     Returns:
-        The open file; close it with `close_file`.
+        The open file; close it with `close_file`, which also closes all objects in it.
 
     Raises:
-        OSError: HDF5 or MPI cannot open the file.
+        OSError: HDF5 or MPI cannot open the file, or h5py is built without MPI.
     """
     library = _library()
     with phil:

@@ -38,7 +38,7 @@ _COMPONENTS_FOR_SLURM = ("mca_pmix_s1", "mca_pmix_s2")
 
 
 def launcher_name(environment: Mapping[str, str]) -> str:
-    """Return the name of the launcher for messages, such as "srun (Slurm)"."""
+    """Return the name of the launcher for messages, such as "srun (Slurm)" or "none (one process)"."""
     if "OMPI_COMM_WORLD_SIZE" in environment:
         return "mpirun of Open MPI"
     if "PALS_APID" in environment:
@@ -55,17 +55,21 @@ def launcher_name(environment: Mapping[str, str]) -> str:
 
 
 def launcher_variables(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the inner launcher's variables, as in LAUNCHERS; () without a launcher."""
+    """Return the names of the inner launcher's variables: size, rank, local rank and number of nodes.
+
+    The names are a row of LAUNCHERS, in which "" stands for a variable that does not exist; () without a
+    launcher.
+    """
     return next((names for names in LAUNCHERS if environment.get(names[0], "").isdigit()), ())
 
 
 def launched_size(environment: Mapping[str, str]) -> int:
-    """Return the number of processes that the launcher has started; 1 without a launcher."""
+    """Return the number of processes that the launcher has started in this job; 1 without a launcher."""
     return next((int(environment[name]) for name in launcher_variables(environment)[:1]), 1)
 
 
 def launched_rank(environment: Mapping[str, str]) -> int:
-    """Return the rank of this process according to the launcher; 0 without a launcher."""
+    """Return the rank of this process in the job according to the launcher; 0 without a launcher. Local."""
     values = (environment.get(name, "") for _, name, *_ in LAUNCHERS)
     return next((int(value) for value in values if value.isdigit()), 0)
 
@@ -102,7 +106,7 @@ def check_launched_size(environment: Mapping[str, str], size: int, vendor: str) 
 
 
 def find_contradictions(environment: Mapping[str, str], rank: int, local_rank: int, nodes: int) -> list[str]:
-    """Return statements of the launcher's variables that contradict MPI. Local.
+    """Return statements of the launcher's variables that contradict MPI; [] if there are none. Local.
 
     Only the variables of the inner launcher are compared, since they describe this process. An example is
     "SLURM_PROCID = 3, but MPI's rank is 1".
@@ -122,15 +126,16 @@ def find_contradictions(environment: Mapping[str, str], rank: int, local_rank: i
 
 
 def describe_missing_pmix(environment: Mapping[str, str], vendor: str, libraries: Sequence[str]) -> str:
-    """Return an error message if srun started ranks without PMIx and this MPI needs it; "" otherwise.
+    """Return an error message if srun started ranks without PMIx and this MPI needs it; "" otherwise. Local.
 
-    Open MPI would end each rank at its start, with a page of text. Other MPIs start as worlds of one rank,
-    which `check_launched_size` finds.
+    It is called before MPI starts. Open MPI would end each rank at its start, with a page of text. Other MPIs
+    start as worlds of one rank, which `check_launched_size` finds.
 
     Args:
         environment: Environment variables of this process.
         vendor: Vendor of the MPI library, as mpi4py names it.
-        libraries: Files of the MPI library.
+        libraries: Paths of the MPI library. They are loaded to look for support of Slurm; if there are none,
+            the support is assumed.
     """
     by_srun = launcher_name(environment) == "srun (Slurm)" and "SLURM_STEPID" in environment
     if not by_srun or vendor != "Open MPI" or "PMIX_RANK" in environment or _supports_slurm(libraries):

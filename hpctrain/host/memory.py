@@ -53,7 +53,7 @@ class MemoryLimit:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes; 0 if the system does not tell."""
+    """Return the present resident memory (RSS) of this process, in bytes; 0 on systems other than Linux."""
     if not sys.platform.startswith("linux"):
         return 0
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
@@ -147,7 +147,10 @@ def memory_limits(environment: Mapping[str, str]) -> list[MemoryLimit]:
 
 
 def available_bytes() -> int | None:
-    """Return the available memory of the node in bytes; None if the system does not tell."""
+    """Return the available memory of the node (MemAvailable), in bytes; None if it is unknown.
+
+    Limits of cgroups and Slurm do not count; `obtainable_bytes` includes them.
+    """
     return next(iter(_sizes("meminfo", "MemAvailable")), None)
 
 
@@ -176,7 +179,10 @@ def obtainable_bytes(environment: Mapping[str, str]) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an exception of any library says that there was not enough memory."""
+    """Return True if an exception of Python, torch, the system or MPI says that there was not enough memory.
+
+    Local.
+    """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):

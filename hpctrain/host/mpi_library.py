@@ -22,8 +22,9 @@ __all__ = ["MPI", "communicator_of", "finalizes_between_nodes", "start_mpi"]
 def start_mpi() -> None:
     """Start MPI with support for several threads. Collective over all ranks that the launcher has started.
 
-    mpi4py would hold Python's global interpreter lock until all ranks have arrived, so that no thread could
-    report a missing rank. ctypes releases the lock. The error handlers are those of mpi4py.
+    MPI must not be initialized yet. mpi4py would hold Python's global interpreter lock until all ranks have
+    arrived, so that no thread could report a missing rank. ctypes releases the lock. The error handlers are
+    those of mpi4py.
 
     Raises:
         HpctrainError: srun has started ranks that this MPI cannot join.
@@ -41,7 +42,11 @@ def start_mpi() -> None:
 
 
 def communicator_of(objects: object) -> MPI.Intracomm:
-    """Return `Group.objects` as an MPI communicator, which it is for all groups except planned ones."""
+    """Return `objects` itself, typed as an MPI communicator. Local.
+
+    Args:
+        objects: `Group.objects`. Those of planned groups are not MPI communicators: an AssertionError.
+    """
     assert isinstance(objects, MPI.Intracomm), objects
     return objects
 

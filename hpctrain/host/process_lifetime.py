@@ -29,13 +29,17 @@ _SECONDS_TO_END = 5.0
 def start_child(
     code: str, inherited: int, stdin: int = subprocess.PIPE, new_session: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start a Python process that can import what this one can, and that computes with one thread.
+    """Start a Python process that can import what this one can, and that computes with one thread. Local.
+
+    It does not wait. The process does not know that it was started by a rank, and does not end by itself when
+    this one ends; `end_with_parent` in its code does that.
 
     Args:
         code: Python code.
         inherited: File descriptor that the process inherits.
         stdin: Standard input, as `subprocess.Popen` takes it.
-        new_session: True if signals to the process group of the rank must not reach the process.
+        new_session: True if signals to the process group of the rank must not reach the process. It then
+            leads a process group of its own.
     """
     return subprocess.Popen(
         code_command(_START + code, [json.dumps([os.path.abspath(path) for path in sys.path])]),  # noqa: PTH100
@@ -130,7 +134,13 @@ def _end_descendants() -> None:
 
 
 def descendants(process: int) -> Iterator[int]:
-    """Yield the ids of the child processes of a process, of theirs, and so on, if the kernel tells."""
+    """Yield the ids of the running child processes of a process, of theirs, and so on. Local.
+
+    None are yielded if the process has ended or the kernel does not list them.
+
+    Args:
+        process: Process id, which is not yielded itself.
+    """
     for task in Path(f"/proc/{process}/task").glob("*/children"):
         with suppress(OSError, ValueError):
             for child in map(int, task.read_text(encoding="ascii").split()):
@@ -141,11 +151,13 @@ def descendants(process: int) -> Iterator[int]:
 def stat_fields(stat: Path) -> list[str]:
     """Return what the kernel tells about a process or thread, from its state (a letter) on, as in proc(5).
 
+    Local.
+
     Args:
         stat: Path of the file, such as /proc/<pid>/stat.
 
     Returns:
-        The fields after the name; none if the file cannot be read.
+        The fields after the name, as text: the state first; [] if the file cannot be read.
     """
     try:
         text = stat.read_text(encoding="ascii", errors="replace")
@@ -196,9 +208,9 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def wait_for_end(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait until a child process has ended, at most `seconds`, without reaping it.
+    """Wait until a child process has ended, at most `seconds`, without reaping it. It returns in both cases.
 
-    `has_ended` then tells whether it has.
+    `has_ended` then tells whether it has. Nothing is killed.
     """
     until, pause = time.monotonic() + seconds, 0.001
     while not has_ended(process) and time.monotonic() < until:
@@ -228,9 +240,10 @@ def kill_child(process: subprocess.Popen[bytes], runs_user_code: bool) -> None:
 
 
 def describe_exit(process: subprocess.Popen[bytes]) -> str:
-    """Wait up to 5 s until a process has ended, and return how it ended, such as "was ended by signal 11".
+    """Wait up to 5 s for the end of a process, reap it, and return how it ended.
 
-    The phrase follows a subject, such as "its process".
+    The phrase follows a subject, such as "its process": "was ended by signal 11", or "does not answer" if it
+    has not ended.
     """
     try:
         code = process.wait(_SECONDS_TO_END)

@@ -45,7 +45,10 @@ class SegmentMarker:
         self.path, self._stream = path, stream
 
     def remove(self) -> None:
-        """Remove the marker, because MPI or its launcher removes the files that it names."""
+        """Remove the marker file, because MPI or its launcher removes the segments that it names.
+
+        Local; no error is raised.
+        """
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
 
@@ -84,15 +87,15 @@ def mark_segments(node: MPI.Intracomm, folder: Path = FOLDER) -> SegmentMarker |
 def remove_stale_segments(folder: Path = FOLDER, proc: Path = Path("/proc")) -> list[str]:
     """Remove the shared memory that dead jobs of this user have left on this node, and their markers.
 
-    A file stays if it is not the one that the marker names, belongs to another user, or is in use by a
-    process.
+    One rank of the node calls it; no error is raised. A file stays if it is not the one that the marker
+    names, belongs to another user, or is in use by a process.
 
     Args:
         folder: Folder of the shared memory.
         proc: Folder in which the kernel describes processes.
 
     Returns:
-        The names of the removed files.
+        The names of the removed segments, without folder and markers; [] if there were none.
     """
     removed: list[str] = []
     with contextlib.suppress(OSError):

@@ -23,7 +23,14 @@ class Topology:
         self.emulated_ranks_per_node: int | None = None
 
     def emulate(self, ranks_per_node: int | None) -> None:
-        """Divide each node of the machine into nodes of so many ranks; None ends the emulation. Local."""
+        """Divide each node of the machine into nodes of so many ranks, by setting `nodes` of this object.
+
+        Local. Groups and memory that exist do not change. All ranks pass the same number.
+
+        Args:
+            ranks_per_node: Number of ranks of an emulated node; the last one of a node of the machine may
+                have fewer. None ends the emulation.
+        """
         self.emulated_ranks_per_node = ranks_per_node
         if ranks_per_node is None:
             self.nodes = self.machine_nodes
