@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from hpctrain.cli.schedule import command
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.generate import NAMES, generate
+from hpctrain.pipeline.generate import SCHEDULE_NAMES, generate
 from tests.launch import clean_environment
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -38,7 +38,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_every_name_is_drawn(name: str) -> None:
     result = schedule(name, "--stages", 2, "--microbatches", 4)
     assert result.exit_code == 0, result.output

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as some
 
-from hpctrain.pipeline.generate import NAMES
+from hpctrain.pipeline.generate import SCHEDULE_NAMES
 
 WHOLE: dict[str, str] = {
     "run.steps": "1",
@@ -70,7 +70,7 @@ VALUES: dict[str, list[str]] = {
     "layout.tensor": ["2"],
     "layout.context": ["2"],
     "layout.pipeline": ["2", "3"],
-    "layout.schedule": [f'"{name}"' for name in (*NAMES, "nonsense")],
+    "layout.schedule": [f'"{name}"' for name in (*SCHEDULE_NAMES, "nonsense")],
     "layout.chunks": ["2", "3"],
     "layout.split": ['"balanced"', "[2]", "[1, 1]", "[2, 0]", "[0, 2]", "[1, 2]", "[]"],
     "layout.zero": ["1", "2", "3"],

@@ -11,7 +11,7 @@ from torch import Tensor
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline import v_schedule
-from hpctrain.pipeline.generate import NAMES, PLAIN
+from hpctrain.pipeline.generate import PLAIN, SCHEDULE_NAMES
 from hpctrain.train.step import StepResult, TrainState
 from tests.engines import Trainer, by_rank_0, reference, small_deck, trainer
 
@@ -78,7 +78,7 @@ def demand_equality(
         unit = 2 * data
         expected = by_rank_0(world, lambda counts=counts, unit=unit: alone(world, model, unit, counts))
         first: dict[tuple[int, str], Tensor] = {}
-        for name in NAMES:
+        for name in SCHEDULE_NAMES:
             deck = small_deck(
                 *model,
                 f"layout.pipeline={stages}",

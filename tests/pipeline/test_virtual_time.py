@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.pipeline.generate import NAMES, generate
+from hpctrain.pipeline.generate import SCHEDULE_NAMES, generate
 from hpctrain.pipeline.simulate import StageTimes, simulate
 from tests.pipeline.virtual_time import run_in_virtual_time
 
@@ -16,7 +16,7 @@ OTHERS = (StageTimes(18.522, 18.086, 9.337, 0.601), StageTimes(2.0, 3.0, 1.0, 2.
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_the_bubble_is_the_simulated_one(world: World, name: str) -> None:
     schedule = generate(name, world.size, MICRO_BATCHES)
     for times in (SAME, *OTHERS):
