@@ -50,7 +50,11 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def either(choices: Iterable[object]) -> str:
-    """Return at least one choice as text: "a, b or c"."""
+    """Return the choices as text, in their order: "a, b or c"; "a" for one.
+
+    Args:
+        choices: At least one choice; each is formatted by `str`.
+    """
     *first, last = map(str, choices)
     return f"{', '.join(first)} or {last}" if first else last
 
@@ -174,7 +178,12 @@ def text_problem(text: str) -> str:
 
 
 def escaped(text: str, allowed: str = "") -> str:
-    r"""Return a text with its control characters, except those in `allowed`, as \n, \u001B and so on."""
+    r"""Return a text with each control character as an escape sequence of Python, such as \n or \u001B.
+
+    Args:
+        text: The text; without control characters it is returned as it is.
+        allowed: Characters that stay as they are.
+    """
     if text.isascii() and text.isprintable():
         return text
     return "".join(

@@ -143,26 +143,33 @@ def parse_link(text: str) -> Link:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """Return a speed, which is given in bytes per second, in bits per second: "100 Mbit/s", "1.25 Gbit/s"."""
+    """Return a speed in bits per second with its unit: "100 Mbit/s", "1.25 Gbit/s".
+
+    Args:
+        bytes_per_second: The speed, in bytes per second.
+    """
     number, name = _scaled(8 * bytes_per_second, 1000, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
     return f"{number} {name}"
 
 
 def format_bytes(size: float, *, binary: bool = False) -> str:
-    """Return a size with three digits and its unit: "25 MB", or in powers of 1024 if `binary`: "256 MiB"."""
+    """Return a size with its unit: "25 MB", or in powers of 1024 if `binary`: "256 MiB"."""
     names = ("B", "KiB", "MiB", "GiB", "TiB", "PiB") if binary else ("B", "kB", "MB", "GB", "TB", "PB")
     number, name = _scaled(size, 1024 if binary else 1000, names)
     return f"{number} {name}"
 
 
 def format_count(count: float) -> str:
-    """Return a count with three digits and K, M, B or T: "124M", "1.3K", "12"."""
+    """Return a count with at most three digits and K, M, B, T or Q: "124M", "1.3K", "12"."""
     number, name = _scaled(count, 1000, ("", "K", "M", "B", "T", "Q"))
     return f"{number}{name}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a time with its units: "12.3 us", "1.24 s", "2 min 05 s", "1 h 02 min", "2 d 03 h"."""
+    """Return a rounded time with its units: "12.3 us", "1.24 s", "2 min 05 s", "1 h 02 min", "2 d 03 h".
+
+    A negative time begins with "-".
+    """
     if seconds < 0:
         return f"-{format_seconds(-seconds)}"
     if seconds < 1:

@@ -40,6 +40,13 @@ def word_sum(values: Tensor) -> Tensor:
 
 
 def majority(copies: Tensor) -> Tensor:
-    """Return the bitwise majority of three copies of integers, `[n, 3, ...]`, as a new tensor `[n, ...]`."""
+    """Return the bitwise majority of three copies of integers.
+
+    Args:
+        copies: Tensor of any integer dtype, `[n, 3, ...]`.
+
+    Returns:
+        A new tensor `[n, ...]` of the same dtype.
+    """
     one, two, three = copies.unbind(1)
     return (one & two) | (one & three) | (two & three)

@@ -92,7 +92,7 @@ def block_elements(longest: int, dtype: torch.dtype) -> int:
 
 
 def block_sums(values: Tensor, block: int, is_input: bool) -> tuple[Tensor, Tensor]:
-    """Return the sum of each block of a flat tensor, whose last block may be shorter.
+    """Return the sum of each block of a flat tensor, whose last block may be shorter, and a checksum.
 
     Args:
         values: Flat tensor.
@@ -100,10 +100,11 @@ def block_sums(values: Tensor, block: int, is_input: bool) -> tuple[Tensor, Tens
         is_input: True for an input of a sum over ranks, False for its result.
 
     Returns:
-        A tensor `[blocks, 2]` in fp64 and a checksum. The first column has the sums; sums of integers wrap,
-        and their int64 bits are stored. For an input, the second column has upper bounds of the sums of
-        absolute values, 0 for integers. For a result, the checksum of all blocks is an int32 tensor without
-        dims; it depends on where the blocks begin.
+        A tensor `[blocks, 2]` in fp64, and an int32 tensor without dims, both on the device of `values`. The
+        first column has the sums; sums of integers wrap, and their int64 bits are stored. For an input, the
+        second column has upper bounds of the sums of absolute values (0 for integers), and the checksum is 0.
+        For a result, the second column is 0, and the checksum is that of all blocks; it depends on where the
+        blocks begin.
     """
     dtype, count = values.dtype, ceil(len(values) / block)
     sums = torch.zeros((count, 2), dtype=torch.float64, device=values.device)

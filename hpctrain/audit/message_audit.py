@@ -55,11 +55,12 @@ class MessageAudit(TransportDecorator):
     def collect_faults(self) -> list[DetectedFault]:
         """Exchange and compare what the ranks recorded about their calls since the last time.
 
-        Collective over all ranks of the world, at the same point of the program. This waits for no call:
-        calls that are not complete on all ranks of their group are compared the next time.
+        Collective over all ranks of the world, at the same point of the program. It waits for the other
+        ranks, but for no call: calls that are not complete on all ranks of their group are compared the next
+        time. Nothing is raised.
 
         Returns:
-            The faults that this rank has found. Other ranks may find others.
+            The faults that this rank has found, which it then forgets. Other ranks may find others.
         """
         for log in self.logs:
             log.start_exchange()

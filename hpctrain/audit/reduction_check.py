@@ -296,9 +296,15 @@ def _wrong_copies(bits: Sequence[int], blamed: Collection[int]) -> Sequence[int]
 
 
 def run_reduction(call: Call, inner: Transport, record: ReductionRecord) -> Steps:
-    """Return the steps that run a reduction, and record its input and its result. Collective, as the call.
+    """Return the steps that record this rank's input, run a reduction, and record its result.
 
-    Nothing runs before the first step is taken.
+    Collective, as the call. Nothing runs before the first step is taken. The record is not marked as
+    complete, and nothing is compared.
+
+    Args:
+        call: The call, with its tensors.
+        inner: Transport that runs it.
+        record: Record of this call, into which the block sums go.
     """
     tensor, output = call.tensor, call.output
     assert tensor is not None

@@ -40,7 +40,7 @@ class OrderedOperation:
         return self._chain
 
     def wait(self) -> None:
-        """Wait until the operation is complete."""
+        """Wait until the operation is complete, starting parts of earlier operations meanwhile."""
         if not self.started:
             wait_until(self._advance)
         self.begin().wait()
@@ -50,7 +50,11 @@ class OrderedOperation:
         return self.started
 
     def test(self) -> bool:
-        """Let the operation make progress. Return True if it is complete."""
+        """Start the parts of all operations that may start, and let this one make progress. Does not wait.
+
+        Returns:
+            True if this operation is complete.
+        """
         self._order.advance()
         return self._chain is not None and self._chain.test()
 

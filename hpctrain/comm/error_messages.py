@@ -134,7 +134,10 @@ def print_problems(problems: Sequence[str]) -> None:
 
 
 def print_error(text: str) -> None:
-    """Print a line on stderr. If stderr is closed, nothing happens, so that the exit code stays."""
+    """Print a line on stderr, and flush it. Local.
+
+    If stderr is closed, nothing happens, and no error is raised.
+    """
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 

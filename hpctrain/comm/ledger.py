@@ -130,7 +130,7 @@ class Ledger:
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Add the time of the block, without that inside calls, to `recompute_seconds`.
+        """Return a context manager that adds the time of its block, outside of calls, to `recompute_seconds`.
 
         It is added even if the block raises an error. The phase must not change in the block.
         """
@@ -156,7 +156,7 @@ class Ledger:
         return sum(entry.bytes for entry in self._entries.values())
 
     def rows(self) -> list[LedgerEntry]:
-        """Return copies of all entries, sorted by axis, operation and phase."""
+        """Return copies of all entries since the last `reset`, sorted by axis, operation and phase."""
         return [LedgerEntry(**asdict(self._entries[key])) for key in sorted(self._entries)]
 
     def reset(self) -> None:

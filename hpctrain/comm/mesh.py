@@ -237,7 +237,12 @@ def expert_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
-    """Return the coordinates of a rank along AXES, and along EXPERT_AXES if `sizes` has "expert"."""
+    """Return the coordinates, from 0, of a rank along AXES, and along EXPERT_AXES if `sizes` has "expert".
+
+    Args:
+        sizes: Number of ranks along each of AXES, and of experts if there are any.
+        rank: Rank of the world.
+    """
     result = _unravel(sizes, AXES, rank)
     return result | _unravel(expert_sizes(sizes), EXPERT_AXES, rank) if "expert" in sizes else result
 

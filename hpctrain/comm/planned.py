@@ -74,6 +74,14 @@ class PlannedTransport(Transport):
 
     @override
     def run(self, call: Call) -> TransportWork | None:
+        """Call the observer, if there is one, with the call and its traffic.
+
+        Local; moves nothing and does not wait.
+
+        Returns:
+            What the observer returns; None without an observer. None means that the call is complete, even if
+            it is not blocking.
+        """
         observer = self.calls.observer
         if observer is None:
             return None

@@ -46,7 +46,10 @@ class Work(Generic[Result]):
         return True
 
     def proceed(self) -> None:
-        """Wait for the current operation of a SequentialWork and start the next. Other classes do nothing."""
+        """Wait for the current operation of a SequentialWork, and start its next one, if any.
+
+        Other classes do nothing. All ranks of the operations call it at the same point of the program.
+        """
 
 
 class SequentialWork(Work[Result]):

@@ -284,9 +284,10 @@ class World:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the memory, in bytes, that this rank has used on its device (on a CPU: resident memory).
+        """Peak of the memory, in bytes, that this rank has used on its device.
 
-        Memory of other ranks that this rank sees is subtracted, as far as it is resident now.
+        On a CPU it is resident memory since the start of the process, without memory of other ranks that is
+        resident in this process now. On a GPU it is memory of tensors since the last `reset_peak`.
         """
         foreign_bytes = sum(memory.foreign_bytes() for memory in self.groups.memories)
         return max(0, peak_bytes(self.device) - foreign_bytes)
@@ -421,7 +422,10 @@ class World:
         os._exit(code)
 
     def abort(self, code: int = EXIT_INTERNAL) -> NoReturn:
-        """End the job at once, on all ranks, with this exit code. Local: any rank, any thread."""
+        """End all processes of the job at once with this exit code. Local: any rank, any thread.
+
+        It does not return. stdout and stderr of this rank are flushed. Nothing else is saved or closed.
+        """
         flush_output()
         if self._marker is not None:
             self._marker.remove()

@@ -22,7 +22,7 @@ _CUBLAS_WORKSPACE, _CUBLAS_BYTES = ":4096:8", 8 * 4096 << 10
 
 
 def on_host(device: torch.device) -> bool:
-    """Return True if tensors of the device are in host memory."""
+    """Return True for a CPU; False for a GPU or torch's meta device."""
     return device.type == "cpu"
 
 
@@ -38,7 +38,7 @@ def device_kind(name: str) -> torch.device:
 
 
 def gpu_count() -> int:
-    """Return the number of GPUs that this process sees."""
+    """Return the number of GPUs that this process sees; 0 if torch cannot use any."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 

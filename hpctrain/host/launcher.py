@@ -75,9 +75,13 @@ def launched_rank(environment: Mapping[str, str]) -> int:
 
 
 def environment_without_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a process that a rank starts and that must not take part in MPI.
+    """Return a copy of the environment for a process that a rank starts and that must not take part in MPI.
 
-    It has no variables of launchers, and a variable with which importing mpi4py does not start MPI.
+    It has no variables by which launchers and MPI libraries tell a process its rank, and has a variable with
+    which importing mpi4py does not start MPI.
+
+    Args:
+        environment: Environment of this process, which does not change.
     """
     kept = {name: value for name, value in environment.items() if not name.startswith(_PREFIXES)}
     return {**kept, "MPI4PY_RC_INITIALIZE": "0"}
@@ -175,7 +179,10 @@ def loaded_mpi_libraries() -> list[str]:
 
 
 def core_warning(threads: int, ranks: Sequence[tuple[object, Sequence[int]]]) -> str:
-    """Return a warning if ranks have fewer cores than threads; "" otherwise. Local.
+    """Return a warning if ranks have fewer cores than threads; "" otherwise. Local; nothing is printed.
+
+    One sentence names the first rank that may use fewer cores than it has threads, or the numbers of a node
+    whose ranks have more threads than cores in all. A single thread per rank gives "".
 
     Args:
         threads: Number of threads with which each rank computes.

@@ -106,10 +106,13 @@ def shared_resident_bytes() -> int:
 
 
 def proportional_bytes() -> int:
-    """Return the resident memory of this process in bytes, with its share of memory that it shares.
+    """Return the resident memory of this process in bytes, with its share of pages that it shares.
 
-    Ranks that have memory in common count it once together. Code and constants of libraries are left out,
-    since their share depends on other processes of the node. 0 if the system does not tell.
+    A page that n processes share counts as 1/n. Code and constants of libraries are left out, since their
+    share depends on other processes of the node.
+
+    Returns:
+        The present value; 0 if the system does not tell.
     """
     kilobytes, counts = 0, False
     # Each mapping has a line of addresses, access, offset, device, inode and perhaps path, then its sizes.
@@ -127,7 +130,11 @@ def proportional_bytes() -> int:
 
 
 def peak_proportional_bytes() -> int:
-    """Return the peak of `proportional_bytes`, estimated from the peak of the resident memory."""
+    """Return the peak of `proportional_bytes`, in bytes, since the process started. It is an estimate.
+
+    Linux does not record it, so the present difference from the resident memory is taken from the peak of
+    that.
+    """
     return peak_rss_bytes() - resident_bytes() + proportional_bytes()
 
 

@@ -46,7 +46,7 @@ class Topology:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks per node: the emulated number, or the mean over the nodes of the machine, rounded down."""
+        """Ranks per node: the number that is emulated, otherwise the mean over the nodes, rounded down."""
         return self.emulated_ranks_per_node or max(1, len(self.nodes) // len(set(self.nodes)))
 
 

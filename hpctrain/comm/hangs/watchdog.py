@@ -114,7 +114,10 @@ class Watchdog:
 
     @property
     def grace(self) -> float:
-        """Seconds that this rank waits for the reports of the other ranks before it decides without them."""
+        """Seconds that this rank waits for the reports of the other ranks before it decides without them.
+
+        It is a fifth of the time limit, but between 3 and 60 seconds.
+        """
         return min(60.0, max(3.0, self.settings.seconds / 5))
 
     @property

@@ -86,12 +86,12 @@ class TransferEnd:
         self._link, self._end = link, end
 
     def wait(self) -> None:
-        """Sleep until then, which leaves the core to other ranks."""
+        """Sleep until the time `end`; return at once if it has passed."""
         while (left := self._end - self._link.clock()) > 0:
             self._link.sleep(left)
 
     def test(self) -> bool:
-        """Return True if that time has come."""
+        """Return True if the time `end` has come. Does not wait."""
         return self._link.clock() >= self._end
 
 

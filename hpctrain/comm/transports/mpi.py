@@ -95,7 +95,7 @@ class MpiRequests:
         MPI.Request.Waitall(self._requests)
 
     def test(self) -> bool:
-        """Let the requests make progress. Return True if all are complete."""
+        """Let the requests make progress, without waiting. Return True if all are complete. Local."""
         return bool(MPI.Request.Testall(self._requests))
 
 
@@ -195,7 +195,11 @@ class MpiTransport(Transport):
         return run_steps(reduce_in_rank_order(self, call), call.blocking)
 
     def all_reduce(self, call: Call) -> TransportWork | None:
-        """Reduce `call.tensor` in place on all ranks. Collective; returns what `Transport.run` does."""
+        """Reduce `call.tensor` in place on all ranks, or start that. Collective.
+
+        Returns:
+            None if the call is blocking, otherwise the handle of the operation, as for `Transport.run`.
+        """
         tensor, plain = call.tensor, self._mpi_operation(call)
         assert tensor is not None
         if plain is None:
@@ -207,7 +211,13 @@ class MpiTransport(Transport):
         return self._issue(call, "Allreduce", *((MPI.IN_PLACE, part, plain) for part in messages))
 
     def reduce(self, call: Call) -> TransportWork | None:
-        """Reduce `call.tensor` in place on the rank `call.root`. Collective; returns what `run` does."""
+        """Reduce `call.tensor` in place on the rank `call.root`, or start that. Collective.
+
+        The tensors of other ranks do not change.
+
+        Returns:
+            None if the call is blocking, otherwise the handle of the operation.
+        """
         plain = self._mpi_operation(call)
         if plain is None:
             return self._reduce_in_rank_order(call)
@@ -217,9 +227,12 @@ class MpiTransport(Transport):
         return self._issue(call, "Reduce", *((part, None, *options) for part in parts))
 
     def reduce_scatter(self, call: Call) -> TransportWork | None:
-        """Reduce `call.tensor`, and write this rank's elements into `call.output`.
+        """Reduce `call.tensor` and write this rank's elements into `call.output`, or start that. Collective.
 
-        Collective; returns what `run` does.
+        `call.output` may be this rank's elements of `call.tensor`, whose other elements do not change.
+
+        Returns:
+            None if the call is blocking, otherwise the handle of the operation.
         """
         tensor, output, plain = call.tensor, call.output, self._mpi_operation(call)
         assert tensor is not None and output is not None
@@ -234,9 +247,12 @@ class MpiTransport(Transport):
     # Movement
 
     def broadcast(self, call: Call) -> TransportWork | None:
-        """Copy the tensor of `call.root` into the output of every other rank.
+        """Copy `call.tensor` of the rank `call.root` into `call.output` of every other rank, or start that.
 
-        Collective; returns what `run` does.
+        Collective.
+
+        Returns:
+            None if the call is blocking, otherwise the handle of the operation.
         """
         return self._issue(call, "Bcast", *((part, call.root) for part in self._messages(call.memory)))
 
@@ -256,9 +272,12 @@ class MpiTransport(Transport):
     all_gather = gather = scatter = _move_pieces
 
     def all_to_all(self, call: Call) -> TransportWork | None:
-        """Send a piece of `call.tensor` to each rank, and receive the pieces of `call.output`.
+        """Send a piece of `call.tensor` to each rank, and fill `call.output` with one of each, or start that.
 
-        Collective; returns what `run` does.
+        Collective.
+
+        Returns:
+            None if the call is blocking, otherwise the handle of the operation.
         """
         tensor, output = call.tensor, call.output
         assert tensor is not None and output is not None
@@ -278,7 +297,12 @@ class MpiTransport(Transport):
     send = recv = _message
 
     def barrier(self, call: Call) -> TransportWork | None:
-        """Wait until every rank has made the call. Collective; returns what `run` does."""
+        """Wait until every rank has made the call, or start that. Collective.
+
+        Returns:
+            None if the call is blocking, otherwise a handle that is complete when every rank has made the
+            call.
+        """
         return self._issue(call, "Barrier", ())
 
     def _move_pairwise(self, call: Call) -> TransportWork | None:

@@ -313,7 +313,14 @@ class NodeMemory:
         )
 
     def words(self, location: MemoryLocation, count: int) -> memoryview:
-        """Return a view of `count` 64-bit integers at a location. Each one is read and written atomically."""
+        """Return a writable view of `count` 64-bit signed integers in the memory of any rank of the node.
+
+        Each integer is read and written atomically. `fence` orders them among other reads and writes.
+
+        Args:
+            location: Start of the integers, a multiple of 8 bytes.
+            count: Number of integers.
+        """
         return memoryview(self._maps[location.owner])[location.offset : location.offset + 8 * count].cast("q")
 
     def foreign_bytes(self) -> int:
@@ -384,10 +391,11 @@ def open_node_memory(node: MPI.Intracomm, rank: int) -> NodeMemory | str:
 def examine_node_memory(world: MPI.Intracomm) -> list[DoctorFinding]:
     """Return what `hpctrain doctor` prints about the memory that the ranks of this node share.
 
-    Collective over `world`.
+    Collective over `world`. Memory is opened for the examination, and closed again.
 
     Returns:
-        One finding; none if this rank is alone on its node.
+        A list with one finding, which has a remedy if memory is not shared; [] if this rank is alone on its
+        node.
     """
     node = world.Split_type(MPI.COMM_TYPE_SHARED, world.rank)
     assert isinstance(node, MPI.Intracomm)

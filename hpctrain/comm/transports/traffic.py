@@ -58,7 +58,8 @@ def traffic_of(
 ) -> Traffic:
     """Return the bytes that this rank sends to and receives from other nodes in a call, and its rounds.
 
-    This is a local call.
+    Local. It follows from sizes alone; nothing is measured. If no rank of the group is on another node, all
+    numbers are 0.
 
     Args:
         call: The call before its `release`, since uneven pieces and all-to-alls are sized by its tensors.

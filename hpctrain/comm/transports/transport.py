@@ -139,10 +139,13 @@ class TransportWork(Protocol):
     """Operation that has been started and may not be complete yet."""
 
     def wait(self) -> None:
-        """Wait until the operation is complete."""
+        """Wait until the operation is complete; return at once if it already is.
+
+        Until then this rank may make no progress in its other started operations; `Work.wait` sees to that.
+        """
 
     def test(self) -> bool:
-        """Let the operation make progress. Return True if it is complete."""
+        """Let the operation make progress, without waiting. Return True if it is complete. Local."""
 
 
 class SteppedWork:
@@ -169,13 +172,16 @@ class SteppedWork:
         self._complete = True
 
     def wait(self) -> None:
-        """Wait until the operation is complete."""
+        """Run the remaining operations one after another, and wait for each of them."""
         while self._current is not None:
             self._current.wait()
             self._start_next()
 
     def test(self) -> bool:
-        """Let the operation make progress. Return True if it is complete."""
+        """Start the next operations as far as those before are complete, without waiting.
+
+        Return True if all are.
+        """
         while self._current is not None and self._current.test():
             self._start_next()
         return self._complete
@@ -199,12 +205,18 @@ class ParallelWork:
         self._parts = parts
 
     def test(self) -> bool:
-        """Let each operation progress as far as it can without waiting. Return True if all are complete."""
+        """Test each operation once, which may start its next steps. Return True if all are complete.
+
+        Does not wait.
+        """
         complete = [part.test() for part in self._parts]
         return all(complete)
 
     def wait(self) -> None:
-        """Wait until all are complete. Between tests the core is left to ranks that compute sums."""
+        """Test all operations in turn until all are complete.
+
+        Pauses in between leave the core to other ranks.
+        """
         wait_until(self.test, 0, 10, 200e-6)
 
 
