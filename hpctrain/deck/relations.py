@@ -36,7 +36,11 @@ class Above:
         return isinstance(value, int | float) and value > self.bound
 
     def phrase(self, key: str) -> str:
-        """Return a condition on a key, such as "layout.tensor above 1"."""
+        """Return the condition that a key has a value of this set in words, such as "layout.tensor above 1".
+
+        Args:
+            key: Full name of the key.
+        """
         return f"{key} above {self.bound}"
 
 
@@ -50,7 +54,14 @@ class OtherThan:
         return value not in self.excluded
 
     def phrase(self, key: str) -> str:
-        """Return a condition on a key, such as "communication.compress other than "none"", or the key."""
+        """Return the condition that a key has a value of this set in words.
+
+        An example is "communication.compress other than "none"". It is the key alone if only None is
+        excluded, so that any value fulfills the condition.
+
+        Args:
+            key: Full name of the key.
+        """
         return key if self.excluded == (None,) else f"{key} other than {_list(self.excluded)}"
 
 

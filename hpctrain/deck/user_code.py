@@ -220,13 +220,13 @@ def _import(name: str) -> ModuleType:
             raise
 
 
-def call_function(function: Callable[..., Any], arguments: Mapping[str, Any], short: str, table: str) -> Any:
+def call_function(function: Callable[..., Any], arguments: Mapping[str, Any], title: str, table: str) -> Any:
     """Call a user's function with arguments of a deck, and return its result. Local.
 
     Args:
         function: The function or class.
         arguments: Its keyword arguments.
-        short: Name of the function in messages.
+        title: Name of the function in messages.
         table: Table of the deck that holds the arguments, such as "model.arguments".
 
     Raises:
@@ -239,6 +239,6 @@ def call_function(function: Callable[..., Any], arguments: Mapping[str, Any], sh
             parameters.bind(**arguments)
         except TypeError as error:
             names = ", ".join(parameters.parameters) or "none"
-            raise HpctrainError(f"{short}: [{table}] does not fit: {error} (it takes {names})") from None
-    with run_user_code(f"{short} fails"):
+            raise HpctrainError(f"{title}: [{table}] does not fit: {error} (it takes {names})") from None
+    with run_user_code(f"{title} fails"):
         return function(**arguments)

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
 
 POLICY, CRITIC, REFERENCE, REWARD = "policy", "critic", "reference", "reward"
+"""Names of the models of a run that trains with rewards. `REWARD` stands for all reward models."""
 
 
 RANK_KEYS = {CRITIC: "critic_ranks", REFERENCE: "reference_ranks", REWARD: "reward_ranks"}
+"""Key of [policy] with the dedicated ranks of each model that may have any."""
 
 
 def _named(text: str) -> str:
