@@ -28,7 +28,7 @@ from typing_extensions import Unpack
 from hpctrain.checkpoint.lazy import Checkpoint, open_checkpoint
 from hpctrain.comm.error_messages import print_problems
 from hpctrain.comm.hangs.watchdog import Watchdog
-from hpctrain.comm.verb import ENDED, run_verb_of_script
+from hpctrain.comm.verb import FINALIZED_MESSAGE, run_verb_of_script
 from hpctrain.comm.world import World
 from hpctrain.deck.code import CodeTrust, Overrides
 from hpctrain.deck.read import parse_deck, read_deck
@@ -243,7 +243,7 @@ def _within(world: World | None, verb: Callable[[World], int], *expected: int) -
             raise HpctrainError(f"the run stopped in good order with exit code {code}")
         return code
     if MPI.Is_finalized():
-        print_problems([ENDED])
+        print_problems([FINALIZED_MESSAGE])
         sys.exit(HpctrainError.exit_code)
     return run_verb_of_script(verb, {EXIT_DONE, *expected})
 

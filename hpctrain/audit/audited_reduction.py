@@ -101,7 +101,7 @@ class AuditedReduction:
         The sums go to all ranks, or to the root of a reduce.
         """
         root, size, rank = self.call.root, self.size, self.rank
-        rounds = self.tensor.split(size * piece_elements(self.tensor, size))
+        rounds = self.tensor.split(size * elements_per_round(self.tensor, size))
         longest = equal_counts(rounds[0].numel(), size)[0]
         memory = self._take(min(2, len(rounds)) * (size + (root >= 0)) * longest)
         halves = memory.view(-1, (size + (root >= 0)) * longest)
@@ -155,7 +155,7 @@ class AuditedReduction:
         assert self.output is not None
         spans = ranges_of_ranks(self.call.counts, tensor, size)
         longest = max(count for _, count in spans)
-        piece = min(longest, piece_elements(tensor, size))
+        piece = min(longest, elements_per_round(tensor, size))
         count = -(-longest // piece)
         memory = self._take(min(2, count) * size * piece * (2 if count > 1 else 1))
         halves = memory.view(min(2, count), -1, size * piece)
@@ -214,7 +214,7 @@ class AuditedReduction:
         self.scratch.give(memory)
 
 
-def piece_elements(tensor: Tensor, size: int) -> int:
+def elements_per_round(tensor: Tensor, size: int) -> int:
     """Return the largest number of elements that one rank adds in a round, at least 1.
 
     Args:

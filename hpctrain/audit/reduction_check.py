@@ -152,8 +152,8 @@ class ReductionLog(AuditLog[ReductionRecord]):
         small = [number for record in records if record.is_one_block for number in record.numbers]
         packed: Iterator[Tensor] = iter(())
         if small:
-            told = torch.stack(small).cpu().view(torch.int64).view(-1, _SMALL)
-            packed = iter(told.unsqueeze(1).expand(-1, self.size, -1).unbind())
+            values = torch.stack(small).cpu().view(torch.int64).view(-1, _SMALL)
+            packed = iter(values.unsqueeze(1).expand(-1, self.size, -1).unbind())
         return [next(packed) if record.is_one_block else self._blocks(record) for record in records]
 
     def _blocks(self, record: ReductionRecord) -> Tensor:
@@ -162,13 +162,13 @@ class ReductionLog(AuditLog[ReductionRecord]):
         row[:, 0] = record.bits
         if _floats(record):
             row[:, 1] = record.values[..., 2].isnan().any()
-        judged = record.values.roll(1, 0).cpu().view(torch.int64)
-        row[:, _HEAD:] = judged.reshape(self.size, -1)
+        values = record.values.roll(1, 0).cpu().view(torch.int64)
+        row[:, _HEAD:] = values.reshape(self.size, -1)
         return row
 
     @override
     def compare(self, records: Sequence[ReductionRecord], rows_by_rank: Sequence[Tensor]) -> None:
-        # The next rank judges the blocks of a rank's span. The ranks take turns in judging small records.
+        # The next rank compares the blocks of a rank's span. The ranks take turns in comparing small records.
         self._compare_small(
             [each for each in zip(records, rows_by_rank, strict=True) if each[0].is_one_block]
         )
@@ -177,20 +177,20 @@ class ReductionLog(AuditLog[ReductionRecord]):
         for index, (record, rows) in enumerate(zip(records, rows_by_rank, strict=True)):
             if record.is_one_block:
                 continue
-            wrong += ((record, bad, words) for bad, words in self._wrong(record, rows))
+            wrong += ((record, blamed, phrase) for blamed, phrase in self._wrong_blocks(record, rows))
             bits = rows[:, 0].tolist()
             if record.operation == "all_reduce" and len(set(bits)) > 1 and not rows[:, 1].any():
                 differing[index] = bits
         if differing:  # ranks with wrong sums are blamed first, so they must be known
-            mine = [[bad for each, bad, _ in wrong if each is records[index]] for index in differing]
-            of_all = self.communicator.allgather(mine)
+            local_blame = [[each[1] for each in wrong if each[0] is records[index]] for index in differing]
+            all_blame = self.communicator.allgather(local_blame)
             for place, (index, bits) in enumerate(differing.items()):
                 wrong = [each for each in wrong if each[0] is not records[index]]
                 if self.rank == 0:
-                    blamed = {rank for told in of_all for bad in told[place] for rank in bad}
+                    blamed = {rank for by_record in all_blame for ranks in by_record[place] for rank in ranks}
                     wrong.append((records[index], _wrong_copies(bits, blamed), _DIFFER))
-        for record, bad, words in wrong:
-            self._add(record, bad, words)
+        for record, ranks, phrase in wrong:
+            self._add(record, ranks, phrase)
 
     def _compare_small(self, pairs: Sequence[tuple[ReductionRecord, Tensor]]) -> None:
         if not pairs:
@@ -218,8 +218,8 @@ class ReductionLog(AuditLog[ReductionRecord]):
     def _add(self, record: ReductionRecord, places: Sequence[int], detail: str) -> None:
         self.faults.add([record.fault([self.ranks[place] for place in places], detail)])
 
-    def _wrong(self, record: ReductionRecord, rows: Tensor) -> Iterator[tuple[list[int], str]]:
-        """Yield the ranks of the group with wrong sums, of the blocks that this rank judges, and a phrase."""
+    def _wrong_blocks(self, record: ReductionRecord, rows: Tensor) -> Iterator[tuple[list[int], str]]:
+        """Yield the ranks with wrong sums of the blocks that this rank compares, and a phrase about them."""
         owner = (self.rank - 1) % self.size
         begin, length = record.spans[owner]
         lengths = [max(0, min(record.block, length - index * record.block)) for index in range(record.count)]

@@ -15,7 +15,7 @@ from hpctrain.comm.transports.transport import SteppedWork, Steps, Transport, Tr
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.host.mpi_library import MPI, communicator_of
 
-WIDTH = 256
+DESCRIPTION_BYTES = 256
 """Bytes of the description of a call that ranks exchange."""
 
 
@@ -93,7 +93,7 @@ class CallComparer:
         self._sent.append((request, description))
 
     def _compare_message(self, call: Call) -> Steps:
-        buffer = bytearray(WIDTH)
+        buffer = bytearray(DESCRIPTION_BYTES)
         yield MpiRequests([self.communicator.Irecv([buffer, MPI.BYTE], call.peer, call.tag)])
         sent, expected = _decode(buffer), _describe_payload(call)
         if sent != expected:
@@ -105,13 +105,17 @@ class CallComparer:
 
     def _compare_collective(self, call: Call) -> Steps:
         own = _encode(_describe_collective(call))
-        all_ranks = bytearray(WIDTH * len(self.ranks))
-        yield MpiRequests([self.communicator.Iallgather([own, MPI.BYTE], [all_ranks, WIDTH, MPI.BYTE])])
+        all_ranks = bytearray(DESCRIPTION_BYTES * len(self.ranks))
+        yield MpiRequests(
+            [self.communicator.Iallgather([own, MPI.BYTE], [all_ranks, DESCRIPTION_BYTES, MPI.BYTE])]
+        )
         if all_ranks == own * len(self.ranks):
             return
         callers: dict[str, list[int]] = {}
         for index, rank in enumerate(self.ranks):
-            callers.setdefault(_decode(all_ranks[WIDTH * index : WIDTH * (index + 1)]), []).append(rank)
+            callers.setdefault(
+                _decode(all_ranks[DESCRIPTION_BYTES * index : DESCRIPTION_BYTES * (index + 1)]), []
+            ).append(rank)
         calls = [
             f"{name_ranks(ranks)} call{'s' if len(ranks) == 1 else ''} {description}"
             for description, ranks in callers.items()
@@ -144,7 +148,7 @@ def _describe_payload(call: Call) -> str:
 
 
 def _encode(description: str) -> bytearray:
-    return bytearray(description.encode("ascii", "replace")[:WIDTH].ljust(WIDTH))
+    return bytearray(description.encode("ascii", "replace")[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES))
 
 
 def _decode(buffer: bytearray) -> str:

@@ -18,7 +18,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.launcher import launched_rank
 from hpctrain.host.mpi_library import MPI, start_mpi
 
-ENDED = (
+FINALIZED_MESSAGE = (
     "MPI is already finalized in this process (World.finish()), and it cannot start again: start runs and "
     "load models before that, or in a new process"
 )
@@ -76,7 +76,7 @@ def single_world(device: str = "auto") -> World:
         HpctrainError: MPI cannot be started, or was finalized, or there is no such device.
     """
     if MPI.Is_finalized():
-        raise HpctrainError(ENDED)
+        raise HpctrainError(FINALIZED_MESSAGE)
     if not MPI.Is_initialized():
         start_mpi()
         finalize_at_exit()
@@ -92,7 +92,7 @@ def require_running() -> None:
         HpctrainError: MPI was finalized.
     """
     if MPI.Is_finalized():
-        raise HpctrainError(ENDED)
+        raise HpctrainError(FINALIZED_MESSAGE)
 
 
 def finalize_at_exit() -> None:

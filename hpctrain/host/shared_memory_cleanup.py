@@ -23,7 +23,7 @@ from typing import Any, TextIO
 from hpctrain.host.mpi_library import MPI
 
 FOLDER = Path("/dev/shm")
-MARKER = "hpctrain-segments."
+MARKER_PREFIX = "hpctrain-segments."
 """Prefix of the names of markers."""
 
 _MARKER_BYTES = 1 << 20
@@ -100,7 +100,7 @@ def remove_stale_segments(folder: Path = FOLDER, proc: Path = Path("/proc")) -> 
     """
     removed: list[str] = []
     with contextlib.suppress(OSError):
-        for path in folder.glob(f"{MARKER}*"):
+        for path in folder.glob(f"{MARKER_PREFIX}*"):
             with contextlib.suppress(OSError, ValueError, TypeError), _lock_stale_marker(path) as stream:
                 entries = json.loads(stream.read(_MARKER_BYTES))
                 left: _Segments = [(str(name), int(inode)) for name, inode in entries]
@@ -115,7 +115,7 @@ def remove_stale_segments(folder: Path = FOLDER, proc: Path = Path("/proc")) -> 
 
 def _write(segments: _Segments, folder: Path) -> SegmentMarker | None:
     """Write and lock a marker. Return None if there is nothing to name, or it cannot be written."""
-    path = folder / f"{MARKER}{os.getuid()}.{uuid.uuid4().hex}"
+    path = folder / f"{MARKER_PREFIX}{os.getuid()}.{uuid.uuid4().hex}"
     new = path.with_name(f".{path.name}")
     with contextlib.suppress(OSError):
         if segments:

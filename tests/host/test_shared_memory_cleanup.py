@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.host.shared_memory_cleanup import FOLDER, MARKER, remove_stale_segments
+from hpctrain.host.shared_memory_cleanup import FOLDER, MARKER_PREFIX, remove_stale_segments
 from tests.conftest import clean_environment, launcher
 
 NAME = "vader_segment.node.0.1a2b0001.0"
@@ -27,7 +27,7 @@ def dead_job(tmp_path: Path) -> Callable[..., Path]:
         for name in names:
             (tmp_path / name).touch()
         entries = [(name, (tmp_path / name).stat().st_ino) for name in names]
-        marker = tmp_path / f"{MARKER}{os.getuid()}.0"
+        marker = tmp_path / f"{MARKER_PREFIX}{os.getuid()}.0"
         marker.write_text(json.dumps(entries))
         return marker
 
@@ -109,7 +109,7 @@ time.sleep(120)
     done = launch(0, "-c", "from hpctrain.comm.world import World; World.start('cpu')")
     assert done.returncode == 0, done.stderr
     assert not [path for path in segments if path.exists()]
-    assert not [path for path in FOLDER.glob(f"{MARKER}*") if segments_of(path) & segments]
+    assert not [path for path in FOLDER.glob(f"{MARKER_PREFIX}*") if segments_of(path) & segments]
 
 
 def segments_of(marker: Path) -> set[Path]:

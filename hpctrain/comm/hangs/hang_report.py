@@ -24,10 +24,10 @@ from hpctrain.host.process_lifetime import stat_fields
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
 
-LAST = 10
+SHOWN_CALLS = 10
 """Number of calls that the text of a report shows."""
 
-THREAD = "watchdog"
+THREAD_PREFIX = "watchdog"
 """Prefix of the names of the watchdog's threads."""
 
 _MOST_STATES = 20
@@ -196,8 +196,8 @@ def write_report(path: Path, report: HangReport, size: int) -> None:
         f"no sign of life for {report.silent:.1f} s, while {report.phase}",
         f"it is {report.state}",
         "",
-        f"last calls, newest first ({LAST} at most):",
-        *(f"  {note.seconds:9.3f} s ago  {note}" for note in report.recent[::-1][:LAST]),
+        f"last calls, newest first ({SHOWN_CALLS} at most):",
+        *(f"  {note.seconds:9.3f} s ago  {note}" for note in report.recent[::-1][:SHOWN_CALLS]),
         "",
         "collective calls entered, messages sent and received, by group:",
         *(f"  {line}" for line in _group_lines(report)),
@@ -443,7 +443,7 @@ def _stacks() -> Iterator[str]:
     main = threading.main_thread().ident
     for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
         name = names.get(ident, f"thread {ident}")
-        if not name.startswith(THREAD):
+        if not name.startswith(THREAD_PREFIX):
             yield ""
             yield f"stack of {name}, innermost call last:"
             yield from "".join(traceback.format_stack(frame)).rstrip().splitlines()

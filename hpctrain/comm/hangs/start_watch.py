@@ -20,7 +20,7 @@ from hpctrain.errors import EXIT_INTERNAL
 from hpctrain.host.launcher import launched_rank, launched_size, launcher_variables
 from hpctrain.host.process_lifetime import descendants, stat_fields
 
-PROCESSES = Path("/proc")
+PROC_FOLDER = Path("/proc")
 """Folder in which the kernel describes processes."""
 
 LONG_START_SECONDS = 600.0
@@ -107,7 +107,7 @@ def rank_states(launcher: int) -> dict[int, str]:
     states: dict[int, str] = {}
     for process in descendants(launcher):
         with suppress(OSError, ValueError):
-            folder = PROCESSES / str(process)
+            folder = PROC_FOLDER / str(process)
             entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
             environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
             if launcher_variables(environment):

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain.comm.error_messages import describe_os_error, print_error
 from hpctrain.comm.hangs.hang_report import (
-    THREAD,
+    THREAD_PREFIX,
     HangReport,
     diagnose,
     read_report,
@@ -94,7 +94,7 @@ class Watchdog:
             self._default_folder = Path(temporary) / name
         else:
             self._default_folder = _shared_folder(self.world, name)
-        self._thread = threading.Thread(target=self._watch, name=THREAD, daemon=True)
+        self._thread = threading.Thread(target=self._watch, name=THREAD_PREFIX, daemon=True)
         self._thread.start()
         return self
 
@@ -424,7 +424,7 @@ def _exit_after(seconds: float) -> threading.Timer:
     The launcher then ends the other ranks.
     """
     timer = threading.Timer(seconds, os._exit, (EXIT_INTERNAL,))
-    timer.name, timer.daemon = f"{THREAD}'s timer", True
+    timer.name, timer.daemon = f"{THREAD_PREFIX}'s timer", True
     timer.start()
     return timer
 

@@ -52,13 +52,13 @@ MPI_TYPES: Mapping[torch.dtype, MPI.Datatype] = {
     torch.float8_e4m3fn: MPI.UINT8_T,
     torch.float8_e5m2: MPI.UINT8_T,
 }
-NUMBERS: Mapping[Reduction, MPI.Op] = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+NUMBER_OPERATIONS: Mapping[Reduction, MPI.Op] = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 """MPI operation of each reduction of numbers."""
 
-TRUTHS: Mapping[Reduction, MPI.Op] = {"sum": MPI.BOR, "max": MPI.BOR, "min": MPI.BAND}
+BOOL_OPERATIONS: Mapping[Reduction, MPI.Op] = {"sum": MPI.BOR, "max": MPI.BOR, "min": MPI.BAND}
 """MPI operation of each reduction of bool tensors."""
 
-SHORT = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
+SHORT_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
 """Integers whose sums MPI does not compute: torch lets them wrap, but Open MPI may saturate them."""
 
 SUM_BYTES: Mapping[str, tuple[int, int]] = {
@@ -185,9 +185,9 @@ class MpiTransport(Transport):
         tensor, reduction = call.tensor, call.reduction
         assert tensor is not None and reduction is not None
         if not tensor.is_floating_point():
-            if reduction == "sum" and tensor.dtype in SHORT:
+            if reduction == "sum" and tensor.dtype in SHORT_INTEGERS:
                 return None
-            return TRUTHS[reduction] if tensor.dtype == torch.bool else NUMBERS[reduction]
+            return BOOL_OPERATIONS[reduction] if tensor.dtype == torch.bool else NUMBER_OPERATIONS[reduction]
         is_plain_sum = self.size == 2 and reduction == "sum" and tensor.itemsize >= 4
         return MPI.SUM if is_plain_sum and tensor.nbytes <= SUM_BYTES[call.operation][call.blocking] else None
 

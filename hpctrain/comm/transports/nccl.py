@@ -40,9 +40,9 @@ from hpctrain.host.device import SideStream, current_stream
 if TYPE_CHECKING:
     from hpctrain.host.mpi_library import MPI
 
-NUMBERS: Mapping[Reduction, str] = {"sum": "SUM", "max": "MAX", "min": "MIN"}
-TRUTHS: Mapping[Reduction, str] = {"sum": "MAX", "max": "MAX", "min": "MIN"}
-SUMMED = frozenset({torch.float32, torch.float64})
+NUMBER_OPERATIONS: Mapping[Reduction, str] = {"sum": "SUM", "max": "MAX", "min": "MIN"}
+BOOL_OPERATIONS: Mapping[Reduction, str] = {"sum": "MAX", "max": "MAX", "min": "MIN"}
+SUMMED_FLOATS = frozenset({torch.float32, torch.float64})
 INTEGERS = frozenset(
     {torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64, torch.bool}
 )
@@ -151,8 +151,10 @@ class NcclTransport(Transport):
     def _operator(self, dtype: torch.dtype, kind: Reduction) -> Any:
         """Return NCCL's reduction if NCCL should reduce, otherwise None."""
         if dtype in INTEGERS:
-            return getattr(self._core.NcclRedOp, (TRUTHS if dtype == torch.bool else NUMBERS)[kind])
-        return self._core.NcclRedOp.SUM if kind == "sum" and dtype in SUMMED else None
+            return getattr(
+                self._core.NcclRedOp, (BOOL_OPERATIONS if dtype == torch.bool else NUMBER_OPERATIONS)[kind]
+            )
+        return self._core.NcclRedOp.SUM if kind == "sum" and dtype in SUMMED_FLOATS else None
 
     def _all_reduce(self, call: Call) -> None:
         tensor, kind = call.tensor, call.reduction

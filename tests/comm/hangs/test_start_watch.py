@@ -64,5 +64,5 @@ def test_the_states_of_ranks_are_those_of_the_launchers_children(
         (folder / "environ").write_text(environment)
         (folder / "stat").write_text(f"{process} (a (b) c) {'T' if process == 12 else 'R'} 1 1")
     monkeypatch.setattr(start_watch, "descendants", lambda _: iter([*environments, 14]))
-    monkeypatch.setattr(start_watch, "PROCESSES", tmp_path)
+    monkeypatch.setattr(start_watch, "PROC_FOLDER", tmp_path)
     assert rank_states(1) == {0: "R", 1: "T"}
