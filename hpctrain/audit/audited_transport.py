@@ -82,6 +82,14 @@ class AuditedTransport(WrappedTransport):
 
     @override
     def run(self, call: Call) -> TransportWork | None:
+        """Run or start a call of a Group, and record it for the next comparison. Collective, as the call.
+
+        Faults of received messages are added to the collector at once, those of other calls when the logs are
+        compared. No error is raised.
+
+        Returns:
+            None if the call is blocking, otherwise the handle of the operation.
+        """
         phase = self.channel.ledger.phase
         if call.operation in {"send", "recv"} and self.full:
             return self._message(call, phase)

@@ -75,10 +75,11 @@ class AuditLog(ABC, Generic[AnyRecord]):
 
     @abstractmethod
     def rows(self, records: Sequence[AnyRecord]) -> list[Tensor]:
-        """Return what this rank sends to each rank about each record.
+        """Return what this rank sends to each rank about each record; row r goes to rank r. Local.
 
         Returns:
-            One int64 tensor `[ranks, width]` per record, or tensors whose concatenation along dim 1 is that.
+            One int64 tensor `[ranks, width]` in CPU memory per record, in order, or tensors whose
+            concatenation along dim 1 is that; [] without records.
         """
 
     @abstractmethod

@@ -50,6 +50,7 @@ class MessageAudit(TransportDecorator):
 
     @override
     def for_subworld(self) -> MessageAudit:
+        """Return a new audit of the same depth and ledger, with logs and faults of its own. Local."""
         return MessageAudit(self.depth, self.ledger)
 
     def collect_faults(self) -> list[DetectedFault]:

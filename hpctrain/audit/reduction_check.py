@@ -169,6 +169,11 @@ class ReductionLog(AuditLog[ReductionRecord]):
     @override
     def compare(self, records: Sequence[ReductionRecord], rows_by_rank: Sequence[Tensor]) -> None:
         # The next rank compares the blocks of a rank's span. The ranks take turns in comparing small records.
+        """Compare the block sums of inputs and results, and the checksums of copies, and collect the faults.
+
+        Collective. Each difference is collected on one rank. The ranks exchange more only if copies of a
+        result differ.
+        """
         self._compare_small(
             [each for each in zip(records, rows_by_rank, strict=True) if each[0].is_one_block]
         )

@@ -48,6 +48,10 @@ class TransferLog(AuditLog[TransferRecord]):
 
     @override
     def compare(self, records: Sequence[TransferRecord], rows_by_rank: Sequence[Tensor]) -> None:
+        """Compare what other ranks sent with what this rank received, and its sums with those computed again.
+
+        Local. Differences are collected as faults on this rank, the receiver.
+        """
         here = self.ranks[self.rank]
         received = torch.stack([record.received.cpu() for record in records], 1)
         differs = torch.cat(tuple(rows_by_rank), 1) != received

@@ -94,8 +94,11 @@ class GroupFactory:
     def open_memory(self, communicator: MPI.Intracomm) -> str:
         """Open memory that the ranks of each node share. Collective over the communicator of the world.
 
-        Groups that are made later use it. Only the first call for the present nodes tries to
-        open any.
+        Groups that are made later use it. Only the first call for the present nodes tries to open any; later
+        ones return the same.
+
+        Args:
+            communicator: Communicator of all ranks of this world.
 
         Returns:
             "" if this node has such memory, otherwise the reason why not, which may differ from node to node.
@@ -126,14 +129,14 @@ class GroupFactory:
         transport: str,
         device: torch.device,
     ) -> Group:
-        """Make a group. Collective over its communicator.
+        """Make a group of ranks of this world, with transports of its own. Collective over its communicator.
 
         Args:
             axes: Names of its axes.
-            ranks: Ranks of this world that it consists of.
-            communicator: Communicator of these ranks.
-            transport: Name of the transport, one of TRANSPORTS.
-            device: Device of its tensors.
+            ranks: Ranks of this world that it consists of, in the order of the communicator.
+            communicator: Communicator of these ranks, which the group uses from now on.
+            transport: Name of the transport, one of TRANSPORTS; "auto" is not allowed.
+            device: Device on which `Group.empty` allocates tensors.
         """
         root_world_ranks = tuple(self.ranks[rank] for rank in ranks)
         host, accelerator = self.make_transports(communicator, root_world_ranks, transport)

@@ -88,14 +88,15 @@ def _naming_rank(rank: int) -> Iterator[None]:
 
 @contextmanager
 def open_on_all_ranks(path: Path, group: Group) -> Iterator[FileID]:
-    """Open an existing HDF5 file on all ranks through MPI, so that each rank can write elements of datasets.
+    """Return a context manager that opens an HDF5 file on all ranks through MPI, and yields its FileID.
 
-    Opening and closing are collective. So a rank that raises an error inside the block must also leave the
-    block.
+    Opening and closing are collective; in the block each rank writes elements of datasets by itself. So a
+    rank that raises an error inside the block must also leave the block.
 
     When HDF5 closes the file, it writes the headers again, which have not changed. If this write fails on one
     rank, such as on a full disk, the other ranks wait forever. So before the file is closed, MPI's file
-    descriptors are redirected to a file in memory, which receives that write.
+    descriptors are redirected to a file in memory, which receives that write. New datasets or attributes
+    would be lost.
 
     Args:
         path: The file, with all its datasets.

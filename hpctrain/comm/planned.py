@@ -95,6 +95,10 @@ class PlannedTransport(Transport):
 
     @override
     def common_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """Return zeros of this rank alone if running ranks would share such a tensor; otherwise None.
+
+        Local.
+        """
         common = self.local_size == self.size or is_common(length, dtype)
         return torch.zeros(length, dtype=dtype, device=device) if self.sharers > 1 and common else None
 
@@ -124,6 +128,10 @@ class EchoTransport(PlannedTransport):
 
     @override
     def run(self, call: Call) -> None:
+        """Copy the call's input into its output, repeated as often as it fits, at once. Local.
+
+        Nothing happens without one of the two, or if they are the same memory.
+        """
         tensor, output = call.tensor, call.output
         if tensor is None or output is None or output.data_ptr() == tensor.data_ptr():
             return
@@ -142,7 +150,7 @@ def planned_group(
     transport: PlannedTransport | None = None,
     device: torch.device = META,
 ) -> Group:
-    """Return a group whose other ranks do not exist. Local.
+    """Return a group whose other ranks do not exist. Local; none of its operations waits for other ranks.
 
     Args:
         axes: Names of its axes.
@@ -150,8 +158,9 @@ def planned_group(
         size: Number of ranks.
         ledger: Ledger that counts the calls.
         ranks: Ranks of the world; by default 0 to size - 1.
-        transport: What runs the calls; by default they complete without doing anything.
-        device: Device of tensors that the group allocates; by default they have no memory.
+        transport: Transport that runs the calls; by default they complete without doing anything.
+        device: Device of tensors that the group allocates; by default torch's meta device, so that they have
+            no memory.
     """
     transport = transport or PlannedTransport(rank, size)
     transports = GroupTransports(transport, transport, transport)

@@ -135,11 +135,12 @@ class Timeline:
 
 
 def clock_offset(group: Group, node: int, clock: Callable[[], float] = perf_counter) -> float:
-    """Return how far this rank's clock is ahead of the clock of the group's rank 0, in seconds. Collective.
+    """Return how far this rank's clock is ahead of the clock of the group's rank 0, in seconds.
 
-    All ranks of a node read the same clock. Its lowest rank exchanges messages with rank 0. Of several round
-    trips the shortest counts, and rank 0 is assumed to have answered in its middle (Cristian 1989). The error
-    is at most half of that round trip.
+    Collective; waits. All ranks of a node read the same clock and get the same value, which is 0.0 on the
+    node of rank 0. The lowest rank of each other node exchanges messages with rank 0. Of several round trips
+    the shortest counts, and rank 0 is assumed to have answered in its middle (Cristian 1989). The error is at
+    most half of that round trip.
 
     Args:
         group: Ranks whose clocks are compared.

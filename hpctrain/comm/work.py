@@ -73,18 +73,32 @@ class SequentialWork(Work[Result]):
 
     @override
     def proceed(self) -> None:
+        """Wait for the current operation, and start the next one, if any. Nothing happens after the last one.
+
+        All ranks of the operations call it at the same point of the program.
+        """
         if self._current is not None:
             self._current.wait()
             self._current = next(self._steps, None)
 
     @override
     def wait(self) -> Result:
+        """Run the remaining operations one after another, and return the result.
+
+        All ranks of the operations call it at the same point of the program, since it starts operations.
+        """
         while self._current is not None:
             self.proceed()
         return self._result
 
     @override
     def test(self) -> bool:
+        """Let the current operation make progress, without waiting and without starting the next one. Local.
+
+        Returns:
+            True if the last operation is complete and `proceed` or `wait` has been called after it. So it
+            does not become True by testing alone.
+        """
         if self._current is not None:
             self._current.test()
         return self._current is None
@@ -146,6 +160,11 @@ class StartedWork(Work[Result]):
 
     @override
     def wait(self) -> Result:
+        """Wait until the operation is complete, and return its result; at once if it is already complete.
+
+        Meanwhile all started operations of this rank make progress. The time counts in the ledger and the
+        timeline.
+        """
         if self._transport_work is not None:
             start = perf_counter()
             calls = self._call.group.calls

@@ -110,7 +110,10 @@ class DoctorReport:
 
     @property
     def can_run(self) -> bool:
-        """True if no finding is fatal, so that a run can start."""
+        """True if no finding that was added so far is fatal, so that a run can start.
+
+        Warnings do not count.
+        """
         return not any(finding.fatal for finding in self.findings)
 
 

@@ -52,14 +52,15 @@ def start_child(
 
 
 def end_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> bool:
-    """Make the kernel send this process a signal when its parent ends.
+    """Make the kernel send this process a signal when the thread that started it, usually its parent, ends.
 
     Args:
         parent: Process id that the parent had when it started this process.
         by: The signal.
 
     Returns:
-        True if the parent is still alive. If it has ended before this call, no signal comes.
+        True if the parent is still alive. If it has ended before this call, no signal comes, and the caller
+        should end this process.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
     return os.getppid() == parent
@@ -219,9 +220,10 @@ def wait_for_end(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def kill_child(process: subprocess.Popen[bytes], runs_user_code: bool) -> None:
-    """Kill a process that has its own session, and all processes that it has started.
+    """Kill a process that has its own session, and all processes of that session that it has started.
 
-    This does not reap the process, which may end only after the return.
+    It does not reap the process, which may end only after the return. No error is raised if it has already
+    ended.
 
     Args:
         process: The process. If it has been reaped, nothing is killed.

@@ -125,7 +125,10 @@ class HangReport:
 
     @property
     def state(self) -> str:
-        """Call that the rank is in, and its position in the program, in words that follow "is"."""
+        """Text of the call that the rank is in, and of its position in the program, to follow "is".
+
+        An example is "in no communication call, at train/step.py:12 in run".
+        """
         if self.current is None:
             return f"in no communication call, at {self.where}"
         return f"in {self.current} for {self.current.seconds:.1f} s, at {self.where}"

@@ -118,6 +118,14 @@ class EmulatedTransport(WrappedTransport):
 
     @override
     def run(self, call: Call) -> TransportWork | None:
+        """Run or start a call of a Group that takes at least as long as over the emulated link.
+
+        Collective, as the call.
+
+        Returns:
+            None if the call is blocking, after which the emulated transfer is over. Otherwise the handle,
+            which is complete then.
+        """
         return run_steps(self._steps(call), call.blocking)
 
     def _steps(self, call: Call) -> Steps:

@@ -416,6 +416,15 @@ class StagedTransport(Transport):
 
     @override
     def run(self, call: Call) -> TransportWork | None:
+        """Run or start a call of a Group on GPU tensors. Collective, as the call.
+
+        The host waits until the input is in host memory, even if the call is not blocking. The result is
+        copied to the GPU by the current stream when the handle is complete, or before the return of a
+        blocking call.
+
+        Returns:
+            None if the call is blocking, otherwise the handle of the operation.
+        """
         return run_steps(self._steps(call), call.blocking)
 
     def _steps(self, call: Call) -> Steps:
