@@ -35,7 +35,9 @@ OPTIONS_WITHOUT_KEY = ("KEY", "RUN", "DECK")
 
 def blocks(path: Path, *languages: str) -> list[str]:
     """Return the code blocks of a document that are in one of these languages."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    found = re.findall(
+        r"^```(\w*)[^\n]*\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
     return [body for language, body in found if language in languages]
 
 
@@ -65,7 +67,7 @@ def test_decks_are_valid(body: str) -> None:
 
 def commands(path: Path) -> Iterator[list[str]]:
     """Yield the arguments of each `hpctrain` in the blocks of a document that show a terminal."""
-    for body in blocks(path, "", "sh", "bash"):
+    for body in blocks(path, "", "sh", "bash", "console"):
         for line in body.replace("\\\n", " ").splitlines():
             is_command = re.match(r"(?:\$ )?(?:mpirun [^|]*?|srun [^|]*?|\S*/)?hpctrain (?!error)[a-z]", line)
             if is_command is None:
