@@ -217,7 +217,7 @@ class _Labels:
         self._actions = iter(schedule.stages[number])
         self._first = len(recorder.events)
 
-    def action(self, *_: object) -> None:
+    def record_action(self, *_: object) -> None:
         """See Timeline: an action ends."""
         recorder, schedule, action = self.recorder, self.schedule, next(self._actions)
         recorder.label(self._first, str(action))

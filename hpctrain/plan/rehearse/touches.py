@@ -80,7 +80,7 @@ class TouchNotes:
     _muted: bool = False
     _now: list[Touch] = field(default_factory=list)
 
-    def action(self, *_: object) -> None:
+    def record_action(self, *_: object) -> None:
         """See Timeline: an action ends."""
         action = self.schedule.stages[0][self._actions]
         self.touches.add((action.kind, action.chunk), self._now)
