@@ -90,7 +90,9 @@ def bench(world: World, operations: str, least: str, most: str, gloo: bool) -> l
         if not 4 <= first <= last:
             raise HpctrainError(f"--min-bytes {least} --max-bytes {most}: must be 4 bytes or more, and rise")
         if world.size < 2:
-            raise HpctrainError("bench collectives needs two ranks or more: mpirun -n 2 hpctrain bench ...")
+            raise HpctrainError(
+                "bench collectives requires two ranks or more: mpirun -n 2 hpctrain bench ..."
+            )
     if gloo:
         start_gloo(world)
     group = world.new_group(("world",), tuple(range(world.size)), choose_transport(world, "auto"))

@@ -101,7 +101,7 @@ def _unfit(name: str, deck: Deck, ranks: int, on_host: bool) -> Iterator[str]:
             yield f"needs one rank; there are {ranks}"
         return
     if ranks == 1:
-        yield "needs two ranks or more, not 1, as of mpirun -n 2"
+        yield "requires two ranks or more, such as mpirun -n 2"
     yield from _OF_AXES[rival.axis](name, deck, ranks)
     for key, value in _PLAIN.items():
         if deck.value(key) != value:

@@ -80,7 +80,7 @@ class TrainingBenchOptions:
         if self.only is None:
             return names
         if self.only not in names:
-            raise HpctrainError(f"--only {self.only}: is not among what is compared: {', '.join(names)}")
+            raise HpctrainError(f"--only {self.only}: must be one of {', '.join(names)}")
         return [self.only]
 
 

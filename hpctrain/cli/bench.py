@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.group(name="bench")
 def command() -> None:
-    """Measure how fast things are."""
+    """Run a benchmark."""
 
 
 Number = TypeVar("Number", int, float)
@@ -25,11 +25,13 @@ Number = TypeVar("Number", int, float)
 PATH = click.Path(path_type=Path)
 deck_file = click.argument("deck", type=PATH)
 layout_of_state = click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.zero=1."
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a deck key, e.g. layout.zero=1."
 )
 COUNT = click.IntRange(1)
-in_rounds = click.option("--rounds", default=5, show_default=True, type=COUNT, help="Rounds, all in turn.")
-figures_file = click.option("--json", "path", type=PATH, help="Write the figures to a file too.")
+in_rounds = click.option(
+    "--rounds", default=5, show_default=True, type=COUNT, help="Rounds; each round measures all variants."
+)
+figures_file = click.option("--json", "path", type=PATH, help="Also write the results to this file.")
 
 
 def run_bench(measure: Callable[[World], int | None], *files: Path | None, device: str = "auto") -> NoReturn:
@@ -49,15 +51,18 @@ def run_bench(measure: Callable[[World], int | None], *files: Path | None, devic
 
 
 @command.command()
-@click.option("--min-bytes", default="1 KiB", show_default=True, help="Smallest full tensor.")
-@click.option("--max-bytes", default="256 MiB", show_default=True, help="Largest full tensor.")
+@click.option("--min-bytes", default="1 KiB", show_default=True, help="Size of the smallest tensor.")
+@click.option("--max-bytes", default="256 MiB", show_default=True, help="Size of the largest tensor.")
 @click.option(
-    "--operations", default="all", show_default=True, help="Comma-separated, e.g. all_reduce,reduce."
+    "--operations",
+    default="all",
+    show_default=True,
+    help="Operations, separated by commas, e.g. all_reduce,reduce.",
 )
-@click.option("--gloo", is_flag=True, help="Also time torch's gloo.")
+@click.option("--gloo", is_flag=True, help="Also measure the gloo backend of torch.distributed.")
 @figures_file
 def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, path: Path | None) -> None:
-    """Time every primitive beside plain mpi4py on numpy arrays, under mpirun or srun."""
+    """Measure all collectives, compared with mpi4py on numpy arrays, under mpirun or srun."""
     from hpctrain.bench.collectives import bench, print_rows, write_rows
 
     def verb(world: World) -> None:
@@ -74,35 +79,41 @@ def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, pat
 @command.command()
 @deck_file
 @click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.tensor=2."
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a deck key, e.g. layout.tensor=2.",
 )
-@click.option("--steps", default=5, show_default=True, type=COUNT, help="Steps of a variant in each round.")
+@click.option("--steps", default=5, show_default=True, type=COUNT, help="Steps per variant and round.")
 @in_rounds
-@click.option("--no-sync", is_flag=True, help="Also ranks that never communicate, each on its share.")
-@click.option("--data-parallel", is_flag=True, help="Also the same global batch over data ranks only.")
+@click.option("--no-sync", is_flag=True, help="Also measure ranks that do not communicate.")
+@click.option(
+    "--data-parallel", is_flag=True, help="Also measure the same global batch with data parallelism only."
+)
 @click.option(
     "--against",
     multiple=True,
     type=click.Choice([*RIVALS]),
     metavar="PEER",
-    help=f"Also others, over gloo, as hpctrain/bench/README.md tells: {', '.join(RIVALS)}.",
+    help=f"Also measure another program with gloo (hpctrain/bench/README.md): {', '.join(RIVALS)}.",
 )
 @click.option(
     "--variant",
     "variants",
     multiple=True,
     metavar='"KEY=VALUE ..."',
-    help="Also the deck with these further changes, e.g. layout.zero=3.",
+    help="Also measure the deck with these overrides, e.g. layout.zero=3. May be repeated.",
 )
 @click.option(
     "--only",
     metavar="NAME",
-    help="Of all these measure one alone, with its peak memory: deck, no-sync, a variant's changes...",
+    help="Measure only this variant, with its peak memory: deck, no-sync, the overrides of a variant, ...",
 )
-@click.option("--memory", is_flag=True, help="Also each of our own in fresh processes, for its peak memory.")
+@click.option("--memory", is_flag=True, help="Also measure the peak memory of each variant in new processes.")
 @figures_file
 def train(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: Any) -> None:
-    """Time the training step of DECK on random tokens: tokens/s, MFU, time by phase."""
+    """Measure the training step of DECK on random tokens: tokens/s, MFU, time by phase."""
     from hpctrain.bench.train import TrainingBenchOptions, bench_train
 
     run_bench(lambda world: bench_train(world, deck, overrides, TrainingBenchOptions(**wish), path), path)
@@ -112,14 +123,19 @@ def train(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: Any
 @click.option(
     "--machine",
     metavar="FILE",
-    help="Figures of this machine, of `hpctrain calibrate`.  [default: measured before]",
+    help="Rates of this machine from `hpctrain calibrate`.  [default: measured first]",
 )
-@click.option("--only", multiple=True, metavar="NAME", help="Of all decks these alone, e.g. 17m-fp32-tensor.")
-@click.option("--steps", default=1, show_default=True, type=COUNT, help="Of each deck in each round.")
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="NAME",
+    help="Measure only this deck, e.g. 17m-fp32-tensor. May be repeated.",
+)
+@click.option("--steps", default=1, show_default=True, type=COUNT, help="Steps per deck and round.")
 @in_rounds
 @figures_file
 def plan(machine: str | None, only: tuple[str, ...], steps: int, rounds: int, path: Path | None) -> None:
-    """Time twelve decks on two ranks beside the seconds that `hpctrain plan` tells of their steps."""
+    """Compare the measured step times of twelve decks on two ranks with those of `hpctrain plan`."""
     from hpctrain.bench.plan import bench_plan
 
     run_bench(lambda world: bench_plan(world, machine, only, steps, rounds, path), path)
@@ -128,13 +144,17 @@ def plan(machine: str | None, only: tuple[str, ...], steps: int, rounds: int, pa
 @command.command()
 @deck_file
 @click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.expert=2."
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a deck key, e.g. layout.expert=2.",
 )
-@click.option("--steps", default=1, show_default=True, type=COUNT, help="Of each thing in each round.")
+@click.option("--steps", default=1, show_default=True, type=COUNT, help="Steps per variant and round.")
 @in_rounds
 @figures_file
 def mixture(deck: Path, overrides: tuple[str, ...], steps: int, rounds: int, path: Path | None) -> None:
-    """Time DECK's mixtures of experts: spread over ranks and not, beside a dense layer, and exchanges."""
+    """Measure the mixture layers of DECK, with and without expert parallelism, and a dense layer."""
     from hpctrain.bench.mixture import bench_mixture
 
     run_bench(lambda world: bench_mixture(world, deck, overrides, steps, rounds, path), path)
@@ -143,14 +163,20 @@ def mixture(deck: Path, overrides: tuple[str, ...], steps: int, rounds: int, pat
 @command.command()
 @deck_file
 @click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. machine.compile=true."
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a deck key, e.g. machine.compile=true.",
 )
-@click.option("--prompts", default=32, show_default=True, type=COUNT, help="Texts that are continued.")
-@click.option("--tokens", default=128, show_default=True, type=COUNT, help="Tokens that each gets.")
+@click.option("--prompts", default=32, show_default=True, type=COUNT, help="Number of texts to continue.")
+@click.option(
+    "--tokens", default=128, show_default=True, type=COUNT, help="Number of tokens to generate per text."
+)
 @in_rounds
 @figures_file
 def generate(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: int) -> None:
-    """Time greedy text by DECK's model, with a cache and without, beside transformers' with its cache."""
+    """Measure greedy decoding with and without a key and value cache, compared with transformers."""
     from hpctrain.bench.generate import bench_generate
 
     run_bench(lambda world: bench_generate(world, deck, overrides, output=path, **wish), path, device="cpu")
@@ -162,7 +188,7 @@ def generate(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: 
 @in_rounds
 @figures_file
 def offload(deck: Path, overrides: tuple[str, ...], rounds: int, path: Path | None) -> None:
-    """Time the update of DECK's optimizer state in files beside disk and processor alone."""
+    """Measure the update of optimizer state in files, compared with disk and processor alone."""
     from hpctrain.bench.offload import bench_offload
 
     run_bench(lambda world: bench_offload(world, deck, overrides, rounds, path), path)
@@ -172,21 +198,23 @@ def offload(deck: Path, overrides: tuple[str, ...], rounds: int, path: Path | No
 @deck_file
 @layout_of_state
 @in_rounds
-@click.option("--against", type=click.Choice(["dcp"]), help="Also torch.distributed.checkpoint, over gloo.")
+@click.option(
+    "--against", type=click.Choice(["dcp"]), help="Also measure torch.distributed.checkpoint with gloo."
+)
 @click.option(
     "--dir",
     "folder",
     default=".",
     show_default=True,
     type=PATH,
-    help="Folder for the files, which are removed.",
+    help="Folder for temporary files.",
 )
-@click.option("--warm", is_flag=True, help="Read what may still be in the page cache.")
+@click.option("--warm", is_flag=True, help="Read files that may be in the page cache.")
 @figures_file
 def checkpoint(
     deck: Path, overrides: tuple[str, ...], path: Path | None, against: str | None, **wish: Any
 ) -> None:
-    """Time saving and loading DECK's state beside plain files written and read by as many ranks."""
+    """Measure saving and loading a checkpoint, compared with plain files of the same ranks."""
     from hpctrain.bench.checkpoint_speed import CheckpointBenchOptions, bench_checkpoint
 
     wished = CheckpointBenchOptions(dcp=against == "dcp", **wish)
@@ -196,15 +224,17 @@ def checkpoint(
 @command.command()
 @deck_file
 @click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. run.steps=100."
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a deck key, e.g. run.steps=100."
 )
-@click.option("--only", multiple=True, metavar="FORM", help="Of all forms these alone, e.g. exact.")
+@click.option(
+    "--only", multiple=True, metavar="FORM", help="Measure only this form, e.g. exact. May be repeated."
+)
 @click.option(
     "--variant",
     "variants",
     multiple=True,
     metavar='"KEY=VALUE ..."',
-    help="Also the deck with these changes, e.g. layout.local_steps.format=int8.",
+    help="Also train the deck with these overrides, e.g. layout.local_steps.format=int8.",
 )
 @figures_file
 def communication(
@@ -214,7 +244,7 @@ def communication(
     variants: tuple[str, ...],
     path: Path | None,
 ) -> None:
-    """Train DECK by each form of communication: bytes sent, validation loss beside that of exact sums."""
+    """Train DECK with each form of communication, and compare bytes sent and validation loss."""
     from hpctrain.bench.communication_forms import bench_communication
 
     run_bench(lambda world: bench_communication(world, deck, overrides, only, variants, path), path)
@@ -226,13 +256,13 @@ def communication(
     "shapes",
     multiple=True,
     metavar="MxNxK",
-    help="Of M tokens by a matrix of N outputs and K inputs; by default those of a small block.",
+    help="Shape: M tokens, N outputs, K inputs. May be repeated.  [default: those of a small block]",
 )
-@click.option("--device", default="auto", show_default=True, help="As run.device.")
+@click.option("--device", default="auto", show_default=True, help="Device, as in run.device.")
 @in_rounds
 @figures_file
 def fp8(shapes: tuple[str, ...], device: str, rounds: int, path: Path | None) -> None:
-    """Time the three products of a matrix in 8 bits, by every recipe and in their parts, beside bf16."""
+    """Measure the three products of a matrix layer in 8 bits with every recipe, compared with bf16."""
     from hpctrain.bench.fp8 import SHAPES, bench_fp8
 
     run_bench(lambda world: bench_fp8(world, shapes or SHAPES, rounds, path), path, device=device)
@@ -241,18 +271,20 @@ def fp8(shapes: tuple[str, ...], device: str, rounds: int, path: Path | None) ->
 @command.command()
 @deck_file
 @click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. run.steps=100."
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a deck key, e.g. run.steps=100."
 )
 @click.option(
     "--widths", default="64,128,256,512,1024", show_default=True, help="Values of model.hidden to compare."
 )
-@click.option("--steps", default=10, show_default=True, type=COUNT, help="Steps at each of them.")
-@click.option("--seeds", default=1, show_default=True, type=COUNT, help="Initial models, for a mean.")
-@click.option("--rates", default="", metavar="RATE,...", help="Also runs of the deck at each of these rates.")
-@click.option("--rate-widths", default="64,128,256", show_default=True, help="Widths of these runs.")
-@click.option("--wider-heads", is_flag=True, help="Widen the heads, instead of adding more of them.")
-@click.option("--random-tokens", is_flag=True, help="Instead of those of the deck's file.")
-@click.option("--plot", "picture", type=PATH, metavar="FILE", help="Draw them, as PNG.")
+@click.option("--steps", default=10, show_default=True, type=COUNT, help="Steps per width.")
+@click.option("--seeds", default=1, show_default=True, type=COUNT, help="Number of seeds to average over.")
+@click.option(
+    "--rates", default="", metavar="RATE,...", help="Also train the deck with each of these learning rates."
+)
+@click.option("--rate-widths", default="64,128,256", show_default=True, help="Widths of the runs of --rates.")
+@click.option("--wider-heads", is_flag=True, help="Use wider heads instead of more heads.")
+@click.option("--random-tokens", is_flag=True, help="Use random tokens instead of the token file.")
+@click.option("--plot", "picture", type=PATH, metavar="FILE", help="Plot the results as a PNG file.")
 @figures_file
 def mup(
     deck: Path,
@@ -264,9 +296,10 @@ def mup(
     path: Path | None,
     **wish: Any,
 ) -> None:
-    """Compare widths of DECK's model in muP and the standard parametrization: values, and the best rate.
+    """Compare widths of the model of DECK in muP and the standard parametrization.
 
-    Its own width, or model.base_width, is the base. Under mpirun or srun the ranks share the trainings out.
+    The sizes of values and, with --rates, the best learning rates are compared. The base width is that of the
+    deck, or model.base_width. Under mpirun or srun, the runs are distributed over the ranks.
     """
     from hpctrain.bench.mup import WidthBenchOptions, bench_mup
 
@@ -282,33 +315,45 @@ def mup(
 @command.command()
 @deck_file
 @click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.tensor=2."
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a deck key, e.g. layout.tensor=2.",
 )
 @click.option(
-    "--from", "first", default=1e-6, show_default=True, metavar="RATE", help="Rate of the first step."
+    "--from",
+    "first",
+    default=1e-6,
+    show_default=True,
+    metavar="RATE",
+    help="Learning rate of the first step.",
 )
-@click.option("--to", "last", default=1.0, show_default=True, metavar="RATE", help="Rate of the last one.")
 @click.option(
-    "--steps", default=100, show_default=True, metavar="N", help="Steps, if the loss does not diverge."
+    "--to", "last", default=1.0, show_default=True, metavar="RATE", help="Learning rate of the last step."
 )
+@click.option("--steps", default=100, show_default=True, metavar="N", help="Largest number of steps.")
 @click.option(
-    "--window", type=int, metavar="N", help="Losses of which a smoothed one is the mean.  [default: a tenth]"
+    "--window",
+    type=int,
+    metavar="N",
+    help="Number of losses in the moving average.  [default: a tenth of the steps]",
 )
 @click.option(
     "--figure",
     default="loss",
     show_default=True,
     metavar="NAME",
-    help="Evaluate a set (as checkpoint.keep_best has it) after each step, and go by that.",
+    help="Use the loss of this evaluation set (as in checkpoint.keep_best) after each step.",
 )
-@click.option("--plot", "picture", type=PATH, metavar="FILE", help="Draw the losses, as PNG.")
+@click.option("--plot", "picture", type=PATH, metavar="FILE", help="Plot the losses as a PNG file.")
 @figures_file
 def rate(
     deck: Path, overrides: tuple[str, ...], picture: Path | None, path: Path | None, **wish: Any
 ) -> None:
-    """Train DECK at rising learning rates, and suggest the one at which its loss falls most.
+    """Train DECK with increasing learning rates, and suggest the rate at which the loss falls fastest.
 
-    The training ends where the loss diverges. Nothing of it is kept.
+    The training ends when the loss diverges. No checkpoint is written.
     """
     from hpctrain.bench.rate import RateBenchOptions, bench_rate
 
@@ -323,5 +368,7 @@ def numbers(option: str, text: str, kind: Callable[[str], Number]) -> tuple[Numb
     except ValueError:
         found = ()
     if (not found and (text.strip() or kind is int)) or not all(0 < number < inf for number in found):
-        raise click.BadParameter(f"{text!r}: write numbers above 0, separated by commas", param_hint=option)
+        raise click.BadParameter(
+            f"{text!r}: must be positive numbers, separated by commas", param_hint=option
+        )
     return found

@@ -16,7 +16,7 @@ import click
     default="machine.toml",
     show_default=True,
     metavar="FILE",
-    help="Where the figures go.",
+    help="File for the measured rates.",
 )
 @click.option(
     "--like",
@@ -24,24 +24,35 @@ import click
     type=click.Path(path_type=Path),
     multiple=True,
     metavar="DECK",
-    help="Measure the shapes of this deck's model.  [default: GPTs of 17M and of 124M parameters]",
+    help="Measure with the matrix shapes of this deck's model. May be repeated.  "
+    "[default: GPT models of 17M and 124M parameters]",
 )
-@click.option("--formats", default="fp32,bf16", show_default=True, help="Comma-separated; also fp16.")
-@click.option("--max-bytes", "most", default="1 GiB", show_default=True, help="Of the largest message.")
+@click.option(
+    "--formats",
+    default="fp32,bf16",
+    show_default=True,
+    help="Number formats, separated by commas: fp32, bf16, fp16.",
+)
+@click.option("--max-bytes", "most", default="1 GiB", show_default=True, help="Size of the largest message.")
 @click.option(
     "--seconds",
     type=click.FloatRange(0, 60),
     default=0.1,
     show_default=True,
-    help="For which each measurement is repeated.",
+    help="Duration of each measurement.",
 )
 def command(path: Path, **wish: Any) -> None:
-    """Measure this machine, alone or under mpirun or srun, for `hpctrain plan --machine FILE`.
+    """Measure the rates of this machine for `hpctrain plan --machine FILE`.
 
-    All ranks measure at once, since those of a node share its memory and power: start as many on each node as
-    a run will have. It takes about a minute. Measured are matrix products over the shapes of models, in all
-    their passes and by the kernels that runs choose here, attention, what is done to elements, memory, the
-    optimizer, sums and messages by size inside nodes and between them, and what of these computing hides.
+    Start it as one process or under mpirun or srun.
+
+    All ranks measure at the same time, since the ranks of a node share its memory and power. Start as many
+    ranks per node as a run will have. It takes about a minute.
+
+    Measured are: matrix products in the shapes of models, in forward and backward passes and with the kernels
+    that runs choose on this machine; attention; elementwise operations; memory bandwidth; the optimizer;
+    collectives and messages by size, inside nodes and between them; and how much of the communication
+    computation hides.
     """
     from hpctrain.comm.verb import run_verb
     from hpctrain.plan.calibrate.calibrate import CalibrateOptions, calibrate

@@ -10,25 +10,29 @@ import click
 @click.command(name="check")
 @click.argument("deck", type=click.Path(path_type=Path))
 @click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.tensor=2."
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a deck key, e.g. layout.tensor=2.",
 )
 @click.option(
     "--ranks",
     type=click.IntRange(1, 1 << 12),
     metavar="N",
-    help="Start N ranks on this machine.  [default: those that a launcher has started]",
+    help="Start N ranks on this machine.  [default: the ranks of mpirun or srun]",
 )
 def command(deck: Path, overrides: tuple[str, ...], ranks: int | None) -> None:
-    """Compare what DECK computes on its layout with what one rank computes, without training or its tokens.
+    """Check that the layout of DECK computes the same as one rank. Neither training nor tokens are needed.
 
-    Two steps of the model in miniature, by the run's own step: initial parameters, losses, every gradient,
-    norms, parameters after the update and all other state, each beside those of one rank. Of a tensor that
-    differs it says by how much, how it is split, and which sum too many or too few would explain it. Exits
-    with 1 if one does.
+    Two steps of a small version of the model run on all ranks and on one rank. Initial parameters, losses,
+    gradients, norms, updated parameters and all other state are compared. For each tensor that differs, the
+    difference, the partition of the tensor and a missing or duplicate reduction that explains it are shown.
+    The exit code is then 1.
 
-    A module that users bring is compared in fp64 with its own code in plain torch, too, with the arguments in
-    [model.miniature] if there are any, and run by itself to find state, random numbers and losses that no
-    other number of ranks would go with.
+    A module of your own is also compared in fp64 with its code in plain PyTorch, with the arguments in
+    [model.miniature] if there are any. State, random numbers and losses that depend on the number of ranks
+    are found too.
     """
     from hpctrain.comm.verb import run_verb
     from hpctrain.host.commands import restart_on_ranks

@@ -29,7 +29,7 @@ def code_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--trust-deck",
         metavar="DECK",
         type=click.Path(path_type=Path),
-        help="Run only code that is also named in DECK, a deck of your own, under the same keys.",
+        help="Run only code that a deck of your own, DECK, names under the same keys.",
     )
     @wraps(command)
     def with_options(*args: Any, trust_code: bool, trust_deck: Path | None, **options: Any) -> Any:

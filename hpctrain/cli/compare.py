@@ -16,27 +16,27 @@ from hpctrain.cli.code_options import ReadTrust, code_options, read_trust
     "--steps",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Steps to replay.  [default: up to where records or checkpoints differ, at most 50]",
+    help="Number of steps to repeat.  [default: up to the first recorded difference, at most 50]",
 )
-@click.option("--no-replay", is_flag=True, help="Compare decks, figures and records alone.")
-@click.option("--figures", is_flag=True, help="Show decks and figures alone, and exit with 0.")
+@click.option("--no-replay", is_flag=True, help="Compare only decks, metrics and recorded losses.")
+@click.option("--figures", is_flag=True, help="Show only decks and metrics, and exit with 0.")
 @code_options
 def command(
     first: Path, second: Path, steps: int | None, no_replay: bool, figures: bool, trust: ReadTrust
 ) -> None:
-    """Tell how two runs differ, and the first step, phase and tensor in which they part.
+    """Compare two runs, and find the first step, phase and tensor in which they differ.
 
-    RUN is a run's folder, or one of its checkpoints. Both are replayed from the newest checkpoint at which
-    they agree, each by its own deck; nothing is written. Under mpirun or srun the ranks compute together,
-    with the layout of each run where it fits them. Exits with 1 where the runs differ beyond rounding, or in
-    bits where nothing lets these differ.
+    RUN is a run folder or a checkpoint. Steps of both runs are repeated from the newest checkpoint at which
+    they are equal, each with its own deck. Nothing is written. Under mpirun or srun, the layout of each run
+    is used if it fits the number of ranks. The exit code is 1 if the runs differ by more than rounding, or in
+    any bit although they must be equal.
     """
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World
     from hpctrain.train.compare import compare
 
     if figures and steps is not None:
-        raise click.UsageError("--steps is for a replay, which --figures leaves out")
+        raise click.UsageError("--steps conflicts with --figures, which repeats no steps")
 
     def work(world: World) -> int:
         known = read_trust(world, trust)

@@ -16,14 +16,22 @@ if TYPE_CHECKING:
 
 @click.command(name="deck")
 @click.argument("deck", metavar="DECK|SECTION", required=False)
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key, as layout.tensor=2.")
 @click.option(
-    "--ranks", type=click.IntRange(1, 1 << 20), metavar="N", help="Check the deck against N ranks as well."
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a deck key, e.g. layout.tensor=2.",
 )
 @click.option(
-    "--reference", is_flag=True, help="Print all keys, or those of SECTION, with types and defaults."
+    "--ranks", type=click.IntRange(1, 1 << 20), metavar="N", help="Also check the deck against N ranks."
 )
-@click.option("--migrate", is_flag=True, help="Print DECK as it is written, with present names of keys.")
+@click.option(
+    "--reference", is_flag=True, help="Print all keys, or those of SECTION, with their types and defaults."
+)
+@click.option(
+    "--migrate", is_flag=True, help="Print DECK as written, with renamed keys under their current names."
+)
 @click.option(
     "--from",
     "source",
@@ -40,16 +48,17 @@ def command(
 ) -> None:
     """Print the deck in file DECK with every default filled in, or report all of its errors.
 
-    Files that the deck names are checked too; a token file may still be missing. With --ranks, a layout is
+    Files that the deck names are checked too, but the token file may be missing. With --ranks, a layout is
     chosen if the deck has layout = "auto".
 
-    With --from, the file is ds_config.json, or a script or text file with arguments of Megatron-LM. The deck
-    lists options that it does not express at its top, and missing required keys as comments.
+    With --from, FILE is a ds_config.json, or a script or text file with Megatron-LM arguments. The printed
+    deck begins with a list of the options that it does not support, and has missing required keys as
+    comments.
 
-    With --migrate, keys that have another name by now, such as optimizer.momentum, are printed with the
-    present one; comments and all other lines stay.
+    With --migrate, keys that were renamed, such as optimizer.momentum, are printed under their current
+    names. Comments and all other lines stay.
 
-    Under mpirun or srun the deck is checked against the number of started ranks, and rank 0 prints.
+    Under mpirun or srun, the deck is checked against the number of started ranks, and rank 0 prints.
     """
     from hpctrain.deck.read import read_deck
     from hpctrain.deck.reference import reference_text
@@ -64,9 +73,7 @@ def command(
         from hpctrain.deck.convert.deck_text import converted_deck
 
         if deck is not None or overrides or reference or migrate:
-            raise click.UsageError(
-                "--from cannot be combined with others: leave out DECK, --set, --reference and --migrate"
-            )
+            raise click.UsageError("--from conflicts with DECK, --set, --reference and --migrate")
         text = converted_deck(source)
     elif reference:
         from hpctrain.report.terminal import columns
@@ -74,12 +81,12 @@ def command(
         width = columns()
         text = reference_text(deck) if width is None else reference_text(deck, width)
     elif deck is None:
-        raise click.UsageError("give a DECK, --from or --reference")
+        raise click.UsageError("one of DECK, --from and --reference is required")
     elif migrate:
         from hpctrain.deck.reading.migrate import migrated_text
 
         if overrides:
-            raise click.UsageError("--migrate prints a deck as it is written: leave out --set")
+            raise click.UsageError("--migrate conflicts with --set, since it prints the deck as written")
         text = migrated_text(Path(deck))
     else:
         resolved = read_deck(deck, overrides, ranks, _SourceReader(), partial(named_problems, code=True))

@@ -25,23 +25,30 @@ COLOURS = {"WRONG": "red", "note": "yellow", "ok": "green"}
 
 @click.command(name="doctor")
 @click.option(
-    "--deck", type=click.Path(path_type=Path), metavar="DECK", help="Map its layout onto the ranks."
+    "--deck",
+    type=click.Path(path_type=Path),
+    metavar="DECK",
+    help="Also show the mesh coordinates of each rank for the layout of DECK.",
 )
 @click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of it, e.g. layout.tensor=2."
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a key of DECK, e.g. layout.tensor=2.",
 )
-@click.option("--stress", metavar="SECONDS", help="Then test the nodes for so long; also: 10 min, 1 h.")
+@click.option("--stress", metavar="SECONDS", help="Also test the nodes for this time, e.g. 60 or '10 min'.")
 @click.option(
     "--stress-dir",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Whose disk --stress tests.  [default: the current folder]",
+    help="Folder on the disk that --stress tests.  [default: the current folder]",
 )
 @click.option(
     "--rates",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Where --stress keeps what nodes reach.  [default: node-rates.jsonl in the user's cache]",
+    help="File for the node rates that --stress measures.  [default: node-rates.jsonl in the user's cache]",
 )
 @click.option(
     "--report",
@@ -58,17 +65,20 @@ def command(
     rates: Path | None,
     report_path: Path | None,
 ) -> None:
-    """Tell what a run would find here, alone or under mpirun or srun, and what to do about what is wrong.
+    """Check whether a run can start on this machine, as one process or under mpirun or srun.
 
-    With --deck, it is told where on the mesh each rank would be. With --stress, all ranks then compute, fill
-    memory, send and write for so many seconds, and compare every result with what it has to be: start one on
-    each core or GPU. Wrong results are told with their place. A node is called slow 15% below the median of
-    the nodes, or below what it used to reach, in products and memory, 30% in what it sends, 50% on its disk.
-    Exits with 1 if a run could not start, or a result was wrong; slow nodes are told alone.
+    Each problem is listed with its remedy.
+
+    With --stress, all ranks then compute, fill memory, send messages and write files for the given time, and
+    check every result. Start one rank per core or GPU. Wrong results are listed with their location. A node
+    is reported as slow if it is below the median of the nodes, or below its earlier rate, by 15% (matrix
+    products, memory), 30% (messages) or 50% (disk).
+
+    The exit code is 1 if a run cannot start or a result was wrong. Slow nodes do not change it.
     """
     for option, given in (("--stress-dir", stress_dir), ("--rates", rates)):
         if given is not None and stress is None:
-            raise HpctrainError(f"{option}: goes with --stress SECONDS alone")
+            raise HpctrainError(f"{option} requires --stress SECONDS")
     wish = None if stress is None else StressOptions.of(stress, stress_dir, rates)
     from hpctrain.host.doctor import examine_machine
     from hpctrain.host.problem_report import problem_report

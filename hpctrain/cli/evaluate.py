@@ -18,7 +18,7 @@ from hpctrain.cli.code_options import ReadTrust, add_trust, code_options
     multiple=True,
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="A token file made by `hpctrain prepare`, of the model's tokenizer; may be given several times.",
+    help="Token file of `hpctrain prepare` with the tokenizer of the model. May be repeated.",
 )
 @click.option(
     "--task",
@@ -26,19 +26,22 @@ from hpctrain.cli.code_options import ReadTrust, add_trust, code_options
     multiple=True,
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="Instead, questions as lines of JSON with prompt, answer and perhaps choices; also several times.",
+    help="JSON lines with the keys prompt, answer and optionally choices. May be repeated.",
 )
 @click.option(
-    "--sequences", type=int, metavar="N", help="The first N sequences of each file.  [default: all]"
+    "--sequences",
+    type=int,
+    metavar="N",
+    help="Evaluate the first N sequences of each token file.  [default: all]",
 )
 @click.option(
     "--set",
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Another value of a key of the checkpoint's deck, as of its layout.",
+    help="Override a key of the stored deck, e.g. layout.tensor=2.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON in place of a table.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @code_options
 def command(
     target: Path,
@@ -49,19 +52,20 @@ def command(
     as_json: bool,
     trust: ReadTrust,
 ) -> None:
-    """Evaluate the model of a checkpoint, or of the newest good one of a run folder, on token files or tasks.
+    """Evaluate a checkpoint, or the newest valid checkpoint of a run folder, on token files or tasks.
 
-    Prints the mean loss of a token in nats, its exponential, the perplexity, and bits per byte of text, where
-    the tokenizer tells bytes. Under mpirun or srun the ranks share the work by the run's layout, or, where
-    that does not fit them, as data ranks; --set layout.tensor=2 and the like choose another. The numbers
-    are those of the run's own evaluations. Of a reward model, on files of preferences, it prints how often
-    the preferred answer has the higher reward, and by how much. Of a model that learned from preferences
-    without one (objective.kind = "dpo"), it prints the loss, accuracy and margins of its run's evaluations
-    there; that needs the model that the run started from.
+    For token files, the mean loss per token in nats, the perplexity and, if the tokenizer has byte counts,
+    the bits per byte of text are printed, as in evaluations during the run. For a reward model and files of
+    preferences, the fraction of pairs in which the chosen answer has the higher reward and the mean margin
+    are printed. For a model trained with objective.kind = "dpo", the loss, accuracy and margins are printed;
+    this requires the model that the run started from.
 
-    Of a task with choices it prints how often the right one is the likeliest behind its prompt, as a whole
-    and by the byte of its text; of one without, how often the model writes the answer (up to the end of the
-    line, each token the likeliest); each with its standard error.
+    For tasks with choices, the accuracy is printed: how often the correct choice has the highest probability,
+    in total and per byte of its text. For tasks without choices, exact match is printed: how often greedy
+    decoding gives the answer up to the end of the line. Both have their standard errors.
+
+    Under mpirun or srun, the layout of the run is used if it fits the number of ranks, otherwise data
+    parallelism. --set layout.tensor=2 chooses another layout.
     """
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World
@@ -70,9 +74,9 @@ def command(
 
     say = partial(click.echo, err=True)
     if bool(files) == bool(tasks):
-        raise click.UsageError("give token files (--tokens FILE) or tasks (--task FILE), one of both")
+        raise click.UsageError("exactly one of --tokens FILE and --task FILE is required")
     if tasks and sequences is not None:
-        raise click.UsageError("--sequences: is for --tokens; of a task all rows are tried")
+        raise click.UsageError("--sequences requires --tokens; all rows of a task are evaluated")
     if tasks:
         verb = partial(evaluate_task, files=tasks)
     else:

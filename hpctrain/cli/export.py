@@ -13,26 +13,29 @@ from hpctrain.units import UnitError, parse_bytes
 @click.argument("target", metavar="RUN_DIR|CHECKPOINT", type=click.Path(path_type=Path))
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option(
-    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Format.  [default: the checkpoint's]"
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    help="Number format of the weights.  [default: that of the checkpoint]",
 )
 @click.option(
     "--max-shard-size",
     default="5 GB",
     metavar="SIZE",
     show_default=True,
-    help="Tensors of one file, at most.",
+    help="Largest size of one file.",
 )
 @click.option(
     "--adapters",
     metavar="BASE",
-    help="The adapters alone, for `peft`, beside the model BASE: a folder, or a name of a hub.",
+    help="Export only the adapters, for `peft`. BASE is the folder or hub name of the base model.",
 )
 def command(target: Path, folder: Path, dtype: str | None, max_shard_size: str, adapters: str | None) -> None:
-    """Write the model of a checkpoint, or of the newest good one of a run folder, for `transformers`.
+    """Export a model for Hugging Face `transformers`.
 
-    DIR, new or empty, gets safetensors, config.json and, where the checkpoint has a tokenizer, that with its
-    chat template. Imported settings are written unchanged, except those that training changed. Under mpirun
-    or srun the ranks share the files.
+    The model is that of a checkpoint, or of the newest valid checkpoint of a run folder. DIR must be new or
+    empty. It receives safetensors files, config.json and, if the checkpoint has a tokenizer, the tokenizer
+    with its chat template. Settings of an imported model are kept, except those that training changed. Under
+    mpirun or srun, the ranks share the work.
     """
     from hpctrain.checkpoint.exchange.convert import export_model
     from hpctrain.checkpoint.exchange.peft import export_adapters

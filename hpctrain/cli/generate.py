@@ -16,60 +16,77 @@ PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 @click.command(name="generate")
 @click.argument("target", metavar="RUN_DIR|CHECKPOINT", type=click.Path(path_type=Path))
-@click.option("--prompt", metavar="TEXT", help="What to continue; without one a document begins.")
-@click.option("--prompt-file", metavar="FILE", help="A file with it, but for its last line end; -: stdin.")
+@click.option("--prompt", metavar="TEXT", help="Text to continue.  [default: the start of a document]")
+@click.option(
+    "--prompt-file", metavar="FILE", help="File with the prompt, without its last line end; -: stdin."
+)
 @click.option(
     "--json-lines",
     metavar="FILE",
-    help='Several: a line {"prompt": "..."} each, of which come lines with "text", too; -: stdin.',
+    help='File with a line {"prompt": "..."} per prompt; prints JSON lines with "text". -: stdin.',
 )
 @click.option(
     "--chat",
     is_flag=True,
-    help="Treat each prompt as a user's message and show only the answer; uses the chat template.",
-)
-@click.option("--tokens", default=200, metavar="N", show_default=True, help="Tokens to draw, at most.")
-@click.option(
-    "--temperature", default=0.8, metavar="T", show_default=True, help="0: always the likeliest token."
-)
-@click.option("--top-k", type=int, metavar="K", help="Draw from the K likeliest tokens only.")
-@click.option(
-    "--top-p", type=float, metavar="P", help="Draw from the fewest tokens whose probability reaches P."
+    help="Treat each prompt as a message of the user, and print only the answer. Uses the chat template.",
 )
 @click.option(
-    "--min-p", type=float, metavar="P", help="Draw from tokens at least P times as likely as the likeliest."
+    "--tokens", default=200, metavar="N", show_default=True, help="Largest number of tokens to generate."
+)
+@click.option(
+    "--temperature",
+    default=0.8,
+    metavar="T",
+    show_default=True,
+    help="Sampling temperature; 0: greedy decoding.",
+)
+@click.option("--top-k", type=int, metavar="K", help="Sample from the K most likely tokens.")
+@click.option(
+    "--top-p",
+    type=float,
+    metavar="P",
+    help="Sample from the smallest set of tokens with total probability P.",
+)
+@click.option(
+    "--min-p",
+    type=float,
+    metavar="P",
+    help="Sample from tokens at least P times as likely as the most likely one.",
 )
 @click.option(
     "--repetition-penalty",
     default=1.0,
     metavar="R",
     show_default=True,
-    help="Divide logits of tokens that the text has by R (negative ones: multiply), as in CTRL.",
+    help="Divide the logits of tokens that occur in the text by R (multiply negative ones), as in CTRL.",
 )
 @click.option(
     "--stop",
     "stops",
     multiple=True,
     metavar="TEXT",
-    help="End a text before this; may be given several times.",
+    help="Stop before this text. May be repeated.",
 )
 @click.option(
-    "--seed", type=int, metavar="S", help="The same seed gives the same text.  [default: a new one]"
+    "--seed", type=int, metavar="S", help="Seed; the same seed gives the same text.  [default: random]"
 )
 @click.option(
     "--tensor",
     type=int,
     metavar="N",
-    help="Ranks that share a copy of the model; copies share the prompts.  [default: what suits]",
+    help="Tensor parallel ranks of each copy of the model; copies share the prompts.  "
+    "[default: chosen by size]",
 )
 @click.option(
     "--pipeline",
     default=1,
     metavar="N",
     show_default=True,
-    help="Stages of --tensor ranks each that share a copy, each some of its layers.",
+    help="Pipeline stages of each copy of the model, of --tensor ranks each.",
 )
-@click.option("--samples", default=1, metavar="N", show_default=True, help="Texts to generate.")
+@click.option(
+    "--samples", default=1, metavar="N", show_default=True, help="Number of texts to generate per prompt."
+)
 def command(
     target: Path,
     prompt: str | None,
@@ -80,12 +97,13 @@ def command(
     chat: bool,
     **sampling: Any,
 ) -> None:
-    """Continue a text with the model of a checkpoint, or of the newest good one of a run folder.
+    """Generate text with the model of a checkpoint, or of the newest valid checkpoint of a run folder.
 
-    Prints the prompt and what follows, on a terminal while it is drawn; a sample ends early where the model
-    ends a document or a turn, or before a text of --stop. The model sees as many of the last tokens as it was
-    trained on (batch.sequence). Under mpirun or srun it is split over all ranks, whatever the layout of its
-    run, or where there are many texts and it is small, each rank has all of it and continues some of them.
+    The prompt and its continuation are printed; on a terminal, each token appears when it is generated. A
+    text ends early if the model ends a document or a turn, or at a text of --stop. The model sees at most the
+    last batch.sequence tokens, as in training. Under mpirun or srun, the model is split over all ranks,
+    independent of the layout of its run. If there are many texts and the model is small, each rank holds the
+    whole model and continues some of the texts.
     """
     from hpctrain.comm.verb import run_verb
     from hpctrain.generate.prompts import PromptOptions

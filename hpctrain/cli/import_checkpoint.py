@@ -12,10 +12,11 @@ import click
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 def command(folder: Path, out: Path, force: bool) -> None:
-    """Make the checkpoint OUT of the model in DIR: config.json and safetensors of GPT-2 or Llama.
+    """Convert a Hugging Face model in folder DIR to the checkpoint OUT.
 
-    It holds the model alone, in fp32, and the tokenizer where DIR has a tokenizer.json. A deck starts from
-    it, or from DIR itself, by `[model] from`. Under mpirun or srun the ranks share the work.
+    DIR has a config.json and safetensors files of GPT-2 or Llama models. OUT holds the weights in fp32 and,
+    if DIR has a tokenizer.json, the tokenizer. The key `[model] from` of a deck names OUT or DIR to start
+    training from the model. Under mpirun or srun, the ranks share the work.
     """
     from hpctrain.checkpoint.exchange.convert import import_model
     from hpctrain.comm.verb import run_verb

@@ -12,20 +12,26 @@ from hpctrain.cli.code_options import ReadTrust, code_options, read_trust
 
 @click.command(name="inspect")
 @click.argument("target", metavar="CHECKPOINT|RUN_DIR|TOKENS", type=click.Path(path_type=Path))
-@click.option("--tensors", is_flag=True, help="List every tensor: name, shape, type, bytes.")
-@click.option("--bad-samples", is_flag=True, help="List the samples that were left out for spikes.")
-@click.option("--deck", is_flag=True, help="Print the stored deck, and nothing else.")
-@click.option("--verify", is_flag=True, help="Read everything and compare it with its checksums.")
+@click.option("--tensors", is_flag=True, help="List all tensors with name, shape, type and size.")
 @click.option(
-    "--diff", "other", metavar="OTHER", type=click.Path(path_type=Path), help="Tell what differs in OTHER."
+    "--bad-samples", is_flag=True, help="List the samples that were skipped because of loss spikes."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
+@click.option("--deck", is_flag=True, help="Print only the stored deck.")
+@click.option("--verify", is_flag=True, help="Read all data and compare it with its checksums.")
+@click.option(
+    "--diff",
+    "other",
+    metavar="OTHER",
+    type=click.Path(path_type=Path),
+    help="Show how the tensors of OTHER differ.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @code_options
 def command(target: Path, trust: ReadTrust, **wish: Any) -> None:
     """Show the contents of a checkpoint or token file, or the checkpoints of a run folder.
 
-    Of a checkpoint, the origin is shown too. Under mpirun or srun the ranks share the reading. The exit code
-    is 1 if tensors differ from those of OTHER, and 3 if something is damaged.
+    For a checkpoint, the runs that led to it are listed too. Under mpirun or srun, the ranks share the
+    reading. The exit code is 1 if tensors differ from those of OTHER, and 3 if the file is damaged.
     """
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World

@@ -20,14 +20,14 @@ directive_option = click.option(
     "directives",
     multiple=True,
     metavar='"--OPTION=VALUE"',
-    help="Add an option for the scheduler, e.g. --qos=high. Can be repeated.",
+    help="Add an option for the scheduler, e.g. --qos=high. May be repeated.",
 )
 module_option = click.option(
     "--module",
     "modules",
     multiple=True,
     metavar="NAME",
-    help="Load an environment module in the script, e.g. openmpi/5. Can be repeated.",
+    help="Load an environment module in the script, e.g. openmpi/5. May be repeated.",
 )
 
 
@@ -38,54 +38,66 @@ module_option = click.option(
     type=click.Choice(["slurm", "pbs", "lsf", "flux", "kubernetes"]),
     default="slurm",
     show_default=True,
-    help="For whom the script is.",
-)
-@click.option("--launcher", type=click.Choice(["srun", "mpirun"]), help="Who starts the ranks (slurm: srun).")
-@click.option(
-    "--nodes", default="1", show_default=True, metavar="N|M-N", help="Nodes; M to N, as many as there are."
+    help="Scheduler that the script is written for.",
 )
 @click.option(
-    "--ranks-per-node", type=click.IntRange(min=1), metavar="R", help="Default: machine.ranks_per_node."
+    "--launcher",
+    type=click.Choice(["srun", "mpirun"]),
+    help="Program that starts the ranks.  [default: srun for slurm, else mpirun]",
 )
 @click.option(
-    "--gpus-per-node", type=click.IntRange(min=0), metavar="G", help="Default: machine.gpus_per_node."
+    "--nodes", default="1", show_default=True, metavar="N|M-N", help="Number of nodes, or a range of numbers."
+)
+@click.option(
+    "--ranks-per-node",
+    type=click.IntRange(min=1),
+    metavar="R",
+    help="Ranks per node.  [default: machine.ranks_per_node]",
+)
+@click.option(
+    "--gpus-per-node",
+    type=click.IntRange(min=0),
+    metavar="G",
+    help="GPUs per node.  [default: machine.gpus_per_node]",
 )
 @click.option(
     "--cores-per-rank",
     type=click.IntRange(min=1),
     metavar="C",
-    help="Cores of each rank. [default: run.threads]",
+    help="Cores per rank.  [default: run.threads]",
 )
-@click.option("--mpi", metavar="NAME", help="For srun --mpi: pmix, pmi2, cray_shasta, ...  [default: pmix]")
-@click.option("--time", metavar="T", help='Time of a job: "2 h" or 2:00:00 (an hour; kubernetes: for ever).')
-@click.option("--account", metavar="A", help="Who pays.")
-@click.option("--partition", metavar="P", help="Partition, or queue.")
+@click.option("--mpi", metavar="NAME", help="Value of srun --mpi, e.g. pmi2 or cray_shasta.  [default: pmix]")
 @click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.zero=3."
+    "--time", metavar="T", help='Time limit, as "2 h" or 2:00:00.  [default: 1 h; kubernetes: none]'
+)
+@click.option("--account", metavar="A", help="Account that is charged.")
+@click.option("--partition", metavar="P", help="Partition or queue.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a deck key, e.g. layout.zero=3."
 )
 @click.option(
     "--variant",
     "variants",
     multiple=True,
     metavar='"KEY=VALUE ..."',
-    help="One job of an array (slurm): the same deck with these changes. As often as you like.",
+    help="Add a job to an array (slurm): the deck with these overrides. May be repeated.",
 )
 @directive_option
 @module_option
-@click.option("--image", metavar="NAME", help="Container image (kubernetes: hpctrain).")
+@click.option("--image", metavar="NAME", help="Container image (kubernetes).  [default: hpctrain]")
 @click.option(
     "--volume",
     metavar="CLAIM[:PATH]",
-    help="Volume claim, and where it is seen (kubernetes: hpctrain:/work).",
+    help="Volume claim and its mount path (kubernetes).  [default: hpctrain:/work]",
 )
 @click.option(
     "--shared-memory",
     metavar="SIZE",
-    help="Of /dev/shm (kubernetes: 1 GiB, and more from 5 ranks a node on).",
+    help="Size of /dev/shm (kubernetes).  [default: 1 GiB, more from 5 ranks per node]",
 )
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Write it there.")
-@click.option("--force", is_flag=True, help="Replace a file that is there already.")
-@click.option("--submit", is_flag=True, help="Submit it too, and print the job's number.")
+@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the script to FILE.")
+@click.option("--force", is_flag=True, help="Replace an existing file.")
+@click.option("--submit", is_flag=True, help="Submit the script and print the job id.")
 def command(
     deck: Path,
     overrides: tuple[str, ...],
@@ -99,10 +111,10 @@ def command(
     submit: bool,
     **others: Any,
 ) -> None:
-    """Write a batch script that trains DECK, stops in time, and goes on where it stopped.
+    """Write a batch script that trains DECK, stops before the time limit, and continues in the next job.
 
-    Ranks, binding, memory and signals follow from the deck's layout and its [machine]. Without --output
-    and --submit the script is printed.
+    Ranks, binding, memory and signals follow from the layout and the section [machine] of the deck. Without
+    --output and --submit, the script is printed.
     """
     from hpctrain.job.job_options import JobOptions
     from hpctrain.job.ranks import parse_nodes, parse_shared_memory, parse_time, parse_volume, plan_job
@@ -119,7 +131,7 @@ def command(
     submitter = SUBMIT[wish.scheduler]
     if submit and shutil.which(submitter[0]) is None:
         raise HpctrainError(
-            f"--submit: there is no command {submitter[0]} here; submit from a node that has it, or write "
+            f"--submit: the command {submitter[0]} was not found; submit from a node that has it, or write "
             "the script with --output"
         )
     job = plan_job(deck, overrides, wish)
@@ -135,7 +147,7 @@ def command(
     with written(output, text, force):
         if submit:
             click.echo(submitted(submitter, output))
-    how = "" if submit else f"; submit it by `{submission(wish.scheduler, str(output))}`"
+    how = "" if submit else f"; submit it with `{submission(wish.scheduler, str(output))}`"
     click.echo(f"{output}: written{how}", err=True)
 
 
@@ -169,9 +181,13 @@ def written(path: Path, text: str, force: bool, option: str = "--output") -> Ite
             if path.suffix != ".yaml":
                 path.chmod(path.stat().st_mode | 0o111)
         elif before != text.encode():
-            raise HpctrainError(f"{path}: exists already; --force replaces it, {option} names another file")
+            raise HpctrainError(
+                f"{path}: exists already; replace it with --force, or choose another file with {option}"
+            )
     except FileExistsError:
-        raise HpctrainError(f"{path}: is in the way and no plain file; {option} names another file") from None
+        raise HpctrainError(
+            f"{path}: exists and is not a regular file; choose another file with {option}"
+        ) from None
     except OSError as error:
         raise InputOutputError(f"{path}: {error.strerror or error}") from error
     try:

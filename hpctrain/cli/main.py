@@ -21,28 +21,28 @@ from hpctrain.text import nearest
 # Verb: (the file of its click command, one line of help). Loaded only when called or asked for help.
 VERBS = {
     "run": ("run", "Train the model of a deck."),
-    "resume": ("resume", "Go on from a checkpoint or a run folder."),
-    "deck": ("deck", "Print a deck resolved, or the reference of all keys."),
+    "resume": ("resume", "Continue a run from a checkpoint or a run folder."),
+    "deck": ("deck", "Print a deck with all defaults, or the reference of all keys."),
     "job": ("job", "Write a batch script for a deck, or submit it."),
-    "plan": ("plan", "Tell what every rank of a deck will hold in memory."),
-    "check": ("check", "Tell whether a layout computes what one rank does."),
-    "calibrate": ("calibrate", "Measure this machine, for plans."),
-    "prepare": ("prepare", "Make a token file of text files."),
-    "plot": ("plot", "Draw what runs measured."),
-    "report": ("report", "Write a page that tells of runs."),
-    "status": ("status", "Tell where runs stand."),
-    "inspect": ("inspect", "Tell what a checkpoint holds, verify it, compare two."),
-    "replay": ("replay", "Tell whether a run's losses come out again."),
-    "compare": ("compare", "Tell where two runs part."),
-    "evaluate": ("evaluate", "Tell a checkpoint's loss and perplexity on token files."),
-    "generate": ("generate", "Sample text from a checkpoint."),
-    "export": ("export", "Write a checkpoint's model for Hugging Face's transformers."),
-    "import": ("import_checkpoint", "Make a checkpoint of such a model."),
-    "schedule": ("schedule", "Draw, cost and check a pipeline schedule."),
-    "sweep": ("sweep", "Train a deck with every combination of some values."),
-    "bench": ("bench", "Measure collectives and training."),
-    "guide": ("guide", "Show the pages of the user guide, or search them."),
-    "doctor": ("doctor", "Tell whether a run could start here, and what is wrong."),
+    "plan": ("plan", "Predict the memory, traffic and time of a deck."),
+    "check": ("check", "Check that a layout computes the same as one rank."),
+    "calibrate": ("calibrate", "Measure the rates of this machine for `hpctrain plan`."),
+    "prepare": ("prepare", "Tokenize text files into a token file."),
+    "plot": ("plot", "Plot the metrics of runs."),
+    "report": ("report", "Write an HTML report about runs."),
+    "status": ("status", "Show the state and progress of runs."),
+    "inspect": ("inspect", "Show, verify or compare checkpoints and token files."),
+    "replay": ("replay", "Repeat steps of a run and compare their losses."),
+    "compare": ("compare", "Find the first step and tensor in which two runs differ."),
+    "evaluate": ("evaluate", "Compute loss and perplexity of a checkpoint."),
+    "generate": ("generate", "Generate text with a checkpoint."),
+    "export": ("export", "Export a model for Hugging Face transformers."),
+    "import": ("import_checkpoint", "Import a model of Hugging Face transformers."),
+    "schedule": ("schedule", "Draw, simulate and check a pipeline schedule."),
+    "sweep": ("sweep", "Train a deck with all combinations of some values."),
+    "bench": ("bench", "Run benchmarks."),
+    "guide": ("guide", "Show or search the user guide."),
+    "doctor": ("doctor", "Check whether a run can start on this machine."),
 }
 
 
@@ -68,7 +68,7 @@ class Verbs(click.Group):
         if args and not args[0].startswith("-") and args[0] not in VERBS:
             near = nearest(args[0], VERBS)
             hint = f'did you mean "{near}"?' if near else f"the verbs are {', '.join(VERBS)}"
-            raise click.UsageError(f'no verb "{args[0]}": {hint}', ctx)
+            raise click.UsageError(f'unknown verb "{args[0]}": {hint}', ctx)
         return super().resolve_command(ctx, args)
 
     @override
@@ -82,27 +82,27 @@ class Verbs(click.Group):
 )
 @click.version_option(__version__, prog_name="hpctrain", message="%(prog)s %(version)s")
 def command() -> None:
-    """Train transformer language models over MPI ranks.
+    """Train transformer language models on MPI ranks.
 
-    Start a verb alone, or on N ranks with `mpirun -n N hpctrain VERB ...` or srun.
+    Start a verb as one process, or on N ranks with `mpirun -n N hpctrain VERB ...` or srun.
 
     \b
     Exit codes:
       0    done
       1    a comparison found a difference, a run of a
-           sweep failed, or nobody read the output on
-      2    a mistake in the deck or the command
-      3    input or output failed
-      70   a hang or an internal fault
-      75   stopped in good order, by a signal, a file or
-           the clock: `resume` goes on
-      130  ended at once by Ctrl-C: the second one of a
-           run, the first one of any other verb
+           sweep failed, or the reader of stdout ended
+      2    error in the deck or on the command line
+      3    input or output error
+      70   hang or internal error
+      75   stopped with a checkpoint by a signal, a stop
+           file or the time limit: use `resume`
+      130  interrupted by Ctrl-C (in a run: by the
+           second one)
     """  # noqa: D301  (click looks for the backspace itself)
 
 
 def main() -> NoReturn:
-    """Run the command line and leave with the exit code of the design; see `hpctrain.errors`."""
+    """Run the command line and exit with one of the codes in `hpctrain.errors`."""
     sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")  # where it came closed
     sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     atexit.register(gc.freeze)  # Python would look through all that is loaded before it ends
@@ -126,7 +126,7 @@ def usage_sentence(error: click.ClickException) -> str:
     """Return click's message about a command line as one sentence, with the command that shows help."""
     message = " ".join(error.format_message().split()).rstrip(".")
     context = getattr(error, "ctx", None)
-    return message if context is None else f"{message} (`{context.command_path} --help` tells what there is)"
+    return message if context is None else f"{message} (see `{context.command_path} --help`)"
 
 
 def leave(error: HpctrainError) -> NoReturn:

@@ -11,60 +11,71 @@ import click
 @click.command(name="plan")
 @click.argument("deck", type=click.Path(path_type=Path))
 @click.option(
-    "--ranks", type=click.IntRange(1, 1 << 20), metavar="N", help="Ranks of the run; or --sweep ranks=N,N."
+    "--ranks",
+    type=click.IntRange(1, 1 << 20),
+    metavar="N",
+    help="Number of ranks. (Alternative: --sweep ranks=N,N,...)",
 )
 @click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.zero=3."
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a deck key, e.g. layout.zero=3."
 )
 @click.option(
     "--ranks-per-node",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Ranks of a node.  [default: communication.ranks_per_node, else those of [machine], else all]",
+    help="Ranks per node.  [default: communication.ranks_per_node, else that of [machine], else all]",
 )
 @click.option(
     "--link",
     metavar='"100 Mbit/s, 20 ms"',
-    help="Also the seconds of a step over such a link of each rank.  [default: communication.emulate]",
+    help="Also predict the step time over such a link of each rank.  [default: communication.emulate]",
 )
-@click.option("--step-seconds", metavar="T", help='So long a step takes without it, such as "350 ms".')
+@click.option("--step-seconds", metavar="T", help='Step time without the link, e.g. "350 ms".')
 @click.option(
-    "--like", type=click.Path(path_type=Path), metavar="RUN_DIR", help="A step takes as in that run, instead."
+    "--like",
+    type=click.Path(path_type=Path),
+    metavar="RUN_DIR",
+    help="Take the step time without the link from this run.",
 )
 @click.option(
     "--machine",
     metavar="NAME|FILE",
-    help="Also a step's seconds there: a published machine, or a file of one.  [default: machine.rates]",
+    help="Also predict the step time on a published machine, or one measured by `hpctrain calibrate`.  "
+    "[default: machine.rates]",
 )
-@click.option("--forms", is_flag=True, help="Also every other form of communication that DECK could have.")
-@click.option("--search", is_flag=True, help="The ten quickest layouts that fit, of all that DECK can have.")
+@click.option("--forms", is_flag=True, help="Also compare all forms of communication that DECK could use.")
+@click.option("--search", is_flag=True, help="List the ten fastest layouts of DECK that fit into memory.")
 @click.option(
-    "--all-schedules", is_flag=True, help="Search V-Half and V-Min too, whose orders take long to find."
+    "--all-schedules", is_flag=True, help="Also search the schedules V-Half and V-Min, which takes longer."
 )
 @click.option(
     "--write",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write the deck with the quickest of them there.",
+    help="Write the deck with the fastest layout of --search to FILE.",
 )
-@click.option("--force", is_flag=True, help="Replace FILE where it exists.")
+@click.option("--force", is_flag=True, help="Replace an existing FILE of --write.")
 @click.option(
     "--sweep",
     "sweeps",
     multiple=True,
     metavar="KEY=V,V,...",
-    help="A table over the values of a key of DECK, or of ranks; of several keys over all combinations.",
+    help="Print a table over values of a key of DECK, or of ranks. May be repeated for all combinations.",
 )
-@click.option("--weak", is_flag=True, help="As ranks are swept, batch.global_size grows with them.")
+@click.option("--weak", is_flag=True, help="Weak scaling: let batch.global_size grow with the swept ranks.")
 @click.option(
     "--plot",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw a sweep's seconds by cause, or a search's memory against time, as .png, .svg or .pdf.",
+    help="Plot the time by cause (--sweep) or memory against time (--search) as .png, .svg or .pdf.",
 )
-@click.option("--pareto", is_flag=True, help="Draw memory against time instead.")
-@click.option("--rehearse", is_flag=True, help="Also every message of a step of all ranks, made and matched.")
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@click.option("--pareto", is_flag=True, help="Plot memory against time also for --sweep.")
+@click.option(
+    "--rehearse",
+    is_flag=True,
+    help="Also match every message that all ranks send in a step, to find deadlocks.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
     deck: Path,
     ranks: int | None,
@@ -86,22 +97,24 @@ def command(
     rehearse: bool,
     as_json: bool,
 ) -> None:
-    """Tell from DECK alone what each of N ranks will hold: bytes by kind, where most go, what would save.
+    """Predict the memory, traffic and time of DECK on N ranks. No rank is started.
 
-    And whether the ranks of a node fit into its memory: machine.memory of the deck (on GPUs
-    machine.gpu_memory), or where that is not given the memory of this machine. Then what a rank sends in a
-    step, by axis, beside what it would send by exact sums; over a slow link also how long a step takes with
-    both, and at which speed of links they break even. With --machine, one of a publication or a file that
-    hpctrain calibrate measures, also the seconds of a step by cause, what limits it, and which single change
-    would help most. With --sweep a table, a row for each value.
+    The plan lists the memory of each rank by kind, and says whether the ranks of a node fit into its memory:
+    machine.memory of the deck (for GPUs machine.gpu_memory), by default the memory of this machine. It then
+    lists the bytes that a rank sends per step and axis. With compressed communication, these are compared
+    with exact sums. With --link, the step time over a slow link is predicted too.
 
-    With --search the ten quickest layouts that fit: over tensor, sequence, context, pipeline and expert
-    ranks, schedule, chunks, micro-batch, ZeRO, recomputation and offload. Keys that DECK gives stay as they
-    are (--set layout.tensor= opens one); a deck with layout = "auto" is run with the quickest.
+    With --machine, the plan lists the step time by cause, what limits it, and which single change would save
+    most. With --sweep, it is a table with one row per value.
 
-    With --rehearse every rank's programme of one step is made and matched with all others: no message without
-    its other end, of another size or in another order, nobody waiting in a circle, memory never over. The
-    exit code is 2 where memory does not do, and 70 where programmes do not fit each other.
+    With --search, the ten fastest layouts that fit are listed. The search varies tensor, sequence, context,
+    pipeline and expert parallelism, schedule, chunks, micro-batch size, ZeRO, recomputation and offload. Keys
+    that are set in DECK stay fixed (--set layout.tensor= releases one). A deck with layout = "auto" is
+    trained with the fastest layout.
+
+    With --rehearse, the messages of one step of all ranks are computed and matched: each message must have a
+    sender and a receiver with the same size and order, no ranks may wait for each other in a cycle, and
+    memory must suffice. The exit code is 2 if memory does not suffice, and 70 if messages do not match.
     """
     from hpctrain.plan.deck import plan_deck
     from hpctrain.plan.forms import wished_link

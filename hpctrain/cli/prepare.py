@@ -18,7 +18,11 @@ SECONDS_BETWEEN_LINES = 30.0
 @click.argument("out", type=click.Path(path_type=Path))
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.option(
-    "--glob", "globs", multiple=True, metavar="PATTERN", help="Which files of a folder, e.g. '*.py'."
+    "--glob",
+    "globs",
+    multiple=True,
+    metavar="PATTERN",
+    help="Use only matching files of folders, e.g. '*.py'. May be repeated.",
 )
 @click.option(
     "--tokenizer",
@@ -34,7 +38,7 @@ SECONDS_BETWEEN_LINES = 30.0
     "--train-bpe",
     type=int,
     metavar="N",
-    help="Train a byte-level BPE of N tokens on the text; writes tokenizer.json beside OUT.",
+    help="Train a byte-level BPE tokenizer of N tokens on the text. Writes tokenizer.json next to OUT.",
 )
 @click.option(
     "--field",
@@ -48,39 +52,44 @@ SECONDS_BETWEEN_LINES = 30.0
 @click.option(
     "--shard-bytes",
     metavar="SIZE",
-    help='Make files OUT-00000.h5, ... of so much, as "100 MB"; a document stays whole.',
+    help='Write files OUT-00000.h5, ... of this size, e.g. "100 MB". Documents are not split.',
 )
-@click.option("--chat", "kind", flag_value="chat", help="Each row is a conversation, to learn answers of.")
 @click.option(
-    "--preferences", "kind", flag_value="preferences", help="Each row has answers, one chosen, one rejected."
+    "--chat", "kind", flag_value="chat", help="Each row is a conversation; its answers are trained on."
 )
-@click.option("--prompts", "kind", flag_value="prompts", help="Each row has a prompt, to be answered.")
+@click.option(
+    "--preferences", "kind", flag_value="preferences", help="Each row has a chosen and a rejected answer."
+)
+@click.option("--prompts", "kind", flag_value="prompts", help="Each row has a prompt to answer.")
 @click.option(
     "--template",
     metavar="NAME|FILE",
     help="Chat template: chatml, llama3, plain, raw, or a Jinja file.  [default: the tokenizer's]",
 )
-@click.option("--binary", is_flag=True, help="Take files that are binary or not UTF-8, too.")
+@click.option("--binary", is_flag=True, help="Also use files that are binary or not UTF-8.")
 @click.option("--force", "replace", is_flag=True, help="Replace OUT if it exists.")
 def command(out: Path, paths: tuple[str, ...], shard_bytes: str | None, **choices: Any) -> None:
-    """Make the token file OUT (HDF5) of text files and folders, alone or under mpirun or srun.
+    """Tokenize text files and folders into the token file OUT (HDF5), as one process or under mpirun or srun.
 
-    A file is one document. Files of JSON lines (.jsonl, .ndjson, .jsonlines, .json) have one document per
-    line, JSON lists (.json) one per entry, .parquet files one per row of a column. All but the last may be
-    compressed (.gz, .zst). Files are taken in the order given, those of a folder (with its subfolders,
-    without hidden ones) sorted by name. Without --glob a folder gives its .txt .text .md .rst .tex .html
-    .py .c .h .cpp .jsonl .ndjson .jsonlines and .parquet files, compressed or not, in any case. A --glob
-    matches as in a shell: "*.txt" in any subfolder, "src/**/*.py" at any depth, "*.{c,h}" either ending.
+    A text file is one document. JSON lines (.jsonl, .ndjson, .jsonlines, .json) have one document per line,
+    JSON lists (.json) one per entry, and .parquet files one per row. Files except .parquet may be compressed
+    (.gz, .zst).
 
-    Killed, it goes on where it was when it is started again, alike and on as many ranks.
+    Files are read in the given order, and files of a folder, including subfolders, sorted by name. Hidden
+    files are skipped. Without --glob, a folder contributes its .txt .text .md .rst .tex .html .py .c .h .cpp
+    .jsonl .ndjson .jsonlines and .parquet files. Patterns of --glob: "*.txt" matches in any subfolder,
+    "src/**/*.py" at any depth, "*.{c,h}" either extension.
 
-    What is left out is said, with the reason. A file that is binary (has a zero byte) or not UTF-8 is
-    refused if it is named, and left out of a folder. With --binary such files are taken byte for byte,
-    but with another tokenizer than bytes, and in texts of a .jsonl file, what is not UTF-8 becomes U+FFFD.
-    The output is the same for any number of ranks.
+    Skipped files are listed with the reason. A file that is binary (has a zero byte) or not UTF-8 is an error
+    if it is named, and is skipped in a folder. With --binary, such files are used byte by byte; with a
+    tokenizer other than bytes, and in JSON lines, invalid UTF-8 becomes U+FFFD.
 
-    With --chat, --preferences or --prompts, files have a JSON object a line (or a row of a .parquet table)
-    with `messages`, or `prompt` and `response`, `chosen` and `rejected`. A chat template makes text of them.
+    With --chat, --preferences or --prompts, files have one JSON object per line (or row of a .parquet file)
+    with `messages`, or with `prompt` and `response`, `chosen` and `rejected`. A chat template turns them into
+    text.
+
+    The output does not depend on the number of ranks. If the command was interrupted, start it again with the
+    same arguments and number of ranks: it continues.
     """
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World

@@ -15,16 +15,20 @@ from hpctrain.cli.code_options import ReadTrust, add_trust, code_options
     "--steps",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Steps to run.  [default: as many as were recorded, at most 10]",
+    help="Number of steps to repeat.  [default: all recorded ones, at most 10]",
 )
 @click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.tensor=2."
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a deck key, e.g. layout.tensor=2.",
 )
 @click.option(
     "--against",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="Metrics file or later checkpoint that has the losses.  [default: those of the run folder]",
+    help="Metrics file or later checkpoint with the recorded losses.  [default: metrics of the run folder]",
 )
 @code_options
 def command(
@@ -34,10 +38,10 @@ def command(
     against: Path | None,
     trust: ReadTrust,
 ) -> None:
-    """Run on from a checkpoint, writing nothing, and tell step by step whether the recorded losses come out.
+    """Repeat steps after a checkpoint, and compare their losses with the recorded ones. Nothing is written.
 
-    On the layout, ranks and versions that recorded them they must be equal bit for bit, else to rounding.
-    Exits with 1 if they do not come out again.
+    With the same layout, ranks and versions, losses must be equal in every bit, otherwise up to rounding. The
+    exit code is 1 if they differ.
     """
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World

@@ -15,16 +15,16 @@ import click
     type=click.Path(path_type=Path),
     default=Path("report.html"),
     show_default=True,
-    help="The page to be written; one that was written so before is replaced.",
+    help="HTML file to write. An earlier report is replaced.",
 )
-@click.option("--force", is_flag=True, help="Replace FILE even where it is no report.")
+@click.option("--force", is_flag=True, help="Replace FILE even if it is not a report.")
 def command(run_dirs: tuple[Path, ...], output: Path, force: bool) -> None:
-    """Write one HTML file that tells of one or more runs, and asks no other machine for anything.
+    """Write an HTML report about one or more runs. It is one file and needs no network.
 
-    It holds curves, over steps, tokens or time, smoothed as one likes, with marks where a run went on, went
-    back, left a step out or met a fault; events; keys in which decks differ; what was predicted beside what
-    was measured; a pipeline's schedule and the balance of its stages; checkpoints; and the environment.
-    RUN is a run's folder; it is read, nothing else.
+    RUN is a run folder, which is only read. The report has curves over steps, tokens or time with adjustable
+    smoothing and with marks where a run was resumed, returned to an earlier state, skipped an update or had a
+    fault. It lists events, deck keys that differ, predicted and measured values, checkpoints and the
+    environment. For a pipeline, it shows the schedule and the balance of its stages.
     """
     from hpctrain.units import format_bytes
     from hpctrain.watch.told import write_report

@@ -13,23 +13,24 @@ from hpctrain.train.signals import heed_from_now
 @click.command(name="resume")
 @click.argument("target", metavar="RUN_DIR|CHECKPOINT", type=click.Path(path_type=Path))
 @click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. run.steps=200."
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a deck key, e.g. run.steps=200."
 )
 @click.option(
     "--replay-routing",
     "replayed",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="Tokens go to the experts that FILE names, a routing.h5 (model.experts.record_routing).",
+    help="Send tokens to the experts recorded in FILE, a routing.h5 (model.experts.record_routing).",
 )
-@click.option("--strict", is_flag=True, help="Refuse a run folder whose newest checkpoint is damaged.")
+@click.option("--strict", is_flag=True, help="Fail if the newest checkpoint of a run folder is damaged.")
 @code_options
 def command(
     target: Path, overrides: tuple[str, ...], strict: bool, replayed: Path | None, trust: ReadTrust
 ) -> None:
-    """Go on from a checkpoint, or from the newest good one of a run folder.
+    """Continue a run from a checkpoint, or from the newest valid checkpoint of a run folder.
 
-    The deck is the one stored in the checkpoint, on any number of ranks that its layout fits.
+    The deck is read from the checkpoint. The number of ranks may differ from that of the earlier run if the
+    layout fits it.
     """
     heed_from_now()
     from hpctrain.comm.verb import run_verb

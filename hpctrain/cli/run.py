@@ -12,25 +12,28 @@ from hpctrain.train.signals import heed_from_now
 @click.command(name="run")
 @click.argument("deck", type=click.Path(path_type=Path))
 @click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. run.steps=100."
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a deck key, e.g. run.steps=100."
 )
 @click.option(
     "--fresh",
     is_flag=True,
-    help="Replace an earlier run in the same run folder: what it wrote is deleted, all else stays.",
+    help="Delete the files of an earlier run in the same run folder first. Other files stay.",
 )
 @click.option(
-    "--resume", "again", is_flag=True, help="Go on from the newest good checkpoint in the run folder, if any."
+    "--resume",
+    "again",
+    is_flag=True,
+    help="Continue from the newest valid checkpoint in the run folder, if there is one.",
 )
 @click.option(
     "--replay-routing",
     "replayed",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="Tokens go to the experts that FILE names, a routing.h5 (model.experts.record_routing).",
+    help="Send tokens to the experts recorded in FILE, a routing.h5 (model.experts.record_routing).",
 )
 @click.option(
-    "--verify-layout", is_flag=True, help="First compare a tiny step of this layout with one rank's."
+    "--verify-layout", is_flag=True, help="First check a tiny step of this layout against one rank."
 )
 def command(
     deck: Path,
@@ -40,10 +43,10 @@ def command(
     replayed: Path | None,
     verify_layout: bool,
 ) -> None:
-    """Train the model of DECK, alone or under mpirun or srun.
+    """Train the model of DECK, as one process or under mpirun or srun.
 
-    With --resume, which batch scripts use, the same command begins a run and goes on with it. Ctrl-C saves a
-    checkpoint and stops with exit code 75; a second one ends the run at once, with 130.
+    With --resume, as in batch scripts, the same command starts a run and continues it. Ctrl-C saves a
+    checkpoint and stops the run with exit code 75. A second Ctrl-C ends the run at once with exit code 130.
     """
     heed_from_now()
     from hpctrain.comm.verb import run_verb
@@ -51,6 +54,6 @@ def command(
     from hpctrain.train.run import run_deck
 
     if fresh and again:
-        raise click.UsageError("--fresh and --resume exclude one another")
+        raise click.UsageError("--fresh conflicts with --resume")
     changes = [*overrides, "stability.verify_layout=true"] if verify_layout else overrides
     run_verb(lambda world: run_deck(world, deck, changes, fresh, again, replayed, make_trainer))

@@ -29,38 +29,45 @@ def read_times(ctx: click.Context, param: click.Parameter, value: str) -> tuple[
     except ValueError:
         numbers = ()
     if len(numbers) != 4:
-        raise click.BadParameter(f"{value!r}: write four numbers F,B,W,C, such as 1,1,1,0.1", ctx, param)
+        raise click.BadParameter(f"{value!r}: must be four numbers F,B,W,C, such as 1,1,1,0.1", ctx, param)
     if not all(math.isfinite(number) and number >= 0 for number in numbers):
-        raise click.BadParameter(f"{value!r}: each must be 0 or more", ctx, param)
+        raise click.BadParameter(f"{value!r}: all numbers must be 0 or more", ctx, param)
     if not any(numbers[:3]):
-        raise click.BadParameter(f"{value!r}: one of F, B and W must be more than 0", ctx, param)
+        raise click.BadParameter(f"{value!r}: at least one of F, B and W must be above 0", ctx, param)
     return numbers
 
 
 @click.command(name="schedule")
 @click.argument("source", metavar="NAME|FILE")
-@click.option("--stages", metavar="P", type=click.IntRange(1, 4096), help="Stages of the pipeline.")
-@click.option("--microbatches", metavar="M", type=click.IntRange(1, 65536), help="Micro-batches of a step.")
-@click.option("--chunks", metavar="V", type=click.IntRange(1, 256), help="Model parts a stage holds.")
+@click.option("--stages", metavar="P", type=click.IntRange(1, 4096), help="Number of pipeline stages.")
+@click.option(
+    "--microbatches", metavar="M", type=click.IntRange(1, 65536), help="Number of micro-batches per step."
+)
+@click.option("--chunks", metavar="V", type=click.IntRange(1, 256), help="Number of model chunks per stage.")
 @click.option(
     "--times",
     metavar="F,B,W,C",
     callback=read_times,
     default="1,1,1,0",
     show_default=True,
-    help="Time of a stage for one micro-batch: forward, gradient of the input, gradient of the weights "
-    "(a whole backward takes both), and of sending its result on.",
+    help="Times of a stage for one micro-batch: forward, input gradient, weight gradient (a full backward "
+    "takes both), and sending the result to the next stage.",
 )
 @click.option(
     "--memory-limit",
     metavar="X",
     type=click.FloatRange(0, min_open=True),
-    help="Most activations a stage may hold, in micro-batches of a whole stage.",
+    help="Largest number of micro-batches whose activations a stage may hold.",
 )
 @click.option(
-    "--png", metavar="FILE", type=click.Path(path_type=Path), help="Draw the whole grid as a picture."
+    "--png", metavar="FILE", type=click.Path(path_type=Path), help="Also draw the schedule as a PNG file."
 )
-@click.option("--text", "as_text", is_flag=True, help="Print the schedule as text, to be edited and run.")
+@click.option(
+    "--text",
+    "as_text",
+    is_flag=True,
+    help="Print the schedule as text that can be edited and used in a deck.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print cost, bubble and peak activations as JSON.")
 def command(
     source: str,
@@ -73,18 +80,18 @@ def command(
     as_text: bool,
     as_json: bool,
 ) -> None:
-    """Print a pipeline schedule as a grid, with its bubble and its peaks of activations.
+    """Print a pipeline schedule as a grid, with its bubble and its peak activations.
 
-    NAME is naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, v-half, v-min or dualpipe-v, and needs
-    --stages and --microbatches. FILE is a schedule as --text prints it; what is wrong with it is told, and
-    with --png framed in the picture.
+    NAME is naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, v-half, v-min or dualpipe-v, and requires
+    --stages and --microbatches. FILE is a schedule in the format of --text. Errors in it are listed, and with
+    --png they are marked in the picture.
     """
     from hpctrain.pipeline.simulate import StageTimes, simulate
     from hpctrain.report import grid, picture
     from hpctrain.report.terminal import coloured, columns
 
     if as_text and as_json:
-        raise click.UsageError("--text and --json exclude one another")
+        raise click.UsageError("--text conflicts with --json")
     durations = StageTimes(*times)
     schedule = find_schedule(source, stages, microbatches, chunks, durations, memory_limit, png)
     simulation = simulate(schedule, durations)
@@ -145,12 +152,12 @@ def find_schedule(
     if source in SCHEDULE_NAMES:
         if stages is None or microbatches is None:
             missing = ["--stages P"] * (stages is None) + ["--microbatches M"] * (microbatches is None)
-            raise HpctrainError(f"schedule {source} needs {' and '.join(missing)}")
+            raise HpctrainError(f"schedule {source} requires {' and '.join(missing)}")
         return generate(source, stages, microbatches, chunks, times, memory_limit)
     if not Path(source).exists():
         near = nearest(source, SCHEDULE_NAMES)
         hint = f'did you mean "{near}"?' if near else f"the names are {', '.join(SCHEDULE_NAMES)}"
-        raise HpctrainError(f'no schedule "{source}", and no such file: {hint}')
+        raise HpctrainError(f'"{source}" is neither a schedule nor a file: {hint}')
     return read_schedule(Path(source), (stages, microbatches, chunks), memory_limit, png)
 
 
@@ -180,12 +187,12 @@ def read_schedule(
         with failing_as(f"{path}: cannot be read"):
             text = read_text(path, SCHEDULE_BYTES)
     except UnicodeDecodeError as error:
-        raise HpctrainError(f"{path}: is not text; write a schedule as --text prints it") from error
+        raise HpctrainError(f"{path}: is not text; a schedule has the format of --text") from error
     schedule = Schedule.parse(text, str(path))
     held = (schedule.stage_count, schedule.micro_batches, schedule.chunks)
     options = ("--stages", "--microbatches", "--chunks")
     differ = [
-        f"{path}: {option} {count} does not fit: the file holds {there}"
+        f"{path}: {option} {count} conflicts with the file, which has {there}"
         for option, count, there in zip(options, counts, held, strict=True)
         if count is not None and count != there
     ]
@@ -198,7 +205,7 @@ def read_schedule(
             sentences.append(f"{path}: and {len(problems) - PROBLEMS_SHOWN} more")
         if png is not None:
             picture.png(named_as(schedule, path), None, png, problems)
-            sentences.append(f"{png} shows where")
+            sentences.append(f"see {png} for the locations")
         raise HpctrainError(sentences)
     return schedule
 

@@ -10,16 +10,16 @@ import click
 
 @click.command(name="status")
 @click.argument("run_dirs", metavar="[RUN_DIR...]", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print everything as a JSON list.")
-@click.option("--faulty", is_flag=True, help="Print the nodes that had silent faults again and again, alone.")
-@click.option("--watch", "watches", is_flag=True, help="Show a live table, until Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as a JSON list.")
+@click.option("--faulty", is_flag=True, help="Print only the names of nodes with repeated silent faults.")
+@click.option("--watch", "watches", is_flag=True, help="Update the table continuously until Ctrl-C.")
 def command(run_dirs: tuple[Path, ...], as_json: bool, faulty: bool, watches: bool) -> int:
-    """Show the state, progress and last step of runs: of all in this folder if none is named.
+    """Show the state, progress and last step of runs. The default is all runs below the current folder.
 
-    In addition to the states that runs record, "stalled" means that no step has ended for a long time, and
-    "lost" that the job has ended without a message. For runs that ended early, the command that resumes them
-    is shown. Only run folders are read, so that any node that sees them can show them. The live table needs a
-    terminal; elsewhere --watch prints once.
+    "stalled" means that no step has ended for a long time, and "lost" that the job has ended without writing
+    its state. For runs that ended early, the command that resumes them is shown. Only run folders are read,
+    so this works on any node that can read them. --watch requires a terminal; otherwise the table is printed
+    once.
     """
     from hpctrain.host.launcher import launched_rank
     from hpctrain.report.terminal import can_be_drawn_on
@@ -27,9 +27,7 @@ def command(run_dirs: tuple[Path, ...], as_json: bool, faulty: bool, watches: bo
     from hpctrain.watch.statuses import show_faulty, show_statuses
 
     if sum((watches, as_json, faulty)) > 1:
-        raise click.UsageError(
-            "--watch is for people, --faulty for scripts, and --json tells everything: give one of them"
-        )
+        raise click.UsageError("--watch, --faulty and --json conflict with each other")
     first = launched_rank(os.environ) == 0
     if watches and first and can_be_drawn_on():
         from hpctrain.watch.live import watch_runs

@@ -13,6 +13,14 @@ import click
 from hpctrain.cli.job import directive_option, module_option, program, written
 
 PATH = click.Path(path_type=Path)
+_OPTIONS = {
+    "slots": "--slots",
+    "show_only": "--show",
+    "picture": "--plot",
+    "output": "--json",
+    "figure": "--figure",
+}
+"""Options that conflict with --slurm, by the names of their arguments."""
 
 
 @click.command(name="sweep")
@@ -22,29 +30,47 @@ PATH = click.Path(path_type=Path)
     "arguments",
     multiple=True,
     metavar="KEY=VALUE,VALUE,...",
-    help="Values of a key, e.g. learning_rate.peak=1e-4,3e-4; one value is for all runs.",
+    help="Values of a key, e.g. learning_rate.peak=1e-4,3e-4. A single value applies to all runs.",
 )
-@click.option("--ranks-each", "ranks", type=click.IntRange(1), default=1, show_default=True, help="Of a run.")
 @click.option(
-    "--slots", type=click.IntRange(1), metavar="N", help="Runs at a time.  [default: as have cores or GPUs]"
+    "--ranks-each", "ranks", type=click.IntRange(1), default=1, show_default=True, help="Ranks per run."
 )
-@click.option("--name", metavar="NAME", help="Of the sweep's folder, beside run.dir.  [default: TITLE-sweep]")
-@click.option("--show", "show_only", is_flag=True, help="Train nothing: tell what came of the runs so far.")
-@click.option("--plot", "picture", type=PATH, metavar="FILE", help="Draw losses over the values, as PNG.")
-@click.option("--json", "output", type=PATH, metavar="FILE", help="Write the table to a file too.")
+@click.option(
+    "--slots",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Number of runs at the same time.  [default: as many as have cores or GPUs]",
+)
+@click.option(
+    "--name", metavar="NAME", help="Name of the folder of the sweep, next to run.dir.  [default: TITLE-sweep]"
+)
+@click.option("--show", "show_only", is_flag=True, help="Show the state of all runs without training.")
+@click.option(
+    "--plot", "picture", type=PATH, metavar="FILE", help="Plot the losses over the values as a PNG file."
+)
+@click.option("--json", "output", type=PATH, metavar="FILE", help="Also write the table to FILE.")
 @click.option(
     "--figure",
     metavar="NAME",
-    help="Least of the best run: a set, as checkpoint.keep_best has it, or loss.  [default: validation]",
+    help="Value by which the best run is chosen: loss, or an evaluation set as in checkpoint.keep_best.  "
+    "[default: validation]",
 )
-@click.option("--slurm", "script_file", type=PATH, metavar="FILE", help="Train nothing: write an array job.")
-@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Of a run (--slurm).")
-@click.option("--time", metavar="T", help='Of a job (--slurm): "2 h" or 2:00:00.')
-@click.option("--account", metavar="A", help="Who pays (--slurm).")
+@click.option(
+    "--slurm",
+    "script_file",
+    type=PATH,
+    metavar="FILE",
+    help="Write an array job for Slurm instead of training.",
+)
+@click.option(
+    "--nodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes per run (--slurm)."
+)
+@click.option("--time", metavar="T", help='Time limit of a job (--slurm), as "2 h" or 2:00:00.')
+@click.option("--account", metavar="A", help="Account that is charged (--slurm).")
 @click.option("--partition", metavar="P", help="Partition (--slurm).")
 @directive_option
 @module_option
-@click.option("--force", is_flag=True, help="Replace a script that is there already (--slurm).")
+@click.option("--force", is_flag=True, help="Replace an existing script (--slurm).")
 def command(
     deck: Path,
     arguments: tuple[str, ...],
@@ -60,10 +86,11 @@ def command(
     modules: tuple[str, ...],
     **others: Any,
 ) -> int:
-    """Train DECK with every combination of the values that --set gives, each run in a folder of its own.
+    """Train DECK with every combination of the values of --set, each in its own run folder.
 
-    Runs that are done are not trained again, stopped ones go on, and one that fails stops no other. Ctrl-C
-    has them stop with a checkpoint. Exit codes: 0 all are done, 1 one failed, 75 some are left.
+    Finished runs are not repeated, and stopped runs are resumed. A failed run does not stop the others. After
+    Ctrl-C, all runs save a checkpoint and stop. The exit code is 0 if all runs are done, 1 if a run failed,
+    and 75 if runs are left.
     """
     from hpctrain.job.job_options import JobOptions
     from hpctrain.job.ranks import parse_time
@@ -79,10 +106,10 @@ def command(
     given |= {"--directive": directives, "--module": modules}
     if script_file is None:
         if asked := [option for option, value in [*given.items(), ("--force", force)] if value]:
-            raise click.UsageError(f"{', '.join(asked)}: belongs to --slurm FILE")
+            raise click.UsageError(f"{', '.join(asked)} require{'s' * (len(asked) == 1)} --slurm FILE")
         return sweep_deck(deck, arguments, ranks, name=name, show=click.echo, **others)
-    if asked := [option for option, value in others.items() if value]:
-        raise click.UsageError(f"--slurm: writes a script alone, without {', '.join(asked)}")
+    if asked := [_OPTIONS[name] for name, value in others.items() if value]:
+        raise click.UsageError(f"--slurm conflicts with {', '.join(asked)}")
     seconds = None if time is None else parse_time(time, "slurm")
     wish = JobOptions("slurm", (nodes, nodes), seconds, account=account, partition=partition)
     wish = replace(wish, directives=directives, modules=modules)
@@ -92,5 +119,5 @@ def command(
     by = shlex.join(["hpctrain", *(word for word in sys.argv[1:] if word != "--force")])
     with written(script_file, script(job, program(), str(script_file), by), force, "--slurm"):
         how = submission("slurm", str(script_file))
-        click.echo(f"{script_file}: written; submit it by `{how}`", err=True)
+        click.echo(f"{script_file}: written; submit it with `{how}`", err=True)
     return 0

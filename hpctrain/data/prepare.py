@@ -111,7 +111,7 @@ def prepare(
     shards = None if shard_bytes is None else ShardFiles(out)
     with world.agreement():
         if tokenizer is not None and train_bpe is not None:
-            raise HpctrainError(f"--train-bpe {train_bpe} and --tokenizer {tokenizer}: give one of them")
+            raise HpctrainError(f"--train-bpe {train_bpe} conflicts with --tokenizer {tokenizer}")
         if end_of_document is not None and tokenizer is None:
             problem = "requires --tokenizer FILE.json or DIR"
             raise HpctrainError(f"--end-of-document {end_of_document}: {problem} (leave it out)")

@@ -38,7 +38,7 @@ def prepare_any(
     kind, template = rest.pop("kind", None), rest.pop("template", None)
     if kind is None:
         if template is not None:
-            raise HpctrainError("--template: goes with --chat, --preferences or --prompts")
+            raise HpctrainError("--template requires --chat, --preferences or --prompts")
         with lock_output(world, out, say):
             return prepare(world, out, paths, **rest, say=say, report=report)
     from hpctrain.data.prepare_rows import prepare_rows

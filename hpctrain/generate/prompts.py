@@ -42,7 +42,7 @@ class PromptOptions:
         given = {"--prompt": self.text, "--prompt-file": self.file, "--json-lines": self.json_lines}
         names = [name for name, value in given.items() if value is not None]
         if len(names) > 1:
-            raise HpctrainError(f"{' and '.join(names)} both say what to continue: give one of them")
+            raise HpctrainError(f"{' and '.join(names)} conflict with each other")
         if self.json_lines is not None:
             return list(
                 _of_lines(_named("--json-lines", self.json_lines), _text("--json-lines", self.json_lines))
@@ -53,7 +53,7 @@ class PromptOptions:
             return [Prompt(self.text or "")]
         text = _text("--prompt-file", self.file).removesuffix("\n")
         if not text:
-            empty = f"{_named('--prompt-file', self.file)}: is empty (without it, a document begins)"
+            empty = f"{_named('--prompt-file', self.file)}: is empty; leave it out to start a document"
             raise HpctrainError(empty)
         return [Prompt(text)]
 
@@ -82,21 +82,21 @@ def _of_line(line: str) -> Prompt:
     try:
         given = parse_json(line)
     except ValueError:
-        raise ValueError(f'is no JSON: {escaped(clipped(line))} ({{"prompt": "..."}} would do)') from None
+        raise ValueError(f'is not JSON: {escaped(clipped(line))} (expected {{"prompt": "..."}})') from None
     others = dict(given) if isinstance(given, dict) else {"prompt": given}
     if "prompt" not in others and "text" in others:
-        raise ValueError('has a "text" but no "prompt" ({"prompt": "..."} is continued)')
+        raise ValueError('has a "text" but no "prompt" (expected {"prompt": "..."})')
     if told := next((name for name in TOLD if name in others), None):
-        raise ValueError(f'has "{told}", which is told of a sample (give it another name)')
+        raise ValueError(f'has the key "{told}", which is reserved for the output; rename it')
     if "prompt" not in others:
         return Prompt(others=others)
     prompt = others.pop("prompt")
     if not isinstance(prompt, str):
         raise ValueError(  # noqa: TRY004
-            'must be an object with a text as its "prompt", or a text'
+            'must be a string, or an object with a string "prompt"'
         )
     if not prompt:
-        raise ValueError('its prompt is empty (without "prompt", a document begins)')
+        raise ValueError('its prompt is empty; leave "prompt" out to start a document')
     if problem := text_problem(prompt):
         raise ValueError(f"its prompt {problem}")
     return Prompt(prompt, others)

@@ -52,19 +52,21 @@ class Sampling:
         if self.tokens < 1:
             problems.append(f"--tokens {self.tokens}: must be at least 1")
         if not 0 <= self.temperature < inf:
-            asked = "must be a number from 0 (the likeliest token) up"
+            asked = "must be 0 (greedy decoding) or more"
             problems.append(f"--temperature {self.temperature:g}: {asked}")
         if self.top_k is not None and self.top_k < 1:
             problems.append(f"--top-k {self.top_k}: must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             problems.append(f"--top-p {self.top_p:g}: must be above 0 and at most 1")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
-            problems.append(f"--min-p {self.min_p:g}: must be from 0 (any token) to 1 (the likeliest)")
+            problems.append(
+                f"--min-p {self.min_p:g}: must be from 0 (all tokens) to 1 (the most likely token)"
+            )
         if not 0 < self.repetition_penalty < inf:
-            asked = "must be a number above 0: 1 changes nothing, 1.2 lowers what the text has"
+            asked = "must be above 0 (1 has no effect, 1.2 penalizes tokens of the text)"
             problems.append(f"--repetition-penalty {self.repetition_penalty:g}: {asked}")
         if not all(self.stops):
-            problems.append("--stop: is empty, and would end every text at once (leave it out)")
+            problems.append("--stop: must not be empty")
         if problem := next(filter(None, map(text_problem, self.stops)), ""):
             problems.append(f"--stop: {problem}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
@@ -73,7 +75,7 @@ class Sampling:
             problems.append(f"--samples {self.samples}: must be at least 1")
         if self.samples > 1 and (self.temperature == 0 or self.top_k == 1):
             why = "--temperature 0" if self.temperature == 0 else "--top-k 1"
-            problems.append(f"--samples {self.samples}: {why} gives the same text each time; leave one out")
+            problems.append(f"--samples {self.samples}: {why} gives the same text each time; use one of them")
         if problems:
             raise HpctrainError(problems)
 

@@ -34,7 +34,8 @@ def verbs(group: click.Group) -> str:
         group: The command `hpctrain`.
     """
     parts = ["Every verb with its options, as `hpctrain VERB --help` prints them."]
-    root = click.Context(group, info_name="hpctrain", terminal_width=_WIDTH, max_content_width=_WIDTH)
+    settings = {"terminal_width": _WIDTH, "max_content_width": _WIDTH, **group.context_settings}
+    root = click.Context(group, info_name="hpctrain", **settings)
     for name in group.list_commands(root):
         command = group.get_command(root, name)
         assert command is not None

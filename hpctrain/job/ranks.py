@@ -87,7 +87,7 @@ def plan_job(path: Path, overrides: Sequence[str], wish: JobOptions) -> Job:
     ranks = wish.ranks_per_node or machine.ranks_per_node or gpus
     if not ranks:
         raise HpctrainError(
-            f"{path}: how many ranks a node is to have is not said: give --ranks-per-node, or "
+            f"{path}: the number of ranks per node is missing: add --ranks-per-node, or set "
             "machine.ranks_per_node or machine.gpus_per_node in the deck"
         )
     least, most = wish.nodes
@@ -139,7 +139,7 @@ def parse_time(text: str, scheduler: str) -> int:
         written += ":00"
     total = ceil(parse_seconds(written))
     if total < 60:
-        raise HpctrainError(f"--time {text}: must be a minute or more")
+        raise HpctrainError(f"--time {text}: must be at least 1 min")
     return total
 
 
@@ -147,7 +147,7 @@ def parse_shared_memory(text: str) -> int:
     """Bytes of a size such as "8 GiB"; HpctrainError for anything else, and for less than 1 MiB."""
     size = parse_bytes(text)
     if size < 1 << 20:
-        raise HpctrainError(f"--shared-memory {text}: must be 1 MiB or more")
+        raise HpctrainError(f"--shared-memory {text}: must be at least 1 MiB")
     return size
 
 
@@ -162,7 +162,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 0 < least <= most:
-        raise HpctrainError(f'--nodes {text}: write a number such as 4, or the fewest and the most, "1-4"')
+        raise HpctrainError(f"--nodes {text}: must be a number such as 4, or a range such as 1-4")
     return least, most
 
 
@@ -171,18 +171,18 @@ def _check(wish: JobOptions, path: Path, overrides: Sequence[str]) -> None:
     least, most = wish.nodes
     if least < most and wish.scheduler not in ON_A_RANGE:
         problems.append(
-            f"--nodes {least}-{most}: {wish.scheduler} starts a job on a fixed number of nodes; "
-            f"write --nodes {most} (slurm and lsf take a range)"
+            f"--nodes {least}-{most}: {wish.scheduler} requires a fixed number of nodes, such as "
+            f"--nodes {most} (slurm and lsf support a range)"
         )
     if wish.variants and wish.scheduler != "slurm":
         problems.append(
-            f"--variant: arrays of jobs are written for slurm alone, not for {wish.scheduler}; "
-            "write one script for each variant, with --set"
+            f"--variant requires --scheduler slurm, not {wish.scheduler}; write one script per variant "
+            "with --set"
         )
     if wish.mpi is not None and (wish.scheduler != "slurm" or wish.launcher == "mpirun"):
-        problems.append(f"--mpi {wish.mpi}: requires --launcher srun, which passes it on as srun --mpi")
+        problems.append(f"--mpi {wish.mpi} requires --launcher srun")
     if wish.launcher == "srun" and wish.scheduler != "slurm":
-        problems.append(f"--launcher srun: belongs to slurm, not to {wish.scheduler}; use mpirun")
+        problems.append(f"--launcher srun requires --scheduler slurm, not {wish.scheduler}; use mpirun")
     if problems:
         raise HpctrainError(problems)
 
@@ -198,18 +198,18 @@ def _choices_to_reconsider(deck: Deck, nodes: int, ranks: int, gpus: int, cores:
     if nodes > 1 and ranks % tensor:
         warnings.append(
             f"layout.tensor = {tensor} does not divide the {ranks} ranks of a node, so that tensor ranks "
-            f"talk between nodes in every layer; layout.tensor = {gcd(ranks, tensor)} or "
-            f"{-(-ranks // tensor) * tensor} ranks a node would keep them together"
+            f"communicate between nodes in every layer; use layout.tensor = {gcd(ranks, tensor)} or "
+            f"{-(-ranks // tensor) * tensor} ranks per node"
         )
     if not gpus and deck.run.device == "cuda":
         warnings.append(
-            'run.device = "cuda", but the job requests no GPUs: give --gpus-per-node, or '
-            "machine.gpus_per_node in the deck, unless the partition or a --directive does"
+            'run.device = "cuda", but the job requests no GPUs: add --gpus-per-node, or set '
+            "machine.gpus_per_node in the deck, unless the partition or a --directive requests them"
         )
     if 0 < gpus < ranks:
-        warnings.append(f"{ranks} ranks share the {gpus} GPUs of a node; one rank a GPU is faster")
+        warnings.append(f"{ranks} ranks share the {gpus} GPUs of a node; one rank per GPU is faster")
     if gpus and deck.run.device == "cpu":
-        warnings.append(f'the {gpus} GPUs of a node are of no use with run.device = "cpu"')
+        warnings.append(f'the {gpus} GPUs of a node are not used, because run.device = "cpu"')
     return warnings
 
 
@@ -232,8 +232,8 @@ def _memory(
     predicted = plan.memory.largest.memory.total * ranks_per_node
     if given is not None and predicted > given:
         return given, [
-            f"the {ranks_per_node} ranks of a node are predicted to hold {format_bytes(predicted)}, more "
-            f"than machine.memory = {format_bytes(given)}; "
-            f"{command('plan', path, '--ranks', ranks)} tells what would save most"
+            f"the {ranks_per_node} ranks of a node need {format_bytes(predicted)} of memory, more than "
+            f"machine.memory = {format_bytes(given)}; "
+            f"{command('plan', path, '--ranks', ranks)} lists what would save most"
         ]
     return given or ceil(predicted * MEMORY_MARGIN), []

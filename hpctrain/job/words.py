@@ -64,7 +64,7 @@ def _kubernetes_problems(wish: JobOptions) -> Iterator[str]:
         given = {"--image": wish.image, "--volume": wish.volume, "--shared-memory": wish.shared_memory}
         for name, value in given.items():
             if value is not None:
-                yield f"{name}: belongs to kubernetes, not to {wish.scheduler}; leave it out"
+                yield f"{name} requires --scheduler kubernetes, not {wish.scheduler}"
         return
     if wish.directives:
         yield "--directive: kubernetes has no directives; edit the file instead"

@@ -32,7 +32,7 @@ def wished_link(link: str | None, seconds: str | None, like: Path | None) -> Lin
             raise HpctrainError("--step-seconds and --like are of a step over a link: give --link too")
         return None
     if seconds is not None and like is not None:
-        raise HpctrainError("--step-seconds and --like both say how long a step takes: give one of them")
+        raise HpctrainError("--step-seconds conflicts with --like")
     try:
         parsed = parse_link(link)
     except UnitError as error:

@@ -1,4 +1,4 @@
-"""Which options of `hpctrain plan` go together: each is of some of the things that it makes."""
+"""Conflicts and requirements of the options of `hpctrain plan`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.text import either
 
 PLAIN = ""
-MADE: Mapping[str, str] = {
-    PLAIN: "a plan of the deck as it is",
-    "--sweep": "a sweep",
-    "--search": "a search",
-    "--rehearse": "a rehearsal",
-}
-"""What is made, by the option that asks for it."""
+MODES = (PLAIN, "--sweep", "--search", "--rehearse")
+"""Options that select what is planned; without any of them, it is the deck as it is."""
 
 _WRITTEN = {"--sweep": "--sweep KEY=V,V,..."}
 _AS_IT_IS = (PLAIN, "--rehearse")
@@ -31,25 +26,25 @@ OF: Mapping[str, tuple[str, ...]] = {
     "--pareto": ("--sweep",),
     "--plot": ("--sweep", "--search"),
 }
-"""Options that not all of these have."""
+"""Options that have an effect only in some modes."""
 
 _NEEDED = {"--force": ("--write", "--write FILE"), "--pareto": ("--plot", "--plot FILE")}
 
 
 def require_fitting(asked: Collection[str]) -> None:
-    """HpctrainError where of the options, by name, one would be given in vain."""
-    ways = [way for way in MADE if way in asked]
+    """Raise HpctrainError if options, given by name, conflict or lack one that they require."""
+    ways = [way for way in MODES if way in asked]
     if len(ways) > 1:
-        raise HpctrainError(f"{' and '.join(ways)}: give one of them")
+        raise HpctrainError(f"{' and '.join(ways)} conflict with each other")
     problems = list(_problems(asked, ways[0] if ways else PLAIN))
     if problems:
         raise HpctrainError(problems)
 
 
 def required_ranks(ranks: int | None) -> int:
-    """Those of a plan or a search. HpctrainError where they are not given."""
+    """Return the number of ranks. Raises HpctrainError if it is None."""
     if ranks is None:
-        raise HpctrainError("how many ranks the run has is not said: give --ranks N")
+        raise HpctrainError("the number of ranks is missing: add --ranks N")
     return ranks
 
 
@@ -57,12 +52,11 @@ def _problems(asked: Collection[str], way: str) -> Iterator[str]:
     for option, ways in OF.items():
         if option not in asked:
             continue
-        of = either(MADE[each] for each in ways)
         needed, written = _NEEDED.get(option, (option, ""))
         if way in ways:
             if needed not in asked:
-                yield f"{option}: says nothing by itself: give {written} too"
+                yield f"{option} requires {written}"
         elif way == PLAIN:
-            yield f"{option}: is of {of}: give {either(_WRITTEN.get(each, each) for each in ways)} too"
+            yield f"{option} requires {either(_WRITTEN.get(each, each) for each in ways)}"
         else:
-            yield f"{option}: is of {of}, not of {MADE[way]}: leave {option} or {way} out"
+            yield f"{option} conflicts with {way}"

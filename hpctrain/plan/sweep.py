@@ -106,9 +106,7 @@ def sweep_deck(
     """
     of_ranks = next((each for each in sweeps if each.key == RANKS), None)
     if of_ranks is None and ranks is None:
-        raise HpctrainError(
-            "how many ranks the deck is to have is not said: give --ranks N, or --sweep ranks=N,N"
-        )
+        raise HpctrainError("the number of ranks is missing: add --ranks N or --sweep ranks=N,N,...")
     if weak and of_ranks is None:
         raise HpctrainError(
             "--weak: the batch grows with the ranks, which are not swept: give --sweep ranks=N,N"

@@ -34,8 +34,8 @@ def swept(
     sweeps = parse_sweeps(arguments)
     if ranks is not None and not weak and RANKS in [each.key for each in sweeps]:
         raise HpctrainError(
-            f"--ranks {ranks}: are swept: leave it out, or give --weak, for which it says where the batch is "
-            "the deck's"
+            f"--ranks {ranks} conflicts with --sweep {RANKS} (with --weak, batch.global_size of the deck is "
+            "that for --ranks)"
         )
     if plot is not None:
         demand_ending(plot)

@@ -171,7 +171,7 @@ def test_ranks_share_the_trainings_out(world: World, mpi_tmp_path: Path) -> None
 
 @pytest.mark.parametrize("widths", ["", "a", "64,-1", "nan"])
 def test_widths_are_numbers(widths: str) -> None:
-    with pytest.raises(click.BadParameter, match="write numbers above 0, separated by commas"):
+    with pytest.raises(click.BadParameter, match="must be positive numbers, separated by commas"):
         numbers("--widths", widths, int)
     assert numbers("--rates", "", float) == ()
     assert numbers("--rates", "1e-3, 2e-3,1e-3", float) == (1e-3, 2e-3)

@@ -108,7 +108,7 @@ def test_one_rank_tells_what_is_wrong(path: str, launch: Launch) -> None:
 def test_nothing_asked_for() -> None:
     result = CliRunner().invoke(command, [])
     assert result.exit_code == 2
-    assert "give a DECK, --from or --reference" in result.output
+    assert "one of DECK, --from and --reference is required" in result.output
 
 
 MODULE = """

@@ -87,13 +87,13 @@ def test_a_tensor_axis_across_nodes_is_warned_of(deck: Path) -> None:
     across = job(deck, "--nodes", 2, "--ranks-per-node", 3, *layout)
     assert across.exit_code == 0, across.output
     assert "layout.tensor = 2 does not divide the 3 ranks of a node" in across.stderr
-    assert "layout.tensor = 1 or 4 ranks a node" in across.stderr
+    assert "layout.tensor = 1 or 4 ranks per node" in across.stderr
     assert "warning" not in job(deck, "--nodes", 3, "--ranks-per-node", 2, *layout).stderr
 
 
 def test_a_job_without_gpus_warns_if_the_deck_requires_them(deck: Path) -> None:
     few = ("--ranks-per-node", 2, "--set", "run.device=cuda")
-    told = 'run.device = "cuda", but the job requests no GPUs: give --gpus-per-node'
+    told = 'run.device = "cuda", but the job requests no GPUs: add --gpus-per-node'
     assert told in job(deck, *few).stderr and told in job(deck, *few, "--gpus-per-node", 0).stderr
     assert "warning" not in job(deck, *few, "--gpus-per-node", 2).stderr
 
@@ -118,7 +118,7 @@ def test_srun_starts_ranks_by_the_mpi_that_is_named(deck: Path) -> None:
     assert "\nsrun --mpi=pmix " in job(deck, *few).stdout
     for more in (["--scheduler", "pbs"], ["--launcher", "mpirun"]):
         (problem,) = refused(job(deck, *few, "--mpi", "pmi2", *more))
-        assert "--mpi pmi2: requires --launcher srun" in problem
+        assert "--mpi pmi2 requires --launcher srun" in problem
     (problem,) = refused(job(deck, *few, "--mpi", "a b"))
     assert "--mpi a b: must be one word" in problem
     assert (
@@ -146,16 +146,22 @@ def test_numbers_of_nodes_that_the_layout_does_not_fit_are_left_out(deck: Path) 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ((), "how many ranks a node is to have"),
+        ((), "the number of ranks per node is missing"),
         (("--ranks-per-node", "3"), "must be a multiple of batch.micro_size x data ranks"),
         (("--ranks-per-node", "2", "--set", "layout.tensor=4"), "must divide the number of ranks, 2"),
         (("--ranks-per-node", "2", "--variant", "model.layer=2"), "unknown key"),
         (("--ranks-per-node", "2", "--scheduler", "pbs", "--nodes", "1-2"), "a fixed number of nodes"),
-        (("--ranks-per-node", "2", "--scheduler", "lsf", "--variant", "run.seed=1"), "for slurm alone"),
-        (("--ranks-per-node", "2", "--scheduler", "pbs", "--launcher", "srun"), "belongs to slurm"),
-        (("--nodes", "two"), "--nodes two: write a number"),
+        (
+            ("--ranks-per-node", "2", "--scheduler", "lsf", "--variant", "run.seed=1"),
+            "requires --scheduler slurm, not lsf",
+        ),
+        (
+            ("--ranks-per-node", "2", "--scheduler", "pbs", "--launcher", "srun"),
+            "requires --scheduler slurm, not pbs",
+        ),
+        (("--nodes", "two"), "--nodes two: must be a number"),
         (("--time", "90", "--scheduler", "kubernetes"), '--time 90: has no unit: write "90 min"'),
-        (("--time", "10 s"), "must be a minute or more"),
+        (("--time", "10 s"), "must be at least 1 min"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(deck: Path, arguments: tuple[str, ...], told: str) -> None:
@@ -198,7 +204,7 @@ def test_submitting(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     asked = (deck, "--ranks-per-node", 2, "--scheduler", scheduler, "--submit", "--set", "run.title=small")
-    assert f"no command {program} here" in refused(job(*asked))[0]
+    assert f"the command {program} was not found" in refused(job(*asked))[0]
     assert not list(tmp_path.glob("small.[sy]*h"))
 
     stand_in = tmp_path / program
@@ -230,22 +236,22 @@ def test_a_file_that_is_there_is_replaced_by_force_alone(deck: Path, tmp_path: P
     asked = (deck, "--ranks-per-node", 2, "--set", 'machine.memory="8 GB"', "--output", "my job.sh")
     result = job(*asked)
     assert result.exit_code == 0, result.output
-    assert (result.stdout, result.stderr) == ("", "my job.sh: written; submit it by `sbatch 'my job.sh'`\n")
+    assert (result.stdout, result.stderr) == ("", "my job.sh: written; submit it with `sbatch 'my job.sh'`\n")
     path = tmp_path / "my job.sh"
     text = path.read_text()
     assert path.stat().st_mode & 0o111
     assert job(*asked).exit_code == 0  # the same once more
     path.write_text("precious")
     (told,) = refused(job(*asked))
-    assert told == "my job.sh: exists already; --force replaces it, --output names another file"
+    assert told == "my job.sh: exists already; replace it with --force, or choose another file with --output"
     assert path.read_text() == "precious"
     assert job(*asked, "--force").exit_code == 0
     assert path.read_text() == text
 
     path.unlink()
     path.symlink_to("nowhere")
-    assert "no plain file" in refused(job(*asked, "--force"))[0]
-    assert "no plain file" in refused(job(*asked[:-1], tmp_path, "--force"))[0]
+    assert "is not a regular file" in refused(job(*asked, "--force"))[0]
+    assert "is not a regular file" in refused(job(*asked[:-1], tmp_path, "--force"))[0]
 
 
 def test_lines_for_the_scheduler_modules_and_pods(deck: Path) -> None:
@@ -257,8 +263,8 @@ def test_lines_for_the_scheduler_modules_and_pods(deck: Path) -> None:
     text = job(*few, *pods, "3 GiB").stdout
     for line in ('image: "me/it:2"', "claimName: mine", "mountPath: /data", "sizeLimit: 3072Mi"):
         assert f" {line}\n" in text
-    assert "must be 1 MiB or more" in refused(job(*few, *pods, "1 kB"))[0]
-    assert "--image: belongs to kubernetes" in refused(job(*few, "--image", "me"))[0]
+    assert "must be at least 1 MiB" in refused(job(*few, *pods, "1 kB"))[0]
+    assert "--image requires --scheduler kubernetes" in refused(job(*few, "--image", "me"))[0]
 
 
 def test_run_resume_begins_and_goes_on(tmp_path: Path, launch: Launch) -> None:

@@ -53,17 +53,14 @@ def test_every_verb_of_the_table_is_there(verb: str) -> None:
 def test_an_unknown_verb_gets_the_nearest_known(launch: Launch) -> None:
     done = launch(0, "-m", "hpctrain", "doktor")
     assert done.returncode == 2
-    assert 'no verb "doktor": did you mean "doctor"?' in done.stderr
+    assert 'unknown verb "doktor": did you mean "doctor"?' in done.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         ("plan --serch", "No such option"),
-        ("plan", "Missing argument 'DECK' (`hpctrain plan --help` tells what there is)"),
         ("plan a.toml --ranks x", "Invalid value for '--ranks': 'x' is not a valid integer range"),
-        ("schedule 1f1b --text --json", "--text and --json exclude one another"),
-        ("bench mup a.toml --widths x", "Invalid value for --widths: 'x': write numbers above 0"),
     ],
 )
 def test_a_mistake_in_a_command_is_one_sentence(

@@ -96,7 +96,7 @@ def test_a_bad_file_is_told_and_framed(tmp_path: Path) -> None:
     problem, shown = refused(path, "--png", tmp_path / "bad.png")
     assert problem.startswith(f"{path}:4: stage 1, B1")
     assert "F1" in problem
-    assert shown == f"{tmp_path / 'bad.png'} shows where"
+    assert shown == f"see {tmp_path / 'bad.png'} for the locations"
     assert (tmp_path / "bad.png").read_bytes().startswith(PNG)
     assert refused(path) == (problem,)
 
@@ -126,8 +126,8 @@ def test_a_file_with_many_mistakes_tells_the_first(tmp_path: Path) -> None:
 def test_other_counts_than_those_of_the_file(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.txt", "F0 B0\n")
     assert refused(path, "--stages", 2, "--microbatches", 1, "--chunks", 3) == (
-        f"{path}: --stages 2 does not fit: the file holds 1",
-        f"{path}: --chunks 3 does not fit: the file holds 1",
+        f"{path}: --stages 2 conflicts with the file, which has 1",
+        f"{path}: --chunks 3 conflicts with the file, which has 1",
     )
 
 
@@ -138,13 +138,13 @@ def test_a_file_over_the_limit_of_activations(tmp_path: Path) -> None:
 
 
 def test_names_and_numbers_that_cannot_be(tmp_path: Path) -> None:
-    assert refused("1f2b") == ('no schedule "1f2b", and no such file: did you mean "1f1b"?',)
-    assert refused("1f1b", "--stages", 2) == ("schedule 1f1b needs --microbatches M",)
+    assert refused("1f2b") == ('"1f2b" is neither a schedule nor a file: did you mean "1f1b"?',)
+    assert refused("1f1b", "--stages", 2) == ("schedule 1f1b requires --microbatches M",)
     assert refused("gpipe", "--stages", 2, "--microbatches", 2, "--chunks", 2)
     result = schedule(tmp_path)
     assert isinstance(result.exception, InputOutputError)
     write(tmp_path / "binary", "").write_bytes(b"\xff\xfe\x00")
-    assert refused(tmp_path / "binary")[0].endswith("is not text; write a schedule as --text prints it")
+    assert refused(tmp_path / "binary")[0].endswith("is not text; a schedule has the format of --text")
 
 
 @pytest.mark.parametrize("times", ["1,1,1", "1,1,1,x", "1,-1,1,0", "0,0,0,1", "nan,1,1,0", ""])
@@ -157,7 +157,7 @@ def test_times_that_cannot_be(times: str) -> None:
 def test_text_or_json() -> None:
     result = schedule("1f1b", "--stages", 2, "--microbatches", 2, "--text", "--json")
     assert result.exit_code == 2
-    assert "exclude one another" in result.output
+    assert "--text conflicts with --json" in result.output
 
 
 def test_loads_neither_torch_nor_mpi(launch: Launch) -> None:

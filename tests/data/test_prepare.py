@@ -225,8 +225,8 @@ def test_mistakes_are_everyones(world: World, mpi_tmp_path: Path) -> None:
     assert "there is no text in it" in problems(2, "empty.txt")[0]
     assert "there is no text in it" in problems(2, "blank.jsonl")[0]
     assert "no such file" in problems(3, "bad.jsonl", tokenizer=str(mpi_tmp_path / "none.json"))[0]
-    assert "give one of them" in problems(2, "bad.jsonl", tokenizer="x.json", train_bpe=300)[0]
-    assert "give one of them" in problems(2, "bad.jsonl", tokenizer="bytes", train_bpe=300)[0]
+    assert "conflicts with --tokenizer" in problems(2, "bad.jsonl", tokenizer="x.json", train_bpe=300)[0]
+    assert "conflicts with --tokenizer" in problems(2, "bad.jsonl", tokenizer="bytes", train_bpe=300)[0]
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)

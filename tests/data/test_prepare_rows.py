@@ -124,7 +124,7 @@ def test_what_is_said(world: World, tmp_path: Path) -> None:
     assert left == f"left out 1 pair, whose answers are equal ({source}:1)" and "of 2 pairs, " in made
     refused: list[tuple[dict[str, Any], str]] = [
         ({"kind": "chat", "train_bpe": 300}, "--train-bpe: is for text, and does not go with --chat"),
-        ({"template": "plain"}, "--template: goes with --chat, --preferences or --prompts"),
+        ({"template": "plain"}, "--template requires --chat, --preferences or --prompts"),
         ({"kind": "prompts", "binary": True}, "--binary: is for text, and does not go with --prompts"),
         ({"kind": "chat"}, "has no chat template; --template takes"),
     ]

@@ -165,31 +165,29 @@ def test_what_is_no_prompt(tmp_path: Path) -> None:
             PromptOptions(**{name: str(tmp_path / "x") for name in given}).read()
         return tuple(problem.replace(str(tmp_path), "") for problem in caught.value.problems)
 
-    assert told(b"", file="") == ("--prompt-file /x: is empty (without it, a document begins)",)
-    assert told(b"\n", file="") == ("--prompt-file /x: is empty (without it, a document begins)",)
+    assert told(b"", file="") == ("--prompt-file /x: is empty; leave it out to start a document",)
+    assert told(b"\n", file="") == ("--prompt-file /x: is empty; leave it out to start a document",)
     assert told(b"a\xff", file="") == ("--prompt-file /x: is not UTF-8 text (byte 1)",)
     assert told(b"\n", json_lines="") == ('--json-lines /x: has no prompts, such as {"prompt": "..."}',)
     assert told(b'{"prompt": ""}\nabc\n3\n{"prompt": null}\n[1]', json_lines="") == (
-        '--json-lines /x, line 1: its prompt is empty (without "prompt", a document begins)',
-        '--json-lines /x, line 2: is no JSON: abc ({"prompt": "..."} would do)',
-        '--json-lines /x, line 3: must be an object with a text as its "prompt", or a text',
-        '--json-lines /x, line 4: must be an object with a text as its "prompt", or a text',
-        '--json-lines /x, line 5: must be an object with a text as its "prompt", or a text',
+        '--json-lines /x, line 1: its prompt is empty; leave "prompt" out to start a document',
+        '--json-lines /x, line 2: is not JSON: abc (expected {"prompt": "..."})',
+        '--json-lines /x, line 3: must be a string, or an object with a string "prompt"',
+        '--json-lines /x, line 4: must be a string, or an object with a string "prompt"',
+        '--json-lines /x, line 5: must be a string, or an object with a string "prompt"',
     )
     lines = b'{"text": "a"}\n{"prompt": "a", "text": "b"}\n{"tokens": 3}\n{"prompt": "a\\ud800b"}\n'
     assert told(lines, json_lines="") == (
-        '--json-lines /x, line 1: has a "text" but no "prompt" ({"prompt": "..."} is continued)',
-        '--json-lines /x, line 2: has "text", which is told of a sample (give it another name)',
-        '--json-lines /x, line 3: has "tokens", which is told of a sample (give it another name)',
+        '--json-lines /x, line 1: has a "text" but no "prompt" (expected {"prompt": "..."})',
+        '--json-lines /x, line 2: has the key "text", which is reserved for the output; rename it',
+        '--json-lines /x, line 3: has the key "tokens", which is reserved for the output; rename it',
         "--json-lines /x, line 4: its prompt is not UTF-8 text (byte 1)",
     )
     with pytest.raises(HpctrainError, match=r"^--prompt: is not UTF-8 text \(byte 5\)$"):
         PromptOptions(os.fsdecode("groß".encode() + b"\xff")).read()
     with pytest.raises(HpctrainError, match=r"^--stop: is not UTF-8 text \(byte 1\)$"):
         Sampling(stops=("a\ud800",)).check()
-    assert told(b"x", file="", json_lines="") == (
-        "--prompt-file and --json-lines both say what to continue: give one of them",
-    )
+    assert told(b"x", file="", json_lines="") == ("--prompt-file and --json-lines conflict with each other",)
     with pytest.raises(HpctrainError, match="cannot be read \\(No such file or directory\\)"):
         PromptOptions(file=str(tmp_path / "none")).read()
 
@@ -199,9 +197,9 @@ def test_options_out_of_range() -> None:
     with pytest.raises(HpctrainError) as caught:
         wrong.check()
     assert caught.value.problems == (
-        "--min-p nan: must be from 0 (any token) to 1 (the likeliest)",
-        "--repetition-penalty nan: must be a number above 0: 1 changes nothing, 1.2 lowers what the text has",
-        "--stop: is empty, and would end every text at once (leave it out)",
+        "--min-p nan: must be from 0 (all tokens) to 1 (the most likely token)",
+        "--repetition-penalty nan: must be above 0 (1 has no effect, 1.2 penalizes tokens of the text)",
+        "--stop: must not be empty",
     )
     for penalty in (0.0, -1.0, math.inf):
         with pytest.raises(HpctrainError, match="--repetition-penalty"):

@@ -103,13 +103,13 @@ def test_every_option_is_that_of_the_command(world: World, tmp_path: Path) -> No
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "stop: is empty, and would end every text at once": {"stop": ""},
+    "stop: must not be empty": {"stop": ""},
     "prompt: is not UTF-8 text": {"prompt": "a\ud800"},
     "stop: is to have texts, not an int": {"stop": ["a", 3]},
     "stop: is to be a text, or several, not an int": {"stop": 3},
     "prompt: is to be a text, or several, not None": {"prompt": None},
     "prompt: is to have texts, not None": {"prompt": ["a", None]},
-    "repetition_penalty = 0: must be a number above 0": {"repetition_penalty": 0},
+    "repetition_penalty = 0: must be above 0": {"repetition_penalty": 0},
     "min_p = 2: must be from 0": {"min_p": 2},
     "min_p: is to be a number, not a str": {"min_p": "a"},
     "top_k: is to be a whole number, not a float": {"top_k": 1.5},

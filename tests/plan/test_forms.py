@@ -79,7 +79,10 @@ def test_other_forms_are_planned_beside(deck: Path) -> None:
     ("options", "sentence"),
     [
         (("--step-seconds", "1 s"), "are of a step over a link: give --link too"),
-        (("--link", "1 Mbit/s", "--step-seconds", "1 s", "--like", "x"), "give one of them"),
+        (
+            ("--link", "1 Mbit/s", "--step-seconds", "1 s", "--like", "x"),
+            "--step-seconds conflicts with --like",
+        ),
         (("--link", "fast"), '--link: "fast" is not a link'),
         (("--link", "1 Mbit/s", "--step-seconds", "soon"), '--step-seconds: "soon" is not a time'),
     ],

@@ -1,4 +1,4 @@
-"""Options of `hpctrain plan`, pair by pair: none is given in vain."""
+"""Options of `hpctrain plan`, pair by pair: each has an effect or is refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_goes_with_what() -> None:
     every = {each.opts[0] for each in command.params} - {"deck"}
     assert every == {*WAYS, *ANYWHERE, *OF_SEARCH, *OF_SWEEP, *OF_PLAN, "--force", "--pareto", "--plot"}
     for one, other in combinations(WAYS, 2):
-        assert refused(other, one) == f"{one} and {other}: give one of them"
+        assert refused(other, one) == f"{one} and {other} conflict with each other"
     for way in (*WAYS, ""):
         for option in ANYWHERE:
             assert not refused(*filter(None, (way, option)))
@@ -50,17 +50,13 @@ def test_what_goes_with_what() -> None:
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        (("--weak",), "--weak: is of a sweep: give --sweep KEY=V,V,... too"),
-        (("--plot",), "--plot: is of a sweep or a search: give --sweep KEY=V,V,... or --search too"),
-        (("--write",), "--write: is of a search: give --search too"),
-        (("--search", "--weak"), "--weak: is of a sweep, not of a search: leave --weak or --search out"),
-        (
-            ("--sweep", "--link"),
-            "--link: is of a plan of the deck as it is or a rehearsal, not of a sweep: leave --link or "
-            "--sweep out",
-        ),
-        (("--search", "--force"), "--force: says nothing by itself: give --write FILE too"),
-        (("--sweep", "--pareto"), "--pareto: says nothing by itself: give --plot FILE too"),
+        (("--weak",), "--weak requires --sweep KEY=V,V,..."),
+        (("--plot",), "--plot requires --sweep KEY=V,V,... or --search"),
+        (("--write",), "--write requires --search"),
+        (("--search", "--weak"), "--weak conflicts with --search"),
+        (("--sweep", "--link"), "--link conflicts with --sweep"),
+        (("--search", "--force"), "--force requires --write FILE"),
+        (("--sweep", "--pareto"), "--pareto requires --plot FILE"),
         (("--sweep", "--plot", "--pareto"), ""),
         (("--search", "--write", "--force"), ""),
     ],
@@ -71,7 +67,7 @@ def test_what_would_be_right_is_said(asked: tuple[str, ...], sentence: str) -> N
 
 def test_ranks_are_to_be_said() -> None:
     assert required_ranks(4) == 4
-    with pytest.raises(HpctrainError, match="give --ranks N"):
+    with pytest.raises(HpctrainError, match="add --ranks N"):
         required_ranks(None)
 
 
@@ -79,6 +75,4 @@ def test_the_verb_asks_before_it_reads_anything(tmp_path: Path) -> None:
     asked = [str(tmp_path / "none.toml"), "--ranks", "4", "--search", "--weak", "--machine", "none"]
     result = CliRunner().invoke(command, asked)
     assert isinstance(result.exception, HpctrainError)
-    assert result.exception.problems == (
-        "--weak: is of a sweep, not of a search: leave --weak or --search out",
-    )
+    assert result.exception.problems == ("--weak conflicts with --search",)

@@ -199,10 +199,10 @@ def test_options_that_do_not_go_together_are_told(deck: Path) -> None:
             "40 x 40 = 1600 points are more than 1000",
         ),
         (("--sweep", "layout.zero=0", "--sweep", "layout.zero=1"), "swept twice"),
-        ((), "how many ranks the run has is not said"),
-        (tensor, "how many ranks the deck is to have is not said"),
+        ((), "the number of ranks is missing"),
+        (tensor, "the number of ranks is missing"),
         (("--ranks", 2, *tensor, "--weak"), "--weak: the batch grows with the ranks"),
-        (("--ranks", 2, "--sweep", "ranks=2,4"), "--ranks 2: are swept: leave it out, or give --weak"),
+        (("--ranks", 2, "--sweep", "ranks=2,4"), "--ranks 2 conflicts with --sweep ranks"),
         (("--ranks", 2, *tensor, "--plot", "a.png"), "give --machine"),
         (
             ("--ranks", 2, *tensor, *machine, "--plot", "a.gif"),

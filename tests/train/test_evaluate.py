@@ -153,4 +153,4 @@ def test_ranks_ask_for_as_much_memory_as_they_hold(
 def test_the_verb_wants_tokens() -> None:
     result = CliRunner().invoke(command, ["x.h5"])
     assert result.exit_code == 2
-    assert "give token files (--tokens FILE) or tasks (--task FILE), one of both" in result.output
+    assert "exactly one of --tokens FILE and --task FILE is required" in result.output

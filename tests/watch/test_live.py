@@ -91,7 +91,7 @@ def test_without_a_name_all_below_are_told_of(tmp_path: Path, monkeypatch: pytes
     # Where there is no terminal, a live table is told once.
     assert CliRunner().invoke(command, ["--watch"], standalone_mode=False).output == text
     refused = CliRunner().invoke(command, ["--watch", "--json"])
-    assert (refused.exit_code, "--watch is for people" in refused.output) == (2, True)
+    assert (refused.exit_code, "--watch, --faulty and --json conflict" in refused.output) == (2, True)
 
 
 def test_curves() -> None:

@@ -140,7 +140,7 @@ def require_new(folder: Path) -> None:
     """Raise HpctrainError where no new folder could be."""
     problem = control_problem(str(folder))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        problem = "holds something already; name a new folder, or empty this one"
+        problem = "is not empty; name a new folder, or empty this one"
     elif folder.name in {"", ".."}:
         problem = "has no name of its own that a new folder could take; name a new one"
     if problem:

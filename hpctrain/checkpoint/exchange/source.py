@@ -293,7 +293,7 @@ def _folder_shape(path: Path) -> ModelShape:
     refuse_pickle(path)
     if not (path / CONFIG).is_file():
         hint = "; of a run, name one of its checkpoints" if (path / "checkpoints").is_dir() else ""
-        raise HpctrainError(f"{path}: no Hugging Face folder, it has no {CONFIG}{hint}")
+        raise HpctrainError(f"{path}: is not a Hugging Face folder, since it has no {CONFIG}{hint}")
     return shape_of(read_json(path / CONFIG), str(path / CONFIG))
 
 

@@ -373,7 +373,11 @@ def _second(folder: Path) -> Path:
         (lambda f: _cut(f / "config.json", 30), 3, "config.json: damaged or truncated: it is not JSON"),
         (lambda f: (f / "config.json").write_text("[" * 100_000), 3, "it is not JSON"),
         (lambda f: (f / "config.json").write_text("[1]"), 3, "it is not a JSON object"),
-        (lambda f: (f / "config.json").unlink(), 2, "no Hugging Face folder, it has no config.json"),
+        (
+            lambda f: (f / "config.json").unlink(),
+            2,
+            "is not a Hugging Face folder, since it has no config.json",
+        ),
         (lambda f: (f / "model.safetensors.index.json").unlink(), 2, "holds no weights"),
     ],
 )
@@ -415,7 +419,7 @@ def test_exports_that_are_refused_leave_nothing(
     with pytest.raises(HpctrainError, match="exists already; --force replaces it"):
         import_model(world, theirs, path)
     import_model(world, theirs, path, replace=True)
-    with pytest.raises(HpctrainError, match="theirs: holds something already; name a new folder"):
+    with pytest.raises(HpctrainError, match="theirs: is not empty; name a new folder"):
         export_model(world, path, theirs, None, 10**9)
 
     state = {**read_state(path), "tokenizer": "bytes"}

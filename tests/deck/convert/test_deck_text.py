@@ -82,7 +82,7 @@ def test_the_verb_prints_the_converted_deck(tmp_path: Path) -> None:
     for others in (["deck.toml"], ["--set", "run.steps=3"], ["--reference"]):
         result = CliRunner().invoke(command, ["--from", ARGUMENTS, *others])
         assert result.exit_code == 2
-        assert "leave out DECK, --set, --reference and --migrate" in result.output
+        assert "conflicts with DECK, --set, --reference and --migrate" in result.output
 
 
 @pytest.mark.parametrize("source", ["", " "])

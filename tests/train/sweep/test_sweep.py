@@ -351,14 +351,14 @@ def test_the_command_writes_an_array_job(deck: Path) -> None:
         "--qos=high",
     ]
     done = runner.invoke(command, [*words, *more], standalone_mode=False)
-    assert done.return_value == 0 and "submit it by `sbatch a.sh`" in done.output, done.output
+    assert done.return_value == 0 and "submit it with `sbatch a.sh`" in done.output, done.output
     text = Path("a.sh").read_text()
     assert "\n#SBATCH --qos=high\n" in text and "gcc openmpi/5" in text
     assert "#SBATCH --time=02:00:00" in text and "#SBATCH --job-name=small-sweep" in text
     for more, told in (
-        (["deck.toml", "--account", "me"], "--account: belongs to --slurm"),
-        (["deck.toml", "--module", "gcc"], "--module: belongs to --slurm"),
-        ([*words, "--show"], "--slurm: writes a script alone, without show_only"),
+        (["deck.toml", "--account", "me"], "--account requires --slurm"),
+        (["deck.toml", "--module", "gcc"], "--module requires --slurm"),
+        ([*words, "--show"], "--slurm conflicts with --show"),
         ([*words, "--nodes", "3"], "--nodes 3: must divide --ranks-each 1"),
     ):
         done = runner.invoke(command, more, standalone_mode=False)
