@@ -6,6 +6,7 @@ tuple of relations of which only the first one that does not hold is reported.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -75,7 +76,7 @@ Values = tuple[object, ...] | Above | OtherThan
 
 
 @dataclass(frozen=True)
-class Relation:
+class Relation(ABC):
     """Base class of all relations.
 
     Attributes:
@@ -94,18 +95,18 @@ class Relation:
 
     no_effect: ClassVar[bool] = False
 
+    @abstractmethod
     def is_violated(self, deck: Deck) -> bool:
         """Return True if a deck has both keys and the relation does not hold."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sentence(self, deck: Deck) -> str:
         """Return the end of a sentence that begins with the key and its value, for a violated relation."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def phrase(self) -> str:
         """The relation in a few words for the reference of all keys, such as "requires layout.zero = 3"."""
-        raise NotImplementedError
 
     def reason(self) -> str:
         """Return the reason with a colon before it; "" if there is none."""
