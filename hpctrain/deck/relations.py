@@ -36,7 +36,7 @@ class Above:
     def __contains__(self, value: object) -> bool:
         return isinstance(value, int | float) and value > self.bound
 
-    def phrase(self, key: str) -> str:
+    def condition(self, key: str) -> str:
         """Return the condition that a key has a value of this set in words, such as "layout.tensor above 1".
 
         Args:
@@ -54,7 +54,7 @@ class OtherThan:
     def __contains__(self, value: object) -> bool:
         return value not in self.excluded
 
-    def phrase(self, key: str) -> str:
+    def condition(self, key: str) -> str:
         """Return the condition that a key has a value of this set in words.
 
         An example is "communication.compress other than "none"". It is the key alone if only None is
@@ -343,7 +343,7 @@ def _text_of(deck: Deck, key: str) -> str:
 
 
 def _condition(key: str, values: Values) -> str:
-    return f"{key} = {_list(values)}" if isinstance(values, tuple) else values.phrase(key)
+    return f"{key} = {_list(values)}" if isinstance(values, tuple) else values.condition(key)
 
 
 def _list(values: Iterable[object]) -> str:
