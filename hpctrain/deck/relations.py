@@ -105,7 +105,7 @@ class Relation(ABC):
 
     @property
     @abstractmethod
-    def phrase(self) -> str:
+    def reference_phrase(self) -> str:
         """The relation in a few words for the reference of all keys, such as "requires layout.zero = 3"."""
 
     def reason(self) -> str:
@@ -128,7 +128,7 @@ class Divides(Relation):
 
     @property
     @override
-    def phrase(self) -> str:
+    def reference_phrase(self) -> str:
         return f"must divide {self.other}"
 
 
@@ -155,7 +155,7 @@ class AtMost(Relation):
 
     @property
     @override
-    def phrase(self) -> str:
+    def reference_phrase(self) -> str:
         return f"{self._bound} {self.other}"
 
     @property
@@ -182,7 +182,7 @@ class Requires(Relation):
 
     @property
     @override
-    def phrase(self) -> str:
+    def reference_phrase(self) -> str:
         return f"requires {_condition(self.other, self.values)}"
 
 
@@ -211,7 +211,7 @@ class HasEffectWith(Relation):
 
     @property
     @override
-    def phrase(self) -> str:
+    def reference_phrase(self) -> str:
         if None in self.values:
             return f"has no effect with {self.other}"
         return f"has an effect only with {_condition(self.other, self.values)}"
@@ -241,7 +241,7 @@ class Conflicts(Relation):
 
     @property
     @override
-    def phrase(self) -> str:
+    def reference_phrase(self) -> str:
         subject = "" if self.values is None else _condition("", self.values).removeprefix(" = ")
         other = self.other if self.other_values is None else _condition(self.other, self.other_values)
         return f"{subject} conflicts with {other}".strip()
@@ -282,7 +282,7 @@ def relations_text(key: str, relations: Relations) -> str:
         relations: Relations of all keys; those whose `key` is another one are left out.
     """
     objects: dict[str, list[str]] = {}  # what follows "conflicts with", or whole phrases
-    for phrase in dict.fromkeys(each.phrase for each in flattened(relations) if each.key == key):
+    for phrase in dict.fromkeys(each.reference_phrase for each in flattened(relations) if each.key == key):
         head, verb, rest = phrase.rpartition("conflicts with ")
         objects.setdefault(head + verb, []).append(rest)
     text = "; ".join(f"{verb}{(', ' if verb else '; ').join(rest)}" for verb, rest in objects.items())

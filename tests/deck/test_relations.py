@@ -45,7 +45,7 @@ def test_a_size_must_divide_another() -> None:
     assert sentences((relation,), layout={"tensor": 2}, model={"hidden": 64}) == []
     told = sentences((relation,), layout={"tensor": 3}, model={"hidden": 64})
     assert told == ["must divide model.hidden = 64 (1, 2, 4 or 8 would)"]
-    assert relation.phrase == "must divide model.hidden"
+    assert relation.reference_phrase == "must divide model.hidden"
 
 
 @pytest.mark.parametrize(("below", "least"), [(False, 9), (True, 8)])
@@ -67,7 +67,7 @@ def test_a_key_requires_a_value_of_another() -> None:
     assert sentences((module,), model={"blocks": "a.*"}) == ["requires model.module, which is not given"]
     above = Requires("batch.ramp_from", "batch.ramp_steps", Above(0))
     assert sentences((above,), batch={"ramp_from": 4}) == ["requires batch.ramp_steps above 0, but it is 0"]
-    assert [each.phrase for each in (zero, module, above)] == [
+    assert [each.reference_phrase for each in (zero, module, above)] == [
         "requires layout.zero = 2 or 3",
         "requires model.module",
         "requires batch.ramp_steps above 0",
@@ -97,7 +97,7 @@ def test_a_conflict_names_the_values_that_fit_all_relations() -> None:
     assert sentences(relations, optimizer={"name": "adam-mini"}) == []
     told = sentences(relations, optimizer={"name": "adam-mini"}, layout={"tensor": 2}, run={"trace": True})
     assert told == ['conflicts with layout.tensor = 2: why ("sgd" or "lion" would do)']
-    assert [each.phrase for each in flattened(relations)] == [
+    assert [each.reference_phrase for each in flattened(relations)] == [
         '"adam-mini" or "adafactor" conflicts with layout.tensor above 1',
         'other than "sgd", "lion" or "adam-mini" conflicts with run.trace',
     ]
