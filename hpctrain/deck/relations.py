@@ -100,7 +100,7 @@ class Relation(ABC):
         """Return True if a deck has both keys and the relation does not hold."""
 
     @abstractmethod
-    def sentence(self, deck: Deck) -> str:
+    def violation_text(self, deck: Deck) -> str:
         """Return the end of a sentence that begins with the key and its value, for a violated relation."""
 
     @property
@@ -123,7 +123,7 @@ class Divides(Relation):
         return isinstance(divisor, int) and isinstance(number, int) and number % divisor != 0
 
     @override
-    def sentence(self, deck: Deck) -> str:
+    def violation_text(self, deck: Deck) -> str:
         return must_divide(self.other, cast("int", deck.value(self.other)), cast("int", deck.value(self.key)))
 
     @property
@@ -150,7 +150,7 @@ class AtMost(Relation):
         return value >= limit if self.below else value > limit
 
     @override
-    def sentence(self, deck: Deck) -> str:
+    def violation_text(self, deck: Deck) -> str:
         return f"must be {self._bound} {_text_of(deck, self.other)}{self.reason()}"
 
     @property
@@ -174,7 +174,7 @@ class Requires(Relation):
         return value_of(deck, self.other) not in self.values and _is_changed(deck, self.key)
 
     @override
-    def sentence(self, deck: Deck) -> str:
+    def violation_text(self, deck: Deck) -> str:
         value = deck.value(self.other)
         instead = "is not given" if value is None else f"is {clipped(toml_value(value))}"
         joined = ", which" if value is None else ", but it"
@@ -202,7 +202,7 @@ class HasEffectWith(Relation):
         return value_of(deck, self.other) not in self.values and _is_changed(deck, self.key)
 
     @override
-    def sentence(self, deck: Deck) -> str:
+    def violation_text(self, deck: Deck) -> str:
         if isinstance(self.values, tuple) and (None in self.values or len(self.values) > MOST_LISTED):
             condition = f"with {_text_of(deck, self.other)}"
         else:
@@ -236,7 +236,7 @@ class Conflicts(Relation):
         return _is_among(deck, self.key, self.values) and _is_among(deck, self.other, self.other_values)
 
     @override
-    def sentence(self, deck: Deck) -> str:
+    def violation_text(self, deck: Deck) -> str:
         return f"conflicts with {_text_of(deck, self.other)}{self.reason()}"
 
     @property
@@ -259,7 +259,7 @@ def relation_problems(deck: Deck, relations: Relations) -> Iterator[DeckProblem]
     for entry in relations:
         chain = entry if isinstance(entry, tuple) else (entry,)
         if broken := next((each for each in chain if each.is_violated(deck)), None):
-            sentence = broken.sentence(deck)
+            sentence = broken.violation_text(deck)
             if isinstance(broken, Conflicts):
                 sentence += _hint(deck, broken, relations)
             others = (broken.other, *broken.also)
