@@ -83,14 +83,14 @@ class Relation(ABC):
         key: Full name of the key that a problem is reported for.
         other: Full name of the key that it depends on.
         because: Reason, as the end of a sentence after a colon; "" if the relation explains itself.
-        also: Further keys that a problem depends on.
+        further_keys: Further keys that a problem depends on.
         for_new_decks: True if a run that stored these values may continue.
     """
 
     key: str
     other: str
     because: str = field(default="", kw_only=True)
-    also: tuple[str, ...] = field(default=(), kw_only=True)
+    further_keys: tuple[str, ...] = field(default=(), kw_only=True)
     for_new_decks: bool = field(default=False, kw_only=True)
 
     no_effect: ClassVar[bool] = False
@@ -262,7 +262,7 @@ def relation_problems(deck: Deck, relations: Relations) -> Iterator[DeckProblem]
             sentence = broken.violation_text(deck)
             if isinstance(broken, Conflicts):
                 sentence += _hint(deck, broken, relations)
-            others = (broken.other, *broken.also)
+            others = (broken.other, *broken.further_keys)
             yield DeckProblem(broken.key, sentence, others, broken.for_new_decks, broken.no_effect)
 
 

@@ -36,7 +36,7 @@ def sentences(relations: Relations, **keys: dict[str, object]) -> list[str]:
 
 def test_all_relations_are_of_keys_that_exist() -> None:
     for relation in flattened(RELATIONS + TRANSFORMER_RELATIONS):
-        for name in (relation.key, relation.other, *relation.also):
+        for name in (relation.key, relation.other, *relation.further_keys):
             assert field_of(name) is not None, (name, relation)
 
 

@@ -158,7 +158,7 @@ RELATIONS: Relations = (
             "layout.zero_group",
             _COMPRESS,
             because="gradients would be summed exactly between groups",
-            also=("layout.zero",),
+            further_keys=("layout.zero",),
         ),
     ),
     Conflicts("layout.local_steps", _SERVER, because="workers have no weights of their own for local steps"),

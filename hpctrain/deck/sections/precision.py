@@ -111,7 +111,7 @@ RELATIONS: Relations = (
             None,
             ("row", "block", "mx"),
             because="ranks divide elements with a common scale, and transposed matrices have other scales",
-            also=(_COMPUTE, "layout.zero"),
+            further_keys=(_COMPUTE, "layout.zero"),
         ),
     ),
     (
