@@ -97,19 +97,31 @@ class Relation(ABC):
 
     @abstractmethod
     def is_violated(self, deck: Deck) -> bool:
-        """Return True if a deck has both keys and the relation does not hold."""
+        """Return True if the relation does not hold in a deck.
+
+        It always holds in a deck without the table of `key`. Without the table of `other`, the value of that
+        key counts as None: `Requires` and `HasEffectWith` are violated unless they allow None, all others
+        hold.
+        """
 
     @abstractmethod
     def violation_text(self, deck: Deck) -> str:
-        """Return the end of a sentence that begins with the key and its value, for a violated relation."""
+        """Return the message about a deck in which the relation does not hold.
+
+        It completes a sentence that begins with `key` and its value, such as "requires layout.zero = 3, but
+        it is 0".
+        """
 
     @property
     @abstractmethod
     def reference_phrase(self) -> str:
-        """The relation in a few words for the reference of all keys, such as "requires layout.zero = 3"."""
+        """The relation in a few words for the reference of all keys, such as "requires layout.zero = 3".
+
+        `key` itself is not named.
+        """
 
     def reason(self) -> str:
-        """Return the reason with a colon before it; "" if there is none."""
+        """Return `because` after a colon, such as ": experts have no biases"; "" if there is none."""
         return f": {self.because}" if self.because else ""
 
 
