@@ -49,7 +49,7 @@ def batch_size_problems(
 ) -> Iterator[DeckProblem]:
     """Yield a problem for each batch size that does not divide into micro-batches on `data_ranks` data ranks.
 
-    A size has to be a multiple of batch.micro_size x data_ranks. 0 is one.
+    A size has to be a multiple of batch.micro_size x data_ranks, or 0.
 
     Args:
         deck: The deck, whose batch.micro_size counts.

@@ -68,8 +68,8 @@ def patterns_in_value(tokens: object) -> tuple[str, ...]:
 def dataset_entries(deck: Deck) -> tuple[DatasetEntry, ...]:
     """Return the entries of a valid deck's mixture in order, whose shares add up to 1. No file is read.
 
-    A deck without a mixture has one entry with the files of data.tokens, whose name is that of the first
-    file. Do not call this for a deck with a dataset.
+    A deck without a mixture has one entry with the files of data.tokens, named after the first file without
+    its suffix. Do not call this for a deck with a dataset.
     """
     if deck.data.mixture is None:
         names = patterns_in_value(deck.data.tokens)
