@@ -27,7 +27,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.launch import clean_environment, launcher
@@ -50,12 +50,12 @@ _DRAWN = re.compile(r"[\u2500-\u259f\u2800-\u28ff=_-]{3,}|[\u2500-\u259f\u2800-\
 
 @dataclass
 class PageCommand:
-    """A command of a page, what the page shows below it, and how it is run."""
+    """A command of a page, what the page shows below it, its exit code, and whether it needs a cluster."""
 
     text: str
     shown: list[str] = field(default_factory=list)
     exit_code: int = 0
-    hidden: bool = False
+    cluster: bool = False
 
 
 @dataclass
@@ -72,31 +72,27 @@ def page_fixtures(text: str) -> list[str]:
     return first[1].split(", ") if first else []
 
 
-def page_steps(text: str, *, cluster: bool = False) -> Iterator[PageCommand | PageFile]:
-    """Yield the commands and files of a page in their order.
-
-    Args:
-        text: The Markdown text.
-        cluster: True to yield the blocks for the cluster instead of all others.
-    """
+def page_steps(text: str) -> Iterator[PageCommand | PageFile]:
+    """Yield the commands and files of a page in their order, without those that are skipped."""
     notes: list[str] = []
     for block in _BLOCK.finditer(text):
         if block["note"] is not None:
             notes.append(block["note"])
             if block["note"].startswith("$ "):
-                yield PageCommand(block["note"][2:], hidden=True)
+                yield PageCommand(block["note"][2:])
             continue
         language, _, rest = block["head"].partition(" ")
         title = re.search(r'title="([^"]+)"', rest)
-        skipped = any(note.startswith("skip ") for note in notes) or ("cluster" in notes) != cluster
-        if title and language != "console" and not any(note.startswith("skip ") for note in notes):
-            yield PageFile(title[1], block["body"])
-        elif language == "console" and not skipped:
+        if any(note.startswith("skip ") for note in notes):
+            pass
+        elif language == "console":
             commands = list(block_commands(block["body"]))
             codes = [int(note.split()[1]) for note in notes if note.startswith("exit ")]
             if codes and commands:
                 commands[-1].exit_code = codes[0]
-            yield from commands
+            yield from (replace(command, cluster="cluster" in notes) for command in commands)
+        elif title:
+            yield PageFile(title[1], block["body"])
         notes = []
 
 
@@ -145,7 +141,7 @@ def follow_page(text: str, folder: Path, fixture: Callable[[str, Path], None]) -
     for step in page_steps(text):
         if isinstance(step, PageFile):
             write_file(step, folder)
-        else:
+        elif not step.cluster:
             problems += run_command(step, folder)
     return problems
 
@@ -174,14 +170,19 @@ def execute(command: PageCommand, folder: Path) -> subprocess.CompletedProcess[s
 def run_command(command: PageCommand, folder: Path) -> list[str]:
     """Run a command in a folder, and return how its exit code and output differ from what is expected."""
     done = execute(command, folder)
+    return differences(command, done.returncode, done.stdout)
+
+
+def differences(command: PageCommand, exit_code: int, output: str) -> list[str]:
+    """Return a text about how exit code and output of a command differ from the page; [] if they do not."""
     problems = []
-    if done.returncode != command.exit_code:
-        problems.append(f"exit code {done.returncode} instead of {command.exit_code}")
-    if command.shown and not (shows(command.shown, done.stdout.splitlines())):
+    if exit_code != command.exit_code:
+        problems.append(f"exit code {exit_code} instead of {command.exit_code}")
+    if command.shown and not shows(command.shown, output.splitlines()):
         problems.append("the output differs from the page")
     if not problems:
         return []
-    told = "\n".join(f"    {line}" for line in done.stdout.splitlines())
+    told = "\n".join(f"    {line}" for line in output.splitlines())
     return [f"$ {command.text}\n  {'; '.join(problems)}. It printed:\n{told}"]
 
 
