@@ -224,12 +224,12 @@ def descriptor_of(path: str | Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 
     Args:
         path: The file or folder.
-        flags: Flags of open(2).
+        flags: Flags of open(2). A file that it creates is not executable.
 
     Raises:
         OSError: It cannot be opened. The error names it.
     """
-    descriptor = os.open(path, flags)
+    descriptor = os.open(path, flags, 0o666)
     try:
         yield descriptor
     finally:

@@ -7,6 +7,7 @@ import pytest
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files import (
+    descriptor_of,
     distinct,
     is_unfit,
     open_regular,
@@ -82,3 +83,9 @@ def test_json_that_cannot_be_read_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - one class for all
         parse_json(text)
     assert "sys." not in str(caught.value)
+
+
+def test_created_files_are_not_executable(tmp_path: Path) -> None:
+    with descriptor_of(tmp_path / "new", os.O_RDWR | os.O_CREAT):
+        pass
+    assert not os.access(tmp_path / "new", os.X_OK)
