@@ -63,7 +63,7 @@ def test_unknown_page_is_an_error_with_a_hint(guide: Guide) -> None:
         HpctrainError, match=r'guide prepare-dta: no such page \(did you mean "prepare-data"\?'
     ):
         guide.page("prepare-dta")
-    with pytest.raises(HpctrainError, match=r"guide zero: no such page \(pages that mention it: .*glossary"):
+    with pytest.raises(HpctrainError, match=r"guide zero: no such page \(pages that mention it: "):
         guide.page("zero")
     with pytest.raises(HpctrainError, match=r"no such page \(`hpctrain guide` lists all pages\)"):
         guide.page("xylophone")
