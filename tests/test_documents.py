@@ -33,17 +33,18 @@ MODULE = {"module": "my_model.py:build"}
 OPTIONS_WITHOUT_KEY = ("KEY", "RUN", "DECK")
 
 
-def blocks(path: Path, *languages: str) -> list[str]:
-    """Return the code blocks of a document that are in one of these languages."""
+def blocks(path: Path, *languages: str, titled: bool = True) -> list[str]:
+    """Return the code blocks of a document that are in one of these languages, also those with a title."""
     found = re.findall(
-        r"^```(\w*)[^\n]*\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        r"^```(\w*)([^\n]*)\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
-    return [body for language, body in found if language in languages]
+    return [body for language, rest, body in found if language in languages and (titled or not rest.strip())]
 
 
 def deck_blocks() -> Iterator[Any]:
+    """Yield the decks of documents, but not those with a title: tests/guide/test_commands.py uses these."""
     for path in DOCUMENTS:
-        for number, body in enumerate(blocks(path, "toml")):
+        for number, body in enumerate(blocks(path, "toml", titled=False)):
             yield pytest.param(body, id=f"{path.relative_to(ROOT)}-{number}")
 
 
