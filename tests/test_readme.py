@@ -18,6 +18,12 @@ DOCUMENTS = sorted(
 )
 
 
+GENERATED_PAGES = [
+    ROOT / f"hpctrain/guide/reference/{name}.md" for name in ("deck-keys", "verbs", "python-api")
+]
+"""Pages of the guide that have no file, but to which others link."""
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.encode()) <= 12_000
 
@@ -34,8 +40,8 @@ def test_the_architecture_page_is_short_and_has_short_sentences() -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)\)", path.read_text(encoding="utf-8"))
-    missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
-    assert missing == []
+    targets = [(path.parent / link).resolve() for link in links if "://" not in link]
+    assert [target for target in targets if target not in GENERATED_PAGES and not target.exists()] == []
 
 
 def test_every_path_on_the_map_is_there() -> None:
