@@ -217,6 +217,12 @@ def test_models(arguments: str, expected: dict[str, object]) -> None:
         ),
         ("--lr-decay-style constant --lr 1e-3 --min-lr 1e-5", {"decay": "constant", "peak": 1e-3}),
         ("--lr-decay-style inverse-square-root", {"learning_rate.decay": "inverse-sqrt"}),
+        ("--lr-decay-style constant --lr-decay-iters 7", {"learning_rate.decay": "constant"}),
+        ("--lr-decay-iters 7", {"learning_rate.decay_steps": 7}),
+        (
+            "--optimizer muon --adam-beta1 0.8 --adam-eps 1e-6",
+            {"name": "muon", "optimizer.muon.beta1": 0.8, "optimizer.muon.epsilon": 1e-6},
+        ),
         (
             "--rampup-batch-size 16 16 96 --global-batch-size 64",
             {"global_size": 64, "ramp_from": 16, "ramp_steps": 2 + 1 + 0},
@@ -345,18 +351,24 @@ def test_defaults_of_megatron_are_marked() -> None:
 
 def test_defaults_depend_on_the_optimizer() -> None:
     asked = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --global-batch-size 8"
-    for optimizer, momentum in (("adam", 0.0), ("sgd", 0.9), ("lion", 0.0)):
+    for optimizer, momentum in (("adam", 0.0), ("sgd", 0.9), ("lion", 0.0), ("muon", 0.0)):
         result = convert_script(
             f"{asked} --micro-batch-size 1 --train-iters 10 --lr 1e-3 --optimizer {optimizer}"
         )
         assert ("optimizer.adamw.beta2" in result.keys) == (optimizer == "adam")
+        assert ("optimizer.muon.beta2" in result.keys) == (optimizer == "muon")
         assert result.keys.get("optimizer.sgd.momentum", 0.0) == momentum
     (queries,) = (convert_script(f"{asked} --group-query-attention").keys["model.key_value_heads"],)
     assert queries == 1
 
 
 def test_every_key_exists() -> None:
-    made = {key for rule in megatron_table().rules.values() for key in rule.keys}
+    made = {
+        key.format(optimizer=optimizer)
+        for rule in megatron_table().rules.values()
+        for key in rule.keys
+        for optimizer in ("adamw", "muon")
+    }
     assert {key for key in made if field_of(key) is None} == set()
     assert len(made) > 60
     table = megatron_table()
