@@ -47,7 +47,11 @@ def converted_deck(source: str) -> str:
     name, content = ("arguments", source) if source.startswith("--") else (Path(source).name, _read(source))
     if content.lstrip().startswith("{"):
         return _text(name, convert_configuration(_configuration(source, content)))
-    if not parse_arguments(content):
+    try:
+        arguments = parse_arguments(content)
+    except ValueError as error:
+        raise HpctrainError(f"{name}: {error}") from None
+    if not arguments:
         raise HpctrainError(
             f"{source}: is neither a DeepSpeed configuration (JSON, such as ds_config.json) nor has it"
             " arguments of Megatron-LM (such as --num-layers 24)"

@@ -39,6 +39,9 @@ _PIECE = re.compile(
 _QUOTED_PIECE = re.compile(r"\\([\"\\$`])|.", re.DOTALL)
 _OPENING = frozenset({"if", "case", "for", "while", "until"})
 _CLOSING = frozenset({"fi", "esac", "done"})
+MAX_EXPRESSIONS = 100
+"""Largest number of nested expressions."""
+
 _LARGEST = 1 << 63
 """Bound of the absolute value of numbers in shell arithmetic."""
 
@@ -54,6 +57,9 @@ def parse_arguments(script: str) -> dict[str, object]:
         as "--num-layers". Several values are joined by blanks. The last one counts where an argument occurs
         more than once. Variables that the script sets are expanded; others stay ("$NODES"). It is empty if
         the text has no arguments.
+
+    Raises:
+        ValueError: More than MAX_EXPRESSIONS expressions are nested, as in `${A:-${B:-1}}`.
     """
     reader = _ScriptReader()
     reader.read(script)
@@ -73,6 +79,8 @@ class _ScriptReader:
         """Quoted words with arguments that are being read, from outside to inside."""
         self._depth = 0
         """Number of conditions and loops around the current command."""
+        self._expressions = 0
+        """Number of expressions around the current one."""
 
     def read(self, script: str) -> None:
         """Read the text of a script: update the variables and `arguments`.
@@ -132,6 +140,15 @@ class _ScriptReader:
             self._depth += (word in _OPENING) - (word in _CLOSING and self._depth > 0)
 
     def _expand(self, expression: str) -> str:
+        """Return the value of an expression as `_value` does, and count how deeply it is nested."""
+        self._expressions += 1
+        if self._expressions > MAX_EXPRESSIONS:
+            raise ValueError(f"has more than {MAX_EXPRESSIONS} nested expressions, such as ${{A:-${{B:-1}}}}")
+        value = self._value(expression)
+        self._expressions -= 1
+        return value
+
+    def _value(self, expression: str) -> str:
         """Return the value of what follows a dollar sign: a name, `name[@]`, `name:-default` or `((...))`.
 
         What the script does not set stays as it is, with its dollar sign.

@@ -64,6 +64,12 @@ def test_missing_required_keys_are_comments(tmp_path: Path) -> None:
         (b"\xff\xfe\x00", "is not UTF-8 text"),
         (b'{"a":' * 100_000, "is not JSON: nested too deeply"),
         (b"--num-layers 2\n" * 100_000, "too large"),
+        (
+            b"--x " + b"${x:-" * 3000 + b"}" * 3000,
+            "x: has more than 100 nested expressions, such as ${A:-${B",
+        ),
+        (b"--x " + b"$((1+" * 3000 + b"))" * 3000, "x: has more than 100 nested expressions"),
+        (b"--x '" + b"${x:-" * 3000 + b"}" * 3000 + b" --y'", "x: has more than 100 nested expressions"),
     ],
 )
 def test_other_files_are_errors(tmp_path: Path, content: bytes, message: str) -> None:
