@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from hpctrain.deck.key import Section, field_text, selecting_key, table_class
-from hpctrain.deck.schema import fields, sections, tables
+from hpctrain.deck.schema import field_of, fields, sections, tables
 from hpctrain.deck.sources import toml_value
 from hpctrain.text import either, nearest
 
@@ -30,7 +30,7 @@ def expected_value(field: FieldInfo) -> str:
     if get_origin(kind) is dict:
         return either(["a table of its own", *map(toml_value, _choices(field))])
     if table_class(field) is not None:
-        return "a table of its own" + ', or "none"' * (not selecting_key(field))
+        return "a table of its own" + ', or "none" to have no such table' * (not selecting_key(field))
     if row_section(field) is not None:
         return "tables in a row, such as [[evaluation]]"
     if get_origin(kind) is tuple:
@@ -96,6 +96,8 @@ def value_hint(value: object, field: FieldInfo) -> str:
     match value:
         case bool():
             return f", not {toml_value(value)}"
+        case str() if table_class(field) is not None and not selecting_key(field):
+            return f", not {toml_value(value)}"
         case str() if kind is not str and field_text(field, "unit") not in {"bytes", "seconds"}:
             return f", not text{_without_quotes(value)}"
         case int() | float() if kind is str:
@@ -104,6 +106,8 @@ def value_hint(value: object, field: FieldInfo) -> str:
             if value.is_integer():
                 return f" (write {int(value)})"
             return ", not a fraction" if isfinite(value) else ""
+        case list() if table_class(field) is not None and all(isinstance(row, dict) for row in value):
+            return ", not a list of tables (write its name in single brackets, not in [[ ]])"
         case list():
             return "" if get_origin(kind) is tuple or accepts_list(field) else ", not a list"
         case dict():
@@ -123,6 +127,10 @@ def unknown_key(table: str, name: str) -> str:
         table: Full name of the table in which it was given; "" for the top of the deck.
         name: Name of the key.
     """
+    if "." in name and field_of(unquoted := f"{table}.{name}".lstrip(".")) is not None:
+        return f"unknown key (write {unquoted} without quotes)"
+    if field_of(name) is not None:
+        return f"unknown key (did you mean {name.rpartition('.')[2]} in [{name.rpartition('.')[0]}]?)"
     homes = [f"{home}.{name}" for home in tables() if name in fields(home)]
     own = nearest(name, fields(table)) if table in tables() else None
     if homes and not (own and "." in table):

@@ -47,8 +47,6 @@ class Place:
         override: The `--set` argument that gave the key; None if the file did.
         value: Value that was written there.
         note: How a key that was not written got its value, such as "from the preset"; "" if it was written.
-        order: Number of the file or the `--set` argument in the order in which they are applied: the key with
-            the larger one takes precedence.
     """
 
     file: str
@@ -56,7 +54,6 @@ class Place:
     override: str | None = None
     value: object = None
     note: str = ""
-    order: int = field(default=0, compare=False)
 
     @property
     def prefix(self) -> str:

@@ -43,7 +43,13 @@ MOST_VALUES = 20_000
 LONGEST_TEXT = 4096
 """Largest number of characters of a text or name, as of a file's path."""
 
-_MOST_DIGITS = 70
+INTEGER_BITS = 63
+"""Largest number of bits of an integer of a deck, without the sign."""
+
+MOST_BITS = 4096
+"""Number of bits that any integer of _MOST_DIGITS digits has at most."""
+
+_MOST_DIGITS = 1000
 
 _BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 _SPACE = re.compile(r"[ \t]*")
@@ -87,8 +93,12 @@ class BoundError(ValueError):
         super().__init__(f"line {line}: {'.'.join(path)}: {reason}")
 
 
-def parse_toml(text: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+def parse_toml(text: str, bits: int = INTEGER_BITS) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """Parse the text of a deck.
+
+    Args:
+        text: The text.
+        bits: Largest number of bits of an integer, without the sign.
 
     Returns:
         The values as Python's TOML parser returns them, and the line number (counted from 1) of each key and
@@ -99,7 +109,7 @@ def parse_toml(text: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """
     lines: dict[KeyPath, int] = {}
     try:
-        lines = key_lines(text)
+        lines = key_lines(text, bits)
     except BoundError as error:
         key = ".".join(error.path[:2])
         raise TomlError(error.line, f"{clipped(key)}: {error.reason}" if key else error.reason) from None
@@ -168,27 +178,60 @@ def _syntax_error(text: str, message: str) -> TomlError:
     reason = clipped(message[: match.start()] if match else message)
     rows = text.rstrip("\n").split("\n")
     line = int(match[1]) if match and match[1] else len(rows)
-    shown = clipped(rows[min(line, len(rows)) - 1].strip())
+    row = rows[min(line, len(rows)) - 1]
+    column = int(match[2]) - 1 if match and match[2] else len(row)
+    shown = clipped(row.strip())
     twice = re.fullmatch(r"Cannot declare \((.*)\) twice", reason)
     if twice:
         key = ".".join(re.findall(r"'([^']*)'", twice[1]))
         return TomlError(line, f"{key} is given twice: {shown}")
-    hints = {"Invalid value": " (text needs quotes)", r"Illegal character '\n'": " (a quote is not closed)"}
-    return TomlError(line, f"not TOML: {reason[:1].lower()}{reason[1:]}{hints.get(reason, '')}: {shown}")
+    remedy = _remedy(reason, row[:column], row[column:])
+    return TomlError(
+        line, f"not TOML: {reason[:1].lower()}{reason[1:]}{f' ({remedy})' if remedy else ''}: {shown}"
+    )
 
 
-def key_lines(text: str) -> dict[KeyPath, int]:
+def _remedy(reason: str, before: str, rest: str) -> str:
+    """Return what to write instead, or what is wrong in plain words; "" if it is not known.
+
+    Args:
+        reason: Message of the parser.
+        before: Beginning of the line, up to the place of the error.
+        rest: Rest of the line.
+    """
+    word = re.match(r"[\[\s]*(true|false)\b", rest, re.IGNORECASE)
+    ends = re.fullmatch(r"\s*(#.*)?", rest) is not None
+    in_braces = reason == "Unclosed inline table" or before.rstrip()[-1:] in {",", "{"}
+    match reason:
+        case "Invalid value" if word:
+            return f"write {word[1].lower()}"
+        case "Invalid value" if re.match(r"[+-]?\.\d", rest):
+            return "write a digit before the point"
+        case "Invalid value":
+            return "text needs quotes"
+        case r"Illegal character '\n'":
+            return "a quote is not closed"
+        case "Unclosed inline table" | "Invalid initial character for a key part" if ends and in_braces:
+            return "a table in braces must end on the line where it begins; [section.table] can have several"
+    return ""
+
+
+def key_lines(text: str, bits: int = INTEGER_BITS) -> dict[KeyPath, int]:
     """Return the line number, counted from 1, of each key and table header by its path.
 
     A path is a tuple such as ("batch", "micro_size"). Implied tables (`a.b = 1` implies `a`) have the line
     where they first occur. Items of lists of tables are numbered from 0: ("servers", "0", "name").
+
+    Args:
+        text: The text.
+        bits: Largest number of bits of an integer, without the sign.
 
     Raises:
         BoundError: The text exceeds a bound.
         ValueError: The text is not TOML.
     """
     lines: dict[KeyPath, int] = {}
-    for path, line in key_mentions(text):
+    for path, line in key_mentions(text, bits):
         for length in range(1, len(path) + 1):
             lines.setdefault(path[:length], line)
     return lines
@@ -204,24 +247,28 @@ def first_repeated(text: str) -> tuple[KeyPath, int, int] | None:
     """
     seen: dict[KeyPath, int] = {}
     with suppress(ValueError):
-        for path, line in key_mentions(text):
+        for path, line in key_mentions(text, MOST_BITS):
             if path in seen:
                 return path, seen[path], line
             seen[path] = line
     return None
 
 
-def key_mentions(text: str) -> list[tuple[KeyPath, int]]:
+def key_mentions(text: str, bits: int) -> list[tuple[KeyPath, int]]:
     """Return the path of each key and table header with its line, counted from 1, in the order of the text.
 
     A path that occurs several times is in the result several times. Keys of inline tables are included,
     tables that are only implied (`a.b = 1` implies `a`) are not.
 
+    Args:
+        text: The text.
+        bits: Largest number of bits of an integer, without the sign.
+
     Raises:
-        BoundError: The text exceeds a bound, or contains an integer of more than 64 bits.
+        BoundError: The text exceeds a bound.
         ValueError: The text is not TOML.
     """
-    scanner = _Scanner(text)
+    scanner = _Scanner(text, bits)
     scanner.document()
     return scanner.mentions
 
@@ -229,8 +276,9 @@ def key_mentions(text: str) -> list[tuple[KeyPath, int]]:
 class _Scanner:
     """Scanner of a text. `at` is the index of the next character, and `path` is the current key."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, bits: int) -> None:
         self.text = text
+        self.bits = bits
         self.at = 0
         self.line = 1
         self.counted = 0
@@ -327,7 +375,7 @@ class _Scanner:
             case _:
                 first = self.at
                 self._skip(_SCALAR)
-                if not fits_64_bits(self.text[first : self.at].strip()):
+                if not is_within(self.text[first : self.at].strip(), self.bits):
                     raise self._bound_error("must be below 2^63")
 
     def _items(self, closing: str) -> Iterator[int]:
@@ -377,17 +425,22 @@ class _Scanner:
         return BoundError(self.path, self._line(), reason)
 
 
-def fits_64_bits(scalar: str) -> bool:
-    """Return False for an integer in TOML notation that is not from -2^63 to 2^63 - 1, else True.
-
-    It is True for any other text, too.
-    """
+def is_within(scalar: str, bits: int = INTEGER_BITS) -> bool:
+    """Return False for an integer in TOML notation with more bits, without the sign; True for other text."""
     digits = scalar.replace("_", "").lower()
     if _INTEGER.fullmatch(digits) is None:
         return True
     if len(digits.lstrip("+-0xob")) > _MOST_DIGITS:
         return False
     try:
-        return -(1 << 63) <= int(digits, 0) < 1 << 63
+        return has_bits(int(digits, 0), bits)
     except ValueError:
         return True  # "007" is an integer in Python no more than in TOML
+
+
+def has_bits(value: object, bits: int = INTEGER_BITS) -> bool:
+    """Return True if all integers in a value, which may be a list or a table, are in [-2^bits, 2^bits)."""
+    if isinstance(value, list | dict):
+        items = value.values() if isinstance(value, dict) else value
+        return all(has_bits(item, bits) for item in items)
+    return not isinstance(value, int) or -(1 << bits) <= value < 1 << bits

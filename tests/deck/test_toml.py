@@ -11,6 +11,8 @@ from hypothesis import strategies as some
 from hpctrain.deck.toml import first_repeated, key_lines
 from tests.deck.small_text import problems
 
+BRACES = "a table in braces must end on the line where it begins; [section.table] can have several"
+
 
 @pytest.mark.parametrize(
     ("text", "message"),
@@ -29,6 +31,26 @@ from tests.deck.small_text import problems
             '[run]\ntitle = "a\nsteps = 1\n',
             "deck.toml:2: not TOML: illegal character '\\n' (a quote is not closed): title = \"a",
         ),
+        ("[run]\ntrace = True # x\n", "deck.toml:2: not TOML: invalid value (write true): trace = True # x"),
+        ("[run]\na = [ FALSE]\n", "deck.toml:2: not TOML: invalid value (write false): a = [ FALSE]"),
+        (
+            "[run]\nepochs = .5\n",
+            "deck.toml:2: not TOML: invalid value (write a digit before the point): epochs = .5",
+        ),
+        (
+            "[optimizer]\nmuon = {momentum = 0.9, # x\nnesterov = true}\n",
+            f"deck.toml:2: not TOML: invalid initial character for a key part ({BRACES}): "
+            "muon = {momentum = 0.9, # x",
+        ),
+        (
+            "[optimizer]\nmuon = {\nnesterov = true}\n",
+            f"deck.toml:2: not TOML: invalid initial character for a key part ({BRACES}): muon = {{",
+        ),
+        (
+            "[optimizer]\nmuon = {momentum = 0.9\n, nesterov = true}\n",
+            f"deck.toml:2: not TOML: unclosed inline table ({BRACES}): muon = {{momentum = 0.9",
+        ),
+        ("a.\nb = 1\n", "deck.toml:1: not TOML: invalid initial character for a key part: a."),
         ("run.seed = 1\n[run]\n", "deck.toml:2: run is given twice: [run]"),
         ("[run]\nsteps = 1\n\n[run]\n", "deck.toml:4: run is given twice, first on line 1"),
     ],

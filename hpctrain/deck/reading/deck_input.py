@@ -11,12 +11,27 @@ from typing import Any
 from hpctrain.deck.code import CodeEntry
 from hpctrain.deck.key import expand_user_path
 from hpctrain.deck.key_messages import accepts_list, unknown_key, unknown_section, value_type
-from hpctrain.deck.reading.nested import look_up, remove, table_in
-from hpctrain.deck.reading.old_keys import RenamedKey, current_field, new_names, old_names, renamed_word
+from hpctrain.deck.reading.nested import leaf_names, look_up, remove, table_in
+from hpctrain.deck.reading.old_keys import (
+    NONE,
+    RenamedKey,
+    current_field,
+    optional_tables,
+    other_names,
+    renamed_word,
+)
 from hpctrain.deck.run_length import LENGTHS
 from hpctrain.deck.schema import sections, tables
-from hpctrain.deck.sources import Place, Sources, clipped, toml_value
-from hpctrain.deck.toml import MAX_DECK_BYTES, TomlError, parse_argument, parse_toml
+from hpctrain.deck.sources import Place, Sources, clipped, toml_key, toml_value
+from hpctrain.deck.toml import (
+    INTEGER_BITS,
+    MAX_DECK_BYTES,
+    MOST_BITS,
+    TomlError,
+    has_bits,
+    parse_argument,
+    parse_toml,
+)
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import is_unfit, read_text
 from hpctrain.text import command
@@ -43,6 +58,7 @@ class DeckInput:
         too_many_files: True if the problem of too many files was reported.
         trusted_code: Code that a stored deck may call; None for a deck that the user passed.
         renamed: Keys that the deck has by their old names.
+        refused: Keys whose values are reported already and were left out.
     """
 
     def __init__(self, name: str, includes: bool = True) -> None:
@@ -57,7 +73,7 @@ class DeckInput:
         self.too_many_files = False
         self.trusted_code: frozenset[CodeEntry] | None = None
         self.renamed: list[RenamedKey] = []
-        self._order = 0  # of the file or argument that is being applied
+        self.refused: set[str] = set()
 
     def add_problem(self, place: Place, text: str, *, file_missing: bool = False) -> None:
         """Add a problem to `problems`. Nothing is raised before `raise_problems` is called.
@@ -150,12 +166,9 @@ class DeckInput:
             include = "" if include_place is None else f"{include_place.prefix}: include: "
             shown = clipped(name if name.isprintable() else toml_value(name))
             sentence = f"{include}{shown}: cannot be read: {reason}"
-            unfit = is_unfit(error)
-            if isinstance(error, IsADirectoryError):
-                unfit = include_place is not None
-                if not unfit:
-                    sentence += f"; a deck is a file, and {command('resume', name)} resumes a run"
-            self.add_problem(include_place or Place(name), sentence, file_missing=not unfit)
+            if isinstance(error, IsADirectoryError) and include_place is None:
+                sentence += f"; a deck is a file, and {command('resume', name)} resumes a run"
+            self.add_problem(include_place or Place(name), sentence, file_missing=not is_unfit(error))
         else:
             self.read_text(text, path, name, chain)
 
@@ -172,13 +185,16 @@ class DeckInput:
         """
         self.files.append(name)
         try:
-            values, lines = parse_toml(text)
+            values, paths = parse_toml(text, MOST_BITS)
         except TomlError as error:
             place = Place(name, error.line)
             self.report(place, error.reason)
             return
+        lines: dict[str, int] = {}
+        for names, line in paths.items():
+            lines.setdefault(".".join(map(toml_key, names)), line)
         include = values.pop("include", [])
-        include_place = Place(name, lines.get(("include",)), value=include)
+        include_place = Place(name, lines.get("include"), value=include)
         bases = [include] if isinstance(include, str) else include
         if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
             shown = clipped(toml_value(include))
@@ -189,7 +205,7 @@ class DeckInput:
             bases = []
         for base in bases:
             self._include(base, path, name, chain, include_place)
-        self._order += 1
+        self._remove_other_names(values)
         for section, table in values.items():
             self._add_section(section, table, name, lines)
 
@@ -207,11 +223,10 @@ class DeckInput:
             self.too_many_files = True
             self.report(include_place, f"include: with this the deck has more than {MOST_FILES} files")
 
-    def _add_section(
-        self, section: str, table: object, name: str, lines: Mapping[tuple[str, ...], int]
-    ) -> None:
-        """Add the keys of a section of the file `name`, whose keys have these `lines`."""
-        self.places[section] = Place(name, lines.get((section,)), value=table, order=self._order)
+    def _add_section(self, section: str, table: object, name: str, lines: Mapping[str, int]) -> None:
+        """Add the keys of a section of the file `name`, whose keys have these `lines` by full name."""
+        full = toml_key(section)
+        self.places[full] = Place(name, lines.get(full), value=table)
         written, table = table, section_of_value(section, table)
         if not isinstance(table, dict):
             self.values[section] = table
@@ -221,16 +236,16 @@ class DeckInput:
             self._replace_length(table)
 
         def place(path: str, value: object) -> Place:
-            parts = path.split(".")
-            known = (line for end in range(len(parts), 1, -1) if (line := lines.get(tuple(parts[:end]))))
-            line = next(known, lines.get((section,)) if written is not table else None)
-            return Place(name, line, value=value, order=self._order)
+            while path not in lines and path != full:
+                path = path.rpartition(".")[0]
+            has_line = path != full or written is not table
+            return Place(name, lines.get(path) if has_line else None, value=value)
 
         self.values[section] = below = below if isinstance(below, dict) else {}
-        self._merge(section, below, table, place)
+        self._merge(full, below, table, place)
         if isinstance(written, list):
-            rows = (path for path in lines if path[0] == section and len(path) > 1)
-            self.places |= {".".join(path): Place(name, lines[path]) for path in rows}
+            rows = {path: Place(name, line) for path, line in lines.items() if path.startswith(f"{section}.")}
+            self.places |= rows
 
     def _merge(
         self,
@@ -244,8 +259,13 @@ class DeckInput:
             if choice in table:
                 self._drop_choice(path, choice, table[choice])
         for key, value in table.items():
-            full = f"{path}.{key}"
+            full = f"{path}.{toml_key(key)}"
             self.places[full] = place(full, value)
+            is_table = full in tables() and isinstance(value, dict)
+            if not is_table and current_field(full) is not None and not has_bits(value):
+                self.report_key(full, value, f"must be below 2^{INTEGER_BITS}")
+                self.refused.add(full)
+                continue
             now, renamed = renamed_word(full, value, self.places[full])
             self.renamed += [] if renamed is None else [renamed]
             if full in tables() and isinstance(now, dict):
@@ -293,10 +313,9 @@ class DeckInput:
                 or a word or list for a section, such as "layout=auto".
         """
         self.arguments.append(argument)
-        self._order += 1
         name, equals, text = argument.partition("=")
         section, dot, key = name.strip().partition(".")
-        place = Place(self.name, override=argument, order=self._order)
+        place = Place(self.name, override=argument)
         if not equals or not section or (dot and not key):
             self.report(place, "must be written as section.key=value, such as batch.micro_size=4")
         elif section == "include":
@@ -346,11 +365,29 @@ class DeckInput:
             self._replace_length({key: value})
         if full in tables() and isinstance(value, dict):
             self._unset(full)
+        self._remove_other_names({key: value}, path)
         self._merge(path, table, {key: value}, lambda _, value: replace(place, value=value))
+
+    def _remove_other_names(self, values: Mapping[str, Any], path: str = "") -> None:
+        """Remove the present keys that old keys of the next file or argument replace, and the reverse.
+
+        Args:
+            values: Keys of that file or argument.
+            path: Full name of the table that they are in; "" for sections.
+        """
+        for key in leaf_names(values, path):
+            value = look_up(values, key.removeprefix(f"{path}."))
+            if key in tables() and renamed_word(key, value, Place(self.name))[0] != NONE:
+                continue
+            for name in other_names(key):
+                self.remove(name)
+                for table in optional_tables(name):
+                    if look_up(self.values, table) == NONE:
+                        self.remove(table)
 
     def _unset(self, key: str) -> None:
         """Remove a key or a table by its old or present name, with the tables that the key selects."""
-        for full in (key, *new_names(key), *old_names(key, self.values)):
+        for full in (key, *other_names(key, self.values)):
             path, _, name = full.rpartition(".")
             self.remove(full)
             if path in tables() and name in tables()[path].choices():

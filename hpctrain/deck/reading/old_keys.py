@@ -57,18 +57,24 @@ def new_names(key: str) -> list[str]:
     return [name for name in names if field_of(name) is not None]
 
 
-def old_names(key: str, values: Mapping[str, Any]) -> list[str]:
-    """Return the old keys that a deck with these values would have now as a key, or as keys of a table.
+def other_names(key: str, values: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the new names of an old key, or the old names of a present key or of the keys of a table.
+
+    Old keys that are tables now are left out, since a DeckInput never has their old values.
 
     Args:
-        key: Present full name of the key or of the table.
-        values: Sections of the deck by name.
+        key: Full name of a key or a table.
+        values: Sections of the deck by name. If they are given, old keys that have another new name with the
+            choices in them are left out.
     """
+    if key not in tables() and (names := new_names(key)):
+        return names
     return [
         old
         for old in old_keys()
         for name in new_names(old)
-        if f"{name}.".startswith(f"{key}.") and not _preventing_key(name, values, lambda _: True)
+        if old not in tables() and f"{name}.".startswith(f"{key}.")
+        if values is None or not _preventing_key(name, values, lambda _: True)
     ]
 
 
@@ -83,8 +89,6 @@ class RenamedKey:
         value: Its value.
         problem: End of a sentence if it has no effect and another value than its default, or if the same file
             contradicts it; else "".
-        replaced: True if a later file or `--set` argument has the key by its present name, or has "none" for
-            its table.
     """
 
     old: str
@@ -92,13 +96,12 @@ class RenamedKey:
     place: Place
     value: object
     problem: str = ""
-    replaced: bool = False
 
     @property
     def warning(self) -> str:
         """Message, such as "deck.toml:8: model.experts is now model.experts.count". Nothing is logged."""
         now = f"is now {self.new or new_names(self.old)[0]}"
-        if not self.new and not self.replaced:
+        if not self.new:
             homes = dict.fromkeys(f"[{name.rpartition('.')[0]}]" for name in new_names(self.old))
             now = f"is now a key of {' and '.join(homes)}, and has no effect here"
         return f"{self.place.prefix}: {self.old} {now}"
@@ -127,38 +130,27 @@ def rename_keys(
         table
         for key, value in written.items()
         if key in off and value != off[key]
-        for table in _optional_tables(new_names(key)[0])
+        for table in optional_tables(new_names(key)[0])
     }
     renamed = []
     for key, value in written.items():
-        place, names = places.pop(key), new_names(key)
-        closed = next((table for table in _optional_tables(names[0]) if look_up(values, table) == NONE), "")
-        closing = places.get(closed, place)
-        if closed and closing.order > place.order:
-            renamed.append(RenamedKey(key, "", place, value, replaced=True))
-            continue
+        place, names, problem = places.pop(key), new_names(key), ""
         preventing = [
             _preventing_key(name, values, lambda table: table in switched_on or has_table(table))
             for name in names
         ]
-        new, problem = next((name for name, key in zip(names, preventing, strict=True) if not key), ""), ""
-        replaced = False
-        if closed and closing.order == place.order and value != off.get(key, _default(names[0])):
+        new = next((name for name, key in zip(names, preventing, strict=True) if not key), "")
+        has_effect = value != off.get(key, _default(names[0]))
+        closed = next((table for table in optional_tables(names[0]) if look_up(values, table) == NONE), "")
+        if closed and has_effect:
             new, problem = "", f'has no effect with {closed} = "{NONE}" (leave one of them out)'
-        elif new:
-            second = places.get(new)
-            replaced = look_up(values, new) is not None and second is not None and second.order >= place.order
-            if replaced and second is not None and second.order == place.order and second.value != value:
-                problem = f"is given again as {new}{second.line_text} (leave one of them out)"
-            elif not replaced:
-                _put(values, places, new, value, place)
-        elif key in off and value == off[key]:
-            optional = _optional_tables(names[0])[0]
-            if has_table(optional) and look_up(values, optional) is None:
-                _put(values, places, optional, NONE, place)
-        elif value != _default(names[0]) and not _has_wrong_choice(values, preventing[-1]):
+        elif new and look_up(values, new) is None:
+            _put(values, places, new, value, place)
+        elif new and (second := places[new]).value != value:
+            problem = f"is given again as {new}{second.line_text} (leave one of them out)"
+        elif not new and has_effect and not _has_wrong_choice(values, preventing[-1]):
             problem = f"has no effect {_condition(values, preventing[-1])} (leave it out)"
-        renamed.append(RenamedKey(key, new, place, value, problem, replaced))
+        renamed.append(RenamedKey(key, new, place, value, problem))
     return renamed
 
 
@@ -174,10 +166,12 @@ def renamed_word(key: str, value: object, place: Place) -> tuple[object, Renamed
         The table, or "none" for the value that switched it off, and the RenamedKey. For all other keys and
         values, `value` itself and None.
     """
-    if key not in old_keys() or key not in tables() or isinstance(value, dict) or value == NONE:
+    if key not in old_keys() or key not in tables():
         return value, None
-    new = old_keys()[key]
-    table = NONE if value == _off_values()[key] else {new.rpartition(".")[2]: value}
+    new, off = old_keys()[key], _off_values()[key]
+    if type(value) is not type(off) or (value == NONE != off):
+        return value, None
+    table = NONE if value == off else {new.rpartition(".")[2]: value}
     return table, RenamedKey(key, new, place, value)
 
 
@@ -233,8 +227,8 @@ def _tables_above(key: str) -> Iterator[str]:
     yield from (".".join(parts[:length]) for length in range(2, len(parts)))
 
 
-def _optional_tables(key: str) -> list[str]:
-    """Return those tables that a key is in and that no choice selects."""
+def optional_tables(key: str) -> list[str]:
+    """Return the full names of the tables that a key is in and that no choice selects; empty for old keys."""
     return [table for table in _tables_above(key) if (field := field_of(table)) and not selecting_key(field)]
 
 

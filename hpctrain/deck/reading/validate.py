@@ -29,7 +29,7 @@ from hpctrain.deck.sections.model import source_problems
 from hpctrain.deck.sections.module import config_arguments
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.deck.sections.policy import steps_per_rollout
-from hpctrain.deck.sources import Place, Sources, clipped, toml_value
+from hpctrain.deck.sources import Place, Sources, clipped, toml_key, toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.files import is_unfit
 
@@ -82,6 +82,7 @@ class DeckValidator:
         self._read_source()
         self._rename_keys()
         tables, bad = self._known_tables()
+        bad |= self.deck_input.refused
         bad |= self._complete_choices(tables)
         self._add_config_arguments(tables["model"])
         self._count_epochs(tables)
@@ -138,12 +139,13 @@ class DeckValidator:
             if isinstance(table, dict) and section in tables:
                 tables[section] = self._known_keys(section, table)
                 continue
-            keys = (f"{section}.{key}" for key in table) if isinstance(table, dict) else ()
+            shown = toml_key(section)
+            keys = (f"{shown}.{toml_key(key)}" for key in table) if isinstance(table, dict) else ()
             place = next(
-                (self.places[key] for key in (section, *keys) if key in self.places),
+                (self.places[key] for key in (shown, *keys) if key in self.places),
                 Place(self.deck_input.name),
             )
-            subject = f"{clipped(section)} = {clipped(toml_value(table))}: "
+            subject = f"{clipped(shown)} = {clipped(toml_value(table))}: "
             if isinstance(table, dict):
                 subject = "" if place.override else f"[{clipped(section)}]: "
                 sentence = unknown_section(section, list(table))
@@ -160,7 +162,7 @@ class DeckValidator:
         """Return the known keys of a table, and report the others."""
         known: dict[str, Any] = {}
         for key, value in table.items():
-            full = f"{path}.{key}"
+            full = f"{path}.{toml_key(key)}"
             if full in schema_tables() and isinstance(value, dict):
                 known[key] = self._known_keys(full, value)
             elif key in fields(path):

@@ -97,14 +97,15 @@ def test_wrong_includes(folder: Path) -> None:
         read_deck("a.toml")
 
 
-def test_only_a_missing_include_is_a_failure_of_input(folder: Path) -> None:
-    (folder / "a.toml").write_text('include = "c.toml"\n[run]\nsteps = 1\n')
+@pytest.mark.parametrize("name", ["c.toml", "common", "~"])
+def test_a_missing_include_or_a_folder_is_a_failure_of_input(folder: Path, name: str) -> None:
+    (folder / "a.toml").write_text(f'include = "{name}"\n[run]\nsteps = 1\n')
     with pytest.raises(InputOutputError) as caught:
         read_deck("a.toml")
     assert len(caught.value.problems) == 1
 
 
-@pytest.mark.parametrize("name", ["common", "~", "x" * 300, "\\u0000"])
+@pytest.mark.parametrize("name", ["x" * 300, "\\u0000"])
 def test_an_include_that_is_not_a_file_name_is_an_error(folder: Path, name: str) -> None:
     (folder / "a.toml").write_text(f'include = "{name}"\n[run]\nsteps = 1\n')
     with pytest.raises(HpctrainError, match=r"^a\.toml:1: include") as caught:
@@ -176,6 +177,83 @@ def test_overrides_are_toml_or_bare_text() -> None:
 )
 def test_wrong_overrides(override: str, message: str) -> None:
     assert problems(SMALL, override)[0] == message
+
+
+HUGE = 10**30
+SINGLE = "not a list of tables (write its name in single brackets, not in [[ ]])"
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        (
+            f"[optimizer]\nclip = {HUGE}\nclap = 3\n[optimizer.muon]\nmatrices = [{HUGE}]\nmomentum = 2.0\n",
+            [
+                f"deck.toml:20: optimizer.clip = {HUGE}: must be below 2^63",
+                "deck.toml:21: optimizer.clap = 3: unknown key (did you mean optimizer.clip?)",
+                f"deck.toml:23: optimizer.muon.matrices = [{HUGE}]: must be below 2^63",
+                "deck.toml:24: optimizer.muon.momentum = 2.0: must be a number from 0 to below 1",
+            ],
+        ),
+        (
+            f"[model.experts]\ncount = {HUGE}\nper_token = 0\n[other]\nx = {HUGE}\n",
+            [
+                f"deck.toml:20: model.experts.count = {HUGE}: must be below 2^63",
+                "deck.toml:21: model.experts.per_token = 0: must be a whole number from 1 to 100000",
+                "deck.toml:22: [other]: unknown section; the sections are",
+            ],
+        ),
+        (
+            '"layout.tensor" = 2\n',
+            ['deck.toml:19: batch."layout.tensor" = 2: unknown key (did you mean tensor in [layout]?)'],
+        ),
+        (
+            '[layout.local_steps]\nreplicas = 2\n"diloco.momentum" = 0.5\n"a.b" = 1\n',
+            [
+                'deck.toml:21: layout.local_steps."diloco.momentum" = 0.5: unknown key '
+                "(write layout.local_steps.diloco.momentum without quotes)",
+                'deck.toml:22: layout.local_steps."a.b" = 1: unknown key',
+            ],
+        ),
+        ('["a.b"]\nc = 1\n', ["deck.toml:19: [a.b]: unknown section; the sections are"]),
+        (
+            "[[model.experts]]\ncount = 4\n",
+            [
+                "deck.toml:19: model.experts = [{count = 4}]: must be a table of its own, "
+                f'or "none" to have no such table, {SINGLE}'
+            ],
+        ),
+        (
+            "[[optimizer.muon]]\nmomentum = 0.4\n",
+            [f"deck.toml:19: optimizer.muon = [{{momentum = 0.4}}]: must be a table of its own, {SINGLE}"],
+        ),
+        (
+            '[layout.x]\n[model.adapters]\n[communication]\nserver = ["async"]\n',
+            [
+                "deck.toml:19: layout.x = {}: unknown key",
+                'deck.toml:22: communication.server = ["async"]: must be a table of its own, '
+                'or "none" to have no such table, not a list',
+            ],
+        ),
+    ],
+)
+def test_all_problems_have_their_lines(text: str, messages: list[str]) -> None:
+    found = problems(SMALL + text)
+    assert len(found) == len(messages), found
+    for problem, message in zip(found, messages, strict=True):
+        assert problem.startswith(message), problem
+
+
+def test_a_quoted_name_before_all_sections() -> None:
+    assert problems(f'"model.layers" = 2\n{SMALL}') == [
+        'deck.toml:1: "model.layers" = 2: unknown key (write model.layers without quotes)'
+    ]
+
+
+def test_a_word_in_place_of_a_table_may_only_be_none() -> None:
+    assert problems(SMALL, "model.experts=off") == [
+        '--set model.experts=off: must be a table of its own, or "none" to have no such table, not "off"'
+    ]
 
 
 def test_chosen_keys_are_chosen_again() -> None:

@@ -225,6 +225,8 @@ OLD_REPLICAS = "[layout]\nreplicas = 2\n[communication]\nlocal_steps = 4\n"
         ),
         (OLD_SGD, ("optimizer.sgd.momentum=",), "optimizer.sgd.momentum", 0.0),
         (OLD_SGD.replace("sgd", "muon"), ("optimizer.muon=",), "optimizer.muon.momentum", 0.95),
+        (OLD_SGD, ("optimizer.muon=", "optimizer.lion.beta1="), "optimizer.sgd.momentum", 0.9),
+        (OLD_SGD, ("optimizer.name=muon", "optimizer.muon.momentum=0.5"), "optimizer.muon.momentum", 0.5),
         (OLD_REPLICAS, ("layout.local_steps=none",), "layout.local_steps", None),
         (OLD_REPLICAS, ("layout.local_steps=",), "layout.local_steps", None),
         (
@@ -241,6 +243,31 @@ def test_the_last_of_an_old_and_a_present_name_counts(
     assert read(text, *overrides).value(key) == value
 
 
+EXPERTS = "[model]\nexperts = 4\nexperts_per_token = 2\n"
+
+
+@pytest.mark.parametrize(
+    ("base", "text", "key", "value"),
+    [
+        (OLD_REPLICAS, 'layout = "auto"\n', "layout.local_steps.replicas", 2),
+        (EXPERTS, "[model]\nexperts = 8\n", "model.experts.per_token", 2),
+        (EXPERTS, "[model.experts]\ncount = 8\n", "model.experts.per_token", 2),
+        (EXPERTS, "[model]\nexperts = 0\n", "model.experts", None),
+        (EXPERTS, '[model]\nexperts = "none"\n', "model.experts", None),
+        (OLD_SGD, "[optimizer]\nmomentum = 0.5\n", "optimizer.sgd.momentum", 0.5),
+        (OLD_SGD, "[optimizer.sgd]\nnesterov = true\n", "optimizer.sgd.momentum", 0.9),
+    ],
+)
+def test_old_keys_of_an_included_deck_stay_unless_they_are_replaced(
+    base: str, text: str, key: str, value: object, tmp_path: Path
+) -> None:
+    llama = SMALL.replace('family = "gpt2"', 'family = "llama"')
+    small = llama.replace("[model]\n", base) if base == EXPERTS else SMALL + base
+    (tmp_path / "base.toml").write_text(small)
+    (tmp_path / "deck.toml").write_text(f'include = "base.toml"\n{text}')
+    assert read_deck(tmp_path / "deck.toml").value(key) == value
+
+
 def test_a_deck_takes_precedence_over_an_included_one_with_present_names(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text(
         f'{SMALL}[optimizer]\nname = "sgd"\n[optimizer.sgd]\nmomentum = 0.9\n'
@@ -250,6 +277,10 @@ def test_a_deck_takes_precedence_over_an_included_one_with_present_names(tmp_pat
     (tmp_path / "base.toml").write_text(SMALL + OLD_REPLICAS)
     (tmp_path / "deck.toml").write_text('include = "base.toml"\n[layout]\nlocal_steps = "none"\n')
     assert read_deck(tmp_path / "deck.toml").layout.local_steps is None
+    (tmp_path / "base.toml").write_text(f'{SMALL}[layout]\nlocal_steps = "none"\n')
+    (tmp_path / "deck.toml").write_text(f'include = "base.toml"\n{OLD_REPLICAS}')
+    local_steps = read_deck(tmp_path / "deck.toml").layout.local_steps
+    assert local_steps is not None and (local_steps.replicas, local_steps.steps) == (2, 4)
 
 
 @pytest.mark.parametrize(
