@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -196,12 +197,21 @@ def changed_deck(
     Raises:
         HpctrainError: The changed deck has problems; all are reported.
     """
-    deck_input = DeckInput(name)
+    deck_input = DeckInput(name, includes=deck.sources.trusted_code is None)  # as for the deck itself
     deck_input.read_text(deck_text(deck), Path(name), name)
+    deck_input.places = {key: _first_place(deck, key, place) for key, place in deck_input.places.items()}
     deck_input.trusted_code = deck.sources.trusted_code
     if deck_input.trusted_code is not None and from_user:
         deck_input.trusted_code |= _trusted_code(deck_input, changes, CodeTrust())
     return _validated(deck_input, changes, ranks, read_source)
+
+
+def _first_place(deck: Deck, key: str, place: Place) -> Place:
+    """Return the place of a key in the text of `deck` with the file and line from which `deck` has it."""
+    first = deck.sources.place(key)
+    if first.override is None:
+        return replace(place, file=first.file, line=first.line)
+    return replace(place, file=first.prefix, line=None)
 
 
 def _trusted_code(deck_input: DeckInput, overrides: Sequence[str], trust: CodeTrust) -> frozenset[CodeEntry]:

@@ -34,9 +34,6 @@ _OF_REFERENCE = ("layout", "precision", "memory", "communication", "machine")
 _OWN_KEYS = ("batch.micro_size",)
 
 
-_WHERE = re.compile(r"^(--set |deck\.toml:\d+: )")
-
-
 def companion_deck(
     deck: Deck,
     changes: Sequence[str],
@@ -64,7 +61,8 @@ def companion_deck(
     try:
         own = changed_deck(alone, changes, ranks)
     except HpctrainError as error:
-        raise type(error)([f"{key}: {_WHERE.sub('', each)}" for each in error.problems]) from None
+        prefix = re.compile(f"^(--set |{re.escape(deck.sources.name)}: )")
+        raise type(error)([f"{key}: {prefix.sub('', each)}" for each in error.problems]) from None
     return own.with_runtime_choices(replace(deck.runtime_choices, split=None))
 
 

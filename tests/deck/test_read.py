@@ -15,9 +15,10 @@ from hypothesis import strategies as some
 from pydantic import ValidationError
 
 from hpctrain.deck.key import selecting_key
-from hpctrain.deck.read import parse_deck
+from hpctrain.deck.read import changed_deck, parse_deck
 from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.toml_text import deck_text
+from hpctrain.errors import HpctrainError
 from hpctrain.text import control_problem
 from tests.deck.small_text import SMALL, changed, problems
 
@@ -199,6 +200,28 @@ def test_a_preset_for_a_resolved_deck_is_an_error() -> None:
     )
     shaped = SMALL.replace('family = "gpt2"\nlayers = 2\nhidden = 64\nheads = 8\n', "layers = 2\n")
     assert parse_deck(shaped, ["model.preset=gpt2-355m"]).model.layers == 2
+
+
+def test_problems_of_a_changed_deck_have_the_places_of_the_deck() -> None:
+    text = f'{SMALL}[optimizer]\nname = "sgd"\n'
+    cases = [
+        (parse_deck(text, name="a.toml"), "a.toml:20"),
+        (parse_deck(SMALL, ["optimizer.name=sgd"], name="a.toml"), "--set optimizer.name=sgd"),
+        (parse_deck(SMALL, name="a.toml").with_keys(optimizer={"name": "sgd"}), "a.toml"),
+    ]
+    for deck, place in cases:
+        with pytest.raises(HpctrainError) as raised:
+            changed_deck(deck, ["optimizer.muon.momentum=0.5", "layout.tensr=3"], None)
+        assert raised.value.problems == (
+            f'--set optimizer.muon.momentum=0.5: is for optimizer.name = "muon", but {place} has "sgd" '
+            "(leave one of them out)",
+            "--set layout.tensr=3: unknown key (did you mean layout.tensor?)",
+        )
+    with pytest.raises(HpctrainError) as raised:
+        changed_deck(cases[0][0], ["layout.pipeline=2", "model.heads=5"], None)
+    assert raised.value.problems == (
+        "--set model.heads=5: must divide model.hidden = 64 (1, 2, 4 or 8 would)",
+    )
 
 
 def test_problems_of_keys_of_a_preset_have_the_line_of_the_preset() -> None:

@@ -51,6 +51,19 @@ global_size = 4
 """
 
 
+def test_problems_of_a_critic_name_the_lines_of_the_deck() -> None:
+    text = (
+        PPO.replace("CHANGE", 'optimizer.muon.momentum=0.5", "layout.tensr=2') + '[optimizer]\nname = "sgd"\n'
+    )
+    with pytest.raises(HpctrainError) as raised:
+        critic_deck(parse_deck(text, name="a.toml"), 1)
+    assert raised.value.problems == (
+        'policy.critic: optimizer.muon.momentum=0.5: is for optimizer.name = "muon", but a.toml:22 has "sgd" '
+        "(leave one of them out)",
+        "policy.critic: layout.tensr=2: unknown key (did you mean layout.tensor?)",
+    )
+
+
 @pytest.mark.parametrize("change", ["batch.sequence=16", "data.tokens=x.h5", "run.seed=9", "policy.tokens=4"])
 def test_what_all_models_of_a_run_have_in_common(change: str) -> None:
     deck = parse_deck(PPO.replace("CHANGE", change), ranks=1)
