@@ -59,6 +59,8 @@ def problems(*overrides: str, ranks: int | None = None) -> list[str]:
         ["learning_rate.warmup=30"],  # a trial run may end before
         ["batch.ramp_from=4", "batch.ramp_steps=30"],
         ["learning_rate.decay=constant", "learning_rate.decay_steps=1", "learning_rate.warmup=20"],
+        ["run.trace_steps=3"],
+        ["run.trace=true", "run.trace_steps=2"],
         ["learning_rate.decay=wsd", "learning_rate.warmup=5", "learning_rate.cooldown=15"],
         ["learning_rate.decay=wsd", "learning_rate.warmup=30"],
         ["learning_rate.decay=inverse-sqrt", "learning_rate.warmup=30"],
@@ -333,6 +335,10 @@ def test_what_fits(overrides: list[str]) -> None:
         (
             ["optimizer.name=schedule-free", "learning_rate.floor=0.5"],
             ['learning_rate.floor=0.5: has no effect with learning_rate.decay = "constant" (leave it out)'],
+        ),
+        (
+            ["run.trace_steps=2"],
+            ["run.trace_steps=2: has no effect without run.trace = true (leave it out)"],
         ),
         (
             ["learning_rate.decay=inverse-sqrt", "learning_rate.decay_steps=20", "learning_rate.cooldown=5"],

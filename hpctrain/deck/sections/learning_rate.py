@@ -99,7 +99,8 @@ def learning_rate_problems(deck: Deck) -> Iterator[DeckProblem]:
             f"leaves of learning_rate.decay_steps = {rate.decay_steps}"
         )
         yield DeckProblem("learning_rate.cooldown", sentence, ("learning_rate.warmup", *others))
-    # With a decay that has neither an end nor a floor, decay_steps has always been accepted.
+    # With a decay that has neither an end nor a floor, decay_steps is accepted: a deck that has it may be run
+    # with --set optimizer.name=schedule-free, whose decay is constant.
     if not form.ends and form.has_floor and "learning_rate.decay_steps" not in deck.sources.defaulted:
         sentence = f'has no effect with learning_rate.decay = "{rate.decay}" (leave it out)'
         yield DeckProblem("learning_rate.decay_steps", sentence, ("learning_rate.decay",), no_effect=True)

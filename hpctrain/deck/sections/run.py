@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Duration, PathText, Section, Whole, key
 from hpctrain.deck.problem import DeckProblem
-from hpctrain.deck.relations import AtMost, Conflicts, Relations
+from hpctrain.deck.relations import AtMost, Conflicts, HasEffectWith, Relations
 from hpctrain.deck.sections.local_steps import has_outer_model
 from hpctrain.deck.sections.machine import MOST_THREADS
 from hpctrain.deck.sources import toml_value
@@ -102,6 +102,7 @@ _NOT_MEANS = frozenset({"sign", "onebit", "topk", "powersgd"})
 
 RELATIONS: Relations = (
     AtMost("run.time_margin", "run.time_limit", below=True),
+    HasEffectWith("run.trace_steps", "run.trace", (True,)),
     Conflicts(
         "run.tokens",
         "data.dataset",
