@@ -8,6 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TextIO
 
@@ -55,6 +56,25 @@ def check_deck_file(world: World, path: Path) -> None:
             )
 
 
+def _check_same_keys(world: World, deck: Deck, path: Path) -> None:
+    """Check that a deck has the same keys on all ranks, with included files and arguments. Collective."""
+    lines = deck_text(deck).splitlines()
+    everyone = world.everyone
+    digests = everyone.all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    texts = everyone.all_gather_object((world.hostname, lines))
+    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    (first_host, first), (host, other) = texts[0], texts[rank]
+    here, there = next(pair for pair in zip_longest(first, other, fillvalue="nothing") if pair[0] != pair[1])
+    with world.agreement():
+        raise HpctrainError(
+            f"{path}: rank 0 on {first_host} reads {here}, but rank {rank} on {host} reads {there}, from "
+            "files that the deck includes or from --set; put the files in a folder that all nodes share, and "
+            "start all ranks with the same arguments"
+        )
+
+
 def read_deck_on_all_ranks(
     world: World, source: Path | Deck, overrides: Sequence[str], ranks: int | None
 ) -> Deck:
@@ -72,7 +92,9 @@ def read_deck_on_all_ranks(
     if isinstance(source, Path):
         check_deck_file(world, source)
         with world.agreement():
-            return read_deck(source, overrides, ranks, settled_keys)
+            deck = read_deck(source, overrides, ranks, settled_keys)
+        _check_same_keys(world, deck, source)
+        return deck
     text = deck_text(source)
     is_same = len(set(world.everyone.all_gather_object(text))) == 1
     with world.agreement():

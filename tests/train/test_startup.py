@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.host.doctor import DoctorReport, RankPlacement
 from hpctrain.host.launcher import core_warning
@@ -25,10 +26,12 @@ from hpctrain.train.startup import (
     check_nodes,
     check_run_folder,
     fp16_on_cpu_warning,
+    read_deck_on_all_ranks,
     tensor_group_warning,
 )
 from tests.engines import DECK, small_deck
 
+MODEL = '[model]\nfamily = "gpt2"\nlayers = 2\nhidden = 32\nheads = 2\nvocabulary = 64\n'
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -91,6 +94,30 @@ def test_deck_that_only_rank_0_can_read(world: World, folders: Path) -> None:
         assert f"but rank {world.size - 1} on {world.hostname} cannot read it" in message
         message = sentence(world, lambda: check_deck_file(world, Path("other.toml")))
         assert "reads another file of that name" in message
+
+
+@pytest.mark.mpi
+def test_included_files_and_arguments_are_the_same_on_all_ranks(world: World, folders: Path) -> None:
+    last = 0 < world.rank == world.size - 1
+    if world.rank == 0:
+        for folder, rows in (".", 8), ("elsewhere", 16):
+            (folders / folder / "whole.toml").write_text('include = "base.toml"\n')
+            sizes = f"[batch]\nglobal_size = {rows}\nsequence = 16\n"
+            (folders / folder / "base.toml").write_text(
+                f'[run]\nsteps = 2\n{MODEL}[data]\ntokens = "x.h5"\n{sizes}'
+            )
+    world.everyone.barrier()
+
+    def read(path: Path, *overrides: str) -> Deck:
+        return read_deck_on_all_ranks(world, path, overrides, None)
+
+    assert read(folders / "whole.toml", "run.seed=3").run.seed == 3
+    if world.size > 1:
+        rank = f"but rank {world.size - 1} on {world.hostname} reads"
+        message = sentence(world, lambda: read(Path("whole.toml")))
+        assert f"reads global_size = 8, {rank} global_size = 16, from files" in message
+        message = sentence(world, lambda: read(folders / "whole.toml", f"run.seed={4 if last else 3}"))
+        assert f"reads seed = 3, {rank} seed = 4, from files" in message
 
 
 @pytest.mark.mpi
