@@ -150,7 +150,7 @@ class Mesh(GroupSource):
             KeyError: There is no such axis. In a mesh without experts, "expert_data" is none if a pipeline
                 stage has more than one rank.
         """
-        return self._coordinates[axis] if axis in self._coordinates else self._groups[axis,].rank
+        return self._coordinates[axis] if axis in self._coordinates else self.group(axis).rank
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinates of any rank of the world along AXES. Local.

@@ -60,7 +60,7 @@ def choose_device(name: str, local_rank: int, count: int) -> torch.device:
     if name in {"auto", "cuda"} and count > 0:
         return torch.device("cuda", local_rank % count)
     prefix, _, index = name.partition(":")
-    if prefix != "cuda" or (index and not index.isdigit()):
+    if prefix != "cuda" or not (name == "cuda" or index.isdecimal()):
         raise HpctrainError(f'run.device = "{name}": must be "auto", "cpu", "cuda" or "cuda:N"')
     if count == 0:
         raise HpctrainError(f'run.device = "{name}": torch finds no GPU here; use "cpu" or "auto"')

@@ -144,7 +144,15 @@ def test_devices() -> None:
     assert choose_device("cuda", 2, 4) == torch.device("cuda", 2)
     assert choose_device("cpu", 2, 4) == torch.device("cpu")
     assert choose_device("cuda:3", 0, 4) == torch.device("cuda", 3)
-    for name, count in (("cuda", 0), ("cuda:4", 4), ("cuda:x", 4), ("gpu", 4), ("cuda:", 0)):
+    for name, count in (
+        ("cuda", 0),
+        ("cuda:4", 4),
+        ("cuda:x", 4),
+        ("gpu", 4),
+        ("cuda:", 0),
+        ("cuda:", 4),
+        ("cuda:²", 4),
+    ):
         with pytest.raises(HpctrainError, match=f'run.device = "{name}"'):
             choose_device(name, 0, count)
 

@@ -115,11 +115,15 @@ class RankPartition:
         return [SharedRanks((POLICY, *beside), self.policy), *(SharedRanks(*each) for each in found.items())]
 
     def rank_set_index(self, rank: int) -> int:
-        """Return the index of the set in `rank_sets` that contains a rank, which must be one of the run.
+        """Return the index of the set in `rank_sets` that contains a rank; 0 for ranks that hold the policy.
 
-        It is 0 for ranks that hold the policy.
+        Raises:
+            ValueError: The run has no such rank.
         """
-        return next(number for number, each in enumerate(self.rank_sets) if rank in each.ranks)
+        for number, each in enumerate(self.rank_sets):
+            if rank in each.ranks:
+                return number
+        raise ValueError(f"rank {rank} is not one of the {self.ranks} ranks of the run")
 
 
 def dedicated_ranks(deck: Deck) -> dict[str, range]:

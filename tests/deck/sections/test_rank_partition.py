@@ -34,6 +34,8 @@ def test_those_that_no_key_names_have_the_policy() -> None:
         SharedRanks((CRITIC, REFERENCE), (4,)),
     ]
     assert [division.rank_set_index(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 0, 0, 0]
+    with pytest.raises(ValueError, match="rank 8 is not one of the 8 ranks"):
+        division.rank_set_index(8)
 
 
 def test_the_layout_is_that_of_the_others() -> None:
