@@ -28,7 +28,7 @@ def command(context: click.Context, topic: str | None, search: str | None, folde
     """
     from hpctrain.errors import EXIT_DIFFERENT
     from hpctrain.guide.generated import deck_keys, python_api, verbs
-    from hpctrain.guide.pages import SECTIONS, Guide
+    from hpctrain.guide.pages import SECTIONS, Guide, terminal_text
     from hpctrain.report.terminal import coloured, columns, stdout_console
     from hpctrain.text import fitted
 
@@ -62,7 +62,7 @@ def command(context: click.Context, topic: str | None, search: str | None, folde
     elif coloured():
         from rich.markdown import Markdown
 
-        stdout_console().print(Markdown(guide.page(topic).text))
+        stdout_console().print(Markdown(terminal_text(guide.page(topic))))
     else:
         click.echo(guide.page(topic).text, nl=False)
     return 0

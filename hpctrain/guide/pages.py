@@ -85,18 +85,22 @@ class GuidePage:
         return f"# {self.title}\n\n{self.body()}"
 
     @property
-    def paragraphs(self) -> Iterator[tuple[str, str]]:
-        """Paragraphs, tables and code blocks of the page, each with the heading above it."""
-        heading = self.title
-        for paragraph in re.split(r"\n\s*\n", self.text):
-            if match := re.match(r"#+ (.*)", paragraph):
-                heading = match[1]
-            yield heading, paragraph
+    def parts(self) -> Iterator[tuple[str, str]]:
+        """Headings of the page, each with the text up to the next heading."""
+        heading, lines, in_code = self.title, list[str](), False
+        for line in self.text.splitlines()[1:]:
+            in_code ^= line.startswith("```")
+            if line.startswith("#") and not in_code:
+                yield heading, "\n".join(lines).strip()
+                heading, lines = line.lstrip("# "), []
+            else:
+                lines.append(line)
+        yield heading, "\n".join(lines).strip()
 
 
 @dataclass(frozen=True)
 class SearchHit:
-    """A paragraph of a page that contains all words of a search, with its first line that has one of them."""
+    """A part of a page that contains all words of a search, with its first line that contains one of them."""
 
     page: GuidePage
     heading: str
@@ -138,20 +142,19 @@ class Guide:
         raise HpctrainError(f"guide {name}: no such page ({hint})")
 
     def search(self, words: Sequence[str]) -> Iterator[SearchHit]:
-        """Yield each paragraph that contains all the words, in the order of pages.
+        """Yield each part of a page, below one heading, that contains all the words, in the order of pages.
 
         Case is ignored. A word also matches as part of a longer one.
         """
         lowered = [word.lower() for word in words]
         for page in self:
-            for heading, paragraph in page.paragraphs:
-                if all(word in f"{heading}\n{paragraph}".lower() for word in lowered):
+            for heading, text in page.parts:
+                if all(word in f"{heading}\n{text}".lower() for word in lowered):
                     lines = [
-                        line
-                        for line in paragraph.splitlines()
-                        if any(word in line.lower() for word in lowered)
+                        line for line in text.splitlines() if any(word in line.lower() for word in lowered)
                     ]
-                    yield SearchHit(page, heading, (lines or paragraph.splitlines())[0].strip())
+                    first = (lines or text.splitlines() or [heading])[0]
+                    yield SearchHit(page, heading, plain_text(first).strip())
 
     def write(self, folder: Path) -> list[Path]:
         """Write all pages and an `index.md` into a folder, with links that lead to each other.
@@ -187,6 +190,24 @@ class Guide:
         text = _COMMENT.sub("", (FOLDER / path).read_text(encoding="utf-8"))
         title, _, rest = text.partition("\n")
         return GuidePage(section, name, title.lstrip("# "), path, rest.lstrip("\n").__str__)
+
+
+def plain_text(text: str) -> str:
+    """Return Markdown without the targets of links: "[Memory](../memory.md)" becomes "Memory"."""
+    return _LINK.sub(r"\1", text)
+
+
+def terminal_text(page: GuidePage) -> str:
+    """Return the text of a page for a terminal, in which links to pages become the names of these."""
+    names = {each for _, pages in SECTIONS.values() for each in pages}
+
+    def named(match: re.Match[str]) -> str:
+        name = Path(match[2]).stem
+        if "://" in match[2]:
+            return match[0]
+        return f"{match[1]} (`hpctrain guide {name}`)" if name in names else match[1]
+
+    return _LINK.sub(named, page.text)
 
 
 def _with_links(page: GuidePage, places: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from hpctrain.cli.guide import command as guide_command
 from hpctrain.cli.main import command as hpctrain_command
 from hpctrain.errors import HpctrainError
-from hpctrain.guide.pages import FOLDER, SECTIONS, Guide
+from hpctrain.guide.pages import FOLDER, SECTIONS, Guide, GuidePage, terminal_text
 from tests.selection import ROOT
 
 GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
@@ -69,7 +69,20 @@ def test_unknown_page_is_an_error_with_a_hint(guide: Guide) -> None:
         guide.page("xylophone")
 
 
-def test_search_finds_paragraphs_with_all_words(guide: Guide) -> None:
+def test_parts_are_below_headings_outside_of_code() -> None:
+    text = "# Title\n\nFirst.\n\n## Second\n\n```sh\n# a comment\n```\n\nLast."
+    page = GuidePage("start", "x", "Title", "start/x.md", text.partition("\n\n")[2].__str__)
+    assert list(page.parts) == [("Title", "First."), ("Second", "```sh\n# a comment\n```\n\nLast.")]
+
+
+def test_terminal_shows_names_of_linked_pages() -> None:
+    body = "See [Memory](../explanations/memory.md), [code](../../x.py) and [torch](https://pytorch.org)."
+    page = GuidePage("start", "x", "Title", "start/x.md", body.__str__)
+    expected = "See Memory (`hpctrain guide memory`), code and [torch](https://pytorch.org)."
+    assert terminal_text(page) == f"# Title\n\n{expected}"
+
+
+def test_search_finds_parts_with_all_words(guide: Guide) -> None:
     hits = list(guide.search(["zero", "BUCKET"]))
     assert hits
     assert all("zero" in hit.line.lower() or "bucket" in hit.line.lower() for hit in hits)
