@@ -116,8 +116,9 @@ class AuditLog(ABC, Generic[AnyRecord]):
     def start_exchange(self) -> None:
         """Start to exchange all records of this log with the other ranks of the group. Collective.
 
-        If an earlier exchange is not finished, this first waits for it, and compares its records. Nothing is
-        sent if there are no records. `finish_exchange` completes it.
+        If an earlier exchange is not finished, this first waits for it, and compares its records. Differences
+        do not raise an error: they are collected in `faults`. Nothing is sent if there are no records.
+        `finish_exchange` completes the exchange and may be called in any case. Until then all records stay.
         """
         self.finish_exchange()
         self._since, records = 0, self._records

@@ -162,8 +162,10 @@ class Mesh(GroupSource):
     def group(self, *axes: str) -> Group:
         """Return this rank's group along one axis, or along several in the mesh's order of axes. Local.
 
-        The groups were made by the constructor: one for each of AXES, those of JOINED, and with experts those
-        of EXPERT_AXES and JOINED_OF_EXPERTS. Any other name is an AssertionError.
+        The constructor made the groups, so repeated calls return the same one. There is one for each of AXES,
+        those of JOINED, that of JOINED_OF_EXPERTS, and those of EXPERT_AXES. In a mesh without experts,
+        "expert_data" has none if a pipeline stage has several ranks, and the other groups of experts consist
+        of this rank alone. Other axes, or another order, are an AssertionError.
         """
         assert axes in self._groups, f"no group {axes}; there are {list(self._groups)}"
         return self._groups[axes]

@@ -297,13 +297,17 @@ class World:
     ) -> Group:
         """Make a group of some ranks of this world, with communicators of its own, and return it. Collective.
 
-        All ranks of `parent` call it, each with the ranks of its own group; groups do not overlap.
+        All ranks of `parent` call it, each with the ranks of its own group; groups do not overlap. All ranks
+        of a group pass the same values. The arguments are not checked. The communicators exist until MPI is
+        finalized, so do not make groups repeatedly.
 
         Args:
             axes: Names of its axes, by which logs and the ledger name it.
             ranks: Ranks of this world, in rising order, with this one among them.
-            transport: Name of the transport, one of TRANSPORTS; "auto" is not allowed.
-            parent: Group that is split; `everyone` if None.
+            transport: Name of the transport, one of TRANSPORTS; "auto" is not allowed. "shared" uses shared
+                memory only after `share_memory`, otherwise MPI messages. `choose_transport` returns a name
+                that all ranks can use.
+            parent: Group that is split, to which all of `ranks` belong; `everyone` if None.
         """
         communicator = communicator_of((parent or self.everyone).objects).Split(ranks[0], self.rank)
         assert isinstance(communicator, MPI.Intracomm)

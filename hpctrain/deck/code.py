@@ -171,8 +171,11 @@ def code_entries(tables: Mapping[str, object], deck_name: str) -> frozenset[Code
 def refusal_message(names: Iterable[CodeEntry], file: str) -> str:
     """Return the error message about code that only the deck in `file` names. Nothing is raised.
 
+    It ends with the ways in which the user can allow the code.
+
     Args:
-        names: Entries of the deck that may not be called. The message lists all of them in order.
+        names: Entries of the deck that may not be called, at least one. The message lists all of them, sorted
+            by key and target.
         file: Name of the deck in the message.
     """
     listed = ", ".join(map(str, sorted(names)))

@@ -123,8 +123,11 @@ def value_hint(value: object, field: FieldInfo) -> str:
 def unknown_key(table: str, name: str) -> str:
     """Return the end of a message about a key that does not exist: "unknown key (did you mean ...?)".
 
+    The message may suggest keys of other tables. If no key is similar, it names the keys of the table, or the
+    sections if there is no such table. Nothing is raised.
+
     Args:
-        table: Full name of the table in which it was given; "" for the top of the deck.
+        table: Full name of the table in which it was given, which need not exist; "" for the top of the deck.
         name: Name of the key.
     """
     if "." in name and field_of(unquoted := f"{table}.{name}".lstrip(".")) is not None:

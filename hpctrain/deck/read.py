@@ -183,16 +183,19 @@ def changed_deck(
 ) -> Deck:
     """Return a deck with other values of keys, which is validated anew. `deck` itself is not changed. Local.
 
-    Defaults that follow from changed keys change with them. Code that the deck may not call stays so. The
-    result has no runtime choices.
+    Defaults that follow from changed keys change with them. Code that the deck may not call stays so; it is
+    no problem here, but in `untrusted_code` of the result. The result has no runtime choices.
 
     Args:
         deck: The deck to change.
-        changes: Values of keys in the form of `--set`, such as "batch.micro_size=4".
+        changes: Values of keys in the form of `--set`, such as "batch.micro_size=4". Of several values of one
+            key, the last one counts.
         ranks: Number of ranks that the deck is checked against; None if it is not known.
-        name: Name of the deck in messages.
+        name: Name of the deck in messages, to whose folder paths of code in `changes` are relative. Pass
+            `deck.sources.name` if the changes may name code.
         read_source: Reader of the model that `model.from` names; None to take that key as it is.
-        from_user: True if the user gave the changes, so that code which they name may be called.
+        from_user: True if the user gave the changes, so that a stored deck may call code which they name. A
+            deck that the user passed may call it in any case.
 
     Raises:
         HpctrainError: The changed deck has problems; all are reported.

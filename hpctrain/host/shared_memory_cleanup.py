@@ -56,16 +56,17 @@ class SegmentMarker:
 def mark_segments(node: MPI.Intracomm, folder: Path = FOLDER) -> SegmentMarker | None:
     """Write a marker of the shared memory that the ranks of this node use, and lock it on each rank.
 
-    Collective over the ranks of the node, after MPI has started. The rank that writes the marker removes it
-    when its process ends normally.
+    Collective over the ranks of the node, after MPI has started; no error is raised for files. The rank that
+    writes the marker removes it when its process ends normally.
 
     Args:
-        node: Communicator of the ranks of this node.
+        node: Communicator of the ranks of this node. It may be freed afterwards.
         folder: Folder of the shared memory.
 
     Returns:
-        This rank's handle of the marker; None if there is no shared memory to name, as with MPI libraries
-        other than Open MPI, or if the marker cannot be written or locked.
+        This rank's handle of the marker, which must be kept as long as the process lives, since the lock ends
+        with it. None on all ranks if there is no shared memory to name, as with MPI libraries other than Open
+        MPI, or if the marker cannot be written; None on this rank if it cannot be locked here.
     """
     mapped = node.allgather(sorted(_mapped_segments(Path("/proc/self/maps"), folder)))
     own = sorted({name for names in mapped for name in names})

@@ -215,14 +215,15 @@ def write_report(path: Path, report: HangReport, size: int) -> None:
 
 
 def read_report(path: Path, token: str) -> HangReport | None:
-    """Return the report in a file of another rank. Local; does not wait.
+    """Return the report in a file of another rank. Local; does not wait, and raises no error.
 
     Args:
         path: File of the report.
         token: Identity of this job.
 
     Returns:
-        The report; None if there is no file, or its report is not complete or of another job.
+        The report; None if the file does not exist or cannot be read, or if its report is not complete or is
+        of another job.
     """
     try:
         report = _report_type().validate_json(path.read_text(encoding="utf-8").rstrip().rpartition("\n")[2])

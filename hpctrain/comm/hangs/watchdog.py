@@ -360,7 +360,8 @@ class _NodeProcesses:
     def working(self) -> list[int]:
         """Return the ranks that worked for at least `_BUSY_SHARE` of the time since this object was made.
 
-        The kernel's counts are read now. Waiting for a processor counts as work.
+        They are in the order of `processes`. The kernel's counts are read now. Waiting for a processor counts
+        as work. A rank whose process has ended, or cannot be read, is left out.
         """
         passed = max(time.monotonic() - self._start, 1e-3)
         now = {rank: _state_of(process)[1] for rank, process in self._processes.items()}

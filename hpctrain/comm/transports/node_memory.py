@@ -235,13 +235,19 @@ class NodeMemory:
     def common_tensor(
         self, location: MemoryLocation, elements: int, dtype: torch.dtype, users: tuple[int, ...]
     ) -> Tensor:
-        """Return common memory as a flat tensor. This rank uses it as long as the tensor exists.
+        """Return common memory as a flat tensor. Local; no other rank is waited for.
+
+        This rank uses the memory as long as the tensor or a view of it exists. Values that users have written
+        stay; at first they are 0. The owner may allocate the memory again when all users have ended their
+        use.
 
         Args:
             location: Location that `take_common` has returned on its owner.
-            elements: Length of the tensor.
+            elements: Length of the tensor. Its size in bytes is the `size` that was passed to `take_common`.
             dtype: Its type.
-            users: Ranks of the world that use the memory. All of them call this.
+            users: Ranks of the world that use the memory, with this one among them: as many as were passed to
+                `take_common`, and in the same order on all ranks. Each of them calls this once; otherwise the
+                memory is never freed.
         """
         size, address = elements * dtype.itemsize, self._addresses[location.owner] + location.offset
         memory = (ctypes.c_char * size).from_address(address)

@@ -109,9 +109,12 @@ class _Text:
             self.moved[table] = [*lines, *self.moved.get(table, [])]
 
     def joined(self) -> str:
-        """Return the text with each new table behind its section, without sections that became empty.
+        """Return the text of the deck with the lines that `move` took out put into their present tables.
 
-        Call this once, after `move` for each old key: it puts the moved lines into `lines`.
+        Lines of a table that the deck has go directly below its header. A new table goes behind the section
+        that contains it, or to the end if the deck has no such section. Sections that became empty are left
+        out. The text ends with one line break. Call this once, after `move` for each old key: it changes
+        `lines`.
         """
         for table in (name for name in tables() if name in self.moved):
             headers = self._headers()
