@@ -146,9 +146,8 @@ class Mesh(GroupSource):
     def coordinate(self, axis: str) -> int:
         """Return this rank's coordinate along one of AXES or EXPERT_AXES, from 0. Local.
 
-        Raises:
-            KeyError: There is no such axis. In a mesh without experts, "expert_data" is none if a pipeline
-                stage has more than one rank.
+        Other names are an AssertionError, and so is "expert_data" in a mesh without experts if a pipeline
+        stage has more than one rank.
         """
         return self._coordinates[axis] if axis in self._coordinates else self.group(axis).rank
 
