@@ -127,6 +127,8 @@ $ sbatch five
         ("loss 5.20", "loss 7.2", False),
         ("step 10 of 20", "step 11 of 20", False),
         ("12 steps", "12 stops", False),
+        ("4128 tokens", "4301 tokens", True),
+        ("4128 tokens", "9301 tokens", False),
         ("1.2 GB  left", "800 MB left", True),
         ("at ... tokens", "at 12,345 tokens", True),
         ("wrote x.h5", "wrote y.h5", False),
