@@ -1,4 +1,4 @@
-"""Checks of the keys of a deck against each other, and against the number of ranks. All calls are local."""
+"""Local checks of keys against each other (`check_deck`) and the number of ranks (`world_problems`)."""
 
 from __future__ import annotations
 
@@ -65,10 +65,14 @@ TRANSFORMER_RELATIONS: Relations = (*model.TRANSFORMER_RELATIONS, *experts.RELAT
 def check_deck(deck: Deck, ranks: int | None = None) -> list[DeckProblem]:
     """Return the problems of a deck that do not depend on the number of ranks; empty if it has none. Local.
 
+    This is one half of the checks: `world_problems` and `check_world` do the other half, for a number of
+    ranks. They are not called here, even if `ranks` is given.
+
     Args:
         deck: The deck, whose keys all have values of the right types and ranges.
-        ranks: Number of ranks; None if it is not known. If it is given, problems of batch sizes are left to
-            `world_problems`.
+        ranks: Number of ranks; None if it is not known. It only decides who checks batch sizes. If it is
+            None, they are checked here for layout.data data ranks, or for one if the deck does not give that
+            key. If it is given, they are left to `world_problems`.
     """
     is_transformer = deck.model.module is None
     return [
@@ -122,7 +126,7 @@ def check_world(deck: Deck, ranks: int) -> None:
     """Raise an error if a deck does not fit a number of ranks; otherwise do nothing. Local.
 
     Args:
-        deck: The deck, which has passed `check_deck`.
+        deck: The deck, for which `check_deck` has no problems. Those problems are not looked for again.
         ranks: Number of ranks of the run, parameter servers and dedicated ranks included.
 
     Raises:
@@ -136,10 +140,12 @@ def check_world(deck: Deck, ranks: int) -> None:
 def data_ranks(deck: Deck, ranks: int) -> int:
     """Return the size of the data axis: the number of copies of the model that the ranks hold. Local.
 
-    Parameter servers and dedicated ranks of other models are not counted.
+    A copy takes pipeline x tensor x context ranks. Copies of all replicas of local steps count together, and
+    a copy also counts if ZeRO shards it. Parameter servers and dedicated ranks of other models are not
+    counted.
 
     Args:
-        deck: The deck, which has passed `check_deck`.
+        deck: The deck, for which `check_deck` has no problems.
         ranks: Number of ranks of the run, parameter servers and dedicated ranks included.
 
     Raises:
@@ -157,7 +163,7 @@ def world_problems(deck: Deck, ranks: int) -> list[DeckProblem]:
     chosen for another number of ranks says how to choose a new one.
 
     Args:
-        deck: The deck, which has passed `check_deck`.
+        deck: The deck, for which `check_deck` has no problems. Those problems are not looked for again.
         ranks: Number of ranks of the run, parameter servers and dedicated ranks included.
     """
     return [_with_layout_hint(deck, problem) for problem in _world_problems(deck, ranks)]

@@ -35,11 +35,11 @@ _NOT_CODE = ("exact-match", "regular-expression")
 
 @dataclass(frozen=True, order=True)
 class CodeEntry:
-    """Entry of a deck that names code.
+    """Entry of a deck that names code: the full name of the key, and the code (`target`) that it names.
 
     Attributes:
         key: Full name of the key, such as "model.module".
-        target: Code that it names, such as "train.py:build".
+        target: Code that it names, such as "/home/me/train.py:build". The paths of files are absolute.
     """
 
     key: str
@@ -79,7 +79,9 @@ class UntrustedCodeError(HpctrainError):
 
 @dataclass(frozen=True)
 class CodeTrust:
-    """The user's decision which code of stored decks may be called.
+    """The user's decision which code of stored decks may be called; `CodeTrust()` trusts none.
+
+    `CodeTrust(everything=True)` trusts all code, and `CodeTrust(entries=...)` the code of these entries.
 
     Attributes:
         everything: True if all code that a stored deck names may be called (--trust-code).
@@ -102,8 +104,9 @@ class Overrides(tuple[str, ...]):
         """Return `--set` arguments as a tuple that also has the user's decision as `trust`.
 
         Args:
-            arguments: `--set` arguments, such as "batch.micro_size=4", in their order.
-            trust: Code that a stored deck may call.
+            arguments: `--set` arguments, such as "batch.micro_size=4", in their order. They are neither
+                parsed nor checked here: the functions that read a deck report wrong ones.
+            trust: Code that a stored deck may call, such as `CodeTrust()` for none.
         """
         overrides = cls(arguments)
         overrides.trust = trust
@@ -135,10 +138,12 @@ def is_file_target(target: str) -> bool:
 def resolve_target(target: str, deck_name: str) -> str:
     """Return a target with the absolute path of its file; any other text is returned as it is.
 
+    Other texts are "PACKAGE:FUNCTION", and those without a colon. A "~" at the beginning is expanded.
+    Symbolic links are not followed, and the file need not exist.
+
     Args:
-        target: The target, such as "~/train.py:build". A text without a file is "package.module:Class".
-        deck_name: Path of the deck, to whose folder the path of the file is relative. The file need not
-            exist.
+        target: The target, such as "~/train.py:build".
+        deck_name: Path of the deck, to whose folder the path of the file is relative.
     """
     if not is_file_target(target):
         return target
@@ -152,7 +157,8 @@ def code_entries(tables: Mapping[str, object], deck_name: str) -> frozenset[Code
     a wrong type are skipped, since the validation of the deck reports them.
 
     Args:
-        tables: Sections of the deck, by name.
+        tables: Sections of the deck, by name, before or after its validation. Only [model], [data] and
+            [policy] are read, and they may be missing.
         deck_name: Path of the deck, to whose folder paths of files are relative; in the result they are
             absolute.
     """
@@ -188,6 +194,9 @@ def refusal_message(names: Iterable[CodeEntry], file: str) -> str:
 
 def remote_code(key: str, value: object) -> Iterator[CodeEntry]:
     """Yield a CodeEntry for each argument that lets a library (`transformers`) download code and run it.
+
+    These are `trust_remote_code` with a true value, and names of kernels with a "/". An argument with the
+    value false is not yielded.
 
     Args:
         key: Full name of the key that holds the arguments, such as "model.arguments". The entries have longer

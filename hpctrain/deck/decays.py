@@ -27,9 +27,12 @@ class DecaySpan:
     def progress(self, step: int, last: int) -> float:
         """Return the fraction, in [0, 1], that is over at `step` of the final part of the decay.
 
+        It is 0 before that part and 1 after it.
+
         Args:
             step: Step of the run, counted from 0 with the warm-up.
-            last: Length in steps of the final part, which ends at `decay_steps`.
+            last: Length in steps of the final part, which ends at `decay_steps`. With 0, the result is 0 up
+                to the step `decay_steps`, and 1 after it.
         """
         passed = step - (self.decay_steps - last)
         return min(1.0, max(0.0, passed / max(1, last)))

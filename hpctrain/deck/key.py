@@ -90,8 +90,10 @@ class Section(BaseModel):
         """Return the tables among which keys of this section select; empty if none does.
 
         Returns:
-            For the name of each such key, the attributes of the tables by their names in the deck. For
-            [optimizer] it is {"name": {"adamw": "adamw", ..., "schedule-free": "schedule_free"}}.
+            For each key that selects tables, by its name, a dictionary from its values to attributes of this
+            class. A value of the key is the name of the selected table in the deck. Values without a table
+            are left out. An example is that of [optimizer]:
+            {"name": {"adamw": "adamw", ..., "schedule-free": "schedule_free"}}.
         """
         found: dict[str, dict[str, str]] = {}
         for attribute, field in cls.model_fields.items():
@@ -114,11 +116,17 @@ class Section(BaseModel):
     def with_values(self, values: Mapping[str, object]) -> Self:
         """Return a copy in which some keys have other values. Neither names nor values are checked.
 
+        A wrong name of a key raises no error and changes no key.
+
         Args:
-            values: Values by name: of an attribute, or "table.key" for a key of a table. The latter is left
-                out if the copy does not have that table. The value of a key that selects tables also decides
-                which tables the copy has: the selected one, kept or made with its defaults; the others are
-                None.
+            values: Values by name: of an attribute, such as "schedule_free" (not "schedule-free"), or
+                "table.key" for a key of a table, both by their attributes. The latter is left out if the copy
+                does not have that table. The value of a key that selects tables also decides which tables the
+                copy has: the selected one, kept or made with its defaults; the others are None. "table.key"
+                then changes the tables of the copy.
+
+        Raises:
+            AttributeError: The class has no such table as in "table.key".
         """
         changed = {name: value for name, value in values.items() if "." not in name}
         for choice, tables in self.choices().items():
@@ -141,12 +149,18 @@ class Section(BaseModel):
     def with_selection(self, choice: str, name: str, table: Section | None, **keys: object) -> Self:
         """Return a copy in which the key `choice` has the value `name`. Neither names nor values are checked.
 
+        Use this if you have the table that `name` selects; `with_values` makes or keeps that table itself.
+
         Args:
             choice: Name of a key that selects tables, such as "name" in [optimizer].
             name: Its new value.
-            table: Table that this value selects, which is not made here; None for a value without a table.
-                The other tables of the key become None.
+            table: Table that this value selects, which is not made here; None for a value without a table. It
+                goes to the attribute that `choices` has for `name`; its class is not checked. The other
+                tables of the key become None.
             keys: New values of further attributes.
+
+        Raises:
+            KeyError: The key `choice` does not select tables.
         """
         tables = {own: table if each == name else None for each, own in self.choices()[choice].items()}
         return self.model_copy(update={choice: name, **tables, **keys})

@@ -10,7 +10,7 @@ from hpctrain.text import either
 
 @dataclass(frozen=True)
 class DeckProblem:
-    """Error of a deck.
+    """Error of a deck: the full name of the wrong key, and the end of a sentence about its value.
 
     Attributes:
         key: Full name of the wrong key.

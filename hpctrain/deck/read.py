@@ -1,7 +1,8 @@
 """Reading of decks: from TOML text and `--set` arguments to a validated Deck.
 
 All problems of a deck are reported in one error. Each names the file and line, or the `--set` argument, that
-it comes from. All functions are local calls.
+it comes from. All functions are local calls. A stored deck is one that a run left in its folder or in a
+checkpoint; it may call only code that the user trusts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.launcher import launched_rank
 
 FileCheck = Callable[[Deck, int | None], Iterable[DeckProblem]]
-"""Function that checks the files that a valid deck names. It also takes the number of ranks, or None."""
+"""Function that takes a valid deck and the number of ranks, or None, and returns problems of files it names.
+
+An HpctrainError that it raises is reported with the problems of the deck.
+"""
 
 
 def read_deck(
@@ -43,16 +47,21 @@ def read_deck(
 ) -> Deck:
     """Read and validate the deck in a file, and return it with all defaults. Local.
 
-    Old names of keys are logged as warnings on rank 0, once per process.
+    Each rank that calls this reads the files itself; MPI need not be initialized. Old names of keys are
+    logged as warnings on rank 0, once per process. The deck counts as the user's own, so that all code that
+    it names may be called, whatever the type of `overrides` is.
 
     Args:
         path: Path of the file, which may include others.
         overrides: `--set` arguments, such as "batch.micro_size=4", which take precedence over the files.
-        ranks: Number of ranks that the deck is checked against; None if it is not known.
+        ranks: Number of ranks that the deck is checked against; None if it is not known. A deck with
+            layout.auto is not checked against it, since its layout is chosen later.
         read_source: Reader of the model that `model.from` names; None to take that key as it is.
         check_files: Check of the files that a valid deck names, which is called only if there are no
             problems.
-        for_search: True to ignore problems of keys that a search chooses and the deck does not give.
+        for_search: True to ignore problems that depend on a key that a search chooses and the deck does not
+            give. Such keys have their defaults in the result, which may not fit: run it only after the
+            search.
 
     Raises:
         HpctrainError: The deck has problems; all are reported.
@@ -76,18 +85,21 @@ def parse_deck(
 ) -> Deck:
     """Parse and validate the text of a deck, and return the deck with all defaults. Local.
 
-    Old names of keys are logged as warnings on rank 0, once per process, unless `includes` is False.
+    Old names of keys are logged as warnings on rank 0, once per process; those in the text are not if
+    `includes` is False.
 
     Args:
         text: Text of the deck.
         overrides: `--set` arguments. `Overrides` also tell which code a stored deck may call; with any other
             sequence, the deck may call all code that it names.
         name: Name of the deck in messages, to whose folder included files are relative.
-        ranks: Number of ranks that the deck is checked against; None if it is not known.
+        ranks: Number of ranks that the deck is checked against; None if it is not known. A deck with
+            layout.auto is not checked against it.
         read_source: Reader of the model that `model.from` names; None to take that key as it is.
-        includes: False for the deck of an earlier run, which cannot include files. Checks that concern only
-            new decks are left out.
-        completed: Steps and samples that the run has done, for a length in tokens or epochs.
+        includes: False for the deck of an earlier run: an `include` in the text is a problem then. Checks
+            that concern only new decks are left out.
+        completed: Steps and sequences that the run has done, in this order, for a length in tokens or epochs.
+            They are part of that length, and the steps are part of run.steps of the result.
 
     Raises:
         HpctrainError: The deck has problems; all are reported.
@@ -112,20 +124,21 @@ def parse_stored_deck(
 ) -> Deck:
     """Parse and validate the deck of a checkpoint, without checks that depend on the number of ranks. Local.
 
-    Old keys in the text get their new names without a warning. Code that the deck may not call is no problem
-    here: it is in `untrusted_code` of the result.
+    Old keys in the text get their new names without a warning; those in `overrides` are logged as warnings on
+    rank 0. Code that the deck may not call is no problem here: it is in `untrusted_code` of the result.
 
     Args:
         text: Text of the deck.
         overrides: `--set` arguments, and which code the deck may call.
         name: Name of the deck in messages, to whose folder paths of code are relative.
         read_source: Reader of the model that `model.from` names.
-        completed: Steps and samples that the run has done, for a length in tokens or epochs.
+        completed: Steps and sequences that the run has done, as for `parse_deck`.
         defaults_written: True if the text does not tell defaults from other keys. Keys with values that they
             would get from other keys then count as defaults.
 
     Raises:
         HpctrainError: The deck has problems; all are reported.
+        InputOutputError: The only problem is that `read_source` cannot read a file.
     """
     deck_input = DeckInput(name, includes=False)
     deck_input.read_text(text, Path(name), name)
@@ -140,16 +153,18 @@ def read_stored_deck(path: Path, trust: CodeTrust, read_source: SourceReader | N
     """Read and validate the `deck.toml` that a run left in its folder. Local.
 
     It is not checked against a number of ranks. Old keys get their new names without a warning. Code that the
-    deck may not call is no problem here: it is in `untrusted_code` of the result.
+    deck may not call is no problem here: it is in `untrusted_code` of the result. If run.tokens gives the
+    length, run.steps is that of a run from the beginning, without completed work.
 
     Args:
         path: Path of the file.
         trust: Which code that the deck names may be called.
-        read_source: Reader of the model that `model.from` names; None to take that key as it is.
+        read_source: Reader of the model that `model.from` names; None to take that key as it is. A run writes
+            the sizes of that model into its deck, so that they are not missing.
 
     Raises:
         HpctrainError: The deck has problems; all are reported.
-        InputOutputError: The file cannot be read.
+        InputOutputError: The only problem is a file that cannot be read.
     """
     deck_input = DeckInput(str(path), includes=False)
     deck_input.read_file(path, str(path))
@@ -161,11 +176,12 @@ def read_stored_deck(path: Path, trust: CodeTrust, read_source: SourceReader | N
 def read_code_entries(path: Path) -> frozenset[CodeEntry]:
     """Return the code that the user's deck in a file, and files that it includes, name. Local.
 
-    Nothing else of the deck is checked, and the code is not imported.
+    The paths of files in the result are absolute; those of code in included files are relative to the folder
+    of the deck. Nothing else of the deck is checked, and the code is not imported.
 
     Raises:
-        HpctrainError: The file cannot be parsed.
-        InputOutputError: The file cannot be read.
+        HpctrainError: The file, or one that it includes, cannot be parsed.
+        InputOutputError: The only problems are files that cannot be read.
     """
     deck_input = DeckInput(str(path))
     deck_input.read_file(path, str(path))
@@ -184,12 +200,14 @@ def changed_deck(
     """Return a deck with other values of keys, which is validated anew. `deck` itself is not changed. Local.
 
     Defaults that follow from changed keys change with them. Code that the deck may not call stays so; it is
-    no problem here, but in `untrusted_code` of the result. The result has no runtime choices.
+    no problem here, but in `untrusted_code` of the result, as is code that only `changes` name if `from_user`
+    is False. The result has no runtime choices: if those of `deck` fit it, pass them to its
+    `with_runtime_choices`.
 
     Args:
         deck: The deck to change.
         changes: Values of keys in the form of `--set`, such as "batch.micro_size=4". Of several values of one
-            key, the last one counts.
+            key, the last one counts. Old names are allowed, and logged as warnings on rank 0.
         ranks: Number of ranks that the deck is checked against; None if it is not known.
         name: Name of the deck in messages, to whose folder paths of code in `changes` are relative. Pass
             `deck.sources.name` if the changes may name code.

@@ -287,11 +287,13 @@ def flattened(relations: Relations) -> Iterator[Relation]:
 def relations_text(key: str, relations: Relations) -> str:
     """Return the relations of a key as one sentence for the reference; "" if it has none.
 
-    An example is "Requires layout.zero = 3." for memory.keep_gathered.
+    An example is "Requires layout.zero = 3." for memory.keep_gathered. Several relations are separated by
+    semicolons.
 
     Args:
         key: Full name of the key.
-        relations: Relations of all keys; those whose `key` is another one are left out.
+        relations: Relations of all keys, such as `RELATIONS` of `hpctrain.deck.check`; those whose `key` is
+            another one are left out.
     """
     objects: dict[str, list[str]] = {}  # what follows "conflicts with", or whole phrases
     for phrase in dict.fromkeys(each.reference_phrase for each in flattened(relations) if each.key == key):
@@ -304,7 +306,8 @@ def relations_text(key: str, relations: Relations) -> str:
 def value_of(deck: Deck, key: str) -> object:
     """Return the value of a key by its full name; None if the deck does not have its table.
 
-    For the name of a table it is the Section.
+    For the name of a table it is the Section. Unlike `Deck.value`, this checks the whole name against the
+    schema, so that a wrong name in a relation is never overlooked.
 
     Raises:
         KeyError: The schema has no such key, also if the deck does not have its table.

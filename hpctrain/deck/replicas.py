@@ -21,14 +21,16 @@ def may_diverge(deck: Deck) -> bool:
 def fit_continued_replicas(deck: Deck, before: Deck, ranks_before: int, ranks: int) -> tuple[Deck, str]:
     """Return the deck of a continued run with as many replicas as its ranks form, and a message. Local.
 
-    A replica keeps its number of ranks. With the number of replicas, `layout.data` and batch sizes that the
-    new data ranks cannot divide change, too. The deck is returned unchanged if replicas cannot diverge, or if
-    the ranks do not form whole replicas, which its checks report.
+    A replica is a group of data ranks of [layout.local_steps], and it keeps its number of ranks. With the
+    number of replicas, `layout.data` and batch sizes that the new data ranks cannot divide change, too. The
+    deck is returned unchanged if replicas cannot diverge (`may_diverge`), or if the ranks do not form whole
+    replicas. The result is not checked; `check_world` does that.
 
     Args:
         deck: The deck of the continued run.
         before: The deck of the run so far.
-        ranks_before: Number of ranks of the run so far.
+        ranks_before: Number of ranks of the run so far. A valid deck with several replicas has neither
+            parameter servers nor dedicated ranks.
         ranks: Number of ranks of the continued run.
 
     Returns:
@@ -51,13 +53,16 @@ def fit_continued_replicas(deck: Deck, before: Deck, ranks_before: int, ranks: i
 def fit_initial_replicas(deck: Deck, ranks: int) -> tuple[Deck, str]:
     """Return the deck of a new run with as many replicas as its ranks allow, and a message. Local.
 
-    The number is at most that of the deck. With it, `layout.data` and batch sizes that the data ranks cannot
-    divide change, too. A deck whose replicas cannot diverge, or whose axes do not fit the ranks, is returned
-    unchanged.
+    A replica is a group of data ranks of [layout.local_steps]. The number of replicas is at most that of the
+    deck, and 1 if expert ranks do not fit. With it, `layout.data` changes, and batch sizes that the data
+    ranks cannot divide change in proportion, rounded down, so that the run trains with smaller batches than
+    the deck says. A deck whose replicas cannot diverge (`may_diverge`), or whose other axes do not fit the
+    ranks, is returned unchanged. The result is not checked; `check_world` does that.
 
     Args:
         deck: The deck, which is not changed.
-        ranks: Number of ranks of the run.
+        ranks: Number of ranks of the run. A valid deck with several replicas has neither parameter servers
+            nor dedicated ranks.
 
     Returns:
         The deck, and a message for the log; "" if the number of replicas does not change.

@@ -27,7 +27,7 @@ FUNCTION = "changes what its parameters compute"
 
 @dataclass(frozen=True)
 class ResumeRule:
-    """Rule for a key whose value has changed when a run is resumed.
+    """Rule for a key whose value has changed on a resume: "free", "fresh optimizer" or "refused", and a note.
 
     Attributes:
         policy: The policy of the key.
@@ -46,7 +46,10 @@ class ResumeRule:
 
 @cache
 def resume_rules() -> Mapping[str, ResumeRule]:
-    """Return the rule of every key by its full name, in the order of `resume_rules.toml`."""
+    """Return the rule of every key by its full name, in the order of `resume_rules.toml`.
+
+    Keys of tables in sections are among them, such as "model.adapters.rank"; old names of keys are not.
+    """
     rules: dict[str, ResumeRule] = {}
     for table, rows in read_data_file("resume_rules.toml").items():
         for names, rule in rows.items():

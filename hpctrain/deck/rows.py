@@ -59,11 +59,13 @@ def place_and_message(deck: Deck, problem: DeckProblem) -> tuple[Place, str]:
 def row_message(deck: Deck, key: str, number: int, name: str, sentence: str) -> str:
     """Return a message about a key in a list of tables: `deck.toml:9: evaluation.tokens = "a.h5": ...`.
 
+    The message names the table by its section, as the deck has it: [[evaluation]] for "evaluation.sets".
+
     Args:
         deck: The deck.
         key: Full name of the key that holds the list, such as "evaluation.sets".
         number: Index of the table in the list, counted from 0.
-        name: Name of the key in that table.
+        name: Name of the key in that table, which is also the attribute of its class.
         sentence: End of the message after the key and its value.
 
     Raises:

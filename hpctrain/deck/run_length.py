@@ -19,12 +19,14 @@ def steps_for_samples(
 ) -> int:
     """Return the smallest number of steps of a run that trains on at least `samples` samples.
 
+    In the ramp the batch size grows linearly with the step, rounded down to a multiple of `ramp_from`.
+
     Args:
-        samples: Samples to train on after the completed steps. If it is negative, since the run has trained
-            on too many, the result may be below `steps_done`.
+        samples: Samples to train on after the completed steps. With 0, the result is `steps_done`. If it is
+            negative, since the run has trained on too many, the result may be below `steps_done`.
         global_size: Batch size in samples after the ramp.
-        ramp_from: Batch size of the first step; 0 without a ramp.
-        ramp_steps: Number of steps of the ramp.
+        ramp_from: Batch size of the first step, at most `global_size`; 0 without a ramp.
+        ramp_steps: Number of steps of the ramp, counted from the beginning of the run.
         steps_done: Number of completed steps, which are part of the result and of the ramp.
     """
     step, done = steps_done, 0
@@ -65,11 +67,12 @@ class CompletedWork:
 def add_steps(tables: Mapping[str, dict[str, Any]], completed: CompletedWork = CompletedWork()) -> bool:
     """Set run.steps from run.tokens in place, and return True; otherwise change nothing and return False.
 
-    Nothing is changed if run.steps is given, or if run.tokens or a key of [batch] on which the steps depend
-    is missing or is not a positive whole number.
+    Nothing is changed if run.steps is given, or if run.tokens, batch.sequence or batch.global_size is missing
+    or is not a positive whole number. Keys of the ramp (batch.ramp_from, batch.ramp_steps) may be missing.
 
     Args:
-        tables: Sections of the deck by name.
+        tables: Sections of the deck by name, with batch.sequence of the preset or of model.from filled in.
+            Old keys are not read.
         completed: Work that the resumed run has completed, which counts as part of run.tokens and run.steps.
     """
     run, batch = tables["run"], tables["batch"]
@@ -88,8 +91,10 @@ def add_steps(tables: Mapping[str, dict[str, Any]], completed: CompletedWork = C
 def steps_of_epochs(epochs: float, sequences: int, batch: Batch, completed: CompletedWork) -> int:
     """Return the smallest number of steps in which a run passes `epochs` times over all sequences.
 
+    The whole batch in which the last epoch ends is trained on. The result may be below the completed steps.
+
     Args:
-        epochs: Positive number of epochs of the whole run.
+        epochs: Positive number of epochs of the whole run, completed work included.
         sequences: Number of sequences in an epoch.
         batch: Section with the batch sizes.
         completed: Work that the resumed run has completed; its steps are part of the result.

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class RuntimeChoices:
-    """Choices that depend on measurements, stored with the deck so that a resumed run repeats them.
+    """Measured or earlier choices (split, kernels, functions) of a run, which belong to no key of its deck.
 
-    Copies of the deck with other keys keep them. All RuntimeChoices are equal, since they are not part of the
-    deck's content.
+    They are stored with the deck so that a resumed run repeats them. Copies of the deck with other keys keep
+    them. All RuntimeChoices are equal, since they are not part of the deck's content.
 
     Attributes:
         split: Number of blocks in each part of the model; None if they are not chosen yet.

@@ -89,11 +89,12 @@ class Deck(Section):
     def code(self, target: str) -> NamedCode:
         """Return the function or class that a key names, with the decision whether it may be called.
 
-        It may be called only if all code that the deck names may be called. Nothing is imported or raised:
-        `import_function` does both.
+        It may be called only if all code that the deck names may be called. Nothing is imported, checked or
+        raised: `import_function` does that.
 
         Args:
-            target: Value of the key, such as "train.py:build".
+            target: Value of the key in this deck, where paths of files are absolute, such as
+                "/home/me/train.py:build".
         """
         untrusted = self._untrusted_in("model", "data", "policy")
         return NamedCode(target, refusal_message(untrusted, self.sources.name) if untrusted else "")
@@ -108,8 +109,8 @@ class Deck(Section):
     def with_runtime_choices(self, choices: RuntimeChoices) -> Deck:
         """Return a copy of the deck whose `runtime_choices` are replaced by `choices`, all of them.
 
-        The keys stay the same, and the copy equals the deck. To change single choices, pass
-        `replace(deck.runtime_choices, ...)`.
+        The keys stay the same, and the copy equals the deck. `deck_text` does not write the choices. To
+        change single choices, pass `replace(deck.runtime_choices, ...)`.
         """
         changed = self.model_copy()
         changed._runtime_choices = choices
@@ -137,11 +138,15 @@ class Deck(Section):
     def with_keys(self, **sections: Mapping[str, object] | Section) -> Deck:
         """Return a copy of the deck with other values of keys, or other sections. Nothing is checked.
 
-        Sources and runtime choices stay, and no other keys follow the new values.
+        Sources and runtime choices stay, and no other keys follow the new values. A wrong name of a key
+        raises no error and changes no key.
 
         Args:
-            sections: By the name of the section, values of its keys as in `Section.with_values`, or a new
-                section.
+            sections: By the name of the section, values of its keys, or a new section. Values replace only
+                these keys, as in `Section.with_values`; a section replaces the whole one of the deck.
+
+        Raises:
+            AttributeError: Values are given for a section, or for a table in a section, that does not exist.
         """
         changed = {
             name: keys if isinstance(keys, Section) else getattr(self, name).with_values(keys)
@@ -219,7 +224,8 @@ def fields(table: str) -> Mapping[str, FieldInfo]:
 def field_of(key: str) -> FieldInfo | None:
     """Return the field of a key, or of a table in a section, by its full name; None if there is none.
 
-    A section, such as "model", has no field.
+    There is none for a section, such as "model", for keys of tables in lists, such as those of
+    [[evaluation]], and for old names of keys.
     """
     table, _, name = key.rpartition(".")
     return fields(table).get(name) if table in tables() else None

@@ -30,8 +30,11 @@ SEARCH_KEYS = (
 def is_left_to_search(places: Mapping[str, Place], keys: Iterable[str]) -> bool:
     """Return True if at least one of `keys` is among SEARCH_KEYS and the deck does not give it.
 
+    Whether layout.auto is on, or a search follows at all, is left to the caller.
+
     Args:
-        places: Places of the deck's keys by full name. A place with a note does not count as given.
+        places: Places of the deck's keys by full name. A place with a `note` does not count as given, since
+            the value is from a preset, from model.from or from another key.
         keys: Full names of keys.
     """
     given = {key for key, place in places.items() if not place.note}

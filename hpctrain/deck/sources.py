@@ -31,7 +31,14 @@ class ApiArgument(str):
 
     @classmethod
     def of(cls, name: str, argument: str) -> ApiArgument:
-        """Return the text `argument`, such as "run.steps=10", with the name of an argument of the call."""
+        """Return the text `argument`, such as "run.steps=10", with the name of an argument of the call.
+
+        The result is used like any other `--set` argument; only messages show the name.
+
+        Args:
+            name: Name of the argument of the Python call, such as "changes".
+            argument: Key and value in the form of `--set`.
+        """
         named = cls(argument)
         named.name = name
         return named
@@ -39,7 +46,7 @@ class ApiArgument(str):
 
 @dataclass(frozen=True)
 class Place:
-    """Place in which a key was given.
+    """Place in which a key was given: file and line or `--set` argument, and the value as written.
 
     Attributes:
         file: Name of the deck's file.
@@ -108,12 +115,14 @@ class Sources:
     def sentence(self, key: str, value: object, problem: str) -> str:
         """Return a message about a key, such as `deck.toml:14: layout.tensor = 3: must divide ...`.
 
-        A key of a `--set` argument is shown as in that argument: `--set layout.tensor=3: must divide ...`.
+        A key of a `--set` argument is shown as in that argument: `--set layout.tensor=3: must divide ...`. A
+        key that was not given has the name of the deck without a line: `deck.toml: layout.tensor = 1
+        (default): ...`.
 
         Args:
             key: Full name of the key.
-            value: Its value, which the message shows if the place does not have the written value; None to
-                show none.
+            value: Its value, which the message shows if the place has no `value` or has a `note`, as for a
+                default; otherwise it shows the value as written. None to show none in these cases.
             problem: End of the sentence.
         """
         place = self.place(key)

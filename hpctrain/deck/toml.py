@@ -96,16 +96,19 @@ class BoundError(ValueError):
 def parse_toml(text: str, bits: int = INTEGER_BITS) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """Parse the text of a deck.
 
+    Values that no key of a deck may have, such as dates and infinite numbers, are returned like others.
+
     Args:
         text: The text.
         bits: Largest number of bits of an integer, without the sign.
 
     Returns:
         The values as Python's TOML parser returns them, and the line number (counted from 1) of each key and
-        table by its path, such as ("batch", "micro_size").
+        table by its path, such as ("batch", "micro_size"), as `key_lines` returns them.
 
     Raises:
-        TomlError: The text is not TOML or exceeds a bound. No other exception is raised.
+        TomlError: The text is not TOML or exceeds a bound. No other exception is raised. It is neither an
+            HpctrainError nor a ValueError.
     """
     lines: dict[KeyPath, int] = {}
     try:
@@ -126,10 +129,10 @@ def parse_toml(text: str, bits: int = INTEGER_BITS) -> tuple[dict[str, Any], dic
 def parse_argument(text: str) -> object:
     """Parse the value of a `--set` argument as TOML. Text that is not TOML is returned as it is.
 
-    So "4" becomes the number 4, "[1, 2]" a list, and both "adamw" and '"adamw"' the text adamw.
+    So "4" becomes the number 4, "[1, 2]" a list, both "adamw" and '"adamw"' the text adamw, and "" stays "".
 
     Raises:
-        TomlError: The text is not UTF-8 or exceeds a bound.
+        TomlError: The text contains bytes that are not UTF-8, or exceeds a bound.
     """
     if not is_utf8(text):
         raise TomlError(None, "is not UTF-8 text")
@@ -219,16 +222,17 @@ def _remedy(reason: str, before: str, rest: str) -> str:
 def key_lines(text: str, bits: int = INTEGER_BITS) -> dict[KeyPath, int]:
     """Return the line number, counted from 1, of each key and table header by its path.
 
-    A path is a tuple such as ("batch", "micro_size"). Implied tables (`a.b = 1` implies `a`) have the line
-    where they first occur. Items of lists of tables are numbered from 0: ("servers", "0", "name").
+    A path is a tuple such as ("batch", "micro_size"). Implied tables (`a.b = 1` implies `a`), and keys that
+    are given twice, have the line where they first occur. Items of lists of tables are numbered from 0:
+    ("servers", "0", "name").
 
     Args:
         text: The text.
         bits: Largest number of bits of an integer, without the sign.
 
     Raises:
-        BoundError: The text exceeds a bound.
-        ValueError: The text is not TOML.
+        BoundError: The text exceeds a bound. This is a ValueError, too, but not a TomlError.
+        ValueError: The text is not TOML. Only its structure is checked.
     """
     lines: dict[KeyPath, int] = {}
     for path, line in key_mentions(text, bits):

@@ -24,11 +24,13 @@ from hpctrain.text import kind_of
 
 
 def deck_text(deck: Deck, ranks: int | None = None) -> str:
-    """Return the resolved deck as TOML. Parsing the text returns an equal deck. Local.
+    """Return the resolved deck as TOML, which `parse_deck` with includes=False reads as an equal deck. Local.
 
-    Keys without a value are comments that tell what replaces it. Keys whose defaults depend on other keys are
-    comments as well, so that they follow other values of those keys when the text is parsed. Keys that the
-    deck does not use, such as those of a transformer in a deck with `model.module`, are left out.
+    For the deck of a resumed run, pass the same `completed`. Keys without a value are comments that tell what
+    replaces it. Keys whose defaults depend on other keys are comments as well, so that they follow other
+    values of those keys when the text is parsed. Keys that the deck does not use, such as those of a
+    transformer in a deck with `model.module`, are left out. Paths of code are absolute; other
+    relative paths stay relative. Runtime choices, places of keys and the trust in code are not in the text.
 
     Args:
         deck: The deck.
@@ -118,11 +120,14 @@ def _compatible_item(name: str, value: object) -> Any:
 def tables_to_toml(deck: Mapping[str, object]) -> str:
     """Return a deck that a Python program has as a dictionary as TOML text.
 
-    Whether sections and keys exist is not checked. `toml_compatible` converts the values.
+    Whether sections and keys exist is not checked. `toml_compatible` converts the values. If a key is given
+    twice, the last one counts.
 
     Args:
-        deck: Sections with their keys, {"run": {"steps": 10}}, or full names of keys, {"run.steps": 10}, or
-            both. A key whose value is None is left out. A list of dictionaries becomes tables [[name]].
+        deck: Sections with their keys, {"run": {"steps": 10}}, or keys with their sections, {"run.steps":
+            10}, or both. Keys of a table in a section must be a dictionary: {"optimizer": {"muon":
+            {"momentum": 0.9}}}. A key whose value is None is left out. A list of dictionaries becomes tables
+            [[name]].
 
     Raises:
         HpctrainError: A name is not text, or a value has a type that TOML does not have.

@@ -90,13 +90,14 @@ def run_user_code(activity: str) -> Iterator[None]:
 
 
 def import_function(code: NamedCode) -> Callable[..., Any]:
-    """Import the function or class that a deck names. Local.
+    """Import the function or class that a deck names. Local: ranks do not wait for each other.
 
     Its module is loaded once per process, which runs its code, and the folder of a file is added to
-    `sys.path`.
+    `sys.path`. A module that fails to load is loaded anew by the next call.
 
     Raises:
-        UntrustedCodeError: Only a stored deck names it.
+        UntrustedCodeError: `code.refusal` is not empty: a stored deck names code that the user does not
+            trust.
         UserCodeError: Its module fails to load.
         HpctrainError: There is no such file or name, or it is part of Python's standard library or of
             hpctrain.

@@ -28,18 +28,21 @@ _WIDTH = 100
 def converted_deck(source: str) -> str:
     """Convert a DeepSpeed configuration or Megatron-LM arguments to a deck, and return its text. Local.
 
-    The deck is not checked. A shell script is not executed.
+    Content that begins with "{" is read as a DeepSpeed configuration, whatever the name of the file is; all
+    other content is read as arguments. A shell script is not executed. The deck is not checked.
 
     Args:
         source: Path of the JSON file, or of a shell script or text file with arguments. If it starts with
             "--", it is taken as the arguments themselves.
 
     Returns:
-        The deck as TOML. Comments at the top list the options that no key expresses, with reasons. Required
-        keys that the source does not set stand as comments in their sections.
+        The deck as TOML. Options that no key expresses raise no error: comments at the top list them, with
+        reasons. Required keys that the source does not set stand as comments in their sections; `read_deck`
+        reports them as missing until they are filled in.
 
     Raises:
-        HpctrainError: The source is empty, is not UTF-8 text, or is neither of the two.
+        HpctrainError: The source is empty, is not UTF-8 text, begins with "{" and is not JSON, or is neither
+            of the two.
         InputOutputError: The file cannot be read, or is larger than MAX_FILE_BYTES.
     """
     if not source.strip():

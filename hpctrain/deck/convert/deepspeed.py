@@ -32,7 +32,7 @@ def convert_configuration(configuration: Mapping[str, object]) -> Conversion:
     """Convert the content of a DeepSpeed configuration to deck keys. Local.
 
     Settings that no deck key expresses raise no error. The Conversion lists them as unsupported with a
-    reason, among them all settings whose value is "auto".
+    reason, among them all settings whose value is "auto", and values that the deck key does not allow.
 
     Args:
         configuration: Content of the JSON file, with tables in tables. It is not changed.

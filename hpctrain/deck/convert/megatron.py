@@ -27,6 +27,9 @@ def convert_script(script: str) -> Conversion:
 
     Args:
         script: Text of a shell script or of a file of arguments, not its path.
+
+    Raises:
+        ValueError: Too many expressions are nested, as for `parse_arguments`.
     """
     table = megatron_table()
     explicit = parse_arguments(script)

@@ -107,7 +107,8 @@ def choice(value: object, choices: Mapping[str, object], refusal: str = "") -> o
     """Return the deck's value for one of the other trainer's values.
 
     Args:
-        value: Value of the other trainer, which is compared as text in lower case.
+        value: Value of the other trainer. It is compared as `str(value).lower()`, so True is "true", None
+            "none".
         choices: Values of the deck by those of the other trainer in lower case.
         refusal: Message of the error; "" for a message that lists the choices.
 

@@ -109,10 +109,11 @@ class Rule:
         return tuple(self.row.get("keys") or ([self.row["key"]] if "key" in self.row else []))
 
     def apply(self, value: object, options: SourceOptions) -> dict[str, object]:
-        """Return the values of the deck keys that the option sets, by their names in `keys`.
+        """Return the values of the deck keys that the option sets, by the names that the property `keys` has.
 
-        Keys that the value does not set are left out. The result is empty if the option needs no key, or if
-        the condition of the row does not hold. The values are not checked against the schema of the deck.
+        These are full names in which "{optimizer}" is not replaced yet. Keys that the value does not set are
+        left out. The result is empty if the option needs no key, or if the condition of the row (its entries
+        `if` and `unless`) does not hold. The values are not checked against the schema of the deck.
 
         Args:
             value: Value of the option, given by the user or by default.
@@ -150,11 +151,11 @@ class Rule:
 
 @dataclass
 class Conversion:
-    """Result of a conversion.
+    """Result of a conversion: deck keys by full name, and the options that these keys do not express.
 
     Attributes:
         program: Name of the other trainer.
-        keys: Values of deck keys.
+        keys: Values of deck keys by full name, such as "optimizer.adamw.beta1".
         defaults: Those keys whose values are defaults of the other trainer.
         unsupported: Reasons why options are not expressed by keys, or only in part, by option and value.
         unneeded: Options that need no key.
@@ -180,9 +181,10 @@ class Conversion:
 def apply_rules(options: SourceOptions, table: RuleTable) -> Conversion:
     """Convert all options of a program, and its defaults for those that are not given. Local.
 
-    What cannot be converted raises no error: the Conversion lists it as unsupported, with a reason. So are
-    values that the deck key does not allow. If two options set the same key, the first keeps it, explicit
-    options come before defaults, and a contradiction between explicit ones is reported.
+    What cannot be converted raises no error: the Conversion lists it in `unsupported`, with a reason. So are
+    values that the deck key does not allow. If two options set the same key, the first keeps it, and explicit
+    options come before defaults. If both are explicit and their values differ, the second is listed in
+    `unsupported`.
 
     Args:
         options: Options of the program; they are not changed.

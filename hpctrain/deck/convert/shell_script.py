@@ -47,16 +47,16 @@ _LARGEST = 1 << 63
 
 
 def parse_arguments(script: str) -> dict[str, object]:
-    """Return the arguments that a text contains. Nothing is executed or raised.
+    """Return the arguments that a text contains. Nothing is executed, and wrong syntax raises no error.
 
     Args:
         script: Text of a shell script, or of a file of arguments.
 
     Returns:
-        The value of each argument as text, or True for a flag without a value, by a name with hyphens, such
-        as "--num-layers". Several values are joined by blanks. The last one counts where an argument occurs
-        more than once. Variables that the script sets are expanded; others stay ("$NODES"). It is empty if
-        the text has no arguments.
+        The value of each argument as text, or True for a flag without a value, by a name with hyphens:
+        "--num_layers" becomes "--num-layers". "--name=value" is split at the first "=". Several values are
+        joined by blanks. The last one counts where an argument occurs more than once. Variables that the
+        script sets are expanded; others stay ("$NODES"). It is empty if the text has no arguments.
 
     Raises:
         ValueError: More than MAX_EXPRESSIONS expressions are nested, as in `${A:-${B:-1}}`.

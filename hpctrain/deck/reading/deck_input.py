@@ -121,7 +121,8 @@ class DeckInput:
         """Raise all problems found so far as one error; do nothing if there are none.
 
         They come in the order of the files and their lines, then those of `--set` arguments. Equal messages
-        appear once, and at most MOST_PROBLEMS are shown.
+        appear once, and at most MOST_PROBLEMS are shown. `problems` stays as it is, so that a second call
+        raises the same error.
 
         Raises:
             HpctrainError: There are problems.
@@ -175,11 +176,13 @@ class DeckInput:
     def read_text(self, text: str, path: Path, name: str, chain: tuple[Path, ...] = ()) -> None:
         """Add the keys of a text and of the files that it includes; their problems are added and not raised.
 
-        A text that is not TOML adds a problem and no keys.
+        These keys take precedence over those so far, and keys of the text over those of the files that it
+        includes. A text that is not TOML adds a problem and no keys.
 
         Args:
             text: The text, which need not be in a file.
-            path: Path to whose folder the names of included files are relative.
+            path: Path of the text's file, to whose folder the names of included files are relative. It need
+                not exist.
             name: Name of the text in messages.
             chain: Paths of the files that include it, the outermost first.
         """
@@ -290,7 +293,8 @@ class DeckInput:
         """Remove a key, or a table in a section, with its values and places; do nothing if it is missing.
 
         Args:
-            path: Full name, such as "optimizer.muon". The values of a whole section are not removed.
+            path: Full name, such as "optimizer.muon". Do not pass the name of a whole section: its values
+                would stay, without their places.
         """
         remove(self.values, path)
         self.places.pop(path, None)
@@ -304,13 +308,14 @@ class DeckInput:
     def apply_override(self, argument: str) -> None:
         """Apply a `--set` argument to the keys so far. Problems are added and not raised.
 
-        The argument is also added to `arguments`. A key gets the new value, which takes precedence over all
-        files and earlier arguments. The argument may have an old name of the key. If it selects a table,
-        tables that the files have for other values are removed.
+        Call this after all texts are read, since a later text would replace the value. The argument is also
+        added to `arguments`. A key gets the new value, which takes precedence over all files and earlier
+        arguments. A table of the key that is missing is added. The argument may have an old name of the key.
+        If it selects a table, tables that the files have for other values are removed.
 
         Args:
-            argument: "section.key=value", "section.key=", which removes the key so that it gets its default,
-                or a word or list for a section, such as "layout=auto".
+            argument: "section.key=value"; "section.key=", which removes the key, also one of an earlier
+                argument, so that it gets its default; or a word or list for a section, such as "layout=auto".
         """
         self.arguments.append(argument)
         name, equals, text = argument.partition("=")

@@ -28,12 +28,13 @@ from hpctrain.deck.sections.policy import fill_policy, fill_rewards
 
 @dataclass(frozen=True)
 class FilledKeys:
-    """Full names of keys that `fill_defaults` added, such as "model.layers", by the origin of their values.
+    """Full names of the keys that `fill_defaults` added, by the origin of their values, for messages.
 
     Attributes:
         preset: Keys whose values are from the preset.
         source: Keys whose values are from the model in `model.from`.
-        others: Keys whose values follow from other keys of the deck."""
+        others: Keys whose values follow from other keys of the deck.
+    """
 
     preset: set[str]
     source: set[str]
@@ -54,7 +55,8 @@ def fill_defaults(
     Nothing is read or validated.
 
     Args:
-        tables: Sections of the deck; all of them must be there.
+        tables: All sections of the deck, empty ones included. Old keys have no effect here, so `rename_keys`
+            must have renamed them.
         deck_name: Name of the deck's file, to whose folder files with functions are relative.
         source: Keys that the model in `model.from` determines, by full name; empty without such a model.
         completed: Work that the resumed run has completed.
@@ -118,7 +120,13 @@ def _select_tables(tables: Tables) -> None:
 def is_default(tables: Tables, key: str) -> bool:
     """Return True if a key has the value that it would get from other keys if it were missing.
 
-    The result is False for keys whose default does not depend on other keys. The tables are not changed.
+    The result is False for keys whose default does not depend on other keys, and for a key that is missing.
+    Values from `model.from` and from the preset, and work that a run has completed, do not count.
+
+    Args:
+        tables: All sections of the deck, empty ones included, before or after `fill_defaults`. They are not
+            changed.
+        key: Full name of the key.
     """
     without = deepcopy(tables)
     remove(without, key)

@@ -20,14 +20,16 @@ _KEY = re.compile(r"(\s*)[\"']?([\w.\-]+)[\"']?(\s*=)")
 def migrated_text(path: Path) -> str:
     """Return the text of a deck's file with present names of keys; all other lines stay as they are. Local.
 
-    Keys whose old form has no effect are left out. Nothing is written, and files that the deck includes keep
-    their old keys. Keys of a new table are moved to it, with the comments above them.
+    Old keys without effect are left out if they have their default values; with other values they are an
+    error. Nothing is written, and files that the deck includes keep their old keys. Keys of a new table are
+    moved to it, with the comments above them. The text ends with one line break, also if it has no old key.
 
     Raises:
         HpctrainError: The deck cannot be parsed, an old key has no effect or contradicts another one, an old
             key stands in an inline table, or the result would not have the values of the deck.
         InputOutputError: A file that it includes cannot be read.
         OSError: The file itself cannot be read.
+        UnicodeDecodeError: The file itself is not UTF-8 text.
     """
     original = path.read_text(encoding="utf-8-sig")
     values, renamed_keys = _present_values(original, path)
@@ -73,7 +75,11 @@ class _Text:
     def move(self, renamed: RenamedKey) -> None:
         """Move the lines of an old key to its present table, or change them in place if the table stays.
 
-        Lines that go to another table are kept in `moved` until `joined` is called.
+        Lines that go to another table are kept in `moved` until `joined` is called. Call this from the last
+        key of the file to the first, since the lines below a key move.
+
+        Args:
+            renamed: An old key whose place is a line of this text, not one of an included file.
 
         Raises:
             HpctrainError: The key does not begin a line of its own.

@@ -27,8 +27,8 @@ def look_up(values: Mapping[str, Any], key: str, default: Any = None) -> Any:
 def table_in(values: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the table of a full name itself, not a copy.
 
-    The table and those that it is in are added to `values` where they are missing. A value that is not a
-    table is replaced by an empty one.
+    The table and those that it is in are added to `values` where they are missing. A value on this path that
+    is not a table is replaced by an empty table: for "a.b", the value of "a", too.
     """
     table = values
     for part in name.split("."):

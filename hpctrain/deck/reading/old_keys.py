@@ -60,12 +60,18 @@ def new_names(key: str) -> list[str]:
 def other_names(key: str, values: Mapping[str, Any] | None = None) -> list[str]:
     """Return the new names of an old key, or the old names of a present key or of the keys of a table.
 
-    Old keys that are tables now are left out, since a DeckInput never has their old values.
+    The name of a present table counts as present, even if it is an old key, too. Old keys that are tables now
+    are left out, since a DeckInput never has their old values.
 
     Args:
         key: Full name of a key or a table.
-        values: Sections of the deck by name. If they are given, old keys that have another new name with the
-            choices in them are left out.
+        values: Sections of the deck by name. If they are given, only old names are returned that stand for
+            `key` under the choices in them: "optimizer.beta1" is an old name of "optimizer.adamw.beta1" only
+            if the optimizer is "adamw".
+
+    Returns:
+        Full names in the order of `old_keys.toml`, or of the tables that a choice selects; empty if there is
+        none.
     """
     if key not in tables() and (names := new_names(key)):
         return names
@@ -80,7 +86,7 @@ def other_names(key: str, values: Mapping[str, Any] | None = None) -> list[str]:
 
 @dataclass(frozen=True)
 class RenamedKey:
-    """One old key that a deck has.
+    """Old key that a deck has, with its new name and value, and its problem if it has no effect.
 
     Attributes:
         old: Its old name.
@@ -112,13 +118,16 @@ def rename_keys(
 ) -> list[RenamedKey]:
     """Move the values and places of old keys to their new names, in place; return what was moved or dropped.
 
-    No problem is reported: the caller looks at `problem` of each result, which is "" if there is none.
+    No problem is reported: the caller looks at `problem` of each result, which is "" if there is none. If the
+    new key is given as well, its value stays, and different values are a problem.
 
     Args:
-        values: Sections of a deck by name, before their validation.
+        values: Sections of a deck by name, before their validation. The new name of a key may depend on a key
+            that selects tables, such as optimizer.name. If that is missing, its selected table, or else its
+            default, decides.
         places: Places of its keys by full name; each old key in `values` has one.
         has_table: Function that takes the full name of an optional table, and returns True if the preset or
-            source of the model brings it.
+            the model of model.from sets keys of it, so that the deck has the table without giving it.
     """
     written = {}
     for key in old_keys():
@@ -157,14 +166,16 @@ def rename_keys(
 def renamed_word(key: str, value: object, place: Place) -> tuple[object, RenamedKey | None]:
     """Return what replaces the value of a key that is a table now, but was a key with values before.
 
+    Nothing is changed in place.
+
     Args:
         key: Full name of the key.
         value: Its value as written.
         place: Place where it was written.
 
     Returns:
-        The table, or "none" for the value that switched it off, and the RenamedKey. For all other keys and
-        values, `value` itself and None.
+        For an old value, the table in its place, or "none" if the value switched the table off, and the
+        RenamedKey. For all other keys and values, such as tables, `value` itself and None.
     """
     if key not in old_keys() or key not in tables():
         return value, None

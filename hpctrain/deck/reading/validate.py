@@ -36,7 +36,8 @@ from hpctrain.files import is_unfit
 SourceReader = Callable[[str], Mapping[str, object]]
 """Function that takes the value of `model.from` and returns the keys that its model determines, by full name.
 
-Its optional method `sequences` returns the number of sequences in an epoch of a deck, for run.epochs.
+An HpctrainError or OSError that it raises is reported with the problems of the deck. Its optional method
+`sequences` returns the number of sequences in an epoch of a deck, for run.epochs.
 """
 
 _SHAPE = ("family", "layers", "hidden", "heads")
@@ -69,15 +70,16 @@ class DeckValidator:
         return self.deck_input.places
 
     def validate(self, ranks: int | None) -> Deck | None:
-        """Check the DeckInput, and return its deck. Local.
+        """Check the DeckInput, and return its deck. Local. Call this once, and `raise_problems` after it.
 
         Adds all problems to the DeckInput, changes its values and places (such as the names of old keys), and
-        may read the model that `model.from` names. If there are problems, the result is of no use: it is
-        None, or a deck in which substitutes replace wrong keys, which was made only to check the other keys.
+        may read the model that `model.from` names. The result does not tell if there were problems;
+        `raise_problems` of the DeckInput does. If there were, the result is of no use: it is None, or a deck
+        in which substitutes replace wrong keys, which was made only to check the other keys.
 
         Args:
             ranks: Number of ranks of the run; None if it is not known. Then what depends on it is not
-                checked.
+                checked, nor is it for a deck with layout.auto.
         """
         self._read_source()
         self._rename_keys()

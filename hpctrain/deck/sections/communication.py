@@ -127,7 +127,8 @@ class Communication(Section):
     def link(self) -> Link | None:
         """Emulated link of each rank, in bytes per second and seconds; None without emulation.
 
-        With emulated nodes, ranks have even shares of the bandwidth of `emulate`, which is their node's.
+        With emulated nodes, `emulate` is the link of a node, and each of its `ranks_per_node` ranks has an
+        even share of the bandwidth.
         """
         if self.emulate is None:
             return None

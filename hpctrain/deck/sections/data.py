@@ -87,10 +87,11 @@ RELATIONS: Relations = (
 def fill_dataset(tables: Mapping[str, dict[str, Any]], deck_name: str) -> None:
     """Make the files of a dataset's functions absolute, and set placeholders for missing keys, in place.
 
-    The placeholders are those of PLACEHOLDERS. The files need not exist.
+    The placeholders are those of PLACEHOLDERS: data.tokens, batch.sequence and model.vocabulary. They stay in
+    the deck, and `deck_text` leaves them out. The files need not exist.
 
     Args:
-        tables: Sections of a deck with `data.dataset`.
+        tables: Sections of a deck, which must have `data.dataset`. [data], [batch] and [model] must be there.
         deck_name: Path of the deck, to whose folder the files are relative.
     """
     data = tables["data"]

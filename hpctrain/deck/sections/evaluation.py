@@ -152,7 +152,7 @@ _KINDS = ("perplexity", "bits_per_byte")
 
 @dataclass(frozen=True)
 class MetricName:
-    """Name of a metric of training or of an evaluation set.
+    """Name of a metric: its kind ("loss", ...), and the evaluation set, or "" for training.
 
     Attributes:
         evaluation_set: Name of the set; "" for training.
@@ -174,7 +174,8 @@ def parse_metric_name(deck: Deck, name: str) -> MetricName:
     Args:
         deck: Deck of the run, with its evaluation sets.
         name: "loss" for the training loss, the name of a set for its loss, or that name with "/perplexity" or
-            "/bits_per_byte".
+            "/bits_per_byte". If a set is called "loss", the name means that set. Names of sets contain no
+            "/".
 
     Raises:
         HpctrainError: A run of the deck has no such metric.

@@ -158,11 +158,12 @@ def expert_layout_problems(deck: Deck) -> Iterator[DeckProblem]:
 def expert_world_problems(deck: Deck, stage_ranks: int) -> Iterator[DeckProblem]:
     """Yield the problem of expert axes that do not fit the ranks of a pipeline stage; at most one.
 
-    The problem may also be a group of ZeRO that does not divide the ranks with the same experts.
+    The problem may also be a group of ZeRO that does not divide the ranks with the same experts, of which
+    there are `stage_ranks` / (layout.expert x layout.expert_tensor).
 
     Args:
         deck: The deck; there are none if its model has no experts.
-        stage_ranks: Number of ranks of a pipeline stage, which is data x context x tensor.
+        stage_ranks: Number of ranks of a pipeline stage of all replicas, which is data x context x tensor.
     """
     layout, experts = deck.layout, deck.model.experts
     if experts is None:

@@ -330,7 +330,8 @@ def model_ranks(deck: Deck) -> int:
 def axis_problems(deck: Deck, ranks: int) -> list[DeckProblem]:
     """Return the problem of axes that do not fit the number of ranks; at most one, and none if they fit.
 
-    The product of the axes other than data must divide the ranks, and layout.data, if given, be the quotient.
+    The product pipeline x tensor x context must divide the ranks, and layout.data, if given, be the quotient.
+    Expert axes and replicas are left to `expert_world_problems` and `replica_world_problems`.
 
     Args:
         deck: The deck.
@@ -360,7 +361,8 @@ def zero_group_problems(deck: Deck, data_ranks: int) -> Iterator[DeckProblem]:
 
     Args:
         deck: The deck.
-        data_ranks: Number of data ranks. With their context ranks they form the groups.
+        data_ranks: Number of data ranks of all replicas together. With their context ranks they form the
+            groups.
     """
     layout = deck.layout
     ranks = max(1, data_ranks * layout.context // layout.replicas)

@@ -96,12 +96,14 @@ def local_step_problems(deck: Deck) -> Iterator[DeckProblem]:
 def replica_world_problems(deck: Deck, data_ranks: int, stage_ranks: int) -> Iterator[DeckProblem]:
     """Yield the problem of replicas that the ranks cannot form; at most one.
 
-    Replicas of a single data rank also conflict with the compression of gradients.
+    Replicas of a single data rank also conflict with the compression of gradients. There is no problem
+    without [layout.local_steps], nor if the experts do not fit the ranks, which `expert_world_problems`
+    reports.
 
     Args:
         deck: The deck.
         data_ranks: Number of data ranks of all replicas together.
-        stage_ranks: Number of ranks of a pipeline stage.
+        stage_ranks: Number of ranks of a pipeline stage of all replicas together.
     """
     replicas, fitting = deck.layout.replicas, fitting_replicas(deck, data_ranks, stage_ranks)
     if fitting and replicas not in fitting:
@@ -122,12 +124,14 @@ def replica_world_problems(deck: Deck, data_ranks: int, stage_ranks: int) -> Ite
 
 
 def fitting_replicas(deck: Deck, data_ranks: int, stage_ranks: int) -> list[int]:
-    """Return the possible numbers of replicas in ascending order; none if the experts do not fit the ranks.
+    """Return the possible numbers of replicas, from 1 on; empty if the experts do not fit the ranks.
+
+    They are in ascending order. Batch sizes are not considered.
 
     Args:
-        deck: The deck, whose own number of replicas does not count.
+        deck: The deck, whose own number of replicas does not count. It need not have [layout.local_steps].
         data_ranks: Number of data ranks of all replicas together.
-        stage_ranks: Number of ranks of a pipeline stage.
+        stage_ranks: Number of ranks of a pipeline stage of all replicas together.
     """
     layout = deck.layout
     experts = layout.expert * layout.expert_tensor if deck.model.experts else 1

@@ -42,7 +42,7 @@ _MOST_ENTRIES = 512
 
 @dataclass(frozen=True)
 class DatasetEntry:
-    """Token files of one entry of a data mixture, and its weight.
+    """One entry of a data mixture: its name, its token files, and its share of all samples.
 
     Attributes:
         name: Name of the entry.
@@ -69,7 +69,8 @@ def dataset_entries(deck: Deck) -> tuple[DatasetEntry, ...]:
     """Return the entries of a valid deck's mixture in order, whose shares add up to 1. No file is read.
 
     A deck without a mixture has one entry with the files of data.tokens, named after the first file without
-    its suffix. Do not call this for a deck with a dataset.
+    its suffix. Do not call this for a deck with a dataset: the result would be an entry with the placeholder
+    of data.tokens, which is no file.
     """
     if deck.data.mixture is None:
         names = patterns_in_value(deck.data.tokens)
@@ -82,7 +83,10 @@ def dataset_entries(deck: Deck) -> tuple[DatasetEntry, ...]:
 
 
 def token_file_patterns(deck: Deck) -> tuple[str, ...]:
-    """Return the names and patterns of all token files of a deck in order; empty if it has a dataset."""
+    """Return the names and patterns of all token files that a deck trains on; empty if it has a dataset.
+
+    They are in the order of the deck, with duplicates. Files of [[evaluation]] are not among them.
+    """
     if deck.data.dataset is not None:
         return ()
     return tuple(name for entry in dataset_entries(deck) for name in entry.tokens)

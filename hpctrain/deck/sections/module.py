@@ -50,12 +50,16 @@ def fill_module(model: dict[str, Any], deck_name: str) -> None:
 def config_arguments(model: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the arguments of a class of `transformers` whose configuration `model.from` contains.
 
+    This looks for the file `config.json`, but does not read it.
+
     Args:
-        model: Table `model` of a deck.
+        model: Table `model` of a deck. `model.from` is a folder, absolute or relative to the working
+            directory.
 
     Returns:
-        The folder that contains `config.json`, as the argument `config`. None if the deck gives arguments, if
-        its module is not a class of `transformers`, or if there is no such file.
+        The absolute path of the folder that contains `config.json`, as the argument `config`. None if the
+        deck gives arguments, if its module is not a class of `transformers`, or if there is no such file, as
+        for a name on a hub.
     """
     target, source = model.get("module"), model.get("from")
     if model.get("arguments") is not None or not isinstance(target, str) or not isinstance(source, str):
@@ -69,16 +73,17 @@ def config_arguments(model: Mapping[str, Any]) -> dict[str, Any] | None:
 def is_in_resolved_deck(
     key: str, has_module: bool, has_dataset: bool = False, has_mixture: bool = False, has_policy: bool = True
 ) -> bool:
-    """Return True if `deck_text` writes a key of a deck with these properties.
+    """Return True if `deck_text` writes a key, also as a comment, of a deck with these properties.
 
-    It is False for keys that have no use in such a deck, such as model.layers in one with a module.
+    It is False for keys that have no use in such a deck, such as model.layers in one with a module. The key
+    need not be in the schema.
 
     Args:
         key: Full name of the key.
         has_module: True if the deck has `model.module`.
         has_dataset: True if it has `data.dataset`.
         has_mixture: True if it has `data.mixture`.
-        has_policy: True if its objective trains a policy.
+        has_policy: True if its objective trains a policy. It matters only for keys of [policy].
     """
     if (has_mixture and key == "data.tokens") or (key.startswith("policy.") and not has_policy):
         return False

@@ -186,10 +186,13 @@ def _reads_texts(reward: str) -> bool:
 def fill_policy(tables: dict[str, dict[str, Any]], default: Callable[[str, str, object], None]) -> None:
     """Set the defaults of [policy] that depend on other keys. Do nothing if the deck does not train a policy.
 
+    It trains one if objective.kind is among POLICY_KINDS. A missing kind counts as another one, as its
+    default does.
+
     Args:
         tables: Sections of the deck, which are changed only by `default`.
-        default: Function that takes the name of a table, the name of a key in it and a value, and sets the
-            key if it is missing.
+        default: Function that takes the full name of a table ("policy"), the name of a key in it and a value,
+            and sets the key if it is missing.
     """
     kind = tables["objective"].get("kind")
     if kind not in POLICY_KINDS:
@@ -206,7 +209,8 @@ def fill_policy(tables: dict[str, dict[str, Any]], default: Callable[[str, str, 
 def steps_per_rollout(deck: Deck) -> int:
     """Return the number of optimizer steps on one rollout, in all of its epochs together.
 
-    It is rounded down; in a valid deck nothing remains. The objective of the deck should train a policy.
+    It is rounded down; in a valid deck nothing remains. For a deck that does not train a policy, the number
+    has no meaning, and no error is raised.
     """
     rollout = deck.policy.rollout or deck.batch.global_size
     return rollout * deck.policy.epochs // deck.batch.global_size

@@ -104,8 +104,9 @@ class RankPartition:
     def rank_sets(self) -> list[SharedRanks]:
         """Sets of ranks, each with the models that all of its ranks hold.
 
-        The first set holds the policy and all models without dedicated ranks, even if the run does not use
-        these models. The other sets are ordered by their lowest rank.
+        The first set holds the policy and all models without dedicated ranks. It lists these models even if
+        the run does not use them. The other sets are ordered by their lowest rank. A rank is in exactly one
+        set.
         """
         beside = tuple(model for model in RANK_KEYS if model not in self.dedicated)
         found: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -129,7 +130,8 @@ class RankPartition:
 def dedicated_ranks(deck: Deck) -> dict[str, range]:
     """Return the dedicated ranks of each model that has any, by the name of the model.
 
-    The result is empty if the deck does not train with rewards.
+    Names are `CRITIC`, `REFERENCE` and `REWARD`; ranks are numbers among all ranks of the run. The result is
+    empty if the deck does not train with rewards.
     """
     if deck.objective.kind not in POLICY_KINDS:
         return {}
@@ -145,9 +147,12 @@ def without_dedicated_ranks(deck: Deck) -> Deck:
 def require_no_dedicated_ranks(deck: Deck, why: str) -> None:
     """Raise an error if models have dedicated ranks; otherwise do nothing. Local.
 
+    Keys of dedicated ranks in a deck that does not train a policy are no error here.
+
     Args:
         deck: The deck.
-        why: Reason that the message gives, as the end of a sentence about a key such as policy.critic_ranks.
+        why: Reason in the message, as the end of a sentence about a key such as policy.critic_ranks: "is for
+            `hpctrain run` and `resume`".
 
     Raises:
         HpctrainError: The deck trains a policy, and a model has dedicated ranks.
