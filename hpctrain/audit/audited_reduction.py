@@ -227,6 +227,9 @@ def elements_per_round(tensor: Tensor, size: int) -> int:
 def audited_scratch_bytes(elements: int, itemsize: int, size: int, scattered: bool) -> int:
     """Return the host memory, in bytes, that one audited reduction takes on each rank and keeps. Local.
 
+    It is borrowed from the world's `ReductionScratch`, so later reductions of any group may use it again.
+    Reductions that are in flight at the same time take it once each.
+
     Args:
         elements: Number of elements of the tensor that each rank gives.
         itemsize: Size of an element in bytes.
@@ -234,7 +237,8 @@ def audited_scratch_bytes(elements: int, itemsize: int, size: int, scattered: bo
         scattered: True for a reduce-scatter, False for an all-reduce.
 
     Returns:
-        The memory, a power of two; 0 for a sum so small that every rank receives all inputs.
+        The memory, a power of two. It is 0 for a sum so small that every rank receives all inputs: their
+        memory, at most SMALL_BYTES, is freed afterwards and not counted.
     """
     if elements * itemsize * size <= SMALL_BYTES:
         return 0

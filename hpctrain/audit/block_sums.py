@@ -47,12 +47,12 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def word_sums_by_rank(values: Tensor, spans: Sequence[ElementRange], rank: int) -> Tensor:
-    """Return the checksum of the data for each rank.
+    """Return a checksum (`word_sum`) of the data that is sent to, or comes from, each rank.
 
     Args:
-        values: Flat tensor.
-        spans: For each rank, the first element and the number of elements of the data that it gets or gives.
-        rank: This rank. Its own data is not sent, and its checksum is 0.
+        values: Flat contiguous tensor of any dtype of 1, 2, 4 or 8 bytes.
+        spans: For each rank, the first element and the number of elements of its span. Spans may overlap.
+        rank: This rank. Its own data is not sent, and its checksum is 0, like that of an empty span.
 
     Returns:
         An int32 tensor `[ranks]` on the device of `values`.
@@ -79,11 +79,14 @@ def can_compare_sums(dtype: torch.dtype) -> bool:
 
 
 def block_elements(longest: int, dtype: torch.dtype) -> int:
-    """Return the number of elements of a block of a tensor. It is larger for more than MOST_BLOCKS blocks.
+    """Return the number of elements of a block, so large that no rank has more than MOST_BLOCKS blocks.
+
+    It is HALVES_BLOCK for 16-bit floats and SUM_BLOCK for other types, doubled until that holds. All ranks
+    must get the same result, and therefore pass the same arguments.
 
     Args:
-        longest: Number of elements of the longest span of a rank.
-        dtype: Type of the elements. Blocks of 16-bit types are smaller.
+        longest: Number of elements of the longest span of a rank; may be 0.
+        dtype: Type of the elements.
     """
     block = HALVES_BLOCK if dtype in HALVES else SUM_BLOCK
     while ceil(longest / block) > MOST_BLOCKS:
@@ -95,16 +98,16 @@ def block_sums(values: Tensor, block: int, is_input: bool) -> tuple[Tensor, Tens
     """Return the sum of each block of a flat tensor, whose last block may be shorter, and a checksum.
 
     Args:
-        values: Flat tensor.
+        values: Flat contiguous tensor, perhaps empty, of a dtype for which `can_compare_sums` is True.
         block: Number of elements of a block.
         is_input: True for an input of a sum over ranks, False for its result.
 
     Returns:
         A tensor `[blocks, 2]` in fp64, and an int32 tensor without dims, both on the device of `values`. The
-        first column has the sums; sums of integers wrap, and their int64 bits are stored. For an input, the
-        second column has upper bounds of the sums of absolute values (0 for integers), and the checksum is 0.
-        For a result, the second column is 0, and the checksum is that of all blocks; it depends on where the
-        blocks begin.
+        first column has the sums. Sums of integers wrap; they are int64 numbers, which `.view(torch.int64)`
+        reads. For an input, the second column has the sums of absolute values or upper bounds of them (0 for
+        integers), and the checksum is 0. For a result, the second column is 0, and the checksum is that of
+        all blocks; it depends on where the blocks begin.
     """
     dtype, count = values.dtype, ceil(len(values) / block)
     sums = torch.zeros((count, 2), dtype=torch.float64, device=values.device)
@@ -180,15 +183,20 @@ def _of_halves(rows: Tensor, sums: Tensor, bits: Tensor, is_input: bool) -> None
 def rounding_bounds(size: int, elements: int, block: int, dtype: torch.dtype) -> tuple[float, float]:
     """Return `factor` and `constant` of the rounding error that is allowed for the sum of a block.
 
-    The sum of a correct result's block differs from the sum of the inputs' blocks by at most
-    `factor * absolute + constant`, where `absolute` is the sum of the absolute values of all these inputs.
-    Floating-point formats only.
+    The sum of a correct result's block, as `block_sums` computes it, differs from the sum of the inputs'
+    blocks by at most `factor * absolute + constant`, where `absolute` is the sum of the absolute values of
+    all these inputs. This holds for any order of additions over ranks, if 16-bit floats are added in fp32 and
+    rounded once.
 
     Args:
         size: Number of ranks over which the tensor is summed.
-        elements: Number of elements of this block; the last block has fewer than `block`.
-        block: Number of elements of a full block.
+        elements: Number of elements of this block, at most `block`.
+        block: Number of elements of a full block. Shorter blocks are added in fp64, so that their bound is
+            smaller.
         dtype: Format of the elements.
+
+    Raises:
+        TypeError: The dtype is not a floating-point format.
     """
     info = torch.finfo(dtype)
     adds = _FP64 if dtype == torch.float64 else _FP32

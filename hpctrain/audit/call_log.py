@@ -28,9 +28,12 @@ CALLS_PER_EXCHANGE = 4096
 class CallRecord:
     """Record of one call, which is compared with those of the other ranks.
 
+    The transport that runs the call sets `complete` after the last step. A record that never becomes
+    complete, such as after an error, and all later records of its group are never compared.
+
     Attributes:
         phase: Phase of the ledger in which the call was made.
-        complete: True once the call is complete and the record is final.
+        complete: True once the call is complete on this rank and the record is final.
     """
 
     __slots__ = ("bytes", "complete", "dtype", "group", "number", "operation", "phase")
@@ -103,10 +106,10 @@ class AuditLog(ABC, Generic[AnyRecord]):
     def open(self, record: AnyRecord) -> None:
         """Add the record of a call that starts now.
 
-        All ranks of the group call this for the same calls in the same order. It is collective once in
-        CALLS_PER_EXCHANGE calls, otherwise local. Then it starts an exchange of the earlier records. Before
-        that it waits for the previous exchange, if one is not finished, and compares its records. Differences
-        do not raise an error: they are collected in `faults`.
+        All ranks of the group call this for the same calls in the same order, before the call is complete. It
+        is local, except once in CALLS_PER_EXCHANGE calls since the last `start_exchange`: then it is
+        collective and calls `start_exchange` for the earlier records. Differences do not raise an error: they
+        are added to the FaultCollector `faults`.
         """
         self._since += 1
         if self._since > CALLS_PER_EXCHANGE:
@@ -116,9 +119,10 @@ class AuditLog(ABC, Generic[AnyRecord]):
     def start_exchange(self) -> None:
         """Start to exchange all records of this log with the other ranks of the group. Collective.
 
-        If an earlier exchange is not finished, this first waits for it, and compares its records. Differences
-        do not raise an error: they are collected in `faults`. Nothing is sent if there are no records.
-        `finish_exchange` completes the exchange and may be called in any case. Until then all records stay.
+        If an earlier exchange is not finished, this first waits for it, and compares its records; otherwise
+        it does not wait. Differences do not raise an error: they are collected in `faults`. Nothing is sent
+        if there are no records, which is then so on all ranks. `finish_exchange` completes the exchange and
+        may be called in any case. Until then all records stay.
         """
         self.finish_exchange()
         self._since, records = 0, self._records

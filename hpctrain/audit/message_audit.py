@@ -57,11 +57,13 @@ class MessageAudit(TransportDecorator):
         """Exchange and compare what the ranks recorded about their calls since the last time.
 
         Collective over all ranks of the world, at the same point of the program. It waits for the other
-        ranks, but for no call: calls that are not complete on all ranks of their group are compared the next
-        time. Nothing is raised.
+        ranks, but for no call: started calls may be in flight, and calls that are not complete on all ranks
+        of their group are compared the next time. Nothing is raised.
 
         Returns:
-            The faults that this rank has found, which it then forgets. Other ranks may find others.
+            The faults that this rank has found since the last time, including those of messages that it has
+            received; it then forgets them. In general each fault is found by one rank only, so the caller
+            must gather the lists of all ranks.
         """
         for log in self.logs:
             log.start_exchange()
@@ -74,11 +76,14 @@ def audit_messages(world: World, depth: Depth) -> MessageAudit:
     """Check the messages of `world.everyone` and of all groups of this world that are made later. Collective.
 
     Other groups that exist already stay as they are. If messages are already checked in this depth, nothing
-    changes.
+    changes. If they are checked in another depth, a new audit replaces the old one for `world.everyone` and
+    later groups. Groups made before keep the old audit, which no longer belongs to the world: only its own
+    `collect_faults` still reports their faults.
 
     Args:
         world: The world.
-        depth: What is checked; the same on all ranks.
+        depth: What is checked, the same on all ranks: "cheap" for sums over ranks only, "full" for every
+            tensor that ranks send.
 
     Returns:
         The audit, whose `collect_faults` reports faults; the present one if nothing changes.

@@ -119,7 +119,8 @@ class ReductionRecord(CallRecord):
     def record_result(self, tensor: Tensor | None, rank: int) -> None:
         """Add up the blocks of this rank's result, and keep the sums in the record. Local.
 
-        Call it once, after `record_input` and when the reduction is complete.
+        Every rank calls it once, after `record_input` and when the reduction is complete. It does not mark
+        the record as complete.
 
         Args:
             tensor: Flat result of this rank: the whole one, or its own elements of a reduce_scatter; None if
@@ -303,11 +304,11 @@ def _wrong_copies(bits: Sequence[int], blamed: Collection[int]) -> Sequence[int]
 def run_reduction(call: Call, inner: Transport, record: ReductionRecord) -> Steps:
     """Return the steps that record this rank's input, run a reduction, and record its result.
 
-    Collective, as the call. Nothing runs before the first step is taken. The record is not marked as
-    complete, and nothing is compared.
+    Collective, as the call. Nothing runs before the first step is taken; `run_steps` takes them. Nothing is
+    compared, and the caller sets `record.complete` after the last step.
 
     Args:
-        call: The call, with its tensors.
+        call: An all_reduce, reduce or reduce_scatter, blocking or not.
         inner: Transport that runs it.
         record: Record of this call, into which the block sums go.
     """

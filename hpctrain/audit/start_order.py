@@ -30,8 +30,8 @@ class OrderedOperation:
     def begin(self) -> SteppedWork:
         """Start all parts that can be started now, without waiting, and return the chain of steps.
 
-        Collective, as the parts. StartOrder calls it when all earlier operations have started their last
-        part. It may be called repeatedly.
+        Collective, as the parts. Only StartOrder calls it, when all earlier operations have started their
+        last part. The first call starts at least the first part. Later calls return the same chain.
         """
         if self._chain is None:
             self._chain = SteppedWork(self._steps(self))
@@ -40,7 +40,12 @@ class OrderedOperation:
         return self._chain
 
     def wait(self) -> None:
-        """Wait until the operation is complete, starting parts of earlier operations meanwhile."""
+        """Wait until the operation is complete, starting parts of earlier operations meanwhile.
+
+        It returns only when the other ranks have started the operation, too. Errors of this operation, and of
+        the earlier ones whose parts it starts, are raised here. It returns at once if the operation is
+        complete.
+        """
         if not self.started:
             wait_until(self._advance)
         self.begin().wait()
@@ -71,11 +76,13 @@ class StartOrder:
     def start(self, steps: Callable[[OrderedOperation], Steps], blocking: bool) -> TransportWork | None:
         """Queue an operation, and start its parts when all earlier ones have started theirs.
 
-        Collective, as the operation.
+        Collective, as the operation. Errors of earlier operations whose parts are started meanwhile are
+        raised here.
 
         Args:
-            steps: Function that takes the operation and returns its steps, which set `started` at their last
-                part.
+            steps: Function that takes the OrderedOperation and returns its steps. They set its attribute
+                `started` to True when they have started their last part; until then, or until the operation
+                is complete, no later operation starts.
             blocking: True to return only after the operation is complete.
 
         Returns:

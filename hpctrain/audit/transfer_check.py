@@ -86,13 +86,15 @@ def changed_message_fault(
 def run_transfer(call: Call, inner: Transport, record: TransferRecord, sent: Tensor | None = None) -> Steps:
     """Return the steps that run a call that moves tensors, and then add its checksums to the record.
 
-    Collective, as the call. Nothing runs before the first step is taken.
+    Collective, as the call. Nothing runs before the first step is taken. The caller sets `record.complete`,
+    since a record may have several such calls.
 
     Args:
-        call: The call.
+        call: A broadcast, all_gather, gather, scatter or all_to_all.
         inner: Transport that runs it.
         record: Record to which the checksums are added.
-        sent: Checksum of the data for each rank, int32 `[ranks]`; None to compute it.
+        sent: Checksum of the data that this rank sends to each rank, int32 `[ranks]`, with 0 for itself and
+            for ranks to which it sends nothing; None to compute it.
     """
     source, sends, target, receives = pairwise_ranges(call, inner.size)
     if sent is None:

@@ -63,11 +63,15 @@ class CallComparer:
     def run(self, call: Call, transport: Transport) -> TransportWork | None:
         """Run a call on the transport once all ranks make the same call. Return what `Transport.run` returns.
 
-        Collective if the call is.
+        Collective if the call is. What is compared is the group, the operation and its number, reduction,
+        root, dtype and sizes (not those of an uneven all-to-all); of a message only dtype and size. A
+        blocking call waits for the other ranks before it runs. A started one returns at once, and its handle
+        compares.
 
         Raises:
-            MismatchError: They do not. For a started call, its handle raises the error. For a message, only
-                the receiver does.
+            MismatchError: The calls differ. All ranks of the group raise it, for a started call when its
+                handle is tested or waited for. For a message, only the receiver raises it. The group must not
+                be used afterwards.
         """
         if call.operation == "send":
             self._send_description(call)

@@ -161,7 +161,9 @@ class GroupCalls:
     def enter(self, call: Call) -> None:
         """Record that this rank begins a call: set its number and its group, and make it the current call.
 
-        Local. Collective calls of the group are counted together, messages for each peer and direction.
+        Local. It changes the attributes `group` and `number` of the call. Collective calls of the group are
+        counted together, messages for each peer and direction. The call replaces a current call of any group.
+        `leave` ends it.
         """
         call.group = self
         peer = call.peer

@@ -36,9 +36,11 @@ def describe_os_error(error: OSError) -> str:
 def error_reason(error: BaseException) -> str:
     """Return the reason of an error of the operating system, HDF5 or MPI, in words that users understand.
 
-    Most reasons are what the library or system reports. HDF5's messages are replaced by a predicate whose
+    It does not name the file, is meant to follow "file: ", and has no full stop of its own. For an OSError,
+    it is the system's text, such as "Permission denied". HDF5's messages are replaced by a predicate whose
     subject is the file, such as "it is truncated", because they consist of terms of its programming
-    interface.
+    interface. For any other exception, it is the first line of its message, or the name of its type without
+    one.
     """
     whole = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()
     text = whole.split("\n")[0]
@@ -84,10 +86,11 @@ def to_hpctrain_error(error: HpctrainError | OSError) -> HpctrainError:
     """Return an error as an HpctrainError, for the caller to raise or print.
 
     An HpctrainError is returned as it is. An OSError becomes an InputOutputError. A BrokenPipeError becomes
-    an error without a message, since the program that reads stdout has ended.
+    an error without a message and with exit code 1, since the program that reads stdout has ended.
 
     Raises:
-        MemoryError: The system had no memory, which is not the fault of a file.
+        MemoryError: The error is an OSError with the number ENOMEM: the system had no memory, which is not
+            the fault of a file.
     """
     if isinstance(error, HpctrainError):
         return error

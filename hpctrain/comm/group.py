@@ -90,7 +90,19 @@ class Group:
     """Ranks along one axis of the mesh, or along several joined axes, in the mesh's order.
 
     `start_x` starts the operation x and returns a `Work`. `x` takes the same arguments, but waits, and
-    returns the result of the handle. Ranks as arguments (`root`, `source`) are numbers in this group.
+    returns the result of the handle. Ranks as arguments (`root`, `source`) are numbers in this group. All
+    ranks call collective operations in the same order; arguments that this rank can see to be wrong are an
+    AssertionError.
+
+    A row is one index of dim 0. Tensors that are changed in place, and every `output`, must be contiguous;
+    other inputs are copied if they are not. Shapes and dtypes that do not match those of other ranks are
+    reported only after `World.compare_calls`; otherwise they may lead to wrong data, an error of MPI or a
+    hang.
+
+    A handle is complete when its `wait` has returned or its `test` has returned True. Until then, the caller
+    must not change the tensors that it passed nor read what the operation writes. It must wait for each
+    handle, or test it until it is complete, in any order. On a GPU, complete means that later work of the
+    current stream may use the tensors.
 
     Args:
         axes: Names of the axes.
@@ -172,12 +184,15 @@ class Group:
         """Start to reduce `tensor` over the ranks, in place on all of them. Collective.
 
         Args:
-            tensor: Contiguous tensor, of the same shape and dtype on all ranks.
-            reduction: "sum", "max" or "min".
+            tensor: Contiguous tensor, of the same shape and dtype on all ranks. It must neither change nor be
+                read until the handle is complete.
+            reduction: "sum", "max" or "min". Sums of 16-bit floats are added in fp32 and rounded once; sums
+                of integers wrap; "sum" of bool is "or".
             blocking: True if the caller waits for the handle at once.
 
         Returns:
-            Handle whose result is `tensor`, which may be read once the handle is complete.
+            Handle whose result is `tensor`. On a GPU, the handle is complete when later work of the current
+            stream can use it.
         """
         assert tensor.is_contiguous()
         if self.size == 1:
@@ -214,15 +229,21 @@ class Group:
     ) -> Work[Tensor]:
         """Start to reduce `tensor` over the ranks; each rank gets its own rows of the result. Collective.
 
+        Rows are slices along dim 0. The tensors must not change until the handle is complete. The reductions
+        are those of `start_all_reduce`.
+
         Args:
-            tensor: Tensor with the rows of all ranks. Rows other than those of `output` are not changed.
-            output: Tensor for this rank's rows, or None to allocate one. It may be these rows of `tensor`.
-            sizes: Number of rows of each rank; equal if None.
+            tensor: Tensor with the rows of all ranks, in rank order; copied if it is not contiguous. Rows
+                other than those of `output` are not changed.
+            output: Contiguous tensor for this rank's rows, or None to allocate one. It may be these rows of
+                `tensor`.
+            sizes: Number of rows of each rank, the same list on all ranks. None if they are equal; then the
+                number of rows must be divisible by that of the ranks, otherwise it is an AssertionError.
             reduction: "sum", "max" or "min".
             blocking: True if the caller waits for the handle at once.
 
         Returns:
-            Handle whose result is `output`.
+            Handle whose result is `output`, or a new tensor if that is None.
         """
         if self.size == 1:
             return Work(_copy(tensor, output))
@@ -259,10 +280,14 @@ class Group:
     ) -> Work[Tensor]:
         """Start to gather the tensors of all ranks along dim 0 on all ranks. Collective.
 
+        Until the handle is complete, `tensor` must not change.
+
         Args:
-            tensor: Rows of this rank. They may be this rank's rows of `output`.
+            tensor: Rows of this rank, copied if they are not contiguous. They may be this rank's rows of
+                `output`.
             output: Contiguous tensor for the rows of all ranks, in rank order, or None to allocate one.
-            sizes: Number of rows of each rank, the same list on all ranks; equal if None.
+            sizes: Number of rows of each rank, the same list on all ranks; equal if None. If `tensor` has
+                another number of rows, it is an AssertionError.
             blocking: True if the caller waits for the handle at once.
 
         Returns:
@@ -351,12 +376,17 @@ class Group:
     ) -> Work[Tensor]:
         """Start to send piece r of `tensor` to rank r, and to receive a piece from each rank. Collective.
 
+        A piece consists of rows of dim 0. Until the handle is complete, `tensor` must not change.
+
         Args:
-            tensor: Tensor with the pieces for all ranks, in rank order.
-            output: Tensor for the pieces from all ranks, or None to allocate one.
-            send_sizes: Number of rows for each rank; equal if None.
-            receive_sizes: Number of rows from each rank. Either both lists are given or none of them; they
-                differ from rank to rank.
+            tensor: Tensor with the pieces for all ranks, in rank order; copied if it is not contiguous.
+            output: Contiguous tensor for the pieces from all ranks, in other memory than `tensor`, or None to
+                allocate one with the other dims of `tensor`.
+            send_sizes: Number of rows for each rank. None if they are equal; then the number of rows must be
+                divisible by that of the ranks.
+            receive_sizes: Number of rows from each rank, which must be what that rank sends; this is not
+                checked, and may be a hang. Either both lists are given or none of them; they differ from rank
+                to rank.
             blocking: True if the caller waits for the handle at once.
 
         Returns:
@@ -381,8 +411,13 @@ class Group:
     ) -> Work[None]:
         """Start to send a tensor to the rank `destination` of the group. Local.
 
+        A complete handle means that the tensor may be changed, not that it was received. With `blocking`,
+        this may wait until the receiver calls `recv`, so that two ranks which both send first may wait for
+        each other forever.
+
         Args:
-            tensor: The tensor; it must not change until the handle is complete.
+            tensor: The tensor, copied if it is not contiguous; it must not change until the handle is
+                complete.
             destination: Number of the receiving rank in this group. It must call `recv` or `start_recv`.
             tag: Number from 0 to 16383; the receiver must pass the same one.
             blocking: True if the caller waits for the handle at once.
@@ -394,8 +429,12 @@ class Group:
     def start_recv(self, tensor: Tensor, source: int, tag: int = 0, blocking: bool = False) -> Work[Tensor]:
         """Start to receive a tensor from the rank `source` of the group into `tensor`. Local.
 
+        Messages of one rank with the same tag are received in the order in which they are sent. NCCL ignores
+        tags: there, messages must be received in the order in which they are sent.
+
         Args:
             tensor: Contiguous tensor, with as many elements and the same dtype as the tensor that is sent.
+                Others are reported as an error only after `World.compare_calls`.
             source: Number of the sending rank in this group.
             tag: Tag that the sender passes.
             blocking: True if the caller waits for the handle at once.
@@ -455,9 +494,11 @@ class Group:
 
     @contextmanager
     def watched_call(self, operation: str, file: Path) -> Iterator[None]:
-        """Record that the block makes a collective call of a library, so that a hang report can name it.
+        """Return a context manager for a block that makes a collective call of a library, for hang reports.
 
-        Collective: all ranks of the group enter the block with the same operation. HDF5 and MPI files use it.
+        Collective: all ranks of the group enter the block with the same operation. Entering waits for the
+        other ranks, and compares the operation, only after `World.compare_calls`; otherwise the call is only
+        recorded. Errors of the block pass through. HDF5 and MPI files use it.
 
         Args:
             operation: Name of the operation, such as "open_file".

@@ -94,14 +94,17 @@ class GroupFactory:
     def open_memory(self, communicator: MPI.Intracomm) -> str:
         """Open memory that the ranks of each node share. Collective over the communicator of the world.
 
-        Groups that are made later use it. Only the first call for the present nodes tries to open any; later
-        ones return the same.
+        Nodes are those of `topology` now: the machine's, or those of `World.emulate_nodes`. Groups that are
+        made later use the memory. Only the first call for these nodes tries to open any; later ones return
+        the same.
 
         Args:
             communicator: Communicator of all ranks of this world.
 
         Returns:
             "" if this node has such memory, otherwise the reason why not, which may differ from node to node.
+            A group may use it only if all nodes have it; `World.share_memory` returns a reason that is the
+            same on all ranks.
         """
         nodes, rank = self.topology.nodes, self.ranks[communicator.rank]
         if nodes not in self._memory_of:
@@ -115,7 +118,8 @@ class GroupFactory:
     def close_memories(self) -> None:
         """Free the MPI windows of all memories of nodes, before MPI is finalized. Local.
 
-        Tensors in them stay valid.
+        Each window belongs to this rank alone. Groups that use the memory must not communicate any more.
+        Tensors in it stay valid as long as they exist.
         """
         for memory in self.memories:
             memory.close()
@@ -131,11 +135,15 @@ class GroupFactory:
     ) -> Group:
         """Make a group of ranks of this world, with transports of its own. Collective over its communicator.
 
+        The communicators are never freed; they exist until MPI is finalized.
+
         Args:
             axes: Names of its axes.
             ranks: Ranks of this world that it consists of, in the order of the communicator.
             communicator: Communicator of these ranks, which the group uses from now on.
-            transport: Name of the transport, one of TRANSPORTS; "auto" is not allowed.
+            transport: Name of the transport, one of TRANSPORTS; others, also "auto", are a KeyError. Whether
+                it suits the device is not checked. "shared" needs `open_memory` first, otherwise MPI messages
+                are used.
             device: Device on which `Group.empty` allocates tensors.
         """
         root_world_ranks = tuple(self.ranks[rank] for rank in ranks)
@@ -151,11 +159,13 @@ class GroupFactory:
     ) -> TransportPair:
         """Make the two transports of a group, with the emulated link and the decorator if there are any.
 
-        Collective over `communicator`.
+        Collective over `communicator`. The emulated link and the decorator are the attributes `link` and
+        `decorator`; groups of one rank are not decorated.
 
         Args:
             communicator: Communicator of the group's ranks.
-            root_world_ranks: Ranks of the group in the world of all processes.
+            root_world_ranks: Ranks of the group in the world of all processes: `self.ranks[r]` for rank r of
+                this world.
             transport: Name of the transport, one of TRANSPORTS.
 
         Returns:

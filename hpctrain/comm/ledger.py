@@ -162,7 +162,8 @@ class Ledger:
     def reset(self) -> None:
         """Clear all entries and times, and let the current phase start now.
 
-        Phase, activity, timeline and log of calls stay.
+        Phase, activity, timeline and log of calls stay. Time that `add_seconds` adds to an entry from before
+        counts in `call_seconds`, but no longer in the totals.
         """
         self._entries.clear()
         self.phase_seconds.clear()
@@ -172,6 +173,9 @@ class Ledger:
 
     def write(self, path: str | Path) -> None:
         """Write the rows of this rank to a file as a JSON list of objects, one for each entry.
+
+        The keys are the fields of LedgerEntry: axis, operation, phase, calls, bytes and seconds. An existing
+        file is overwritten in place, so each rank must use a path of its own.
 
         Raises:
             OSError: The file cannot be written. The error names it.

@@ -65,9 +65,10 @@ class Mailbox:
 
         Args:
             receiver: Rank of the group.
-            numbers: Header of the message, sent in fp64.
-            tensors: Tensors that follow the header, which must not change until `sends_complete(receiver)`
-                returns True. Empty ones are not sent.
+            numbers: Header of the message, sent in fp64, so that integers are exact up to 2^53; fewer than
+                LEAST_MESSAGE_BYTES / 8 numbers.
+            tensors: Tensors that follow the header, copied if they are not contiguous, which must not change
+                until `sends_complete(receiver)` returns True. Empty ones are not sent.
 
         Raises:
             ValueError: The header has more numbers than one MPI message of this kind may have.
@@ -81,7 +82,8 @@ class Mailbox:
     def send_tensors(self, receiver: int, *tensors: Tensor) -> None:
         """Start to send tensors without a header, which the receiver expects in this order.
 
-        Local; does not wait.
+        Local; does not wait. They follow all tensors that were sent to this receiver before, also those of
+        `send`, and the receiver gets each one by `receive_tensor`.
 
         Args:
             receiver: Rank of the group.
@@ -118,7 +120,8 @@ class Mailbox:
 
         Returns:
             Sender and numbers of the header; None if none has arrived. The caller receives the message's
-            tensors with `receive_tensor` before it receives the next header of that sender.
+            tensors with `receive_tensor` before it receives the next header of that sender. Otherwise it gets
+            them in place of the tensors of later messages, since they arrive in the order of sending.
         """
         status = MPI.Status()
         if not self._communicator.Iprobe(MPI.ANY_SOURCE, _NUMBERS, status):
@@ -155,11 +158,13 @@ class Mailbox:
     def receive_tensor(self, sender: int, tensor: Tensor) -> Tensor:
         """Wait for the next tensor of `sender`, receive it into `tensor`, and return `tensor`. Local.
 
-        An empty tensor is returned at once, since it is not sent.
+        An empty tensor is returned at once, since it is not sent. MPI may send this rank's own messages
+        meanwhile.
 
         Args:
             sender: Rank of the group.
-            tensor: Contiguous tensor with as many elements and the same dtype as the tensor that is sent.
+            tensor: Contiguous tensor with as many elements and the same dtype as the tensor that is sent,
+                which is not checked.
         """
         self.received_bytes += tensor.nbytes
         return self.group.recv(tensor, sender, _TENSORS) if tensor.numel() else tensor

@@ -63,12 +63,13 @@ class GroupSource(ABC):
     def new_subgroup(self, axis: str, size: int) -> Group:
         """Split the ranks along an axis into groups of `size` consecutive ranks.
 
-        Return the group of this rank. Collective over the ranks along the axis. Each call makes new groups;
-        those of `group` stay.
+        Return the group of this rank, whose only axis is `axis`. Collective over the ranks along the axis.
+        Each call makes new groups; those of `group` stay.
 
         Args:
-            axis: Name of the axis.
-            size: Number of ranks of each group, which divides the number of ranks along the axis.
+            axis: Name of the axis, as `group` takes it.
+            size: Number of ranks of each group. If it does not divide the number of ranks along the axis, it
+                is an AssertionError.
         """
         along = self.group(axis)
         assert along.size % size == 0, (axis, along.size, size)
@@ -162,9 +163,10 @@ class Mesh(GroupSource):
         """Return this rank's group along one axis, or along several in the mesh's order of axes. Local.
 
         The constructor made the groups, so repeated calls return the same one. There is one for each of AXES,
-        those of JOINED, that of JOINED_OF_EXPERTS, and those of EXPERT_AXES. In a mesh without experts,
-        "expert_data" has none if a pipeline stage has several ranks, and the other groups of experts consist
-        of this rank alone. Other axes, or another order, are an AssertionError.
+        for ("data", "context"), ("context", "tensor") and ("expert", "expert_tensor"), and for each of
+        EXPERT_AXES. In a mesh without experts, "expert_data" has none if a pipeline stage has several ranks,
+        and the other groups of experts consist of this rank alone. No axes, other axes, or another order are
+        an AssertionError.
         """
         assert axes in self._groups, f"no group {axes}; there are {list(self._groups)}"
         return self._groups[axes]
@@ -225,10 +227,15 @@ def rank_count(sizes: Mapping[str, int]) -> int:
 
 
 def expert_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the number of ranks along each of EXPERT_AXES.
+    """Return the number of ranks along each of EXPERT_AXES, by its name.
 
-    The size of "expert_data" is the number of ranks of a pipeline stage divided by the sizes of "expert" and
-    "expert_tensor". Without experts in `sizes`, these are 1, and "expert_data" is the whole stage.
+    The size of "expert_data" is the number of ranks of a pipeline stage (data x context x tensor) divided by
+    the sizes of "expert" and "expert_tensor", of which it must be a multiple; otherwise it is an
+    AssertionError. Without experts in `sizes`, these are 1, and "expert_data" is the whole stage.
+
+    Args:
+        sizes: Number of ranks along each of AXES, and along "expert" and "expert_tensor" if there are
+            experts.
     """
     split = {axis: sizes.get(axis, 1) for axis in ("expert", "expert_tensor")}
     stage_ranks = rank_count(sizes) // sizes["pipeline"]

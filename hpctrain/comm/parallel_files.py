@@ -90,8 +90,9 @@ def _naming_rank(rank: int) -> Iterator[None]:
 def open_on_all_ranks(path: Path, group: Group) -> Iterator[FileID]:
     """Return a context manager that opens an HDF5 file on all ranks through MPI, and yields its FileID.
 
-    Opening and closing are collective; in the block each rank writes elements of datasets by itself. So a
-    rank that raises an error inside the block must also leave the block.
+    The file must exist, with all its datasets; it is opened for reading and writing. Opening and closing are
+    collective; in the block each rank reads or writes elements of datasets by itself. An error in the block
+    leaves it only on its own rank, which then waits until all ranks have left the block and closed the file.
 
     When HDF5 closes the file, it writes the headers again, which have not changed. If this write fails on one
     rank, such as on a full disk, the other ranks wait forever. So before the file is closed, MPI's file

@@ -152,6 +152,10 @@ def planned_group(
 ) -> Group:
     """Return a group whose other ranks do not exist. Local; none of its operations waits for other ranks.
 
+    With the default transport, operations leave their tensors unchanged, and new outputs are not filled.
+    `all_gather_object` returns this rank's value once for each rank, and `broadcast_object` returns it as it
+    is.
+
     Args:
         axes: Names of its axes.
         rank: Rank of this process in the group.

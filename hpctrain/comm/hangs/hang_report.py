@@ -222,8 +222,8 @@ def read_report(path: Path, token: str) -> HangReport | None:
         token: Identity of this job.
 
     Returns:
-        The report; None if the file does not exist or cannot be read, or if its report is not complete or is
-        of another job.
+        The report; None if the file does not exist, cannot be read, does not end with a complete report of
+        this version of hpctrain, or is of another job.
     """
     try:
         report = _report_type().validate_json(path.read_text(encoding="utf-8").rstrip().rpartition("\n")[2])

@@ -54,10 +54,14 @@ class HangSettings:
     def report_to(self, folder: Path, on_hang: Callable[[str], None]) -> None:
         """Set the folder for reports and the function that is called on a hang, for use at once.
 
+        Before this is called, reports go into a folder of the watchdog, and no function is called. If a rank
+        cannot write its report, it says so on stderr.
+
         Args:
             folder: Existing folder that all ranks see; all ranks set the same one.
-            on_hang: Function that the rank that ends the job calls, in the watchdog's thread, with a
-                diagnosis in one sentence.
+            on_hang: Function that one rank, the one that ends the job, calls in the watchdog's thread with a
+                diagnosis in one sentence. The job ends afterwards, also if the function raises an error or
+                takes too long.
         """
         self.folder, self.on_hang = folder, on_hang
         self.changed.set()

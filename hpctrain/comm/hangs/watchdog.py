@@ -323,7 +323,11 @@ class _WorkMeter:
         self._since, self._work_seconds = time.monotonic(), 0.0
 
     def is_working(self) -> bool:
-        """Return True if they worked for at least `_BUSY_SHARE` of the time since the last call."""
+        """Return True if they worked for at least `_BUSY_SHARE` of the time since the last call.
+
+        Work is processor time, and time of waiting for a processor, of this process and its running
+        descendants. The first call also counts what they did before this object was made.
+        """
         now, work_seconds = time.monotonic(), _work_seconds()
         share = (work_seconds - self._work_seconds) / max(now - self._since, 1e-3)
         self._since, self._work_seconds = now, work_seconds
