@@ -46,12 +46,14 @@ def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoRet
 def run_verb_of_script(verb: Callable[[World], int | None], expected: Collection[int]) -> int:
     """Run a verb for a script that goes on afterwards, and return the exit code.
 
-    Collective. MPI runs until the process ends, so that the script can load models and start other runs.
+    Collective. MPI runs until the process ends, so that the script can load models and start other runs, also
+    by calling this again; each call makes a new World. If the verb raises an error, this prints it and
+    returns its exit code, as `run_verb` describes, if that is expected.
 
     Args:
         verb: Function of the World whose result is the exit code; None means 0.
-        expected: Exit codes after which the script goes on. With any other code, the process leaves as
-            `run_verb` does.
+        expected: Exit codes after which the script goes on. With any other code, MPI is finalized, and the
+            process leaves as `run_verb` does.
 
     Raises:
         SystemExit: The exit code is not among the expected ones.

@@ -201,10 +201,11 @@ class World:
         """Make transfers of `everyone`, and of groups that are made later, as slow as over a link.
 
         Collective. Other groups that exist already stay as they are. All ranks must be on one machine, since
-        they compare their clocks.
+        they compare their clocks; otherwise it is an AssertionError.
 
         Args:
-            link: Speed and latency of the link of a rank; None ends the emulation. All ranks pass the same.
+            link: Speed (bytes per second) and latency (seconds) of the link of a rank; None ends the
+                emulation. All ranks pass the same.
         """
         if link is None and self.groups.link is None:
             return
@@ -232,7 +233,8 @@ class World:
         """Return a new World of size 1 whose only rank is this process. Local: other ranks need not call it.
 
         It computes on the same device. Its ledger, watchdog settings and groups are new, so that nothing that
-        this world compares, emulates or checks applies to it.
+        this world compares, emulates or checks applies to it. Do not call its `finish`, which would finalize
+        MPI for the whole process.
         """
         world = World(MPI.COMM_SELF)
         world.device = world.everyone.device = self.device
@@ -241,12 +243,14 @@ class World:
     def subworld(self, ranks: Sequence[int]) -> World:
         """Return a new World of some ranks of this one, renumbered from 0 in the same order. Collective.
 
-        All ranks of this world call it, each with the ranks of its own subworld; subworlds do not overlap.
-        The result uses the device, ledger, watchdog settings and node memory of this world, and compares or
-        checks calls if this world does.
+        All ranks of this world call it, each with the ranks of its own subworld, so that each rank belongs to
+        exactly one. The result uses the device, ledger, watchdog settings and node memory of this world, and
+        compares or checks calls if this world does. Do not call its `finish`, which would finalize MPI; its
+        communicators exist until MPI is finalized.
 
         Args:
-            ranks: Ranks of this world that form the subworld, in rising order; this rank is among them.
+            ranks: Ranks of this world that form the subworld, in rising order; this rank is among them. If
+                the ranks of a subworld pass different numbers of ranks, it is an AssertionError.
         """
         assert self.rank in ranks, (self.rank, ranks)
         communicator = self.communicator.Split(min(ranks), self.rank)
@@ -304,9 +308,10 @@ class World:
         Args:
             axes: Names of its axes, by which logs and the ledger name it.
             ranks: Ranks of this world, in rising order, with this one among them.
-            transport: Name of the transport, one of TRANSPORTS; "auto" is not allowed. "shared" uses shared
-                memory only after `share_memory`, otherwise MPI messages. `choose_transport` returns a name
-                that all ranks can use.
+            transport: "nccl", "shared" or "mpi"; others, also "auto", are a KeyError. "nccl" concerns tensors
+                on GPUs only; those in CPU memory always use MPI then. "shared" uses shared memory only after
+                `share_memory`, otherwise MPI messages. `choose_transport` returns a name that all ranks can
+                use.
             parent: Group that is split, to which all of `ranks` belong; `everyone` if None.
         """
         communicator = communicator_of((parent or self.everyone).objects).Split(ranks[0], self.rank)

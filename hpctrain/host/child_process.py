@@ -111,11 +111,11 @@ class ChildProcess:
     def ask(self, message: object, seconds: float, number: int = 0) -> None:
         """Send a request; `next_answer` returns its answer. The previous request must have been answered.
 
-        It waits up to `seconds` if the process does not read a large request. If the process has ended, this
-        does not raise an error; the next call of `next_answer` does.
+        It waits up to `seconds` if the process does not read a large request. If the process has not read it
+        then, or has ended, this does not raise an error; `next_answer` does.
 
         Args:
-            message: Anything that JSON can express.
+            message: Anything that JSON can express; other values are a TypeError or ValueError.
             seconds: Time limit of the answer.
             number: Number by which the caller knows the request, which the answer repeats.
         """
@@ -130,11 +130,11 @@ class ChildProcess:
     def receive_answer(self) -> ChildAnswer | None:
         """Return the answer to the open request; None if it has not arrived completely. Does not wait.
 
-        After an answer, the next request may be sent.
+        After an answer, the next request may be sent. The time limit is checked by `next_answer`, not here.
 
         Raises:
             EOFError: The process has closed the socket.
-            ValueError: Something other than an answer arrived.
+            ValueError: Something other than an answer arrived, or anything if there is no open request.
         """
         self.channel.setblocking(False)
         with suppress(BlockingIOError):
@@ -202,8 +202,10 @@ class ChildProcess:
 def next_answer(children: Sequence[ChildProcess]) -> ChildAnswer:
     """Wait for the next answer of any child process that has an open request, and return it. Local.
 
-    At least one of them must have an open request. Time limits are those of the requests. After an error, the
-    caller closes the child process, which this does not do.
+    At least one of them must have an open request. The answer or error has the `number` of the request, by
+    which the caller knows the child. If several answers are there, that of the first one of `children` is
+    returned. Time limits are those of the requests. After an error, the caller closes the child process,
+    which this does not do.
 
     Raises:
         NoAnswerError: A process ended, exceeded its time limit, or sent something other than an answer.
@@ -251,10 +253,12 @@ _HIGH_DESCRIPTOR = 512
 def answer_requests(
     number: int, parent: int, answer_first: Callable[[Any], tuple[Answer, Any]], runs_user_code: bool
 ) -> None:
-    """Answer requests until the parent closes the socket or ends.
+    """Answer requests until the parent closes the socket, and then return.
 
     It runs in the child and takes over the process. stdout becomes stderr, signals of ranks are ignored, and
     the kernel kills this process first if memory runs out. The answers must be values that JSON can express.
+    An exception of a function that answers passes through and ends the process with its traceback, so that
+    `next_answer` of the parent raises NoAnswerError. After a MemoryError, this returns.
 
     Args:
         number: File descriptor of the socket to the parent, which `ChildProcess` passes on the command line.

@@ -84,10 +84,11 @@ def restart_on_ranks(ranks: int | None, environment: Mapping[str, str] = os.envi
 
 
 def mpirun_command(environment: Mapping[str, str]) -> Sequence[str] | None:
-    """Return the words of the command that starts ranks, up to the option for their number.
+    """Return the words of the command that starts ranks, after which the caller adds "-n" and their number.
 
-    It is $MPIRUN, or mpirun with options for more ranks than cores; None if there is no such program. If
-    $MPIRUN has no options, this runs the program with `--version` to find out whose it is.
+    It is $MPIRUN, or without that mpirun with options for more ranks than cores; None if there is no such
+    program, also if $MPIRUN names a missing one. If $MPIRUN has no options, this runs the program with
+    `--version` to find out whose it is. If it does not answer within 60 s, no options are added.
     """
     program, *options = shlex.split(environment.get("MPIRUN", "")) or ["mpirun"]
     path = shutil.which(program, path=environment.get("PATH"))

@@ -121,10 +121,11 @@ class DoctorReport:
 def examine_machine() -> Iterator[DoctorReport]:
     """Start MPI if possible, examine the machine, yield the report, and finalize MPI after the block.
 
-    Collective over all ranks that the launcher has started. If the block raises an error, MPI is not
-    finalized, since other ranks may not reach that. A rank whose examination takes longer than
-    SECONDS_UNTIL_HANG, as when it waits for another rank, prints its traceback and ends; the block may take
-    any time.
+    Collective over all ranks that the launcher has started. MPI may be running already. An error of mpi4py or
+    of the launcher that prevents the start of MPI is a finding of the report. The block may communicate over
+    `world` of the report. If the block raises an error, MPI is not finalized, since other ranks may not reach
+    that. A rank whose examination takes longer than SECONDS_UNTIL_HANG, as when it waits for another rank,
+    prints its traceback and ends; the block may take any time.
 
     Yields:
         The report, which is the same on all ranks but for its `rank`. Without MPI its `world` is None.

@@ -76,11 +76,12 @@ def keep_freed_memory() -> bool:
     """Make the C library keep freed memory, except blocks above 32 MB.
 
     By default glibc returns memory to the system after every backward pass and gets it again page by page,
-    which costs a tenth of the time of a transformer block. Nothing changes if the user has configured malloc
-    by environment variables, or if the C library is not glibc.
+    which costs a tenth of the time of a transformer block. It may be called at any time, and holds for memory
+    that is freed afterwards. Nothing changes if the user has configured malloc by environment variables, or
+    if the C library is not glibc.
 
     Returns:
-        True if freed memory is kept.
+        True if freed memory is kept from now on. False if not, and always if the user has configured malloc.
     """
     own = any(name.startswith("MALLOC_") for name in os.environ)
     if own or "malloc" in os.environ.get("GLIBC_TUNABLES", "") or not _is_glibc():

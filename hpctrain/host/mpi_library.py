@@ -22,9 +22,12 @@ __all__ = ["MPI", "communicator_of", "finalizes_between_nodes", "start_mpi"]
 def start_mpi() -> None:
     """Start MPI with support for several threads. Collective over all ranks that the launcher has started.
 
-    MPI must not be initialized yet. mpi4py would hold Python's global interpreter lock until all ranks have
-    arrived, so that no thread could report a missing rank. ctypes releases the lock. The error handlers are
-    those of mpi4py.
+    MPI must not be initialized yet (`MPI.Is_initialized()`), since MPI does not allow a second start. mpi4py
+    does not finalize it: the caller does, or `World.finish`, or `finalize_at_exit`. Whether the library gives
+    the thread level MPI_THREAD_MULTIPLE is not checked.
+
+    mpi4py would hold Python's global interpreter lock until all ranks have arrived, so that no thread could
+    report a missing rank. ctypes releases the lock. The error handlers are those of mpi4py.
 
     Raises:
         HpctrainError: srun has started ranks that this MPI cannot join.

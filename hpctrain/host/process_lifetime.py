@@ -69,10 +69,12 @@ def end_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> bool:
 def end_descendants_with_parent(parent: int) -> bool:
     """Fork, and return in the new process, which ends together with all its descendants.
 
-    The calling process does not return: it becomes a guard. The guard kills all descendants when `parent`
-    ends, when it receives SIGTERM, or when the new process ends. It also finds descendants with sessions of
-    their own, since the kernel makes them its children when their parents end (it is a subreaper). Then the
-    guard ends with the exit code or signal of the new process, or with exit code 137 if it had to kill it.
+    Call it before this process uses threads, MPI or a GPU, which do not work in the new process. It replaces
+    a call of `end_with_parent`. The calling process does not return: it becomes a guard. The guard kills all
+    descendants when `parent` ends, when it receives SIGTERM, or when the new process ends. It also finds
+    descendants with sessions of their own, since the kernel makes them its children when their parents end
+    (it is a subreaper). Then the guard ends with the exit code or signal of the new process, or with exit
+    code 137 if it had to kill it.
 
     Args:
         parent: Process id of the parent of the calling process.
@@ -168,13 +170,15 @@ def stat_fields(stat: Path) -> list[str]:
 
 
 def ignore_rank_signals() -> Callable[[], None]:
-    """Make this process ignore the signals that are sent to ranks and to their process group.
+    """Make this process ignore SIGINT, SIGTERM, SIGUSR1 and SIGUSR2, which are sent to ranks.
 
-    Forked processes inherit this. But users' code may fork processes, such as a multiprocessing pool, which
-    are ended by SIGTERM, perhaps right after the fork. Such processes must get the original handlers back.
+    Launchers and users send them to the process group of a rank. Call it in the main thread; in others it is
+    a ValueError. Forked processes inherit this. But users' code may fork processes, such as a multiprocessing
+    pool, which are ended by SIGTERM, perhaps right after the fork. Such processes must get the original
+    handlers back.
 
     Returns:
-        Function that arranges this: in processes forked after it has been called, the handlers are the
+        Function that arranges this and is called once: in processes forked after that, the handlers are the
         original ones. The signals are blocked during the fork, so that none is lost in between.
     """
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -199,7 +203,10 @@ def ignore_rank_signals() -> Callable[[], None]:
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Return True if a process has ended. This does not reap it, so that its process id stays its own."""
+    """Return True if a process has ended. This does not reap it, so that its process id stays its own.
+
+    It is also True for a process that has been reaped.
+    """
     if process.returncode is not None:
         return True
     try:
@@ -244,8 +251,9 @@ def kill_child(process: subprocess.Popen[bytes], runs_user_code: bool) -> None:
 def describe_exit(process: subprocess.Popen[bytes]) -> str:
     """Wait up to 5 s for the end of a process, reap it, and return how it ended.
 
-    The phrase follows a subject, such as "its process": "was ended by signal 11", or "does not answer" if it
-    has not ended.
+    The phrase follows a subject, such as "its process": "was ended by signal 11", "ended by itself, with exit
+    code 1", or "does not answer" if it has not ended. In this last case it is not reaped, and the caller may
+    kill it and call this again. For a process that was reaped before, the result is the same.
     """
     try:
         code = process.wait(_SECONDS_TO_END)

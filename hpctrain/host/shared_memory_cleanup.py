@@ -89,8 +89,9 @@ def mark_segments(node: MPI.Intracomm, folder: Path = FOLDER) -> SegmentMarker |
 def remove_stale_segments(folder: Path = FOLDER, proc: Path = Path("/proc")) -> list[str]:
     """Remove the shared memory that dead jobs of this user have left on this node, and their markers.
 
-    One rank of the node calls it; no error is raised. A file stays if it is not the one that the marker
-    names, belongs to another user, or is in use by a process.
+    One rank of the node calls it, at any time; no error is raised. Jobs that are alive, or just starting,
+    lose nothing: their markers are locked. A file stays if it is not the one that the marker names, belongs
+    to another user, or is in use by a process.
 
     Args:
         folder: Folder of the shared memory.

@@ -57,15 +57,16 @@ class EmulatedLink:
     def reserve(self, traffic: Traffic, start: float) -> float:
         """Queue a transfer on this rank's link behind earlier ones, and return the time at which it ends.
 
-        Local. It does not wait.
+        Local. It does not wait; the caller does, for example with a TransferEnd. If the transfer has bytes in
+        both directions, both are reserved, and the later end counts.
 
         Args:
             traffic: Bytes and rounds of the transfer.
             start: Earliest time at which it can start, in seconds of `clock`.
 
         Returns:
-            Time of the end, in seconds of `clock`. It includes the latency of all rounds, during which the
-            link is free for others.
+            Time of the end, in seconds of `clock`. It includes the latency of all rounds, during which later
+            transfers of this rank may use the link.
         """
         ends = [start]
         if traffic.sent:

@@ -128,9 +128,10 @@ def is_hierarchical(call: Call, nodes: int, local_size: int, least_bytes: int = 
 
     Args:
         call: The call.
-        nodes: Number of nodes of the group.
-        local_size: Number of ranks on each node.
-        least_bytes: Size from which on calls cross links once.
+        nodes: Number of nodes of the group, at least 2.
+        local_size: Number of ranks on each node, at least 2.
+        least_bytes: Smallest `Call.bytes` of calls that cross links once: the size of the tensor that each
+            rank gives in a sum, and of the output in an all_gather.
     """
     if call.bytes < least_bytes or call.dtype is None:
         return False
@@ -160,7 +161,8 @@ def hierarchical_scratch_bytes(
 ) -> int:
     """Return the host memory, in bytes, that a sum takes on each rank for partial sums and keeps. Local.
 
-    If a node would send more bytes in this way than by MPI, it is what MpiTransport takes.
+    Later sums use the same memory. The sum must be at least SHARED_BYTES large: `mpi_scratch_bytes` is for
+    smaller ones. If a node would send more bytes in this way than by MPI, it is what MpiTransport takes.
 
     Args:
         elements: Number of elements of the tensor that each rank gives.

@@ -102,7 +102,9 @@ class InternodeOperation(NodeOperation):
     def send(self, part: Tensor, node: int) -> MpiRequests:
         """Start to send a tensor to this rank's peer on another node, and return its handle.
 
-        Local; does not wait. `until_invited(node)` must be complete before. `finish` waits for all sends.
+        Local; does not wait. The peer is the rank with the same local rank. The steps of an operation first
+        yield `until_invited(node)`, so that no large message arrives before its memory is known. `finish`
+        waits for all sends.
 
         Args:
             part: Contiguous tensor, which must not change until the handle is complete.
@@ -179,10 +181,10 @@ class InternodeSum(InternodeOperation):
         self._results: dict[int, MpiRequests] = {}
 
     def steps(self) -> Steps:
-        """Return the steps of the operation, which all ranks of the group run.
+        """Return the steps of the operation, which all ranks of the group run, once for each object.
 
-        Nothing happens before the first one. After them, `output` has this rank's sums, or `tensor` has all
-        of them.
+        Nothing happens before the first one. After them, `output` has this rank's sums of a reduce_scatter,
+        and `tensor` has all sums of an all_reduce.
         """
         size = max((length for each in self.rounds for _, length in each.pieces), default=0)
         pieces = min(PIECES_IN_FLIGHT, len(self.rounds))

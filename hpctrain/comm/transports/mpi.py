@@ -327,8 +327,9 @@ class MpiTransport(Transport):
         """Start to send or to receive a contiguous tensor, and return its handle. Local; does not wait.
 
         Args:
-            tensor: Tensor that is sent or received into. It must not change, or be read, until the handle is
-                complete.
+            tensor: Tensor that is sent, or received into, which has as many elements and the same dtype on
+                both ranks. Until the handle is complete, the one that is sent must not change, and the other
+                one must be neither read nor changed.
             peer: Rank to or from which the message goes.
             tag: Tag that `next_tag` has returned on both ranks.
             sends: True if this rank sends, False if it receives.
@@ -386,12 +387,13 @@ class MpiTransport(Transport):
 
         Args:
             tensor: Flat tensor.
-            ranges: For each rank the range of `tensor` that it has; they follow each other.
+            ranges: For each rank the range (first index, number of elements) of `tensor` that it has. They
+                follow each other and cover the tensor, and are the same list on all ranks.
             tag: Tag of `next_tag`, the same on all ranks.
             blocking: True if the caller waits at once.
 
         Returns:
-            None if it is complete, as it is if `blocking` and the tensor fits into one message. Otherwise the
+            None if `blocking` and the tensor fits into one message: then it is complete. Otherwise the
             handle, for which the caller waits even if `blocking`.
         """
         if blocking and tensor.numel() <= self.limit:
@@ -443,11 +445,12 @@ class StagedTransport(Transport):
 def mpi_scratch_bytes(elements: int, itemsize: int, size: int, scattered: bool = False) -> int:
     """Return the host memory, in bytes, that a started sum of an MpiTransport takes on each rank and keeps.
 
-    Local.
+    Local. Later sums use the same memory. A blocking sum takes as much, or none where MPI itself adds.
 
     Args:
         elements: Number of elements of the tensor that each rank gives.
-        itemsize: Bytes per element. From 4 bytes on, fp32 or fp64 is assumed.
+        itemsize: Bytes per element. From 4 bytes on, fp32 or fp64 is assumed, below that a 16-bit float or a
+            short integer. MPI itself adds larger integers and bool, without this memory.
         size: Number of ranks.
         scattered: True for a reduce-scatter, False for an all-reduce.
 

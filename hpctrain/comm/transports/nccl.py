@@ -226,15 +226,28 @@ class NcclTransport(Transport):
 
         The result is always None, whatever `blocking` is, since later work of that stream can use `output`.
         The host does not wait.
+
+        Args:
+            tensor: Contiguous piece of this rank, of the same size on all ranks. It may be its place in
+                `output`.
+            output: Contiguous tensor of the same dtype for the pieces of all ranks, in rank order.
+            blocking: Not used.
         """
         if output.numel():
             self._nccl().allgather(_bytes(tensor), _bytes(output), stream=current_stream())
         return None
 
     def exchange(self, pieces: PieceExchange, tag: int) -> TransportWork | None:  # noqa: ARG002
-        """Queue the exchange of a piece with each rank on the current stream. Collective. `tag` is not used.
+        """Queue the exchange of a piece with each rank on the current stream. Collective.
 
-        The result is always None, since later work of that stream can use the target. The host does not wait.
+        The result is always None, since later work of that stream can use `pieces.target`. The host does not
+        wait.
+
+        Args:
+            pieces: Contiguous tensors, and the range of each rank in them. Ranges may differ in length and be
+                empty, but what one rank sends to another must be as long as what that rank receives. The
+                piece that this rank keeps is copied, too, unless it is already in its place.
+            tag: Not used.
         """
         source, sends, target, receives = pieces
         sent, received = source.detach().view(-1), target.detach().view(-1)

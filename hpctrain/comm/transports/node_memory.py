@@ -121,6 +121,9 @@ class NodeMemory:
     def identity(self) -> MemoryIdentity:
         """Write a random number into this memory, and return what other ranks pass to `open`.
 
+        The number stays there as long as the memory exists. Each call takes another page, and earlier results
+        stay valid.
+
         Raises:
             MemoryError: The system has no memory left.
         """
@@ -132,7 +135,9 @@ class NodeMemory:
         return MemoryIdentity(self.rank, os.getpid(), self._file, probe, number)
 
     def open(self, peer: MemoryIdentity) -> None:
-        """Map the memory of another rank.
+        """Map the memory of another rank. Call it once for each other rank of the node, not for this one.
+
+        After an error, this object must not be used for that rank's memory.
 
         Raises:
             OSError: The memory cannot be opened, for example that of another container.
@@ -148,7 +153,10 @@ class NodeMemory:
             raise ValueError("it is the memory of another process")
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Return an uninitialized tensor that the peers see as long as it exists.
+        """Return an uninitialized tensor in memory that the other ranks of the node can read and write.
+
+        They reach it by `tensor_at`, with the location that `find` returns on this rank. The memory is kept
+        as long as the tensor, or a view of it, exists on this rank.
 
         Args:
             shape: Shape of the tensor.
@@ -170,13 +178,14 @@ class NodeMemory:
         """Allocate whole pages of zeros in this rank's file, and return the offset of their first byte.
 
         They are allocated at once: a page that is missing later would end the process without a message. They
-        are never freed by themselves; `empty`, `reuse` and `take_common` see to that.
+        are never freed, unless `empty`, `reuse` or `take_common` has called this.
 
         Args:
             size: Size of the memory in bytes.
 
         Returns:
-            Offset in bytes; None if there is not enough memory.
+            Offset in bytes, which makes a MemoryLocation for `tensor_at` and `words`; None if there is not
+            enough memory.
         """
         self._collect()
         length = _pages(size)
@@ -219,6 +228,13 @@ class NodeMemory:
 
     def take_common(self, size: int, users: int) -> MemoryLocation | None:
         """Allocate zeros in this rank's file as common memory of `users` ranks. Only the owner calls this.
+
+        The caller chooses which rank is the owner. The memory is freed when the tensors of all users are
+        gone, and never if a user does not call `common_tensor`.
+
+        Args:
+            size: Size of the memory in bytes.
+            users: Number of ranks that call `common_tensor`, with the owner if it does.
 
         Returns:
             Location that the owner sends to all users, each of which passes it to `common_tensor`; None if

@@ -73,14 +73,17 @@ class NodeMessages:
     def run(self, call: Call) -> TransportWork | None:
         """Run or start a "send" or "recv" between ranks of this node.
 
-        Local: one call on each of the two ranks.
+        Local: one call on each of the two ranks. A tensor that is in memory of the node is not copied: its
+        send is complete when the receiver has it, so two ranks that both send with blocking first may wait
+        for each other forever. Any other tensor is copied at once, and its send does not wait for the
+        receiver.
 
         Args:
             call: The call, with its tensors in host memory.
 
         Returns:
             None if the call is blocking: a receive has arrived then, and the tensor of a send may be changed.
-            Otherwise the handle of the started operation.
+            Otherwise the handle of the started operation, for which the same holds when it is complete.
 
         Raises:
             MemoryError: The node has no memory left for the copy of a sent tensor.

@@ -40,7 +40,7 @@ def rounds_of(slices: Sequence[ElementRange], elements: int, owner: int = -1) ->
     Args:
         slices: Range of a tensor for each rank of the node, as (first index, number of elements).
         elements: Largest number of elements of a piece.
-        owner: Node whose ranks get the result; -1 if all ranks get it.
+        owner: Node whose ranks get the result; -1 if all ranks get it. It is only stored in the rounds.
 
     Yields:
         The rounds, as many as the longest slice needs; none if all slices are empty. Pieces of shorter slices
@@ -177,8 +177,9 @@ class NodeOperation:
     def publish(self) -> None:
         """Let the other ranks of the node use this rank's tensor. Local; does not wait.
 
-        If it is copied, this copies the pieces of the first STAGED_ROUNDS rounds; `reuse_copies` publishes
-        the later ones. Otherwise all rounds are published.
+        Call it once, when the tensor has its values, which the caller must not change until the steps of
+        `finish` are complete. If the tensor is copied, this copies the pieces of the first STAGED_ROUNDS
+        rounds; `reuse_copies` publishes the later ones. Otherwise all rounds are published.
         """
         for index in range(STAGED_ROUNDS if self.is_copy else 0):
             self._copy_round(index)
@@ -186,10 +187,12 @@ class NodeOperation:
             self.counters.set_ready(len(self.rounds))
 
     def reuse_copies(self, index: int, copy_back: bool) -> Steps:
-        """Return the steps that wait until all ranks have finished a round, and reuse its memory.
+        """Return the steps that wait until all other ranks have finished a round, and reuse its memory.
 
         The later round is STAGED_ROUNDS after it, if there is one; its pieces are copied and published. It is
-        for operations with `is_copy`, and called for each round in turn.
+        for operations with `is_copy`, and called for each round in turn, after `counters.set_finished` for
+        this round. With `copy_back` also for the last STAGED_ROUNDS rounds, for which it is not needed
+        otherwise.
 
         Args:
             index: Number of the round that must be finished.

@@ -138,8 +138,9 @@ class ProgressCounters:
     def open(self) -> OperationCounters:
         """Return the counters of the next operation.
 
-        Local, but all ranks open their operations in the same order. The operation that used `next_slot`
-        before must be complete on this rank, which this does not check.
+        Local, but all ranks open their operations in the same order. Operations use SLOTS slots in turn. So
+        the operation that was opened SLOTS operations before must be complete on this rank. This is not
+        checked: otherwise both would count in the same slot, and ranks would read data that is not ready.
         """
         begin = _LINE + self.next_slot * self._slot_words
         self._count[0] = number = self._count[0] + 1

@@ -151,11 +151,12 @@ def reduce_in_rank_order(mover: PieceMover, call: Call) -> Steps:
     """Return the steps of an all_reduce, a reduce or a reduce_scatter. Collective over the ranks of `mover`.
 
     Nothing happens before the first step is taken. The results are in the tensors of the call: `call.output`
-    of a reduce_scatter, which may be this rank's elements of the tensor, otherwise `call.tensor`. A reduce
-    does not change the tensors of other ranks than the root.
+    of a reduce_scatter, which may be this rank's elements of the tensor, otherwise `call.tensor`. Nothing
+    else is overwritten: neither the other elements of the tensor of a reduce_scatter, nor the tensors of
+    other ranks than the root of a reduce.
 
     Args:
-        mover: Transport that moves the pieces.
+        mover: Transport that moves the pieces and implements PieceMover: an MpiTransport or NcclTransport.
         call: The call, with its tensors.
     """
     tensor, reduction, rank, size = flat_view(call.tensor), call.reduction, mover.rank, mover.size
@@ -249,14 +250,15 @@ def _scatter_sums(
 
 
 def reduce_parts(parts: Sequence[Tensor], output: Tensor, reduction: Reduction, output_part: int) -> None:
-    """Reduce the parts, in their order, into `output`.
+    """Reduce at least two parts, in their order, into `output`. 16-bit floats are added in fp32.
 
     Args:
-        parts: Flat tensors of equal length, one per rank. All but `parts[output_part]` may be overwritten.
-        output: Flat tensor for the result. It may share memory with `parts[output_part]`, and with no other
-            part.
-        reduction: "sum", "max" or "min".
-        output_part: Index of the part that may share memory with `output`.
+        parts: Flat tensors of equal length and dtype, one per rank. All but `parts[output_part]` may be
+            overwritten.
+        output: Flat tensor of the same length and dtype. It may share memory with `parts[output_part]`, and
+            with no other part.
+        reduction: "sum", "max" or "min"; only "sum" for unsigned integers of 16 bits or more.
+        output_part: Index of a part, which may share memory with `output`, and is not changed if it does not.
     """
     elements = output.numel()
     if elements <= REDUCTION_BLOCK or not output.is_cpu:
@@ -279,12 +281,13 @@ def reduce_block(
     `reduce_parts` calls it for one block of elements after another.
 
     Args:
-        parts: Flat tensors of equal length. Without `spare`, `parts[0]` may be overwritten.
+        parts: Flat tensors of equal length and dtype. Without `spare`, `parts[0]` may be overwritten; other
+            parts never are, unless they are the memory of `output`.
         output: Flat tensor; may be the memory of `parts[output_part]`, and of no other part.
-        reduction: "sum", "max" or "min".
+        reduction: "sum", "max" or "min"; only "sum" for unsigned integers of 16 bits or more.
         output_part: Index of the part that may share memory with `output`.
         spare: Memory for intermediate results with the dtype of `output` and at least its length. With it,
-            only `output` is overwritten. It is not for unsigned types of 16 bits or more.
+            only `output` is overwritten. Pass None for unsigned integers of 16 bits or more.
     """
     if len(parts) == 2 and output.dtype not in SIGNED:
         FUNCTIONS[reduction](*parts, out=output)
@@ -317,14 +320,18 @@ def equal_counts(elements: int, size: int) -> list[int]:
 
 
 def reduction_scratch_bytes(elements: int, itemsize: int, size: int) -> int:
-    """Return the host memory, in bytes, that a sum takes on each rank and keeps for later sums. Local.
+    """Return the host memory, in bytes, that `reduce_in_rank_order` takes on each rank and keeps. Local.
 
-    It is a power of two; 0 for a sum that is so small that every rank receives all inputs.
+    Later sums use the same memory. The result holds for an all_reduce and for a reduce_scatter of equal
+    pieces, in host memory. Use `mpi_scratch_bytes` for an MpiTransport, which leaves some sums to MPI.
 
     Args:
         elements: Number of elements of the tensor of each rank.
         itemsize: Bytes of an element.
         size: Number of ranks, at least 2.
+
+    Returns:
+        The memory, a power of two; 0 for a sum that is so small that every rank receives all inputs.
     """
     if elements * itemsize * size <= SMALL_BYTES:
         return 0

@@ -112,7 +112,8 @@ class SharedTransport(Transport):
     def start(self, steps: Steps, blocking: bool) -> TransportWork | None:
         """Run or start the steps of an operation that opens counters. Collective.
 
-        It first waits for the operation that used the same slot before, if that is still in flight.
+        SLOTS operations of the group may be in flight. Until the one that was started SLOTS operations before
+        is complete, this waits, even if not `blocking`. All ranks of the group then wait in the same call.
 
         Args:
             steps: Steps of an operation that opens the counters of this transport when its first step runs.

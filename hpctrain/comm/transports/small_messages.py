@@ -66,8 +66,10 @@ class SmallOperations:
     def run(self, call: Call) -> bool:
         """Run a call if it is small and blocking, and return True; otherwise do nothing and return False.
 
-        Collective. It waits for all ranks. The result is the same on all of them. The first call that it runs
-        allocates memory; if a rank cannot get any, this and all later calls return False.
+        Collective; the result is the same on all ranks. If it is True, this has waited for all ranks. A call
+        is small if its `bytes` are at most `most_bytes`, and those of a reduction at least `least_bytes`. The
+        first such call allocates memory, for which it waits for all ranks; if one of them cannot get any,
+        this and all later calls return False on all ranks.
 
         Args:
             call: A call of the group, on tensors in host memory. Operations other than those of

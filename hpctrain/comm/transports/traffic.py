@@ -62,13 +62,14 @@ def traffic_of(
     numbers are 0.
 
     Args:
-        call: The call before its `release`, since uneven pieces and all-to-alls are sized by its tensors.
+        call: The call. Its tensors must not have been dropped yet (`Call.release`, when it is complete),
+            since uneven pieces and all-to-alls are sized by them.
         rank: This rank in the group.
         size: Number of ranks of the group.
         nodes: Node of each rank of the group; None if each rank is a node of its own.
         once: True for the hierarchical algorithm (`Transport.crosses_links_once`), which only all_reduce,
-            reduce_scatter and all_gather have. Then each node must have equally many, consecutive ranks.
-            False if pieces go straight to their owners.
+            reduce_scatter and all_gather have; with other collective calls it is an AssertionError. Then each
+            node must have equally many, consecutive ranks. False if pieces go straight to their owners.
     """
     nodes = range(size) if nodes is None else nodes
     if call.peer >= 0:

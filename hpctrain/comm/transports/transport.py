@@ -244,9 +244,9 @@ def run_steps(steps: Steps, blocking: bool) -> TransportWork | None:
     """Run steps to their end and return None, or start them and return a handle. Collective if the steps are.
 
     Args:
-        steps: Steps of one operation.
-        blocking: True to wait for each step in turn and return None. False to start the first step only and
-            return a handle, whose `test` and `wait` run the others.
+        steps: Steps of one operation: an iterator of handles, which may be empty and is used up.
+        blocking: True to wait for each step in turn and return None. False to run the steps up to the first
+            handle, and to return a handle in any case, whose `test` and `wait` run the others.
     """
     if not blocking:
         return SteppedWork(steps)
@@ -304,10 +304,13 @@ class PieceExchange(NamedTuple):
 def pairwise_ranges(call: Call, size: int) -> PieceExchange:
     """Return what this rank sends to and receives from each rank in a call without a reduction. Local.
 
-    Nothing is sent. The piece that a rank keeps for itself is among the ranges.
+    Nothing is sent. The source is `call.tensor` and the target `call.output`; if the call has only one of
+    them, as a broadcast, it is both. The piece that a rank keeps for itself is among the ranges. Ranks with
+    which nothing is exchanged have the range (0, 0).
 
     Args:
-        call: The call, with its tensors. An unknown operation is treated as an all_to_all.
+        call: A broadcast, all_gather, gather, scatter or all_to_all, with its tensors. Others are treated as
+            an all_to_all, which is wrong for "send" and "recv"; a call without tensors is an AssertionError.
         size: Number of ranks of the group.
     """
     source, target = call.memory, call.tensor if call.output is None else call.output
