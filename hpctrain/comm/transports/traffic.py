@@ -54,7 +54,7 @@ class Traffic(NamedTuple):
 
 
 def traffic_of(
-    call: Call, rank: int, size: int, nodes: Sequence[int] | None = None, once: bool = False
+    call: Call, rank: int, size: int, nodes: Sequence[int] | None = None, crosses_links_once: bool = False
 ) -> Traffic:
     """Return the bytes that this rank sends to and receives from other nodes in a call, and its rounds.
 
@@ -67,9 +67,10 @@ def traffic_of(
         rank: This rank in the group.
         size: Number of ranks of the group.
         nodes: Node of each rank of the group; None if each rank is a node of its own.
-        once: True for the hierarchical algorithm (`Transport.crosses_links_once`), which only all_reduce,
-            reduce_scatter and all_gather have; with other collective calls it is an AssertionError. Then each
-            node must have equally many, consecutive ranks. False if pieces go straight to their owners.
+        crosses_links_once: True for the hierarchical algorithm (`Transport.crosses_links_once`), which only
+            all_reduce, reduce_scatter and all_gather have; with other collective calls it is an
+            AssertionError. Then each node must have equally many, consecutive ranks. False if pieces go
+            straight to their owners.
     """
     nodes = range(size) if nodes is None else nodes
     if call.peer >= 0:
@@ -79,7 +80,7 @@ def traffic_of(
     far = [other for other in range(size) if nodes[other] != nodes[rank]]
     if not far:
         return Traffic()
-    if once:
+    if crosses_links_once:
         return _hierarchical_traffic(call, rank, size, size // len(set(nodes)))
     total, own, tree = call.bytes, _piece_bytes(call, rank, size), (size - 1).bit_length()
     far_bytes = total * len(far) // size

@@ -147,7 +147,7 @@ def test_links_carry_what_is_planned(
     if not transport.crosses_links_once(call):
         assert (operation, dtype, links.local_size) == ("reduce_scatter", torch.bfloat16, 2)
         return
-    planned = traffic_of(call, group.rank, group.size, nodes, once=True)
+    planned = traffic_of(call, group.rank, group.size, nodes, crosses_links_once=True)
     transport.run(call)
     # What a rank carries of an all-reduce is its slice, which may have an element more than another one.
     assert moved == pytest.approx(planned[:2], rel=1e-3)

@@ -70,7 +70,7 @@ def test_hierarchical_traffic_goes_from_node_to_node_and_back() -> None:
     nodes = [0, 0, 1, 1, 2, 2]
 
     def of_nodes(call: Call) -> list[Traffic]:
-        return [traffic_of(call, rank, 6, nodes, once=True) for rank in (0, 2, 4)]
+        return [traffic_of(call, rank, 6, nodes, crosses_links_once=True) for rank in (0, 2, 4)]
 
     whole, halves = torch.zeros(12), torch.zeros(12, dtype=torch.bfloat16)
     reduced = of_nodes(Call("all_reduce", whole, whole, reduction="sum"))
