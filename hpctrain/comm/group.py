@@ -206,8 +206,9 @@ class Group:
 
         Args:
             tensor: Contiguous tensor, of the same shape and dtype on all ranks; overwritten on `root` only.
+                It must neither change nor be read until the handle is complete.
             root: Number of the rank in this group that gets the result.
-            reduction: "sum", "max" or "min".
+            reduction: "sum", "max" or "min", as in `start_all_reduce`.
             blocking: True if the caller waits for the handle at once.
 
         Returns:
@@ -263,6 +264,7 @@ class Group:
 
         Args:
             tensor: Contiguous tensor, of the same shape and dtype on all ranks; overwritten except on `root`.
+                It must not change until the handle is complete.
             root: Number of the sending rank in this group.
             blocking: True if the caller waits for the handle at once.
 
@@ -311,12 +313,15 @@ class Group:
     ) -> Work[Tensor | None]:
         """Start to gather the tensors of all ranks along dim 0 on `root`. Collective.
 
+        Until the handle is complete, `tensor` must not change.
+
         Args:
-            tensor: Rows of this rank.
+            tensor: Rows of this rank, copied if they are not contiguous.
             root: Number of the rank in this group that gets the rows of all ranks.
             output: Contiguous tensor for these rows, in rank order, or None to allocate one; only `root` uses
                 it.
-            sizes: Number of rows of each rank, the same list on all ranks; equal if None.
+            sizes: Number of rows of each rank, the same list on all ranks; equal if None. If `tensor` has
+                another number of rows, it is an AssertionError.
             blocking: True if the caller waits for the handle at once.
 
         Returns:
@@ -342,11 +347,15 @@ class Group:
     ) -> Work[Tensor]:
         """Start to send each rank its rows of root's `tensor`. Collective.
 
+        Rows are slices along dim 0. Until the handle is complete, `tensor` must not change.
+
         Args:
-            tensor: Rows of all ranks, in rank order; only `root` needs it, the others may pass None.
+            tensor: Rows of all ranks, in rank order, copied if they are not contiguous; only `root` needs it,
+                the others may pass None.
             output: Contiguous tensor for this rank's rows, of the same dtype.
             root: Number of the sending rank in this group.
-            sizes: Number of rows of each rank, the same list on all ranks; equal if None.
+            sizes: Number of rows of each rank, the same list on all ranks; equal if None. If `output` has
+                another number of rows, it is an AssertionError.
             blocking: True if the caller waits for the handle at once.
 
         Returns:
