@@ -81,7 +81,8 @@ def keep_freed_memory() -> bool:
     if the C library is not glibc.
 
     Returns:
-        True if freed memory is kept from now on. False if not, and always if the user has configured malloc.
+        True if this call makes the library keep freed memory; False otherwise, also if the user has
+        configured malloc.
     """
     own = any(name.startswith("MALLOC_") for name in os.environ)
     if own or "malloc" in os.environ.get("GLIBC_TUNABLES", "") or not _is_glibc():
