@@ -58,9 +58,9 @@ class BestSoFar:
         """Why the run is to end; "" where it is not."""
         if not 0 < self.patience <= self.waited:
             return ""
-        lowest = f"which was {self.loss:.4f} after step {self.step}" if self.step else "which was no number"
+        lowest = f"lowest {self.loss:.4f} after step {self.step}" if self.step else "none was finite"
         waited = counted(self.waited, "evaluation")
-        return f"{waited} without a lower {self.of} loss, {lowest} (run.patience = {self.patience})"
+        return f"{waited} without a lower {self.of} loss; {lowest} (run.patience = {self.patience})"
 
     def record(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""

@@ -202,12 +202,12 @@ class Checkpoints(Hook):
         structure = examine(path, self.world.everyone)
         state = structure.state
         if missing := [key for key in asdict(TrainState()) if key not in state]:
-            raise InputOutputError(f"{path}: damaged: its state has no {missing[0]}")
+            raise InputOutputError(f"{path}: damaged: its state lacks {missing[0]}")
         before = stored_deck(state, path)
         wanted = list(engine.state())
         if anew := replaced_optimizer_state(self.deck, before, path):
             wanted = [tensor for tensor in wanted if not tensor.kind.startswith(OPTIMIZER)]
-            self.heeded = [f"{path}: holds {anew}; {self.deck.optimizer.name} begins with new state"]
+            self.heeded = [f"{path}: holds {anew}; {self.deck.optimizer.name} starts with new state"]
         entries, left = resumed_entries(wanted, structure.datasets)
         await_readers(engine.buckets)
         kinds = {name: stored.kind for name, stored in structure.datasets.items()}
@@ -218,14 +218,14 @@ class Checkpoints(Hook):
 
         with in_types(entries, kind) as found:
             load(structure, self.world.everyone, found, left=left | adapted)
-            remedy = "go on from an earlier checkpoint by `hpctrain resume CHECKPOINT`, or begin again"
+            remedy = "resume from an earlier checkpoint with `hpctrain resume CHECKPOINT`, or start again"
             require_finite(self.world.everyone, path, found, remedy)
         # State of frozen parameters is not used; a sentence about them follows.
         _, unsuitable = resumed_entries(
             (tensor for tensor in wanted if tensor.resumed != "never"), structure.datasets
         )
         for kind in sorted(set().union(*self.world.everyone.all_gather_object(sorted(unsuitable)))):
-            self.heeded.append(f"{path}: not all of its {kind} suits this run: the rest begins anew")
+            self.heeded.append(f"{path}: part of its {kind} does not fit this run and is initialized")
         self.heeded += frozen_change(self.deck, before, path, engine.architecture)
         if sentence := left_bias(self.deck, before, path):
             self.heeded.append(sentence)
@@ -254,7 +254,7 @@ class Checkpoints(Hook):
             try_point_to(path, everyone, BEST)
             return
         if self.best.kept and self.newest is not None and self.newest.parent == self.folder:
-            sentence = f"{path}: the best so far is not there any more; the next evaluation makes the best"
+            sentence = f"{path}: the best checkpoint is missing; the next evaluation sets a new best"
             self.heeded.append(sentence)
         self.best.lose()
         with together(everyone):
@@ -271,7 +271,7 @@ class Checkpoints(Hook):
         with log_io_errors():
             keep(self.folder, checkpoint.keep, everyone, checkpoint.keep_every)
         self.longest = max(self.longest, time.perf_counter() - self._began)
-        sentence = "checkpoint %s written, which held up training for %.2f s"
+        sentence = "checkpoint %s written; training paused for %.2f s"
         logging.getLogger("hpctrain").info(sentence, path, self._held_up)
         self._held_up = 0.0
 

@@ -136,7 +136,7 @@ class Control:
             except OSError as error:
                 self._unremovable.add(name)
                 logging.getLogger("hpctrain").warning(
-                    "%s: cannot be removed, so it is not looked at any more: %s", self.folder / name, error
+                    "%s: cannot be removed and is ignored from now on: %s", self.folder / name, error
                 )
 
     def _words(self, cause: object, rank: int, late: str) -> str:

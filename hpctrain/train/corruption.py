@@ -144,5 +144,5 @@ def _of_figures(digests: Sequence[int], ranks: Sequence[int]) -> DetectedFault:
     counts = Counter(digests).most_common(2)
     right = counts[0][0] if len(counts) == 1 or counts[0][1] > counts[1][1] else None
     wrong = [rank for rank, digest in zip(ranks, digests, strict=True) if digest != right]
-    what = "the figures of the step are not the same on all ranks"
+    what = "the metrics of the step differ between ranks"
     return DetectedFault("message", "all_reduce of all ranks", "step", tuple(wrong or ranks), what)

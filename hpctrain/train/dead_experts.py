@@ -37,9 +37,8 @@ class DeadExperts(Hook):
             if experts:
                 name = "expert" if len(experts) == 1 else "experts"
                 logging.getLogger("hpctrain").warning(
-                    "step %d: no token has gone to %s %s of block %d for %s: dead, unless the router finds "
-                    "them again; a larger balance_loss or balance_rate in [model.experts] keeps them "
-                    "in use",
+                    "step %d: %s %s of block %d received no token for %s and may stay unused; a larger "
+                    "balance_loss or balance_rate in [model.experts] keeps experts in use",
                     done.state.step,
                     name,
                     ranges(experts, ", "),

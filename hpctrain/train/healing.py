@@ -45,14 +45,12 @@ class Healing:
             way.checkpoints.doubt(trainer.state.step)
             source = way.newest(trainer.state.step)
             if source is None:
-                why = f"step {step}: no good state is there, in memory or on the disk, to go back to"
+                why = f"step {step}: no valid state to restore, in memory or on disk"
                 return StepDecision(stop=True, why=f"{describe_fault(found.faults[0])}; {why}")
             before = way.take(source)
-            log.warning(
-                "step %d: takes up the state after step %d, and goes on from there", step, before.step
-            )
+            log.warning("step %d: restored the state after step %d", step, before.step)
         else:
-            log.warning("step %d: is made again, from the state before it", step)
+            log.warning("step %d: repeated from the state before it", step)
         if why := self._why_to_stop():
             way.save()
             return StepDecision(checkpoint=True, stop=True, why=why)
@@ -67,7 +65,12 @@ class Healing:
         for fault in found.faults[:TOLD]:
             log.warning("step %d: %s", found.step, describe_fault(fault))
         if len(found.faults) > TOLD:
-            log.warning("step %d: and %d more, in %s", found.step, len(found.faults) - TOLD, self.path)
+            log.warning(
+                "step %d: %d more silent faults are listed in %s",
+                found.step,
+                len(found.faults) - TOLD,
+                self.path,
+            )
         rows = [self._row(found.step, fault) for fault in found.faults[:WRITTEN]]
         with self.way.trainer.world.agreement():
             if self.way.trainer.world.rank == 0:
@@ -88,9 +91,7 @@ class Healing:
         often = sorted(rank for rank, count in self._of_rank.items() if count >= MOST_OF_A_RANK)
         if often:
             nodes = ", ".join(dict.fromkeys(self._nodes[rank] for rank in often))
-            return (
-                f"{name_ranks(often)} on {nodes} had {MOST_OF_A_RANK} silent faults, and is not to be trusted"
-            )
+            return f"{MOST_OF_A_RANK} silent faults on {name_ranks(often)}: test or exclude {nodes}"
         if self.found >= MOST:
-            return f"{counted(self.found, 'silent fault')} of which no rank is known: nodes are to be tested"
+            return f"{counted(self.found, 'silent fault')} without a known rank: test the nodes"
         return ""

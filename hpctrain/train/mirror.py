@@ -92,16 +92,16 @@ def begin_mirrors(deck: Deck, world: World, checkpoints: Checkpoints, state: Tra
     # One rank of each node, since one would find what another one is deleting.
     swept = world.everyone.all_gather_object(sweep_mirrors() if world.local_rank == 0 else [])
     if removed := [name for names in swept for name in names]:
-        log.info("removed what ended runs had mirrored in memory: %s", ", ".join(removed))
+        log.info("removed in-memory mirrors of ended runs: %s", ", ".join(removed))
     if not deck.checkpoint.mirror or deck.communication.server is not None:
         return []
     if len(set(nodes_of(world, deck))) == 1:
-        log.warning("checkpoint.mirror: no neighbour node is left: this run goes on without a mirror")
+        log.warning("checkpoint.mirror has no effect: no neighbour node is left")
         return []
     mirrors = Mirrors(deck, world, checkpoints, state)
     held = format_bytes(max(world.everyone.all_gather_object(mirrors.mirror.bytes)))
     every = counted(deck.checkpoint.mirror_every, "step")
-    log.info("mirrors its state every %s in the memory of neighbour nodes, %s a rank", every, held)
+    log.info("state is mirrored every %s in the memory of neighbour nodes, %s per rank", every, held)
     return [mirrors]
 
 
@@ -110,8 +110,8 @@ def require_neighbour(world: World, deck: Deck) -> None:
     with world.agreement():
         if deck.checkpoint.mirror and len(set(nodes_of(world, deck))) == 1:
             sentence = (
-                f"is for two nodes or more, and {counted(world.size, 'rank')} on one would lose the mirror "
-                "with it (start on more, or leave it out)"
+                f"requires at least two nodes, not {counted(world.size, 'rank')} on one "
+                "(use more nodes, or leave it out)"
             )
             raise HpctrainError(deck.problem("checkpoint.mirror", sentence))
 

@@ -99,12 +99,12 @@ def require_same_source(
             return
         title = f"{checkpoint}: {purpose}"
         if not Path(source).exists():
-            sentence = f"model.from = {toml_value(source)}, which does not exist any more (bring it back)"
+            sentence = f"model.from = {toml_value(source)}, which no longer exists (restore it)"
             raise InputOutputError(f"{title}, {sentence}")
         before = state.get(SOURCE)
         if isinstance(before, str) and (now := source_fingerprint(Path(source))) != before:
-            sentence = f"whose weights have changed since then (fingerprint {now}, not {before})"
-            remedy = "bring back the weights of that time"
+            sentence = f"whose weights have changed since then (fingerprint {now}, expected {before})"
+            remedy = "restore the original weights"
             raise InputOutputError(f"{title}, model.from = {toml_value(source)}, {sentence}; {remedy}")
 
 
@@ -128,7 +128,7 @@ def compare_corpus(world: World, deck: Deck, corpus: Corpus, checkpoint: Path | 
             state = read_state(checkpoint)
             if corpus.file is not None:
                 text = state.get("tokenizer")
-                lines += _compare_tokenizers(deck, corpus.file, f"{checkpoint}", text, "it has none")
+                lines += _compare_tokenizers(deck, corpus.file, f"{checkpoint}", text, "it stores none")
             lines += _compare_corpora(deck, corpus, checkpoint, state)
         elif world.rank == 0 and deck.model.source is not None and corpus.file is not None:
             text, missing = source_tokenizer(Path(deck.model.source))
@@ -158,7 +158,7 @@ def corpus_key(deck: Deck) -> tuple[str, str]:
 
 def _compare_tokenizers(deck: Deck, file: Tokens, source: str, text: object, missing: str) -> list[str]:
     title = title_of(token_file_patterns(deck))
-    unknown = f"whether {title} has the tokenizer of {source} is not known"
+    unknown = f"the tokenizer of {title} cannot be compared with that of {source}"
     if not isinstance(text, str):
         return [f"{unknown}: {missing}"]
     try:
@@ -169,11 +169,11 @@ def _compare_tokenizers(deck: Deck, file: Tokens, source: str, text: object, mis
         raise HpctrainError(
             deck.problem(
                 corpus_key(deck)[0],
-                f"its tokenizer is not that of {source}: {difference} (`hpctrain prepare --tokenizer` makes "
-                "tokens that the weights know; data.other_tokenizer = true allows others)",
+                f"its tokenizer differs from that of {source}: {difference} (prepare tokens with "
+                "`hpctrain prepare --tokenizer`, or set data.other_tokenizer = true to allow this)",
             )
         )
-    sentence = f"the tokenizer of {title} is not that of {source}: {difference}"
+    sentence = f"the tokenizer of {title} differs from that of {source}: {difference}"
     return [sentence] if difference else []
 
 
@@ -182,10 +182,10 @@ def _compare_corpora(deck: Deck, corpus: Corpus, checkpoint: Path, state: Mappin
         return []
     _, what = corpus_key(deck)
     before, now = state[CORPUS], _describe(corpus)
-    sizes = f"{_size(now)}, there {_size(before)}"
+    sizes = f"{_size(now)}, not {_size(before)}"
     return [
         f"{_title(deck)} is not the {what} that {checkpoint} was trained on ({sizes}): samples come "
-        "in another order, some of them perhaps again"
+        "in another order, and some may repeat"
     ]
 
 

@@ -51,7 +51,7 @@ def outputs_of(modules: Mapping[nn.Module, Callable[[], bool]]) -> Iterator[dict
     try:
         yield found
     except HpctrainError as error:
-        told = [f"  it was in {within[-1]}"] if within else []
+        told = [f"  in submodule {within[-1]}"] if within else []
         raise type(error)([*error.problems, *told]) from error
     finally:
         for hook in hooks:

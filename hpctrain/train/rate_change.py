@@ -32,7 +32,7 @@ def rate_change(deck: Deck, trained_deck: Deck, step: int) -> str:
     verb = "rises" if now > last else "falls"
     rates = f"the learning rate {verb} from {last:.2e} in step {step} to {now:.2e} in step {step + 1}"
     if step < trained_deck.run.steps:
-        rates += f" instead of {planned:.2e} by the checkpoint's deck"
+        rates += f" instead of {planned:.2e} as in the checkpoint's deck"
     if trained_deck.learning_rate.warmup <= step < deck.learning_rate.warmup:
         rates += f"; it warms up again until step {deck.learning_rate.warmup}"
     return deck.problem(_cause(deck, trained_deck), rates + _remedy(deck, trained_deck, step))
@@ -76,9 +76,9 @@ def _remedy(deck: Deck, trained_deck: Deck, step: int) -> str:
     if same_cooldown_form and rate.peak == old.peak and step >= rate.warmup:
         has_begun = step >= old.decay_steps - old.cooldown
         if has_begun:
-            return f" (checkpoints of up to step {old.decay_steps - old.cooldown} are from before the decay)"
+            return f" (checkpoints up to step {old.decay_steps - old.cooldown} precede the decay)"
         if rate.decay_steps > step:
-            return f" (--set learning_rate.cooldown={rate.decay_steps - step} begins the decay here)"
+            return f" (--set learning_rate.cooldown={rate.decay_steps - step} starts the decay here)"
     shape = ["warmup", "decay_steps"] if rate.decay not in ENDLESS else ["warmup"]
     changed_keys = [
         f"learning_rate.{name}"

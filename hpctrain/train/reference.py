@@ -67,8 +67,8 @@ def require_same_reference(world: World, path: str | Path, found: str, checkpoin
     before = None if checkpoint is None else read_state(checkpoint, world.everyone).get(KNOWN)
     with world.agreement():
         if before not in {None, found}:
-            own = f"whose reference is {before}, not {found} (bring back that of its run)"
-            raise InputOutputError(f"{path}: is of another run than {checkpoint}, {own}")
+            own = f"whose reference is {before}, not {found} (restore that of its run)"
+            raise InputOutputError(f"{path}: belongs to another run than {checkpoint}, {own}")
 
 
 class ReferenceRows(Protocol):
@@ -172,7 +172,7 @@ def _row(sequence: int) -> np.dtype[Any]:
 
 
 def _open(path: Path, count: int, sequence: int) -> StoredArray:
-    lost = "which a run writes at its start, and needs to go on (bring it back, or start the run anew)"
+    lost = "which a run writes at its start and requires to resume (restore it, or start the run again)"
     kind = _row(sequence)
     try:
         with open_regular(path) as file:
@@ -182,10 +182,10 @@ def _open(path: Path, count: int, sequence: int) -> StoredArray:
             if shape == (count,) and found == kind and whole:
                 return StoredArray(str(path), os.dup(file.fileno()), file.tell(), kind, count)
     except FileNotFoundError:
-        raise InputOutputError(f"{path}: is not there, {lost}") from None
+        raise InputOutputError(f"{path}: is missing, {lost}") from None
     except (OSError, ValueError, EOFError) as error:
         raise InputOutputError(f"{path}: cannot be read ({error}), {lost}") from None
-    raise InputOutputError(f"{path}: is not whole, or not of {count} sequences of {sequence} tokens, {lost}")
+    raise InputOutputError(f"{path}: is incomplete, or not of {count} sequences of {sequence} tokens, {lost}")
 
 
 def _store(step: Step, batches: Batches, path: Path) -> None:

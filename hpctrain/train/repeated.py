@@ -49,9 +49,7 @@ class Repetition:
         names = ["losses", *(f"gradient/{segment.parameter.shard.name}" for segment in segments)]
         both = tuple(sorted({ranks[number], ranks[with_this[0]]}))
         return [
-            DetectedFault(
-                "micro-batch", name, "backward", both, "came out otherwise when it was computed again"
-            )
+            DetectedFault("micro-batch", name, "backward", both, "differs when computed again")
             for name, one, two in zip(names, own, with_this[2], strict=True)
             if one != two
         ]

@@ -148,4 +148,4 @@ class RoutingRecorder(Hook):
     def sentence(self, path: Path) -> str:
         """What is said of the choices that are followed."""
         assert self.given is not None
-        return f"{counted(len(self.given.rows), 'sample')} go to the experts that {path} names"
+        return f"experts of {counted(len(self.given.rows), 'sample')} are read from {path}"

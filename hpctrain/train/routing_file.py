@@ -54,19 +54,19 @@ class RoutingFile:
             with open_checked(path) as file:
                 if not file.has_attribute("format") or file.text("format") != FORMAT:
                     raise InputOutputError(
-                        f"{path}: is no file of choices, as a run with model.experts.record_routing writes it"
+                        f"{path}: is not a routing file (a run with model.experts.record_routing writes one)"
                     )
                 if (version := file.integer("version")) != VERSION:
-                    raise InputOutputError(
-                        f"{path}: has version {version}, but version {VERSION} is read here"
-                    )
+                    raise InputOutputError(f"{path}: unsupported version {version} (expected {VERSION})")
                 arrays = {name: _array(file, name) for name in _TYPES}
                 experts, stored = file.integer("experts"), file.integer("checksum")
         except DAMAGE as error:
-            raise InputOutputError(f"{path}: is damaged, or no HDF5 file ({error_reason(error)})") from None
+            raise InputOutputError(
+                f"{path}: is damaged, or not an HDF5 file ({error_reason(error)})"
+            ) from None
         found = RoutingFile(experts, **arrays)
         if found.checksum != stored:
-            raise InputOutputError(f"{path}: is damaged: its contents do not have its checksum")
+            raise InputOutputError(f"{path}: is damaged: its checksum differs")
         return found
 
     def write(self, path: Path) -> None:
@@ -104,7 +104,7 @@ class RoutingFile:
         """HpctrainError where the choices are not those of such a model, or none at all."""
         blocks = list(filter(shape.is_mixture, range(shape.layers)))
         if not blocks:
-            raise HpctrainError(f"{path}: the model has no experts to choose ([model.experts])")
+            raise HpctrainError(f"{path}: requires a model with experts ([model.experts])")
         mixtures, samples, sequence, chosen = self.choices.shape
         for what, here, there in (
             ("choices of the blocks", blocks, self.blocks.tolist()),
@@ -113,7 +113,7 @@ class RoutingFile:
             ("batch.sequence", shape.sequence, sequence),
         ):
             if here != there:
-                raise HpctrainError(f"{path}: does not fit: {what} = {there} there, {here} in this run")
+                raise HpctrainError(f"{path}: does not fit: {what} = {there}, but {here} in this run")
         ordered = np.sort(self.choices[(self.choices != PADDING).any(axis=3)], axis=1)
         twice = chosen > 1 and bool((np.diff(ordered, axis=1) == 0).any())
         sound = (
@@ -121,8 +121,8 @@ class RoutingFile:
         )
         if not sound or twice or (ordered.size and not 0 <= ordered.min() <= ordered.max() < self.experts):
             raise HpctrainError(
-                f"{path}: does not fit: every token of a sample needs {chosen} different experts of the "
-                f"{self.experts}, and every sample is there once"
+                f"{path}: does not fit: expected {chosen} different experts of {self.experts} for each "
+                "token, and each sample once"
             )
 
     def joined(self, other: RoutingFile) -> RoutingFile:
@@ -142,7 +142,7 @@ def _array(file: CheckedFile, name: str) -> NDArray[Any]:
     """Read a dataset of the type and number of dims that it has to have."""
     dataset = file.dataset(f"/{name}")
     if dataset.dtype != np.dtype(_TYPES[name]):
-        raise ValueError(f"{name} is not what it has to be")
+        raise ValueError(f"{name} has an unexpected type")
     if len(dataset.shape) != (4 if name == "choices" else 1):
-        raise ValueError(f"{name} has another shape than it has to have")
+        raise ValueError(f"{name} has an unexpected shape")
     return dataset.read(FILE_BYTES)

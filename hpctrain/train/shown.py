@@ -54,7 +54,7 @@ def initial_engine(path: Path, state: Mapping[str, Any], deck: Deck, world: Worl
         HpctrainError: the ranks do not have the memory, among others as in `start_from_source`.
     """
     world.ledger.activity = "building the model that the run started from"
-    purpose = "its preferences are measured against the model that its run started from"
+    purpose = "its preferences are compared with the model that its run started from"
     require_same_source(world, deck, state, path, purpose)
     storage = Precision.of(deck).storage
     size = storage.itemsize + (0 if storage == torch.float32 else torch.float32.itemsize)
@@ -73,7 +73,7 @@ def _assemble_within_memory(
     arrangement = arrange(deck, world, mesh)
     own = _elements(arrangement.architecture, deck, mesh) * size
     demand_room(
-        world, Machine(), str(path), resident_bytes() + own, lambda _: "more nodes would share the model"
+        world, Machine(), str(path), resident_bytes() + own, lambda _: "use more nodes to share the model"
     )
     return assemble(deck, world, mesh, arrangement, build=build)
 

@@ -15,7 +15,7 @@ def skip_reason(result: StepResult) -> str:
     if result.spike is not None:
         return result.spike.why
     if not learns(result.tokens, result.loss):
-        return "its samples contain no token to learn"
+        return "its samples contain no target tokens"
     return f"loss {result.loss:g} or gradient norm {result.grad_norm:g} is not finite"
 
 

@@ -38,13 +38,13 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
     if deck.stability.check_parameters:
         # Ranks of several nodes may have read other files of the same name.
         check_replicas(engine.buckets, engine.world.everyone)
-    sentence = f"starts from the weights of {path}"
+    sentence = f"initialized from the weights of {path}"
     if shape.vocabulary > source.vocabulary:
         sentence += f", {shape.vocabulary - source.vocabulary} tokens added to its {source.vocabulary}"
     if shape.experts and not source.experts:
-        sentence += f", {shape.experts} experts each a copy of its feed-forward part, routers new"
+        sentence += f", its feed-forward layers copied to {shape.experts} experts, routers new"
     if shape.head != source.head:
-        sentence += ", in place of whose head there is a new one of scores"
+        sentence += ", with a new head for scores"
     if shape.adapters is not None:
         sentence += ", with its adapters" if source.adapters is not None else ", adapters new"
     if shape.family == "gpt2" and shape.sequence < source.sequence:
@@ -60,22 +60,22 @@ def _start_module(path: Path, engine: Engine) -> str:
     left = load_by_name(path, engine.world, [*master_entries(engine.own_state()), *buffers], names)
     engine.optimizer.publish()
     engine.outer.begin(engine.optimizer)
-    return f"starts from the values of {path}" + (f"; {left}" if left else "")
+    return f"initialized from the values of {path}" + (f"; {left}" if left else "")
 
 
 def require_training_state(path: Path, state: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """Raise HpctrainError if a checkpoint is of a model alone, or a resumed run is to start from another."""
     if state.get(MODEL_ONLY):
         raise HpctrainError(
-            f"{path}: holds a model alone, no training state to go on from; start a run from it with "
+            f"{path}: holds only a model, no training state to resume; start a run from it with "
             f'[model] from = "{path}" in a deck'
         )
     for override in overrides:
         name, _, value = override.partition("=")
         if name.strip() == "model.from" and value.strip():
             raise HpctrainError(
-                f"--set {override}: a run that is resumed goes on from its own weights; `hpctrain run` "
-                "starts from others"
+                f"--set {override}: conflicts with resuming, which uses the weights of the checkpoint; "
+                "`hpctrain run` starts from others"
             )
 
 
@@ -84,5 +84,5 @@ def left_bias(deck: Deck, before: Deck, path: Path) -> str:
     old, new = before.model.experts, deck.model.experts
     if old is None or new is None or old.balance != "bias" or new.balance == "bias":
         return ""
-    keep = 'model.experts.balance = "bias" would keep them'
-    return f"{path}: leaves its router/bias: experts are chosen without what it had learned ({keep})"
+    keep = 'model.experts.balance = "bias" keeps it'
+    return f"{path}: its router/bias is dropped: experts are chosen without it ({keep})"

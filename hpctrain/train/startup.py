@@ -100,7 +100,7 @@ def read_deck_on_all_ranks(
     with world.agreement():
         if not is_same:
             raise HpctrainError(
-                "the deck differs between ranks; every rank must make it from the same values"
+                "the deck differs between ranks; every rank must build it from the same values"
             )
         deck = changed_deck(source, overrides, ranks, source.sources.name, settled_keys, from_user=True)
         require_trusted_code(deck, source.sources.name)
@@ -121,8 +121,8 @@ def check_nodes(world: World) -> None:
         if few[1] != many[1]:
             raise HpctrainError(
                 f"{world.size} ranks are spread unevenly over {world.nodes} nodes, {many[1]} on {many[0]} "
-                f"and {few[1]} on {few[0]}: start as many on every node, with srun --ntasks-per-node or "
-                "mpirun --map-by ppr:N:node"
+                f"and {few[1]} on {few[0]}: start the same number on every node, with srun --ntasks-per-node "
+                "or mpirun --map-by ppr:N:node"
             )
 
 
@@ -175,7 +175,7 @@ class RunFolder:
         """
         if self._is_locked:
             return
-        earlier_activity, self.world.ledger.activity = self.world.ledger.activity, "taking the run folder"
+        earlier_activity, self.world.ledger.activity = self.world.ledger.activity, "locking the run folder"
         with self.world.agreement():
             if self.world.rank == 0:
                 self._lock = take_folder(self.path)

@@ -42,20 +42,20 @@ def take_mirror(world: World, folder: Path) -> Taken:
         good, _ = newest_good(folder / "checkpoints", world.everyone)
         on_disk = 0 if good is None else checkpoint_step(good) or 0
         came = world.everyone.broadcast_object(_last_step(folder) if world.rank == 0 else 0)
-        disk = f"the disk has step {on_disk}" if good is not None else "the disk has no checkpoint"
+        disk = f"newest on disk: step {on_disk}" if good is not None else "no checkpoint on disk"
         if found is not None and found.step > on_disk:
             path = checkpoint_path(folder / "checkpoints", found.step)
             write_mirror(found, path, world)
             try_point_to(path, world.everyone)
             nodes = f"{'node' if len(found.hosts) == 1 else 'nodes'} {', '.join(found.hosts)}"
             lost = _lost(came - found.step)
-            sentences.append(f"takes step {found.step} from the memory of {nodes} ({disk}): {lost}")
+            sentences.append(f"restored step {found.step} from the memory of {nodes} ({disk}); {lost}")
         else:
-            why = "nothing newer is in the memory of the nodes that are left"
+            why = "nothing newer in the memory of the remaining nodes"
             if found is not None:
-                why = f"the newest mirror is of step {found.step}"
-            go_on = f"goes on from step {on_disk}" if good is not None else "begins again"
-            sentences.append(f"{disk}, and {why}: {go_on}, {_lost(came - on_disk)}")
+                why = f"newest mirror: step {found.step}"
+            go_on = f"resumes from step {on_disk}" if good is not None else "starts again"
+            sentences.append(f"{disk}, {why}; {go_on}, {_lost(came - on_disk)}")
         forget_mirrors(world, folder)
     finally:
         if lock is not None:

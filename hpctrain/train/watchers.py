@@ -105,8 +105,8 @@ class TraceRecorder(Hook):
         write_trace(self.path, self.timeline, self.engine.mesh, self.engine.schedule)
         if self.timeline.dropped:
             logging.getLogger("hpctrain").warning(
-                "%s leaves out some communication: this rank alone had %d operations too many in the "
-                "steps it holds; with a smaller run.trace_steps, all may have room",
+                "%s omits some communication: %d operations of this rank exceed its limit; reduce "
+                "run.trace_steps to record all",
                 self.path,
                 self.timeline.dropped,
             )

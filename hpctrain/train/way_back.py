@@ -74,6 +74,6 @@ class WayBack:
         try:
             verify(source, everyone)
         except HpctrainError as error:
-            logging.getLogger("hpctrain").warning("%s; passed over", error.problems[0])
+            logging.getLogger("hpctrain").warning("%s; skipped", error.problems[0])
             return False
         return True

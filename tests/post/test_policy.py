@@ -143,7 +143,9 @@ def test_the_reference_of_another_run_is_known(world: World, mpi_tmp_path: Path,
     with pytest.raises(InputOutputError) as raised:
         resume(world, first, [], make=make_trainer)
     (sentence,) = raised.value.problems
-    assert sentence.startswith(f"{folder}/reference.h5: is of another run than {first}, whose reference is ")
+    assert sentence.startswith(
+        f"{folder}/reference.h5: belongs to another run than {first}, whose reference is "
+    )
     world.everyone.barrier()
     if world.rank == 0:
         (folder / "reference.h5").write_bytes(own)

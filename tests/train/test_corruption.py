@@ -295,7 +295,7 @@ def test_without_a_copy_in_memory(
         assert_same_end(mpi_tmp_path / "clean", folder)
         return
     assert (code, len(rows)) == (75, 6)
-    assert "no good state is there" in json.loads((folder / "status.json").read_text())["reason"]
+    assert "no valid state to restore" in json.loads((folder / "status.json").read_text())["reason"]
     assert not list((folder / "checkpoints").glob("step-*"))
 
 
@@ -324,7 +324,7 @@ def test_a_checkpoint_under_way_may_hold_what_changed(
     assert_same_end(mpi_tmp_path / "clean", folder)
     assert [(row["step"], row["ranks"]) for row in found_in(folder)] == [(7, [1])]
     if world.rank == 0:
-        assert "takes up the state after step 3" in (folder / "log.txt").read_text()
+        assert "restored the state after step 3" in (folder / "log.txt").read_text()
 
 
 @pytest.mark.mpi(max_size=1)
@@ -347,7 +347,7 @@ def test_a_copy_that_was_changed_itself_is_passed_over(
         code, _ = train(world, deck, "flipped", *keys)
     assert code == 0
     assert_same_end(mpi_tmp_path / "clean", mpi_tmp_path / "flipped")
-    assert "takes up the state after step 8" in (mpi_tmp_path / "flipped" / "log.txt").read_text()
+    assert "restored the state after step 8" in (mpi_tmp_path / "flipped" / "log.txt").read_text()
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

@@ -34,7 +34,7 @@ def test_an_expert_is_named_once_after_many_steps(caplog: pytest.LogCaptureFixtu
     assert warned(caplog) == []
     make(hook, STEPS, 3, 0, 1, 1)
     (sentence,) = warned(caplog)
-    assert sentence.startswith(f"step {STEPS}: no token has gone to expert 1 of block 3 for {STEPS} steps")
+    assert sentence.startswith(f"step {STEPS}: expert 1 of block 3 received no token for {STEPS} steps")
     # The third one begins anew; the second is told of already, even if it comes back for a while.
     for step in range(STEPS + 1, 2 * STEPS):
         make(hook, step, 3, int(step == STEPS + 5), 0, 1)
@@ -42,7 +42,7 @@ def test_an_expert_is_named_once_after_many_steps(caplog: pytest.LogCaptureFixtu
     for step in range(2 * STEPS, 3 * STEPS):
         make(hook, step, 3, 0, 0, 1)
     (sentence,) = warned(caplog)
-    assert sentence.startswith(f"step {2 * STEPS}: no token has gone to expert 2 of block 3 ")
+    assert sentence.startswith(f"step {2 * STEPS}: expert 2 of block 3 received no token ")
 
 
 def test_several_are_told_of_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -50,7 +50,7 @@ def test_several_are_told_of_in_one_line(caplog: pytest.LogCaptureFixture) -> No
     for step in range(1, STEPS + 1):
         make(hook, step, 0, 0, 4, 0)
     (sentence,) = warned(caplog)
-    assert "no token has gone to experts 0-1, 3 of block 3" in sentence
+    assert "experts 0-1, 3 of block 3 received no token" in sentence
 
 
 def test_skipped_steps_and_other_ranks_say_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -219,7 +219,7 @@ def test_a_run_that_goes_on_finds_the_best_or_makes_another(
     (folder / "checkpoints" / "step-00000003.h5").unlink(missing_ok=True)
     assert resume(world, folder, ["run.steps=5"]) == 0
     assert best_of(folder) == "step-00000005.h5"
-    assert "step-00000002.h5: the best so far is not there any more" in (folder / "log.txt").read_text()
+    assert "step-00000002.h5: the best checkpoint is missing" in (folder / "log.txt").read_text()
     assert resume(world, folder, ["run.steps=8", "checkpoint.keep_best="]) == 0
     assert best_of(folder) == "step-00000005.h5"  # what was kept stays
 
@@ -283,7 +283,7 @@ def test_patience_ends_a_run_in_good_order(
     keys = [f"run.dir={folder}", "run.patience=3", "learning_rate.decay=constant", "checkpoint.every=0"]
     assert run_deck(world, deck, [*keys, "run.steps=3"]) == 0  # one evaluation without a lower loss
     assert resume(world, folder, ["run.steps=8"]) == 0
-    why = "3 evaluations without a lower validation loss, which was 4.0000 after step 2 (run.patience = 3)"
+    why = "3 evaluations without a lower validation loss; lowest 4.0000 after step 2 (run.patience = 3)"
     if world.rank == 0:
         assert (
             f"ended after step 5 of 8: {why}; a higher run.patience, or 0, goes on" in capfd.readouterr().out
@@ -318,7 +318,7 @@ def test_what_is_remembered_of_evaluations() -> None:
     other.heed(5, {"validation": {"loss": 2.5}})
     assert (other.step, other.kept, other.kept_loss) == (3, 5, 2.5)
     assert other.impatience == (
-        "2 evaluations without a lower validation loss, which was 2.0000 after step 3 (run.patience = 2)"
+        "2 evaluations without a lower validation loss; lowest 2.0000 after step 3 (run.patience = 2)"
     )
     without = BestSoFar(small_deck("run.patience=2", "run.evaluate_every=1"))
     without.resume({**best.record(), "of": without.of, "keeps": True})

@@ -93,7 +93,7 @@ def test_a_mirrored_run_that_is_killed_again_and_again_loses_few_steps_and_no_bi
             assert job.wait() != 0, job.text
             assert "Traceback" not in job.text, job.text
         came = jobs.steps
-        taken = re.findall(r"takes step (\d+) from the memory of node", (jobs.run / "log.txt").read_text())
+        taken = re.findall(r"restored step (\d+) from the memory of node", (jobs.run / "log.txt").read_text())
         assert len(taken) == number
         lost += [before - int(step) for step in taken[-1:]]
         assert came > before

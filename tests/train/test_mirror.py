@@ -143,16 +143,13 @@ def test_a_run_that_lost_a_node_ends_as_one_that_did_not(
     lose(None)
     run_deck(world, deck_file, [f"run.dir={run}", *mirrored], again=True)
     step = 10 if layout == "every step" else 8
-    on_disk = "has step 10" if layout == "background" else "has no checkpoint"
+    on_disk = "newest on disk: step 10" if layout == "background" else "no checkpoint on disk"
     if layout == "background":
-        assert (
-            "the disk has step 10, and the newest mirror is of step 8: goes on from step 10, 1 step is lost"
-            in said(run)
-        )
-    else:
-        assert f"takes step {step} from the memory of node {world.hostname} (the disk {on_disk}): " in said(
+        assert "newest on disk: step 10, newest mirror: step 8; resumes from step 10, 1 step is lost" in said(
             run
         )
+    else:
+        assert f"restored step {step} from the memory of node {world.hostname} ({on_disk}); " in said(run)
         assert f"{11 - step} step" in said(run)
         assert f"goes on from {run}/checkpoints/step-{step:08d}.h5 at step {step}" in said(run)
     same(run, plain)
@@ -175,8 +172,8 @@ def test_what_two_neighbours_have_lost_comes_from_the_disk(
     drop(world, memory, 0, 1)
     lose(None)
     resume(world, run, [])
-    assert "the disk has step 6, and nothing newer is in the memory of the nodes that are left: " in said(run)
-    assert "goes on from step 6, 5 steps are lost" in said(run)
+    assert "newest on disk: step 6, nothing newer in the memory of the remaining nodes; " in said(run)
+    assert "resumes from step 6, 5 steps are lost" in said(run)
     same(run, plain)
 
 
@@ -198,8 +195,8 @@ def test_on_another_number_of_ranks_losses_are_equal_to_rounding(
     if world.rank == 0:
         alone = world.single_rank_world()
         run_deck(alone, deck_file, [f"run.dir={run}", *MIRRORED, "checkpoint.every=6"], again=True)
-        assert "no neighbour node is left: this run goes on without a mirror" in said(run)
-        assert "takes step 8 from the memory" in said(run)
+        assert "checkpoint.mirror has no effect: no neighbour node is left" in said(run)
+        assert "restored step 8 from the memory" in said(run)
         expected = losses(plain)
         assert [step for step, _ in losses(run)] == [step for step, _ in expected]
         assert [loss for _, loss in losses(run)] == pytest.approx([loss for _, loss in expected], rel=1e-5)
@@ -227,9 +224,9 @@ def test_a_run_that_is_lost_again_and_again_goes_on(
     lose(None)
     run_deck(world, deck_file, [f"run.dir={run}", *MIRRORED], again=True)
     text = said(run)
-    assert "takes step 6 from the memory of" in text
-    assert "the disk has step 6, and nothing newer is in the memory of the nodes that are left" in text
-    assert "takes step 9 from the memory of" in text
+    assert "restored step 6 from the memory of" in text
+    assert "newest on disk: step 6, nothing newer in the memory of the remaining nodes" in text
+    assert "restored step 9 from the memory of" in text
     same(run, plain)
     assert not list(memory.iterdir())
 
@@ -258,7 +255,7 @@ def test_a_run_that_went_back_does_not_go_on_from_what_it_gave_up(
         begin(world, deck, run, *keys, *mirrored)
         run_deck(world, deck, [f"run.dir={run}", *keys, *mirrored], again=True)
     assert lost == [6]
-    assert "the disk has step 5, and nothing newer is in the memory of the nodes that are left" in said(run)
+    assert "newest on disk: step 5, nothing newer in the memory of the remaining nodes" in said(run)
     assert_same_end(world, mpi_tmp_path, "run", "undisturbed")
 
 
@@ -267,7 +264,7 @@ def test_a_run_that_begins_on_one_node_is_refused(
     world: World, memory: Path, deck_file: Path, mpi_tmp_path: Path
 ) -> None:
     keys = [f"run.dir={mpi_tmp_path / 'run'}", "run.steps=3", "checkpoint.every=2"]
-    told = r"checkpoint\.mirror=true: is for two nodes or more, and 2 ranks on one would lose the mirror"
+    told = r"checkpoint\.mirror=true: requires at least two nodes, not 2 ranks on one "
     for again in (False, True):
         with pytest.raises(HpctrainError, match=told) as caught:
             run_deck(world, deck_file, [*keys, "checkpoint.mirror=true"], again=again)

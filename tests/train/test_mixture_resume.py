@@ -123,14 +123,17 @@ def test_what_differs_between_resumed_runs_is_rounding_alone(world: World, mpi_t
     assert resumed.train(1)[0].loss != pytest.approx(expected, rel=TOLERANCE)
 
 
-ANEW = "not all of its router/{} suits this run: the rest begins anew"
+ANEW = "part of its router/{} does not fit this run and is initialized"
 BALANCES = {
     "model.experts.balance_loss=0 model.experts.balance_over=micro_batch": (["bias"], []),
-    "model.experts.balance=loss model.experts.balance_rate=0.001": (["shares"], ["leaves its router/bias: "]),
+    "model.experts.balance=loss model.experts.balance_rate=0.001": (
+        ["shares"],
+        ["its router/bias is dropped: "],
+    ),
     "model.experts.balance=none model.experts.balance_loss=0 "
     "model.experts.balance_rate=0.001 model.experts.balance_over=micro_batch": (
         [],
-        ["leaves its router/bias: "],
+        ["its router/bias is dropped: "],
     ),
 }
 

@@ -164,7 +164,9 @@ def test_the_reference_of_another_run_is_known(world: World, mpi_tmp_path: Path)
         if goes_on:
             assert resume(world, first, []) == 0
             continue
-        with pytest.raises(InputOutputError, match=f"{own}: is of another run than {first}, whose reference"):
+        with pytest.raises(
+            InputOutputError, match=f"{own}: belongs to another run than {first}, whose reference"
+        ):
             resume(world, first, [])
 
 
@@ -231,5 +233,5 @@ def test_evaluate_finds_what_the_run_found(
         told(world, folders[1], [pairs])
     by_rank_0(world, lambda: origin.rename(origin.with_suffix(".gone")))
     world.everyone.barrier()
-    with pytest.raises(InputOutputError, match=f'model.from = "{origin}", which does not exist any more'):
+    with pytest.raises(InputOutputError, match=f'model.from = "{origin}", which no longer exists'):
         told(world, folders[1], [pairs])

@@ -173,16 +173,16 @@ def test_a_file_that_does_not_fit_is_refused(world: World, train: Train, mpi_tmp
     given = train("good", "run.steps=1") / ROUTING_FILE
     for key, sentence in {
         "model.experts.count=8": "model.experts.count = 4 there, 8 in this run",
-        "model.experts.per_token=3": "model.experts.per_token = 2 there, 3 in this run",
-        "model.experts.every=2": r"choices of the blocks = \[0, 1\] there, \[1\] in this run",
-        "batch.sequence=16": "batch.sequence = 32 there, 16 in this run",
+        "model.experts.per_token=3": "model.experts.per_token = 2, but 3 in this run",
+        "model.experts.every=2": r"choices of the blocks = \[0, 1\], but \[1\] in this run",
+        "batch.sequence=16": "batch.sequence = 32, but 16 in this run",
     }.items():
         with pytest.raises(HpctrainError, match=sentence) as raised:
             train("other", key, replayed=given)
         assert raised.value.exit_code == 2
         assert not (mpi_tmp_path / "other").exists()
     dense = ("model.experts=none",)
-    with pytest.raises(HpctrainError, match="the model has no experts to choose"):
+    with pytest.raises(HpctrainError, match="requires a model with experts"):
         train("other", *dense, replayed=given)
     with pytest.raises(InputOutputError, match=r"absent.h5: cannot be read: No such file"):
         train("other", replayed=mpi_tmp_path / "absent.h5")

@@ -214,7 +214,7 @@ def test_a_file_that_cannot_be_removed_asks_once_and_what_touch_does_not_make_ne
     assert run_deck(world, deck_file, keys) == EXIT_DONE
     assert stored(folder) == ["step-00000004.h5", "step-00000008.h5"]
     if world.rank == 0:
-        assert (folder / "log.txt").read_text().count("cannot be removed, so it is not looked at") == 1
+        assert (folder / "log.txt").read_text().count("cannot be removed and is ignored from now on") == 1
         assert (folder / "stop").read_text() == "precious"
 
 

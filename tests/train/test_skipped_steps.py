@@ -137,8 +137,8 @@ def test_infinite_weight_is_named_and_not_loaded(
         resume(world.single_rank_world(), tmp_path / "run", [])
     path = tmp_path / "run" / "checkpoints" / "step-00000006.h5"
     assert caught.value.problems == (
-        f"{path}: /model/embedding.tokens.weight is inf at [116, 7]: weights must be finite numbers (go on "
-        "from an earlier checkpoint by `hpctrain resume CHECKPOINT`, or begin again)",
+        f"{path}: /model/embedding.tokens.weight is inf at [116, 7]: weights must be finite numbers "
+        "(resume from an earlier checkpoint with `hpctrain resume CHECKPOINT`, or start again)",
     )
     with pytest.raises(InputOutputError) as caught:
         run_deck(world.single_rank_world(), deck, [f"run.dir={tmp_path}/other", f"model.from={path}"])

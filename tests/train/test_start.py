@@ -119,7 +119,7 @@ def test_every_rank_takes_its_pieces(name: str, world: World, mpi_tmp_path: Path
             whole = masters if isinstance(masters, torch.Tensor) else masters.load()
             assert torch.equal(values, whole.to(values.dtype)), segment.parameter.shard.name
     vocabulary = after.shape.vocabulary
-    assert f"starts from the weights of {source}" in told
+    assert f"initialized from the weights of {source}" in told
     assert (f"{vocabulary - 97} tokens added to its 97" in told) == (vocabulary > 97)
     assert ("the first 16 of its 24 positions" in told) == (family == "gpt2" and sequence == 16)
     for engine in (before, after):
@@ -158,11 +158,11 @@ def test_a_run_starts_from_a_model_and_is_resumed_without_it(world: World, mpi_t
         assert int(json.loads(file["state"][()])["updates"]) == 1
         assert deck_text(deck) == file["deck"][()].decode()
     if world.rank == 0:
-        assert f"starts from the weights of {source}, 173 tokens added" in (run / "log.txt").read_text()
+        assert f"initialized from the weights of {source}, 173 tokens added" in (run / "log.txt").read_text()
         shutil.rmtree(source)
     world.everyone.barrier()
     with pytest.raises(
-        HpctrainError, match=r"--set model.from=x: a run that is resumed goes on from its own"
+        HpctrainError, match=r"--set model.from=x: conflicts with resuming, which uses the weights of the"
     ):
         resume(world, run, ["model.from=x"])
     with pytest.raises(
@@ -181,7 +181,7 @@ def test_a_model_alone_is_no_run_to_resume(world: World, mpi_tmp_path: Path) -> 
     with pytest.raises(HpctrainError) as caught:
         resume(world, source, [])
     assert caught.value.problems == (
-        f"{source}: holds a model alone, no training state to go on from; start a run from it with "
+        f"{source}: holds only a model, no training state to resume; start a run from it with "
         f'[model] from = "{source}" in a deck',
     )
 

@@ -101,7 +101,7 @@ class Book:
         if self._skipped and not all_skipped:
             self.left_out += self._skipped
             logging.getLogger("hpctrain").warning(
-                "step %d: %d of %d pushes were not finite, and are left out (%d so far)",
+                "step %d: %d of %d pushes were not finite and were discarded (%d so far)",
                 state.step,
                 self._skipped,
                 self.workers,

@@ -60,7 +60,7 @@ class Intake(Generic[Parcel]):
         of_step[worker] = parcel
         self._stale[worker, step] = step - self._pulled[worker]
         if self.kept > self.bound:
-            raise RuntimeError(f"{self.kept} pushes wait for others, and at most {self.bound} may")
+            raise RuntimeError(f"{self.kept} pushes are waiting, but at most {self.bound} may")
         while len(self._kept.get(self.version, ())) == self.workers:
             done, now = self._kept.pop(self.version), self.version
             yield [Pushed(each, done[each], self._stale.pop((each, now))) for each in sorted(done)]
@@ -72,7 +72,7 @@ class Intake(Generic[Parcel]):
     def pull(self, worker: int, step: int) -> None:
         """A worker wants the parameters, to compute its share of a step with."""
         if worker in self._waiting:
-            raise RuntimeError(f"worker {worker} asked for parameters twice")
+            raise RuntimeError(f"worker {worker} requested parameters twice")
         self._waiting[worker] = self.version if self.distance is None else step - self.distance
 
     def answers(self) -> list[int]:

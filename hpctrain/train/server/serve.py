@@ -158,7 +158,7 @@ class Server:
         for _ in range(self.roles.workers):
             letter = self.mailbox.wait_for_header()
             if letter.numbers[0] != Kind.PULL:
-                raise RuntimeError(f"a server expects a pull of parameters, not {letter}")
+                raise RuntimeError(f"the server expected a pull of parameters, got {letter}")
             self._heed(letter)
             self._send(letter.sender - self.roles.servers)
         self.mailbox.wait_for_sends()

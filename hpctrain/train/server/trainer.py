@@ -93,7 +93,7 @@ class ServedTrainer(Trainer):
     def outcome(self) -> list[str]:
         lines = [f"staleness   pushes by staleness: {histogram_text(self.staleness)}"]
         left_out = self.book.left_out if self.book is not None else 0
-        return [*lines, f"left out    {counted(left_out, 'push')}, not finite"] if left_out else lines
+        return [*lines, f"discarded   {counted(left_out, 'push')}, not finite"] if left_out else lines
 
     @property
     def stage(self) -> int:
@@ -189,7 +189,7 @@ def new_trainer(world: World, deck: Deck, batches: Batches) -> Trainer:
     HpctrainError on all ranks where its memory is not there, or the deck cannot be run here.
     """
     if deck.objective.kind not in LANGUAGE_KINDS:
-        sentence = "needs what a run computes at its start: it is for `hpctrain run` and `resume`"
+        sentence = "is supported by `hpctrain run` and `hpctrain resume` only"
         raise HpctrainError(deck.problem("objective.kind", sentence))
     if deck.communication.server is None:
         engine, _ = build_within_memory(deck, world, make_mesh(deck, world))

@@ -49,7 +49,7 @@ class ShareAssignment:
     def ask(self, worker: int, pushed: bool) -> None:
         """A worker asks for work, having `pushed` the share that it was given before, if it was."""
         if worker in self._asking or worker in self.paused:
-            raise RuntimeError(f"worker {worker} asked for work while it waits or pauses")
+            raise RuntimeError(f"worker {worker} requested work while it waits or pauses")
         self.done[worker] += pushed
         self._asking.add(worker)
 

@@ -112,7 +112,7 @@ class Worker:
         letter = self.mailbox.wait_for_header()
         kind, pause, step, number = letter.numbers
         if (letter.sender, kind) != (HEAD, Kind.SHARE):
-            raise RuntimeError(f"a worker expects a share of the head, not {letter}")
+            raise RuntimeError(f"the worker expected a share of the head, got {letter}")
         return None if pause else SampleShare(int(step), int(number))
 
     def _compute(self, state: TrainState, share: SampleShare) -> None:

@@ -140,7 +140,7 @@ def test_all_but_the_head_is_a_language_model_s(world: World, mpi_tmp_path: Path
     fresh = None
     for number, layout in enumerate(LAYOUTS[world.size]):
         engine, told = begun(world, folder / "language.h5", *REWARD, *layout)
-        assert told.endswith("language.h5, in place of whose head there is a new one of scores")
+        assert told.endswith("language.h5, with a new head for scores")
         path = folder / f"reward{number}.h5"
         save(path, world.everyone, master_entries(engine.state()), {**deck_state(small_deck(*REWARD))}, PIECE)
         ours = values(path)

@@ -84,7 +84,7 @@ def test_the_first_logits_are_those_of_the_dense_model(
     )
     engine = build_engine(deck, world, make_mesh(deck, world))
     told = start_from_source(deck, engine)
-    assert told.endswith(", 4 experts each a copy of its feed-forward part, routers new")
+    assert told.endswith(", its feed-forward layers copied to 4 experts, routers new")
     routers = [
         segment.view(bucket.gathered(bucket.own_values))
         for bucket in engine.buckets

@@ -48,7 +48,7 @@ PLACES = {
     "start": ("hpctrain.comm.world:World.use_device", "starting", RUN),
     "tokens": ("hpctrain.engine.corpus:open_entries", "opening the training data", RUN),
     "build": ("hpctrain.train.run:build_seat_within_memory", "building the model", RUN),
-    "folder": ("hpctrain.train.startup:check_run_folder", "taking the run folder", RUN),
+    "folder": ("hpctrain.train.startup:check_run_folder", "locking the run folder", RUN),
     "load": (
         "hpctrain.train.checkpoints:Checkpoints.restore",
         "loading the model",
