@@ -124,9 +124,9 @@ def make_mesh(deck: Deck, world: World) -> Mesh:
     on ranks of their own.
     """
     if deck.communication.server is not None:
-        sentence = 'is for `hpctrain run` and `resume` ("none" would do here)'
+        sentence = 'is supported by `hpctrain run` and `hpctrain resume` only (expected "none" here)'
         raise HpctrainError(deck.problem("communication.server.mode", sentence))
-    require_no_dedicated_ranks(deck, "is for `hpctrain run` and `resume`")
+    require_no_dedicated_ranks(deck, "is supported by `hpctrain run` and `hpctrain resume` only")
     transport = choose_link(deck, world)
     return Mesh(world, axis_sizes(deck, world.size), transport=transport)
 
@@ -137,9 +137,7 @@ def choose_link(deck: Deck, world: World) -> str:
     """
     keys = deck.communication
     if keys.emulate is not None and world.nodes > 1:
-        sentence = (
-            f"needs the clock of one machine, but these ranks are on {world.nodes} nodes (leave it out)"
-        )
+        sentence = f"requires all ranks on one machine, not on {world.nodes} nodes (leave it out)"
         raise HpctrainError(deck.problem("communication.emulate", sentence))
     world.emulate_nodes(keys.ranks_per_node)
     world.emulate_link(keys.link)

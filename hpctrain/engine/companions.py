@@ -51,11 +51,11 @@ def companion_deck(
         name = change.partition("=")[0].strip()
         section, dot, _ = name.partition(".")
         if dot and section in Deck.model_fields and section not in own_sections and name not in _OWN_KEYS:
-            whose = "the run's, for all of its models"
+            reason = "must be the same for all models of the run"
             if section in _OWN_SECTIONS:
-                whose = "not the reference's, which is the model that the run starts from, and learns nothing"
+                reason = "does not apply to the reference model, which is not trained"
             raise HpctrainError(
-                f"{key}: {name} is {whose} (keys of {', '.join(own_sections)} may differ, and "
+                f"{key}: {name} {reason} (allowed: keys of {', '.join(own_sections)}, and "
                 f"{', '.join(_OWN_KEYS)})"
             )
     try:

@@ -63,7 +63,7 @@ def require_alike(world: World, tokens: Sequence[Tokens]) -> None:
     others = world.everyone.all_gather_object(known)
     with world.agreement():
         problems = [
-            f"{each.where}: not all ranks find the same tokens by this name (give all nodes the same file)"
+            f"{each.where}: not all ranks read the same tokens from this path (use one file for all nodes)"
             for number, each in enumerate(tokens)
             if any(other[number] != known[number] for other in others)
         ]
@@ -95,7 +95,9 @@ def _open_dataset(deck: Deck, world: World) -> Corpus:
     with world.agreement():
         if others:
             sentence = f"has {counts[0]} samples on rank 0, but {counts[others[0]]} on rank {others[0]}"
-            raise HpctrainError(deck.problem("data.dataset", f"{sentence}: all must have the same"))
+            raise HpctrainError(
+                deck.problem("data.dataset", f"{sentence}; all ranks must have the same number")
+            )
         fraction, seed = deck.data.validation, deck.run.seed
         workers = WorkerPool(DatasetSpec.of(deck), deck.data.workers) if deck.data.workers else None
         train = Batches(DatasetSource(dataset, fraction, "train", workers), seed)
@@ -107,7 +109,7 @@ def _open_dataset(deck: Deck, world: World) -> Corpus:
             problems = batch_size_problems(deck, data_ranks(deck, world.size), sizes)
             raised = [
                 deck.problem(
-                    each.key, f"with {validation.count} held out makes {taken} samples, but {each.sentence}"
+                    each.key, f"with {validation.count} held-out samples is {taken}, but {each.sentence}"
                 )
                 for each in problems
             ]

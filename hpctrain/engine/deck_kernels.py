@@ -104,7 +104,7 @@ def _sums(deck: Deck) -> str:
 def introduce_kernels(deck: Deck, kernels: KernelTable) -> list[str]:
     """What a run, or a plan, says of them, where there is anything to say."""
     if deck.machine.products != "auto":
-        return [f'products are computed by "{deck.machine.products}" (machine.products)']
+        return [f'matrix products use "{deck.machine.products}" (machine.products)']
     if not kernels.chosen:
         return []
     passes = []
@@ -113,7 +113,7 @@ def introduce_kernels(deck: Deck, kernels: KernelTable) -> list[str]:
         if counts:
             by = (f"{name}" + (f" ({count})" if len(counts) > 1 else "") for name, count in counts.items())
             passes.append(f"{words} {', '.join(by)}")
-    return [f"products are computed by: {'; '.join(passes)} ({kernels.why})"]
+    return [f"matrix products use: {'; '.join(passes)} ({kernels.why})"]
 
 
 def computed_by(groups: LayerContext) -> dict[str, str]:
@@ -158,7 +158,7 @@ def _stored_split(deck: Deck, state: Mapping[str, Any], path: Path) -> tuple[int
     split = tuple(state["split"])
     for problem in check_deck(deck.with_keys(layout={"split": split})):
         if problem.key == "layout.split":
-            stored = f"{path}: its state has a wrong split, {list(split)}"
+            stored = f"{path}: its state has an invalid split, {list(split)}"
             raise InputOutputError(f"{stored}: layout.split {problem.sentence}")
     return split
 

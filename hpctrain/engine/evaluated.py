@@ -38,9 +38,7 @@ def evaluated_deck(
     if overrides:
         require_same_model(deck, stored_deck(state, path), path)
     if deck.data.dataset is not None:
-        raise HpctrainError(
-            f"{path}: was trained on data.dataset, not on tokens, of which files could be read"
-        )
+        raise HpctrainError(f"{path}: was trained on data.dataset, for which token files are unsupported")
     kept = (*SCORE_KINDS, *REFERENCE_KINDS) if pairs else SCORE_KINDS
     # One step of every rank: the run's own batch does not matter here.
     batch = {"global_size": deck.batch.micro_size * ranks, "ramp_from": 0, "ramp_steps": 0}

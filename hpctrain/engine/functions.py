@@ -18,9 +18,9 @@ from hpctrain.parallel.compiler import CompilerError, compile_library, try_libra
 from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions, agrees
 from hpctrain.parallel.library import open_library
 
-_GOES_ON = "those of the run that this goes on with were"
-_OTHER_BITS = "from here on its losses may have other bits"
-_OTHERWISE = "compiled of another version of hpctrain, or by another compiler or for another processor"
+_RESUMED_RUN_USED = "the resumed run used"
+_OTHER_BITS = "from here on losses may differ in their last bits"
+_OTHERWISE = "functions of another version of hpctrain, compiler or processor"
 _LONGEST_RECORD = 100
 
 
@@ -46,7 +46,9 @@ def with_functions(deck: Deck, world: World) -> Deck:
         return deck
     everyone = world.everyone
     if not all(everyone.all_gather_object(on_host(world.device))):
-        raise HpctrainError(deck.problem("machine.compile", "is for runs on CPUs (leave it out on GPUs)"))
+        raise HpctrainError(
+            deck.problem("machine.compile", "is supported on CPUs only (leave it out on GPUs)")
+        )
     began, content, why = perf_counter(), None, ""
     if world.local_rank == 0:
         try:
@@ -56,19 +58,23 @@ def with_functions(deck: Deck, world: World) -> Deck:
     of_nodes = dict(each for each in everyone.all_gather_object((world.node, content)) if each[1] is not None)
     functions: LayerFunctions = TORCH
     if (library := of_nodes.get(world.node)) is not None:
-        why = "what was compiled cannot be loaded"
+        why = "the compiled library cannot be loaded"
         with suppress(OSError, AttributeError):
             record = " ".join(sorted({f"{crc32(each):08x}" for each in of_nodes.values()}))[:_LONGEST_RECORD]
             why_so = f"compiled in {perf_counter() - began:.1f} s"
             if deck.runtime_choices.compiled_record not in {None, record}:
-                before = _OTHERWISE if deck.runtime_choices.compiled_record else "torch's"
-                why_so += f"; {_GOES_ON} {before}: {_OTHER_BITS}"
+                before = _OTHERWISE if deck.runtime_choices.compiled_record else "torch"
+                why_so += f"; {_RESUMED_RUN_USED} {before}: {_OTHER_BITS}"
             functions = CompiledFunctions(open_library(library), why_so, record)
-            why = "" if agrees(functions) else "what was compiled computes something else"
+            why = "" if agrees(functions) else "the compiled library does not agree with torch"
     whys = [each for each in everyone.all_gather_object(why) if each]
     if whys or not functions.compiled:
-        why = whys[0] if whys else "no library was made"
-        left = f"; {_GOES_ON} compiled: {_OTHER_BITS}" if deck.runtime_choices.compiled_record else ""
+        why = whys[0] if whys else "no library was built"
+        left = (
+            f"; {_RESUMED_RUN_USED} compiled ones: {_OTHER_BITS}"
+            if deck.runtime_choices.compiled_record
+            else ""
+        )
         functions = LayerFunctions(f"{why}{left}")
     return deck.with_runtime_choices(replace(deck.runtime_choices, functions=functions))
 
@@ -100,7 +106,7 @@ def functions_before(deck: Deck, before: Deck, stored: object) -> Deck:
     found = replace(deck.runtime_choices, compiled_record=record_of(stored))
     place = deck.sources.place("machine.compile")
     if before.machine.compile and not found.compiled_record and place.override is None:
-        why = "the run that this goes on with had none compiled (--set machine.compile=true compiles them)"
+        why = "the resumed run did not compile them (--set machine.compile=true compiles them)"
         found = replace(found, functions=LayerFunctions(why))
     return deck.with_runtime_choices(found)
 
@@ -109,9 +115,10 @@ def introduce_functions(deck: Deck, functions: LayerFunctions) -> list[str]:
     """What a run says of them at its start, where there is anything to say."""
     if not deck.machine.compile:
         left = (
-            f"functions of blocks are torch's (machine.compile = false); {_GOES_ON} compiled: {_OTHER_BITS}"
+            "block functions are torch's (machine.compile = false); "
+            f"{_RESUMED_RUN_USED} compiled ones: {_OTHER_BITS}"
         )
         return [left] if deck.runtime_choices.compiled_record else []
     if functions.compiled:
-        return [f"functions of blocks are compiled for this processor ({functions.why})"]
-    return [f"machine.compile = true, but functions of blocks are torch's: {functions.why}"]
+        return [f"block functions are compiled for this processor ({functions.why})"]
+    return [f"machine.compile = true, but block functions are torch's: {functions.why}"]

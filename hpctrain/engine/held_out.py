@@ -114,16 +114,16 @@ def unfit(deck: Deck, file: TokenFile, tokenizer: str | None) -> Iterator[str]:
         yield unfit
     elif file.kind == TEXT_KIND and file.tokens <= sequence:
         yield (
-            f"has {counted(file.tokens, 'token')}, but a sequence takes {sequence + 1}, one more than "
-            f"batch.sequence = {sequence} (take a file with more)"
+            f"has {counted(file.tokens, 'token')}, but requires at least {sequence + 1}, one more than "
+            f"batch.sequence = {sequence} (use a larger file)"
         )
     if tokenizer is None:
         return
     difference = tokenizer_difference(file.tokenizer_text, tokenizer, file.where, "the model's tokenizer")
     if difference:
         yield (
-            f"its tokenizer is not that of what is trained on: {difference} (`hpctrain prepare --tokenizer` "
-            "makes tokens of the same one)"
+            f"its tokenizer differs from that of the training data: {difference} (prepare it with "
+            "`hpctrain prepare --tokenizer`)"
         )
 
 
@@ -153,8 +153,8 @@ def counted_out(deck: Deck, world: World, held_out: HeldOut, tokenizer: Tokenize
         if not tokens:
             size = counted(held_out.sequences, "sequence")
             raise HpctrainError(
-                f"evaluation set {held_out.name}: its {size} contain no token to predict, so it has no loss "
-                "(give more sequences, or another file)"
+                f"evaluation set {held_out.name}: its {size} contain no target tokens, so it has no loss "
+                "(use more sequences, or another file)"
             )
     batches, sequences = held_out.batches, held_out.sequences
     return HeldOut(held_out.name, batches, sequences, tokens, None if sizes is None else text, in_nats=True)

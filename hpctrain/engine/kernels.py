@@ -67,16 +67,16 @@ def choose_kernels(deck: Deck, world: World, mesh: Mesh) -> Deck:
     common = set.intersection(*world.everyone.all_gather_object(here))
     if wish != "auto" and wish not in common:
         have = ", ".join(f'"{name}"' for name in KERNELS if name in common)
-        sentence = f"is not what all ranks can multiply {deck.precision.format_name} with ({have} would do)"
+        sentence = f"is not available on all ranks for {deck.precision.format_name} (available: {have})"
         raise HpctrainError(deck.problem("machine.products", sentence))
     asked = len(common) > 1 and are_measured(deck, world.device)
     wanted = {name_of(each, deck): each for each in products_of(deck, mesh, world.device)} if asked else {}
     if not wanted:
         return deck.with_runtime_choices(replace(deck.runtime_choices, kernels={}))
     identity = "; ".join(sorted(set(world.everyone.all_gather_object(processor_identity()))))
-    sources = {"taken over": known_kernels(deck.runtime_choices.kernels)}
+    sources = {"as before": known_kernels(deck.runtime_choices.kernels)}
     if world.rank == 0:
-        sources[f"as kept in {cache_file()}"] = read_cache().get(identity, {})
+        sources[f"from {cache_file()}"] = read_cache().get(identity, {})
     sources = world.everyone.broadcast_object(sources)
     found: dict[str, str] = {}
     why = []
@@ -114,8 +114,8 @@ def with_kept_kernels(deck: Deck, ranks: int) -> Deck:
         if matrix_of(name, deck) in wanted
     }
     missing = wanted - {matrix_of(name, deck) for name in kept}
-    why = [f"as kept in {cache_file()}"] if kept else []
-    why += ["planned as the library's until a run has measured them"] if missing else []
+    why = [f"from {cache_file()}"] if kept else []
+    why += ["assumed to use the library until a run has measured them"] if missing else []
     return deck.with_runtime_choices(
         replace(deck.runtime_choices, kernels=kept, kernels_note="; others ".join(why))
     )

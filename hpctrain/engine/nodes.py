@@ -46,7 +46,7 @@ def cut_by_node(deck: Deck, mesh: NodeMesh) -> Callable[[Group], NodePeers | Non
         sizes = [each[0] if len(set(each)) == 1 else 0 for each in told]
     for group, size in zip(groups, sizes, strict=True):
         if not size:
-            sentence = f"needs as many {group.name.replace('_', ' ')} ranks on every node"
+            sentence = f"requires the same number of {group.name.replace('_', ' ')} ranks on every node"
             raise HpctrainError(
                 deck.problem(f"communication.{deck.communication.compress}.between", sentence)
             )

@@ -56,7 +56,7 @@ def open_offload(deck: Deck, world: World, sizes: Mapping[str, int]) -> OffloadS
         stores |= {key: file_store(scratch, key) for key in on_disk}
     words = {"optimizer": "optimizer state", "disk": str(offload_folder(deck)), "host": "host memory"}
     said = [
-        f"{words.get(key, key)} ({format_bytes(sizes[key])} a rank) in {words[where[key]]}"
+        f"{words.get(key, key)} ({format_bytes(sizes[key])} per rank) in {words[where[key]]}"
         for key in where
         if key in stores
     ]

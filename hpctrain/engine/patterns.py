@@ -105,8 +105,8 @@ def _frozen(model: ModelPart, patterns: Sequence[str]) -> list[str]:
     alike = (list(each) for leaf in leaves for _, each in groupby(sorted(leaf, key=Tensor.dim), Tensor.dim))
     example = parameter_list(model)[0].shard.name
     return PatternMatches.of(patterns, alike).problems(
-        "freezes {}, but not {}, with which it is one (name both or neither)",
-        f"no parameter is called {{}} (a name is {example}, for example)",
+        "freezes {}, but not {}, which is fused with it (name both or neither)",
+        f"no parameter matches {{}} (an example of a name is {example})",
         whole="leaves nothing to train (leave out a pattern)",
     )
 
@@ -117,11 +117,11 @@ def _adapted(model: ModelPart, adapters: Adapters) -> Iterator[str]:
     for pattern in adapters.targets:
         if not any(matches_pattern(pattern, name) for name in shapes):
             kinds = either(list(dict.fromkeys(name.rpartition(".")[2] for name in shapes)))
-            yield f"targets: no matrix of a block is called {toml_value(pattern)} ({kinds} would do)"
+            yield f"targets: no matrix of a block matches {toml_value(pattern)} (expected {kinds})"
     small = [name for name, shape in shapes.items() if adapters.adapts(name) and adapters.rank > min(shape)]
     if small:
         size = " x ".join(map(str, shapes[small[0]]))
-        yield f"rank = {adapters.rank}: is more than {small[0]} has, which is {size}"
+        yield f"rank = {adapters.rank}: exceeds the size of {small[0]}, {size}"
 
 
 def _linear(model: ModelPart) -> list[SplitLinear]:
@@ -134,8 +134,8 @@ def _matrices(model: ModelPart, rule: MatrixRules) -> list[str]:
     matrices = ([p for p in leaf if rule.blocks.block(p.shard) is not None] for leaf in leaves)
     others = (parameter.shard.name for parameter in parameter_list(model))
     return PatternMatches.of(rule.patterns, matrices, others).problems(
-        "names {}, but not {}, which lies with it in memory",
-        "no parameter is called {}",
+        "names {}, but not {}, which is stored with it (name both or neither)",
+        "no parameter matches {}",
         none="names no matrix",
     )
 
@@ -143,7 +143,7 @@ def _matrices(model: ModelPart, rule: MatrixRules) -> list[str]:
 def _excluded(model: ModelPart, patterns: Sequence[str]) -> list[str]:
     fused = (layer.weights for layer in _linear(model))
     return PatternMatches.of(patterns, fused, _NEVER_IN_8_BITS, names).problems(
-        "leaves out {}, but not {}, with which it is one",
-        "no linear layer is called {}",
-        whole='leaves nothing to multiply in 8 bits (precision.compute = "bf16" would do the same)',
+        "excludes {}, but not {}, which is fused with it (name both or neither)",
+        "no linear layer matches {}",
+        whole='excludes all layers (precision.compute = "bf16" is equivalent)',
     )

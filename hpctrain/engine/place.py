@@ -34,7 +34,7 @@ class Placement:
     def __str__(self) -> str:
         text = f"layers of each part: {', '.join(map(str, self.split))}"
         if self.times is not None:
-            text += "; measured, a micro-batch: " + ", ".join(
+            text += "; measured per micro-batch: " + ", ".join(
                 f"{kind} {1e3 * times.total:.3g} ms" for kind, times in self.times.of_kind.items()
             )
         return text

@@ -86,12 +86,14 @@ def introduce_recompute(
             kept = f"; this rank keeps {format_bytes(now)} of activations {instead}"
         lines.append(
             f"recomputation ({memory.recompute}): {100 * extra / flops.flops_per_token:.1f}% more FLOPs, "
-            f"{format_count(extra * tokens)} a step, which MFU does not count{kept}"
+            f"{format_count(extra * tokens)} per step, not counted in MFU{kept}"
         )
     if memory.activations != "keep":
         where = "a file" if memory.activations == "disk" else "host memory"
         form = "" if memory.activation_format == "exact" else f" as {memory.activation_format}"
-        lines.append(f"activations, at most {format_bytes(now)} before compression, wait in {where}{form}")
+        lines.append(
+            f"activations (at most {format_bytes(now)} before compression) are kept in {where}{form}"
+        )
     elif memory.activation_format != "exact":
-        lines.append(f"activations wait as {memory.activation_format}: gradients are approximate")
+        lines.append(f"activations are kept as {memory.activation_format}: gradients are approximate")
     return lines

@@ -122,7 +122,7 @@ def _model_problems(deck: Deck, trained_deck: Deck, path: Path) -> Iterator[str]
         if reason == FUNCTION or key in _ALLOWED_WITH_FROM:
             sentence += f' (a new run can start from its weights with [model] from = "{path}")'
         elif key != "model.from":
-            sentence += f" ({'leave it out' if old is None else clipped(toml_value(old)) + ' would do'})"
+            sentence += f" ({'leave it out' if old is None else 'expected ' + clipped(toml_value(old))})"
         yield deck.problem(key, sentence)
 
 
@@ -268,11 +268,11 @@ def _optimizer_problems(deck: Deck, trained_deck: Deck, path: Path) -> list[str]
     if not key:
         return []
     if not deck.optimizer.restart:
-        remedy = "optimizer.restart = true begins with new state"
-        return [deck.problem(key, f"{path} holds {stored} to continue with ({remedy})")]
+        remedy = "optimizer.restart = true starts with new state"
+        return [deck.problem(key, f"{path} holds {stored} ({remedy})")]
     if deck.communication.warmup and (momentum_given_after(deck) or has_outer_model(deck)):
         sentence = (
-            "counts the updates of the whole run, but with optimizer.restart the optimizer counts from 0; "
+            "conflicts with optimizer.restart, with which the optimizer counts updates from 0; "
             f'start a new run from its weights with [model] from = "{path}"'
         )
         return [deck.problem("communication.warmup", sentence)]
@@ -284,8 +284,8 @@ def _warmup_problems(deck: Deck, trained_deck: Deck, updates: int) -> list[str]:
     over, warmup = trained_deck.communication.warmup, deck.communication.warmup
     if min(deck.layout.replicas, trained_deck.layout.replicas) > 1 and over < updates < warmup:
         sentence = (
-            f"replicas began to take steps of their own after update {over}; after {updates} updates their "
-            f"optimizer states differ, so they cannot be summed in every step again ({over} would do)"
+            f"replicas diverged after update {over}; after {updates} updates their optimizer states differ, "
+            f"so gradients cannot be reduced in every step again (expected {over})"
         )
         return [deck.problem("communication.warmup", sentence)]
     return []

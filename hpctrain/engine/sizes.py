@@ -17,7 +17,7 @@ def axis_sizes(deck: Deck, ranks: int) -> dict[str, int]:
     """
     if deck.layout.auto:
         raise HpctrainError(
-            deck.problem("layout.auto", "is for run, resume, plan, deck and job, which choose one")
+            deck.problem("layout.auto", "is supported by run, resume, plan, deck and job only")
         )
     sizes = {axis: getattr(deck.layout, axis) for axis in AXES}
     return sizes | {"data": data_ranks(deck, ranks)} | expert_sizes(deck)

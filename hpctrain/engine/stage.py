@@ -216,7 +216,7 @@ def zero_group_size(deck: Deck, mesh: NodeMesh, everyone: Group) -> int:
     size = ranks_of_node(mesh, everyone)
     if not size:
         among = everyone.name.replace("_", " ")
-        sentence = f"needs as many {among} ranks on every node"
+        sentence = f"requires the same number of {among} ranks on every node"
         raise HpctrainError(deck.problem("layout.zero_group", sentence))
     return size
 

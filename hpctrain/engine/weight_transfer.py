@@ -117,8 +117,8 @@ class WeightTransfer:
         self._group, self._target = world.everyone, target
         if any(bucket.sharding.apart and bucket.sharding.replicas.size > 1 for bucket in source.buckets):
             raise HpctrainError(
-                "layout.local_steps: replicas that train apart have no weights in common to be moved "
-                "(replicas = 1 keeps them together)"
+                "layout.local_steps: weights cannot be transferred from replicas that diverge "
+                "(use replicas = 1)"
             )
         self._having, self._wanting = dict(_held(source)), dict(_wanted(target))
         told = self._group.all_gather_object((_told(self._having), _told(self._wanting)))

@@ -67,29 +67,29 @@ class Astray(Hook):
             many = counted(self._skipped, "step")
             yield (
                 "skipped",
-                f"the policy has not been updated for {many}: {SLOWER} may do better, from the start or from "
-                "an earlier checkpoint on",
+                f"the policy has not been updated for {many}: try {SLOWER}, from the start or from an "
+                "earlier checkpoint",
             )
         of_critic = [figures.get(f"{CRITIC}_{name}", 0.0) for name in ("loss", "grad_norm")]
         if not all(map(isfinite, of_critic)):
             told = "loss {:g} or gradient norm {:g}".format(*of_critic)
             yield (
                 "critic",
-                f"the critic's {told} is not finite, and its update is skipped: a lower rate of its own "
-                '(policy.critic = ["learning_rate.peak=..."]) may do better',
+                f"the critic's {told} is not finite, and its update is skipped: try a lower learning rate "
+                'for it (policy.critic = ["learning_rate.peak=..."])',
             )
         if (moved := figures.get("moved", 0.0)) > MOVED:
             yield (
                 "moved",
-                f"the policy is {moved:.3g} nats a token from the one that wrote what it learns from "
-                f"(moved): {SLOWER}, fewer policy.epochs or a smaller policy.rollout keep it near",
+                f"the policy differs by {moved:.3g} nats per token from the policy that wrote its samples "
+                f"(moved): try {SLOWER}, fewer policy.epochs or a smaller policy.rollout",
             )
         if (apart := figures.get("kl", 0.0)) > self.strange:
             more = "a larger objective.beta" if self.beta else "objective.beta above 0"
             yield (
                 "kl",
-                f"the policy is {apart:.3g} nats a token from its reference (kl), which would hardly write "
-                f"such answers: {more} or {SLOWER} keeps it near",
+                f"the policy differs by {apart:.3g} nats per token from its reference (kl), which would "
+                f"rarely write such answers: try {more} or {SLOWER}",
             )
         yield from self._of_rewards(step, figures)
 
@@ -102,8 +102,8 @@ class Astray(Hook):
         if not any(deviations) and len(set(rewards)) == 1:
             yield (
                 "alike",
-                f"all answers of {STEPS} steps have the reward {rewards[0]:g}, which tells nothing of what "
-                "is better: other prompts would, or another policy.reward",
+                f"all answers of {STEPS} steps have the reward {rewards[0]:g}, so there is nothing to learn: "
+                "try other prompts or another policy.reward",
             )
         mean, usual = fmean(rewards), fmean(deviations)
         self._best = max(self._best, (mean, usual, step))
@@ -111,7 +111,7 @@ class Astray(Hook):
         if best - mean > max(spread, usual):
             yield (
                 "fallen",
-                f"the reward of {STEPS} steps has fallen to {mean:.4g}, from {best:.4g} at step {when}: with "
-                f"{SLOWER} or a larger objective.beta a checkpoint from there (checkpoint.keep_best) may go "
-                "on better",
+                f"the mean reward of {STEPS} steps has fallen to {mean:.4g}, from {best:.4g} at step {when}: "
+                f"try a checkpoint from there (checkpoint.keep_best) with {SLOWER} or a larger "
+                "objective.beta",
             )

@@ -85,8 +85,8 @@ def open_reference(
         path = checkpoint.parent.parent / FILE
         with world.agreement():
             if world.rank == 0 and not path.exists():
-                needed = "which a run writes at its start, and needs to go on"
-                raise InputOutputError(f"{path}: is not there, {needed} (bring it back, or start anew)")
+                needed = "which a run writes at its start and requires to resume"
+                raise InputOutputError(f"{path}: is missing, {needed} (restore it, or start again)")
     identity = _identity(path, world, checkpoint)
     if own is None:
         start = _start(path, world, buckets)

@@ -53,13 +53,15 @@ def open_reward_model(world: World, name: str, tokenizer: Tokenizer, longest: in
     with world.agreement():
         deck = evaluated_deck(state, path, [], world.size)
         if deck.objective.kind != "reward":
-            raise HpctrainError(f'{where}: {path} is no reward model (objective.kind = "reward" trains one)')
+            raise HpctrainError(
+                f'{where}: {path} is not a reward model (objective.kind = "reward" trains one)'
+            )
         own = known_tokenizer(state, path)
         if difference := tokenizer_difference(own.text, tokenizer.text, "its tokenizer", "the run's"):
-            raise HpctrainError(f"{where}: {path} knows other tokens: {difference}")
+            raise HpctrainError(f"{where}: {path} has another tokenizer: {difference}")
         if deck.batch.sequence < longest:
-            sees = f"sees {deck.batch.sequence} tokens, and answers with their prompts may have {longest}"
-            raise HpctrainError(f"{where}: {path} {sees} (a smaller batch.sequence would do)")
+            sees = f"supports {deck.batch.sequence} tokens, but prompts with answers may have {longest}"
+            raise HpctrainError(f"{where}: {path} {sees} (use a smaller batch.sequence)")
     engine = shown_engine(path, deck, world)
     batches = Batches(AnswerRows([], deck.batch.sequence), 0)
     return RewardModel(Step(engine, batches, deck.batch.micro_size, 0.0, deck.run.seed), deck.batch.sequence)

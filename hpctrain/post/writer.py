@@ -103,7 +103,7 @@ class AnswerWriter:
         while count > 1 and room is not None and CachePlan.of(self.part, count, longest).bytes > room // 2:
             count //= 2
         plan = CachePlan.of(self.part, count, longest)
-        advice = "a smaller policy.tokens needs fewer keys and values"
+        advice = "a smaller policy.tokens needs a smaller key and value cache"
         demand_room(self.world, Machine(), self.name, resident_bytes() + plan.bytes, lambda _: advice)
         self.cache = max(self.cache, plan.bytes)
         return CachedPasses(self.part, plan, self.least_rows)

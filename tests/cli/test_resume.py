@@ -51,7 +51,7 @@ def test_resume_refuses_another_model(work: Path, hpctrain: Hpctrain) -> None:
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         f"hpctrain: error: --set model.layers=3: {TRAINED} 2, and another value changes its parameters "
-        "(2 would do)",
+        "(expected 2)",
         f"hpctrain: error: --set model.rope_base=500: {TRAINED} 10000.0, and another value changes what its "
         "parameters compute (a new run can start from its weights with [model] from = "
         f'"{CHECKPOINTS}/step-00000004.h5")',

@@ -144,10 +144,10 @@ def test_what_will_not_do(keys: str, told: str) -> None:
 @pytest.mark.parametrize(
     ("key", "told"),
     [
-        ("rank=33", "is more than blocks.0.attention.query has, which is 32 x 32"),
+        ("rank=33", "exceeds the size of blocks.0.attention.query, 32 x 32"),
         (
             'targets=["query", "gate"]',
-            'targets: no matrix of a block is called "gate" (query, key, value, output, up or down would do)',
+            'targets: no matrix of a block matches "gate" (expected query, key, value, output, up or down)',
         ),
     ],
 )

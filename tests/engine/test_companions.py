@@ -84,9 +84,9 @@ def test_what_all_models_of_a_run_have_in_common(change: str) -> None:
 def test_a_reference_is_the_model_that_the_run_starts_from(change: str) -> None:
     text = PPO.replace("critic", "reference").replace("[policy]", "beta = 0.1\n[policy]")
     name = change.partition("=")[0]
-    why = f"{name} is not the reference's, which is the model that the run starts from, and learns nothing"
+    why = f"{name} does not apply to the reference model, which is not trained"
     sections = "layout, precision, memory, communication, machine"
-    told = rf"^policy\.reference: {why} \(keys of {sections} may differ, and batch\.micro_size\)$"
+    told = rf"^policy\.reference: {why} \(allowed: keys of {sections}, and batch\.micro_size\)$"
     with pytest.raises(HpctrainError, match=told):
         reference_deck(parse_deck(text.replace("CHANGE", change), ranks=1), 1)
     other = reference_deck(parse_deck(text.replace("CHANGE", "precision.compute=bf16"), ranks=1), 1)

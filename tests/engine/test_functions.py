@@ -140,7 +140,7 @@ def test_all_fall_back_where_one_cannot(
     monkeypatch.setattr(module, "compiled_functions", nothing)
     found = with_functions(deck, world)
     why = "no C compiler: cc, gcc, clang not found"
-    sentence = f"machine.compile = true, but functions of blocks are torch's: {why}"
+    sentence = f"machine.compile = true, but block functions are torch's: {why}"
     assert introduce_functions(deck, functions_of(found, CPU)) == [sentence]
     monkeypatch.setattr(module, "compiled_functions", lambda: library)
     # A library of another processor, on the last rank.
@@ -150,7 +150,7 @@ def test_all_fall_back_where_one_cannot(
     found = with_functions(deck, world)
     monkey.undo()
     assert not functions_of(found, CPU).compiled
-    assert "what was compiled cannot be loaded" in introduce_functions(deck, functions_of(found, CPU))[0]
+    assert "the compiled library cannot be loaded" in introduce_functions(deck, functions_of(found, CPU))[0]
     if world.rank == world.size - 1:
         monkey.setattr(module, "agrees", lambda _: False)
     assert not functions_of(with_functions(deck, world), CPU).compiled
@@ -187,16 +187,18 @@ def test_a_run_that_goes_on_computes_as_before(world: World) -> None:
     assert not functions_of(found, CPU).compiled
     assert not functions_of(fallen, CPU).compiled
     said = introduce_functions(deck, functions_of(found, CPU))
-    assert "the run that this goes on with had none compiled (--set machine.compile=true" in said[0]
+    assert "the resumed run did not compile them (--set machine.compile=true" in said[0]
     # What is wished anew is had, and said to have other bits.
     again = parse_deck(deck_text(deck), [COMPILE])
     for before in (deck, old):
         anew = with_functions(as_before(again, before, {"compiled": "", "products": {}}, Path()), world)
         assert functions_of(anew, CPU).compiled
         (said,) = introduce_functions(anew, functions_of(anew, CPU))
-        assert said.endswith("goes on with were torch's: from here on its losses may have other bits)")
+        assert said.endswith("the resumed run used torch: from here on losses may differ in their last bits)")
     (said,) = introduce_functions(as_before(old, deck, {"compiled": "89abcdef"}, Path()), TORCH)
-    assert said.endswith("goes on with were compiled: from here on its losses may have other bits")
+    assert said.endswith(
+        "the resumed run used compiled ones: from here on losses may differ in their last bits"
+    )
     assert introduce_functions(as_before(old, old, {}, Path()), TORCH) == []
     assert functions_of(planned_functions(deck), CPU).compiled
     assert functions_of(planned_functions(deck), torch.device("cuda")) is TORCH
@@ -233,13 +235,13 @@ def test_resumed_runs_have_the_same_bits(
         assert run_deck(world, deck, [f"run.dir={mpi_tmp_path / folder}", *keys]) == 0
 
     run("whole", "run.steps=4", COMPILE)
-    assert "functions of blocks are compiled for this processor" in capfd.readouterr().out or world.rank
+    assert "block functions are compiled for this processor" in capfd.readouterr().out or world.rank
     run("parts", "run.steps=2", "learning_rate.decay_steps=4", COMPILE)
     newest = mpi_tmp_path / "parts" / "checkpoints" / "step-00000002.h5"
     assert read_state(newest, world.everyone)["compiled"] == f"{crc32(compiled_functions()):08x}"
     assert resume(world, mpi_tmp_path / "parts", ["run.steps=4"]) == 0
     assert losses("parts") == losses("whole")
-    assert "may have other bits" not in capfd.readouterr().out
+    assert "may differ in their last bits" not in capfd.readouterr().out
     # Begun where there was no compiler, it stays with torch where there is one.
     with monkeypatch.context() as without:
         without.setattr(module, "compiled_functions", compiled_functions)
@@ -273,7 +275,7 @@ def test_what_leaves_the_bits_says_so(
         without.setattr(module, "compiled_functions", compiled_functions)
         without.setenv("CC", "magic-cc")
         assert resume(world, folder, ["run.steps=8"]) == 0
-        why = "functions of blocks are torch's: no C compiler: magic-cc not found; those of the run that this"
+        why = "block functions are torch's: no C compiler: magic-cc not found; the resumed run used compiled"
         assert why in capfd.readouterr().out or world.rank
         assert replayed(2, "run.steps=8").endswith("with functions that something else computes.")
     other = compiled_functions() + bytes(1)
@@ -282,7 +284,7 @@ def test_what_leaves_the_bits_says_so(
         assert replayed(2, "run.steps=8").endswith("with functions that something else computes.")
         # What follows was torch's.
         assert resume(world, folder / "checkpoints" / "step-00000004.h5", [f"run.dir={folder}2"]) == 0
-        why = "compiled of another version of hpctrain, or by another compiler or for another processor"
+        why = "functions of another version of hpctrain, compiler or processor"
         assert why in capfd.readouterr().out or world.rank
     later = "as is to be expected with functions that something else computed from step 5 on."
     assert replayed(2).endswith(later)

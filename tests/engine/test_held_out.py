@@ -84,7 +84,7 @@ def test_files_that_do_not_do(world: World, mpi_tmp_path: Path) -> None:
         opened(world, deck)
     [told] = caught.value.problems
     assert foreseen(deck) == [told]
-    assert f"has {sequence} tokens, but a sequence takes 33, one more than batch.sequence = 32" in told
+    assert f"has {sequence} tokens, but requires at least 33, one more than batch.sequence = 32" in told
     assert told.startswith(f'deck.toml:21: evaluation.tokens = "{mpi_tmp_path / "b.h5"}": ')
 
     if world.rank == 0:
@@ -101,7 +101,7 @@ def test_files_that_do_not_do(world: World, mpi_tmp_path: Path) -> None:
     table = 'evaluation=[{name = "x", tokens = "C"}]'.replace("C", str(mpi_tmp_path / "c.h5"))
     deck = deck_of(world, mpi_tmp_path, table)
     with pytest.raises(
-        HpctrainError, match="its tokenizer is not that of what is trained on: it is"
+        HpctrainError, match="its tokenizer differs from that of the training data: it is"
     ) as caught:
         opened(world, deck)
     assert foreseen(deck) == list(caught.value.problems)
@@ -132,5 +132,5 @@ def test_a_name_under_which_ranks_find_other_tokens(
     table = '[[evaluation]]\nname = "other"\ntokens = "b.h5"\n'
     deck = parse_deck(SMALL + table, ["data.tokens=a.h5", "batch.sequence=16"])
     key = "data.tokens = a.h5" if name == "a" else "evaluation.tokens of other = b.h5"
-    with pytest.raises(HpctrainError, match=f"^{key}: not all ranks find the same tokens by this name"):
+    with pytest.raises(HpctrainError, match=f"^{key}: not all ranks read the same tokens from this path"):
         opened(world, deck)

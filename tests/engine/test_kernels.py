@@ -148,10 +148,10 @@ def test_what_was_measured_is_kept_for_such_processors(
     assert list(read_cache()) == [processor_identity()]
     measuring.seconds = {}
     again = chosen(world)
-    assert (again.record, again.why) == (first.record, f"as kept in {cache_file()}")
+    assert (again.record, again.why) == (first.record, f"from {cache_file()}")
     # What is missing is measured, and what another processor has does not count.
     more = chosen(world, "model.mlp=80")
-    assert more.why == f"as kept in {cache_file()} and {more.why.split(' and ')[1]}"
+    assert more.why == f"from {cache_file()} and {more.why.split(' and ')[1]}"
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     other = chosen(world)
     assert set(other.record.values()) == {"library"} != set(first.record.values())
@@ -190,12 +190,12 @@ def test_plans_count_what_such_processors_multiply_by(
     unknown = with_kept_kernels(deck, 1)
     assert (unknown.runtime_choices.kernels, unknown.runtime_choices.kernels_note.split(" until")[0]) == (
         {},
-        "planned as the library's",
+        "assumed to use the library",
     )
     engine, plan = build_within_memory(deck, one, make_mesh(deck, one))
     kept = with_kept_kernels(deck, 1)
     assert kept.runtime_choices.kernels == engine.groups.kernels.record
-    assert kept.runtime_choices.kernels_note == f"as kept in {cache_file()}"
+    assert kept.runtime_choices.kernels_note == f"from {cache_file()}"
     planned, held = plan_memory(kept, 1, 61).largest.memory, plan.largest.memory
     by_library = plan_memory(deck, 1, 61).largest.memory
     assert replace(planned, other=held.other) == held
@@ -211,7 +211,7 @@ def test_plans_count_what_such_processors_multiply_by(
     wider = with_kept_kernels(small_deck(bf16, "model.mlp=80"), 1)
     assert (
         wider.runtime_choices.kernels_note
-        == f"as kept in {cache_file()}; others {unknown.runtime_choices.kernels_note}"
+        == f"from {cache_file()}; others {unknown.runtime_choices.kernels_note}"
     )
     assert set(wider.runtime_choices.kernels) < set(kept.runtime_choices.kernels)
     for other in ("precision.gradients=compute", "precision.compute=fp32", "machine.products=library"):
@@ -284,7 +284,7 @@ def test_named_kernels_have_to_be_there(world: World, monkeypatch: pytest.Monkey
     deck = small_deck("machine.products=onednn")
     assert chosen(world, "machine.products=onednn").other is KERNELS["onednn"]
     monkeypatch.setattr(type(KERNELS["onednn"]), "multiplies", lambda *_: False)
-    sentence = 'machine.products=onednn: is not what all ranks can multiply fp32 with ("library" would do)'
+    sentence = 'machine.products=onednn: is not available on all ranks for fp32 (available: "library")'
     with pytest.raises(HpctrainError) as found:
         choose_kernels(deck, world, make_mesh(deck, world))
     assert sentence in str(found.value)
@@ -340,7 +340,7 @@ def test_a_run_goes_on_with_its_products_bit_for_bit(
         assert run_deck(world, deck, [f"run.dir={mpi_tmp_path / folder}", *keys]) == 0
 
     run("whole", "run.steps=4")
-    assert "products are computed by: forward onednn; logits library" in capfd.readouterr().out or world.rank
+    assert "matrix products use: forward onednn; logits library" in capfd.readouterr().out or world.rank
     run("parts", "run.steps=2", "learning_rate.decay_steps=4")
     # Elsewhere, where other kernels would be quicker.
     world.everyone.barrier()
@@ -361,7 +361,7 @@ def test_a_run_goes_on_with_its_products_bit_for_bit(
 def test_a_stored_split_that_does_not_fit_the_deck_names_its_file(split: list[int]) -> None:
     deck, path = small_deck("layout.pipeline=2", "model.layers=2"), Path("step-00000004.h5")
     assert as_before(deck, deck, {"split": [0, 2]}, path).runtime_choices.split == (0, 2)
-    with pytest.raises(InputOutputError, match=r"step-00000004\.h5: its state has a wrong split"):
+    with pytest.raises(InputOutputError, match=r"step-00000004\.h5: its state has an invalid split"):
         as_before(deck, deck, {"split": split}, path)
 
 

@@ -76,7 +76,7 @@ def test_each_kind_is_measured_and_told(world: World) -> None:
     times = measure(world.single_rank_world(), *deck)
     assert list(times.of_kind) == ["block", "wide block", "embedding", "head"]
     assert [each.forward for each in times.of_kind.values()] == [1, 2, 0, 0]
-    assert "measured, a micro-batch: block " in str(Placement(lambda _: generate("1f1b", 1, 1), (4,), times))
+    assert "measured per micro-batch: block " in str(Placement(lambda _: generate("1f1b", 1, 1), (4,), times))
     layers = bare_model(ModelShape.of(small_deck(*deck), 61)).layers
     first, second = times.of_parts(cut(layers, [1, 3])).forward
     block, wide, embedding, head = (each.forward for each in times.of_kind.values())
@@ -233,7 +233,7 @@ def test_a_balanced_run_keeps_its_split_until_its_layout_changes(world: World, m
         return [line.split("each part: ")[1] for line in found]
 
     first = told()[-1]
-    assert "measured, a micro-batch: block " in first
+    assert "measured per micro-batch: block " in first
     resume(world, folder, ["run.steps=3"])
     assert told()[-1] == first.split(";")[0]  # not measured again
     resume(world, folder, ["run.steps=4", "layout.pipeline=1"])

@@ -245,4 +245,4 @@ def test_a_model_trains_with_more_optimizer_state_than_it_has_memory(work: Path,
     subprocess.run(["rm", "-rf", work / "runs"], check=True)
     done = launch(0, *arguments, timeout=120, cold=True)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"optimizer state \(90\d MB a rank\) in runs/offloaded/offload", done.stdout)
+    assert re.search(r"optimizer state \(90\d MB per rank\) in runs/offloaded/offload", done.stdout)

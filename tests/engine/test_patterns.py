@@ -20,7 +20,7 @@ from tests.engines import LLAMA, small_deck, trainer
 
 FP8 = (*LLAMA, "precision.compute=fp8")
 ALL = (*FP8, "optimizer.name=muon")
-EXAMPLE = " (a name is embedding.tokens.weight, for example)"
+EXAMPLE = " (an example of a name is embedding.tokens.weight)"
 
 
 @pytest.mark.mpi(min_size=1, max_size=1)
@@ -44,29 +44,29 @@ def test_all_linear_layers_but_what_is_left_out_multiply_in_8_bits(world: World,
     ("name", "patterns", "sentences"),
     [
         ("model.frozen", ["embedding.*", "*.attention_norm.weight", "blocks.0.*"], []),
-        ("model.frozen", ["block.0.*"], [f'no parameter is called "block.0.*"{EXAMPLE}']),
+        ("model.frozen", ["block.0.*"], [f'no parameter matches "block.0.*"{EXAMPLE}']),
         (
             "model.frozen",
             ["*.key.weight", "x"],
             [
                 *(
                     f"freezes blocks.{block}.attention.key.weight, but not "
-                    f"blocks.{block}.attention.query.weight, with which it is one (name both or neither)"
+                    f"blocks.{block}.attention.query.weight, which is fused with it (name both or neither)"
                     for block in (0, 1)
                 ),
-                f'no parameter is called "x"{EXAMPLE}',
+                f'no parameter matches "x"{EXAMPLE}',
             ],
         ),
         ("model.frozen", ["*"], ["leaves nothing to train (leave out a pattern)"]),
         ("optimizer.muon.matrices", ["blocks.*", "*norm*"], []),
         ("optimizer.muon.matrices", ["*"], []),
-        ("optimizer.muon.matrices", ["blocks.*", "y", "x"], [f'no parameter is called "{x}"' for x in "yx"]),
+        ("optimizer.muon.matrices", ["blocks.*", "y", "x"], [f'no parameter matches "{x}"' for x in "yx"]),
         (
             "optimizer.muon.matrices",
             ["blocks.1.*.up.weight"],
             [
                 "names blocks.1.feed_forward.up.weight, but not blocks.1.feed_forward.gate.weight, "
-                "which lies with it in memory"
+                "which is stored with it (name both or neither)"
             ],
         ),
         ("optimizer.muon.matrices", ["*norm*"], ["names no matrix"]),
@@ -75,20 +75,20 @@ def test_all_linear_layers_but_what_is_left_out_multiply_in_8_bits(world: World,
             ["head", "embedding.*", "*.down", "blocks.1.attention.output.weight"],
             [],
         ),
-        ("precision.fp8_exclude", ["*.norm.*"], ['no linear layer is called "*.norm.*"']),
+        ("precision.fp8_exclude", ["*.norm.*"], ['no linear layer matches "*.norm.*"']),
         (
             "precision.fp8_exclude",
             ["*.query.weight"],
             [
-                f"leaves out blocks.{block}.attention.query.weight, but not "
-                f"blocks.{block}.attention.key.weight, with which it is one"
+                f"excludes blocks.{block}.attention.query.weight, but not "
+                f"blocks.{block}.attention.key.weight, which is fused with it (name both or neither)"
                 for block in (0, 1)
             ],
         ),
         (
             "precision.fp8_exclude",
             ["*"],
-            ['leaves nothing to multiply in 8 bits (precision.compute = "bf16" would do the same)'],
+            ['excludes all layers (precision.compute = "bf16" is equivalent)'],
         ),
     ],
 )
@@ -131,5 +131,5 @@ def test_all_ranks_refuse_a_pattern_of_which_no_stage_has_a_layer(world: World) 
     good = small_deck(*FP8, *layout, 'precision.fp8_exclude=["blocks.0.*"]')
     trainer(world, good)
     bad = small_deck(*FP8, *layout, 'precision.fp8_exclude=["blocks.0.*", "blocks.2.*"]')
-    with pytest.raises(HpctrainError, match=r'fp8_exclude=.*: no linear layer is called "blocks.2.\*"'):
+    with pytest.raises(HpctrainError, match=r'fp8_exclude=.*: no linear layer matches "blocks.2.\*"'):
         trainer(world, bad)

@@ -48,7 +48,7 @@ def test_slices_are_cut_over_the_ranks_asked_for() -> None:
 
 
 def test_nodes_of_unequal_ranks_are_refused() -> None:
-    with pytest.raises(HpctrainError, match="as many data x context ranks on every node"):
+    with pytest.raises(HpctrainError, match="the same number of data x context ranks on every node"):
         size(8, 3, "layout.zero_group=node")
 
 

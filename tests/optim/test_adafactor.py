@@ -124,7 +124,7 @@ def test_what_it_does_not_go_with() -> None:
     assert small_deck(NAME).value("optimizer.adafactor.beta1") == 0.0
     decks = small_deck(NAME, "optimizer.beta1=0.9"), small_deck(NAME)
     assert not replaced_optimizer_state(decks[1], decks[0], Path("x.h5"))
-    with pytest.raises(HpctrainError, match=r"beta1=0.9: x\.h5 holds no momentum to continue with"):
+    with pytest.raises(HpctrainError, match=r"beta1=0.9: x\.h5 holds no momentum \(optimizer"):
         replaced_optimizer_state(*decks, Path("x.h5"))
 
 

@@ -210,13 +210,13 @@ def test_the_layout_check_sees_pieces_orthogonalized(
 @pytest.mark.parametrize(
     ("pattern", "sentence"),
     [
-        ('["blocks.*", "head.*.x"]', 'no parameter is called "head.*.x"'),
+        ('["blocks.*", "head.*.x"]', 'no parameter matches "head.*.x"'),
         (
             '["*.query.weight"]',
             "names blocks.0.attention.query.weight, but not ",
         ),
         ('["*norm*"]', "names no matrix"),
-        ('["blocks.*", "nothing"]', 'no parameter is called "nothing"'),
+        ('["blocks.*", "nothing"]', 'no parameter matches "nothing"'),
     ],
 )
 def test_patterns_that_cannot_be_are_refused_by_a_run_and_beforehand(

@@ -128,7 +128,7 @@ def test_a_run_that_is_resumed_or_replayed_is_the_one_that_went_on(
     again = contents(step_file(folder, 8))
     assert whole.keys() == again.keys()
     assert all(np.array_equal(values, again[name]) for name, values in whole.items())
-    with pytest.raises(HpctrainError, match=r'holds the state of "schedule-free" to continue with'):
+    with pytest.raises(HpctrainError, match=r'holds the state of "schedule-free" \(optimizer'):
         resume(world, step_file(folder, 4), ["optimizer.name=adamw"])
     with h5py.File(step_file(run_dir, 5)) as file:
         assert json.loads(file["state"][()])["totals"] == {}

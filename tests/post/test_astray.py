@@ -46,10 +46,10 @@ def watched(caplog: pytest.LogCaptureFixture) -> Watched:
 
 
 SIGNS = {
-    "moved": ({"moved": 0.6}, "the policy is 0.6 nats a token from the one that wrote"),
-    "inf": ({"moved": inf}, "the policy is inf nats a token from the one that wrote"),
+    "moved": ({"moved": 0.6}, "the policy differs by 0.6 nats per token from the policy that wrote"),
+    "inf": ({"moved": inf}, "the policy differs by inf nats per token from the policy that wrote"),
     # More than half of what one of 257 tokens is worth.
-    "kl": ({"kl": 2.9}, "the policy is 2.9 nats a token from its reference (kl), which would hardly"),
+    "kl": ({"kl": 2.9}, "the policy differs by 2.9 nats per token from its reference (kl), which"),
     "critic": (
         {"critic_loss": nan},
         "the critic's loss nan or gradient norm 2 is not finite, and its update",
@@ -93,14 +93,16 @@ def test_a_reward_that_has_fallen(watched: Watched) -> None:
     assert all(watched(reward=0.9, reward_deviation=0.3) == [] for _ in range(STEPS + 3))
     sentences = [sentence for _ in range(STEPS) for sentence in watched(reward=0.2, reward_deviation=0.4)]
     assert len(sentences) == 1
-    assert f"the reward of {STEPS} steps has fallen to 0.515" in sentences[0]
+    assert f"the mean reward of {STEPS} steps has fallen to 0.515" in sentences[0]
     assert f", from 0.9 at step {STEPS + 3}: " in sentences[0]
 
 
 def test_updates_that_are_skipped(watched: Watched) -> None:
     assert all(watched(skipped=True) == [] for _ in range(STEPS - 1))
     (sentence,) = watched(skipped=True)
-    assert sentence.startswith(f"step {STEPS}: the policy has not been updated for {STEPS} steps: a lower ")
+    assert sentence.startswith(
+        f"step {STEPS}: the policy has not been updated for {STEPS} steps: try a lower "
+    )
 
 
 def test_other_ranks_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -118,4 +120,4 @@ def test_a_run_tells_what_its_log_has(world: World, mpi_tmp_path: Path) -> None:
     assert run_deck(world, deck, ["learning_rate.warmup=0"], make=make_trainer) == 0
     if world.rank == 0:
         log = (mpi_tmp_path / "far/log.txt").read_text()
-        assert log.count("from the one that wrote what it learns from (moved)") == 1
+        assert log.count("from the policy that wrote its samples (moved)") == 1

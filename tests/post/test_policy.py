@@ -243,7 +243,7 @@ def test_a_reward_model_judges(world: World, mpi_tmp_path: Path) -> None:
     assert row["reward_deviation"] > 0
     samples = [json.loads(line) for line in (mpi_tmp_path / "policy/samples.jsonl").read_text().splitlines()]
     assert len({each["rewards"]["model"] for each in samples}) > 1
-    with pytest.raises(HpctrainError, match="is no reward model"):
+    with pytest.raises(HpctrainError, match="is not a reward model"):
         run_deck(
             world, language, [f'policy.reward=["{mpi_tmp_path}/policy"]', "run.dir=none"], make=make_trainer
         )

@@ -102,32 +102,32 @@ def test_what_a_function_prints_is_no_answer(capfd: pytest.CaptureFixture[str]) 
         ("raises", f"fails: KeyError: 'no such thing\\nhere' ({JUDGES}, line "),
         ("leaves", "fails: SystemExit: enough ("),
         ("out_of_memory", "fails: MemoryError ("),
-        ("exits", "fails, since its process ended by itself, with exit code 3, asked"),
+        ("exits", "fails, since its process ended by itself, with exit code 3, called"),
         (
             "killed",
             "fails, since its process was killed (signal 9), possibly because memory ran out: use fewer",
         ),
-        ("crashes", "fails, since its process was ended by signal 11, asked"),
-        ("hangs", "takes longer than 1 s, asked"),
-        ("spins", "takes longer than 1 s, asked"),
-        ("nan", "gives NaN, asked"),
-        ("infinite", "gives -inf, asked"),
-        ("huge", "gives 1e+308, which is beyond 1e+30, and leaves nothing to learn, asked"),
-        ("none", "gives None, which is no number (0.0 would do where it has nothing to say), asked"),
-        ("text", 'gives a str: "high", which is no number, asked'),
+        ("crashes", "fails, since its process was ended by signal 11, called"),
+        ("hangs", "takes longer than 1 s, called"),
+        ("spins", "takes longer than 1 s, called"),
+        ("nan", "returns NaN, called"),
+        ("infinite", "returns -inf, called"),
+        ("huge", "returns 1e+308, whose magnitude exceeds 1e+30, called"),
+        ("none", "returns None, which is not a number (return 0.0 if there is no score), called"),
+        ("text", 'returns a str: "high", which is not a number, called'),
         (
             "writes_everywhere",
             'writes "a line of a function\\n" to a file descriptor that it has not opened, through '
             "which hpctrain receives answers; it may write only to stdout, stderr and files "
-            "that it has opened itself, asked",
+            "that it has opened itself, called",
         ),
         (
             "writes_nested_lists",
             f'writes "{"[" * 40}" to a file descriptor that it has not opened, through',
         ),
         ("writes_to_three", f"fails: OSError: [Errno 9] Bad file descriptor ({JUDGES}, line "),
-        ("closes_everything", "fails, since its process ended by itself, with exit code 0, asked"),
-        ("one_number", "gives a float, not a list with a number for each completion, asked"),
+        ("closes_everything", "fails, since its process ended by itself, with exit code 0, called"),
+        ("one_number", "returns a float, not a list with a number for each completion, called"),
     ],
 )
 def test_what_fails_is_told_with_the_sample(function: str, what: str) -> None:
@@ -138,7 +138,7 @@ def test_what_fails_is_told_with_the_sample(function: str, what: str) -> None:
     assert told.startswith(f"judges.py:{function} {what}"), told
     one = 'sample 1 of prompt 0 (prompt "prompt 0", completion "good")'
     bad = 'sample 3 of prompt 1 (prompt "prompt 6", completion "bad")'
-    assert told.endswith(f"asked about {one if function == 'one_number' else bad}"), told
+    assert told.endswith(f"called with {one if function == 'one_number' else bad}"), told
 
 
 def test_the_sample_is_told_on_one_line_and_clipped() -> None:
@@ -152,23 +152,26 @@ def test_what_fails_with_several_samples_alone_is_told_so() -> None:
     several = samples_of(["good"] * 5)
     told = sentence_of(UsersReward(NamedCode(f"{JUDGES}:not_at_once")), several)
     assert "fails: ValueError: one by one, please" in told
-    assert "asked about sample 1 of prompt 0 to sample 1 of prompt 1" in told
-    assert told.endswith("at once, though about none of these 5 alone")
-    assert "gives 1 value for 5 completions" in sentence_of(
+    assert "called with sample 1 of prompt 0 to sample 1 of prompt 1" in told
+    assert told.endswith("at once, but not with any of these 5 alone")
+    assert "returns 1 value for 5 completions" in sentence_of(
         UsersReward(NamedCode(f"{JUDGES}:too_few")), several
     )
-    assert "gives 0 values for 1 completion," in sentence_of(
+    assert "returns 0 values for 1 completion," in sentence_of(
         UsersReward(NamedCode(f"{JUDGES}:leaves_out")), several
     )
     began = time.monotonic()
     told = sentence_of(UsersReward(NamedCode(f"{JUDGES}:slow"), 1.0), samples_of(["good"] * 16))
-    assert told.startswith("judges.py:slow takes longer than 1 s, asked about sample 1 of prompt 0 to ")
-    assert " of 16 alone took 1" in told and time.monotonic() - began < 30
+    assert told.startswith("judges.py:slow takes longer than 1 s, called with sample 1 of prompt 0 to ")
+    assert " of 16 one by one took 1" in told and time.monotonic() - began < 30
 
 
 def test_it_is_not_started_where_it_cannot_judge(tmp_path: Path) -> None:
     for name, what in (
-        ("of_text", "judges.py:of_text takes no completions, but text, label: it is called as function("),
+        (
+            "of_text",
+            "judges.py:of_text has no argument completions, but text, label: it is called as function(",
+        ),
         ("lenght", f"{JUDGES} has no lenght (did you mean length?)"),
         ("JUDGES", f"{JUDGES} has no JUDGES"),
     ):
@@ -208,7 +211,7 @@ def test_exact_match_and_patterns() -> None:
         reward.close()
     endless = [Sample("p", "a"), Sample("p", "a" * 60 + "b", {}, 3, 2)]
     told = sentence_of(RegularExpression("^(a+)+$", seconds=1.0), endless)
-    assert told.startswith("regular-expression takes longer than 1 s, asked about sample 2 of prompt 3 (")
+    assert told.startswith("regular-expression takes longer than 1 s, called with sample 2 of prompt 3 (")
     assert "has an int as its" in sentence_of(RegularExpression("(x)"), samples_of(["a"], answer=42))
 
 
@@ -218,15 +221,15 @@ def test_names_of_rewards(tmp_path: Path) -> None:
     assert isinstance(parse_reward(NamedCode(f"{JUDGES}:length"), "deck").open(), UsersReward)
     assert isinstance(parse_reward(NamedCode("torch:tensor"), "deck").open(), UsersReward)
     for text, what in (
-        ("regular-expression:(", r'"\(" is no regular expression \(missing \), unterminated subpattern'),
-        ("regular-expression:", "names no pattern"),
-        ("regular-expression", "names no pattern"),
-        ("exact-match:b", r'has more than a name \("exact-match" would do'),
-        ("exact_match", r"is no reward \(did you mean exact-match\?\)"),
-        ("", "is no reward"),
-        (f"{tmp_path}/none.py:f", "none.py: there is no such file$"),
-        ("no_such_package:f", 'there is no package "no_such_package" here'),
-        ("file.py:", "is no reward"),
+        ("regular-expression:(", r'"\(" is not a regular expression \(missing \), unterminated subpattern'),
+        ("regular-expression:", "requires a pattern"),
+        ("regular-expression", "requires a pattern"),
+        ("exact-match:b", r'has an argument \(expected "exact-match"\)'),
+        ("exact_match", r"is not a reward \(did you mean exact-match\?\)"),
+        ("", "is not a reward"),
+        (f"{tmp_path}/none.py:f", "none.py: file does not exist$"),
+        ("no_such_package:f", 'package "no_such_package" is not installed'),
+        ("file.py:", "is not a reward"),
     ):
         with pytest.raises(HpctrainError, match=rf"^deck\.toml:3: .*{what}"):
             parse_reward(NamedCode(text), "deck.toml:3")
@@ -300,7 +303,7 @@ def test_what_exits_leaves_nothing_that_it_started(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("CHILD", str(tmp_path / "child"))
     reward = UsersReward(NamedCode(f"{JUDGES}:starts_and_exits"), 20.0)
     told = sentence_of(reward, samples_of(["bad"]))
-    assert "fails, since its process ended by itself, with exit code 3, asked about" in told
+    assert "fails, since its process ended by itself, with exit code 3, called with" in told
     assert gone(int((tmp_path / "child").read_text()))
 
 
@@ -314,7 +317,7 @@ def test_what_has_a_session_of_its_own_ends_too(tmp_path: Path, monkeypatch: pyt
 def test_an_answer_without_end_is_not_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "MAX_ANSWER_BYTES", 1 << 20)
     told = sentence_of(UsersReward(NamedCode(f"{JUDGES}:floods"), 20.0), samples_of(["bad"]))
-    assert "answers with more than 1.05 MB, asked about" in told
+    assert "answers with more than 1.05 MB, called with" in told
 
 
 @pytest.mark.parametrize(
@@ -364,5 +367,5 @@ def test_ranks_judge_shares_and_agree(world: World) -> None:
         with pytest.raises(HpctrainError) as raised:
             agreed_scores(world, bad, samples_of(texts))
         numbers = f"sample {place % 4 + 1} of prompt {place // 4} "
-        assert len(raised.value.problems) == 1 and f"gives NaN, asked about {numbers}" in str(raised.value)
+        assert len(raised.value.problems) == 1 and f"returns NaN, called with {numbers}" in str(raised.value)
     bad.close()

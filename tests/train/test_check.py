@@ -78,7 +78,9 @@ def test_a_right_layout_passes(world: World, deck: Path, layout: tuple[str, ...]
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_models_on_ranks_of_their_own_are_refused(world: World, deck: Path) -> None:
     policy = "objective.kind=ppo", 'policy.reward=["exact-match"]', "policy.tokens=4"
-    with pytest.raises(HpctrainError, match=r"critic_ranks=1: is for `hpctrain run` and `resume`"):
+    with pytest.raises(
+        HpctrainError, match=r"critic_ranks=1: is supported by `hpctrain run` and `hpctrain resume` only"
+    ):
         check(world, deck, [*policy, "policy.critic_ranks=1", "layout.tensor=1"], lambda _: None)
 
 

@@ -162,7 +162,7 @@ WRONG = {
     ),
     "length": (
         ("data.arguments={kind='length'}",), 2,
-        ["has 44 samples on rank 0, but 45 on rank 1: all must have the same"],
+        ["has 44 samples on rank 0, but 45 on rank 1; all ranks must have the same number"],
     ),
     "floats": (("data.dataset=mine.py:Floats",), 2, ["has targets of float32 [], which are no classes"]),
     "names": (

@@ -110,8 +110,8 @@ def test_what_it_refuses(world: World, run: Path) -> None:
     prepare(world, folder / "short.h5", [str(folder / "short.txt")])
     prepare(world, folder / "bpe.h5", [str(folder / "a.txt")], train_bpe=270)
     wrong: list[tuple[list[Path], int | None, tuple[str, ...], str]] = [
-        ([folder / "short.h5", folder / "bpe.h5"], None, (), "has 10 tokens, but a sequence takes 33"),
-        ([folder / "bpe.h5"], None, (), "its tokenizer is not that of what is trained on"),
+        ([folder / "short.h5", folder / "bpe.h5"], None, (), "has 10 tokens, but requires at least 33"),
+        ([folder / "bpe.h5"], None, (), "its tokenizer differs from that of the training data"),
         ([folder / "none.h5"], None, (), "no such file"),
         ([folder / "a.h5"], 0, (), "--sequences 0: must be at least 1"),
         ([folder / "a.h5"] * 2, None, (), "a file is given twice"),

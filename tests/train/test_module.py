@@ -236,7 +236,7 @@ WRONG = {
         'keeps 3 buffers (norm.running_mean, norm.running_var, norm.num_batches_tracked): "first" takes',
     ),
     "no loss": (("model.loss=my_models.py:los",), "my_models.py has no los"),
-    "frozen": (("model.frozen=['nothing.*']",), 'no parameter is called "nothing.*"'),
+    "frozen": (("model.frozen=['nothing.*']",), 'no parameter matches "nothing.*"'),
 }  # fmt: skip
 
 

@@ -64,22 +64,23 @@ class InProcesses:
     def _sentence(self, failed: FailedError, batch: Sequence[Sample], names: Sequence[str]) -> str:
         """What is wrong, and with which sample: the first one that fails when it is judged alone."""
         if failed.index is not None or len(batch) == 1:
-            return f"{self.title} {failed.problem}, asked about {batch[failed.index or 0].told}"
+            return f"{self.title} {failed.problem}, called with {batch[failed.index or 0].told}"
         self.start()
         began = time.monotonic()
-        at_once = f"{self.title} {failed.problem}, asked about {batch[0]} to {batch[-1].told} at once"
+        at_once = f"{self.title} {failed.problem}, called with {batch[0]} to {batch[-1].told} at once"
         try:
             for number, sample in enumerate(batch):
                 took = time.monotonic() - began
                 if took > self.seconds:
-                    return f"{at_once} (the first {number} of {len(batch)} alone took {format_seconds(took)})"
+                    first = f"the first {number} of {len(batch)} one by one took {format_seconds(took)}"
+                    return f"{at_once} ({first})"
                 try:
                     self._processes.judged([_columns([sample], names)])
                 except FailedError as alone:
-                    return f"{self.title} {alone.problem}, asked about {sample.told}"
+                    return f"{self.title} {alone.problem}, called with {sample.told}"
         finally:
             self.close()
-        return f"{at_once}, though about none of these {len(batch)} alone"
+        return f"{at_once}, but not with any of these {len(batch)} alone"
 
 
 class UsersReward(InProcesses):
@@ -99,7 +100,7 @@ class UsersReward(InProcesses):
     def check(self, others: Mapping[str, Any]) -> None:
         if taken := next((name for name in GIVEN if name in others), None):
             raise ValueError(
-                f'has "{taken}", which stands for something else among what a function takes '
+                f'has "{taken}", which conflicts with an argument of reward functions '
                 f"({either(GIVEN)}: give it another name)"
             )
 

@@ -56,7 +56,7 @@ class Processes:
                     raise UserCodeError(answer["problem"])
         except NoAnswerError as failed:
             self.close()
-            raise UserCodeError(f"{self.title} {failed.problem}, while it is loaded") from None
+            raise UserCodeError(f"{self.title} {failed.problem}, while loading") from None
         except BaseException:
             self.close()
             raise

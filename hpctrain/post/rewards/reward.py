@@ -76,8 +76,8 @@ class ExactMatch:
     def check(self, others: Mapping[str, Any]) -> None:
         """Check that a prompt's row has the fields that this reward needs."""
         if self.key not in others:
-            near = ", ".join(map(quoted, list(others)[:8])) or "nothing besides its prompt"
-            raise ValueError(f"has no {quoted(self.key)}, with which exact-match compares (it has {near})")
+            near = ", ".join(map(quoted, list(others)[:8])) or "only its prompt"
+            raise ValueError(f"has no {quoted(self.key)}, which exact-match requires (it has {near})")
         answers_of(others, self.key)
 
     def start(self) -> None:
@@ -112,9 +112,7 @@ def answers_of(others: Mapping[str, Any], key: str) -> list[str]:
     answers = given if isinstance(given, list) else [given]
     wrong = [answer for answer in answers if not isinstance(answer, str)]
     if wrong:
-        raise ValueError(
-            f"has {kind_of(wrong[0])} as its {quoted(key)} (a text, or a list of texts, would do)"
-        )
+        raise ValueError(f"has {kind_of(wrong[0])} as its {quoted(key)} (expected a text or a list of texts)")
     if not answers or not all(answer.strip() for answer in answers):
         raise ValueError(f"has an empty {quoted(key)}")
     return answers

@@ -53,27 +53,27 @@ def parse_reward(reward: NamedCode, where: str) -> RewardName:
     if (kind := _built_in(text)) == EXACT_MATCH:
         return RewardName(EXACT_MATCH)
     if text.startswith(f"{EXACT_MATCH}:"):
-        raise HpctrainError(f'{where}: {quoted(text)} has more than a name ("{EXACT_MATCH}" would do)')
+        raise HpctrainError(f'{where}: {quoted(text)} has an argument (expected "{EXACT_MATCH}")')
     if kind == PATTERN:
         pattern = text.partition(":")[2]
         if not pattern:
-            raise HpctrainError(f'{where}: names no pattern ("{PATTERN}:[0-9]+" would do)')
+            raise HpctrainError(f'{where}: requires a pattern, such as "{PATTERN}:[0-9]+"')
         try:
             re.compile(pattern)
         except (re.error, OverflowError, RecursionError) as error:
             why = "nested too deeply" if isinstance(error, RecursionError) else error
-            raise HpctrainError(f"{where}: {quoted(pattern)} is no regular expression ({why})") from None
+            raise HpctrainError(f"{where}: {quoted(pattern)} is not a regular expression ({why})") from None
         return RewardName(PATTERN, pattern)
     if not is_target(text) or ":" not in text:
         near = nearest(text.partition(":")[0], (EXACT_MATCH, PATTERN))
         meant = f" (did you mean {near}?)" if near else ""
-        raise HpctrainError(f"{where}: {quoted(text)} is no reward{meant}: {FORMS} would do")
+        raise HpctrainError(f"{where}: {quoted(text)} is not a reward{meant}: expected {FORMS}")
     home = text.rpartition(":")[0]
     if is_file_target(text) and not Path(home).is_file():
-        raise HpctrainError(f"{where}: {home}: there is no such file")
+        raise HpctrainError(f"{where}: {home}: file does not exist")
     package = home.partition(".")[0]
     if not is_file_target(text) and not (package.isidentifier() and find_spec(package)):
-        raise HpctrainError(f"{where}: there is no package {quoted(package)} here (a file is named FILE.py)")
+        raise HpctrainError(f"{where}: package {quoted(package)} is not installed (a file is named FILE.py)")
     reward.require_trusted()
     return RewardName("function", text, reward)
 
@@ -178,10 +178,10 @@ def open_rewards(
             problems += error.problems
         if not isfinite(weight):
             problems.append(
-                f"{where}: {quoted(reward.target)} has the weight {weight:g}, which is no finite number"
+                f"{where}: {quoted(reward.target)} has the weight {weight:g}, which is not finite"
             )
     if not weighted:
-        problems.append(f"{where}: names no reward: {FORMS} would do")
+        problems.append(f"{where}: names no reward: expected {FORMS}")
     if problems:
         raise HpctrainError(problems)
     opened = [name.open(key, seconds, processes) for name in names]

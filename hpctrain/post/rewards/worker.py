@@ -107,9 +107,9 @@ def _by_function(function: Callable[..., Any], target: str) -> Judge:
         takes_any = True
     by_name = {name for name, each in taken.items() if each.kind in _BY_NAME}
     if "completions" not in by_name and not takes_any:
-        names = ", ".join(taken) or "nothing"
+        names = ", ".join(taken) or "no arguments"
         raise HpctrainError(
-            f"{short} takes no completions, but {names}: it is called as function(prompts=[...], "
+            f"{short} has no argument completions, but {names}: it is called as function(prompts=[...], "
             "completions=[...], **others)"
         )
     wanted = [name for name in by_name if taken[name].default is inspect.Parameter.empty]
@@ -119,8 +119,8 @@ def _by_function(function: Callable[..., Any], target: str) -> Judge:
         if absent := [name for name in taken if name in wanted and name not in columns]:
             others = [name for name in columns if name not in GIVEN]
             raise _UnfitError(
-                f"takes {either(absent)}, which no row has (rows have "
-                f"{', '.join(others) or 'their prompts alone'})"
+                f"requires {either(absent)}, which no row has (rows have "
+                f"{', '.join(others) or 'only prompts'})"
             )
         count = len(columns["completions"])  # a function may take them out of their list
         given = {name: column for name, column in columns.items() if takes_any or name in by_name}
@@ -148,25 +148,25 @@ def _floats(made: Any, values: Sequence[Any] | None, count: int, folder: str) ->
     """The values as finite numbers, `count` of them."""
     wanted = "a list with a number for each completion"
     if values is None:
-        raise _UnfitError(f"gives {kind_of(made)}, not {wanted}")
+        raise _UnfitError(f"returns {kind_of(made)}, not {wanted}")
     if len(values) != count:
-        raise _UnfitError(f"gives {counted(len(values), 'value')} for {counted(count, 'completion')}")
+        raise _UnfitError(f"returns {counted(len(values), 'value')} for {counted(count, 'completion')}")
     found = []
     for index, value in enumerate(values):
         if not hasattr(type(value), "__float__"):
-            hint = " (0.0 would do where it has nothing to say)" if value is None else ""
+            hint = " (return 0.0 if there is no score)" if value is None else ""
             shown = f": {json.dumps(clipped(value))}" if isinstance(value, str) else ""
-            raise _UnfitError(f"gives {kind_of(value)}{shown}, which is no number{hint}", index)
+            raise _UnfitError(f"returns {kind_of(value)}{shown}, which is not a number{hint}", index)
         try:
             number = float(value)
         except BaseException as error:
-            raise _UnfitError(f"gives what is no number: {_what(error, folder)}", index) from error
-        if not math.isfinite(number):
-            raise _UnfitError(f"gives {'NaN' if math.isnan(number) else f'{number:+}'}", index)
-        if abs(number) > LARGEST:
             raise _UnfitError(
-                f"gives {number:g}, which is beyond {LARGEST:g}, and leaves nothing to learn", index
-            )
+                f"returns a value that is not a number: {_what(error, folder)}", index
+            ) from error
+        if not math.isfinite(number):
+            raise _UnfitError(f"returns {'NaN' if math.isnan(number) else f'{number:+}'}", index)
+        if abs(number) > LARGEST:
+            raise _UnfitError(f"returns {number:g}, whose magnitude exceeds {LARGEST:g}", index)
         found.append(number)
     return found
 

@@ -166,7 +166,7 @@ def test_a_link_is_for_one_machine(world: World) -> None:
     own = world.single_rank_world()
     own.nodes = 2
     deck = small_deck("communication.emulate=100 Mbit/s, 20 ms")
-    with pytest.raises(HpctrainError, match=r"communication.emulate=.* needs the clock of one machine, but"):
+    with pytest.raises(HpctrainError, match=r"communication.emulate=.* requires all ranks on one machine"):
         trainer(own, deck)
 
 

@@ -141,7 +141,8 @@ def test_a_word_opens_the_layout_that_was_given() -> None:
 
 def test_what_chooses_no_layout_refuses_to_have_none(path: Path) -> None:
     with pytest.raises(
-        HpctrainError, match=r"open\.toml:2: layout\.auto = true: is for run, resume, plan, deck and job"
+        HpctrainError,
+        match=r"open\.toml:2: layout\.auto = true: is supported by run, resume, plan, deck and job",
     ):
         axis_sizes(read_deck(path, ranks=RANKS), RANKS)
 

@@ -167,7 +167,9 @@ def test_groups_are_cut_by_node() -> None:
 
 
 def test_nodes_of_unequal_ranks_are_refused() -> None:
-    with pytest.raises(HpctrainError, match=r"compress_between.*as many data x context ranks on every node"):
+    with pytest.raises(
+        HpctrainError, match=r"compress_between.*the same number of data x context ranks on every node"
+    ):
         nodes_of(8, 3)
 
 
