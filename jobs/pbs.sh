@@ -1,8 +1,8 @@
 #!/bin/bash
-# Trains inputs/quickstart.toml on 2 nodes with 2 ranks each; goes on where an earlier job stopped.
-# Edit account and partition below, then submit it from the folder that the deck's paths start from:
+# Trains inputs/quickstart.toml on 2 nodes with 2 ranks each; resumes where an earlier job stopped.
+# Edit account and partition below, then submit it from the folder that the paths in the deck are relative to:
 #   qsub jobs/pbs.sh
-# Not run yet: no such system was there where this was written. Its syntax alone was checked.
+# Never run on such a system: only the syntax of this script was checked.
 # Written by: hpctrain job inputs/quickstart.toml --scheduler pbs --nodes 2 --ranks-per-node 2 --set batch.micro_size=4 --output jobs/pbs.sh
 #PBS -A ACCOUNT
 #PBS -q PARTITION
@@ -14,12 +14,12 @@
 #PBS -r y
 
 cd "$PBS_O_WORKDIR" || exit 3
-# Load here the modules that hpctrain was installed with, such as: module load gcc openmpi hdf5
+# Load the modules here that hpctrain was installed with, such as: module load gcc openmpi hdf5
 hpctrain=(.venv/bin/hpctrain)
 if [ -n "${HPCTRAIN:-}" ]; then read -ra hpctrain <<<"$HPCTRAIN"; fi
 read -ra mpirun <<<"${MPIRUN:-mpirun} --hostfile $PBS_NODEFILE"
 deck=inputs/quickstart.toml
-# PBS warns nobody before a job's end: the run knows its time, less a minute for starting, and stops before that.
+# PBS sends no warning before the end. The run has its own time limit, a minute less for starting.
 settings=(--set batch.micro_size=4 --set run.time_limit=3540)
 nodes=2
 # On 2 nodes: pipeline 1 x data 4 x context 1 x tensor 1.
@@ -27,7 +27,7 @@ ranks_per_node=2
 
 export OMP_NUM_THREADS=1
 
-# The scheduler's signals reach this script; it hands them to mpirun, which forwards USR1 and USR2 to every rank.
+# The scheduler sends signals to this script, which sends them to mpirun. That forwards USR1 and USR2 to all ranks.
 # (The flags are Open MPI's. MPICH and Intel MPI: mpiexec -ppn "$ranks_per_node" -bind-to core:1 -n ...)
 trap 'signalled=1; kill -s USR1 "$launcher"' USR1
 trap 'signalled=1; kill -s USR2 "$launcher"' USR2
@@ -41,8 +41,8 @@ while [ "$signalled" -eq 1 ]; do # a signal ends wait, but not mpirun
     code=$?
 done
 
-# 75: stopped in good order, to be gone on with. 0 is done; 2, 3, 126 and 127 are for somebody to look at.
-# All else is a fault or a lost node; a sixth one in a row is the last.
+# Exit codes: 0 is done, 75 is stopped and can be resumed; 2, 3, 126 and 127 are errors that the user must correct.
+# Any other code is a fault or a lost node. The job starts again after up to five of them in a row.
 faults=quickstart.faults
 case $code in
 75) rm -f "$faults" ;;
@@ -53,7 +53,7 @@ case $code in
 *)
     echo "exit code $code on $(hostname), $(date)" >>"$faults"
     if [ "$(wc -l <"$faults")" -gt 5 ]; then
-        echo "exit code $code, and as bad before (see $faults): not started again" >&2
+        echo "exit code $code, after earlier faults (see $faults): not started again" >&2
         exit "$code"
     fi
     ;;

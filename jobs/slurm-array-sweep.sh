@@ -1,6 +1,6 @@
 #!/bin/bash
-# Trains inputs/quickstart.toml on 1 node with 2 ranks, in 3 variants; goes on where an earlier job stopped.
-# Edit account and partition below, then submit it from the folder that the deck's paths start from:
+# Trains inputs/quickstart.toml on 1 node with 2 ranks, in 3 variants; resumes where an earlier job stopped.
+# Edit account and partition below, then submit it from the folder that the paths in the deck are relative to:
 #   sbatch jobs/slurm-array-sweep.sh
 # Written by: hpctrain job inputs/quickstart.toml --ranks-per-node 2 --variant learning_rate.peak=1e-3 --variant learning_rate.peak=2e-3 --variant 'learning_rate.peak=4e-3 learning_rate.warmup=50' --output jobs/slurm-array-sweep.sh
 #SBATCH --account=ACCOUNT
@@ -16,12 +16,12 @@
 #SBATCH --requeue
 #SBATCH --signal=USR1@120
 
-# Load here the modules that hpctrain was installed with, such as: module load gcc openmpi hdf5
+# Load the modules here that hpctrain was installed with, such as: module load gcc openmpi hdf5
 hpctrain=(.venv/bin/hpctrain)
 if [ -n "${HPCTRAIN:-}" ]; then read -ra hpctrain <<<"$HPCTRAIN"; fi
 deck=inputs/quickstart.toml
 settings=()
-# Task N of the array takes line N, from 0: KEY=VALUE, several with spaces between.
+# Task N of the array uses line N, counted from 0: KEY=VALUE, several separated by spaces.
 variants=(
     learning_rate.peak=1e-3
     learning_rate.peak=2e-3
@@ -44,22 +44,22 @@ if [ "$nodes" -eq 0 ]; then
 fi
 
 export OMP_NUM_THREADS=1
-# The run stops by itself before the job's end, which older versions of Slurm tell squeue alone.
+# The run stops before the job's end, which older versions of Slurm report only through squeue.
 if [ -z "${SLURM_JOB_END_TIME:-}" ]; then
     end=$(squeue --noheader --job "$SLURM_JOB_ID" --format %e)
     end=${end:+$(date -d "$end" +%s)}
     if [ -n "$end" ]; then export SLURM_JOB_END_TIME=$end; fi
 fi
 
-# Slurm itself starts the ranks (srun --mpi=list shows how it can), and sends them its signal.
-# Ranks that leave with an error leave together; where one is lost, the others are ended after 30 s.
+# Slurm starts the ranks (srun --mpi=list shows the methods) and sends them the signal.
+# After an error all ranks end together. If one rank is lost, the others are killed after 30 s.
 srun --mpi=pmix --nodes="$nodes" --ntasks=$((nodes * ranks_per_node)) --ntasks-per-node="$ranks_per_node" \
     --cpus-per-task=1 --cpu-bind=cores --distribution=block:block \
     --kill-on-bad-exit=0 --wait=30 "${hpctrain[@]}" run "$deck" --resume "${settings[@]}"
 code=$?
 
-# 75: stopped in good order, to be gone on with. 0 is done; 2, 3, 126 and 127 are for somebody to look at.
-# All else is a fault or a lost node; a sixth one in a row is the last.
+# Exit codes: 0 is done, 75 is stopped and can be resumed; 2, 3, 126 and 127 are errors that the user must correct.
+# Any other code is a fault or a lost node. The job starts again after up to five of them in a row.
 faults="quickstart-$SLURM_JOB_ID.faults"
 case $code in
 75) rm -f "$faults" ;;
@@ -70,7 +70,7 @@ case $code in
 *)
     echo "exit code $code on $(hostname), $(date)" >>"$faults"
     if [ "$(wc -l <"$faults")" -gt 5 ]; then
-        echo "exit code $code, and as bad before (see $faults): not started again" >&2
+        echo "exit code $code, after earlier faults (see $faults): not started again" >&2
         exit "$code"
     fi
     ;;

@@ -1,14 +1,14 @@
 #!/bin/bash
-# Trains inputs/quickstart.toml on 1 to 2 nodes with 4 ranks and 4 GPUs each; goes on where an earlier job stopped.
-# Edit account and partition below, then submit it from the folder that the deck's paths start from:
+# Trains inputs/quickstart.toml on 1 to 2 nodes with 4 ranks and 4 GPUs each; resumes where an earlier job stopped.
+# Edit account and partition below, then submit it from the folder that the paths in the deck are relative to:
 #   sbatch jobs/slurm-gpu.sh
-# Not run yet: no such system was there where this was written. Its syntax alone was checked.
+# Never run on such a system: only the syntax of this script was checked.
 # Written by: hpctrain job inputs/quickstart.toml --nodes 1-2 --gpus-per-node 4 --set batch.micro_size=2 --output jobs/slurm-gpu.sh
 #SBATCH --account=ACCOUNT
 #SBATCH --partition=PARTITION
 #SBATCH --job-name=quickstart
 #SBATCH --nodes=1-2
-# Not --ntasks-per-node: queued again, the job would wait for as many nodes as it once had.
+# Not --ntasks-per-node: a requeued job would wait for the number of nodes that it had before.
 #SBATCH --mincpus=4
 #SBATCH --threads-per-core=1
 #SBATCH --cpus-per-task=1
@@ -19,7 +19,7 @@
 #SBATCH --requeue
 #SBATCH --signal=USR1@120
 
-# Load here the modules that hpctrain was installed with, such as: module load gcc openmpi hdf5
+# Load the modules here that hpctrain was installed with, such as: module load gcc openmpi hdf5
 hpctrain=(.venv/bin/hpctrain)
 if [ -n "${HPCTRAIN:-}" ]; then read -ra hpctrain <<<"$HPCTRAIN"; fi
 deck=inputs/quickstart.toml
@@ -38,29 +38,29 @@ if [ "$nodes" -eq 0 ]; then
 fi
 
 export OMP_NUM_THREADS=1
-# NCCL finds the network itself; where it takes a wrong one, name interfaces and adapters:
+# NCCL detects the network. If it chooses a wrong one, name interfaces and adapters:
 #   export NCCL_SOCKET_IFNAME=ib0 NCCL_IB_HCA=mlx5
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
-# Its helper threads run on the cores next to their GPU, wherever the rank is bound.
+# Let NCCL's helper threads run on the cores next to their GPU, wherever the rank is bound.
 export NCCL_IGNORE_CPU_AFFINITY=1
-# Kernels start in the order they were queued in: communication is not kept waiting behind what comes after it.
+# Start kernels in the order in which they were queued, so that communication does not wait for later kernels.
 export CUDA_DEVICE_MAX_CONNECTIONS=1
-# The run stops by itself before the job's end, which older versions of Slurm tell squeue alone.
+# The run stops before the job's end, which older versions of Slurm report only through squeue.
 if [ -z "${SLURM_JOB_END_TIME:-}" ]; then
     end=$(squeue --noheader --job "$SLURM_JOB_ID" --format %e)
     end=${end:+$(date -d "$end" +%s)}
     if [ -n "$end" ]; then export SLURM_JOB_END_TIME=$end; fi
 fi
 
-# Slurm itself starts the ranks (srun --mpi=list shows how it can), and sends them its signal.
-# Ranks that leave with an error leave together; where one is lost, the others are ended after 30 s.
+# Slurm starts the ranks (srun --mpi=list shows the methods) and sends them the signal.
+# After an error all ranks end together. If one rank is lost, the others are killed after 30 s.
 srun --mpi=pmix --nodes="$nodes" --ntasks=$((nodes * ranks_per_node)) --ntasks-per-node="$ranks_per_node" \
     --cpus-per-task=1 --cpu-bind=cores --gpu-bind=none --distribution=block:block \
     --kill-on-bad-exit=0 --wait=30 "${hpctrain[@]}" run "$deck" --resume "${settings[@]}"
 code=$?
 
-# 75: stopped in good order, to be gone on with. 0 is done; 2, 3, 126 and 127 are for somebody to look at.
-# All else is a fault or a lost node; a sixth one in a row is the last.
+# Exit codes: 0 is done, 75 is stopped and can be resumed; 2, 3, 126 and 127 are errors that the user must correct.
+# Any other code is a fault or a lost node. The job starts again after up to five of them in a row.
 faults="quickstart-$SLURM_JOB_ID.faults"
 case $code in
 75) rm -f "$faults" ;;
@@ -71,7 +71,7 @@ case $code in
 *)
     echo "exit code $code on $(hostname), $(date)" >>"$faults"
     if [ "$(wc -l <"$faults")" -gt 5 ]; then
-        echo "exit code $code, and as bad before (see $faults): not started again" >&2
+        echo "exit code $code, after earlier faults (see $faults): not started again" >&2
         exit "$code"
     fi
     ;;

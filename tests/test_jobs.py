@@ -130,7 +130,7 @@ def test_it_is_what_the_command_in_it_writes(
 
 @named
 def test_it_says_whether_it_was_never_run(path: Path) -> None:
-    assert ("# Not run yet" in path.read_text()) == (path.name in NEVER_RUN)
+    assert ("# Never run on such a system" in path.read_text()) == (path.name in NEVER_RUN)
     assert path.read_text().count("ACCOUNT") == path.read_text().count("PARTITION") == 1
 
 

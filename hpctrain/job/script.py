@@ -33,8 +33,8 @@ WARNING_SECONDS = 120
 START_SECONDS = 60
 """Of a job's time, for what comes before the run, where the run is told its time and not the job's end."""
 
-NOT_RUN = "Not run yet: no such system was there where this was written. Its syntax alone was checked."
-NO_MODULES = "# Load here the modules that hpctrain was installed with, such as: module load gcc openmpi hdf5"
+NOT_RUN = "Never run on such a system: only the syntax of this script was checked."
+NO_MODULES = "# Load the modules here that hpctrain was installed with, such as: module load gcc openmpi hdf5"
 IMAGE, VOLUME = "hpctrain", ("hpctrain", "/work")
 IN_CONTAINER = "/opt/hpctrain/.venv/bin/hpctrain"
 GPU_VARIABLES = {"NCCL_DEBUG": "WARN", "NCCL_IGNORE_CPU_AFFINITY": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -86,7 +86,7 @@ def _common(job: Job, file: str, command: str, placeholders: bool) -> dict[str, 
     modules = _render("modules.sh", {"modules": shlex.join(wish.modules)}) if wish.modules else NO_MODULES
     return {
         "summary": _summary(job),
-        "usage": f"{edit} from the folder that the deck's paths start from:",
+        "usage": f"{edit} from the folder that the paths in the deck are relative to:",
         "submit": submission(wish.scheduler, file),
         "not_run": "" if wish.scheduler == "slurm" and not job.gpus_per_node else NOT_RUN,
         "command": command,
@@ -277,7 +277,7 @@ def _summary(job: Job) -> str:
     has += f" and {job.gpus_per_node} GPUs" if job.gpus_per_node else ""
     tasks = f", in {len(job.wish.variants)} variants" if job.wish.variants else ""
     each = " each" if most > 1 else ""
-    return f"Trains {job.path} on {nodes} with {has}{each}{tasks}; goes on where an earlier job stopped."
+    return f"Trains {job.path} on {nodes} with {has}{each}{tasks}; resumes where an earlier job stopped."
 
 
 def _layout_note(job: Job) -> str:

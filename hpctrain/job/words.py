@@ -48,8 +48,8 @@ def _directive_problems(wish: JobOptions) -> Iterator[str]:
         for name, text in options:
             if text is not None and not _WORD.fullmatch(text):
                 yield (
-                    f"{name} {text}: must be one word of letters, digits and . , : @ + / - _, not begun by a "
-                    "sign; what else a scheduler takes can be given by --directive"
+                    f"{name} {text}: must be one word of letters, digits and . , : @ + / - _ that starts "
+                    "with a letter, a digit or _; use --directive for other options"
                 )
     for text in wish.directives:
         if not re.match(r"--?\w", text):
@@ -67,13 +67,13 @@ def _kubernetes_problems(wish: JobOptions) -> Iterator[str]:
                 yield f"{name} requires --scheduler kubernetes, not {wish.scheduler}"
         return
     if wish.directives:
-        yield "--directive: kubernetes has no directives; edit the file instead"
+        yield "--directive is unsupported with --scheduler kubernetes; edit the file instead"
     if wish.modules:
-        yield "--module: on kubernetes all that hpctrain needs is in the image; name one by --image"
+        yield "--module is unsupported with --scheduler kubernetes; use an image with --image"
     for name, text in (("--account", wish.account), ("--partition", wish.partition)):
         if text is not None and not _LABEL.fullmatch(text):
             yield (
-                f"{name} {text}: must be a name as kubernetes has them: at most 63 small letters, digits and "
+                f"{name} {text}: must be a Kubernetes name: at most 63 lowercase letters, digits and "
                 "hyphens, with a letter or digit at both ends"
             )
     if wish.image is not None and not _IMAGE.fullmatch(wish.image):
@@ -81,6 +81,6 @@ def _kubernetes_problems(wish: JobOptions) -> Iterator[str]:
     if wish.volume is not None:
         claim, mount = wish.volume
         if not _NAMES.fullmatch(claim):
-            yield f"--volume {claim}: must begin with a claim's name: small letters, digits, hyphens and dots"
+            yield f"--volume {claim}: must start with a claim's name: lowercase letters, digits, - and ."
         if not mount.startswith("/") or ":" in mount:
             yield f"--volume {claim}:{mount}: must be mounted at a path that begins with /, without colons"

@@ -62,7 +62,7 @@ class Dashboards:
 def require_packages(deck: Deck) -> None:
     """HpctrainError with every key of [report] that asks for a package which is not installed."""
     problems = [
-        deck.problem(key, f"needs the package {package}, which is not installed: pip install {package}")
+        deck.problem(key, f"requires the package {package}, which is not installed: pip install {package}")
         for key, package in deck.report.packages.items()
         if not _installed(package)
     ]
@@ -111,6 +111,6 @@ def _known_as(folder: Path, step: int) -> str:
     try:
         path.write_text(strict_json({"id": own}) + "\n", encoding="utf-8")
     except OSError as error:
-        sentence = "%s: cannot be written, so that a resume is another run to wandb and trackio: %s"
+        sentence = "%s: cannot be written, so a resumed run appears as a new run in wandb and trackio: %s"
         logging.getLogger("hpctrain").warning(sentence, path, error.strerror or error)
     return own

@@ -77,7 +77,7 @@ class Feed:
         """Wait so long for the writer to be closed, and not longer."""
         self._thread.join(max(0.0, seconds))
         if self._thread.is_alive():
-            self._drop("had not taken all of it when the run was over")
+            self._drop("did not finish before the run ended")
 
     def _put(self, told: Told | bool) -> None:
         if self.lost:
@@ -114,7 +114,7 @@ class Feed:
             if self.lost:
                 return
             self.lost = True
-        sentence = "%s: gets no more of this run, it %s (metrics.jsonl has all of it)"
+        sentence = "%s: no further steps are sent, it %s (metrics.jsonl is complete)"
         logging.getLogger("hpctrain").warning(sentence, self.name, reason)
         with suppress(queue.Full):
             self._told.put_nowait(False)  # wakes the thread, where it waits

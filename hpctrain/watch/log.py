@@ -81,7 +81,7 @@ class _LogFile(logging.FileHandler):
         if not self.complained:
             self.complained = True
             problem = sys.exc_info()[1]
-            print_error(f"warning: {self.baseFilename}: lines are missing, it cannot be written: {problem}")
+            print_error(f"warning: {self.baseFilename}: cannot be written, so lines are missing: {problem}")
 
     def close(self) -> None:
         """Close the file; what a full disk still refuses is lost."""

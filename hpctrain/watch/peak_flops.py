@@ -63,8 +63,8 @@ class PeakFlops:
         reached = float(self._world.everyone.broadcast_object(self.flops))
         self._measure(self._kinds(), reached)
         logging.getLogger("hpctrain").info(
-            "a step ran at more than the measured peak, which was measured anew: %.1f GFLOP/s a rank "
-            "count as 100%% MFU",
+            "a step exceeded the measured peak, which was measured again: %.1f GFLOP/s per rank are now "
+            "100%% MFU",
             self.flops / 1e9,
         )
 

@@ -125,7 +125,7 @@ class Reporter:
         """The run ends by an error; the newest complete checkpoint."""
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, HpctrainError):
-            reason = next(iter(error.problems), "nobody reads its output")
+            reason = next(iter(error.problems), "its standard output was closed")
         elif isinstance(error, KeyboardInterrupt):
             reason = "interrupted a second time"
         self.status.change("failed", checkpoint=_text(checkpoint), reason=reason)

@@ -100,9 +100,9 @@ def remove_run(folder: Path, needed: Sequence[str] = ()) -> list[str]:
         )
     foreign, names = list(_foreign(folder)), _names(folder)
     if MARKER not in names and (foreign or not names >= _AT_LEAST):
-        besides = f", and besides {listed(foreign)}" if foreign else ""
+        besides = f", and also {listed(foreign)}" if foreign else ""
         raise HpctrainError(
-            f"{folder}: holds what may be a run, without {MARKER}{besides}, so nothing in it is deleted; "
+            f"{folder}: may hold a run, but has no {MARKER}{besides}, so nothing in it is deleted; "
             "choose another run.dir, or delete the run by hand"
         )
     blocking = [name for name in foreign if re.fullmatch(f"checkpoints/({_CHECKPOINT})", name)]
@@ -113,7 +113,7 @@ def remove_run(folder: Path, needed: Sequence[str] = ()) -> list[str]:
         pattern = {folder.resolve(): _FILE, folder.resolve() / _CHECKPOINTS: _CHECKPOINT}.get(path.parent)
         if pattern is not None and re.fullmatch(pattern, path.name):
             raise HpctrainError(
-                f"{folder}: {name}, which this run is to read, belongs to the run that would be deleted; "
+                f"{folder}: {name}, which this run reads, belongs to the run that would be deleted; "
                 "move it elsewhere, or choose another run.dir"
             )
     _delete(folder)
@@ -141,8 +141,8 @@ def refuse_unfit(folder: Path) -> None:
 
 def _refuse(folder: Path, names: Sequence[str]) -> NoReturn:
     raise HpctrainError(
-        f"{folder}: holds {listed(names)}, which no run wrote (it is a link or no regular file) but one "
-        "would write; move that elsewhere, or choose another run.dir"
+        f"{folder}: holds {listed(names)}, which a run would write, but which is a link or not a regular "
+        "file; move it elsewhere, or choose another run.dir"
     )
 
 

@@ -92,7 +92,7 @@ class Status:
         except OSError as error:
             if not self._complained:
                 self._complained = True
-                sentence = "%s: is out of date from now on, it cannot be written: %s"
+                sentence = "%s: cannot be written and is out of date from now on: %s"
                 logging.getLogger("hpctrain").warning(sentence, path, error.strerror or error)
 
 

@@ -52,7 +52,7 @@ _FACTS = {
     "host": "node of rank 0",
     "job": "job",
     "started": "last started (UTC)",
-    "time": "last word (UTC)",
+    "time": "last update (UTC)",
     "started_in": "started in",
 }
 
@@ -90,9 +90,9 @@ def require_runs(run_dirs: Sequence[Path]) -> None:
         if not folder.is_dir():
             problems.append(f"{folder}: no such folder; name the folder of a run, such as runs/quickstart")
         elif not path.is_file() and not is_run(folder):
-            problems.append(f"{folder}: is no run's folder: it holds no {METRICS_FILE}")
+            problems.append(f"{folder}: is not a run folder: it has no {METRICS_FILE}")
         elif not path.is_file() or path.stat().st_size == 0:
-            problems.append(f"{folder}: has made no step yet; there is something to tell after the first one")
+            problems.append(f"{folder}: has no steps yet; a report requires at least one")
     if problems:
         raise HpctrainError(problems)
 
@@ -158,7 +158,7 @@ def _deck(path: Path, problems: list[str]) -> Mapping[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, TomlError) as error:
-        problems.append(f"{path}: is no deck ({error})")
+        problems.append(f"{path}: is not a deck ({error})")
         return {}
 
 

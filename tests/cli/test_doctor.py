@@ -131,7 +131,7 @@ def test_stress_tells_nodes_and_rates(launch: Launch, tmp_path: Path) -> None:
     assert heads.split()[:2] == ["node", "ranks"]
     assert "disk read" in heads
     assert "The stress test of 2 ranks on 1 node took" in done.stdout
-    assert "every result was right" in done.stdout
+    assert "all results are correct" in done.stdout
     assert list((tmp_path / "disk").iterdir()) == []
     assert not rates.exists()  # of so short a test
 
@@ -145,7 +145,7 @@ def test_stress_tells_nodes_and_rates(launch: Launch, tmp_path: Path) -> None:
         (("--stress", "31 d"), "--stress 31 d: must be more than 0 seconds, and at most 30 days"),
         (("--rates", "file"), "--rates requires --stress SECONDS"),
         (("--stress-dir", "."), "--stress-dir requires --stress SECONDS"),
-        (("--stress", "1", "--stress-dir", "nowhere"), "--stress-dir nowhere: is not there on "),
+        (("--stress", "1", "--stress-dir", "nowhere"), "--stress-dir nowhere: does not exist on "),
         (("--stress", "1", "--rates", "nowhere/file"), "--rates nowhere/file: cannot be written"),
     ],
 )

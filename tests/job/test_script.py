@@ -315,7 +315,7 @@ def test_with_mirrors_a_job_goes_on_with_the_nodes_that_are_left(folder: Path, l
     job |= {"SLURMD_NODENAME": "n1", "SLURM_JOB_CPUS_PER_NODE": "4(x2)", "PATH": f"bin:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "job.sh"], env=job, capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr
-    assert "exit code 137: goes on at once, on n1" in done.stdout
+    assert "exit code 137: resumes at once on n1" in done.stdout
     calls = Path("calls").read_text().splitlines()
     ranks = [line for line in calls if " run deck.toml" in line]
     asked = "--ntasks=" if launcher == "srun" else "-n "
@@ -371,7 +371,7 @@ def test_a_job_goes_on_without_nodes_that_had_silent_faults(folder: Path, kind: 
         assert "silent faults on n3,n7: this scheduler is told of no nodes to leave out" in done.stderr
         assert "qsub a job.sh" in calls
         return
-    assert "submitted again without n3,n7, for silent faults" in done.stdout
+    assert "submitted again without n3,n7 because of silent faults" in done.stdout
     task = " --array=1" if kind == "sweep" else ""
     assert f"sbatch{task} --exclude=n3,n7 a job.sh" in calls
     assert not [line for line in calls if line.startswith("scontrol requeue")]

@@ -126,10 +126,10 @@ def test_what_is_stored_is_read_again_or_refused(world: World, tmp_path: Path) -
     with pytest.raises(InputOutputError, match=r"reference.train.npy: is damaged \(row 23\)"):
         learner(world, deck, tmp_path, saved).train(3)
     path.write_bytes(kept[:-1])
-    with pytest.raises(InputOutputError, match="is not whole"):
+    with pytest.raises(InputOutputError, match="is incomplete"):
         learner(world, deck, tmp_path, saved)
     path.unlink()
-    with pytest.raises(InputOutputError, match="is not there"):
+    with pytest.raises(InputOutputError, match="is missing"):
         learner(world, deck, tmp_path, saved)
 
 

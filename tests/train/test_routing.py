@@ -206,7 +206,7 @@ def test_the_file_that_a_run_follows_is_not_deleted_by_it(
 ) -> None:
     folder, deck = train("run", "run.steps=1"), deck_file
     keys = [*KEYS, f"run.dir={folder}"]
-    with pytest.raises(HpctrainError, match=r"routing.h5, which this run is to read"):
+    with pytest.raises(HpctrainError, match=r"routing.h5, which this run reads"):
         run_deck(world, deck, keys, fresh=True, replayed=folder / ROUTING_FILE)
     assert (folder / ROUTING_FILE).exists()
     assert run_deck(world, deck, [*keys, "model.experts.record_routing=0"], fresh=True) == 0

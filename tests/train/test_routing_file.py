@@ -76,7 +76,7 @@ def test_another_file_is_told_apart(tmp_path: Path) -> None:
     path = tmp_path / "other.h5"
     with h5py.File(path, "w") as file:
         file["tokens"] = np.arange(3)
-    with pytest.raises(InputOutputError, match="is no file of choices"):
+    with pytest.raises(InputOutputError, match="is not a routing file"):
         RoutingFile.read(path)
     example().write(path)
     with h5py.File(path, "r+") as file:
@@ -90,12 +90,12 @@ def test_another_file_is_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"experts": 8}, "model.experts.count = 8 there, 4 in this run"),
-        ({"blocks": np.array([0, 3], np.int32)}, r"choices of the blocks = \[0, 3\] there, \[1, 3\]"),
-        ({"choices": np.zeros((2, 2, 4, 2), np.int32)}, "needs 2 different experts"),
-        ({"choices": example().choices + 1}, "different experts of the 4"),
-        ({"choices": example().choices[..., :1]}, "model.experts.per_token = 1 there, 2 in"),
-        ({"choices": example().choices[:, :, :3]}, "batch.sequence = 3 there, 4 in"),
+        ({"experts": 8}, "model.experts.count = 8, but 4 in this run"),
+        ({"blocks": np.array([0, 3], np.int32)}, r"choices of the blocks = \[0, 3\], but \[1, 3\]"),
+        ({"choices": np.zeros((2, 2, 4, 2), np.int32)}, "expected 2 different experts"),
+        ({"choices": example().choices + 1}, "different experts of 4 for each token"),
+        ({"choices": example().choices[..., :1]}, "model.experts.per_token = 1, but 2 in"),
+        ({"choices": example().choices[:, :, :3]}, "batch.sequence = 3, but 4 in"),
         ({"samples": np.array([5, 5])}, "and each sample once"),
         ({"samples": np.array([5])}, "and each sample once"),
         ({"choices": example().choices[:1]}, "does not fit"),
@@ -113,7 +113,7 @@ def test_padding_has_no_experts() -> None:
     choices[:, :, 3] = choices[:, 1] = -1
     replace(example(), choices=choices).require_fit(Path("routing.h5"), SHAPE)
     choices[0, 0, 0, 1] = -1
-    with pytest.raises(HpctrainError, match="needs 2 different experts"):
+    with pytest.raises(HpctrainError, match="expected 2 different experts"):
         replace(example(), choices=choices).require_fit(Path("routing.h5"), SHAPE)
 
 

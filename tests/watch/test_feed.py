@@ -103,9 +103,9 @@ def test_one_that_raises_is_given_up_with_one_warning(
     feed.end(whole=True)
     feed.close(30)
     (said,) = warned(caplog)
-    assert said.startswith("report.x: gets no more of this run, it ")
+    assert said.startswith("report.x: no further steps are sent, it ")
     assert words in said
-    assert "metrics.jsonl has all of it" in said
+    assert "metrics.jsonl is complete" in said
     assert feed.lost
     assert writer.abandoned == (where != "make")
 
@@ -134,7 +134,7 @@ def test_one_that_hangs_holds_nobody_up(
     feed.close(30)
     assert writer.told == [1, 2]
     assert warned(caplog) == [
-        "report.x: gets no more of this run, it has not answered for 120 s (metrics.jsonl has all of it)"
+        "report.x: no further steps are sent, it has not answered for 120 s (metrics.jsonl is complete)"
     ]
 
 
@@ -168,7 +168,7 @@ def test_the_end_of_a_run_waits_for_so_long_and_not_longer(caplog: pytest.LogCap
     feed.close(0.2)
     assert 0.2 <= time.monotonic() - began < 5
     assert writer.abandoned
-    assert "had not taken all of it when the run was over" in warned(caplog)[0]
+    assert "did not finish before the run ended" in warned(caplog)[0]
 
 
 def test_one_that_is_made_too_late_is_abandoned(

@@ -101,7 +101,7 @@ def test_what_a_run_wrote_goes_and_all_else_stays_and_is_said(
     (tmp_path / "precious").mkdir()
     (folder / "link").symlink_to(tmp_path / "precious")
     there = files(folder)
-    with pytest.raises(HpctrainError, match=r"holds plan.json, which no run wrote \(it is a link"):
+    with pytest.raises(HpctrainError, match=r"holds plan.json, which a run would write, but which is a link"):
         clear_folder(deck_of(folder), fresh, again)
     assert files(folder) == there
     (folder / "plan.json").unlink()
@@ -137,7 +137,7 @@ def test_a_run_from_before_there_was_a_marker(tmp_path: Path) -> None:
     assert files(tmp_path) == {LOCK}
 
     make(tmp_path, ("deck.toml", LOCK), marked=False)
-    with pytest.raises(HpctrainError, match="holds what may be a run"):
+    with pytest.raises(HpctrainError, match="may hold a run"):
         clear_folder(deck_of(tmp_path), fresh=True, again=False)
 
 
@@ -185,7 +185,7 @@ def test_mount_points_on_the_same_file_system_count(monkeypatch: pytest.MonkeyPa
 def test_what_the_run_is_to_read_is_not_deleted(tmp_path: Path, key: str) -> None:
     make(tmp_path, WRITTEN)
     (tmp_path / "checkpoints/latest").symlink_to("step-00000010.h5")
-    with pytest.raises(HpctrainError, match="which this run is to read"):
+    with pytest.raises(HpctrainError, match="which this run reads"):
         clear_folder(deck_of(tmp_path, f"{key}={tmp_path}/checkpoints/latest"), fresh=True, again=False)
     assert files(tmp_path) == {*WRITTEN, "checkpoints/latest", LOCK, MARKER}
 

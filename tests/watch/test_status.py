@@ -139,7 +139,7 @@ def test_a_disk_that_refuses_costs_one_warning(tmp_path: Path, caplog: pytest.Lo
     status = Status(tmp_path, {})
     status.change("running")
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "status.json: is out of date from now on, it cannot be written: " in caplog.text
+    assert "status.json: cannot be written and is out of date from now on: " in caplog.text
 
 
 def test_jobs_of_schedulers() -> None:

@@ -234,9 +234,9 @@ def test_what_cannot_be_reported_is_one_sentence(tmp_path: Path) -> None:
         write_report([one, empty, begun, tmp_path / "bare", tmp_path / "gone"], tmp_path / "report.html")
     assert caught.value.exit_code == 2
     assert [problem.partition(": ")[2].partition(";")[0] for problem in caught.value.problems] == [
-        "has made no step yet",
-        "has made no step yet",
-        "is no run's folder: it holds no metrics.jsonl",
+        "has no steps yet",
+        "has no steps yet",
+        "is not a run folder: it has no metrics.jsonl",
         "no such folder",
     ]
     torn = a_run(tmp_path / "torn", **{"metrics.jsonl": '{"step": 1}\nnot a row\n{"step": 2}\n'})

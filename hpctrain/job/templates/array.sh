@@ -1,9 +1,9 @@
-# Task N of the array takes line N, from 0.
+# Task N of the array runs line N, counted from 0.
 run_dir=
 case $SLURM_ARRAY_TASK_ID in
 @{cases}
 *)
-    echo "there is no run $SLURM_ARRAY_TASK_ID in this sweep" >&2
+    echo "this sweep has no run $SLURM_ARRAY_TASK_ID" >&2
     exit 2
     ;;
 esac

@@ -1,3 +1,3 @@
-# Not --ntasks-per-node: queued again, the job would wait for as many nodes as it once had.
+# Not --ntasks-per-node: a requeued job would wait for the number of nodes that it had before.
 #SBATCH --mincpus=@{cores}
 #SBATCH --threads-per-core=1

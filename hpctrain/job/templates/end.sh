@@ -1,5 +1,5 @@
-# 75: stopped in good order, to be gone on with. 0 is done; 2, 3, 126 and 127 are for somebody to look at.
-# All else is a fault or a lost node; a sixth one in a row is the last.
+# Exit codes: 0 is done, 75 is stopped and can be resumed; 2, 3, 126 and 127 are errors that the user must correct.
+# Any other code is a fault or a lost node. The job starts again after up to five of them in a row.
 faults=@{faults}
 case $code in
 75) rm -f "$faults" ;;
@@ -10,7 +10,7 @@ case $code in
 *)
     echo "exit code $code on $(hostname), $(date)" >>"$faults"
     if [ "$(wc -l <"$faults")" -gt 5 ]; then
-        echo "exit code $code, and as bad before (see $faults): not started again" >&2
+        echo "exit code $code, after earlier faults (see $faults): not started again" >&2
         exit "$code"
     fi
     ;;

@@ -1,6 +1,6 @@
-# Where silent faults came again and again, the run stops (75) and names the nodes.
+# After repeated silent faults, the run stops (75) and names the nodes.
 faulty=$("${hpctrain[@]}" status --faulty @{faulty_dir}) || faulty=""
 if [ "$code" -eq 75 ] && [ -n "$faulty" ]; then
-    echo "silent faults on $faulty: this scheduler is told of no nodes to leave out; have these tested" >&2
+    echo "silent faults on $faulty: this script cannot exclude nodes; test them" >&2
 fi
 

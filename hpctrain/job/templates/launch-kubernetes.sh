@@ -1,4 +1,4 @@
-# A pod that has to go gets TERM, and some time: the run writes a checkpoint and stops.
+# A pod that is evicted receives TERM and has some time left: the run writes a checkpoint and stops.
 trap 'signalled=1; kill -s USR2 "$launcher"' TERM
 mpirun -n @{ranks} --map-by ppr:@{ranks_per_node}:node --bind-to none \
     -x OMP_NUM_THREADS@{exported} @{program} run @{deck} --resume @{settings} &

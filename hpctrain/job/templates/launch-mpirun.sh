@@ -1,4 +1,4 @@
-# The scheduler's signals reach this script; it hands them to mpirun, which forwards USR1 and USR2 to every rank.
+# The scheduler sends signals to this script, which sends them to mpirun. That forwards USR1 and USR2 to all ranks.
 # (The flags are Open MPI's. MPICH and Intel MPI: mpiexec -ppn "$ranks_per_node" -bind-to core:@{cores_per_rank} -n ...)
 trap 'signalled=1; kill -s USR1 "$launcher"' USR1
 trap 'signalled=1; kill -s USR2 "$launcher"' USR2

@@ -18,7 +18,7 @@ hpctrain=(@{program})
 if [ -n "${HPCTRAIN:-}" ]; then read -ra hpctrain <<<"$HPCTRAIN"; fi
 read -ra mpirun <<<"${MPIRUN:-mpirun}"
 deck=@{deck}
-# The run knows its time, less a minute for starting, and stops before that.
+# The run has its own time limit, a minute less for starting, and stops before it.
 settings=(@{settings} --set run.time_limit=@{run_seconds})
 ranks_per_node=@{ranks_per_node}
 @{layout_note}

@@ -1,8 +1,8 @@
-# checkpoint.mirror: where a node is lost the job stays (--no-kill), and the run goes on at once with the nodes
-# that are left, from what these hold in memory of its state.
+# checkpoint.mirror: if a node is lost, the job stays (--no-kill), and the run resumes at once on the remaining
+# nodes from the copies of its state in their memory.
 faults=@{faults}
 while true; do
-    # Nobody else would notice that this script's own node is lost: then another one has the job queued again.
+    # If this script's own node is lost, a process on another node requeues the job.
     others=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep --invert-match --line-regexp "$SLURMD_NODENAME")
     guard=
     if [ -n "$others" ]; then
@@ -22,7 +22,7 @@ while true; do
     case $code in 0 | 2 | 3 | 75 | 126 | 127) break ;; esac
     echo "exit code $code on $(hostname), $(date)" >>"$faults"
     if [ "$(wc -l <"$faults")" -gt 5 ]; then break; fi
-    # Slurm takes a lost node away after a while (SlurmdTimeout); until then not all nodes of the job answer.
+    # Slurm removes a lost node after a while (SlurmdTimeout). Until then not all nodes of the job answer.
     for _ in {1..60}; do
         left=$(squeue --noheader --job "$SLURM_JOB_ID" --format %D)
         SLURM_JOB_NODELIST=$(squeue --noheader --job "$SLURM_JOB_ID" --format %N)
@@ -34,9 +34,9 @@ while true; do
         if [ "$count" -le "$left" ]; then nodes=$count; fi
     done
     if [ "$nodes" -eq 0 ]; then break; fi
-    # By these mpirun finds the nodes.
+    # mpirun finds the nodes by these variables.
     export SLURM_JOB_NODELIST SLURM_NODELIST=$SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES=$left SLURM_NNODES=$left
     export SLURM_TASKS_PER_NODE="$ranks_per_node(x$left)"
     export SLURM_JOB_CPUS_PER_NODE="${SLURM_JOB_CPUS_PER_NODE%%(*}(x$left)"
-    echo "exit code $code: goes on at once, on $SLURM_JOB_NODELIST"
+    echo "exit code $code: resumes at once on $SLURM_JOB_NODELIST"
 done

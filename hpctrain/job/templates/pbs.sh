@@ -15,7 +15,7 @@ hpctrain=(@{program})
 if [ -n "${HPCTRAIN:-}" ]; then read -ra hpctrain <<<"$HPCTRAIN"; fi
 read -ra mpirun <<<"${MPIRUN:-mpirun} --hostfile $PBS_NODEFILE"
 deck=@{deck}
-# PBS warns nobody before a job's end: the run knows its time, less a minute for starting, and stops before that.
+# PBS sends no warning before the end. The run has its own time limit, a minute less for starting.
 settings=(@{settings} --set run.time_limit=@{run_seconds})
 nodes=@{nodes}
 @{layout_note}

@@ -38,7 +38,7 @@ fi
 
 export OMP_NUM_THREADS=@{threads}
 @{environment}
-# The run stops by itself before the job's end, which older versions of Slurm tell squeue alone.
+# The run stops before the job's end, which older versions of Slurm report only through squeue.
 if [ -z "${SLURM_JOB_END_TIME:-}" ]; then
     end=$(squeue --noheader --job "$SLURM_JOB_ID" --format %e)
     end=${end:+$(date -d "$end" +%s)}

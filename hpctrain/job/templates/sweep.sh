@@ -1,4 +1,4 @@
-# Task N of the array takes line N, from 0: KEY=VALUE, several with spaces between.
+# Task N of the array uses line N, counted from 0: KEY=VALUE, several separated by spaces.
 variants=(
 @{variants}
 )

@@ -159,7 +159,7 @@ class Collectives:
     def _compare(self, how: str, sender: int, found: Tensor, expected: Tensor, record: StressRecord) -> None:
         apart = difference(found, expected)
         if apart is not None:
-            told = f"received by {how} from {self.place.of(sender)} word {apart.position} of {len(found)} as"
+            told = f"received word {apart.position} of {len(found)} from {self.place.of(sender)} by {how} as"
             here = self.place.hosts[self.place.rank]
             there = self.place.hosts[sender]
             hosts = here if here == there else f"{here},{there}"
@@ -171,10 +171,8 @@ class Collectives:
         self.look(operation, found)
         apart = difference(found, expected)
         if apart is not None:
-            told = (
-                f"{self.place.name} has of {operation} {across} in element {apart.position} the sum {apart}"
-            )
-            record.add_wrong(TEST, f"{told}; which of them gave or added it wrong, a sum does not tell", "")
+            told = f"{self.place.name}: element {apart.position} of {operation} {across} is {apart}"
+            record.add_wrong(TEST, f"{told}; a sum does not show which rank was wrong", "")
 
 
 def partner(node: int, meeting: int, nodes: int) -> int:

@@ -132,12 +132,14 @@ class DiskTest:
         where = f"{self.place.name}: {self.folder}"
         host = self.place.hosts[self.place.rank]
         if count < found.nbytes:
-            record.add_wrong(TEST, f"{where} gave back {index * _BLOCK + count} bytes of a larger file", host)
+            record.add_wrong(
+                TEST, f"{where} returned only {index * _BLOCK + count} bytes of a larger file", host
+            )
             return
         apart = difference(found.view(torch.uint8), expected.view(torch.uint8))
         if apart is not None:
             place = index * _BLOCK + apart.position
-            record.add_wrong(TEST, f"{where} gave back byte {place} of a file as {apart}", host)
+            record.add_wrong(TEST, f"{where} returned byte {place} of a file as {apart}", host)
 
     def _failed(self, error: OSError, record: StressRecord) -> None:
         if error.errno in _FULL:

@@ -48,7 +48,7 @@ def check_file(path: Path) -> None:
     except OSError as error:
         raise HpctrainError(f"--rates {escaped(str(path))}: cannot be read: {error.strerror}") from None
     if content.strip() and not _rows(content):
-        raise HpctrainError(f"--rates {escaped(str(path))}: is no file of rates; name another one")
+        raise HpctrainError(f"--rates {escaped(str(path))}: is not a file of rates; name another one")
 
 
 def read_rates(path: Path) -> list[EarlierRates]:

@@ -40,7 +40,7 @@ class MemoryTest:
         """Write one pattern after the other over as much as there is time for, and read each back."""
         size = self._room()
         if size < LEAST:
-            record.notes.append((TEST, f"not tested: {format_bytes(size)} a rank would be free for it"))
+            record.notes.append((TEST, f"not tested: only {format_bytes(size)} per rank is free"))
             return
         try:
             memory = torch.empty(
@@ -49,7 +49,9 @@ class MemoryTest:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            record.notes.append((TEST, f"not tested: {format_bytes(size)} were free, but cannot be had"))
+            record.notes.append(
+                (TEST, f"not tested: {format_bytes(size)} were free, but could not be allocated")
+            )
             return
         read, seconds = 0, 0.0
         with one_thread():

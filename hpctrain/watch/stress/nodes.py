@@ -145,15 +145,15 @@ def rate_text(name: str, rate: float) -> str:
 def _slow(node: Node, name: str, rate: float, usual: float, beside: str, who: str = "") -> DoctorFinding:
     measure = MEASURES[name]
     less = f"{100 * (1 - rate / usual):.0f}% less than {beside}"
-    told = f"{who or f'node {node.name}'} {measure.does} at {rate_text(name, rate)} a rank, {less}"
-    remedy = f"look what else runs on {node.name}, and at its clocks, cooling and errors"
+    told = f"{who or f'node {node.name}'} {measure.does} at {rate_text(name, rate)} per rank, {less}"
+    remedy = f"check {node.name} for other processes, clocks, cooling and errors"
     return DoctorFinding("slow", told, f"{remedy}; {leaving_out([node.name])}")
 
 
 def leaving_out(hosts: Iterable[str]) -> str:
     """How runs are started without some nodes."""
     names = ",".join(sorted(set(hosts)))
-    return f"until it is right again, leave it out (srun or sbatch --exclude={names})"
+    return f"exclude it until it is repaired (srun or sbatch --exclude={names})"
 
 
 def _alike(node: Node, other: Node) -> bool:

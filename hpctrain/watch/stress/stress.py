@@ -118,7 +118,7 @@ def stress(
             record = StressRecord()
             if number == 0 and removed:
                 names = ", ".join(removed)
-                told = f"removed from {wish.folder}, where a test that was killed had left it: {names}"
+                told = f"removed files of a killed test from {wish.folder}: {names}"
                 record.notes.append((disk.TEST, told))
             passed = 0.0
             stopped = False
@@ -210,10 +210,10 @@ def _result(
         slow += fallen_nodes(nodes, read_rates(path))
         why = keep_rates(path, nodes, datetime.now(timezone.utc).date().isoformat())
         if why:
-            remedy = "name a file that can be written by --rates FILE, so that a node that becomes slow shows"
+            remedy = "name a writable file with --rates FILE to detect nodes that become slow"
             findings.append(DoctorFinding("rates", f"{path} could not be written: {why}", remedy))
     parts = [
-        f"{counted(wrong, 'result')} came out wrong" if wrong else "every result was right",
+        f"{counted(wrong, 'result')} came out wrong" if wrong else "all results are correct",
         f"{counted(len(slow), 'rate')} low" if slow else "no node is slow",
     ]
     ended = f"was stopped after {format_seconds(spent)}" if stopped else f"took {format_seconds(spent)}"
@@ -233,14 +233,14 @@ def _wrong(rounds: Sequence[Sequence[dict[str, Any]]]) -> Iterator[DoctorFinding
     ]
     for test, sentence, hosts in told[:_TOLD]:
         names = [host for host in hosts.split(",") if host]
-        remedy = "test the nodes of these ranks by themselves, and two at a time"
+        remedy = "test the nodes of these ranks individually and in pairs"
         if names:
-            remedy = f"have {' and '.join(names)} looked at; {leaving_out(names)}"
+            remedy = f"inspect {' and '.join(names)}; {leaving_out(names)}"
         yield DoctorFinding(test, sentence, remedy, fatal=True)
     number = sum(row["number"] for each in rounds for row in each)
     if number > len(told[:_TOLD]):
-        more = f"and {counted(number - len(told[:_TOLD]), 'more result')} came out wrong"
-        yield DoctorFinding("stress", more, "look at the ones above", fatal=True)
+        more = f"{counted(number - len(told[:_TOLD]), 'more result')} came out wrong"
+        yield DoctorFinding("stress", more, "see the results above", fatal=True)
 
 
 def _notes(rounds: Sequence[Sequence[dict[str, Any]]]) -> Iterator[DoctorFinding]:

@@ -38,7 +38,7 @@ def check_folder(folder: Path) -> None:
     """HpctrainError where this rank could not write files there."""
     what = ""
     if not folder.is_dir():
-        what = "is no folder" if folder.exists() else "is not there"
+        what = "is not a folder" if folder.exists() else "does not exist"
     elif not os.access(folder, os.W_OK | os.X_OK):
         what = "cannot be written to"
     if what:

@@ -76,7 +76,7 @@ def test_a_file_that_is_none_of_rates_is_refused_and_stays(tmp_path: Path) -> No
     deck = tmp_path / "deck.toml"
     deck.write_text("[model]\n")
     for path, words in (
-        (deck, "is no file of rates"),
+        (deck, "is not a file of rates"),
         (tmp_path, "is a folder"),
         (tmp_path / "none" / "rates", "cannot be written"),
     ):

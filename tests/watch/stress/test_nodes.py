@@ -31,7 +31,7 @@ def test_a_node_below_the_median_is_slow() -> None:
     nodes.append(node("n4", {"fp32 products": 61e9}))
     (finding,) = slow_nodes(nodes)
     assert finding.statement == (
-        "node n4 multiplies in fp32 at 61 GFLOP/s a rank, 38% less than the median of 5 such nodes "
+        "node n4 multiplies in fp32 at 61 GFLOP/s per rank, 38% less than the median of 5 such nodes "
         "(98 GFLOP/s)"
     )
     assert "--exclude=n4" in finding.remedy
@@ -57,8 +57,8 @@ def test_a_slow_rank_is_named_beside_its_node() -> None:
     one = Node("n0", "H100", (4, 5, 6), {"bf16 products": {4: 600e12, 5: 610e12, 6: 400e12}})
     (finding,) = slow_nodes([one])
     assert finding.statement == (
-        "rank 6 on n0 multiplies in bf16 at 400 TFLOP/s a rank, 33% less than the median of the node's ranks "
-        "(600 TFLOP/s)"
+        "rank 6 on n0 multiplies in bf16 at 400 TFLOP/s per rank, 33% less than the median of the node's "
+        "ranks (600 TFLOP/s)"
     )
 
 
@@ -66,7 +66,7 @@ def test_a_node_that_became_slow_shows() -> None:
     now = [node("n3", {"fp32 products": 61e9})]
     (finding,) = fallen_nodes(now, [kept(2, 92e9), kept(1, 20e9, "n2"), kept(1, 20e9, ranks=2)])
     assert finding.statement == (
-        "node n3 multiplies in fp32 at 61 GFLOP/s a rank, 34% less than on 2026-11-02 (92 GFLOP/s)"
+        "node n3 multiplies in fp32 at 61 GFLOP/s per rank, 34% less than on 2026-11-02 (92 GFLOP/s)"
     )
     assert list(fallen_nodes(now, [kept(2, 70e9)])) == []
     # One that has been slow for long still shows; a single quick day of many does not count.
