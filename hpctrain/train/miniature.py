@@ -232,9 +232,9 @@ def _miniature_of_module(deck: Deck) -> Deck:
     parameters = sum(parameter.numel() for parameter in module.parameters())
     if parameters > _MOST_PARAMETERS:
         sentence = (
-            f"has {format_count(parameters)} parameters, and is compared in double precision on one rank, "
-            f"with {format_count(_MOST_PARAMETERS)} at most: smaller arguments for this are given in the "
-            "table [model.miniature]"
+            f"has {format_count(parameters)} parameters, but the comparison in double precision on one rank "
+            f"supports at most {format_count(_MOST_PARAMETERS)}: set smaller arguments in the table "
+            "[model.miniature]"
         )
         raise HpctrainError(deck.problem("model.module", sentence))
     tables = [each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding)]

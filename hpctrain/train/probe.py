@@ -64,8 +64,8 @@ def shared_memory(module: nn.Module) -> Iterator[ProbeFinding]:
         at = parameter.untyped_storage().data_ptr()
         if parameter.numel() and first.setdefault(at, name) != name:
             yield ProbeFinding(
-                f"{first[at]} and {name} share memory and are two parameters, which a run trains apart: let "
-                "one be the other (head.weight = embed.weight)"
+                f"{first[at]} and {name} are two parameters that share memory, but a run trains them "
+                "separately: assign one to the other (head.weight = embed.weight)"
             )
 
 
@@ -80,12 +80,12 @@ def _passes(call: ModuleCall, micro: MicroBatch) -> Iterator[ProbeFinding]:
     first = _outputs(call, given, _SEED, _SEED)
     if torch.initial_seed() != _SEED:
         yield ProbeFinding(
-            "the forward pass seeds torch's random numbers itself: masks are the same in every pass, and on "
+            "the forward pass seeds torch's random numbers itself: masks are the same in every pass and on "
             "all data ranks"
         )
     if any(not torch.equal(field, micro.fields[name]) for name, field in given.items()):
         yield ProbeFinding(
-            "the forward pass changes its input in place: what comes after it, as the loss, sees others"
+            "the forward pass changes its input in place: the loss and other later parts see changed values"
         )
     after = _attributes(module)
     changed = _changed(before, after)
@@ -94,25 +94,27 @@ def _passes(call: ModuleCall, micro: MicroBatch) -> Iterator[ProbeFinding]:
     # What the first pass alone makes, as a weight that is normalized, is no state.
     changing = _changed(after, _attributes(module))
     if not _equal(first, again):
-        what = "draws random numbers that torch.manual_seed does not seed, or keeps state that is no buffer"
+        what = "draws random numbers that torch.manual_seed does not seed, or keeps state outside of buffers"
         if changed:
-            what = f"keeps state that is no buffer, and so in no checkpoint: {_some(changed)}"
+            what = f"keeps state outside of buffers, which checkpoints do not store: {_some(changed)}"
         yield ProbeFinding(
             f"two forward passes of the same input, seed and buffers differ: the module {what}"
         )
     elif changing:
-        sentence = f"a forward pass changes {_some(changing)}, which is no buffer, and so in no checkpoint"
-        yield ProbeFinding(f"{sentence}; what a pass gives did not depend on it here", fails=False)
+        sentence = (
+            f"a forward pass changes {_some(changing)} outside of buffers, which checkpoints do not store"
+        )
+        yield ProbeFinding(f"{sentence}; the output did not depend on it here", fails=False)
     else:
         _restore(module, kept)
         other = _outputs(call, _copied(micro), _SEED, _OTHER_SEED)
         if not _equal(first, other):
             yield ProbeFinding(
-                "the forward pass draws random numbers of Python's or numpy's: a run seeds torch's alone, "
-                "and so layouts, and runs that go on, draw others"
+                "the forward pass draws random numbers from Python or numpy, but a run seeds only torch: "
+                "other layouts and resumed runs draw other numbers"
             )
     if any(not each.isfinite().all() for each in first):
-        yield ProbeFinding("what the forward pass gives is not finite")
+        yield ProbeFinding("the output of the forward pass is not finite")
 
 
 def _gradients(
@@ -128,7 +130,7 @@ def _gradients(
     module.zero_grad(set_to_none=True)
     if none:
         have = "has" if len(none) == 1 else "have"
-        zero = "in a run it is one of zero, so that decay and moments go on"
+        zero = "in a run it is zero, and weight decay and moments still apply"
         yield ProbeFinding(f"{_some(none)} {have} no gradient in this pass; {zero}", fails=False)
 
 
@@ -156,16 +158,17 @@ def _additive(
     if abs(sums[0] - apart) > _EXACT * max(map(abs, sums)):
         factor = f"{sums[0] / apart:.4g} times" if apart else "not"
         yield ProbeFinding(
-            f"model.loss is no sum over samples: of {counted(rows, 'sample')} at once it is {sums[0]:.6g}, "
-            f"{factor} that of the same one by one: it has to give a sum and a count, no mean"
+            f"model.loss is not a sum over samples: for {counted(rows, 'sample')} at once it is "
+            f"{sums[0]:.6g}, {factor} that for the same one by one: it must return a sum and a count, "
+            "not a mean"
         )
     counts = [float(each[1]) for each in figures if len(each) > 1]
     apart = sum(counts[1:])
     if counts and abs(counts[0] - apart) > _EXACT * max(map(abs, counts)):
         yield ProbeFinding(
-            f"the count of model.loss does not grow with samples: of {counted(rows, 'sample')} at once it is "
-            f"{counts[0]:.6g}, and {apart:.6g} of the same one by one: it has to be the count of what the "
-            "sum is of, so that a step's loss does not depend on batch.micro_size"
+            f"the count of model.loss does not grow with samples: for {counted(rows, 'sample')} at once it "
+            f"is {counts[0]:.6g}, but {apart:.6g} for the same one by one: it must count the terms of the "
+            "sum, so that the loss of a step does not depend on batch.micro_size"
         )
 
 

@@ -60,8 +60,12 @@ def _look(path: Path, state: Mapping[str, Any], against: Path | None) -> Recorde
     rows = [] if metrics is None else [row for row in read_metrics(metrics) if "loss" in row]
     spikes = known_spikes(states[0] if states else {}, rows)
     if (back := left_behind(state, spikes)) is not None:
-        there = f"; {checkpoint_path(folder, back)} is where it went on from" if against is None else ""
-        raise HpctrainError(f"{left_sentence(path, back)}, so that no recorded step goes on from it{there}")
+        there = (
+            f"; {checkpoint_path(folder, back)} is the one from which the run continued"
+            if against is None
+            else ""
+        )
+        raise HpctrainError(f"{left_sentence(path, back)}, so no recorded step continues from it{there}")
     beside = _in_states((each for each in states if left_behind(each, spikes) is None), step, source)
     following = _following(losses({"losses": rows}), step)
     if metrics is None or (beside.losses and not following):

@@ -59,13 +59,13 @@ def runs_below(root: Path) -> list[Path]:
     found = find_runs(root)
     if not found.folders:
         raise HpctrainError(
-            f"{root.absolute()}: no runs here or up to {DEPTH} folders below; name run folders, or change to "
-            "a folder above them"
+            f"{root.absolute()}: holds no run, nor do the folders up to {DEPTH} below it; name the folders "
+            "of runs, or change to one above them"
         )
     if not found.all_seen:
         print_error(
-            f"warning: {root.absolute()}: too many files to search, so only the first {len(found.folders)} "
-            "runs are listed; name the folders of others"
+            f"warning: {root.absolute()}: has too much below it, so that only the first {len(found.folders)} "
+            "runs are told of; name the folders of others"
         )
     return list(found.folders)
 

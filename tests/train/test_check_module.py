@@ -67,7 +67,7 @@ def test_right_modules_raise_no_alarm(world: World, mpi_tmp_path: Path, kind: st
     code, text = told(world, mpi_tmp_path, name, more=more, zero=zero * (world.size > 1))
     assert code == 0, text
     assert "this layout computes the same model" in text
-    assert ("passes, which is no buffer" in text) == (kind == "harmless")
+    assert ("passes outside of buffers" in text) == (kind == "harmless")
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -76,21 +76,21 @@ def test_what_is_unusual_raises_no_alarm(world: World, mpi_tmp_path: Path) -> No
     assert code == 0, text
 
 
-STATE = "passes of the same input, seed and buffers differ: the module keeps state that is no buffer"
-SUMS = "it has to give a sum and a count, no mean"
+STATE = "passes of the same input, seed and buffers differ: the module keeps state outside of buffers"
+SUMS = "it must return a sum and a count, not a mean"
 WRONG = {
     "own generator": ("OwnGenerator", "", "random numbers that torch.manual_seed does not seed"),
-    "numpy's": ("OfNumpy", "", "the forward pass draws random numbers of Python's or numpy's"),
-    "Python's": ("OfPython", "", "the forward pass draws random numbers of Python's or numpy's"),
+    "numpy's": ("OfNumpy", "", "the forward pass draws random numbers from Python or numpy"),
+    "Python's": ("OfPython", "", "the forward pass draws random numbers from Python or numpy"),
     "same masks": ("SameMasks", "", "the forward pass seeds torch's random numbers itself"),
-    "counter": ("Counter", "", f"{STATE}, and so in no checkpoint: passes"),
-    "cache": ("Cache", "", f"{STATE}, and so in no checkpoint: mean"),
+    "counter": ("Counter", "", f"{STATE}, which checkpoints do not store: passes"),
+    "cache": ("Cache", "", f"{STATE}, which checkpoints do not store: mean"),
     "in place": ("InPlace", "", "the forward pass changes its input in place"),
-    "tied by memory": ("TiedByMemory", "", "embed.weight and head.weight share memory"),
-    "infinite": ("Infinite", "", "what the forward pass gives is not finite"),
+    "tied by memory": ("TiedByMemory", "", "embed.weight and head.weight are two parameters that share"),
+    "infinite": ("Infinite", "", "the output of the forward pass is not finite"),
     "mean": ("Right", f'loss = "{MODULES}:averaged"', SUMS),
     "mean alone": ("Right", f'loss = "{MODULES}:averaged_alone"', SUMS),
-    "samples mixed": ("Right", f'loss = "{MODULES}:changes_targets"', "model.loss is no sum over samples"),
+    "samples mixed": ("Right", f'loss = "{MODULES}:changes_targets"', "model.loss is not a sum over samples"),
     "by rank": ("ByRank", "", "output of head on data rank 1 differs"),
 }  # fmt: skip
 

@@ -90,7 +90,7 @@ def test_what_a_pass_makes_of_parameters_is_no_state() -> None:
 def test_tensors_within_lists_are_state() -> None:
     (sentence, fails), *_ = found(Recalls(), squares)
     assert fails
-    assert "keeps state that is no buffer, and so in no checkpoint: seen" in sentence
+    assert "keeps state outside of buffers, which checkpoints do not store: seen" in sentence
 
 
 def test_fractions_that_are_changed_in_place_are_told() -> None:
@@ -111,7 +111,7 @@ def test_a_mean_of_one_number_of_each_sample_is_told() -> None:
 
     ((sentence, fails),) = found(OfOneNumber(), mean)
     assert fails
-    assert "model.loss is no sum over samples" in sentence
+    assert "model.loss is not a sum over samples" in sentence
 
 
 def test_a_count_that_does_not_grow_with_samples_is_told() -> None:
@@ -120,4 +120,4 @@ def test_a_count_that_does_not_grow_with_samples_is_told() -> None:
 
     ((sentence, fails),) = found(Small(), alone)
     assert fails
-    assert "the count of model.loss does not grow with samples: of 3 samples at once it is 1," in sentence
+    assert "the count of model.loss does not grow with samples: for 3 samples at once it is 1," in sentence
