@@ -100,7 +100,7 @@ def remove_run(folder: Path, needed: Sequence[str] = ()) -> list[str]:
         )
     foreign, names = list(_foreign(folder)), _names(folder)
     if MARKER not in names and (foreign or not names >= _AT_LEAST):
-        besides = f", and also {listed(foreign)}" if foreign else ""
+        besides = f" and also holds {listed(foreign)}" if foreign else ""
         raise HpctrainError(
             f"{folder}: may hold a run, but has no {MARKER}{besides}, so nothing in it is deleted; "
             "choose another run.dir, or delete the run by hand"

@@ -179,14 +179,14 @@ def test_it_is_not_started_where_it_cannot_judge(tmp_path: Path) -> None:
             UsersReward(NamedCode(f"{JUDGES}:{name}")).start()
         assert raised.value.problems[0].startswith(what) and len(raised.value.problems) == 1
     told = sentence_of(UsersReward(NamedCode(f"{JUDGES}:with_solution")), samples_of(["a"], answer="a"))
-    assert told.startswith("judges.py:with_solution takes solution, which no row has (rows have answer)")
+    assert told.startswith("judges.py:with_solution requires solution, which no row has (rows have answer)")
     for content, what in (("x = 1 / 0\n", "division by zero"), ("x = (\n", "SyntaxError"), ("exit(4)", "4")):
         (own := tmp_path / "own.py").write_text(content)
         with pytest.raises(UserCodeError, match=r"own\.py fails to load|it ends the process") as raised:
             UsersReward(NamedCode(f"{own}:f")).start()
         assert what in str(raised.value) and len(raised.value.problems) == 1
     own.write_text("import os\nos._exit(5)\n")
-    told = r"^own.py:f fails, since its process .* code 5, while it is loaded$"
+    told = r"^own.py:f fails, since its process .* code 5, while loading$"
     with pytest.raises(UserCodeError, match=told):
         UsersReward(NamedCode(f"{own}:f")).start()
 
@@ -197,7 +197,9 @@ def test_exact_match_and_patterns() -> None:
     assert exact.scores(samples_of(texts, answer="42 ")) == [1, 0, 0, 0]
     assert ExactMatch("right").scores(samples_of(texts, right=["41", "42"])) == [1, 1, 0, 0]
     told = sentence_of(exact, samples_of(["a"], solution="a"))
-    assert told.startswith('exact-match: the row of prompt 0 ("prompt 0") has no "answer", with which')
+    assert told.startswith(
+        'exact-match: the row of prompt 0 ("prompt 0") has no "answer", which exact-match requires'
+    )
     assert "has an int as its" in sentence_of(exact, samples_of(["a"], answer=42))
     for pattern, others, wanted in (
         ("[0-9]+", {}, [1, 1, 1, 0]),

@@ -226,7 +226,10 @@ def test_evaluate_finds_what_the_run_found(
     assert told(world, folders[0], [text])["evaluations"][0]["predicted"] > 0
     with pytest.raises(HpctrainError, match=r"pairs.h5: holds preferences, whose loss is another than that"):
         told(world, folders[0], [text, pairs])
-    changed = f'model.from = "{origin}", whose weights have changed since then .fingerprint .* bring back'
+    changed = (
+        f'model.from = "{origin}", whose weights have changed since then .fingerprint .* '
+        "restore the original weights"
+    )
     by_rank_0(world, lambda: shutil.copy(folders[1] / "checkpoints/step-00000002.h5", origin))
     world.everyone.barrier()
     with pytest.raises(InputOutputError, match=changed):

@@ -275,4 +275,4 @@ def test_another_optimizer_begins_anew_where_it_is_asked_to(world: World, mpi_tm
         assert "not trained from now on, and their optimizer state is dropped ([] would continue" in said
         assert 'are trained from now on, with new optimizer state (["blocks.0.*"] would keep' in said
         assert said.count('00000003.h5: holds the state of "adamw"; lion starts with new state') == 1
-        assert "suits this run" not in said
+        assert "does not fit this run" not in said

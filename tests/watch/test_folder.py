@@ -128,7 +128,7 @@ def test_a_run_from_before_there_was_a_marker(tmp_path: Path) -> None:
     make(tmp_path, (*WRITTEN, "lock", "thesis.tex"), marked=False)
     there = files(tmp_path)
     for fresh, again in ((True, False), (False, True)):
-        with pytest.raises(HpctrainError, match=r"besides thesis.tex, so nothing in it is deleted"):
+        with pytest.raises(HpctrainError, match=r"and also holds thesis.tex, so nothing in it is deleted"):
             clear_folder(deck_of(tmp_path), fresh, again)
         assert files(tmp_path) == there
     refuse_other_folder(deck_of(tmp_path), tmp_path / "checkpoints/step-00000010.h5")
@@ -291,13 +291,13 @@ def test_a_pipe_by_a_name_of_the_run_is_refused(tmp_path: Path, name: str) -> No
         lambda: refuse_other_folder(deck, tmp_path / "checkpoints/step-00000010.h5"),
         lambda: take_folder(tmp_path).close(),
     ):
-        with pytest.raises(HpctrainError, match=f"holds {name}, which no run wrote"):
+        with pytest.raises(HpctrainError, match=f"holds {name}, which a run would write, but"):
             begin()
     assert sorted(tmp_path.rglob("*")) == there
     assert is_free(tmp_path) == (name != "lock")
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("../elsewhere")
-    with pytest.raises(HpctrainError, match=f"holds {name}, which no run wrote"):
+    with pytest.raises(HpctrainError, match=f"holds {name}, which a run would write, but"):
         take_folder(tmp_path)
 
 

@@ -88,7 +88,7 @@ def test_no_step_of_a_run_has_more_than_all_of_it(
     assert shares[0] == 1.0
     assert all(share < 0.1 for share in shares[1:])
     assert gauge.rates == []
-    assert (folder / "log.txt").read_text().count("which was measured anew: 10000.0 GFLOP/s") == 1
+    assert (folder / "log.txt").read_text().count("which was measured again: 10000.0 GFLOP/s") == 1
 
 
 def test_it_is_at_least_what_a_product_reaches_and_soon_there() -> None:
