@@ -40,8 +40,8 @@ def build_seat_within_memory(
     plan = world.everyone.broadcast_object(plan)
     assert isinstance(plan, MemoryPlan)
     here = plan.stages[seat.stage].needed
-    more = "more ranks of their own for policy.critic_ranks or reference_ranks would hold less each"
-    overruled = "--set machine.memory=SIZE overrules what is there"
+    more = "use more ranks in policy.critic_ranks or reference_ranks to reduce it"
+    overruled = "--set machine.memory=SIZE overrides the limit"
     demand_room(world, deck.machine, deck.sources.name, here, lambda _: f"{more}; {overruled}")
     world.planned_bytes = here
     ready()

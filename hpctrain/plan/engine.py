@@ -20,6 +20,7 @@ from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.room import Room, demand_room
 from hpctrain.plan.savings import LEAST_SAVING, find_savings
 from hpctrain.plan.words import largest_kinds
+from hpctrain.text import either
 from hpctrain.units import format_bytes
 
 ADVISED = 3  # changes of the deck that are named where it does not fit, at most
@@ -58,16 +59,14 @@ def build_within_memory(
             lambda changed: plan_run_memory(changed.with_runtime_choices(deck.runtime_choices), *numbers),
             ADVICE_SECONDS,
         )
-        ways = [f"--set {each.change} ({format_bytes(each.total)} a rank)" for each in savings[:ADVISED]]
+        ways = [f"--set {each.change} ({format_bytes(each.total)} per rank)" for each in savings[:ADVISED]]
         held = plan.largest.memory
         cut = held.parameter + held.gradient + held.optimizer > LEAST_SAVING * held.total
         if libraries < room.limit.bytes and (room.ranks > 1 or cut):
             ways.append("more nodes")
-        if len(ways) > 1:
-            ways[-1] = f"or {ways[-1]}"
-        less = f"{', '.join(ways)} would need less, and " if ways else ""
+        less = f"to reduce it, use {either(ways)}; " if ways else ""
         key = "machine.memory" if on_host(world.device) else "machine.gpu_memory"
-        return f"{largest_kinds(plan)}; {less}--set {key}=SIZE overrules what is there"
+        return f"{largest_kinds(plan)}; {less}--set {key}=SIZE overrides the limit"
 
     demand_room(world, deck.machine, deck.sources.name, here, advice)
     world.planned_bytes = here

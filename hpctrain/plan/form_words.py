@@ -13,12 +13,14 @@ from hpctrain.units import format_bytes, format_rate, format_seconds
 
 def form_lines(plan: FormPlan) -> list[str]:
     """Bytes of a step by axis, of the deck and by exact sums; seconds over a link; nothing of one rank."""
-    forms = {"a step": plan.own} | ({"by exact sums": plan.exact} if plan.exact is not None else {})
+    forms = {"payload per rank and step": plan.own} | (
+        {"with exact sums": plan.exact} if plan.exact is not None else {}
+    )
     moved = {name: each.most.payload() for name, each in forms.items()}
     axes = sorted({axis for payload in moved.values() for axis in payload})
     if not axes:
         return []
-    head = ("a rank's payload along", *forms)
+    head = ("axis", *forms)
     rows = [
         (name, *(format_bytes(of_axis) for of_axis in numbers))
         for name, numbers in [
@@ -29,7 +31,7 @@ def form_lines(plan: FormPlan) -> list[str]:
     lines = ["", *fitted([head, *rows], (0,), columns())]
     if not plan.own.whole:
         lines.append(
-            "What layers send along tensor and context axes is not in it, since that depends on values."
+            "Traffic of layers along the tensor and context axes is not included, since it depends on values."
         )
     return lines + ([sentence(plan.over)] if plan.over is not None else [])
 
@@ -39,7 +41,7 @@ def other_lines(others: Sequence[OtherForm]) -> list[str]:
     if not others:
         return []
     over = others[0].plan.over
-    head = ["form", "payload a step", *([f"over {over.link}", "pays below"] if over is not None else [])]
+    head = ["form", "payload per step", *([f"over {over.link}", "faster below"] if over is not None else [])]
     rows = [head]
     for each in others:
         cells = [each.name, format_bytes(sum(each.plan.own.most.payload().values()))]
@@ -65,27 +67,29 @@ def sentence(over: OverLink) -> str:
     """Over a link, how long a step takes, or what of it is known."""
     known = over.own.computing > 0
     own = _step(over.own.seconds if known else over.own.moving, known)
-    text = f"Over a link of {over.link} {own}"
+    text = f"Over a link of {over.link}, {own}"
     if known:
-        text += f" beside {format_seconds(over.own.computing)} without one"
+        text += f", compared with {format_seconds(over.own.computing)} without it"
     if over.exact is None:
         return f"{text}."
     exact = format_seconds(over.exact.seconds if known else over.exact.moving)
-    text += f"; by exact sums it would be {exact}."
+    text += f"; with exact sums it would be {exact}."
     if over.cost is None:
-        return f"{text} What the form computes is not timed on GPUs, and not counted."
-    return f"{text} It computes {format_seconds(over.cost)} more, timed here: {_pays(over.even)}."
+        return f"{text} Its computation is not measured on GPUs and not included."
+    return (
+        f"{text} Its computation takes {format_seconds(over.cost)} more on this machine: {_pays(over.even)}."
+    )
 
 
 def _step(seconds: float, known: bool) -> str:
     if known:
         return f"a step takes {format_seconds(seconds)}"
-    return f"{format_seconds(seconds)} of a step would be sending (--step-seconds or --like tells the rest)"
+    return f"sending takes {format_seconds(seconds)} per step (add the rest with --step-seconds or --like)"
 
 
 def _pays(even: float | None) -> str:
     if even is None:
-        return "it pays at no speed of links"
+        return "it is never faster"
     if even == inf:
-        return "it pays at any speed of links"
-    return f"it pays where links are slower than {format_rate(even)}"
+        return "it is faster on any link"
+    return f"it is faster on links below {format_rate(even)}"

@@ -29,7 +29,7 @@ def wished_link(link: str | None, seconds: str | None, like: Path | None) -> Lin
     """The wish of a command's options; HpctrainError for what is no link, and what is given in vain."""
     if link is None:
         if seconds is not None or like is not None:
-            raise HpctrainError("--step-seconds and --like are of a step over a link: give --link too")
+            raise HpctrainError("--step-seconds and --like require --link")
         return None
     if seconds is not None and like is not None:
         raise HpctrainError("--step-seconds conflicts with --like")

@@ -103,9 +103,9 @@ def measured_step(run_dir: Path) -> tuple[Deck, float]:
     rows = read_metrics(run_dir / METRICS_FILE)
     if any("emulated_link" in row for row in rows):
         raise HpctrainError(
-            f"{run_dir}: its seconds are those of an emulated link; a run without one would do"
+            f"{run_dir}: its times are those of an emulated link; use a run without communication.emulate"
         )
     seconds: Sequence[float] = [row["seconds"] for row in rows if isinstance(row.get("seconds"), int | float)]
     if len(seconds) <= WARMING:
-        raise InputOutputError(f"{run_dir}: has {len(seconds)} steps; more than {WARMING} would do")
+        raise InputOutputError(f"{run_dir}: has {len(seconds)} steps; more than {WARMING} are required")
     return deck, median(seconds[WARMING:])

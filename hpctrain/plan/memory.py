@@ -163,7 +163,7 @@ def plan_memory(
     nodes = {"layout.zero_group": "node"} | ({between: "nodes"} if deck.communication.compression else {})
     asking = [key for key, value in nodes.items() if deck.value(key) == value]
     if asking and ranks_per_node is None:
-        needed = "the plan needs to know a node's ranks: give --ranks-per-node N"
+        needed = "the number of ranks per node is missing: add --ranks-per-node N"
         raise HpctrainError(deck.problem(asking[0], needed))
     passes = micro_batches(deck, sizes["data"])
     if schedule is None or split is None:

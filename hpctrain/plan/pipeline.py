@@ -35,9 +35,9 @@ class PipelinePlan:
     def __str__(self) -> str:
         """A sentence."""
         return (
-            f"{self.schedule}, {counted(self.micro_batches, 'micro-batch')}, blocks of each part "
-            f"{', '.join(map(str, self.split))}: by FLOPs the heaviest stage has {max(self.loads):.2f} times "
-            f"the mean, and ranks wait {100 * self.waiting:.0f}% of a step for each other"
+            f"{self.schedule}, {counted(self.micro_batches, 'micro-batch')}, blocks per chunk "
+            f"{', '.join(map(str, self.split))}: the largest stage has {max(self.loads):.2f} times the mean "
+            f"FLOPs, and the bubble is {100 * self.waiting:.0f}% of a step"
         )
 
 

@@ -146,7 +146,7 @@ def build_role_within_memory(
     assert deck.model.vocabulary is not None
     plan = plan_served(planned, world.size, deck.model.vocabulary, libraries, per_node)
     here = plan.stages[0 if serves else 1].memory.total
-    more = "more servers would hold less each; --set machine.memory=SIZE overrules what is there"
+    more = "use more servers to reduce it; --set machine.memory=SIZE overrides the limit"
     demand_room(world, deck.machine, deck.sources.name, here, lambda _: more)
     world.planned_bytes = here
     ready()

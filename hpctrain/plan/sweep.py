@@ -108,9 +108,7 @@ def sweep_deck(
     if of_ranks is None and ranks is None:
         raise HpctrainError("the number of ranks is missing: add --ranks N or --sweep ranks=N,N,...")
     if weak and of_ranks is None:
-        raise HpctrainError(
-            "--weak: the batch grows with the ranks, which are not swept: give --sweep ranks=N,N"
-        )
+        raise HpctrainError("--weak requires --sweep ranks=N,N,...")
     base = ranks or (min(map(int, of_ranks.values)) if of_ranks is not None else 1)
     planner = _Planner(path, tuple(overrides), ranks_per_node, rates, base if weak else None)
     found = list[PlannedPoint]()
@@ -125,7 +123,7 @@ def sweep_deck(
 def _why_none(problems: Sequence[tuple[str, ...]]) -> list[str]:
     """Of the problems of all points those that each of them has, or else the first one."""
     of_deck = [each for each in problems[0] if all(each in others for others in problems)]
-    return of_deck or [f"none of {counted(len(problems), 'point')} can be had, the first: {problems[0][0]}"]
+    return of_deck or [f"none of {counted(len(problems), 'point')} is supported; the first: {problems[0][0]}"]
 
 
 class _Planner:

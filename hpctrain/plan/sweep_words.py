@@ -27,8 +27,13 @@ def sweep_text(sweep: PlannedSweep) -> str:
     grows = ", batch.global_size grows with the ranks" if sweep.weak else ""
     lines = [f"{sweep.title}: {counted(len(sweep.points), 'point')}{where}{grows}", ""]
     timed = sweep.machine is not None
-    head = [*_names(sweep), *(["step", "tokens/s", "TFLOP/s", "MFU"] if timed else []), "a rank", "fits"]
-    rows = [[*head, "most of a step" if timed else ""]]
+    head = [
+        *_names(sweep),
+        *(["step", "tokens/s", "TFLOP/s", "MFU"] if timed else []),
+        "memory per rank",
+        "fits",
+    ]
+    rows = [[*head, "largest causes" if timed else ""]]
     for point in sweep.points:
         values = [value for _, value in point.changes]
         if point.memory is None:
@@ -42,7 +47,7 @@ def sweep_text(sweep: PlannedSweep) -> str:
         default=None,
     )
     if timed and best is None:
-        lines += ["", "None of them fits."]
+        lines += ["", "No point fits into memory."]
     elif best is not None and best.step is not None:
         fits = "that fits " if best.fits else ""
         speed = format_count(best.step.tokens / best.step.seconds)
@@ -93,7 +98,7 @@ def plot_sweep(sweep: PlannedSweep, path: Path, pareto: bool = False) -> None:
     nothing can be written.
     """
     if sweep.machine is None:
-        raise HpctrainError("--plot: there are no seconds to draw: give --machine NAME, or a file of one")
+        raise HpctrainError("--plot requires --machine NAME|FILE, since there are no step times to plot")
     title = f"{sweep.title} on {sweep.machine}"
     if pareto:
         timed = [(point, point.step) for point in sweep.planned if point.step is not None]

@@ -8,7 +8,7 @@ from hpctrain.comm.mesh import rank_count, sizes_text
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.engine.companions import is_checkpoint, texts_at_a_time
 from hpctrain.engine.deck_kernels import introduce_kernels, kernels_of
-from hpctrain.host.device import device_kind
+from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.plan.companions import REWARD_MODELS
 from hpctrain.plan.deck import DeckPlan
@@ -32,8 +32,8 @@ KINDS = {
 SAVINGS_SHOWN = 4
 
 UNKNOWN = (
-    "What autograd keeps is not known, as the module does not run where tensors have no values: {why}. "
-    "Activations come on top of that."
+    "The memory of activations is unknown and not included, because the module does not run on tensors "
+    "without values: {why}."
 )
 
 
@@ -50,7 +50,7 @@ def plan_text(plan: DeckPlan) -> str:
         "",
         *memory_table(memory),
         "",
-        f"{holder} holds at most {format_bytes(memory.largest.memory.total)}; {largest_kinds(memory)}.",
+        f"{holder} needs up to {format_bytes(memory.largest.memory.total)}; {largest_kinds(memory)}.",
         *_in_common(memory),
         *_exchanges(memory),
         *_beside(plan),
@@ -62,19 +62,22 @@ def plan_text(plan: DeckPlan) -> str:
             (f"  --set {saving.change}", f"-{format_bytes(saving.saved)}", format_bytes(saving.total))
             for saving in plan.savings[:SAVINGS_SHOWN]
         ]
-        lines += ["What would save most, each by itself:", *table(rows)]
+        lines += ["Changes that save most memory, each on its own:", *table(rows)]
     lines += [*form_lines(plan.moved), *other_lines(plan.others)]
     lines += ["", f"Pipeline: {plan.pipeline}."] if plan.pipeline is not None else []
     if plan.step is not None and plan.machine is not None:
-        lines += ["", *time_lines(plan.step, plan.machine)]
+        hours = "GPU-hours" if not on_host(device_kind(deck.run.device)) else "rank-hours"
+        lines += ["", *time_lines(plan.step, plan.machine, hours)]
     if plan.step is not None and plan.advice is not None:
         lines += advice_lines(plan.step, plan.advice)
     if deck.runtime_choices.kernels_note:
         kernels = kernels_of(deck, device_kind(deck.run.device), memory.sizes["data"])
-        told = introduce_kernels(deck, kernels) or [f"products are {deck.runtime_choices.kernels_note}"]
+        told = introduce_kernels(deck, kernels) or [
+            f"matrix products are {deck.runtime_choices.kernels_note}"
+        ]
         lines += [f"{line[0].upper()}{line[1:]}." for line in told]
     if deck.layout.split == "balanced":
-        lines += ['layout.split = "balanced" is measured when the run starts; here layers go by FLOPs.']
+        lines += ['layout.split = "balanced" is measured when the run starts; this plan splits by FLOPs.']
     return "\n".join(line for each in lines for line in fit(each, columns())) + "\n"
 
 
@@ -86,7 +89,7 @@ def _role(name: str, ranks: int) -> str:
 def memory_table(memory: MemoryPlan) -> list[str]:
     """The bytes of one rank of every stage; stages alike share a line."""
     kinds = kinds_of(*(stage.memory for stage in memory.stages))
-    rows = [("a rank of", "blocks", *kinds.values(), "total")]
+    rows = [("memory per rank", "blocks", *kinds.values(), "total")]
     groups: list[tuple[list[int], int, MemoryAccount]] = []
     for stage in memory.stages:
         if groups and groups[-1][1:] == (stage.blocks, stage.memory):
@@ -96,7 +99,7 @@ def memory_table(memory: MemoryPlan) -> list[str]:
     for stages, blocks, account in groups:
         name = f"stage {stages[0]}" if len(stages) == 1 else f"stages {stages[0]}-{stages[-1]}"
         if len(memory.stages) == 1:
-            name = "the run"
+            name = "all ranks"
         elif memory.roles:
             name = ", ".join(memory.roles[stage][0] for stage in stages)
         sizes = [_size(memory, account, kind) for kind in kinds]
@@ -145,10 +148,10 @@ def largest_kinds(memory: MemoryPlan) -> str:
     largest = memory.largest
     kinds = sorted(largest.memory.kinds().items(), key=lambda item: -item[1])[:2]
     shares = " and ".join(
-        f"{format_bytes(size)} of {KINDS[kind]} ({100 * size / largest.memory.total:.0f}%)"
+        f"{KINDS[kind]} ({format_bytes(size)}, {100 * size / largest.memory.total:.0f}%)"
         for kind, size in kinds
     )
-    return f"most of it is {shares}"
+    return f"the largest parts are {shares}"
 
 
 def active_words(parameters: int, active: int) -> str:
@@ -159,7 +162,7 @@ def active_words(parameters: int, active: int) -> str:
 def _in_common(memory: MemoryPlan) -> list[str]:
     """Of which ranks parameters are counted in parts, if of any."""
     most = max(stage.sharers for stage in memory.stages)
-    sentence = f"Parameters lie once in the memory that {most} ranks of a node see; each counts its part."
+    sentence = f"{most} ranks of a node share their parameters in memory; each rank counts its part."
     return [sentence] if most > 1 else []
 
 
@@ -168,19 +171,19 @@ def _beside(plan: DeckPlan) -> list[str]:
     deck, stage = plan.deck, plan.memory.largest
     if deck.objective.kind not in POLICY_KINDS:
         return []
-    held = [f"{format_bytes(size)} a {name}'s" for name, size in stage.beside.items()]
+    held = [f"{name} {format_bytes(size)}" for name, size in stage.beside.items()]
     texts = texts_at_a_time(deck, rank_count(plan.memory.sizes) // deck.layout.tensor)
-    lines = [f"Of that it holds for other models: {', '.join(held)}."] if held else []
+    lines = [f"This includes other models: {', '.join(held)}."] if held else []
     lines.append(
-        f"The cache has keys and values of {counted(texts, 'answer')}, which a copy of the model writes at a "
-        "time, while there are no activations; of fewer where memory is short."
+        f"The cache holds keys and values of {counted(texts, 'answer')} that a copy of the model generates "
+        "together. It is smaller if memory is short. While it exists, there are no activations."
     )
     planned = any(REWARD_MODELS in stage.beside for stage in plan.memory.stages)
     if not planned and any(is_checkpoint(name) for name in deck.policy.reward):
-        lines.append("Reward models cannot be read here: what they hold comes on top.")
+        lines.append("Reward models cannot be read on this machine, so their memory is not included.")
     lines.append(
-        "What is sent, and how long a step takes, is planned of the policy's own learning: writing and "
-        "judging answers, and all other models, come on top."
+        "Traffic and step time are those of the training of the policy. Generating and rating answers, and "
+        "other models, are not included."
     )
     return lines
 
@@ -190,13 +193,15 @@ def _exchanges(memory: MemoryPlan) -> list[str]:
     most = max(stage.exchanged for stage in memory.stages)
     if not most:
         return []
-    sentence = "go to other ranks' experts and back in a step, where loads are even"
-    return [f"{format_bytes(most)} of a rank's rows {sentence}."]
+    sentence = "with the experts of other ranks per step, if loads are even"
+    return [f"A rank exchanges {format_bytes(most)} {sentence}."]
 
 
 def _fits(plan: DeckPlan) -> str:
     """Whether a node has what its ranks need."""
     room = plan.room
     if room is None:
-        return "Whether that fits is not known here: give machine.memory, or for GPUs machine.gpu_memory."
+        return (
+            "The memory limit is unknown: set machine.memory (for GPUs machine.gpu_memory) to check the plan."
+        )
     return f"{'Fits' if room.fits else 'Does not fit'}: {room}."

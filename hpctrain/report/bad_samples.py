@@ -109,11 +109,11 @@ class _PromptOrder(SampleOrder):
 def bad_samples_text(spikes: list[dict[str, Any]], width: int | None) -> list[str]:
     """The same for people."""
     if not spikes:
-        return ["No sample was left out for a spike."]
+        return ["No sample was skipped because of a spike."]
     lines = []
     for spike in spikes:
         back = spike["back_to"]
-        done = "update left out" if back is None else f"went back to step {back}"
+        done = "update skipped" if back is None else f"returned to step {back}"
         without = f"without {counted(spike['samples'], 'sample')}"
         lines += [*fit(f"step {spike['step']}: {spike['why']}; {done}, {without}", width)]
         for row in spike["left_out"][:SHOWN]:
@@ -121,6 +121,6 @@ def bad_samples_text(spikes: list[dict[str, Any]], width: int | None) -> list[st
             line = f"  {row['sample']:>10}  {row['index']:>10}  {text}".rstrip()
             lines.append(line if width is None else line[:width])
         more = len(spike["left_out"]) - SHOWN
-        lines += [f"  and {counted(more, 'other')}, which --json tells"] if more > 0 else []
+        lines += [f"  and {counted(more, 'other')} (see --json)"] if more > 0 else []
     head = f"  {'sample':>10}  {'index':>10}"
     return [f"{head}  file and text" if "text" in spikes[0]["left_out"][0] else head, *lines]

@@ -30,8 +30,10 @@ MOST_LINES = 5000  # that are kept of a log: the newest
 MOST_FAULTS = 2000
 
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ ([A-Z]+) +(.*)", re.DOTALL)
-_GOES_ON = re.compile(r"goes on from (.*) at step (\d{1,15})")
-_TELLING = re.compile(rb" (WARNING|ERROR|CRITICAL) |goes on from .* at step \d")
+_GOES_ON = re.compile(
+    r"(?:resumes|goes on) from (.*) at step (\d{1,15})"
+)  # logs of earlier versions have the latter
+_TELLING = re.compile(rb" (WARNING|ERROR|CRITICAL) |(resumes|goes on) from .* at step \d")
 _MOST_STEPS = 1 << 53
 
 
@@ -71,9 +73,9 @@ def marks_of(rows: Sequence[Row], log: Sequence[LogLine], faults: Sequence[Row])
         if isinstance(back, dict):
             marks.append(StepMark(step - 1, "went back", _went_back(back)))
         if isinstance(spike, str):
-            marks.append(StepMark(step, "spike", f"{spike}; update left out"))
+            marks.append(StepMark(step, "spike", f"{spike}; update skipped"))
         elif row.get("skipped") is True:
-            marks.append(StepMark(step, "skipped", "the step was left out: it was not finite"))
+            marks.append(StepMark(step, "skipped", "update skipped: not finite"))
     marks += [StepMark(fault["step"], "fault", fault_text(fault)) for fault in faults]
     return sorted(dict.fromkeys(marks), key=lambda mark: mark.step)
 
@@ -132,4 +134,4 @@ def _line(raw: bytes) -> LogLine | None:
 
 def _went_back(spike: Row) -> str:
     """Why a run had gone back to the state from which this step was made."""
-    return f"went back from step {spike.get('step')}: {spike.get('why')}"
+    return f"returned from step {spike.get('step')}: {spike.get('why')}"

@@ -141,5 +141,5 @@ class Control:
 
     def _words(self, cause: object, rank: int, late: str) -> str:
         if isinstance(cause, signal.Signals):
-            return f"{cause.name} came to rank {rank}"
-        return late if cause == _CLOCK else f"the file {self.folder / str(cause)} asked for it"
+            return f"{cause.name} was received by rank {rank}"
+        return late if cause == _CLOCK else f"the file {self.folder / str(cause)} exists"

@@ -48,7 +48,7 @@ class GoingBack(Hook):
         else:
             spikes.remember(spike)
             so_far = counted(spikes.count, "spike")
-            log.warning("step %d: %s; update left out (%s so far)", spike.step, spike.why, so_far)
+            log.warning("step %d: %s; update skipped (%s so far)", spike.step, spike.why, so_far)
 
     def go(self) -> None:
         """Go back for the spike that was found, to a state that is old enough, or else the oldest there is.
@@ -63,14 +63,14 @@ class GoingBack(Hook):
         source = way.newest(state.step - self.trainer.deck.stability.spike_back) or way.oldest(state.step - 1)
         if source is None:
             spikes.remember(spike)
-            log.warning("step %d: %s; no earlier state to go back to, update left out", spike.step, spike.why)
+            log.warning("step %d: %s; no earlier state is left, update skipped", spike.step, spike.why)
             return
         before = way.take(source)
         state.samples, left = samples, samples - before.samples
         spike = replace(spike, first_sample=before.samples, samples=left, back_to=before.step)
         spikes.went_back(record, spike)
         log.warning(
-            "step %d: %s; goes back to step %d without the %s since (%s so far)",
+            "step %d: %s; returns to step %d and skips the %s since then (%s so far)",
             *(spike.step, spike.why, before.step, counted(left, "sample"), counted(spikes.count, "spike")),
         )
         self._told = spike
@@ -78,4 +78,4 @@ class GoingBack(Hook):
 
 
 def _more_than(most: int) -> str:
-    return f"more than stability.spike_most = {most} spikes: the run stops, to be looked at"
+    return f"the run stops after more than stability.spike_most = {most} spikes"

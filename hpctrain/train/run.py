@@ -129,12 +129,12 @@ class Run:
             if world.rank == 0 and (ended := decay_ended(deck, state.step)):
                 reporter.log.warning("%s", ended)
             if newest is not None:
-                reporter.say([f"goes on from {newest} at step {state.step}"])
+                reporter.say([f"resumes from {newest} at step {state.step}"])
             swept = [
                 each for names in world.everyone.all_gather_object(world.removed_segments) for each in names
             ]
             if swept:
-                reporter.log.info("removed what killed jobs had left in shared memory: %s", ", ".join(swept))
+                reporter.log.info("removed shared memory of killed jobs: %s", ", ".join(swept))
             reporter.begin()
             world.ledger.activity = "training"
             world.ledger.reset()
@@ -218,7 +218,7 @@ class Loop:
         if order.measure:
             self.peak.measure_again()
         if order.checkpoint:
-            self.reporter.log.info("checkpoint asked for: %s", order.why)
+            self.reporter.log.info("checkpoint requested: %s", order.why)
             self._asked = order  # until it is there
             self.save_unless_there()
             self._asked = None
@@ -516,7 +516,7 @@ def _go_on(
         require_resumable(deck, before, path, int(state.get("updates", step)), int(state.get("samples", 0)))
         deck = keep_vocabulary(deck, before)
         if deck.run.steps < step:
-            below = f"is below the step of {path}, {step}; a run goes on to a later one"
+            below = f"is below the step of {path}, {step}; a resumed run requires a later one"
             if deck.run.tokens is not None:
                 raise HpctrainError(
                     deck.problem("run.tokens", f"ends a run at step {deck.run.steps}, which {below}")
@@ -528,7 +528,7 @@ def _go_on(
         verify(path, world.everyone)
         if world.rank == 0:
             more = command("resume", deck.run.dir, "--set", "run.steps=N")
-            sentence = f"{deck.run.dir}: all {step} steps are done, nothing is left to do; {more} goes on"
+            sentence = f"{deck.run.dir}: all {step} steps are done; continue with {more}"
             print(*fit(sentence, columns()), sep="\n", flush=True)
         return EXIT_DONE
     with world.agreement():

@@ -65,12 +65,12 @@ def plan_seconds(world: World, deck: Deck, *, goes_on: bool) -> tuple[PlannedSec
                 step = plan_step(deck.with_keys(machine=nodes), world.size, deck.model.vocabulary, machine)
                 found, said = (
                     (machine, step),
-                    f"a step is to take {format_seconds(step.seconds)} ({machine.name})",
+                    f"predicted step time: {format_seconds(step.seconds)} ({machine.name})",
                 )
             except HpctrainError as error:
                 if not goes_on or deck.sources.place("machine.rates").override is not None:
                     raise
-                said = f"seconds of a step are not planned: {error.problems[0]}"
+                said = f"the step time is not predicted: {error.problems[0]}"
     planned = world.everyone.broadcast_object(found is not None)
     return PlannedSeconds(found) if planned else None, said
 

@@ -57,10 +57,9 @@ def introduction(
         f"{deck.run.title}: {architecture.title}, {format_count(numbers.parameters)} parameters, {active}"
         f"{deck.precision.format_name}, {ranks or engine_ranks} "
         f"on {counted(world.nodes, 'node')}",
-        f"{_material(corpus, deck)}; a step takes "
-        f"{format_count(deck.batch.global_size * deck.batch.sequence)}, {counted(deck.run.steps, 'step')} "
-        f"{'takes' if deck.run.steps == 1 else 'take'} {taken} epochs; a matrix product runs at "
-        f"{peak / 1e9:.1f} GFLOP/s a rank" + " (= 100% MFU)" * (corpus.dataset is None),
+        f"{_material(corpus, deck)}; {format_count(deck.batch.global_size * deck.batch.sequence)} per step, "
+        f"{taken} epochs in {counted(deck.run.steps, 'step')}; matrix products run at "
+        f"{peak / 1e9:.1f} GFLOP/s per rank" + " (100% MFU)" * (corpus.dataset is None),
     ]
     if deck.data.mixture is not None and corpus.trained is not None:
         lines += mixture_lines(corpus.trained, samples_of(deck.batch, deck.run.steps))
@@ -69,26 +68,26 @@ def introduction(
     nodes = deck.communication.ranks_per_node
     if nodes is not None:
         lines.append(
-            f"communication.ranks_per_node: ranks go by {counted(len(set(world.topology.nodes)), 'node')} of "
-            f"{nodes}, which are emulated"
+            f"communication.ranks_per_node: {counted(len(set(world.topology.nodes)), 'node')} of "
+            f"{counted(nodes, 'rank')} each are emulated"
         )
     if deck.communication.emulate is not None:
         whose = "rank's" if nodes is None else "node's"
         lines.append(
-            f"communication.emulate: delays in software make every {whose} link one of "
-            f"{deck.communication.emulate}; seconds and tokens/s are those of that link, not of this machine"
+            f"communication.emulate: software delays give every {whose} link "
+            f"{deck.communication.emulate}; times and tokens/s are those of this link, not of this machine"
         )
     if deck.precision.compute == "fp8" and native(RECIPES[deck.precision.fp8], world.device) == "none":
         lines.append(
-            f"precision.fp8 = {toml_value(deck.precision.fp8)} is emulated on this device: the same numbers, "
+            f"precision.fp8 = {toml_value(deck.precision.fp8)} is emulated on this device: same results, "
             "but slower than bf16"
         )
     if epochs >= MANY_EPOCHS and corpus.dataset is None and deck.objective.kind not in POLICY_KINDS:
         title = "data.mixture" if deck.data.mixture is not None else title_of(token_file_patterns(deck))
         lines.append(
             f"{title} is small for this run: each of its {counted(sequences, 'sequence')} of "
-            f"{deck.batch.sequence} tokens is trained on {epochs:,.0f} times, and would be learned by heart; "
-            "more text or fewer steps would do"
+            f"{deck.batch.sequence} tokens is trained on {epochs:,.0f} times, and the model memorizes it; "
+            "use more text or fewer steps"
         )
     lines += introduce_kernels(deck, engine.groups.kernels)
     lines += introduce_functions(deck, engine.groups.functions)
@@ -119,20 +118,20 @@ def _sums(deck: Deck, engine: Engine) -> list[str]:
         return []
     form = f"communication.compress = {toml_value(keys.compress)}"
     if sharding.group.size == 1:
-        return [f"{form} has no effect on one data rank: there is nothing to sum"]
+        return [f"{form} has no effect with one data rank"]
     if keys.warmup >= deck.run.steps:
         warmup = f"communication.warmup = {keys.warmup}"
         return [f"{form} has no effect: with {warmup} all {counted(deck.run.steps, 'step')} are exact"]
     if sharding.nodes is not None and sharding.nodes.between.size == 1:
         return [
             f'communication.{keys.compress}.between = "nodes": all of these ranks are on one node, '
-            "where sums are exact"
+            "so that sums are exact"
         ]
     among = (
         f"{sharding.group.size} ranks" if sharding.nodes is None else f"{sharding.nodes.between.size} nodes"
     )
     after = f", after {counted(keys.warmup, 'exact step')}" if keys.warmup else ""
-    return [f"gradients are summed over {among} by {keys.compress}{after}"]
+    return [f"gradients are reduced over {among} with {keys.compress}{after}"]
 
 
 def _meetings(deck: Deck, engine: Engine) -> list[str]:
@@ -141,13 +140,13 @@ def _meetings(deck: Deck, engine: Engine) -> list[str]:
     if replicas == 1 or keys is None:
         return []
     who = f"{counted(replicas, 'replica')} of {counted(engine.world.size // replicas, 'rank')}"
-    line = f"{who} meet every {counted(keys.steps, 'step')} ({keys.outer})"
+    line = f"{who} synchronize every {counted(keys.steps, 'step')} ({keys.outer})"
     timing = FragmentSchedule(keys.steps, keys.fragments, keys.delay, deck.communication.warmup)
     if left := max(timing.behind(deck.run.steps)):
         part = " of a part of the model" if keys.fragments > 1 else ""
         line += (
-            f"; the last {counted(left, 'step')}{part} of {deck.run.steps} are after that, and not in the "
-            "model that is evaluated and saved"
+            f"; the last {counted(left, 'step')}{part} of {deck.run.steps} are not synchronized, so that the "
+            "evaluated and saved model does not contain them"
         )
     return [line]
 
@@ -157,8 +156,8 @@ def _gathers(engine: Engine) -> list[str]:
     if not any(isinstance(bucket, EightBitBucket) and bucket.sharers > 1 for bucket in engine.buckets):
         return []
     return [
-        "precision.fp8_gather = true sends nothing less here: these ranks have weights once in the memory of "
-        "their node; it takes memory for a copy in 8 bits, and spares each rank to quantize all of them"
+        "precision.fp8_gather = true does not reduce traffic here, since the ranks of a node share their "
+        "weights; it uses memory for a copy in 8 bits, but each rank quantizes only its part"
     ]
 
 
@@ -170,15 +169,15 @@ def decay_ended(deck: Deck, step: int) -> str:
     return deck.problem(
         "learning_rate.decay_steps",
         f"the decay has ended: steps {step + 1} to {deck.run.steps} train at its floor, {rate.floor:g} of "
-        "the peak (--set learning_rate.decay_steps= lets it end with the run)",
+        "the peak (with --set learning_rate.decay_steps= it ends with the run)",
     )
 
 
 def outcome(folder: Path, trace: bool, saved: Path | None, skipped: int) -> list[str]:
     """Return the lines about the files of a run that has ended."""
     lines = [
-        f"metrics     {folder / 'metrics.jsonl'} ({command('plot', folder)} draws them)",
-        f"trace       {folder / TRACE_FILE} (ui.perfetto.dev opens it)" if trace else "",
+        f"metrics     {folder / 'metrics.jsonl'} (plot with {command('plot', folder)})",
+        f"trace       {folder / TRACE_FILE} (open in ui.perfetto.dev)" if trace else "",
         f"checkpoint  {saved} ({format_bytes(saved.stat().st_size)})" if saved else "",
         f"skipped     {counted(skipped, 'step')}" if skipped else "",
     ]

@@ -225,7 +225,7 @@ def verify_layout(deck: Deck, world: World, mesh: Mesh) -> str:
             raise LayoutError(f"layout check: {difference}")
     worst = max(differences, key=lambda difference: difference.error)
     return (
-        f"layout checked: {len(differences)} tensors of two tiny steps as on one rank; "
+        f"layout check passed: {len(differences)} tensors of two small steps agree with one rank; "
         f"largest difference {worst.error:.1e} ({worst.name})"
     )
 

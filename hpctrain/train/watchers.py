@@ -218,8 +218,8 @@ class StepReport(Hook):
                 reporter.say([] if self.memory.seconds is None else self.memory.seconds.table())
         if order.stop:
             step = f"after step {self.state.step} of {run.steps}"
-            reporter.say([f"stopped {step}: {order.why}; go on with `{way_on(self.folder, newest)}`"])
+            reporter.say([f"stopped {step}: {order.why}; resume with `{way_on(self.folder, newest)}`"])
         elif order.early:
             step = f"after step {self.state.step} of {run.steps}"
-            reporter.say([f"ended {step}: {order.why}; a higher run.patience, or 0, goes on"])
+            reporter.say([f"ended {step}: {order.why}; continue with a higher run.patience, or 0"])
         reporter.ended(newest, order.why, order.early)

@@ -79,7 +79,7 @@ def _seconds(plan: Mapping[str, Any]) -> Iterator[PredictedVsMeasured]:
 
     time = _dict(plan.get("time"))
     predicted, measured = _dict(time.get("predicted")), _dict(time.get("measured"))
-    whole = ValuePair("the whole step", _number(predicted.get("seconds")), _number(measured.get("seconds")))
+    whole = ValuePair("total", _number(predicted.get("seconds")), _number(measured.get("seconds")))
     if whole.predicted is None and whole.measured is None:
         return
     there = _numbers(predicted.get("seconds_by_cause"))
@@ -96,7 +96,7 @@ def _seconds(plan: Mapping[str, Any]) -> Iterator[PredictedVsMeasured]:
             pairs.append(ValuePair(words.get(cause, cause), one, other))
     machine = time.get("machine")
     note = f"Predicted by the rates of {machine}." if isinstance(machine, str) else ""
-    yield PredictedVsMeasured("Seconds of a step", "seconds", [*pairs, whole], note)
+    yield PredictedVsMeasured("Step time", "seconds", [*pairs, whole], note)
 
 
 def _traffic(
@@ -119,8 +119,8 @@ def _traffic(
         return
     sums = [fsum(each.values()) if each else None for each in (predicted, measured)]
     pairs.append(ValuePair("all axes", *sums))
-    note = f"Payload as the ledger counts it; measured is the mean of {counted(steps, 'step')} of rank 0."
-    yield PredictedVsMeasured("Bytes that a rank sends and receives in a step, by axis", "bytes", pairs, note)
+    note = f"Payload as counted by the ledger. Measured: mean of {counted(steps, 'step')} of rank 0."
+    yield PredictedVsMeasured("Bytes that a rank sends and receives per step, by axis", "bytes", pairs, note)
 
 
 def _steps(run: PlottedRun) -> int:

@@ -41,7 +41,7 @@ _HANG_LINES = 2
 _LINE = 400
 _EXAMINED = 3  # checkpoints at most, until one can be read
 _OF_STEP = re.compile(r"step (\d{1,15}): (.*)", re.DOTALL)
-_WENT_BACK = re.compile(r"went back from step (\d{1,15}): ")
+_WENT_BACK = re.compile(r"returned from step (\d{1,15}): ")
 _VALUE_LETTERS = 300
 _DECK_KEYS = 5000
 

@@ -278,7 +278,7 @@ def test_run_resume_begins_and_goes_on(tmp_path: Path, launch: Launch) -> None:
         path.write_text(path.read_text().replace("steps = 2", f"steps = {steps}"))
         done = launch(0, "-m", "hpctrain", "run", path, *settings, "--set", f"run.steps={steps}")
         assert done.returncode == 0, done.stdout + done.stderr
-        assert ("goes on from here/checkpoints/step-00000002.h5 at step 2" in done.stdout) == first
+        assert ("resumes from here/checkpoints/step-00000002.h5 at step 2" in done.stdout) == first
     assert (tmp_path / "here/metrics.jsonl").read_text().count("\n") == 4
 
     # Checkpoints that are all damaged are not thrown away.

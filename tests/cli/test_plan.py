@@ -56,7 +56,7 @@ def test_words_tell_where_bytes_go_and_what_would_save_most(deck: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "gpt2" in result.stdout
     assert "layout.zero = 0" in result.stdout
-    assert "A rank holds at most" in result.stdout
+    assert "A rank needs up to" in result.stdout
     assert "--set batch.micro_size=1" in result.stdout
 
 
@@ -103,9 +103,9 @@ def test_a_rehearsal_tells_what_it_matched(deck: Path) -> None:
     result = plan(deck, *REHEARSED)
     assert result.exit_code == EXIT_DONE, result.output
     text = " ".join(result.stdout.split())
-    assert "holds at most" in text
-    assert "Rehearsed a step of 4 ranks of 2 kinds" in text
-    assert "Every send has its receive, every call all of its group, and nobody waits in a circle." in text
+    assert "needs up to" in text
+    assert "Rehearsed a step of 4 ranks (2 kinds)" in text
+    assert "All sends and receives match, all collective calls match, and there is no cyclic wait." in text
     told = json.loads(plan(deck, *REHEARSED, "--json").stdout)["rehearsal"]
     assert (told["ranks"], told["classes"], told["faults"]) == (4, 2, [])
     assert told["events"] > told["messages"] > 0
@@ -115,7 +115,7 @@ def test_a_rehearsal_that_lacks_memory_is_the_user_s_matter(deck: Path) -> None:
     small = "--set", "machine.memory=1 MB"
     result = plan(deck, *REHEARSED, *small)
     assert result.exit_code == EXIT_USER, result.output
-    assert "Memory does not do at 2 stages:" in result.stdout
+    assert "Memory does not suffice on 2 stages:" in result.stdout
     told = plan(deck, *REHEARSED, *small, "--json")
     assert told.exit_code == EXIT_USER
     faults = json.loads(told.stdout)["rehearsal"]["faults"]
@@ -143,14 +143,14 @@ def test_programmes_that_do_not_fit_are_no_user_s_mistake(
     # Whatever lacks besides: what no deck can mend comes first.
     result = plan(deck, *REHEARSED, "--set", "machine.memory=1 MB")
     assert result.exit_code == EXIT_INTERNAL, result.output
-    assert "1 fault of what ranks send and call:" in result.stdout
+    assert "1 fault in messages and calls:" in result.stdout
     assert "missing send: message" in result.stdout
 
 
 def test_steps_with_servers_are_not_rehearsed(deck: Path) -> None:
     result = plan(deck, "--ranks", 3, "--set", "communication.server.mode=sync", "--rehearse")
     assert isinstance(result.exception, HpctrainError) and result.exception.exit_code == EXIT_USER
-    assert "a step with servers is not rehearsed" in result.exception.problems[0]
+    assert "a step with servers cannot be rehearsed" in result.exception.problems[0]
 
 
 def test_steps_of_models_on_ranks_of_their_own_are_not_rehearsed(deck: Path) -> None:
@@ -161,4 +161,4 @@ def test_steps_of_models_on_ranks_of_their_own_are_not_rehearsed(deck: Path) -> 
     result = plan(deck, "--ranks", 3, *policy, "--rehearse")
     assert isinstance(result.exception, HpctrainError)
     (sentence,) = result.exception.problems
-    assert "policy.critic_ranks=2: a step of several models is not rehearsed" in sentence
+    assert "policy.critic_ranks=2: a step of several models cannot be rehearsed" in sentence

@@ -89,4 +89,4 @@ def test_extended_run_warns_that_the_learning_rate_rises(work: Path, hpctrain: H
         "--set run.steps=8: the learning rate rises from 6.95e-05 in step 4 to 1.65e-04 in step 5 "
         "(--set learning_rate.decay_steps=4 keeps the schedule of the checkpoint)"
     )
-    assert rises in log and log.index(rises) < log.index("goes on from")
+    assert rises in log and log.index(rises) < log.index("resumes from")

@@ -134,15 +134,13 @@ def test_what_a_plan_says_of_what_stands_beside(tmp_path: Path) -> None:
     deck = tmp_path / "deck.toml"
     deck.write_text(deck_text(copying(tmp_path)), encoding="utf-8")
     told = " ".join(plan_text(plan_deck(deck, 1)).split())
-    assert (
-        "Of that it holds for other models: " in told and "a critic's, " in told and "a reference's." in told
-    )
-    assert "keys and values of 8 answers" in told and "writing and judging answers" in told
+    assert "This includes other models: " in told and " critic " in told and " reference " in told
+    assert "keys and values of 8 answers" in told and "Generating and rating answers" in told
     assert " cache " in told and "Reward models" not in told
     plain = plan_deck(deck, 1, ["objective.kind=next-token", "objective.beta=", *GIVEN], advised=False)
     assert " cache " not in plan_text(plain) and "answers" not in plan_text(plain)
     model = plan_deck(deck, 1, [f'policy.reward=["{tmp_path}"]'], advised=False)
-    assert "Reward models cannot be read here" in " ".join(plan_text(model).split())
+    assert "Reward models cannot be read on this machine" in " ".join(plan_text(model).split())
 
 
 GIVEN = ("policy.reward=", "policy.tokens=", "policy.epochs=", "policy.samples=", "policy.rollout=")

@@ -34,8 +34,8 @@ def plan(*arguments: object) -> Result:
 
 def test_words_tell_payload_by_axis(deck: Path) -> None:
     told = plan(deck, "--ranks", 2).stdout.splitlines()
-    start = told.index(next(line for line in told if line.startswith("a rank's payload along")))
-    assert told[start].split() == ["a", "rank's", "payload", "along", "a", "step"]
+    start = told.index(next(line for line in told if line.startswith("axis ")))
+    assert told[start].split() == ["axis", "payload", "per", "rank", "and", "step"]
     assert [line.split("  ")[0] for line in told[start + 1 : start + 5]] == [
         *("data", "data x context", "world", "all axes")
     ]
@@ -51,10 +51,10 @@ def test_a_link_adds_seconds_to_a_measured_step(deck: Path) -> None:
     assert (over["bytes_per_second"], over["latency"], over["computing_seconds"]) == (125e3, 0.005, 0.3)
     assert "exact_seconds" not in over
     words = plan(deck, "--ranks", 2, "--link", "1 Mbit/s, 5 ms", "--step-seconds", "300 ms").stdout
-    assert "Over a link of 1 Mbit/s, 5 ms a step takes " in words
-    assert " beside 300 ms without one." in words
+    assert "Over a link of 1 Mbit/s, 5 ms, a step takes " in words
+    assert ", compared with 300 ms without it." in words
     emulated = plan(deck, "--ranks", 2, "--set", "communication.emulate=1 Mbit/s, 5 ms").stdout
-    assert "of a step would be sending (--step-seconds or --like tells the rest)." in emulated
+    assert " per step (add the rest with --step-seconds or --like)." in emulated
 
 
 def test_other_forms_are_planned_beside(deck: Path) -> None:
@@ -78,7 +78,7 @@ def test_other_forms_are_planned_beside(deck: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--step-seconds", "1 s"), "are of a step over a link: give --link too"),
+        (("--step-seconds", "1 s"), "--step-seconds and --like require --link"),
         (
             ("--link", "1 Mbit/s", "--step-seconds", "1 s", "--like", "x"),
             "--step-seconds conflicts with --like",

@@ -47,10 +47,8 @@ def test_a_heavy_head_is_told() -> None:
     assert plan.loads == pytest.approx((18 / 17, 16 / 17), rel=1e-3)
     assert plan.waiting == pytest.approx(0.5, rel=1e-6)
     assert plan.row()["split"] == [6, 0]
-    told = (
-        "1f1b, 1 micro-batch, blocks of each part 6, 0: by FLOPs the heaviest stage has 1.06 times the mean"
-    )
-    assert str(plan) == f"{told}, and ranks wait 50% of a step for each other"
+    told = "1f1b, 1 micro-batch, blocks per chunk 6, 0: the largest stage has 1.06 times the mean FLOPs"
+    assert str(plan) == f"{told}, and the bubble is 50% of a step"
 
 
 def test_none_of_one_stage() -> None:

@@ -54,9 +54,9 @@ def test_a_run_that_does_not_fit_is_refused_before_it_is_built(
     assert refused.value.exit_code == 2
     assert "does not fit into memory" in told
     assert "which has 100 MB for the cgroup /job" in told
-    assert "--set machine.memory=SIZE overrules" in told
+    assert "--set machine.memory=SIZE overrides" in told
     assert "nodes" not in told  # the libraries alone take more than a node has
-    assert "; or" not in told
+    assert "to reduce it" not in told
     assert not built
     deck = small_deck("machine.memory=50 GB")
     engine, plan = build_within_memory(deck, world, make_mesh(deck, world))
@@ -81,12 +81,12 @@ def test_advice_names_what_helps(world: World, monkeypatch: pytest.MonkeyPatch) 
         return refused.value.problems[0]
 
     told = refusal()
-    assert "--set memory.recompute=full" in told and ", or more nodes would need less" in told
+    assert "--set memory.recompute=full" in told and " or more nodes; --set machine.memory" in told
     monkeypatch.setattr(plan_engine, "ADVICE_SECONDS", 0.0)
-    assert "; more nodes would need less, and --set machine.memory=SIZE overrules" in refusal()
+    assert "; to reduce it, use more nodes; --set machine.memory=SIZE overrides" in refusal()
     assert len(planned) == 1
     monkeypatch.setattr(plan_engine, "library_bytes", lambda: 10**9)
-    assert "would need less" not in refusal()
+    assert "to reduce it" not in refusal()
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

@@ -73,7 +73,9 @@ def test_a_point_that_cannot_be_is_a_row_with_its_reason(deck: Path) -> None:
 def test_where_no_point_can_be_it_is_said_once(deck: Path) -> None:
     error = refused(deck, "--ranks", 4, "--sweep", "layout.tensor=3,5,6", "--sweep", "layout.zero=0,1")
     assert error.exit_code == 2
-    assert error.problems[0].startswith("none of 6 points can be had, the first: --set layout.tensor=3: must")
+    assert error.problems[0].startswith(
+        "none of 6 points is supported; the first: --set layout.tensor=3: must"
+    )
     wrong = plan(
         deck, "--ranks", 4, "--set", "batch.micro=1", "--set", "run.step=2", "--sweep", "layout.tensor=1,3"
     )
@@ -125,16 +127,16 @@ def test_the_table_tells_every_point(deck: Path) -> None:
     best = min(swept.planned, key=lambda point: point.step.seconds if point.step else 0)
     assert f"The fastest that fits is tensor = {best.changes[0][1]}" in lines[-1]
     small = sweep_deck(deck, 4, ["machine.memory=1 MB"], parse_sweeps(["layout.tensor=1,2"]), rates=MACHINE)
-    assert sweep_text(small).endswith("None of them fits.\n")
+    assert sweep_text(small).endswith("No point fits into memory.\n")
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--sweep", "ranks=2,4"), ("strong scaling", "ideal", "sums of gradients")),
+        (("--sweep", "ranks=2,4"), ("strong scaling", "ideal", "gradient reduction")),
         (("--sweep", "ranks=2,4", "--weak"), ("weak scaling", "planned")),
-        (("--ranks", "4", "--sweep", "layout.zero=0,1"), ("zero = 1", "products with matrices")),
+        (("--ranks", "4", "--sweep", "layout.zero=0,1"), ("zero = 1", "matrix products")),
         (("--ranks", "4", "--sweep", "layout.zero=0,1", "--pareto"), ("memory against time", "1: zero = ")),
     ],
 )
@@ -201,9 +203,9 @@ def test_options_that_do_not_go_together_are_told(deck: Path) -> None:
         (("--sweep", "layout.zero=0", "--sweep", "layout.zero=1"), "swept twice"),
         ((), "the number of ranks is missing"),
         (tensor, "the number of ranks is missing"),
-        (("--ranks", 2, *tensor, "--weak"), "--weak: the batch grows with the ranks"),
+        (("--ranks", 2, *tensor, "--weak"), "--weak requires --sweep ranks=N,N"),
         (("--ranks", 2, "--sweep", "ranks=2,4"), "--ranks 2 conflicts with --sweep ranks"),
-        (("--ranks", 2, *tensor, "--plot", "a.png"), "give --machine"),
+        (("--ranks", 2, *tensor, "--plot", "a.png"), "--plot requires --machine"),
         (
             ("--ranks", 2, *tensor, *machine, "--plot", "a.gif"),
             "a.gif: is to be a picture",

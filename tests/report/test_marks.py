@@ -66,10 +66,10 @@ def test_marks_are_told_from_metrics_log_and_faults(tmp_path: Path) -> None:
         ("10:01:01", "ERROR"),
     ]
     assert marks_of(rows(10), log, faults) == [
-        StepMark(4, "spike", "gradient norm 9 is high; update left out"),
+        StepMark(4, "spike", "gradient norm 9 is high; update skipped"),
         StepMark(6, "resumed", "goes on from runs/small/checkpoints/step-00000006.h5 at step 6"),
-        StepMark(6, "skipped", "the step was left out: it was not finite"),
-        StepMark(8, "went back", "went back from step 12: loss 99"),
+        StepMark(6, "skipped", "update skipped: not finite"),
+        StepMark(8, "went back", "returned from step 12: loss 99"),
         StepMark(8, "fault", "silent fault in memory block.0 (forward) on rank 1"),
     ]
 
@@ -131,7 +131,7 @@ def test_verb_draws_over_an_axis(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert len(list((tmp_path / "out").iterdir())) == 4
     both = CliRunner().invoke(plot, [str(run), "--x", "time", "--against", "time"])
-    assert (both.exit_code, "--x and --against" in both.output) == (2, True)
+    assert (both.exit_code, "--x conflicts with --against" in both.output) == (2, True)
     bare = a_run(tmp_path / "bare", [{"step": 1, "loss": 2.0}] * 10)
     with pytest.raises(HpctrainError, match=r"its first row has no seconds; draw it over steps$") as caught:
         plot_runs([bare], axis="time")

@@ -440,7 +440,7 @@ def test_an_order_that_comes_wrong_at_one_rank_parts_nobody(
         (mpi_tmp_path / STOP_FILE).touch()
     control._looked = -np.inf
     order = control.agree()
-    assert order.stop and order.checkpoint and "stop asked for it" in order.why
+    assert order.stop and order.checkpoint and "stop exists" in order.why
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

@@ -62,4 +62,4 @@ def test_a_wsd_run_goes_on_at_its_peak_and_says_where_it_does_not(
     assert resume(world, stable, ["run.steps=9"]) == 0
     jumps = "the learning rate rises from 5.50e-03 in step 6 to 1.00e-02 in step 7"
     log = (stable / "log.txt").read_text()
-    assert jumps in log and log.index(jumps) < log.index("goes on from")
+    assert jumps in log and log.index(jumps) < log.index("resumes from")

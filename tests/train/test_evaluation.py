@@ -286,7 +286,8 @@ def test_patience_ends_a_run_in_good_order(
     why = "3 evaluations without a lower validation loss; lowest 4.0000 after step 2 (run.patience = 3)"
     if world.rank == 0:
         assert (
-            f"ended after step 5 of 8: {why}; a higher run.patience, or 0, goes on" in capfd.readouterr().out
+            f"ended after step 5 of 8: {why}; continue with a higher run.patience, or 0"
+            in capfd.readouterr().out
         )
         status = json.loads((folder / "status.json").read_text())
         assert (status["state"], status["reason"], status["step"]) == ("done", why, 5)

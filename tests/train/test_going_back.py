@@ -188,7 +188,7 @@ def test_without_anything_to_go_back_to_the_update_is_left_out(
     rows = [read_metrics(mpi_tmp_path / name / "metrics.jsonl") for name in ("skip", "back")]
     assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
     assert [row["step"] for row in rows[0] if row["skipped"]] == [13]
-    assert "no earlier state to go back to" in (mpi_tmp_path / "back" / "log.txt").read_text()
+    assert "no earlier state is left, update skipped" in (mpi_tmp_path / "back" / "log.txt").read_text()
 
 
 @pytest.mark.mpi(max_size=1)

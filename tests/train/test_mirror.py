@@ -151,7 +151,7 @@ def test_a_run_that_lost_a_node_ends_as_one_that_did_not(
     else:
         assert f"restored step {step} from the memory of node {world.hostname} ({on_disk}); " in said(run)
         assert f"{11 - step} step" in said(run)
-        assert f"goes on from {run}/checkpoints/step-{step:08d}.h5 at step {step}" in said(run)
+        assert f"resumes from {run}/checkpoints/step-{step:08d}.h5 at step {step}" in said(run)
     same(run, plain)
     assert not list(memory.iterdir())
     assert not (run / "mirror.json").exists()

@@ -198,8 +198,8 @@ def test_activations_of_what_needs_values_are_unknown_and_it_trains(folder: Path
     (folder / "code/asking.py").write_text(ASKING)
     change = ("--set", "model.module=asking.py:Asking", "--set", "model.arguments=", "--set", "model.blocks=")
     told = hpctrain(launch, 0, "plan", "code/deck.toml", "--ranks", "2", *change)
-    assert "unknown" in told and "Activations come on top of that." in " ".join(told.split())
-    assert "does not run where tensors have no values: asking.py:Asking fails with" in " ".join(told.split())
+    assert "unknown" in told and "memory of activations is unknown and not included" in " ".join(told.split())
+    assert "does not run on tensors without values: asking.py:Asking fails with" in " ".join(told.split())
     planned = json.loads(hpctrain(launch, 0, "plan", "code/deck.toml", "--ranks", "2", "--json", *change))
     assert planned["stages"][0]["activation_bytes"] is None
     assert "RuntimeError" in planned["activations_unknown"]

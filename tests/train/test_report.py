@@ -31,7 +31,7 @@ def test_a_run_that_went_on_is_told_of(world: World, deck_file: Path, mpi_tmp_pa
     (run,) = read_runs([folder])
     assert run.problems == []
     newest = folder / "checkpoints" / "step-00000004.h5"
-    assert list(run.marks) == [StepMark(4, "resumed", f"goes on from {newest} at step 4")]
+    assert list(run.marks) == [StepMark(4, "resumed", f"resumes from {newest} at step 4")]
     assert [(event.step, event.kind) for event in run.events] == [(4, "resumed")]
     assert (run.state, run.facts["ranks"], run.deck["layout.pipeline"]) == ("done", "2", "2")
     assert [(kept.path.name, kept.note) for kept in run.checkpoints] == [
@@ -47,10 +47,10 @@ def test_a_run_that_went_on_is_told_of(world: World, deck_file: Path, mpi_tmp_pa
         pairs = {pair.words: pair for pair in told[f"Memory of a rank of stage {stage}"]}
         assert pairs["parameters"].predicted == pairs["parameters"].measured
         assert pairs["optimizer"].predicted == pairs["optimizer"].measured
-    *causes, whole = told["Seconds of a step"]
+    *causes, whole = told["Step time"]
     assert sum(pair.measured or 0.0 for pair in causes) == pytest.approx(whole.measured, rel=0.01)
     # The plan and the ledger of the last four steps agree to the byte.
-    sent = told["Bytes that a rank sends and receives in a step, by axis"]
+    sent = told["Bytes that a rank sends and receives per step, by axis"]
     assert [pair.words for pair in sent] == ["pipeline", "world", "all axes"]
     assert all(pair.predicted == pair.measured for pair in sent), sent
     assert write_report([folder], mpi_tmp_path / "report.html") > 50_000

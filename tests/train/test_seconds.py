@@ -108,8 +108,8 @@ def test_measured_causes_are_the_whole_step(
         actions, passes = traced(folder / "trace.json", step.stage)
         assert actions <= causes["computing"] <= passes
     log = (folder / "log.txt").read_text()
-    assert "a step is to take" in log
-    assert "the whole step" in log
+    assert "predicted step time: " in log
+    assert "Predicted: from the rates" in log
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -126,7 +126,7 @@ def test_a_run_that_is_planned_has_the_same_bits(world: World, deck_file: Path, 
         assert there.keys() == here.keys()
         assert all(values.tobytes() == here[key].tobytes() for key, values in there.items())
         assert "time" not in json.loads((plain / "plan.json").read_text())
-        assert "the whole step" not in (plain / "log.txt").read_text()
+        assert "Predicted: from the rates" not in (plain / "log.txt").read_text()
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -143,7 +143,7 @@ def test_a_run_goes_on_without_its_file(world: World, deck_file: Path, mpi_tmp_p
     if world.rank == 0:
         assert "time" not in json.loads((folder / "plan.json").read_text())
         log = (folder / "log.txt").read_text()
-        assert "seconds of a step are not planned:" in log
+        assert "the step time is not predicted:" in log
         assert "ours.toml" in log.split("are not planned:")[1]
     with pytest.raises(HpctrainError, match=r"machine\.rates=nowhere\.toml: cannot be read"):
         resume(world, folder, ["run.steps=10", "machine.rates=nowhere.toml"])

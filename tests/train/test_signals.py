@@ -114,7 +114,7 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on(
     assert run_deck(world, deck_file, [f"run.dir={parts}", *keys]) == EXIT_AGAIN
     assert stored(parts) == ["step-00000007.h5"]
     if world.rank == 0:
-        told = f"stopped after step 7 of 12: {number.name} came to rank {last}; go on with `hpctrain resume"
+        told = f"stopped after step 7 of 12: {number.name} was received by rank {last}; resume with `"
         assert told in (parts / "log.txt").read_text()
     world.everyone.barrier()
     assert resume(world, parts, []) == EXIT_DONE
@@ -149,7 +149,7 @@ def test_one_checkpoint_is_written_for_a_signal_to_all_ranks(
     assert run_deck(world, deck_file, [*keys, "run.steps=9"]) == EXIT_DONE
     assert stored(folder) == ["step-00000005.h5", "step-00000009.h5"]
     if world.rank == 0:
-        assert "checkpoint asked for: SIGUSR1 came to rank 0\n" in (folder / "log.txt").read_text()
+        assert "checkpoint requested: SIGUSR1 was received by rank 0\n" in (folder / "log.txt").read_text()
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -439,7 +439,7 @@ def test_a_terminal_that_goes_away_stops_a_run_in_good_order(small: Path) -> Non
     code, _ = on_a_terminal(small, "-m", "hpctrain", do=lambda terminal: read_until(terminal, b"loss"))
     assert code == EXIT_AGAIN
     assert len(stored(small / "run")) == 1
-    assert "SIGHUP came to rank 0" in (small / "run" / "log.txt").read_text()
+    assert "SIGHUP was received by rank 0" in (small / "run" / "log.txt").read_text()
 
 
 def test_a_real_job_writes_a_checkpoint_goes_on_and_stops_with_75(
@@ -468,7 +468,7 @@ def test_a_real_job_writes_a_checkpoint_goes_on_and_stops_with_75(
         finally:
             job.kill()
     assert job.returncode == EXIT_AGAIN, output
-    assert "SIGUSR2 came to rank 0; go on with `hpctrain resume run`" in output
+    assert "SIGUSR2 was received by rank 0; resume with `hpctrain resume run`" in output
     assert "Traceback" not in output
     assert len(stored(tmp_path / "run")) == 2
 
@@ -491,7 +491,7 @@ main()
 """
     done = launch(0, "-c", program, cold=True)
     assert done.returncode == EXIT_AGAIN, done.stderr
-    assert "SIGUSR2 came to rank 0" in done.stdout
+    assert "SIGUSR2 was received by rank 0" in done.stdout
 
 
 def state(folder: Path) -> str:

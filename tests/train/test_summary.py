@@ -17,7 +17,8 @@ from tests.engines import small_deck, trainer
 
 @pytest.mark.mpi(min_size=1, max_size=1)
 @pytest.mark.parametrize(
-    ("steps", "epochs", "small"), [(1, "1 step takes 0.16", 0), (5, "5 steps take 0.8", 0), (794, "127", 127)]
+    ("steps", "epochs", "small"),
+    [(1, "0.16 epochs in 1 step", 0), (5, "0.8 epochs in 5 steps", 0), (794, "127", 127)],
 )
 def test_epochs_are_said(world: World, tmp_path: Path, steps: int, epochs: str, small: int) -> None:
     (tmp_path / "a.txt").write_text("a" * 3200)  # a hundred sequences of 32 tokens
@@ -30,10 +31,10 @@ def test_epochs_are_said(world: World, tmp_path: Path, steps: int, epochs: str, 
     )
     deck = small_deck(*keys, "data.validation=0")
     lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9, TrainState())
-    assert f"tokens; a step takes 512, {epochs if not small else '794 steps take 127'} epochs; " in lines[1]
+    assert f"tokens; 512 per step, {epochs if not small else '127 epochs in 794 steps'}; " in lines[1]
     told = (
         f"{tmp_path}/tokens.h5 is small for this run: each of its 100 sequences of 32 tokens is trained on "
-        "127 times, and would be learned by heart; more text or fewer steps would do"
+        "127 times, and the model memorizes it; use more text or fewer steps"
     )
     assert (told in lines) == bool(small)
 
@@ -51,7 +52,7 @@ def test_products_that_are_emulated_are_said(
         lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9, TrainState())
         return [line for line in lines if "emulated" in line]
 
-    told = 'precision.fp8 = "row" is emulated on this device: the same numbers, but slower than bf16'
+    told = 'precision.fp8 = "row" is emulated on this device: same results, but slower than bf16'
     fp8 = ("precision.compute=fp8", "precision.fp8=row")
     assert said(*fp8) == [told] and said("precision.compute=bf16") == []
     monkeypatch.setattr("hpctrain.train.summary.native", lambda *_: "stored")
@@ -78,7 +79,9 @@ def test_one_node_that_compresses_nothing_is_said(
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize(("steps", "left"), [(8, ""), (10, "; the last 2 steps of 10 are after that, and")])
+@pytest.mark.parametrize(
+    ("steps", "left"), [(8, ""), (10, "; the last 2 steps of 10 are not synchronized, ")]
+)
 def test_steps_after_the_last_meeting_are_said(
     world: World, mpi_tmp_path: Path, steps: int, left: str
 ) -> None:
@@ -88,7 +91,9 @@ def test_steps_after_the_last_meeting_are_said(
     keys = ("layout.local_steps.replicas=2", "layout.local_steps.steps=4", f"run.steps={steps}")
     deck = small_deck(f"data.tokens={mpi_tmp_path}/tokens.h5", "model.vocabulary=257", *keys)
     lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9, TrainState())
-    told = [line for line in lines if line.startswith("2 replicas of 1 rank meet every 4 steps (average)")]
+    told = [
+        line for line in lines if line.startswith("2 replicas of 1 rank synchronize every 4 steps (average)")
+    ]
     assert len(told) == 1
     assert told[0].endswith(")") if not left else left in told[0]
 
@@ -107,12 +112,12 @@ def test_how_gradients_are_summed_is_said(world: World, mpi_tmp_path: Path) -> N
 
     onebit = ("communication.compress=onebit", "communication.warmup=1")
     assert said() == []
-    assert said(*onebit) == ["gradients are summed over 2 ranks by onebit, after 1 exact step"]
+    assert said(*onebit) == ["gradients are reduced over 2 ranks with onebit, after 1 exact step"]
     assert said(*onebit[:1], "communication.warmup=8") == [
         'communication.compress = "onebit" has no effect: with communication.warmup = 8 all 8 steps are exact'
     ]
     assert said("communication.compress=int8", "layout.tensor=2") == [
-        'communication.compress = "int8" has no effect on one data rank: there is nothing to sum'
+        'communication.compress = "int8" has no effect with one data rank'
     ]
 
 
@@ -126,7 +131,7 @@ def test_weights_that_are_there_already_are_said(world: World, mpi_tmp_path: Pat
     def said(*more: str) -> bool:
         deck = small_deck(*keys, "precision.compute=fp8", *more)
         lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9, TrainState())
-        return any(line.startswith("precision.fp8_gather = true sends nothing less here") for line in lines)
+        return any(line.startswith("precision.fp8_gather = true does not reduce traffic") for line in lines)
 
     assert said("precision.fp8_gather=true")
     assert not said()

@@ -240,7 +240,7 @@ main()
     follow("status", "a run")
     there = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     done = launch(0, "-m", "hpctrain", "resume", "a run")
-    assert (done.returncode, "nothing is left to do; `hpctrain resume" in done.stdout) == (0, True)
+    assert (done.returncode, "steps are done; continue with `hpctrain resume" in done.stdout) == (0, True)
     done = launch(0, "-m", "hpctrain", "resume", "a run", "--set", "run.steps=1")
     assert done.returncode == 2
     assert "run.steps=1: is below the step of a run/checkpoints/step-00000002.h5, 2;" in done.stderr

@@ -194,7 +194,7 @@ def test_the_table(tmp_path: Path) -> None:
     for name in ("second", "third run"):
         (tmp_path / name / "checkpoints").mkdir(parents=True)
         (tmp_path / name / "checkpoints" / "step-00000030.h5").touch()
-    told, saved = "SIGUSR2 came to rank 1", "step-00000030.h5"
+    told, saved = "SIGUSR2 was received by rank 1", "step-00000030.h5"
     stopped = write(tmp_path / "second", state="stopped", job=None, reason=told, checkpoint=saved)
     lost = write(tmp_path / "third run", loss=None, step_time=None, checkpoint=saved)
     rows += [read_status(stopped), read_status(lost)]
@@ -207,7 +207,7 @@ def test_the_table(tmp_path: Path) -> None:
     assert cells[3][:6] == ["third", "run", "lost", "30/100", "2", "Slurm"]
     assert text[5:] == [
         "first: rank 3 on n2 computes for 2 s a step",
-        "second: SIGUSR2 came to rank 1",
+        "second: SIGUSR2 was received by rank 1",
         "second: go on by `hpctrain resume second`",
         "third run: its job ended without a word",
         "third run: go on by `hpctrain resume 'third run'`",

@@ -132,21 +132,21 @@ def test_predictions_stand_beside_measurements(tmp_path: Path) -> None:
     assert list(told) == [
         "Memory of a rank of stage 0",
         "Memory of a rank of stage 1",
-        "Seconds of a step",
-        "Bytes that a rank sends and receives in a step, by axis",
+        "Step time",
+        "Bytes that a rank sends and receives per step, by axis",
     ]
     assert told["Memory of a rank of stage 0"].pairs == [
         ValuePair("parameters", 100, 100),
         ValuePair("gradients", 50, 60),
         ValuePair("total", 150, 150),
     ]
-    assert told["Seconds of a step"].pairs == [
-        ValuePair("products with matrices", 1.0, None),
-        ValuePair("all else", 0.5, None),
-        ValuePair("the whole step", 1.5, 2.0),
+    assert told["Step time"].pairs == [
+        ValuePair("matrix products", 1.0, None),
+        ValuePair("other", 0.5, None),
+        ValuePair("total", 1.5, 2.0),
     ]
     # The last job made 4 of the 10 steps. What a module of the user's sends is not planned: it would be run.
-    assert told["Bytes that a rank sends and receives in a step, by axis"].pairs == [
+    assert told["Bytes that a rank sends and receives per step, by axis"].pairs == [
         ValuePair("data", None, 300),
         ValuePair("all axes", None, 300),
     ]

@@ -68,9 +68,9 @@ def over_memory(memory: MemoryPlan, room: Room | None, peaks: Sequence[MemoryPea
                 "over memory",
                 first,
                 memory.ranks[peak.stage],
-                f"stage {peak.stage}, from rank {first}: at {peak.action} a rank holds most, "
-                f"{format_bytes(peak.total)}, of which {format_bytes(size)} are {KINDS[kind]}; {needed} "
-                f"({format_bytes(room.limit.bytes // room.ranks)} a rank would do)",
+                f"stage {peak.stage}, from rank {first}: the peak is {format_bytes(peak.total)} per rank at "
+                f"{peak.action}, of which {format_bytes(size)} are {KINDS[kind]}; {needed} "
+                f"({format_bytes(room.limit.bytes // room.ranks)} per rank would fit)",
             )
         )
     return faults

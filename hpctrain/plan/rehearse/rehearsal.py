@@ -69,9 +69,9 @@ def rehearse_deck(
     """
     began, deck = perf_counter(), plan.deck
     if deck.communication.server is not None:
-        sentence = 'a step with servers is not rehearsed ("none" would do)'
+        sentence = 'a step with servers cannot be rehearsed (expected "none")'
         raise HpctrainError(deck.problem("communication.server.mode", sentence))
-    require_no_dedicated_ranks(deck, "a step of several models is not rehearsed")
+    require_no_dedicated_ranks(deck, "a step of several models cannot be rehearsed")
     machine = deck.machine
     given = ranks_per_node or deck.communication.ranks_per_node
     per_node = given or machine.ranks_per_node or machine.gpus_per_node or plan.ranks
@@ -91,22 +91,25 @@ def rehearsal_text(rehearsal: Rehearsal) -> str:
     matched, peak = rehearsal.matched, rehearsal.peak
     kinds = counted(matched.classes, "kind")
     lines = [
-        f"Rehearsed a step of {counted(matched.ranks, 'rank')} of {kinds}, in "
-        f"{format_seconds(rehearsal.seconds)}: {counted(matched.events, 'event')}, of which "
-        f"{counted(matched.messages, 'message')}, {format_bytes(matched.bytes)} given to them."
+        f"Rehearsed a step of {counted(matched.ranks, 'rank')} ({kinds}) in "
+        f"{format_seconds(rehearsal.seconds)}: {counted(matched.events, 'event')}, "
+        f"{counted(matched.messages, 'message')}, {format_bytes(matched.bytes)} of payload."
     ]
     if matched.faults:
-        lines.append(f"{counted(len(matched.faults), 'fault')} of what ranks send and call:")
+        lines.append(f"{counted(len(matched.faults), 'fault')} in messages and calls:")
         lines += _shown(matched.faults)
     else:
-        lines.append("Every send has its receive, every call all of its group, and nobody waits in a circle.")
-    most = f"stage {peak.stage} holds most, {format_bytes(peak.total)} a rank, at {peak.action}"
+        lines.append("All sends and receives match, all collective calls match, and there is no cyclic wait.")
+    most = f"the peak is {format_bytes(peak.total)} per rank of stage {peak.stage}, at {peak.action}"
     if rehearsal.over:
-        lines += [f"Memory does not do at {counted(len(rehearsal.over), 'stage')}:", *_shown(rehearsal.over)]
+        lines += [
+            f"Memory does not suffice on {counted(len(rehearsal.over), 'stage')}:",
+            *_shown(rehearsal.over),
+        ]
     elif rehearsal.known_room:
-        lines.append(f"Memory is never over what there is: {most}.")
+        lines.append(f"Memory suffices: {most}.")
     else:
-        lines.append(f"What memory there is is not known; {most}.")
+        lines.append(f"The memory limit is unknown; {most}.")
     return "\n".join(line for each in lines for line in fit(each, columns())) + "\n"
 
 

@@ -96,15 +96,15 @@ def search_deck(
     if machine is None:
         raise HpctrainError(f"{path}: {NO_RATES}")
     if wished.every_schedule and SearchSpace(deck, ranks).given("layout.schedule"):
-        sentence = "is given, and no other is searched (--set layout.schedule= opens it)"
+        sentence = "is fixed by the deck (release it with --set layout.schedule=)"
         raise HpctrainError([f"--all-schedules: layout.schedule = {deck.layout.schedule} {sentence}"])
     found = _search(deck, ranks, wished, machine, BEST, progress)
     return DeckSearch(path, deck, ranks, machine, found)
 
 
 NO_RATES = (
-    "layouts are compared by the rates of a machine: give --machine NAME|FILE, or machine.rates in the deck; "
-    "hpctrain calibrate measures them"
+    "layouts are compared by the rates of a machine: add --machine NAME|FILE, or set machine.rates in the "
+    "deck; `hpctrain calibrate` measures them"
 )
 
 
@@ -117,8 +117,8 @@ def chosen_layout(
     machine = rates or deck_rates(deck)
     if machine is None:
         sentence = (
-            "needs machine.rates, by which layouts are compared: a file that hpctrain calibrate measures, or "
-            "a published machine"
+            "requires machine.rates, by which layouts are compared: a file of `hpctrain calibrate`, or a "
+            "published machine"
         )
         raise HpctrainError(deck.problem("layout.auto", sentence))
     return _search(deck, ranks, SearchOptions(ranks_per_node), machine, 1).best[0], machine

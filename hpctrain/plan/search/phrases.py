@@ -33,15 +33,15 @@ def _set(key: str, value: object) -> str:
 def choice(values: Mapping[str, object], seconds: float, machine: str) -> str:
     """What was chosen for a run."""
     return (
-        f"the quickest layout that fits, a step in {format_seconds(seconds)} by the rates of {machine}: "
-        f"{assignments(values) or 'that of all defaults'}"
+        f"the fastest layout that fits, predicted step time {format_seconds(seconds)} on {machine}: "
+        f"{assignments(values) or 'all defaults'}"
     )
 
 
 def nothing_fits(values: Mapping[str, object], room: str, lacking: float, more: Sequence[int]) -> str:
     """Why no layout fits: the one whose nodes need least, what lacks, and ranks on which one would fit."""
-    would = f"; {more[0]} ranks would do" if more else ""
+    would = f"; it fits on {more[0]} ranks" if more else ""
     return (
-        f"no layout fits into memory: that which needs least lacks {format_bytes(lacking)} "
+        f"no layout fits into memory: the smallest one lacks {format_bytes(lacking)} "
         f"({assignments(values)}): {room}{would}"
     )

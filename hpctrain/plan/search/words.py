@@ -13,10 +13,10 @@ from hpctrain.text import command, counted, fitted
 from hpctrain.units import format_bytes, format_count, format_seconds
 
 _CAUSES = 3
-"""Of the best layout's seconds, so many are told."""
+"""Number of causes of the step time of the best layout that are shown."""
 
 _KINDS = 3
-"""Of the kinds of layouts that cannot be, so many are told."""
+"""Number of kinds of unsupported layouts that are shown."""
 
 
 def search_text(searched: DeckSearch) -> str:
@@ -25,7 +25,7 @@ def search_text(searched: DeckSearch) -> str:
     best = found.best
     apart = [key for key in best[0].changes if len({repr(each.changes[key]) for each in best}) > 1]
     alike = {key: value for key, value in changed(deck, best[0].changes).items() if key not in apart}
-    head = ("", "a step", "slower", "tokens/s", "a rank holds", *(key.partition(".")[2] for key in apart))
+    head = ("", "step", "slower", "tokens/s", "memory per rank", *(key.partition(".")[2] for key in apart))
     chosen = arguments(changed(deck, best[0].changes))
     tokens = deck.batch.global_size * deck.batch.sequence
     rows = [
@@ -39,16 +39,16 @@ def search_text(searched: DeckSearch) -> str:
         )
         for number, each in enumerate(best, 1)
     ]
-    which = f"the {len(best)} quickest layouts that fit" if len(best) > 1 else "the only layout that fits"
+    which = f"the {len(best)} fastest layouts that fit" if len(best) > 1 else "the only layout that fits"
     lines = [
-        f"{deck.run.title}: {which}, of {counted(searched.ranks, 'rank')} on {searched.machine.name}",
+        f"{deck.run.title}: {which} on {counted(searched.ranks, 'rank')} of {searched.machine.name}",
         "",
         *fitted([head, *rows], (), columns()),
         "",
-        *([f"All of them: {assignments(alike)}."] if alike else []),
+        *([f"In all of them: {assignments(alike)}."] if alike else []),
         _causes(best[0]),
         *_fell(searched),
-        f"{command('run', searched.path, *chosen)} trains by the quickest one.",
+        f"{command('run', searched.path, *chosen)} trains with the fastest layout.",
     ]
     return "\n".join(line for each in lines for line in fit(each, columns())) + "\n"
 
@@ -73,36 +73,34 @@ def _plain(value: object) -> str:
 def _causes(best: Candidate) -> str:
     shares = sorted(best.seconds_by_cause.items(), key=lambda each: -each[1])[:_CAUSES]
     told = (f"{100 * seconds / best.seconds:.0f}% {WHAT[cause]}" for cause, seconds in shares if seconds)
-    return f"Of the quickest one's step: {', '.join(told)}."
+    return f"Step time of the fastest layout: {', '.join(told)}."
 
 
 def _fell(searched: DeckSearch) -> list[str]:
     """What became of the others, kind by kind, and what would change it."""
     found, fell = searched.found, searched.found.fell
     counts = {name: format_count(fell.counts[name]) for name in ("layouts", "memory", "memory plan")}
-    lines = [f"Of {counts['layouts']} whole layouts, and others by what they have in common,"]
+    lines = [f"Of {counts['layouts']} layouts, and others that were pruned together,"]
     if fell.counts["memory"]:
-        least = "hold too much by what they need at the least (more ranks, or larger nodes, would do)"
+        least = "were pruned, because their minimum memory does not fit (use more ranks or larger nodes)"
         lines.append(f"  {counts['memory']} {least};")
     if found.missed is not None:
         missed = found.missed
         quickest = format_seconds(missed.candidate.seconds)
         lines.append(
-            f"  {counts['memory plan']} hold too much by their plans, such as one that would take {quickest} "
+            f"  {counts['memory plan']} do not fit by their memory plans, such as one that takes {quickest} "
             f"({difference(missed.candidate, found.best[0])}): {missed.room};"
         )
     if found.slower:
-        open_ones = (
-            "that were left open are slower, whatever else they have (other rates, or keys that the deck"
-        )
-        lines.append(f"  {format_count(found.slower)} {open_ones} gives, would change that);")
+        pruned = "were pruned, because all layouts that they stand for are slower"
+        lines.append(f"  {format_count(found.slower)} {pruned};")
     told = fell.impossible.most_common(_KINDS)
-    lines += [f"  {format_count(count)} cannot be: {fell.reasons[key]};" for key, count in told]
+    lines += [f"  {format_count(count)} are unsupported: {fell.reasons[key]};" for key, count in told]
     rest = fell.impossible.total() - sum(count for _, count in told)
-    lines += [f"  {format_count(rest)} cannot be for other reasons (--json has them);"] if rest else []
+    lines += [f"  {format_count(rest)} are unsupported for other reasons (see --json);"] if rest else []
     if found.untried:
         lines.append(
-            f"  {' and '.join(found.untried)}, which hold less and wait longer, were not tried "
-            "(--all-schedules does);"
+            f"  {' and '.join(found.untried)}, with less memory and larger bubbles, were not tried "
+            "(add --all-schedules);"
         )
     return [*lines[:-1], f"{lines[-1].rstrip(';,')}."]

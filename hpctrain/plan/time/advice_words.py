@@ -8,13 +8,13 @@ from hpctrain.plan.time.words import WHAT
 from hpctrain.units import format_bytes
 
 LIMITS = {
-    "computing": "computing",
+    "computing": "computation",
     "memory": "memory bandwidth",
     "inside": "links inside nodes",
     "between": "links between nodes",
-    "away": "ways to hosts and disks",
-    "fixed": "what operations and steps take at least",
-    "waiting": "waiting for other stages",
+    "away": "transfers to hosts and disks",
+    "fixed": "fixed times of operations and steps",
+    "waiting": "pipeline bubble",
 }
 _LEAST = 5e-4  # of a step: less is not told
 
@@ -26,18 +26,18 @@ def advice_lines(step: StepPlan, advice: Advice) -> list[str]:
     first = max(advice.limits, key=lambda part: advice.limits[part])
     best = advice.gain
     return [
-        f"{_percent(most / step.seconds)} of a step is {WHAT[cause]}; what limits it is {LIMITS[first]}. "
-        f"A step would be shorter, with each by itself in half its time: {', '.join(told)}.",
-        "No single change of its layout, micro-batch, schedule or recomputation makes it shorter and fits."
+        f"The largest part of a step is {WHAT[cause]} ({_percent(most / step.seconds)}); the main limit is "
+        f"{LIMITS[first]}. Sensitivity, the time saved if a limit takes half its time: {', '.join(told)}.",
+        "No single change of layout, micro-batch size, schedule or recomputation is faster and fits."
         if best is None
-        else f"What would help most: --set {best.change} ({gain_words(best)}).",
+        else f"Best single change: --set {best.change} ({gain_words(best)}).",
     ]
 
 
 def gain_words(gain: Gain) -> str:
     """`12% shorter, 1.2 GB more a rank, fits`."""
     size = format_bytes(abs(gain.more_bytes))
-    held = f"{size} {'more' if gain.more_bytes > 0 else 'less'} a rank" if gain.more_bytes else ""
+    held = f"{size} {'more' if gain.more_bytes > 0 else 'less'} per rank" if gain.more_bytes else ""
     fits = "fits" if gain.fits else ""
     return ", ".join(filter(None, [f"{_percent(gain.share)} shorter", held, fits]))
 

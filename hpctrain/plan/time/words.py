@@ -9,35 +9,41 @@ from hpctrain.text import counted, table
 from hpctrain.units import format_count, format_seconds
 
 WHAT = {
-    "products": "products with matrices",
+    "products": "matrix products",
     "attention": "attention",
-    "elementwise": "norms, activations, sums, losses",
-    "recompute": "what is computed again",
-    "tensor": "tensor ranks wait for each other",
-    "context": "context ranks wait for each other",
-    "expert": "rows on their way to experts and back",
+    "elementwise": "elementwise operations",
+    "recompute": "recomputation",
+    "tensor": "waiting for tensor ranks",
+    "context": "waiting for context ranks",
+    "expert": "expert exchange",
     "messages": "messages between stages",
-    "bubble": "waiting for other stages",
-    "gradients": "sums of gradients",
-    "parameters": "gathered parameters",
-    "offload": "what lies elsewhere, on its way",
+    "bubble": "pipeline bubble",
+    "gradients": "gradient reduction",
+    "parameters": "parameter gathering",
+    "offload": "offload transfers",
     "optimizer": "optimizer",
-    "fixed": "all else",
+    "fixed": "other",
 }
 
 WHAT_TOGETHER = {
-    "computing": "products, attention, all by element",
+    "computing": "computation",
     "stages": WHAT["bubble"],
-    "update": "optimizer, and what lies elsewhere",
+    "update": "optimizer and offload",
 }
-COMPARED = ("predicted", "measured", "predicted more")
-"""Columns of what was predicted beside what was measured: the last one says by how much, below 0 for less."""
+COMPARED = ("predicted", "measured", "deviation")
+"""Columns of predicted and measured values; the deviation is above 0 if the prediction is higher."""
 
 _LEAST = 5e-4  # of a step: less is not worth a line
 
 
-def time_lines(step: StepPlan, machine: MachineRates) -> list[str]:
-    """Where the seconds of a step go, how fast that is, and how long the run takes."""
+def time_lines(step: StepPlan, machine: MachineRates, hours: str = "rank-hours") -> list[str]:
+    """Return lines about the time of a step by cause, its speed, and the time of the run.
+
+    Args:
+        step: The predicted step.
+        machine: The machine by whose rates it was predicted.
+        hours: Unit of the cost of the run, such as "GPU-hours".
+    """
     rows = [
         (f"  {WHAT[cause]}", format_seconds(seconds), f"{100 * seconds / step.seconds:.1f}%")
         for cause, seconds in sorted(step.seconds_by_cause.items(), key=lambda each: -each[1])
@@ -46,11 +52,11 @@ def time_lines(step: StepPlan, machine: MachineRates) -> list[str]:
     return [
         f"A step takes {format_seconds(step.seconds)} on {machine.name}: "
         f"{format_count(step.tokens / step.seconds)} tokens/s, "
-        f"{step.flops_per_rank / 1e12:.3g} TFLOP/s a rank, {100 * step.mfu:.1f}% of the peak"
-        f"{' without what is computed again' if step.flops < step.hardware_flops else ''} (MFU).",
+        f"{step.flops_per_rank / 1e12:.3g} TFLOP/s per rank, {100 * step.mfu:.1f}% MFU"
+        f"{' (without recomputation)' if step.flops < step.hardware_flops else ''}.",
         *table(rows),
-        f"The run's {format_count(step.steps)} steps take {format_seconds(step.run_seconds)}, or "
-        f"{step.run_seconds / 86400:.3g} days: {format_count(step.rank_hours)} hours of ranks.",
+        f"The run of {format_count(step.steps)} steps takes {format_seconds(step.run_seconds)} "
+        f"({step.run_seconds / 86400:.3g} days), {format_count(step.rank_hours)} {hours}.",
         *_untold(step),
     ]
 
@@ -65,19 +71,17 @@ def comparison_lines(step: StepPlan, machine: MachineRates, measured: MeasuredSt
     words = WHAT | WHAT_TOGETHER
     shown = [(words[name], there, here) for name, there, here in pairs if max(there, here) > least]
     rows = [(holder, *COMPARED)]
-    for name, there, here in [*shown, ("the whole step", step.seconds, measured.seconds)]:
+    for name, there, here in [*shown, ("total", step.seconds, measured.seconds)]:
         ratio = f"{100 * (there - here) / here:+.1f}%" if here > least else ""
         rows.append((name, format_seconds(there), format_seconds(here), ratio))
-    mean = f"Measured is the mean of {counted(measured.steps, 'step')} and {counted(measured.ranks, 'rank')}"
-    lines = [*table(rows), f"{mean}, predicted by the rates of {machine.name}."]
+    mean = f"Measured: mean of {counted(measured.steps, 'step')} and {counted(measured.ranks, 'rank')}"
+    lines = [*table(rows), f"{mean}. Predicted: from the rates of {machine.name}."]
     if measured.seconds_by_cause is None:
-        lines.append(
-            "By cause nothing is measured on GPUs: the host's clock tells when work was handed over."
-        )
+        lines.append("Causes are not measured on GPUs, because the host only knows when it started kernels.")
     elif stages > 1 and "stages" in measured.seconds_by_cause:
-        lines.append("How long messages take, apart from that, is measured with run.trace = true.")
+        lines.append("With run.trace = true, the time of messages is measured too.")
     return [*lines, *_untold(step)]
 
 
 def _untold(step: StepPlan) -> list[str]:
-    return [f"What changes with {', '.join(step.untold)} is not in it."] if step.untold else []
+    return [f"The effect of {', '.join(step.untold)} is not included."] if step.untold else []

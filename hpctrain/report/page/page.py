@@ -38,10 +38,10 @@ _SHAPES = {
     "fault": "M0-6L5 0L0 6L-5 0Z",
 }
 _KIND_WORDS = {
-    "resumed": "went on from a checkpoint",
-    "went back": "went back before a spike",
-    "spike": "spike, left out",
-    "skipped": "step left out, not finite",
+    "resumed": "resumed from a checkpoint",
+    "went back": "returned to a state before a spike",
+    "spike": "spike, update skipped",
+    "skipped": "not finite, update skipped",
     "fault": "silent fault",
 }
 

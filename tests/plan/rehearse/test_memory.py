@@ -38,6 +38,6 @@ def test_a_stage_over_memory_is_found_and_named() -> None:
     room = replace(room, needed=2 * planted.memory.total)
     (fault,) = over_memory(larger, room, find_peaks(programmes, larger))
     assert (fault.kind, fault.rank, fault.count) == ("over memory", 4, 2)
-    assert fault.sentence.startswith(f"stage 2, from rank 4: at {peaks[2].action} a rank holds most, ")
-    assert "activations" in fault.sentence
+    assert fault.sentence.startswith("stage 2, from rank 4: the peak is ")
+    assert f" per rank at {peaks[2].action}, " in fault.sentence and "activations" in fault.sentence
     assert over_memory(larger, None, peaks) == []

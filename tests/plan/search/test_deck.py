@@ -157,7 +157,7 @@ def test_choices_that_do_not_go_with_what_is_given_are_refused(path: Path) -> No
 @pytest.mark.parametrize(
     ("overrides", "ranks", "words"),
     [
-        (["machine.rates="], 16, ("needs machine.rates", "calibrate")),
+        (["machine.rates="], 16, ("requires machine.rates", "calibrate")),
         (["machine.memory=3.2 GB", *NARROW], 16, ("no layout fits into memory", "lacks", "3.2 GB")),
         ([], 13, ("no layout has 13 ranks", "8 or 16 ranks would")),
         (
@@ -186,12 +186,12 @@ def test_words_tell_the_best_and_why_others_fell(path: Path) -> None:
     result = plan(path, "--ranks", RANKS, "--search", "--set", "machine.memory=16 GB")
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
-    assert text.startswith("open: the 10 quickest layouts that fit, of 16 ranks on selene-2021")
-    assert "hold too much by what they need at the least (more ranks, or larger nodes, would do);" in text
-    assert "are slower, whatever else they have (other rates," in text
-    assert re.search(r" cannot be: [a-z_]+\.[a-z_]+ = \d+: ", text)
+    assert text.startswith("open: the 10 fastest layouts that fit on 16 ranks of selene-2021")
+    assert "were pruned, because their minimum memory does not fit (use more ranks or larger nodes);" in text
+    assert "were pruned, because all layouts that they stand for are slower" in text
+    assert re.search(r" are unsupported: [a-z_]+\.[a-z_]+ = \d+: ", text)
     assert re.search(r" 1 [\d.]+ m?s - [\d.]+[KM] .* 2 [\d.]+ m?s \+\d\.\d% [\d.]+[KM] ", text)
-    assert re.search(r"`hpctrain run \S+open\.toml --set .*` trains by the quickest one", text)
+    assert re.search(r"`hpctrain run \S+open\.toml --set .*` trains with the fastest layout", text)
 
 
 def test_a_picture_has_memory_against_time(path: Path, tmp_path: Path) -> None:

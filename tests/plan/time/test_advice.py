@@ -157,9 +157,9 @@ def test_the_plan_says_what_limits_and_what_would_help(tmp_path: Path) -> None:
         arguments += ["--set", change]
     text = CliRunner().invoke(command, arguments).stdout
     told = json.loads(CliRunner().invoke(command, [*arguments, "--json"]).stdout)
-    assert "what limits it is " in text
+    assert "the main limit is " in text
     best = told["advice"]["best"]
-    assert f"What would help most: --set {best['set']} ({100 * best['faster']:.1f}% shorter" in text
+    assert f"Best single change: --set {best['set']} ({100 * best['faster']:.1f}% shorter" in text
     plan = plan_deck(tmp_path / "deck.toml", 4, [*WIDE, best["set"]], advised=False, rates=MACHINE)
     assert plan.step is not None
     assert best["seconds"] == plan.step.seconds
@@ -171,8 +171,11 @@ def test_the_plan_says_what_limits_and_what_would_help(tmp_path: Path) -> None:
 def test_words_say_what_is_known() -> None:
     step = timed(small_deck(*WIDE), MACHINE)
     for gain, words in [
-        (Gain("layout.zero=1", 0.12, 1.0, 1_200_000_000, True), "(12.0% shorter, 1.2 GB more a rank, fits)"),
-        (Gain("layout.zero=1", 0.12, 1.0, -5_000_000, None), "(12.0% shorter, 5 MB less a rank)"),
+        (
+            Gain("layout.zero=1", 0.12, 1.0, 1_200_000_000, True),
+            "(12.0% shorter, 1.2 GB more per rank, fits)",
+        ),
+        (Gain("layout.zero=1", 0.12, 1.0, -5_000_000, None), "(12.0% shorter, 5 MB less per rank)"),
         (Gain("layout.zero=1", 0.12, 1.0, 0, None), "(12.0% shorter)"),
     ]:
         assert advice_lines(step, Advice({"computing": 0.4}, gain))[-1].endswith(f"{words}.")

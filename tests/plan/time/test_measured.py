@@ -121,14 +121,14 @@ def test_the_table_has_both_of_each_cause() -> None:
     step = step_plan(1, products=18.0, attention=1.0, elementwise=1.0, bubble=5.0, tensor=1.0)
     measured = MeasuredStep(38.0, RECORD.by_cause(2, 1), 4, 2)
     head, *rows, total, source, hint = comparison_lines(step, blocking(), measured, 2)
-    assert head.split() == ["a", "step", "of", "stage", "1", "predicted", "measured", "predicted", "more"]
+    assert head.split() == ["a", "step", "of", "stage", "1", "predicted", "measured", "deviation"]
     (computing,) = [row for row in rows if row.startswith(WHAT_TOGETHER["computing"])]
     assert computing.split()[-5:] == ["20", "s", "19.8", "s", "+1.3%"]
     (tensor,) = [row for row in rows if row.startswith(WHAT["tensor"])]
     assert tensor.split()[-5:] == ["1", "s", "2", "s", "-50.0%"]
     assert not any(row.startswith(WHAT["messages"]) for row in rows)
-    assert total.split() == ["the", "whole", "step", "26", "s", "38", "s", "-31.6%"]
-    assert source == "Measured is the mean of 4 steps and 2 ranks, predicted by the rates of ours."
+    assert total.split() == ["total", "26", "s", "38", "s", "-31.6%"]
+    assert source == "Measured: mean of 4 steps and 2 ranks. Predicted: from the rates of ours."
     assert "run.trace = true" in hint
     traced = MeasuredStep(38.0, told_apart(RECORD.by_cause(2, 1), 3, 1), 4, 2)
     slow = step_plan(1, products=20.0, bubble=5.0, messages=1.0)
@@ -138,8 +138,8 @@ def test_the_table_has_both_of_each_cause() -> None:
 
 def test_gpus_are_compared_as_a_whole() -> None:
     lines = comparison_lines(step_plan(products=2.0), blocking(), MeasuredStep(4.0, None, 4, 2), 1)
-    assert [line.split("  ")[0] for line in lines[:2]] == ["a step", "the whole step"]
-    assert "nothing is measured on GPUs" in lines[-1]
+    assert [line.split("  ")[0] for line in lines[:2]] == ["a step", "total"]
+    assert "Causes are not measured on GPUs" in lines[-1]
     assert MeasuredStep(4.0, None, 4, 2).row() == {"seconds": 4.0, "steps": 4, "ranks": 2}
 
 

@@ -249,7 +249,7 @@ def test_people_are_told() -> None:
     step = plan_step(deck, 2, deck.model.vocabulary, machine)
     lines = time_lines(step, machine)
     assert "on ours" in lines[0]
-    assert "TFLOP/s a rank" in lines[0]
+    assert "TFLOP/s per rank" in lines[0]
     assert any(WHAT["products"] in line for line in lines)
     assert set(WHAT) == set(CAUSES)
 
