@@ -113,7 +113,7 @@ def evaluate_task(
     """
     with world.agreement():
         if len(set(files)) < len(files):
-            raise HpctrainError("--task: a file is given twice")
+            raise HpctrainError("--task: a file is named twice")
         tasks = [read_rows(file) for file in files]
     of_choices = {number: rows for number, rows in enumerate(tasks) if is_choice(rows)}
     of_written = {number: rows for number, rows in enumerate(tasks) if not is_choice(rows)}
@@ -124,7 +124,7 @@ def evaluate_task(
         tokenizer = known_tokenizer(state, path)
         require_logits(deck, path)
         if deck.model.module is not None:
-            raise HpctrainError(f"{path}: its model is a module of a user's, of which no task is tried")
+            raise HpctrainError(f"{path}: tasks are unsupported for model.module")
         length = deck.batch.sequence
         sources = {
             number: ChoiceRows(rows, tokenizer, length, f"--task {files[number]}")
@@ -142,7 +142,7 @@ def evaluate_task(
             scores = [each.double().sum(1) for each in log_probabilities_of(step, batches)]
             found[number] = _of_choices(of_choices[number], torch.cat(scores).numpy())
             if source.cut and world.rank == 0:
-                say(f"{files[number]}: {source.cut} prompts lose their beginnings, of which no more is seen")
+                say(f"{files[number]}: {source.cut} prompts are too long and lose their beginnings")
         engine.close()
     if of_written:
         texts = max(map(len, of_written.values()))

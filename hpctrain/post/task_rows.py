@@ -80,9 +80,9 @@ def _of_line(line: str) -> Choice | WrittenAnswer:
     try:
         given = parse_json(line)
     except ValueError:
-        raise ValueError(f"is no JSON: {escaped(clipped(line))} ({_FORM} would do)") from None
+        raise ValueError(f"is not JSON: {escaped(clipped(line))} (expected {_FORM})") from None
     if not isinstance(given, dict) or "prompt" not in given or "answer" not in given:
-        raise ValueError(f"is no object with a prompt and an answer ({_FORM} would do)")
+        raise ValueError(f"is not an object with a prompt and an answer (expected {_FORM})")
     (prompt,) = _texts([given["prompt"]], "prompt")
     if given.get("choices") is None:
         answer = given["answer"]

@@ -30,7 +30,7 @@ _MOST = 20
 _KINDS = (
     "initial parameters",
     "outputs",
-    "losses and other figures",
+    "losses and metrics",
     "gradients",
     "gradient norms",
     "parameters after both steps",
@@ -92,7 +92,7 @@ def _told(
         f"{deck.run.title}: {counted(ranks, 'rank')} ({axes}), layout.zero = {layout.zero}",
         _beside(small),
         "",
-        *fitted([("", "compared", "largest difference", "of"), *rows], (0, 3), columns()),
+        *fitted([("", "compared", "largest difference", "tensor"), *rows], (0, 3), columns()),
         "",
         *(each.sentence for each in noticed),
         *(f"{each}" for each in shown),
@@ -100,10 +100,10 @@ def _told(
     ]
     took, bound = format_seconds(perf_counter() - began), f"{TOLERANCE:.0e} of their largest element"
     if any(each.fails for each in noticed) and not failing:
-        lines.append(f"All {len(found)} are within {bound}, but this module cannot be relied on ({took}).")
+        lines.append(f"All {len(found)} are within {bound}, but this module has other problems ({took}).")
     elif failing:
         wrong = f"{len(failing)} of {len(found)} differ by more than {bound}"
-        lines.append(f"{wrong}: this layout computes another model ({took}).")
+        lines.append(f"{wrong}: this layout computes a different model ({took}).")
     else:
         lines.append(f"All {len(found)} are within {bound}: this layout computes the same model ({took}).")
     return [line for each in lines for line in fit(each, columns())]
@@ -125,10 +125,10 @@ def _beside(small: Deck) -> str:
     if model.module is not None:
         name = model.module.rpartition("/")[2]
         given = ", ".join(f"{key} = {value}" for key, value in (model.arguments or {}).items())
-        own = "the first of them also beside its own code in plain torch"
-        return f"Two steps of {name}({given}), in fp64, beside those of one rank, {own}:"
+        own = "the first step also with its own code in plain PyTorch"
+        return f"Two steps of {name}({given}) in fp64, compared with one rank, {own}:"
     what = f"{counted(model.layers, 'layer')}, hidden {model.hidden}, vocabulary {model.vocabulary}"
-    return f"Two steps of the model in miniature ({what}), in fp32, beside those of one rank:"
+    return f"Two steps of a small version of the model ({what}) in fp32, compared with one rank:"
 
 
 def _error(difference: LayoutDifference) -> float:
@@ -147,5 +147,5 @@ def _kind(name: str) -> str:
     if is_state(name):
         return "state after both steps"
     if not name.startswith("parameter "):
-        return "losses and other figures"
+        return "losses and metrics"
     return "parameters after both steps" if name.endswith("after both steps") else "initial parameters"

@@ -54,16 +54,16 @@ def require_comparable(one: ComparedRun, other: ComparedRun) -> None:
         if not run.stored:
             why = f" ({run.damaged[0]})" if run.damaged else ""
             raise HpctrainError(
-                f"{run.path}: has no checkpoint{why}, so that it cannot be replayed; `--no-replay` compares "
-                "what is recorded"
+                f"{run.path}: has no checkpoint{why}, so that it cannot be replayed; compare records with "
+                "`--no-replay`"
             )
         if run.deck.communication.server is not None:
-            sentence = "is for runs that can be replayed (`--no-replay` compares what is recorded)"
+            sentence = "cannot be replayed (compare records with `--no-replay`)"
             raise HpctrainError(run.deck.problem("communication.server.mode", sentence))
         if run.deck.objective.kind in POLICY_KINDS:
             sentence = (
-                "learns from what it writes itself, which no other run's steps can be replayed beside "
-                "(`--no-replay` compares what is recorded, `hpctrain replay` one run with itself)"
+                "trains on generated answers, so that steps of two runs cannot be compared (compare records "
+                "with `--no-replay`, or one run with itself by `hpctrain replay`)"
             )
             raise HpctrainError(run.deck.problem("objective.kind", sentence))
     shapes = [_models(run.stored[max(run.stored)]) for run in (one, other)]
@@ -72,14 +72,14 @@ def require_comparable(one: ComparedRun, other: ComparedRun) -> None:
         if here != there:
             told = [f"{list(each)}" if each is not None else "missing" for each in (here, there)]
             raise HpctrainError(
-                f"{one.path} and {other.path} are of other models: {name} is {told[0]} in the first and "
-                f"{told[1]} in the second; name runs of one, or compare what is recorded by `--no-replay`"
+                f"{one.path} and {other.path} have different models: {name} is {told[0]} in the first and "
+                f"{told[1]} in the second; name runs of one model, or compare records with `--no-replay`"
             )
     corpora = [run.stored[max(run.stored)].state.get(CORPUS) for run in (one, other)]
     if None not in corpora and corpora[0] != corpora[1]:
         raise HpctrainError(
-            f"{one.path} and {other.path} were trained on other data, so that no step of theirs is the same; "
-            "name runs on one, or compare what is recorded by `--no-replay`"
+            f"{one.path} and {other.path} were trained on different data, so that no step is the same; "
+            "name runs with the same data, or compare records with `--no-replay`"
         )
 
 
@@ -110,14 +110,14 @@ def find_start(world: World, one: ComparedRun, other: ComparedRun) -> CommonStar
         for run in (one, other):
             if 0 in run.turns:  # its steps had other samples than follow from nothing
                 raise HpctrainError(
-                    f"{run.path}: went back to its beginning, and left out samples from there on, so that "
-                    "its steps can be replayed from checkpoints alone, of which both have none that agree; "
-                    "compare records by `--no-replay`"
+                    f"{run.path}: returned to its beginning and skipped samples there, so that its steps "
+                    "can only be replayed from checkpoints, but the runs have none in common; compare "
+                    "records with `--no-replay`"
                 )
         return CommonStart(0, True, later, recorded)
     raise HpctrainError(
-        f"{one.path} and {other.path} have no checkpoints of one step that agree, and do not both tell of "
-        "their beginning; name checkpoints that both went on from, or compare records by `--no-replay`"
+        f"{one.path} and {other.path} have no equal checkpoints of one step, and not both are known from "
+        "their beginning; name checkpoints that both resumed from, or compare records with `--no-replay`"
     )
 
 

@@ -52,7 +52,7 @@ from hpctrain.train.verdict import (
 MOST_STEPS = 50
 """Replayed, where no number is asked for."""
 
-_HEAD = f"{'run':<6} {'step':>8}  {'recorded':>12}  {'replayed':>12}  {'apart':>7}  first that differs"
+_HEAD = f"{'run':<6} {'step':>8}  {'recorded':>12}  {'replayed':>12}  {'error':>7}  first difference"
 
 
 @dataclass
@@ -90,10 +90,10 @@ def compare(
 
     with world.agreement():
         if len({realpath(path) for path in paths}) == 1:
-            raise HpctrainError(f"{paths[0]}: is the same run twice; name another one")
+            raise HpctrainError(f"{paths[0]}: is given twice; name two different runs")
     one, other = (load_run(world, path, trust) for path in paths)
     tell(side_by_side(_record(one), _record(other), columns()))
-    damaged = [f"Left out: {each}" for run in (one, other) for each in run.damaged]
+    damaged = [f"Skipped: {each}" for run in (one, other) for each in run.damaged]
     tell([line for each in damaged for line in ("", *fit(each, columns()))])
     if figures:
         return EXIT_DONE
@@ -158,7 +158,7 @@ def _count(one: ComparedRun, other: ComparedRun, start: CommonStart, wanted: int
     most = min(most, *(turn - start.step for turn in turns), most)
     if most < 1:
         raise HpctrainError(
-            f"{one.path} and {other.path} end at step {start.step}: nothing is left to replay"
+            f"{one.path} and {other.path} end at step {start.step}, so that there is no step to replay"
         )
     if wanted is not None:
         return min(wanted, most)
@@ -180,20 +180,23 @@ def _here(world: World, run: ComparedRun, step: int) -> tuple[Deck, str]:
             return deck, ""
         if deck.layout.replicas > 1 or deck.layout.steps_between_syncs > 1:
             raise HpctrainError(
-                f"{run.path}: has replicas that are apart, which {counted(world.size, 'rank')} cannot be: "
+                f"{run.path}: has diverged replicas, which {counted(world.size, 'rank')} cannot hold: "
                 f"{problems[0].sentence}; start as many ranks as it had"
             )
         plain = on_one_rank(deck)
         check_world(plain, world.size)
     segments = run.segments(step + 1, step + 1)
     before = f"its layout ({layout_text(segments[0].layout)})" if segments else "its layout"
-    return plain, f"{run.path} is replayed on {counted(world.size, 'data rank')}, as {before} needs others"
+    return (
+        plain,
+        f"{run.path} is replayed on {counted(world.size, 'data rank')}, since {before} does not fit",
+    )
 
 
 def _opening(start: CommonStart, count: int, decks: Sequence[tuple[Deck, str]]) -> list[str]:
     where = f"from step {start.step}" if start.step else "from their beginning"
-    how = "where both are equal, bit for bit" if start.equal else "where both agree to rounding"
-    how = how if start.step else "which their decks tell"
+    how = "where both are equal, bit for bit" if start.equal else "where both are equal up to rounding"
+    how = how if start.step else "by their decks"
     return [f"Replays {counted(count, 'step')} of both {where}, {how}.", *(said for _, said in decks if said)]
 
 
@@ -201,7 +204,7 @@ def _turns(runs: Sequence[ComparedRun], start: CommonStart, count: int) -> list[
     """Why the replays end where they do, if a run went back there."""
     end = start.step + count
     return [
-        f"They end there: {run.path} went back to step {end}, and left out samples from there on."
+        f"The replay ends there, because {run.path} returned to step {end} and skipped samples."
         for run in runs
         if run.turn(start.step) == end
     ]

@@ -92,22 +92,22 @@ def difference_of(
             continue
         over = f"the {group.name} axis ({group.size} ranks)"
         if worst(group.all_reduce(mine.clone())) <= explained:
-            told = f"what these have adds up to what it should be: a sum over {over} is likely missing"
+            told = f"the sum over {over} is the expected value: a reduction is likely missing"
             return LayoutDifference(name, error, f"{what}{told}")
         if worst(mine / group.size) <= explained:
-            told = f"it is {group.size} times what it should be: a sum over {over} is likely doubled"
+            told = (
+                f"it is {group.size} times the expected value: a reduction over {over} is likely duplicated"
+            )
             return LayoutDifference(name, error, f"{what}{told}")
         if worst(mine * group.size) <= explained:
-            told = (
-                f"all of it is {1 / group.size:.4g} times what it should be, as a mean over {over} would be"
-            )
+            told = f"it is {1 / group.size:.4g} times the expected value, such as after a mean over {over}"
             return LayoutDifference(name, error, f"{what}{told}")
     # Of one number there is always a factor.
     several = bool(world.everyone.all_reduce(torch.tensor(expected.numel()), "max") > 1)
     factor = _factor(mine, expected, world)
     if several and worst(mine / factor) <= explained:
-        return LayoutDifference(name, error, f"{what}all of it is {factor:.4g} times what it should be")
-    none = f"{what}no single missing or doubled sum explains it"
+        return LayoutDifference(name, error, f"{what}it is {factor:.4g} times the expected value")
+    none = f"{what}no single missing or duplicate reduction explains it"
     return LayoutDifference(name, error, none, explained=False)
 
 

@@ -63,7 +63,7 @@ def evaluate(
         if sequences is not None and sequences < 1:
             raise HpctrainError(f"--sequences {sequences}: must be at least 1")
         if len(set(files)) < len(files):
-            raise HpctrainError("--tokens: a file is given twice")
+            raise HpctrainError("--tokens: a file is named twice")
     path = find_checkpoint(world, target)
     state = read_state(path, world.everyone)
     world.ledger.activity = "opening the token files"
@@ -184,7 +184,7 @@ def _sets(deck: Deck, files: Sequence[TokenFile], sequences: int | None, tokeniz
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     titles = _OF_TEXT if "predicted" in rows[0] else _OF_PAIRS
-    cells: list[tuple[str, ...]] = [("tokens of", "sequences", *titles.values())]
+    cells: list[tuple[str, ...]] = [("token file", "sequences", *titles.values())]
     for row in rows:
         told = (_shown(name, row.get(name)) for name in titles)
         cells.append((escaped(row["tokens"]), str(row["sequences"]), *told))
@@ -192,7 +192,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 _OF_TEXT = {
-    "predicted": "predicted",
+    "predicted": "target tokens",
     "loss": "loss",
     "perplexity": "perplexity",
     "bits_per_byte": "bits/byte",

@@ -79,14 +79,14 @@ def replay(
         with world.agreement():
             if not same_corpus(state, run.corpus):
                 key, what = corpus_key(deck)
-                other = f"is not the {what} that {path} was trained on, so that no recorded loss can come"
-                raise HpctrainError(deck.problem(key, f"{other} out again; name that one"))
+                other = f"is not the {what} that {path} was trained on, so that no recorded loss can be"
+                raise HpctrainError(deck.problem(key, f"{other} reproduced; name that {what}"))
         reasons = reasons_of(run, original, deck, state, recorded, count)
         if world.rank == 0:
             layout = layout_text(run.checkpoints.layout)
             opening = (
                 f"replays {deck.run.title} from step {run.trainer.state.step}, {layout}; "
-                f"losses recorded in {recorded.source}"
+                f"recorded losses from {recorded.source}"
             )
             show("\n".join(fit(opening, columns())))
             show(f"{'step':>8}  {'recorded':>14}  {'replayed':>14}  relative difference")
@@ -112,22 +112,23 @@ def judge(
     allowed = ROUNDING[precision]
     apart = [(expected.step, difference(expected.loss, loss)) for expected, loss in rows]
     largest = max(gap for _, gap in apart)
-    what = "The recorded loss comes" if len(rows) == 1 else f"The {len(rows)} recorded losses come"
+    what = "The replayed loss is" if len(rows) == 1 else f"The {len(rows)} replayed losses are"
     if largest == 0.0:
-        return EXIT_DONE, f"{what} out again, bit for bit."
+        return EXIT_DONE, f"{what} equal to the recorded, bit for bit."
     if largest <= allowed and reasons:
         return EXIT_DONE, (
-            f"{what} out again to rounding (at most {largest:.1e}, of {allowed:g} allowed), as is to be "
+            f"{what} equal to the recorded up to rounding (at most {largest:.1e}, allowed: {allowed:g}), as "
             f"expected with {' and '.join(reasons)}."
         )
     step, gap = next((step, gap) for step, gap in apart if gap > (allowed if reasons else 0.0))
     if largest <= allowed:
         return EXIT_DIFFERENT, (
-            f"{what} out again to rounding only (step {step} is the first to differ, by {gap:.1e}), though "
-            "layout, ranks and versions are those that recorded them: another kind of machine, or a fault."
+            f"{what} equal to the recorded only up to rounding (step {step} is the first to differ, by "
+            f"{gap:.1e}), although layout, ranks and versions are the same. The machines differ, or there "
+            "was a fault."
         )
     by = f"by {gap:.1e}" if isfinite(gap) else "one of the two is not finite"
-    verdict = f"The recorded losses do not come out again: step {step} is the first to differ, {by}."
+    verdict = f"The replayed losses differ from the recorded: step {step} is the first to differ, {by}."
     return EXIT_DIFFERENT, verdict
 
 
@@ -153,7 +154,7 @@ def refuse_other_order(deck: Deck) -> None:
     """HpctrainError where no run makes the updates of another one."""
     keys = deck.communication.server
     if keys is not None and (keys.mode == "async" or (keys.mode == "stale" and keys.staleness)):
-        sentence = "has updates in an order that no other run has; no recorded loss can come out again"
+        sentence = "has an order of updates that cannot be reproduced"
         raise HpctrainError(deck.problem("communication.server.mode", sentence))
 
 

@@ -72,10 +72,10 @@ def recorded_sentence(one: ComparedRun, other: ComparedRun, parts: int | None, a
     """Where the recorded figures of two runs part."""
     both = sorted(one.figures.keys() & other.figures.keys())
     if not both:
-        return "No step has figures recorded in both."
+        return "No step is recorded in both runs."
     if parts is None:
-        same = "equal, bit for bit" if alike else "equal to rounding"
-        return f"Losses and gradient norms that both recorded, of {counted(len(both), 'step')}, are {same}."
+        same = "equal, bit for bit" if alike else "equal up to rounding"
+        return f"Recorded losses and gradient norms of {counted(len(both), 'common step')} are {same}."
     gap = figures_apart(one.figures[parts], other.figures[parts])
     by = f"by {gap:.1e}" if isfinite(gap) else "one is not finite"
     before = [step for step in both if step < parts]
@@ -85,7 +85,7 @@ def recorded_sentence(one: ComparedRun, other: ComparedRun, parts: int | None, a
 
 def phase_table(apart: Sequence[Apart], alike: bool, width: int | None) -> list[str]:
     """Of each phase of a step how many tensors were compared, and how many differ, and which one first."""
-    rows = [("phase", "tensors", "other bits", "beyond rounding", "first", "apart", "rounding")]
+    rows = [("phase", "tensors", "other bits", "above rounding", "first", "difference", "rounding")]
     for phase in PHASES:
         own = [each for each in apart if each.phase == phase]
         if not own:
@@ -119,22 +119,24 @@ def verdict_of(found: ComparisonResult) -> tuple[int, list[str]]:
     last, recorded = found.second[-1].step, found.start.recorded
     steps = counted(len(found.second), "step")
     where = "their beginning" if found.start.step == 0 else f"step {found.start.step}"
-    same = "are equal, bit for bit" if found.exact else "differ by no more than rounding"
+    same = "are equal, bit for bit" if found.exact else "are equal up to rounding"
     lines = [f"No difference: the {steps} after {where}, up to step {last}, {same}{_own(found)}."]
     if found.bits and not found.exact:
         each = found.bits[0]
         lines.append(
-            f"Other bits come first in step {each.step}, {_PHASES[each.phase]}: {each.told}, by "
+            f"The first other bits are in step {each.step}, {_PHASES[each.phase]}: {each.told}, by "
             f"{size_text(each.size)} of its {_measure(each)}, which is rounding (at most {each.allowed:.0e})."
         )
     if not found.exact:
         lines.append(_tolerances(found))
     if recorded is not None and recorded > last:
         more = recorded - found.start.step
-        lines.append(f"Their records first differ in step {recorded}: `--steps {more}` goes there.")
+        lines.append(
+            f"Their records first differ in step {recorded}; compare up to there with `--steps {more}`."
+        )
         return EXIT_DIFFERENT, lines
     if recorded is not None:
-        lines.append(f"Their records, which part in step {recorded}, do so as rounding grows.")
+        lines.append(f"Their records differ from step {recorded} on, because rounding errors grow.")
     return EXIT_DONE, lines
 
 
@@ -147,13 +149,13 @@ def _rounds(departure: Departure) -> bool:
 def _own(found: ComparisonResult) -> str:
     """Whether the records come out again."""
     known = any(each.step in run.figures for run in (found.one, found.other) for each in found.second)
-    return ", and what both recorded comes out again" if known else ""
+    return ", and equal to both records" if known else ""
 
 
 def _tolerances(found: ComparisonResult) -> str:
     activations, gradients, weights = found.rounding
     return (
-        f"Rounding is here what differs by no more than {activations:.0e} of the length of activations, "
+        f"Differences count as rounding up to {activations:.0e} of the norm of activations, "
         f"{gradients:.0e} of gradients and {weights:.0e} of weights and state."
     )
 
@@ -171,28 +173,28 @@ def _parted(found: ComparisonResult) -> list[str]:
     elif first.size == inf:
         by = "one of the two is not finite"
     elif first.size == 0.0:
-        by = "in signs of zeros, or bits that cancel in its sums"
+        by = "only in signs of zeros, or in bits that cancel in its checksums"
     where = _on(first, len(found.second[-1].prints[0].bits))
     line = f"The runs first differ in step {step}, {_PHASES[first.phase]}: {first.told}, {by}{where}"
     if first.phase == "samples":
         return [f"{line}."]
     if not first.beyond:
         line += (
-            f". That is of the size of rounding (at most {first.allowed:.0e}), but layout, versions, kernels "
-            "and keys are the same, so that bits had to be: another kind of machine, or a fault"
+            f". This is as small as rounding (at most {first.allowed:.0e}), but layout, versions, kernels "
+            "and keys are the same, so that bits must be equal. The machines differ, or there was a fault"
         )
     elif isfinite(first.size):
         line += f" (rounding: at most {first.allowed:.0e})"
     lines = [f"{line}.", *_hints(found, first)]
     if not found.exact and found.bits and (found.bits[0].step, found.bits[0].told) != (step, first.told):
         each = found.bits[0]
-        bits = f"Other bits come first in step {each.step}, {_PHASES[each.phase]}: {each.told}"
+        bits = f"The first other bits are in step {each.step}, {_PHASES[each.phase]}: {each.told}"
         lines.append(f"{bits}, by {size_text(each.size)}.")
     return lines
 
 
 def _measure(each: Apart) -> str:
-    return "value" if each.name in (LOSS, NORM, RATE) else "length"
+    return "value" if each.name in (LOSS, NORM, RATE) else "norm"
 
 
 def _on(first: Apart, ranks: int) -> str:
@@ -200,7 +202,7 @@ def _on(first: Apart, ranks: int) -> str:
     if not first.ranks or len(first.ranks) == ranks:
         return ""
     numbers = ranges(first.ranks, ", ")
-    return f", on rank {numbers} alone" if len(first.ranks) == 1 else f", on ranks {numbers}"
+    return f", only on rank {numbers}" if len(first.ranks) == 1 else f", on ranks {numbers}"
 
 
 def _other_samples(found: ComparisonResult) -> list[int]:
@@ -218,14 +220,14 @@ def _hints(found: ComparisonResult, first: Apart) -> list[str]:
         if right <= allowed < max(gaps):
             wrong = "first" if gaps[0] > allowed else "second"
             return [
-                f"In the {wrong} run it is not the sum of what its ranks had, from which it is "
-                f"{max(gaps):.1e} of its length apart ({right:.1e} in the other run)."
+                f"In the {wrong} run it is not the sum of the gradients of its ranks: it differs by "
+                f"{max(gaps):.1e} of its norm ({right:.1e} in the other run)."
             ]
     if first.phase == "update":
         runs = {"first": found.one, "second": found.other}
         left = [name for name, run in runs.items() if run.rows.get(first.step, {}).get("spike")]
         if len(left) == 1:
-            return [f"The {left[0]} run left this update out, as a spike."]
+            return [f"The {left[0]} run skipped this update because of a spike."]
     if first.phase == "start" and number:
         names = {}
         for name, steps in (("first", found.first), ("second", found.second)):
@@ -234,7 +236,7 @@ def _hints(found: ComparisonResult, first: Apart) -> list[str]:
                 names[name] = changed
         if len(names) == 1:
             name = next(iter(names))
-            return [f"In the {name} run it has changed between two steps, when nothing computes: in memory."]
+            return [f"In the {name} run it changed in memory between two steps."]
     return []
 
 
@@ -249,30 +251,30 @@ def _departed(found: ComparisonResult, departure: Departure) -> list[str]:
         place = f"its {'gradient norm' if same else 'loss'} of step {departure.step}"
         before = found.start.step >= departure.step - 1
         if same:
-            when = f"in the backward pass of step {departure.step}, or where its gradients were summed"
+            when = f"in the backward pass of step {departure.step} or in its gradient reduction"
         elif before:
             when = f"before the loss of step {departure.step}"
         else:
-            when = f"after the gradients of step {departure.step - 1} were summed, and before the next loss"
+            when = f"after the gradient reduction of step {departure.step - 1} and before the next loss"
         lines.append(
-            f"The replays are alike, but the {name} run has recorded other figures than its replay gives: "
-            f"{place} is the first, {by}. It had a fault that does not come again, {when}."
+            f"The replays are equal, but the {name} run recorded other values than its replay: "
+            f"{place} is the first, {by}. It had a fault that does not repeat, {when}."
         )
     elif departure.wrong:
         lines.append(
-            f"The replays are alike, and so are recorded figures, but the checkpoint of the {name} run after "
-            f"step {departure.behind} is not what its replay gives: it had a fault that does not come again, "
-            "in the last update before it, or where it was written."
+            f"The replays and records are equal, but the checkpoint of the {name} run after step "
+            f"{departure.behind} differs from its replay. It had a fault that does not repeat, in the last "
+            "update before the checkpoint or when it was written."
         )
     if departure.wrong:
         worst = departure.wrong[:_NAMED]
         told = ", ".join(f"{each.told} ({size_text(each.size)})" for each in worst)
         lines.append(
             f"Of the {departure.compared} tensors of its checkpoint after step {departure.behind}, "
-            f"{len(departure.wrong)} differ from the replay; most: {told}."
+            f"{len(departure.wrong)} differ from the replay; the largest differences: {told}."
         )
     if departure.reasons:
         lines.append(
-            f"That is beyond the rounding which is to be expected with {' and '.join(departure.reasons)}."
+            f"This is more than the rounding that is expected with {' and '.join(departure.reasons)}."
         )
     return lines

@@ -57,7 +57,7 @@ def replaces(deck: Deck, fresh: bool, again: bool) -> bool:
     ended_early = ended_early and is_run(folder) and bool(names_of_a_run(folder))
     if ended_early and not (fresh or again or is_free(folder)):
         with lock_folder(folder):  # only where the file system has no locks
-            held = "holds a run without a checkpoint, whose job may still be there; let it end, or replace it"
+            held = "holds a run without a checkpoint that may be running; wait until it ends, or replace it"
             raise HpctrainError(deck.problem("run.dir", f"{held} with `--fresh`"))
     if ended_early and not (fresh or again) and read_token(folder) is not None:
         held = "holds a run whose state its nodes may still have in memory"
@@ -104,10 +104,10 @@ def refuse_other_run(deck: Deck) -> None:
     there = names_of_a_run(folder)
     if is_run(folder) and {"deck.toml", "metrics.jsonl", "checkpoints"}.intersection(there):
         go_on = way_on(folder, next(iter(checkpoints(folder / "checkpoints")), None))
-        held = f"holds another run already; go on with it by `{go_on}`, replace it with `--fresh`, or"
+        held = f"holds another run already; resume it with `{go_on}`, replace it with `--fresh`, or"
         raise HpctrainError(deck.problem("run.dir", f"{held} choose another run.dir or run.title"))
     if there and not is_run(folder):
-        held = f"is no run's folder, yet holds {listed(there)}, which the run would write over;"
+        held = f"is not a run folder, but contains {listed(there)}, which the run would write over;"
         raise HpctrainError(deck.problem("run.dir", f"{held} choose another run.dir or run.title"))
 
 
@@ -141,11 +141,16 @@ def no_way_on(folder: Path) -> str:
     """Return why no run can go on from a folder without a good checkpoint, and what to do instead."""
     if (folder / "config.json").is_file() and not (folder / "checkpoints").exists():
         made = f"{command('import', folder, 'FILE.h5')} makes a checkpoint of it"
-        return f"{folder}: is a Hugging Face folder, not the folder of a run; {made}"
-    reason, again = f"{folder / 'checkpoints'}: holds no good checkpoint to go on from", way_on(folder, None)
+        return f"{folder}: is a Hugging Face folder, not a run folder; {made}"
+    reason, again = (
+        f"{folder / 'checkpoints'}: holds no valid checkpoint to resume from",
+        way_on(folder, None),
+    )
     if _is_held(folder):
         holder = _holder(folder)
-        return f"{reason}; its job is still running ({holder}): wait for its first checkpoint, or let it end"
+        return (
+            f"{reason}; its job is still running ({holder}); wait for its first checkpoint or until it ends"
+        )
     kind = kind_of_folder(folder)
     if again and kind and read_token(folder) is None:
         begin = f"begin in another by `{again} --set run.dir=FOLDER`"

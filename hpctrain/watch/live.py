@@ -108,7 +108,7 @@ class WatchedRuns:
         looks, count = self.looks(max(1, height - 5))
         busy = sum(look.status.get("state") in ACTIVE for look in looks)
         more = "" if self._all_seen else " and more"
-        title = f"{counted(count, 'run')}{more}, {busy} at work  {time.strftime('%H:%M:%S')}  Ctrl-C ends"
+        title = f"{counted(count, 'run')}{more}, {busy} running  {time.strftime('%H:%M:%S')}  Ctrl-C ends"
         if not looks:
             title = f"no runs below {self._root.absolute()} yet  {time.strftime('%H:%M:%S')}  Ctrl-C ends"
         rows = table_lines(looks, width, marks)
@@ -152,7 +152,7 @@ def table_lines(looks: Sequence[Look], width: int, marks: str = BLOCKS) -> list[
 def _foot(looks: Sequence[Look], count: int) -> Iterator[str]:
     """What stands below the table: what each disk has free, and what was left out."""
     if count > len(looks):
-        yield f"{count - len(looks)} more do not fit this window"
+        yield f"{count - len(looks)} more do not fit into the window"
     disks = {look.disk.device: (look.disk.free, str(look.folder)) for look in looks if look.disk is not None}
     if len(disks) == 1:
         yield f"free on the disk: {format_bytes(next(iter(disks.values()))[0])}"

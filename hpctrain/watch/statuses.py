@@ -87,7 +87,7 @@ def _faulty(folder: Path) -> list[dict[str, Any]]:
         for each in told
     ):
         raise InputOutputError(
-            f"{folder / STATUS_FILE}: is no status of a run (`faulty` is not a list of ranks)"
+            f"{folder / STATUS_FILE}: is not the status of a run (`faulty` is not a list of ranks)"
         )
     return told
 
@@ -112,11 +112,11 @@ def read_status(folder: Path, finds: bool = True) -> dict[str, Any]:
         status |= {"folder": str(folder), **_judged(status, folder)}
         newest = _newest_good(folder, status.get("checkpoint")) if finds else None
     except OSError as error:
-        below = f"; {command('status')} takes the folders of runs, as {folder}/*" if _has_runs(folder) else ""
-        reason = f"cannot be read: {error.strerror or error} (a run writes it while it trains){below}"
+        below = f"; {command('status')} expects run folders, such as {folder}/*" if _has_runs(folder) else ""
+        reason = f"cannot be read: {error.strerror or error} (a run writes it during training){below}"
         raise InputOutputError(f"{path}: {reason}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise InputOutputError(f"{path}: is no status of a run ({error!r})") from error
+        raise InputOutputError(f"{path}: is not the status of a run ({error!r})") from error
     if not finds:
         return status
     status["checkpoint"] = None if newest is None else str(newest)
@@ -202,11 +202,11 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 def _notes(row: dict[str, Any]) -> list[str]:
     notes = [str(row["reason"])] if row.get("reason") else []
     if row["state"] == "lost":
-        notes.append("its job ended without a word")
+        notes.append("its job ended without writing its state")
     if row.get("go_on"):
-        notes.append(f"go on by `{row['go_on']}`")
+        notes.append(f"resume with `{row['go_on']}`")
     if row["state"] == "stalled":
-        notes.append(f"steps took {format_seconds(row.get('step_seconds') or 0.0)} before")
+        notes.append(f"the last steps took {format_seconds(row.get('step_seconds') or 0.0)} each")
     notes += evaluated_note(row)
     if row.get("silent_faults"):
         notes.append(f"{counted(row['silent_faults'], 'silent fault')} found so far (faults.jsonl)")

@@ -286,5 +286,5 @@ def test_run_resume_begins_and_goes_on(tmp_path: Path, launch: Launch) -> None:
         checkpoint.write_bytes(b"nothing")
     done = launch(0, "-m", "hpctrain", "run", path, *settings)
     assert done.returncode == 3
-    assert "holds no good checkpoint" in done.stderr
+    assert "holds no valid checkpoint" in done.stderr
     assert "Traceback" not in done.stderr

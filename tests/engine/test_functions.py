@@ -286,10 +286,10 @@ def test_what_leaves_the_bits_says_so(
         assert resume(world, folder / "checkpoints" / "step-00000004.h5", [f"run.dir={folder}2"]) == 0
         why = "functions of another version of hpctrain, compiler or processor"
         assert why in capfd.readouterr().out or world.rank
-    later = "as is to be expected with functions that something else computed from step 5 on."
+    later = "as expected with functions that something else computed from step 5 on."
     assert replayed(2).endswith(later)
     # Its later steps were torch's, and the checkpoint before them tells of compiled ones.
-    assert replayed(4).endswith("as is to be expected with functions that something else computes.")
+    assert replayed(4).endswith("as expected with functions that something else computes.")
     assert replayed(6).endswith("bit for bit.")
 
 

@@ -63,7 +63,7 @@ def test_losses_come_out_again_and_nothing_is_written(
     path = run / "checkpoints" / "step-00000002.h5"
     assert replay(world, path, None, (), None, lines.append, make_trainer) == 0
     if world.rank == 0:
-        assert lines[-1] == "The 2 recorded losses come out again, bit for bit."
+        assert lines[-1] == "The 2 replayed losses are equal to the recorded, bit for bit."
     assert sorted(path.name for path in run.iterdir()) == before
     assert (run / "samples.jsonl").read_bytes() == samples
     assert not list(run.parent.glob("elsewhere/*"))
@@ -109,7 +109,7 @@ def test_the_model_is_read_without_its_critic(world: World, run: Path) -> None:
 def test_what_is_not_for_policies_says_so(world: World, run: Path) -> None:
     deck = run.parent / "deck.toml"
     assert run_deck(world, deck, ["run.steps=2", f"run.dir={run}2"], make=make_trainer) == 0
-    with pytest.raises(HpctrainError, match=r"objective.kind = .*ppo.*`--no-replay` compares"):
+    with pytest.raises(HpctrainError, match=r"objective.kind = .*ppo.*`--no-replay`"):
         compare(world, (run, Path(f"{run}2")), None, True, lambda _: None)
     assert compare(world, (run, run.parent / "run2"), None, False, lambda _: None) == 0
     with pytest.raises(HpctrainError, match="writes its answers first, which is not timed here"):

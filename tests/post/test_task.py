@@ -152,9 +152,9 @@ def test_rows(tmp_path: Path) -> None:
     ("text", "told"),
     [
         ("", "has no rows, such as"),
-        ("{", "line 1: is no JSON: {"),
-        ("[1]", "line 1: is no object with a prompt and an answer"),
-        ('{"prompt": "a"}', "line 1: is no object with a prompt and an answer"),
+        ("{", "line 1: is not JSON: {"),
+        ("[1]", "line 1: is not an object with a prompt and an answer"),
+        ('{"prompt": "a"}', "line 1: is not an object with a prompt and an answer"),
         ('\n{"prompt": 1, "answer": "a"}', "line 2: its prompt must be text"),
         ('{"prompt": "a", "answer": 1}', "its answer must be text"),
         ('{"prompt": "a", "answer": " "}', "its answer is empty"),

@@ -63,7 +63,7 @@ def test_a_right_layout_passes(world: World, deck: Path, layout: tuple[str, ...]
     assert code == 0
     kinds = (
         "initial parameters",
-        "losses and other figures",
+        "losses and metrics",
         "gradients",
         "gradient norms",
         "parameters after both steps",
@@ -98,10 +98,10 @@ def test_all_that_differs_is_told(world: World, deck: Path, monkeypatch: pytest.
         for name in ("attention.output", "feed_forward.down"):
             assert (
                 f"gradient of blocks.{block}.{name}.bias differs from the one-rank run by 1.0e+00 of its "
-                "largest element (allowed: 1e-05); split over no axis; it is 2 times what it should be: a "
-                "sum over the tensor axis (2 ranks) is likely doubled"
+                "largest element (allowed: 1e-05); split over no axis; it is 2 times the expected value: a "
+                "reduction over the tensor axis (2 ranks) is likely duplicated"
             ) in text.replace("\n", " ")
-    assert "this layout computes another model" in text
+    assert "this layout computes a different model" in text
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -119,7 +119,7 @@ def test_a_factor_of_all_of_a_tensor_is_named(
     assert code == 1
     plain = text.replace("\n", " ")
     assert "feed_forward.up.bias differs" in plain
-    assert "split over tensor; all of it is 1.5 times what it should be" in plain
+    assert "split over tensor; it is 1.5 times the expected value" in plain
 
 
 def test_it_starts_ranks_of_its_own(

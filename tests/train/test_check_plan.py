@@ -108,7 +108,8 @@ def test_right_plans_raise_no_alarm(world: World, mpi_tmp_path: Path, kind: str,
     assert code == 0, text
 
 
-MISSING, DOUBLED = "a sum over the tensor axis (2 ranks) is likely missing", "it is 2 times what it should be"
+MISSING = "the sum over the tensor axis (2 ranks) is the expected value: a reduction is likely missing"
+DOUBLED = "it is 2 times the expected value"
 WRONG: dict[str, tuple[str, dict[str, Any], bool, dict[str, Any], tuple[str, ...]]] = {
     "norm summed without pieces": (
         "gpt",

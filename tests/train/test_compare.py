@@ -71,9 +71,9 @@ def compared(
 def test_equal_runs_are_equal_bit_for_bit(world: World, runs: Runs) -> None:
     code, told = compared(world, runs("a"), runs("again"))
     assert code == 0
-    assert "Losses and gradient norms that both recorded, of 8 steps, are equal, bit for bit." in told
+    assert "Recorded losses and gradient norms of 8 common steps are equal, bit for bit." in told
     assert "Replays 4 steps of both from step 4, where both are equal, bit for bit." in told
-    assert "up to step 8, are equal, bit for bit, and what both recorded comes out again." in told
+    assert "up to step 8, are equal, bit for bit, and equal to both records." in told
     last = runs("a") / "checkpoints/step-00000004.h5"
     code, told = compared(world, last, runs("again") / "checkpoints/step-00000004.h5", steps=2)
     assert code == 0 and "the 2 steps after step 4, up to step 6," in told
@@ -129,8 +129,8 @@ def test_a_model_that_runs_started_from_must_not_have_changed(world: World, runs
 def test_layouts_differ_by_rounding(world: World, runs: Runs) -> None:
     code, told = compared(world, runs("a"), runs("tensor", "layout.tensor=2"))
     assert code == 0
-    assert "Replays 4 steps of both from step 4, where both agree to rounding." in told
-    assert "differ by no more than rounding" in told
+    assert "Replays 4 steps of both from step 4, where both are equal up to rounding." in told
+    assert "are equal up to rounding" in told
     code, told = compared(world, runs("tensor"), runs("zero", "layout.zero=3", "run.seed=2"))
     assert code == 1
     assert "The runs first differ in step 1, before the step: parameter embedding.tokens.weight" in told
@@ -141,7 +141,7 @@ def test_layouts_of_other_ranks_are_replayed_on_those_there_are(world: World, ru
     code, told = compared(world, runs("a"), runs("other kernels", "machine.products=onednn"))
     assert code == 0
     assert "machine.products" in told
-    assert "Other bits come first in step" in told or "are equal, bit for bit" in told
+    assert "The first other bits are in step" in told or "are equal, bit for bit" in told
 
 
 def faulty(monkeypatch: pytest.MonkeyPatch, world: World, step: int) -> None:
@@ -167,11 +167,11 @@ def test_a_fault_of_one_run_is_told(world: World, runs: Runs, monkeypatch: pytes
     code, told = compared(world, runs("a"), other)
     assert code == 1
     assert "step 7 is the first that differs" in told
-    assert "the second run has recorded other figures than its replay gives: its loss of step 7" in told
-    assert "It had a fault that does not come again, after the gradients of step 6 were summed" in told
+    assert "the second run recorded other values than its replay: its loss of step 7" in told
+    assert "It had a fault that does not repeat, after the gradient reduction of step 6" in told
     assert "tensors of its checkpoint after step 8," in told
     code, swapped = compared(world, other, runs("a"))
-    assert code == 1 and "the first run has recorded other figures" in swapped
+    assert code == 1 and "the first run recorded other values" in swapped
 
 
 @pytest.mark.mpi(max_size=1)
@@ -182,12 +182,12 @@ def test_what_cannot_be_compared_is_refused(world: World, runs: Runs, tmp_path: 
         assert raised.value.exit_code == code and len(raised.value.problems) == 1
 
     a = runs("a")
-    refused(a, a.parent / "." / "a", "is the same run twice")
+    refused(a, a.parent / "." / "a", "is given twice")
     refused(a, tmp_path, "is no run's folder and no checkpoint")
     refused(a, tmp_path / "none", "no such run folder or checkpoint", code=3)
     (tmp_path / "text").write_text("not a run")
     refused(a, tmp_path / "text", "is no run's folder and no checkpoint")
-    refused(a, runs("deeper", "model.layers=3"), "are of other models: blocks.2")
+    refused(a, runs("deeper", "model.layers=3"), "have different models: blocks.2")
     torn = tmp_path / "torn"
     shutil.copytree(a, torn)
     newest = torn / "checkpoints/step-00000008.h5"
@@ -197,7 +197,7 @@ def test_what_cannot_be_compared_is_refused(world: World, runs: Runs, tmp_path: 
     bare = tmp_path / "bare"
     shutil.copytree(a, bare)
     shutil.rmtree(bare / "checkpoints")
-    refused(a, bare, "has no checkpoint, so that it cannot be replayed; `--no-replay`")
+    refused(a, bare, "has no checkpoint, so that it cannot be replayed; compare records with `--no-replay`")
     assert compared(world, a, bare, replays=False)[0] == 0
     assert compared(world, a, runs("deeper"), replays=False)[0] == 1
 
@@ -210,7 +210,7 @@ def test_a_replay_ends_where_its_run_went_back(
     monkeypatch.setattr(compared_run, "recorded_spikes", lambda _: [spike])
     code, told = compared(world, runs("a"), runs("again"))
     assert code == 0 and "the 2 steps after step 4, up to step 6," in told
-    assert f"They end there: {runs('a')} went back to step 6" in told
+    assert f"The replay ends there, because {runs('a')} returned to step 6" in told
 
 
 @pytest.mark.mpi(max_size=1)
@@ -228,7 +228,7 @@ def test_runs_that_went_back_to_their_beginning_are_replayed_from_its_checkpoint
     code, told = compared(world, one, other, steps=3)
     assert code == 0 and "the 3 steps after their beginning, up to step 3, are equal, bit for bit" in told
     (other / "checkpoints" / "step-00000000.h5").unlink()
-    with pytest.raises(HpctrainError, match="one: went back to its beginning, and left out samples"):
+    with pytest.raises(HpctrainError, match="one: returned to its beginning and skipped samples"):
         compared(world, one, other)
 
 
@@ -249,4 +249,4 @@ def test_what_a_reference_made_of_samples_rounds_otherwise_on_another_layout(
         deck = policies.write_deck(world, mpi_tmp_path, name, 'kind = "dpo"\n', tokens="pairs", size=16)
         run_deck(world, deck, keys)
     code, told = compared(world, mpi_tmp_path / "one", mpi_tmp_path / "other")
-    assert code == 0 and "differ by no more than rounding, and what both recorded comes out again" in told
+    assert code == 0 and "are equal up to rounding, and equal to both records" in told

@@ -125,7 +125,7 @@ def test_a_run_goes_on_within_an_epoch_on_other_ranks(folder: Path, launch: Laun
         "runs/whole/checkpoints/step-00000003.h5",
         *sets("data.workers=1"),
     )
-    assert "The 6 recorded losses come out again, bit for bit" in told
+    assert "The 6 replayed losses are equal to the recorded, bit for bit" in told
     other = sets("data.arguments={count=45}")
     told = hpctrain(
         launch, 1, "replay", "--trust-code", "runs/whole/checkpoints/step-00000003.h5", *other, code=2

@@ -114,7 +114,7 @@ def test_what_it_refuses(world: World, run: Path) -> None:
         ([folder / "bpe.h5"], None, (), "its tokenizer differs from that of the training data"),
         ([folder / "none.h5"], None, (), "no such file"),
         ([folder / "a.h5"], 0, (), "--sequences 0: must be at least 1"),
-        ([folder / "a.h5"] * 2, None, (), "a file is given twice"),
+        ([folder / "a.h5"] * 2, None, (), "a file is named twice"),
         ([folder / "a.h5"], None, ("layout.tensor=5",), "layout.tensor=5: must"),
         ([folder / "a.h5"], None, ("layout.tensr=2",), "unknown key"),
     ]

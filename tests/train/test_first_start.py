@@ -140,7 +140,7 @@ def test_killed_first_start_can_be_repeated(kind: str, world: World, tokens: Pat
             restore(state)
             clear_folder(deck, fresh=fresh, again=again)
         restore(state)
-        with pytest.raises(InputOutputError, match="no good checkpoint") as caught:
+        with pytest.raises(InputOutputError, match="no valid checkpoint") as caught:
             resume(single, folder, [])
         begins = f"begin again by `hpctrain run {folder}/deck.toml`"
         assert begins in str(caught.value) or not (folder / "deck.toml").exists()

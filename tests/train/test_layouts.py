@@ -214,7 +214,9 @@ def test_a_doubled_row_bias_is_noticed(world: World, monkeypatch: pytest.MonkeyP
         add(self, output_gradient * self.groups.tensor.size)
 
     monkeypatch.setattr(RowLinear, "_add_bias_gradients", each_rank)
-    expected = r"feed_forward\.down\.bias differs.*a sum over the tensor axis \(2 ranks\) is likely doubled"
+    expected = (
+        r"feed_forward\.down\.bias differs.*a reduction over the tensor axis \(2 ranks\) is likely duplicated"
+    )
     with pytest.raises(LayoutError, match=expected):
         verify_layout(deck, world, mesh)
 

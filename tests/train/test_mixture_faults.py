@@ -45,8 +45,8 @@ def split(parameter: Parameter) -> bool:
 @pytest.mark.parametrize(
     ("factor", "told"),
     [
-        (2.0, r"a sum over the expert axis \(2 ranks\) is likely doubled"),
-        (0.5, r"all of it is 0\.5 times what it should be"),
+        (2.0, r"a reduction over the expert axis \(2 ranks\) is likely duplicated"),
+        (0.5, r"it is 0\.5 times the expected value"),
     ],
     ids=["doubled", "halved"],
 )

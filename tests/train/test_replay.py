@@ -67,24 +67,24 @@ def test_recorded_losses_come_out_again(world: World, run_dir: Path) -> None:
     path, before = step_file(run_dir, 5), files(run_dir)
     rows = read_metrics(run_dir / "metrics.jsonl")
     code, lines = replayed(world, path)
-    assert (code, lines[-1]) == (0, "The 5 recorded losses come out again, bit for bit.")
+    assert (code, lines[-1]) == (0, "The 5 replayed losses are equal to the recorded, bit for bit.")
     assert [line.split() for line in lines[2:-1]] == [
         [str(row["step"]), f"{row['loss']:.10f}", f"{row['loss']:.10f}", "equal"] for row in rows[5:]
     ]
-    assert lines[0].endswith(f"losses recorded in {run_dir / 'metrics.jsonl'}")
+    assert lines[0].endswith(f"recorded losses from {run_dir / 'metrics.jsonl'}")
     # State that waits in files waits elsewhere.
     code, lines = replayed(world, path, "memory.optimizer=disk", steps=2)
-    assert (code, lines[-1]) == (0, "The 2 recorded losses come out again, bit for bit.")
+    assert (code, lines[-1]) == (0, "The 2 replayed losses are equal to the recorded, bit for bit.")
     assert files(run_dir) == before
     code, lines = replayed(world, path, "learning_rate.peak=2e-2")
     assert code == 1
-    assert "do not come out again: step 7 is the first to differ" in lines[-1]
+    assert "differ from the recorded: step 7 is the first to differ" in lines[-1]
     assert replayed(world, path, against=step_file(run_dir, 10), steps=1)[0] == 0
     if world.rank == 0:
         (run_dir / "metrics.jsonl").unlink()
     world.everyone.barrier()
     code, lines = replayed(world, path)
-    assert (code, lines[-1]) == (0, "The 5 recorded losses come out again, bit for bit.")
+    assert (code, lines[-1]) == (0, "The 5 replayed losses are equal to the recorded, bit for bit.")
     assert "the later checkpoints of" in lines[0]
 
 
@@ -95,7 +95,7 @@ def test_the_steps_that_a_longer_run_added_come_out_again(world: World, run_dir:
     assert run_deck(world, run_dir.parent / "small.toml", [f"run.dir={folder}", *keys]) == 0
     assert resume(world, folder, ["run.steps=8"]) == 0
     code, lines = replayed(world, step_file(folder, 4))
-    assert (code, lines[-1]) == (0, "The 4 recorded losses come out again, bit for bit.")
+    assert (code, lines[-1]) == (0, "The 4 replayed losses are equal to the recorded, bit for bit.")
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -108,7 +108,7 @@ def test_one_wrong_bit_is_seen_where_none_may_be(world: World, run_dir: Path) ->
     world.everyone.barrier()
     code, lines = replayed(world, step_file(run_dir, 5), against=other)
     assert code == 1
-    assert "to rounding only (step 8 is the first to differ" in lines[-1]
+    assert "only up to rounding (step 8 is the first to differ" in lines[-1]
     assert replayed(world, step_file(run_dir, 5), against=other, steps=2)[0] == 0
 
 
@@ -206,5 +206,5 @@ def test_verdicts() -> None:
     assert difference(2.0, 1.0) == 0.5
     assert (
         judge([(RecordedLoss(1, 2.0, None), 2.0)], "fp32", [])[1]
-        == "The recorded loss comes out again, bit for bit."
+        == "The replayed loss is equal to the recorded, bit for bit."
     )

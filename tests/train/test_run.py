@@ -320,7 +320,7 @@ def test_resume_names_what_is_missing(world: World, deck_file: Path, mpi_tmp_pat
         find_checkpoint(world, mpi_tmp_path / "nothing")
     with pytest.raises(HpctrainError, match=r"small\.toml: is a deck; name a checkpoint"):
         find_checkpoint(world, deck_file)
-    with pytest.raises(InputOutputError, match="holds no good checkpoint"):
+    with pytest.raises(InputOutputError, match="holds no valid checkpoint"):
         find_checkpoint(world, mpi_tmp_path)
 
 

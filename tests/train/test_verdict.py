@@ -38,7 +38,7 @@ def said(world: World, plant: Plant) -> tuple[str, list[str]]:
 def test_the_run_and_the_rank_that_are_wrong_are_told(world: World) -> None:
     text, table = said(world, no_reduction(BIAS))
     assert f"in step 2, in the sums of gradients: gradient of {BIAS}, by " in text
-    assert "In the second run it is not the sum of what its ranks had" in text
+    assert "In the second run it is not the sum of the gradients of its ranks" in text
     assert [row.split()[0] for row in table] == ["phase", *PHASES]
     text, _ = said(world, in_sum(UP, rank=1))
     assert "on rank 1 alone (rounding: at most 1e-04)." in text
@@ -50,13 +50,11 @@ def test_what_is_different_is_told(world: World) -> None:
     assert text == "The runs first differ in step 2, in its samples: tokens, of 1 sample (9)."
     text, table = said(world, other_kernel(UP))
     assert "in the forward pass: output of blocks.1, by" in text
-    assert (
-        "That is of the size of rounding (at most 1e-05), but layout, versions, kernels and keys are" in text
-    )
+    assert "This is as small as rounding (at most 1e-05), but layout, versions, kernels and keys are" in text
     assert table[3].split()[:4] == ["forward", "5", "3", "0"]
     text, _ = said(world, in_weights(UP))
     assert f"before the step: parameter {UP}, by" in text
-    assert "In the second run it has changed between two steps, when nothing computes: in memory." in text
+    assert "In the second run it changed in memory between two steps." in text
     text, _ = said(world, in_moment(UP))
     assert f"before the step: exp_avg of {UP}, by" in text
 
@@ -65,8 +63,8 @@ def test_an_update_that_one_run_left_out_is_told() -> None:
     spiked, clean = (SimpleNamespace(rows={3: row}) for row in ({"spike": "far above"}, {}))
     first: Any = SimpleNamespace(phase="update", step=3)
     for runs, hint in (
-        ((spiked, clean), ["The first run left this update out, as a spike."]),
-        ((clean, spiked), ["The second run left this update out, as a spike."]),
+        ((spiked, clean), ["The first run skipped this update because of a spike."]),
+        ((clean, spiked), ["The second run skipped this update because of a spike."]),
         ((spiked, spiked), []),
     ):
         found: Any = SimpleNamespace(one=runs[0], other=runs[1], first=[None], second=[None])

@@ -314,7 +314,7 @@ def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
 def test_a_hugging_face_folder_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     assert no_way_on(tmp_path) == (
-        f"{tmp_path}: is a Hugging Face folder, not the folder of a run; "
+        f"{tmp_path}: is a Hugging Face folder, not a run folder; "
         f"`hpctrain import {tmp_path} FILE.h5` makes a checkpoint of it"
     )
 

@@ -133,7 +133,7 @@ def test_a_status_that_cannot_be_read_is_a_line(tmp_path: Path) -> None:
     watched = WatchedRuns([folder])
     texts = [line.plain for line in watched.lines(200, 20)]
     assert "unreadable" in texts[2]
-    assert "is no status of a run" in texts[-1]
+    assert "is not the status of a run" in texts[-1]
     (folder / "status.json").write_text(
         json.dumps(
             {"state": "\x1b[2J", "time": ago(1), "loss": [], "step": {}, "stragglers": 3, "steps": "\n"}
@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
     texts = [line.plain for line in watched.lines(120, 8)]
     assert texts[0].startswith("10 runs, 1 at work")
     assert "busy" in texts[2]  # what has a job stands first
-    assert "7 more do not fit this window" in texts
+    assert "7 more do not fit into the window" in texts
     assert len(texts) <= 8
     assert table_lines([], 80) == []
 

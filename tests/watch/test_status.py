@@ -209,7 +209,7 @@ def test_the_table(tmp_path: Path) -> None:
         "first: rank 3 on n2 computes for 2 s a step",
         "second: SIGUSR2 was received by rank 1",
         "second: go on by `hpctrain resume second`",
-        "third run: its job ended without a word",
+        "third run: its job ended without writing its state",
         "third run: go on by `hpctrain resume 'third run'`",
     ]
 
@@ -259,10 +259,10 @@ def test_what_is_no_status_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints" / "step-00000010.h5").touch()
     for fields in ({"step_time": "yesterday"}, {"step_seconds": "long"}, {"checkpoint": 7}):
         folder = write(tmp_path / "run", **fields)
-        with pytest.raises(InputOutputError, match="is no status of a run"):
+        with pytest.raises(InputOutputError, match="is not the status of a run"):
             read_status(folder)
     (folder / "status.json").write_text("[" * 100_000)
-    with pytest.raises(InputOutputError, match="is no status of a run"):
+    with pytest.raises(InputOutputError, match="is not the status of a run"):
         read_status(folder)
 
 
@@ -299,7 +299,7 @@ def test_in_few_columns_it_is_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert max(len(line) for line in lines if "`" not in line) <= 60
     assert lines[:3] == ["a run of quite some length", "  state       lost", "  step        30/100"]
     assert lines[-3:] == [  # a command stays whole, to be copied
-        "a run of quite some length: its job ended without a word",
+        "a run of quite some length: its job ended without writing its state",
         "a run of quite some length: go on by",
         "  `hpctrain run 'a run of quite some length/deck.toml'`",
     ]
@@ -313,7 +313,7 @@ def test_the_verb_shows_all_it_can_read(tmp_path: Path) -> None:
     done = CliRunner().invoke(command, [*folders, "--json"], standalone_mode=False)
     assert isinstance(done.exception, InputOutputError)
     assert [problem.split(": ")[1][:22] for problem in done.exception.problems] == [
-        "is no status of a run ",
+        "is not the status of a run ",
         "no such run folder",
     ]
     (row,) = json.loads(done.output)

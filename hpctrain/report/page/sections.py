@@ -210,7 +210,7 @@ def _comparison(each: PredictedVsMeasured) -> str:
         cells = (cell("" if value is None else each.written(value)) for value in pair[1:])
         bars = f"<td>{_bars(pair.predicted, pair.measured, largest)}</td>"
         rows.append([cell(pair.words, "text", head=True), *cells, cell(far, kind), bars])
-    head = ("", "predicted", "measured", "predicted more" if both else "", "")
+    head = ("", "predicted", "measured", "deviation" if both else "", "")
     return table(head, rows)
 
 

@@ -131,7 +131,7 @@ def result_lines(
     if best is not None:
         lines += ["", f"best: {best.variant.folder}"]
     elif wanted is not None and any(each.done for each in results):
-        lines += ["", f"best: none, as no run that is done has a {wanted.title}"]
+        lines += ["", f"best: none, because no finished run has a {wanted.title}"]
     return lines
 
 

@@ -87,7 +87,7 @@ def train_all(
                     variant, slot = waiting.pop(), free.pop()
                     running.append(_Running(variant, _start(deck, variant, words, slot), slot))
                     number = len(codes) + len(running)
-                    show(f"{variant.name}: begun ({number} of {len(variants)})")
+                    show(f"{variant.name}: started ({number} of {len(variants)})")
                 time.sleep(_NAP)
                 for each in list(running):
                     _ask(each, asked.times)
@@ -103,7 +103,7 @@ def train_all(
                 _signal(each.process, signal.SIGKILL)
                 each.process.wait()
     if waiting:
-        show(f"{counted(len(waiting), 'run')} not begun; the same command goes on")
+        show(f"{counted(len(waiting), 'run')} not started; repeat the command to continue")
     return codes
 
 
@@ -115,7 +115,7 @@ def command(ranks: int, environment: Mapping[str, str]) -> list[str]:
     launcher = mpirun_command(environment)
     if launcher is None:
         raise HpctrainError(
-            f"--ranks-each {ranks}: there is no mpirun or $MPIRUN here; --slurm writes a job instead"
+            f"--ranks-each {ranks}: found neither mpirun nor $MPIRUN; write a job with --slurm instead"
         )
     return [*launcher, "-n", str(ranks), *own]
 
@@ -185,7 +185,7 @@ def _ended(variant: SweepVariant, code: int) -> str:
     if code == EXIT_DONE:
         return "done"
     if code == EXIT_AGAIN:
-        return "stopped in good order"
+        return "stopped with a checkpoint"
     why = f"exit code {code}" if code > 0 else f"signal {-code}"
     return f"failed with {why}; see {output_of(variant)}"
 

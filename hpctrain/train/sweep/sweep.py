@@ -115,7 +115,7 @@ def refuse_ranks(environment: Mapping[str, str]) -> None:
     """HpctrainError where a launcher has started this process: it starts ranks itself."""
     launcher = launcher_name(environment)
     if launcher != "none (one process)":
-        raise HpctrainError(f"sweep: starts ranks itself (--ranks-each); start it alone, not by {launcher}")
+        raise HpctrainError(f"sweep: starts ranks itself (--ranks-each); start it without {launcher}")
 
 
 def without_running(variants: Sequence[SweepVariant], show: Told) -> list[SweepVariant]:
@@ -123,7 +123,7 @@ def without_running(variants: Sequence[SweepVariant], show: Told) -> list[SweepV
     free = []
     for variant in variants:
         if job := running_job(variant.folder):
-            show(f"{variant.name}: still runs ({job}), started by an earlier sweep; it is skipped")
+            show(f"{variant.name}: is still running ({job}) since an earlier sweep, and is skipped")
         else:
             free.append(variant)
     return free

@@ -80,12 +80,12 @@ def split_values(argument: str) -> tuple[str, list[str]]:
     if problem := control_problem(argument):
         raise HpctrainError(f"--set {argument}: {problem}")
     if key in _NAMING:
-        raise HpctrainError(f"--set {argument}: each run of a sweep gets its own; name the sweep by --name")
+        raise HpctrainError(f"--set {argument}: is set by the sweep for each run; name the sweep with --name")
     values = [value.strip() for value in _parts(text)]
     if len(values) == 1:
         return key, values
     if "" in values:
-        raise HpctrainError(f"--set {argument}: has nothing between two commas")
+        raise HpctrainError(f"--set {argument}: has an empty value between two commas")
     known: dict[str, str] = {}
     for value in values:
         same = repr(parse_argument(value))
@@ -123,7 +123,7 @@ def make_sweep(path: Path, arguments: Sequence[str], ranks: int, name: str | Non
             problems += error.problems
             continue
         if key in given:
-            problems.append(f"--set {argument}: {key} is given before; write all of its values with commas")
+            problems.append(f"--set {argument}: {key} is given twice; write all of its values with commas")
         given[key] = values
     if problems:
         raise HpctrainError(problems)
@@ -169,7 +169,7 @@ def _place(path: Path, settings: Sequence[str], name: str | None) -> tuple[Path,
     named = f"{deck.run.title}-sweep" if name is None else name
     if "/" in named or named in ("", ".", "..") or control_problem(named) or len(named) > _NAME_LENGTH:
         raise HpctrainError(
-            f"--name {named}: must be a folder's name, of {_NAME_LENGTH} letters at most, without slashes"
+            f"--name {named}: must be a folder name without slashes, of at most {_NAME_LENGTH} characters"
         )
     return Path(deck.run.dir).parent / named, deck.run.title
 
@@ -207,7 +207,7 @@ def record(sweep: Sweep) -> None:
     """
     known = recorded(sweep.folder)
     others = [
-        f"{each.folder}: was begun with another deck; give this sweep another --name, or remove that run"
+        f"{each.folder}: was started with another deck; choose another --name, or remove that run"
         for each in sweep.variants
         if known.get(each.name, each.digest) != each.digest and each.folder.exists()
     ]
@@ -235,5 +235,5 @@ def recorded(folder: Path) -> dict[str, str]:
         if not all(isinstance(digest, str) for digest in runs.values()):
             raise TypeError
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise HpctrainError(f"{path}: is not what a sweep writes; give this one another --name") from None
+        raise HpctrainError(f"{path}: was not written by a sweep; choose another --name") from None
     return dict(runs)

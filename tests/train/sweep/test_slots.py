@@ -71,7 +71,10 @@ def test_a_run_that_does_not_heed_yet_is_stopped_and_has_not_failed(
     former = signal.getsignal(number)
     codes, told = trained(sweep, monkeypatch, SLEEPS, number)
     assert codes == {"seed=1": 75}
-    assert told[1:] == ["seed=1: stopped in good order", "2 runs not begun; the same command goes on"]
+    assert told[1:] == [
+        "seed=1: stopped with a checkpoint",
+        "2 runs not started; repeat the command to continue",
+    ]
     assert [each.state for each in results_of(sweep, codes)] == ["waiting"] * 3
     assert signal.getsignal(number) is former
 
@@ -83,7 +86,7 @@ def test_nothing_is_begun_any_more_while_others_come_to_their_end(
     program = f"import sys\nif 'seed=2' in sys.argv[3]: {IGNORES.replace('100', '4')}\nelse: {SLEEPS}"
     codes, told = trained(sweep, monkeypatch, program, signal.SIGTERM, count=2)
     assert codes == {"seed=1": 75, "seed=2": 0}
-    assert told[-1] == "1 run not begun; the same command goes on"
+    assert told[-1] == "1 run not started; repeat the command to continue"
 
 
 def test_asked_again_it_ends_what_does_not_stop(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +113,7 @@ def test_a_slot_is_free_again_where_a_run_fails(sweep: Sweep, monkeypatch: pytes
     )
     assert codes == {"seed=1": 0, "seed=2": -12, "seed=3": 0}
     assert told[3].startswith("seed=2: failed with signal 12; see ") and told[-1] == "seed=3: done"
-    assert "begun (3 of 3)" in told[4]
+    assert "started (3 of 3)" in told[4]
 
 
 @pytest.fixture

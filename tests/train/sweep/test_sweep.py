@@ -80,10 +80,10 @@ def test_values_stand_between_commas() -> None:
     [
         ("seed=1", "must be section.key=VALUE"),
         ("run.seed", "must be section.key=VALUE"),
-        ("run.seed=1,,2", "has nothing between two commas"),
+        ("run.seed=1,,2", "has an empty value between two commas"),
         ("run.seed=1,2,1", "has 1 twice"),
         ("learning_rate.peak=1e-4,0.0001", "has 0.0001 twice"),
-        ("run.dir=a,b", "each run of a sweep gets its own"),
+        ("run.dir=a,b", "is set by the sweep for each run"),
         ("run.seed=1,\x1b2", "control"),
     ],
 )
@@ -123,7 +123,7 @@ def test_all_that_is_wrong_is_told_before_any_run(deck: Path) -> None:
     with pytest.raises(HpctrainError, match=r"run\.seed is given before"):
         make_sweep(deck, ["run.seed=1,2", "run.seed=3"], 1, None)
     for name in ("a/b", "..", "", "x" * 100):
-        with pytest.raises(HpctrainError, match=r"--name .*: must be a folder's name"):
+        with pytest.raises(HpctrainError, match=r"--name .*: must be a folder name"):
             make_sweep(deck, ["run.seed=1,2"], 1, name)
 
 
@@ -133,12 +133,10 @@ def test_a_sweep_is_written_down_and_guards_its_runs(deck: Path) -> None:
     record(sweep)  # longer, and more of them
     assert [*recorded(sweep.folder)] == ["seed=1", "seed=2", "seed=3"]
     (sweep.folder / "seed=2").mkdir()
-    with pytest.raises(
-        HpctrainError, match="seed=2: was begun with another deck; give this sweep another --name"
-    ):
+    with pytest.raises(HpctrainError, match="seed=2: was started with another deck; choose another --name"):
         record(make_sweep(deck, ["run.seed=1,2", "optimizer.clip=0.5"], 1, None))
     (sweep.folder / "sweep.json").write_text("[]")
-    with pytest.raises(HpctrainError, match=r"sweep\.json: is not what a sweep writes"):
+    with pytest.raises(HpctrainError, match=r"sweep\.json: was not written by a sweep"):
         recorded(sweep.folder)
 
 
@@ -205,7 +203,10 @@ def test_a_sweep_stops_in_good_order_and_goes_on(tokens: Path) -> None:
     started.send_signal(signal.SIGINT)
     told, _ = started.communicate(timeout=200)
     assert started.returncode == 75, told
-    assert "seed=1: stopped in good order" in told and "1 run not begun; the same command goes on" in told
+    assert (
+        "seed=1: stopped with a checkpoint" in told
+        and "1 run not started; repeat the command to continue" in told
+    )
     stopped = len(read_metrics(rows))
     assert 0 < stopped < 400 and not Path("runs/two/seed=2").exists()
     done = subprocess.run([*words, "--set", "run.seed=1"], **pipes)  # type: ignore[call-overload]
@@ -229,7 +230,7 @@ def test_runs_that_a_killed_sweep_left_running_are_told(deck: Path) -> None:
 
 def test_ranks_do_not_sweep(deck: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    with pytest.raises(HpctrainError, match=r"starts ranks itself .*; start it alone, not by mpirun"):
+    with pytest.raises(HpctrainError, match=r"starts ranks itself .*; start it without mpirun"):
         CliRunner().invoke(command, ["deck.toml"], standalone_mode=False, catch_exceptions=False)
 
 
@@ -264,7 +265,7 @@ def test_the_best_run_is_that_of_the_figure_that_is_wanted(deck: Path) -> None:
     lines = result_lines(sweep, rows, None, wanted)
     assert lines[0].split()[3:6] == ["validation", "bits/byte", "loss"]
     assert lines[3].split() == ["3", "done", "4/4", "1.2500", "2.2000", "2.6000", "best"]
-    assert result_lines(sweep, rows[1:2], None, wanted)[-1].startswith("best: none, as no run that is done")
+    assert result_lines(sweep, rows[1:2], None, wanted)[-1].startswith("best: none, because no finished run")
     (axes,) = picture("a", swept_runs(rows), "validation bits/byte").axes
     assert axes.get_ylabel() == "validation bits/byte" and [*axes.lines[0].get_ydata()][::2] == [1.5, 1.25]
 
