@@ -85,7 +85,7 @@ def bench(world: World, operations: str, least: str, most: str, gloo: bool) -> l
     with world.agreement():
         unknown = [name for name in names if name not in OPERATIONS]
         if unknown:
-            raise HpctrainError(f"--operations {', '.join(unknown)}: must be of {', '.join(OPERATIONS)}")
+            raise HpctrainError(f"--operations {', '.join(unknown)}: must be one of {', '.join(OPERATIONS)}")
         first, last = parse_bytes(least), parse_bytes(most)
         if not 4 <= first <= last:
             raise HpctrainError(f"--min-bytes {least} --max-bytes {most}: must be 4 bytes or more, and rise")

@@ -73,7 +73,7 @@ def bench_communication(
         forms = dict(other_forms(deck, world.size)) | {each: tuple(each.split()) for each in variants}
         unknown = [name for name in only if name not in forms]
         if unknown:
-            raise HpctrainError(f"--only {unknown[0]}: is none of the forms: {', '.join(forms)}")
+            raise HpctrainError(f"--only {unknown[0]}: must be one of {', '.join(forms)}")
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device)
     corpus = open_corpus(deck, world)

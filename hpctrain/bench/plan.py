@@ -89,7 +89,7 @@ def bench_plan(
     with world.agreement():
         unknown = [name for name in only if name not in DECKS]
         if unknown:
-            raise HpctrainError(f"--only {', '.join(unknown)}: must be of {', '.join(DECKS)}")
+            raise HpctrainError(f"--only {', '.join(unknown)}: must be one of {', '.join(DECKS)}")
         if world.size != RANKS:
             raise HpctrainError(f"bench plan needs {RANKS} ranks: mpirun -n {RANKS} hpctrain bench plan ...")
         given = None if machine is None else read_machine(machine)

@@ -112,7 +112,7 @@ def plot_sweep(sweep: PlannedSweep, path: Path, pareto: bool = False) -> None:
             )
             for point, step in timed
         ]
-        heading, of = f"{title}: memory against time", "a step" if alike else "a million tokens"
+        heading, of = f"{title}: memory against time", "step" if alike else "million tokens"
         write_figure(path, lambda: draw_pareto(heading, found, of))
         return
     over_ranks = [each.key for each in sweep.sweeps] == [RANKS]

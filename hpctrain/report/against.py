@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 Cost = Literal["bytes", "time"]
 
 _KEYS: Mapping[Cost, tuple[str, str]] = {
-    "bytes": ("payload_bytes", "sent by a rank (payload, as the ledger counts it)"),
-    "time": ("seconds", "time of the steps"),
+    "bytes": ("payload_bytes", "payload sent per rank"),
+    "time": ("seconds", "training time"),
 }
 _DECK = "deck.toml"
 _NAMING = frozenset({"run.title", "run.dir"})
@@ -77,7 +77,7 @@ def _undrawn(folder: Path, run: PlottedRun, key: str) -> str:
             return f"{folder}: step {row['step']} has {told} {key}, so that what follows has an unknown cost"
     if any(row[key] for row in run.rows):
         return ""
-    return f"{folder}: sent nothing, so that there is nothing to draw against bytes"
+    return f"{folder}: sent no bytes, so that --against bytes has nothing to draw"
 
 
 def draw_against(cost: Cost, runs: Sequence[PlottedRun], *, log_loss: bool = False) -> Figure:

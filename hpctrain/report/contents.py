@@ -124,7 +124,7 @@ def loss_text(loss: float | None) -> str:
 
 def history_table(chain: Sequence[HistorySegment]) -> list[str]:
     """The runs of a chain, the newest ones where they are many."""
-    rows = [("run", "steps", "layout", "started (UTC)", "version", "commit", "went on from")]
+    rows = [("run", "steps", "layout", "started (UTC)", "version", "commit", "resumed from")]
     for segment in chain[-SEGMENTS_SHOWN:]:
         title = shorten(segment.title, 20, placeholder="...") or segment.title[:20]
         steps = f"{segment.first_step}-{segment.last_step}"
@@ -133,7 +133,7 @@ def history_table(chain: Sequence[HistorySegment]) -> list[str]:
         origin = Path(segment.went_on_from).name if segment.went_on_from else ""
         rows.append((title, steps, layout_text(segment.layout), started, *code, origin[-24:]))
     more = len(chain) - SEGMENTS_SHOWN
-    note = [f"and {more} earlier, which --json tells"] if more > 0 else []
+    note = [f"and {more} earlier (see --json)"] if more > 0 else []
     return fitted(rows, (0, 2, 3, 4, 5, 6), columns()) + note
 
 

@@ -139,7 +139,7 @@ def _size(tensor: Mapping[str, Any]) -> float:
 
 
 def _more(count: int) -> list[str]:
-    return [f"and {count} more, which --tensors lists"] if count > 0 else []
+    return [f"and {count} more (see --tensors)"] if count > 0 else []
 
 
 def _keys(structure: CheckpointIndex) -> dict[str, object]:

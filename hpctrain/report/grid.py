@@ -51,7 +51,7 @@ def text(schedule: Schedule, simulation: Simulation, color: bool, width: int) ->
     if schedule.stage_count > _MOST_ROWS:
         notes.append(f"{schedule.stage_count - 2 * (_MOST_ROWS // 2)} stages")
     if notes:
-        lines += fit(f"Cut out to fit: {' and '.join(notes)}; a picture (--png FILE) holds all.", width)
+        lines += fit(f"Not shown: {' and '.join(notes)}; --png FILE draws the whole schedule.", width)
     return "\n".join([*lines, "", *_legend(schedule, color, ruler.last_digit, width)])
 
 

@@ -54,7 +54,7 @@ def inspect(group: Group, target: Path, wish: InspectOptions, show: Callable[[st
     with together(group):
         if not target.exists():
             if gone := linked(target.parent, target.name):
-                raise InputOutputError(f"{target}: leads to {escaped(gone)}, which is not there")
+                raise InputOutputError(f"{target}: is a link to {escaped(gone)}, which does not exist")
             raise InputOutputError(f"{target}: no such checkpoint or run folder")
         if target.is_dir() and (wish.deck or wish.other is not None or wish.tensors):
             raise HpctrainError(
@@ -80,7 +80,7 @@ def inspect(group: Group, target: Path, wish: InspectOptions, show: Callable[[st
                 show(stored_deck_text(structure.state, structure.path).removesuffix("\n"))
                 return EXIT_DONE
             held = contents(structure, wish.tensors)
-            verified = f"All {len(structure.datasets)} tensors equal their checksums."
+            verified = f"All {len(structure.datasets)} tensors match their checksums."
             if wish.as_json:
                 show(_json(held | ({"verified": True} if wish.verify else {})))
             else:
@@ -107,7 +107,7 @@ def _inspect_tokens(group: Group, target: Path, wish: InspectOptions, show: Call
         }
         wrong = [f"--{name}" for name, value in asked.items() if value]
         if wrong:
-            raise HpctrainError(f"{target}: is a token file, of which {wrong[0]} tells nothing")
+            raise HpctrainError(f"{target}: is a token file, so that {wrong[0]} has no effect")
         if group.rank == 0:
             found = token_contents(target, wish.verify)
             show(_json(found) if wish.as_json else "\n".join(token_contents_text(found)))
@@ -121,7 +121,7 @@ def _inspect_samples(group: Group, target: Path, wish: InspectOptions, show: Cal
         folder = target / "checkpoints" if (target / "checkpoints").is_dir() else target
         path, _ = newest_good(folder, group)
         if path is None:
-            raise InputOutputError(f"{folder}: holds no good checkpoint, which would tell of samples")
+            raise InputOutputError(f"{folder}: has no valid checkpoint")
     assert path is not None
     structure = examine(path, group)
     with together(group):
@@ -140,7 +140,7 @@ def _inspect_folder(group: Group, target: Path, wish: InspectOptions, show: Call
     folder = target / "checkpoints" if (target / "checkpoints").is_dir() else target
     paths = agreed_checkpoints(folder, group)
     if not paths:
-        raise InputOutputError(f"{folder}: holds no checkpoint (files such as step-00000100.h5)")
+        raise InputOutputError(f"{folder}: has no checkpoint (files such as step-00000100.h5)")
     best = ""
     with together(group):
         if group.rank == 0:
@@ -198,7 +198,7 @@ def _folder_text(
         cells.append((row["file"], str(row["step"]), format_bytes(row["bytes"]), *told, ", ".join(marks)))
     problems = [f"{row['file']}: {problem}" for row in rows for problem in row["problems"]]
     if best and best not in (row["file"] for row in rows):
-        problems.append(f"{BEST}: leads to {escaped(best)}, which is not there")
+        problems.append(f"{BEST}: is a link to {escaped(best)}, which does not exist")
     lines = [f"{folder}:", "", *fitted(cells, (0, 3, 5), columns())]
     return "\n".join([*lines, "", *problems] if problems else lines)
 

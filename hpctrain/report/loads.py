@@ -65,7 +65,7 @@ def draw_load(name: str, rows: Sequence[Row]) -> Figure | None:
     every = list(figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0])
     top = max(1.5, float(np.nanmax(load, initial=1.0)))
     over = f", mean of {window} steps" if window > 1 else ""
-    label = f"fullest expert / mean{over}"
+    label = f"largest load / mean load{over}"
     _heat(every[0], edges, load, blocks, "viridis", (1.0, top), label)
     every[0].set_title(f"Load of experts: {drawable(name)}", fontsize=14, loc="left", pad=10)
     if panels > 1:

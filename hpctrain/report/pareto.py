@@ -47,7 +47,7 @@ def frontier(candidates: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
     return kept
 
 
-def draw_pareto(title: str, candidates: Sequence[LayoutCandidate], seconds_of: str = "a step") -> Figure:
+def draw_pareto(title: str, candidates: Sequence[LayoutCandidate], seconds_of: str = "step") -> Figure:
     """All of them, those that do not fit as crosses; the frontier as a line with numbers, told below it."""
     from matplotlib.figure import Figure
 
@@ -74,24 +74,26 @@ def draw_pareto(title: str, candidates: Sequence[LayoutCandidate], seconds_of: s
     if best:
         line: dict[str, Any] = {"color": "#000000", "linewidth": 1.4, "drawstyle": "steps-post"}
         at = [each.bytes for each in best], [each.seconds for each in best]
-        axes.plot(
-            *at, marker="o", markersize=6, label="none of these fits with less of both", zorder=3, **line
-        )
+        axes.plot(*at, marker="o", markersize=6, label="Pareto front", zorder=3, **line)
     for number, each in enumerate(named, 1):
         place: dict[str, Any] = {"xytext": (5, 5), "textcoords": "offset points", "fontsize": 10}
         axes.annotate(str(number), (each.bytes, each.seconds), zorder=4, **place)
     limits = {each.limit for each in candidates}
     if len(limits) == 1 and (limit := limits.pop()) is not None:
         axes.axvline(
-            limit, color="#d55e00", linestyle="--", linewidth=1.2, label=f"there is: {format_bytes(limit)}"
+            limit,
+            color="#d55e00",
+            linestyle="--",
+            linewidth=1.2,
+            label=f"memory limit: {format_bytes(limit)}",
         )
     least, most = min(each.bytes for each in candidates), max(each.bytes for each in candidates)
     apart = (most - least) or most
     # From nothing on, unless all would stand at one edge.
     axes.set_xlim(0 if least < most / 2 else least - 0.1 * apart, most + 0.06 * apart)
     axes.margins(y=0.12)
-    axes.set_xlabel("memory of the rank that holds most", fontsize=12)
-    axes.set_ylabel(f"time of {seconds_of}", fontsize=12)
+    axes.set_xlabel("largest memory per rank", fontsize=12)
+    axes.set_ylabel(f"time per {seconds_of}", fontsize=12)
     bytes_axis(axes)
     time_axis(axes)
     axes.tick_params(labelsize=11)

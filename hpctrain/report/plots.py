@@ -41,7 +41,7 @@ _POINTS_DRAWN = 20_000
 _WINDOWS = 60
 _SKIPPED_COLOUR = "#b00020"
 _OTHER_MARKS = {"resumed": "^", "went back": "<", "fault": "D"}
-_X_WORDS: dict[XAxis, str] = {"steps": "step", "tokens": "tokens", "time": "time of the steps"}
+_X_WORDS: dict[XAxis, str] = {"steps": "step", "tokens": "tokens", "time": "training time"}
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ def load_runs(run_dirs: Sequence[Path], axis: XAxis = "steps") -> list[PlottedRu
             problems.append(f"{run_dir}: no such run folder")
             unreadable = True
         elif not run_dir.is_dir():
-            problems.append(f"{run_dir}: not a folder; name the folder of a run, such as runs/quickstart")
+            problems.append(f"{run_dir}: is not a folder; name a run folder, such as runs/quickstart")
         elif not path.is_file():
-            problems.append(f"{run_dir}: not a run directory: it holds no {METRICS_FILE}")
+            problems.append(f"{run_dir}: is not a run folder, since it has no {METRICS_FILE}")
         else:
             try:
                 tables.append(read_metrics(path))
@@ -146,9 +146,9 @@ def load_runs(run_dirs: Sequence[Path], axis: XAxis = "steps") -> list[PlottedRu
                 unreadable = True
                 continue
             if not tables[-1]:
-                problems.append(f"{path}: holds no step yet; there is something to draw after the first one")
+                problems.append(f"{path}: has no step yet")
             elif key := lacking(tables[-1], axis):
-                problems.append(f"{path}: its first row has no {key}; draw it over steps")
+                problems.append(f"{path}: its first row has no {key}; use --x steps")
     if problems:
         raise (InputOutputError if unreadable else HpctrainError)(problems)
     names = names_of(run_dirs)
@@ -276,7 +276,7 @@ def _grad_norm(runs: Sequence[PlottedRun]) -> Figure:
 
 
 def _noise_scale(runs: Sequence[PlottedRun]) -> Figure:
-    labels = ["sequences", "square of the gradient norm"]
+    labels = ["noise scale (sequences)", "squared gradient norm"]
     figure, (scale, squares) = make_figure("Gradient noise scale", labels, runs)
     dashed: dict[str, Any] = {"linestyle": "--", "linewidth": 1.2}
     for index, run in enumerate(runs):

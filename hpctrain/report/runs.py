@@ -53,9 +53,9 @@ def side_by_side(one: RunRecord, other: RunRecord, width: int | None) -> list[st
     differing = changes(deck_keys(one.deck), deck_keys(other.deck))
     keys: list[tuple[str, ...]] = [(key, *map(value_text, values)) for key, values in differing.items()]
     if keys:
-        lines = fitted([("other keys in their decks", "first", "second"), *keys], (0, 1, 2), width)
+        lines = fitted([("deck keys that differ", "first", "second"), *keys], (0, 1, 2), width)
     else:
-        lines = ["Their decks have the same keys."]
+        lines = ["The decks have the same keys."]
     facts = [_facts(each) for each in (one, other)]
     rows: list[tuple[str, ...]] = [("", "first", "second", "difference")]
     rows += [

@@ -20,7 +20,7 @@ _COLOURS = (
     *("#d55e00", "#c8c8c8", "#332288", "#882255", "#6e6e6e", "#000000"),
 )
 _LEAST = 0.01  # of a step: causes that are less everywhere are drawn as one
-_REST = "less than 1% each"
+_REST = "other (less than 1% each)"
 _INCHES_HIGH, _INCHES_OF_BAR, _INCHES_LEGEND = 5.0, 0.7, 4.2
 _NARROWEST, _WIDEST = 4.0, 40.0
 _MOST_NUMBERS = 24  # bars that have their seconds above them
@@ -73,7 +73,7 @@ def draw_scaling(title: str, bars: Sequence[PlannedBar]) -> Figure:
     speeds.xaxis.set_minor_locator(NullLocator())
     speeds.margins(x=0.08, y=0.15)
     speeds.set_xlabel("ranks", fontsize=12)
-    speeds.set_ylabel("tokens a second", fontsize=12)
+    speeds.set_ylabel("tokens per second", fontsize=12)
     speeds.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     speeds.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
     speeds.yaxis.set_minor_formatter(NullFormatter())
@@ -142,7 +142,7 @@ def _stack(axes: Axes, bars: Sequence[PlannedBar]) -> None:
     turned: dict[str, Any] = {"rotation": 90, "fontsize": 9} if long and len(bars) > 4 else {"fontsize": 10}
     axes.set_xticks(places, ["\n".join(map(drawable, bar.label.split("\n"))) for bar in bars], **turned)
     axes.grid(visible=False, axis="x")
-    axes.set_ylabel("seconds of a step", fontsize=12)
+    axes.set_ylabel("step time (s)", fontsize=12)
     axes.margins(y=0.08)
     axes.autoscale_view()
     time_axis(axes)

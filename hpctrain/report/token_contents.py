@@ -49,8 +49,8 @@ def token_contents_text(found: dict[str, Any]) -> list[str]:
     lines += [
         f"vocabulary {found['vocabulary']} ({found['tokenizer']}), "
         f"token {found['end_of_document']} ends a document",
-        f"made of {escaped(found['source'])} by hpctrain {escaped(found['package'])}",
+        f"made from {escaped(found['source'])} by hpctrain {escaped(found['package'])}",
     ]
     if "template" in found:
         lines += ["chat template:", *(f"  {escaped(each)}" for each in found["template"].splitlines())]
-    return [*lines, *(["All of it equals its checksums."] if "verified" in found else [])]
+    return [*lines, *(["All data match their checksums."] if "verified" in found else [])]

@@ -75,7 +75,7 @@ def _draw_losses(axes: Axes, by_width: Mapping[int, Mapping[float, float]], best
         if rate is not None:
             axes.axvline(rate, color=line.get_color(), lw=0.9, ls="--")
     axes.set_xscale("log")
-    axes.set_title("loss, and the best rate", fontsize=11, loc="left")
+    axes.set_title("loss and best learning rate", fontsize=11, loc="left")
     axes.set_xlabel("learning rate", fontsize=10)
     axes.legend(title="width", fontsize=8, title_fontsize=8)
     axes.grid(alpha=0.25)

@@ -59,13 +59,13 @@ def runs_below(root: Path) -> list[Path]:
     found = find_runs(root)
     if not found.folders:
         raise HpctrainError(
-            f"{root.absolute()}: holds no run, nor do the folders up to {DEPTH} below it; name the folders "
-            "of runs, or change to one above them"
+            f"{root.absolute()}: no run in this folder or up to {DEPTH} levels below it; name run folders, "
+            "or change to a folder above them"
         )
     if not found.all_seen:
         print_error(
-            f"warning: {root.absolute()}: has too much below it, so that only the first {len(found.folders)} "
-            "runs are told of; name the folders of others"
+            f"warning: {root.absolute()}: has too many folders below it, so that only the first "
+            f"{len(found.folders)} runs are shown; name the folders of other runs"
         )
     return list(found.folders)
 

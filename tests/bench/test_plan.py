@@ -100,7 +100,7 @@ def test_steps_are_planned_and_measured(
         assert 0 < each["lowest"] <= each["measured"] <= each["highest"]
     assert rows[1]["causes"]["bubble"] > 0 < rows[2]["causes"]["tensor"]
     assert ("17m-fp32-1f1b" in capsys.readouterr().out) == (world.rank == 0)
-    with pytest.raises(HpctrainError, match=r"--only nothing: must be of 17m-fp32-data, "):
+    with pytest.raises(HpctrainError, match=r"--only nothing: must be one of 17m-fp32-data, "):
         bench_plan(world, str(file), ("nothing",), 1, 1, None)
     torch.set_num_threads(threads)
 

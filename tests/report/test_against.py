@@ -83,7 +83,7 @@ def test_what_was_not_recorded_is_told(tmp_path: Path) -> None:
     with pytest.raises(InputOutputError) as caught:
         plot_against("bytes", [silent, old], None, log_loss=False)
     assert [problem.partition(": ")[2] for problem in caught.value.problems] == [
-        "sent nothing, so that there is nothing to draw against bytes",
+        "sent no bytes, so that --against bytes has nothing to draw",
         "its metrics have no payload_bytes; a run by this version writes them",
     ]
 

@@ -170,7 +170,7 @@ def test_a_folder_lists_its_checkpoints(
 ) -> None:
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
-    with pytest.raises(InputOutputError, match="holds no checkpoint"):
+    with pytest.raises(InputOutputError, match="has no checkpoint"):
         told(group, tmp_path / "run")
     for step in (5, 10, 15):
         write(group, folder / f"step-{step:08d}.h5", step=step)
@@ -221,7 +221,7 @@ def test_the_best_checkpoint_is_marked(group: Group, tmp_path: Path) -> None:
         write(group, folder / "step-00000005.h5", step=5, best=wrong)
         assert "good, best" in told(group, folder)[1] and "best (" not in told(group, folder)[1]
     (folder / "step-00000005.h5").unlink()
-    assert told(group, folder)[1].endswith("\nbest: leads to step-00000005.h5, which is not there")
+    assert told(group, folder)[1].endswith("\nbest: is a link to step-00000005.h5, which does not exist")
     with pytest.raises(InputOutputError, match="best: leads to step-00000005"):
         told(group, folder / "best")
 

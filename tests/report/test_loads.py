@@ -40,7 +40,7 @@ def test_every_block_and_step_has_a_cell() -> None:
     assert load.yaxis_inverted()
     assert load.get_title(loc="left") == "Load of experts: small"
     assert (load.get_ylabel(), unused.get_ylabel(), unused.get_xlabel()) == ("block", "block", "step")
-    assert load_bar.get_ylabel() == "fullest expert / mean"
+    assert load_bar.get_ylabel() == "largest load / mean load"
     assert unused_bar.get_ylabel() == "experts without a token"
     assert load.get_xlim() == (0.5, 3.5)
 
@@ -58,7 +58,7 @@ def test_many_steps_share_columns() -> None:
     assert figure is not None
     assert np.array_equal(cells(figure.axes[0]), [[1.5] * COLUMNS, [1.0] * COLUMNS])
     assert np.array_equal(cells(figure.axes[1]), [[1] * COLUMNS, [0] * COLUMNS])
-    assert figure.axes[2].get_ylabel() == "fullest expert / mean, mean of 2 steps"
+    assert figure.axes[2].get_ylabel() == "largest load / mean load, mean of 2 steps"
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_verb_draws_over_an_axis(tmp_path: Path) -> None:
     both = CliRunner().invoke(plot, [str(run), "--x", "time", "--against", "time"])
     assert (both.exit_code, "--x conflicts with --against" in both.output) == (2, True)
     bare = a_run(tmp_path / "bare", [{"step": 1, "loss": 2.0}] * 10)
-    with pytest.raises(HpctrainError, match=r"its first row has no seconds; draw it over steps$") as caught:
+    with pytest.raises(HpctrainError, match=r"its first row has no seconds; use --x steps$") as caught:
         plot_runs([bare], axis="time")
     assert caught.value.exit_code == 2
 

@@ -164,7 +164,7 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
         plot_runs([tmp_path / "gone", bare, empty, good])
     assert [problem.partition(": ")[2].partition(";")[0] for problem in caught.value.problems] == [
         "no such run folder",
-        "not a run directory: it holds no metrics.jsonl",
+        "is not a run folder, since it has no metrics.jsonl",
         "holds no step yet",
     ]
     assert caught.value.exit_code == 3

@@ -36,7 +36,7 @@ def test_what_is_told(world: World, tmp_path: Path) -> None:
         prepare_rows(world.single_rank_world(), path, [source], kind=kind, template="raw")
         text = told(world, path, verify=True)
         assert wanted in text and "vocabulary 257 (bytes), token 256 ends a document" in text
-        assert "chat template:\n  {% for message in messages %}" in text and "equals its checksums" in text
+        assert "chat template:\n  {% for message in messages %}" in text and "match their checksums" in text
         found = json.loads(told(world, path, as_json=True))
         assert (found["kind"], found["rows"]) == (kind, 3)
     (tmp_path / "t.txt").write_text("text")
@@ -48,7 +48,7 @@ def test_what_is_damaged_or_not_asked_of_tokens(world: World, tmp_path: Path) ->
     (tmp_path / "t.txt").write_text("text" * 100)
     path = tmp_path / "t.h5"
     prepare(world.single_rank_world(), path, [str(tmp_path / "t.txt")])
-    with pytest.raises(HpctrainError, match=r"t.h5: is a token file, of which --tensors tells nothing"):
+    with pytest.raises(HpctrainError, match=r"t.h5: is a token file, so that --tensors has no effect"):
         told(world, path, tensors=True)
     content = bytearray(path.read_bytes())
     content[content.index("texttext".encode("utf-16-le")) + 6] ^= 1

@@ -76,7 +76,7 @@ def test_looking_for_runs_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(module, "MOST_ENTRIES", 3)
     assert not find_runs(tmp_path).all_seen
     (tmp_path / "empty").mkdir()
-    with pytest.raises(HpctrainError, match="holds no run, nor do the folders up to 4 below it"):
+    with pytest.raises(HpctrainError, match="no run in this folder or up to 4 levels below it"):
         runs_below(tmp_path / "empty")
 
 

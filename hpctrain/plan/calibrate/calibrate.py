@@ -49,14 +49,14 @@ class CalibrateOptions:
         names = [name.strip() for name in self.formats.split(",")]
         wrong = [name for name in names if name not in FORMATS]
         if wrong:
-            raise HpctrainError(f"--formats {', '.join(wrong)}: must be of {', '.join(FORMATS)}")
+            raise HpctrainError(f"--formats {', '.join(wrong)}: must be one of {', '.join(FORMATS)}")
         return list(dict.fromkeys(names))
 
     def most_bytes(self) -> int:
         """HpctrainError where it is less than what is measured at the least."""
         most = parse_bytes(self.most)
         if most < 1024:
-            raise HpctrainError(f"--max-bytes {self.most}: must be 1 KiB or more")
+            raise HpctrainError(f"--max-bytes {self.most}: must be at least 1 KiB")
         return most
 
 
@@ -99,7 +99,7 @@ def calibrate(world: World, path: Path, wish: CalibrateOptions, report: Report =
     if world.rank == 0:
         for warning in spread_warnings(machine.spread):
             report(f"warning: {warning}")
-        report(f"{path} has the figures: give it to `hpctrain plan --machine {path}`")
+        report(f"{path}: written; use it with `hpctrain plan DECK --machine {path}`")
 
 
 def _on_rank_0(world: World, report: Report) -> Report:

@@ -46,14 +46,14 @@ class Chart:
 
 CHARTS = (
     Chart("Loss", "nats per token", ((_LOSS, "training"), ("validation_loss", "validation")), middle="mean"),
-    Chart("Reward", "of an answer", (("reward", "training"), ("validation_reward", "validation"))),
+    Chart("Reward", "per answer", (("reward", "training"), ("validation_reward", "validation"))),
     Chart("Accuracy", "of pairs", (("accuracy", "training"), ("validation_accuracy", "validation"))),
     Chart("Gradient norm", "before clipping", (("grad_norm", ""),)),
     Chart("Learning rate", "", (("lr", ""),), from_zero=True),
     Chart("Throughput", "tokens per second", (("tokens_per_s", ""),), "count", from_zero=True),
     Chart("Model FLOPs utilization", "of peak FLOP/s", (("mfu", ""),), "percent", from_zero=True),
     Chart("Memory", "peak of a rank", (("peak_rss_bytes", ""),), "bytes", from_zero=True),
-    Chart("Time of a step", "", (("seconds", ""),), "seconds", from_zero=True),
+    Chart("Step time", "", (("seconds", ""),), "seconds", from_zero=True),
 )
 
 _NO_CURVES = frozenset({"step", "tokens", "skipped", "spike", "went_back"})

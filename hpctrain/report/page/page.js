@@ -8,7 +8,7 @@ const NAMESPACE = document.querySelector("svg").namespaceURI;
 const WINDOWS = [0, 1 / 240, 1 / 120, 1 / 60, 1 / 30, 1 / 15, 1 / 8];
 const SMOOTH_POINTS = 500;
 const MARGIN = { left: 62, right: 12, top: 8, bottom: 34 };
-const X_WORDS = { steps: "step", tokens: data.counts, time: "time of the steps" };
+const X_WORDS = { steps: "step", tokens: data.counts, time: "training time" };
 const state = { axis: "steps", smooth: 0, hidden: new Set(), zoom: null, marks: true };
 
 // Numbers ---------------------------------------------------------------------------------------------------------

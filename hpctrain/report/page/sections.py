@@ -124,7 +124,9 @@ def _events(runs: Sequence[RunSummary]) -> str:
     for index, run in enumerate(runs):
         shown = run.events[-EVENTS:]
         if len(run.events) > len(shown):
-            left.append(f"{run.name}: {counted(len(run.events) - len(shown), 'earlier event')} left out.")
+            left.append(
+                f"{run.name}: {counted(len(run.events) - len(shown), 'earlier event')} are not shown."
+            )
         for event in shown:
             own = [f'<td class="text">{named(runs, index)}</td>'] if len(runs) > 1 else []
             step = "" if event.step is None else str(event.step)
@@ -132,7 +134,7 @@ def _events(runs: Sequence[RunSummary]) -> str:
             rows.append([cell(event.time, "text"), *own, cell(step), cell(event.kind, "text"), words])
     head = ["when", *(["run"] if len(runs) > 1 else []), "step", "what", ""]
     if not rows:
-        return note("Nothing but steps: no stop, no hang, no spike, no fault, no warning.")
+        return note("No events: no stop, hang, spike, fault or warning.")
     marked = (0, 1, 3, 4) if len(runs) > 1 else (0, 2, 3)
     return table(head, rows, marked, "stack tall") + "".join(map(note, left))
 
@@ -286,6 +288,6 @@ def _history(run: RunSummary, *, several: bool) -> str:
         ]
         for each in run.history[-SEGMENTS:]
     ]
-    head = ("steps", "ranks", "layout", "started (UTC)", "version", "commit", "went on from")
+    head = ("steps", "ranks", "layout", "started (UTC)", "version", "commit", "resumed from")
     heading = f"Jobs{f' of {run.name}' if several else ''}, up to the newest checkpoint"
     return f"<h4>{text(heading)}</h4>" + table(head, rows, (2, 3, 4, 5, 6))

@@ -193,8 +193,8 @@ def test_every_kind_of_element_is_timed(world: World, keys: tuple[str, ...]) -> 
 @pytest.mark.parametrize(
     ("wish", "sentence"),
     [
-        (CalibrateOptions(formats="fp32,fp7"), "--formats fp7: must be of fp32, bf16, fp16"),
-        (CalibrateOptions(most="12 B"), "--max-bytes 12 B: must be 1 KiB or more"),
+        (CalibrateOptions(formats="fp32,fp7"), "--formats fp7: must be one of fp32, bf16, fp16"),
+        (CalibrateOptions(most="12 B"), "--max-bytes 12 B: must be at least 1 KiB"),
         (CalibrateOptions(most="twelve"), "twelve"),
     ],
 )

@@ -198,7 +198,7 @@ def test_a_picture_has_memory_against_time(path: Path, tmp_path: Path) -> None:
     picture = tmp_path / "layouts.svg"
     narrow = [word for key in NARROW for word in ("--set", key)]
     assert plan(path, "--ranks", RANKS, "--search", "--plot", picture, *narrow).exit_code == 0
-    assert "memory of the rank that holds most" in picture.read_text()
+    assert "largest memory per rank" in picture.read_text()
 
 
 @pytest.mark.parametrize(

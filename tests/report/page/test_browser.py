@@ -115,7 +115,7 @@ def test_what_a_link_asks_for_is_shown(tmp_path: Path) -> None:
     found = dom(tmp_path, runs, "#x=time&smooth=0&colours=dark")
     assert (noted(found, "axis"), noted(found, "theme")) == ("time", "dark")
     assert "line strong" not in found
-    assert ">time of the steps</text>" in found
+    assert ">training time</text>" in found
     total = math.fsum(row["seconds"] for row in runs[0].rows)
     minutes = re.findall(r'class="(?:below|end)">(\d) min 00 s</text>', found)
     assert max(map(int, minutes)) == int(total // 60)

@@ -103,7 +103,7 @@ def test_curves_have_the_numbers_of_the_metrics() -> None:
     norms = points(table, "grad_norm")
     assert len(norms[0]) == 2 * POINTS - 2
     # Neither what is not measured (skipped, step), nor what is the same everywhere, is a chart.
-    assert list(found) == ["Loss", "Gradient norm", "Time of a step"]
+    assert list(found) == ["Loss", "Gradient norm", "Step time"]
 
 
 def test_unknown_numbers_get_charts_of_their_own() -> None:
@@ -211,7 +211,7 @@ def test_tables_tell_what_the_runs_hold() -> None:
     events = [RunEvent("", step, "warning", f"at {step}") for step in range(sections.EVENTS + 7)]
     (told_of,) = [html for name, _, html in sections.all_sections([told(events=events)]) if name == "events"]
     assert told_of.count("<tr>") == sections.EVENTS + 1
-    assert "7 earlier events left out" in told_of
+    assert "7 earlier events are not shown" in told_of
 
 
 def test_predictions_are_told_beside_measurements() -> None:
