@@ -175,7 +175,7 @@ def test_ends_alone_with_everything_else(world: World, mpi_tmp_path: object, key
 )
 def test_ends_alone_on_other_axes(world: World, layout: tuple[str, ...]) -> None:
     deck = small_deck("layout.pipeline=2", "layout.split=[2, 0]", *layout)
-    assert "as on one rank" in verify_layout(deck, world, make_mesh(deck, world))
+    assert "agree with one rank" in verify_layout(deck, world, make_mesh(deck, world))
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

@@ -215,7 +215,7 @@ def test_the_miniature_of_a_layout_is_as_many_times_wider(world: World) -> None:
     deck = small_deck(*MUP, "layout.zero=2", "optimizer.name=sgd")
     small = miniature(deck)
     assert WidthScaling.of(small) == WidthScaling(4.0, 2.0)
-    assert "layout checked" in verify_layout(deck, world, make_mesh(deck, world))
+    assert "layout check passed" in verify_layout(deck, world, make_mesh(deck, world))
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

@@ -109,7 +109,7 @@ def test_with_the_other_axes(world: World, family: tuple[str, ...], layout: tupl
             "model.dropout=0.1",
             *layout,
         )
-        assert "as on one rank" in verify_layout(deck, world, make_mesh(deck, world))
+        assert "agree with one rank" in verify_layout(deck, world, make_mesh(deck, world))
 
 
 @pytest.mark.mpi(min_size=2)

@@ -199,4 +199,4 @@ def test_a_layout_is_checked_with_all_tokens_of_its_miniature(world: World, fold
     """Of a tokenizer that has fewer of them its deck tells."""
     deck = settled(world, policy_deck(folder, "few", f"layout.tensor={world.size}", "policy.temperature=2"))
     deck = deck.with_runtime_choices(replace(deck.runtime_choices, tokenizer_tokens=9))
-    assert verify_layout(deck, world, make_mesh(deck, world)).startswith("layout checked")
+    assert verify_layout(deck, world, make_mesh(deck, world)).startswith("layout check passed")

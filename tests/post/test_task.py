@@ -185,7 +185,7 @@ def test_what_a_task_cannot_be_tried_on(world: World, tmp_path: Path) -> None:
     long = write(tmp_path / "long.jsonl", [{"prompt": "a", "choices": ["b" * 33, "c"], "answer": 0}])
     with pytest.raises(HpctrainError, match="row 1: a choice has 33 tokens, and the model sees 32"):
         tried(world, path, long)
-    with pytest.raises(HpctrainError, match="is given twice"):
+    with pytest.raises(HpctrainError, match="is named twice"):
         tried(world, path, long, long)
     for options in ([], ["--tokens", "a.h5", "--task", "b.jsonl"], ["--task", "b.jsonl", "--sequences", "3"]):
         assert CliRunner().invoke(command, [str(path), *options]).exit_code == 2

@@ -105,7 +105,7 @@ def test_colours_differ_in_more_than_hue() -> None:
 def test_narrow_cells_show_the_last_digit_and_say_so() -> None:
     drawn = plain(text(*made("1f1b", 2, 12), color=True, width=60))
     assert drawn.splitlines()[-1].endswith("the last digit")
-    assert "Cut out" not in drawn
+    assert "Not shown" not in drawn
     (row,) = (line for line in drawn.splitlines() if line.startswith("1 "))
     last = re.sub(r"[^0-9]", "", row[2:-12])
     assert last == "".join(f"{number % 10}{number % 10}" for number in range(12))
@@ -116,7 +116,7 @@ def test_a_large_grid_is_cut_with_a_note() -> None:
     lines = drawn.splitlines()
     assert len(lines) < 60
     assert max(map(len, lines)) <= 120
-    (note,) = (line for line in lines if line.startswith("Cut out to fit"))
+    (note,) = (line for line in lines if line.startswith("Not shown: "))
     assert "24 stages" in note
     assert "--png" in note
     assert lines[3].startswith(" 0 F0")

@@ -222,7 +222,7 @@ def test_the_best_checkpoint_is_marked(group: Group, tmp_path: Path) -> None:
         assert "good, best" in told(group, folder)[1] and "best (" not in told(group, folder)[1]
     (folder / "step-00000005.h5").unlink()
     assert told(group, folder)[1].endswith("\nbest: is a link to step-00000005.h5, which does not exist")
-    with pytest.raises(InputOutputError, match="best: leads to step-00000005"):
+    with pytest.raises(InputOutputError, match="best: is a link to step-00000005"):
         told(group, folder / "best")
 
 

@@ -109,7 +109,8 @@ def test_places_on_each_axis() -> None:
 
 
 @pytest.mark.parametrize(
-    ("axis", "label", "scale"), [("steps", "step", 1), ("tokens", "tokens", 100), ("time", "time", 0.5)]
+    ("axis", "label", "scale"),
+    [("steps", "step", 1), ("tokens", "tokens", 100), ("time", "training time", 0.5)],
 )
 def test_pictures_have_marks_on_each_axis(tmp_path: Path, axis: str, label: str, scale: float) -> None:
     (run,) = load_runs([a_run(tmp_path / "small", rows(10))], axis)  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ def test_the_picture_marks_the_frontier_and_the_limit() -> None:
     assert list(line.get_xdata()) == [1e9, 4e9] and list(line.get_ydata()) == [9.0, 1.0]
     assert set(limit.get_xdata()) == {5e9}
     words = axes.get_legend_handles_labels()[1]
-    assert {"fits", "does not fit", "there is: 5 GB"} <= set(words)
+    assert {"fits", "does not fit", "memory limit: 5 GB"} <= set(words)
     told = figure.get_supxlabel()
     assert told.splitlines() == ["1: small (9 s, 1 GB)", "2: fast (1 s, 4 GB)"]
     assert [text.get_text() for text in axes.texts] == ["1", "2"]

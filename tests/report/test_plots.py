@@ -165,7 +165,7 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
     assert [problem.partition(": ")[2].partition(";")[0] for problem in caught.value.problems] == [
         "no such run folder",
         "is not a run folder, since it has no metrics.jsonl",
-        "holds no step yet",
+        "has no step yet",
     ]
     assert caught.value.exit_code == 3
     (good / "metrics.jsonl").write_text("{\n{\n")

@@ -34,7 +34,7 @@ def test_figures_and_how_far_they_are_apart() -> None:
     first, second = record("a", rows(40)), record("b", rows(40, 1.5), "learning_rate.peak=0.5")
     lines = side_by_side(first, second, None)
     told = cells(lines)
-    assert lines[0].split() == ["other", "keys", "in", "their", "decks", "first", "second"]
+    assert lines[0].split() == ["deck", "keys", "that", "differ", "first", "second"]
     assert told["learning_rate.peak"][1] == "0.5"
     assert told["run"] == ["a", "b"]
     assert told["steps"][0].startswith("40 of ")

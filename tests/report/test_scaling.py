@@ -22,7 +22,7 @@ BARS = [
 def test_bars_stack_to_the_seconds_of_a_step() -> None:
     (axes,) = draw_causes("title", BARS).axes
     names = axes.get_legend_handles_labels()[1]
-    assert names == ["products", "sums", "less than 1% each"]
+    assert names == ["products", "sums", "other (less than 1% each)"]
     columns = zip(*axes.containers, strict=True)
     tops = [max(patch.get_y() + patch.get_height() for patch in column) for column in columns]
     assert tops == pytest.approx([6.001, 9.05])

@@ -365,7 +365,7 @@ def test_layouts_with_replicas_are_checked(world: World, monkeypatch: pytest.Mon
     experts = (*LLAMA, "model.experts.count=4", "layout.expert=2", "batch.global_size=16")
     for more in (("layout.zero=1",), experts if world.size == 4 else ("layout.zero=2",)):
         deck = small_deck(*DILOCO, *keys(local_steps=5), *more)
-        assert "layout checked" in verify_layout(deck, world, make_mesh(deck, world))
+        assert "layout check passed" in verify_layout(deck, world, make_mesh(deck, world))
     monkeypatch.setattr(SyncEveryStep, "before_update", lambda *_: None)
     with pytest.raises(LayoutError, match="gradient of"):
         verify_layout(deck, world, make_mesh(deck, world))

@@ -171,7 +171,7 @@ def test_a_missing_reduction_is_noticed(
 ) -> None:
     deck = small_deck(*layout)
     mesh = make_mesh(deck, world)
-    assert "as on one rank" in verify_layout(deck, world, mesh)
+    assert "agree with one rank" in verify_layout(deck, world, mesh)
     with skipped(monkeypatch, operation, axes), pytest.raises(LayoutError) as caught:
         verify_layout(deck, world, mesh)
     assert "differs from the one-rank run" in str(caught.value)
@@ -294,7 +294,7 @@ def test_deep_pipelines_are_no_rounding_errors(world: World) -> None:
                 "layout.pipeline=2", "layout.schedule=interleaved", "layout.chunks=4", "model.layers=8", more,
                 "model.heads=4", f"run.seed={seed}",
             )  # fmt: skip
-            assert "as on one rank" in verify_layout(deck, world, make_mesh(deck, world))
+            assert "agree with one rank" in verify_layout(deck, world, make_mesh(deck, world))
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -305,7 +305,7 @@ def test_frozen_parameters_are_those_of_the_deck(world: World, frozen: str) -> N
     deck = small_deck("model.layers=4", "layout.tensor=2", f"model.frozen={frozen}")
     small = miniature(deck)
     assert small.model.frozen and small.model.layers == 2
-    assert "as on one rank" in verify_layout(deck, world, make_mesh(deck, world))
+    assert "agree with one rank" in verify_layout(deck, world, make_mesh(deck, world))
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

@@ -55,7 +55,7 @@ def test_expert_gradients_of_another_size(
     world: World, monkeypatch: pytest.MonkeyPatch, factor: float, told: str, zero: int
 ) -> None:
     layout = ("layout.expert=2", f"layout.zero={zero}")
-    assert "as on one rank" in verified(world, *layout)
+    assert "agree with one rank" in verified(world, *layout)
     add = experts.add_grouped_gradient
 
     def scaled(output_gradient: Tensor, inputs: Tensor, weight: Parameter, *more: Any) -> None:
@@ -71,7 +71,7 @@ def test_a_balance_loss_multiplied_by_the_tensor_size(
     world: World, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     layout = ("layout.tensor=2", "layout.expert=2", f"layout.sequence_parallel={form}")
-    assert "as on one rank" in verified(world, *layout)
+    assert "agree with one rank" in verified(world, *layout)
     with_terms = Router.with_terms
 
     def multiplied(router: Router, *arguments: Any) -> Tensor:
@@ -94,7 +94,7 @@ def test_a_gradient_norm_that_leaves_experts_out(
     world: World, monkeypatch: pytest.MonkeyPatch, zero: int
 ) -> None:
     layout = ("layout.expert=2", f"layout.zero={zero}")
-    assert "as on one rank" in verified(world, *layout)
+    assert "agree with one rank" in verified(world, *layout)
 
     def dense_alone(buckets: Sequence[Bucket]) -> Iterator[Tensor]:
         for bucket in buckets:
@@ -115,7 +115,7 @@ def test_a_router_gradient_lost_under_accumulation(
     world: World, monkeypatch: pytest.MonkeyPatch, layout: tuple[str, ...]
 ) -> None:
     """Every micro-batch begins from zero: the last one's alone is left."""
-    assert "as on one rank" in verified(world, *layout)
+    assert "agree with one rank" in verified(world, *layout)
     backward = router_module._Logits.backward
 
     def overwriting(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
@@ -130,7 +130,7 @@ def test_a_router_gradient_lost_under_accumulation(
 def test_a_router_gradient_lost_under_recompute(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed again adds nothing to it."""
     layout = ("layout.tensor=2", "layout.expert=2", "memory.recompute=full")
-    assert "as on one rank" in verified(world, *layout)
+    assert "agree with one rank" in verified(world, *layout)
     backward = router_module._Logits.backward
 
     def losing(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
@@ -154,7 +154,7 @@ def test_experts_summed_over_the_ranks_of_dense_parameters(
     """
     layouts = ("layout.tensor=2",), ("layout.expert=2",)
     for layout in layouts:
-        assert "as on one rank" in verified(world, *layout)
+        assert "agree with one rank" in verified(world, *layout)
 
     def as_dense(self: Replications) -> Replication:
         everyone, alone = self._mesh.group("data", "context"), self._mesh.new_subgroup("data", 1)
@@ -172,7 +172,7 @@ def test_experts_summed_over_the_ranks_of_dense_parameters(
 
 
 def test_routers_need_the_sum_over_the_tensor_axis(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "as on one rank" in verified(world, "layout.tensor=2", "layout.expert=2")
+    assert "agree with one rank" in verified(world, "layout.tensor=2", "layout.expert=2")
     monkeypatch.setattr("hpctrain.sharding.synchronize._partial_runs", lambda *_: [])
     told = r"router\.weight differs.*a sum over the tensor axis \(2 ranks\) is likely missing"
     with pytest.raises(LayoutError, match=told):

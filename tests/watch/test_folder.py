@@ -115,7 +115,9 @@ def test_a_folder_that_is_no_runs_is_left_as_it_is(tmp_path: Path) -> None:
     """The user's own deck, and other files: nothing goes, and nothing is written over."""
     make(tmp_path, ("deck.toml", "thesis.tex"), marked=False)
     for fresh, again in ((True, False), (False, True), (False, False)):
-        with pytest.raises(HpctrainError, match=r"holds no run|holds deck.toml, which the run would write"):
+        with pytest.raises(
+            HpctrainError, match=r"holds no run|contains deck.toml, which the run would write"
+        ):
             clear_folder(deck_of(tmp_path), fresh, again)
         assert files(tmp_path) == {"deck.toml", "thesis.tex"}
     clear_folder(deck_of(tmp_path / "absent"), fresh=True, again=False)
@@ -255,7 +257,7 @@ main()
 def test_going_on_writes_over_nothing_of_others(tmp_path: Path) -> None:
     """A checkpoint that lies by itself leads to a folder two above it, which may be anything."""
     make(tmp_path, ("deck.toml", "backup/step-00000010.h5"), marked=False)
-    with pytest.raises(HpctrainError, match=r"holds deck.toml, which the run would write over"):
+    with pytest.raises(HpctrainError, match=r"contains deck.toml, which the run would write over"):
         refuse_other_folder(deck_of(tmp_path), tmp_path / "backup/step-00000010.h5")
     make(tmp_path / "run", ("deck.toml", "checkpoints/step-00000010.h5"))
     refuse_other_folder(deck_of(tmp_path / "run"), tmp_path / "run/checkpoints/step-00000010.h5")

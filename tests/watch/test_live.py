@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
     run(tmp_path / "busy")
     watched = WatchedRuns((), tmp_path)
     texts = [line.plain for line in watched.lines(120, 8)]
-    assert texts[0].startswith("10 runs, 1 at work")
+    assert texts[0].startswith("10 runs, 1 running")
     assert "busy" in texts[2]  # what has a job stands first
     assert "7 more do not fit into the window" in texts
     assert len(texts) <= 8

@@ -208,9 +208,9 @@ def test_the_table(tmp_path: Path) -> None:
     assert text[5:] == [
         "first: rank 3 on n2 computes for 2 s a step",
         "second: SIGUSR2 was received by rank 1",
-        "second: go on by `hpctrain resume second`",
+        "second: resume with `hpctrain resume second`",
         "third run: its job ended without writing its state",
-        "third run: go on by `hpctrain resume 'third run'`",
+        "third run: resume with `hpctrain resume 'third run'`",
     ]
 
 
@@ -298,9 +298,10 @@ def test_in_few_columns_it_is_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyP
     lines = statuses_text([read_status(folder.relative_to(tmp_path))]).splitlines()
     assert max(len(line) for line in lines if "`" not in line) <= 60
     assert lines[:3] == ["a run of quite some length", "  state       lost", "  step        30/100"]
-    assert lines[-3:] == [  # a command stays whole, to be copied
-        "a run of quite some length: its job ended without writing its state",
-        "a run of quite some length: go on by",
+    assert lines[-4:] == [  # a command stays whole, to be copied
+        "a run of quite some length: its job ended without writing",
+        "  its state",
+        "a run of quite some length: resume with",
         "  `hpctrain run 'a run of quite some length/deck.toml'`",
     ]
 
@@ -313,7 +314,7 @@ def test_the_verb_shows_all_it_can_read(tmp_path: Path) -> None:
     done = CliRunner().invoke(command, [*folders, "--json"], standalone_mode=False)
     assert isinstance(done.exception, InputOutputError)
     assert [problem.split(": ")[1][:22] for problem in done.exception.problems] == [
-        "is not the status of a run ",
+        "is not the status of a",
         "no such run folder",
     ]
     (row,) = json.loads(done.output)

@@ -202,7 +202,7 @@ def test_tables_tell_what_the_runs_hold() -> None:
         r"<tr><th class=\"text\">([^<]*)</th><td[^>]*>([^<]*)</td><td[^>]*>([^<]*)</td></tr>", parts["decks"]
     )
     assert keys == [("c.d", "2", "3"), ("e.f", "-", "4")]
-    assert "Nothing but steps" in parts["events"]
+    assert "No events: no stop" in parts["events"]
     top = sections.overview([one, other])
     assert "<td>2.2</td>" in top  # the last loss of five steps
     assert "<td>2.11111</td>" in top

@@ -120,7 +120,7 @@ def test_all_that_is_wrong_is_told_before_any_run(deck: Path) -> None:
     values = ",".join(map(str, range(4000)))
     with pytest.raises(HpctrainError, match="the sweep would have 4000 runs, more than 1000"):
         make_sweep(deck, [f"run.seed={values}"], 1, None)
-    with pytest.raises(HpctrainError, match=r"run\.seed is given before"):
+    with pytest.raises(HpctrainError, match=r"run\.seed is given twice"):
         make_sweep(deck, ["run.seed=1,2", "run.seed=3"], 1, None)
     for name in ("a/b", "..", "", "x" * 100):
         with pytest.raises(HpctrainError, match=r"--name .*: must be a folder name"):
@@ -223,7 +223,7 @@ def test_runs_that_a_killed_sweep_left_running_are_told(deck: Path) -> None:
     said: list[str] = []
     with take_folder(first.folder):
         assert without_running([first, *others], said.append) == others
-    assert [line.partition(" (")[0] for line in said] == [f"{first.name}: still runs"]
+    assert [line.partition(" (")[0] for line in said] == [f"{first.name}: is still running"]
     assert f"process {os.getpid()} on " in said[0]
     assert without_running([first, *others], pytest.fail) == [first, *others]
 
