@@ -92,7 +92,7 @@ def difference_of(
             continue
         over = f"the {group.name} axis ({group.size} ranks)"
         if worst(group.all_reduce(mine.clone())) <= explained:
-            told = f"the sum over {over} is the expected value: a reduction is likely missing"
+            told = f"a sum over {over} is likely missing, since it gives the expected value"
             return LayoutDifference(name, error, f"{what}{told}")
         if worst(mine / group.size) <= explained:
             told = (

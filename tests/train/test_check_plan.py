@@ -108,7 +108,7 @@ def test_right_plans_raise_no_alarm(world: World, mpi_tmp_path: Path, kind: str,
     assert code == 0, text
 
 
-MISSING = "the sum over the tensor axis (2 ranks) is the expected value: a reduction is likely missing"
+MISSING = "a sum over the tensor axis (2 ranks) is likely missing"
 DOUBLED = "it is 2 times the expected value"
 WRONG: dict[str, tuple[str, dict[str, Any], bool, dict[str, Any], tuple[str, ...]]] = {
     "norm summed without pieces": (
