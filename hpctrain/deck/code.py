@@ -52,7 +52,7 @@ class CodeEntry:
 
 @dataclass(frozen=True)
 class NamedCode:
-    """A function or class that a deck names.
+    """Function or class that a deck names, and the error message if it may not be called.
 
     Attributes:
         target: Its name, such as "train.py:build" or "package.module:Class".

@@ -1,4 +1,4 @@
-"""Number of replicas of a run that continues on another number of ranks."""
+"""Number of replicas, groups of data ranks with local steps, of a run on another number of ranks."""
 
 from __future__ import annotations
 

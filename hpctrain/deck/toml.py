@@ -67,7 +67,7 @@ _INTEGER = re.compile(r"[+-]?(?:0x[0-9a-f]+|0o[0-7]+|0b[01]+|[0-9]+)")
 
 
 class TomlError(Exception):
-    """Error in the text of a deck.
+    """Error in the text of a deck, with its line. It is no HpctrainError and no ValueError.
 
     Attributes:
         line: Its line number, counted from 1; None if it is not known.
@@ -80,7 +80,7 @@ class TomlError(Exception):
 
 
 class BoundError(ValueError):
-    """Error of a text that exceeds a bound.
+    """Error (a ValueError, no TomlError) of a text that exceeds a bound.
 
     Attributes:
         path: Path of the key where it does.

@@ -90,7 +90,7 @@ def _holds(row: Mapping[str, Any], options: SourceOptions) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """Conversion of one option.
+    """Conversion of one option to deck keys, by a row of a table of rules.
 
     Attributes:
         row: Row of the table, whose entries README.md explains.
