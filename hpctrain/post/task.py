@@ -59,7 +59,7 @@ class ChoiceRows(SequenceSource):
                     whole = tokenizer.encode(row.prompt + choice)
                 asked = len(whole) - min(len(before), len(whole) - 1)
                 if asked > length:
-                    seen = f"a choice has {asked} tokens, and the model sees {length}"
+                    seen = f"a choice has {asked} tokens, but the model supports at most {length}"
                     raise HpctrainError(f"{where}, row {number}: {seen}")
                 self.cut += len(whole) - 1 > length
                 self._rows.append((whole[-(length + 1) :], asked))

@@ -73,12 +73,14 @@ def evaluate(
         deck = evaluated_deck(state, path, overrides, world.size, pairs=bool(pairs))
         if deck.objective.kind in REFERENCE_KINDS and len(pairs) < len(opened):
             raise HpctrainError(
-                f"{pairs[0].where}: holds preferences, whose loss is another than that of the other files "
-                "(evaluate them in a call of their own)"
+                f"{pairs[0].where}: holds preferences, whose loss cannot be compared with that of other "
+                "files (evaluate them separately)"
             )
         tokenizer = known_tokenizer(state, path)
         if deck.objective.kind in PREFERENCE_KINDS and sequences is not None and sequences % 2:
-            raise HpctrainError(f"--sequences {sequences}: must be even, as a pair of answers is two of them")
+            raise HpctrainError(
+                f"--sequences {sequences}: must be even, as a pair of answers is two sequences"
+            )
         sets = _sets(deck, opened, sequences, tokenizer.text)
     require_alike(world, opened)
     torch.set_num_threads(deck.run.threads)
@@ -160,8 +162,8 @@ def known_tokenizer(state: Mapping[str, Any], path: Path) -> Tokenizer:
     """The tokenizer in a checkpoint's state; HpctrainError where it has none."""
     tokenizer = tokenizer_of_state(state, path)
     if tokenizer is None:
-        sentence = "holds no tokenizer, so that nobody knows which tokens it was trained on"
-        raise HpctrainError(f"{path}: {sentence} (`hpctrain export` and `import` keep one)")
+        sentence = "holds no tokenizer, so it is not known on which tokens it was trained"
+        raise HpctrainError(f"{path}: {sentence} (`hpctrain export` and `import` keep it)")
     return tokenizer
 
 

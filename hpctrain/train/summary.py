@@ -107,7 +107,7 @@ def _material(corpus: Corpus, deck: Deck) -> str:
     assert corpus.dataset is not None
     held_out = corpus.validation.source.count if corpus.validation is not None else 0
     apart = f", {format_count(held_out)} of them held out" if held_out else ""
-    by = f", loaded by {counted(deck.data.workers, 'process')} a rank" if deck.data.workers else ""
+    by = f", loaded by {counted(deck.data.workers, 'process')} per rank" if deck.data.workers else ""
     return f"{corpus.dataset.title}: {counted(corpus.dataset.count, 'sample')}{apart}{by}"
 
 

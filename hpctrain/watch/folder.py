@@ -153,10 +153,10 @@ def no_way_on(folder: Path) -> str:
         )
     kind = kind_of_folder(folder)
     if again and kind and read_token(folder) is None:
-        begin = f"begin in another by `{again} --set run.dir=FOLDER`"
+        begin = f"start in another one with `{again} --set run.dir=FOLDER`"
         return f"{reason}; {folder} is {kind}, where no run is deleted: {begin}"
-    does = "go on" if read_token(folder) is not None else "begin again"
-    return f"{reason}; {does} by `{again}`" if again else reason
+    does = "resume" if read_token(folder) is not None else "start again"
+    return f"{reason}; {does} with `{again}`" if again else reason
 
 
 def refuse_other_folder(deck: Deck, checkpoint: Path) -> None:
@@ -216,7 +216,7 @@ def _remove(folder: Path, needed: Sequence[str], warns: bool) -> str:
     if warns:
         sentence = "%s: replaces a run that ended before its first checkpoint"
         logging.getLogger("hpctrain").warning(sentence, folder)
-    return f"{folder}: no run wrote {listed(stays)}, so that stays" if stays else ""
+    return f"{folder}: kept {listed(stays)}, which no run wrote" if stays else ""
 
 
 def take_folder(folder: Path) -> TextIO:

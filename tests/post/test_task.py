@@ -183,7 +183,9 @@ def test_what_a_task_cannot_be_tried_on(world: World, tmp_path: Path) -> None:
     with pytest.raises(InputOutputError, match="cannot be read"):
         read_rows(tmp_path / "none.jsonl")
     long = write(tmp_path / "long.jsonl", [{"prompt": "a", "choices": ["b" * 33, "c"], "answer": 0}])
-    with pytest.raises(HpctrainError, match="row 1: a choice has 33 tokens, and the model sees 32"):
+    with pytest.raises(
+        HpctrainError, match="row 1: a choice has 33 tokens, but the model supports at most 32"
+    ):
         tried(world, path, long)
     with pytest.raises(HpctrainError, match="is named twice"):
         tried(world, path, long, long)

@@ -142,7 +142,7 @@ def test_killed_first_start_can_be_repeated(kind: str, world: World, tokens: Pat
         restore(state)
         with pytest.raises(InputOutputError, match="no valid checkpoint") as caught:
             resume(single, folder, [])
-        begins = f"begin again by `hpctrain run {folder}/deck.toml`"
+        begins = f"start again with `hpctrain run {folder}/deck.toml`"
         assert begins in str(caught.value) or not (folder / "deck.toml").exists()
     with_reference = [state for state in first if list(state.glob("*reference*"))]
     assert bool(with_reference) == (kind in TOKENS)
@@ -190,7 +190,7 @@ def test_mirrored_run_without_a_checkpoint_keeps_its_mirror(tokens: Path, tmp_pa
     assert way_on(folder, None) == f"hpctrain run {folder}/deck.toml"
     write_token(folder, new_token())
     assert way_on(folder, None) == f"hpctrain resume {folder}"
-    assert f"; go on by `hpctrain resume {folder}`" in no_way_on(folder)
+    assert f"; resume with `hpctrain resume {folder}`" in no_way_on(folder)
     with pytest.raises(HpctrainError) as caught:
         clear_folder(deck, fresh=False, again=False)
     (problem,) = caught.value.problems

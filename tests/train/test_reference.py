@@ -224,7 +224,7 @@ def test_evaluate_finds_what_the_run_found(
     text = mpi_tmp_path / "text.h5"
     prepare(world, text, [str(mpi_tmp_path / "text.txt")])
     assert told(world, folders[0], [text])["evaluations"][0]["predicted"] > 0
-    with pytest.raises(HpctrainError, match=r"pairs.h5: holds preferences, whose loss is another than that"):
+    with pytest.raises(HpctrainError, match=r"pairs.h5: holds preferences, whose loss cannot be compared"):
         told(world, folders[0], [text, pairs])
     changed = (
         f'model.from = "{origin}", whose weights have changed since then .fingerprint .* '

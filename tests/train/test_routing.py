@@ -172,7 +172,7 @@ def test_a_resumed_run_follows_a_file(world: World, train: Train, mpi_tmp_path: 
 def test_a_file_that_does_not_fit_is_refused(world: World, train: Train, mpi_tmp_path: Path) -> None:
     given = train("good", "run.steps=1") / ROUTING_FILE
     for key, sentence in {
-        "model.experts.count=8": "model.experts.count = 4 there, 8 in this run",
+        "model.experts.count=8": "model.experts.count = 4, but 8 in this run",
         "model.experts.per_token=3": "model.experts.per_token = 2, but 3 in this run",
         "model.experts.every=2": r"choices of the blocks = \[0, 1\], but \[1\] in this run",
         "batch.sequence=16": "batch.sequence = 32, but 16 in this run",

@@ -108,7 +108,7 @@ def test_what_a_run_wrote_goes_and_all_else_stays_and_is_said(
     told = clear_folder(deck_of(folder), fresh, again)
     assert files(folder) == {*FOREIGN, "link", "checkpoint", "offload/.hpctrain-offload", LOCK, MARKER}
     first = "checkpoint, checkpoints/best.h5, checkpoints/step-1.h5, link, log.txt.gz"
-    assert told == f"{folder}: no run wrote {first} and 4 more, so that stays"
+    assert told == f"{folder}: kept {first} and 4 more, which no run wrote"
 
 
 def test_a_folder_that_is_no_runs_is_left_as_it_is(tmp_path: Path) -> None:
@@ -323,10 +323,10 @@ def test_a_hugging_face_folder_is_no_run(tmp_path: Path) -> None:
 
 def test_a_run_that_is_alive_is_not_begun_again(tmp_path: Path) -> None:
     make(tmp_path, ("deck.toml",))
-    assert "begin again by `hpctrain run " in no_way_on(tmp_path)
+    assert "start again with `hpctrain run " in no_way_on(tmp_path)
     with lock_folder(tmp_path):
         assert f"its job is still running (process {os.getpid()} on " in no_way_on(tmp_path)
-    assert "begin again by `hpctrain run " in no_way_on(tmp_path)
+    assert "start again with `hpctrain run " in no_way_on(tmp_path)
 
 
 def test_a_run_begins_again_where_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,8 +392,8 @@ def test_all_that_a_run_leaves_is_known_by_name(tmp_path: Path, launch: Launch) 
     (tmp_path / "run/thesis.tex").write_text("years of work")
     done = launch(2, *command, "--fresh")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("run: no run wrote thesis.tex, so that stays") == 1
-    assert "no run wrote thesis.tex" in (tmp_path / "run/log.txt").read_text()
+    assert done.stdout.count("run: kept thesis.tex, which no run wrote") == 1
+    assert "kept thesis.tex, which no run wrote" in (tmp_path / "run/log.txt").read_text()
     assert (tmp_path / "run/thesis.tex").read_text() == "years of work"
 
 
@@ -464,7 +464,7 @@ def test_no_command_is_named_that_is_refused(tmp_path: Path) -> None:
             clear_folder(deck_of(folder), fresh, again=False)
         there = f"{folder} is a folder whose checkpoints is a symbolic link, where no run is deleted"
         line = f"hpctrain run {folder}/deck.toml{' --fresh' * fresh} --set run.dir=FOLDER"
-        assert f"{there}: begin in another by `{line}`" in no_way_on(folder)
+        assert f"{there}: start in another one with `{line}`" in no_way_on(folder)
         assert clear_folder(deck_of(tmp_path / "another"), fresh, again=False) == ""
 
 
