@@ -304,7 +304,7 @@ def test_gpus_and_other_decks_are_refused(world: World) -> None:
             small_deck(COMPILE, *keys)
     deck, one = small_deck(COMPILE), world.single_rank_world()
     one.device = torch.device("cuda")
-    with pytest.raises(HpctrainError, match=r"machine\.compile=true: is for runs on CPUs"):
+    with pytest.raises(HpctrainError, match=r"machine\.compile=true: is supported on CPUs only"):
         with_functions(deck, one)
 
 

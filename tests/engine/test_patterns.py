@@ -103,8 +103,8 @@ def test_biases_are_frozen_without_their_weights_but_not_without_each_other() ->
     assert not list(named_problems(small_deck('model.frozen=["*.attention.*.bias"]')))
     torn = named_problems(small_deck('model.frozen=["blocks.0.*.value.bias"]'))
     assert [each.sentence for each in torn] == [
-        "freezes blocks.0.attention.value.bias, but not blocks.0.attention.query.bias, with which it is one "
-        "(name both or neither)"
+        "freezes blocks.0.attention.value.bias, but not blocks.0.attention.query.bias, which is fused with "
+        "it (name both or neither)"
     ]
 
 

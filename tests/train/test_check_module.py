@@ -108,7 +108,10 @@ def test_faults_are_told(world: World, mpi_tmp_path: Path, kind: str) -> None:
 def test_a_run_that_verifies_its_layout_is_told_too(world: World, mpi_tmp_path: Path) -> None:
     told(world, mpi_tmp_path, "Counter")
     deck = read_deck(mpi_tmp_path / "deck.toml")
-    with pytest.raises(HpctrainError, match=r"layout check: two forward passes .* no checkpoint: passes"):
+    with pytest.raises(
+        HpctrainError,
+        match=r"layout check: two forward passes .* checkpoints do not store: passes",
+    ):
         verify_layout(deck, world, make_mesh(deck, world))
 
 

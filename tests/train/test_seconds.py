@@ -144,7 +144,7 @@ def test_a_run_goes_on_without_its_file(world: World, deck_file: Path, mpi_tmp_p
         assert "time" not in json.loads((folder / "plan.json").read_text())
         log = (folder / "log.txt").read_text()
         assert "the step time is not predicted:" in log
-        assert "ours.toml" in log.split("are not planned:")[1]
+        assert "ours.toml" in log.split("the step time is not predicted:")[1]
     with pytest.raises(HpctrainError, match=r"machine\.rates=nowhere\.toml: cannot be read"):
         resume(world, folder, ["run.steps=10", "machine.rates=nowhere.toml"])
 
