@@ -127,7 +127,7 @@ def _examine(path: Path) -> CheckpointIndex:
     except OSError as error:
         raise InputOutputError(f"{path}: cannot be read: {error.strerror or error}") from None
     if size < len(SIGNATURE):
-        raise InputOutputError(f"{path}: truncated, it has only {size} bytes")
+        raise InputOutputError(f"{path}: truncated: it has only {size} bytes")
     if signature != SIGNATURE:
         raise HpctrainError(f"{path}: not an HDF5 file, so not a checkpoint of hpctrain")
     try:
@@ -152,12 +152,12 @@ def _check_kind(path: Path, file: CheckedFile) -> None:
     version = file.integer("version")
     if version > VERSION:
         raise HpctrainError(
-            f"{path}: checkpoint format {version}, newer than the newest this hpctrain reads, {VERSION}"
+            f"{path}: checkpoint format {version} is unsupported; this hpctrain reads formats up to {VERSION}"
         )
     _require(version == VERSION, f"its format is {version}")
-    _require(file.integer("piece") == PIECE, "its checksums are of pieces of another size")
+    _require(file.integer("piece") == PIECE, "its checksums are for pieces of another size")
     if file.integer("complete") != 1:
-        raise InputOutputError(f"{path}: its writing was never completed")
+        raise InputOutputError(f"{path}: is incomplete, since writing it did not finish")
 
 
 def _datasets(file: CheckedFile) -> dict[str, StoredTensor]:
@@ -176,13 +176,13 @@ def _kind(file: CheckedFile, dataset: LocalDataset) -> str:
     """Return the element type: HDF5's own tells it, or the attribute of those it has no type for."""
     kind = file.text(DTYPE, dataset) if file.has_attribute(DTYPE, dataset) else NAMED.get(dataset.dtype)
     if kind is None or STORED_AS.get(kind) != dataset.dtype:
-        raise ValueError(f"{dataset.name} has type {dataset.dtype}, marked {kind}")
+        raise ValueError(f"{dataset.name} has type {dataset.dtype}, but is marked as {kind}")
     return kind
 
 
 def _text(file: CheckedFile, name: str) -> str:
     dataset = file.dataset(name)
-    _require(dataset.shape == () and dataset.dtype.kind == "S", f"{name} is not a text")
+    _require(dataset.shape == () and dataset.dtype.kind == "S", f"{name} is not a string")
     text = bytes(dataset.read(_TEXT_LIMIT)[()])
     _require(crc32(text) == file.integer("crc32", dataset), f"{name} differs from its checksum")
     return text.decode()
@@ -191,7 +191,7 @@ def _text(file: CheckedFile, name: str) -> str:
 def _sums(file: CheckedFile, count: int) -> Sums:
     dataset = file.dataset(CHECKSUMS)
     right = dataset.shape == (count,) and dataset.dtype == np.dtype("<u8")
-    _require(right, f"{CHECKSUMS} is of wrong size or type")
+    _require(right, f"{CHECKSUMS} has a wrong size or type")
     sums: Sums = dataset.read(8 * count)
     _require(
         crc32(sums.tobytes()) == file.integer("crc32", dataset), f"{CHECKSUMS} differs from its checksum"

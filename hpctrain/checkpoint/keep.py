@@ -39,7 +39,7 @@ def newest_good(folder: str | Path, group: Group, strict: bool = False) -> tuple
         except HpctrainError as error:
             if strict:
                 raise
-            warnings += [f"{problem}; passed over" for problem in error.problems]
+            warnings += [f"{problem}; skipped" for problem in error.problems]
         else:
             return path, warnings
     return None, warnings
@@ -113,7 +113,7 @@ def log_io_errors() -> Iterator[None]:
         yield
     except InputOutputError as error:
         for problem in error.problems:
-            logging.getLogger("hpctrain").warning("%s; the run goes on", problem)
+            logging.getLogger("hpctrain").warning("%s; the run continues", problem)
 
 
 def try_point_to(path: Path, group: Group, name: str = LATEST) -> None:

@@ -72,7 +72,7 @@ def newest_complete(run: Path) -> Path:
     for path in checkpoints(run / "checkpoints"):
         if is_complete(path):
             return path
-    raise InputOutputError(f"{run}: holds no complete checkpoint (they would be in {run / 'checkpoints'})")
+    raise InputOutputError(f"{run}: contains no complete checkpoint (expected in {run / 'checkpoints'})")
 
 
 class Checkpoint(Mapping[str, "LazyTensor"]):
@@ -144,7 +144,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         """A tensor; a NoSuchNameError, which is an HpctrainError, tells near names."""
         tensor = self._tensors.get(name)
         if tensor is None:
-            raise NoSuchNameError(f"{self.path}: has no {name!r}{_meant(name, self._tensors)}")
+            raise NoSuchNameError(f"{self.path}: has no tensor {name!r}{_meant(name, self._tensors)}")
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -277,7 +277,9 @@ class LazyTensor:
             filling = (slice(None),) * (len(self.shape) - len(places) + 1)
             places = (*places[:at], *filling, *places[at + 1 :])
         if len(places) > len(self.shape):
-            raise NoSuchElementError(f"{self.name}: has {counted(len(self.shape), 'dim')}, not {len(places)}")
+            raise NoSuchElementError(
+                f"{self.name}: has {counted(len(self.shape), 'dim')}, but got an index of {len(places)}"
+            )
         places += (slice(None),) * (len(self.shape) - len(places))
         found = []
         for dim, (place, size) in enumerate(zip(places, self.shape, strict=True)):
@@ -285,31 +287,33 @@ class LazyTensor:
                 each = range(size)[place]
                 if each.step < 1:
                     raise HpctrainError(
-                        f"{self.name}: a step of {each.step} is not read; steps from 1 up are"
+                        f"{self.name}: a slice with step {each.step} is unsupported; use a step of at least 1"
                     )
                 found.append((each, True))
                 continue
             if isinstance(place, bool) or not hasattr(place, "__index__"):
                 raise HpctrainError(
-                    f"{self.name}: is read by whole numbers, slices and `...`, not by {kind_of(place)}; read "
-                    "a slice and take of that what is wanted"
+                    f"{self.name}: expected whole numbers, slices or `...` as index, but got "
+                    f"{kind_of(place)}; read a slice and index the result"
                 )
             number = operator.index(place)  # type: ignore[arg-type]
             if not -size <= number < size:
-                raise NoSuchElementError(f"{self.name}: has no element {number} of {size} along dim {dim}")
+                raise NoSuchElementError(
+                    f"{self.name}: index {number} is out of range [-{size}, {size}) along dim {dim}"
+                )
             found.append((range(number % size, number % size + 1), False))
         return found
 
     def _room(self, shape: Index) -> tuple[Tensor, NDArray[np.unsignedinteger]]:
         """An empty tensor, and its bits, flat."""
         if self._checkpoint.closed:
-            raise HpctrainError(f"{self._source.path}: is closed, so that {self.name} cannot be read")
+            raise HpctrainError(f"{self._source.path}: is closed, so {self.name} cannot be read")
         size = prod(shape) * self._stored.item_bytes
         free = obtainable_bytes(os.environ) if size > _SMALL_BYTES else None
         if free is not None and size > free:
             raise HpctrainError(
-                f"{self.name}: {format_bytes(size)} do not fit into the {format_bytes(free)} of memory that "
-                "are free; read a slice of it"
+                f"{self.name}: requires {format_bytes(size)}, but {format_bytes(free)} of memory are free; "
+                "read a slice of it"
             )
         tensor = torch.empty(shape, dtype=self.dtype)
         if not size:
@@ -323,9 +327,9 @@ class LazyTensor:
 def _meant(name: object, names: Mapping[str, LazyTensor]) -> str:
     """Return a sentence with the names that the user may have meant."""
     if not isinstance(name, str):
-        return " (names are texts)"
+        return " (names must be strings)"
     same = [each for each in names if each.endswith(f"/{name.strip('/')}") or each == name.strip("/")]
     near = same[0] if same else nearest(name, list(names))
     if near is None:
-        return f" (there are {counted(len(names), 'name')}, such as {next(iter(names), 'none')!r})"
+        return f" (it has {counted(len(names), 'tensor')}, such as {next(iter(names), 'none')!r})"
     return f" (did you mean {near!r}?)"

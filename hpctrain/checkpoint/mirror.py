@@ -228,6 +228,6 @@ def _demand_room(world: World, needed: int) -> None:
         if total > free - _FREE * space.f_blocks * space.f_frsize:
             raise HpctrainError(
                 f"checkpoint.mirror = true: needs {format_bytes(total)} of {MEMORY} on {world.hostname}, "
-                f"{COPIES} times what its ranks write into a checkpoint, and {format_bytes(free)} are free; "
-                "give it more (mount -o remount,size=; in containers --shm-size), or start on more nodes"
+                f"{COPIES} times what its ranks write into a checkpoint, but {format_bytes(free)} are free; "
+                "enlarge it (mount -o remount,size=; in containers --shm-size), or use more nodes"
             )

@@ -118,4 +118,4 @@ def _own_share(world: World, token: str) -> tuple[list[MirrorPart], list[str]]:
 def _lacking(copy: _Copy, missing: Sequence[int]) -> str:
     of_all = f"of {counted(copy.ranks, 'rank')}"
     which = f"rank{'s' * (len(missing) > 1)} {ranges(missing, ' to ')} {of_all}"
-    return f"the mirror of step {copy.step} is not whole: what {which} had is on no node that is left"
+    return f"the mirror of step {copy.step} is incomplete: no remaining node has the state of {which}"

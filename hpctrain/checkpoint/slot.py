@@ -134,8 +134,8 @@ class MirrorSlot:
         end = contents.end + len(text)
         if end > len(self.memory):
             raise InputOutputError(
-                f"{self.path}: what a mirror tells of the run takes {end - len(self.memory)} bytes more than "
-                "it has; checkpoint.mirror = false does without"
+                f"{self.path}: the table of the mirror is {end - len(self.memory)} bytes too long for this "
+                "file; set checkpoint.mirror = false"
             )
         self.memory[contents.end : end] = np.frombuffer(text, np.uint8)
         header = _HEADER.pack(_KIND, len(text), contents.end, _digest(text))
@@ -258,7 +258,7 @@ def _mapped(path: Path) -> Memory:
     try:
         with open_regular(path) as stream:
             if os.fstat(stream.fileno()).st_uid != os.getuid():
-                raise PermissionError(f"{path} is another user's")
+                raise PermissionError(f"{path} belongs to another user")
             return np.asarray(np.memmap(stream, np.uint8, "c"))
     except (OSError, ValueError) as error:  # no bytes at all: a ValueError
         raise InputOutputError(f"{path}: cannot be read: {error}") from None

@@ -29,7 +29,7 @@ def stored_deck_text(state: Mapping[str, Any], path: Path) -> str:
     """The text of the deck in a checkpoint's state; HpctrainError where there is none."""
     text = state.get("deck")
     if not isinstance(text, str):
-        raise HpctrainError(f"{path}: holds no deck, so it is no checkpoint of a training run")
+        raise HpctrainError(f"{path}: contains no deck, so it is not a checkpoint of a training run")
     return text
 
 

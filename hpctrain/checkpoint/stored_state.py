@@ -60,7 +60,7 @@ class _Corpus(BaseModel):
     @model_validator(mode="after")
     def _has_a_size(self) -> _Corpus:
         if self.tokens is None and (self.samples is None or self.dataset is None):
-            raise ValueError("needs tokens, or samples and dataset")
+            raise ValueError("requires tokens, or samples and dataset")
         return self
 
 
@@ -91,4 +91,4 @@ def require_state(state: Mapping[str, Any]) -> None:
         _TrainingState.model_validate(dict(state))
     except ValidationError as error:
         place = error.errors(include_url=False, include_context=False, include_input=False)[0]["loc"]
-        raise ValueError(f"its state has a wrong value of {'.'.join(map(str, place))}") from None
+        raise ValueError(f"its state has a wrong value for {'.'.join(map(str, place))}") from None

@@ -61,6 +61,6 @@ def damage(path: Path, stored: StoredTensor, pieces: Sequence[int]) -> str:
     """The sentence about a dataset whose pieces of these numbers differ from their checksums."""
     first = pieces[0] * checksum.PIECE
     last = min(first + checksum.PIECE, stored.elements) - 1
-    more = f" (and {len(pieces) - 1} more such pieces)" if len(pieces) > 1 else ""
+    more = f" (and {len(pieces) - 1} more pieces)" if len(pieces) > 1 else ""
     where = f"elements {first} to {last}{more}"
     return f"{path}: {stored.dataset} is damaged: {where} differ from their checksum"

@@ -97,7 +97,7 @@ def conversation_of(row: Any) -> Conversation:
             asked = len(messages)  # as in TRL, only the completion is learned
         messages += _turn(row, answers[0], ASSISTANT)
     else:
-        raise HpctrainError(f"has no conversation: {_FORMS}{_has(row)}")
+        raise HpctrainError(f"has no conversation: expected {_FORMS}{_has(row)}")
     messages, unlearned = _split_flags(messages)
     if masks_history(row):
         unlearned = tuple(sorted({*unlearned, *_before_last_answer(messages)}))
@@ -155,7 +155,7 @@ def preference_of(row: Any) -> Preference:
                 tuple(number + len(prompt) for number in each) for each in (excluded, excluded_rejected)
             )
     elif isinstance(row["chosen"], str) or isinstance(row["rejected"], str):
-        raise HpctrainError("has no `prompt`, to which `chosen` and `rejected` would be answers")
+        raise HpctrainError("has no `prompt`, which texts in `chosen` and `rejected` require")
     common = 0
     for one, other in zip(chosen[:-1], rejected[:-1], strict=False):
         if one != other:
@@ -172,9 +172,11 @@ def preference_of(row: Any) -> Preference:
     )
     for name, each in zip(("chosen", "rejected"), pair, strict=True):
         if not any(message["role"] == ASSISTANT for message in each.messages[first:]):
-            raise HpctrainError(f"has nothing that an assistant says in what is `{name}`")
+            raise HpctrainError(
+                f"has no assistant message in `{name}` behind the part that both answers share"
+            )
         if not each.learned:
-            raise HpctrainError(f"excludes all that an assistant says in what is `{name}` from training")
+            raise HpctrainError(f"excludes every assistant message in `{name}` from training")
     others = {
         key: value for key, value in row.items() if key not in {"prompt", "chosen", "rejected", "tools"}
     }
@@ -193,7 +195,7 @@ def prompt_of(row: Any) -> PromptRow:
         raise HpctrainError(f"has neither `prompt` nor `messages`{_has(row)}")
     messages = _turn(row, name, "user") if name == "prompt" else _messages(row[name], name)
     if messages[-1]["role"] == ASSISTANT:
-        raise HpctrainError(f"has `{name}` that end with what an assistant says: nothing is to be answered")
+        raise HpctrainError(f"has an assistant message at the end of `{name}`; expected a message to answer")
     messages, _ = _split_flags(messages)
     asked = [*_system(row, messages), *messages]
     used = {name, "tools", *(key for key in _SYSTEM_KEYS if _system_text(row, key))}
@@ -205,7 +207,7 @@ def _object(row: Any, forms: str) -> Mapping[str, Any]:
     if not isinstance(row, Mapping):
         raise HpctrainError(f"is {kind_of(row)}, not an object with {forms}")
     if text_problem(json.dumps(row, ensure_ascii=False, default=str)):
-        raise HpctrainError("has half a pair of UTF-16 in a text, which is no character")
+        raise HpctrainError("has an unpaired UTF-16 surrogate in a text, which is not a character")
     return row
 
 
@@ -235,7 +237,7 @@ def _tools(row: Mapping[str, Any]) -> Any:
     try:
         return parse_json(tools)
     except ValueError:
-        raise HpctrainError("has a text in `tools` that is no JSON") from None
+        raise HpctrainError("has a text in `tools` that is not JSON") from None
 
 
 def _history(row: Mapping[str, Any]) -> list[Message]:
@@ -246,9 +248,7 @@ def _history(row: Mapping[str, Any]) -> list[Message]:
     messages = list[Message]()
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise HpctrainError(
-                "has an entry in `history` that is no pair of texts, a question and its answer"
-            )
+            raise HpctrainError("has an entry in `history` that is not a pair of texts (question, answer)")
         messages += [_said("user", pair[0]), _said(ASSISTANT, pair[1])]
     return messages
 

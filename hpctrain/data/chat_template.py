@@ -81,7 +81,7 @@ class ChatTemplate:
         if argument is None:
             if (own := settings.chat_template) is None:
                 names = either([*BUILT_IN, "a Jinja file"])
-                raise HpctrainError(f"--tokenizer {tokenizer} has no chat template; --template takes {names}")
+                raise HpctrainError(f"--tokenizer {tokenizer}: has no chat template; give --template {names}")
             text, title = own, f"chat_template of {tokenizer}"
         elif argument in BUILT_IN:
             text, title = BUILT_IN[argument], f"--template {argument}"
@@ -129,9 +129,9 @@ def _of_file(path: str) -> tuple[str, str]:
         return read_text(path, TEMPLATE_BYTES), title
     except FileNotFoundError:
         near = nearest(path, BUILT_IN)
-        meant = f"did you mean {near}?" if near else f"it takes {either([*BUILT_IN, 'a Jinja file'])}"
+        meant = f"did you mean {near}?" if near else f"expected {either([*BUILT_IN, 'a Jinja file'])}"
         raise HpctrainError(f"{title}: no such file ({meant})") from None
     except OSError as error:
         raise InputOutputError(f"{title}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise HpctrainError(f"{title}: is not UTF-8, no Jinja template") from None
+        raise HpctrainError(f"{title}: is not UTF-8 text, so it cannot be a Jinja template") from None

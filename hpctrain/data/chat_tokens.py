@@ -261,8 +261,8 @@ class ChatTokenizer:
             if content and inside >= 0 and at >= 0 and text.startswith(tail, at + len(content)):
                 return begin, at + _turn_length(content + tail, content)
         raise HpctrainError(
-            f"{self.template.title}: writes message {number + 1} in another way where others follow it, so "
-            "that nobody knows what is the assistant's ({% generation %} blocks in the template would tell)"
+            f"{self.template.title}: renders message {number + 1} differently if others follow it, so the "
+            "text of the assistant is unknown (mark it by {% generation %} blocks in the template)"
         )
 
     def _marks(self, conversation: Conversation, text: str) -> tuple[str, ...]:
@@ -272,7 +272,9 @@ class ChatTokenizer:
             return ()
         free = [each for each in _NO_CHARACTERS if each not in text and not any(each in s for s in strings)]
         if len(free) < 2:
-            raise HpctrainError("has special tokens beside code points that are no characters")
+            raise HpctrainError(
+                "has names of special tokens together with Unicode noncharacters, which is unsupported"
+            )
         return free[0], free[1]
 
     def _with_spelled(
@@ -289,8 +291,8 @@ class ChatTokenizer:
         inside, (opening, closing) = outcome[0][0], rendered.marks
         if re.sub(f"[{opening}{closing}]", "", inside) != rendered.text:
             return HpctrainError(
-                f"{self.template.title}: looks into what people say where it spells a special token, which "
-                "cannot be told from text there"
+                f"{self.template.title}: depends on message text that contains the name of a special token, "
+                "so the token and the text cannot be distinguished"
             )
         return Rendered(rendered.text, rendered.learned, _between(inside, opening, closing))
 

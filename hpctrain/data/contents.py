@@ -61,10 +61,10 @@ class Contents:
     def require_bounds(self, tokens: int, documents: int) -> None:
         """Raise ValueError where these contents do not go with a file of so many tokens and documents."""
         if self.kind not in KINDS:
-            raise ValueError(f"kind = {self.kind!r} is none of {', '.join(KINDS)}")
+            raise ValueError(f"kind = {self.kind!r}, expected one of {', '.join(KINDS)}")
         rows = documents // 2 if self.kind == PREFERENCES else documents
         if not self.of_text and self.rows != rows:
-            raise ValueError(f"rows = {self.rows}, but {documents} documents are {rows}")
+            raise ValueError(f"rows = {self.rows}, expected {rows} for {documents} documents")
         if not (0 <= self.learned <= tokens and self.others >= 0):
             raise ValueError(f"learned = {self.learned} or others = {self.others} is out of range")
 

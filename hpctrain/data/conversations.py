@@ -95,8 +95,8 @@ class ConversationSource(SequenceSource):
         if packing.cut:
             share = packing.lost / (packing.lost + packing.places.sum())
             line += (
-                f"; {packing.cut} longer than batch.sequence = {length} lose {packing.lost} tokens at their "
-                f"ends ({100 * share:.2g}% of all)"
+                f"; {packing.cut} longer than batch.sequence = {length} truncated by {packing.lost} tokens "
+                f"in total ({100 * share:.2g}% of all)"
             )
         if packing.left_out:
             line += f"; {packing.left_out} left out, whose answers begin beyond batch.sequence = {length}"
@@ -109,9 +109,7 @@ class _Rows(ABC):
     def __init__(self, file: Tokens, kind: str, length: int, fraction: float, split: str) -> None:
         assert split in SPLITS
         if file.kind != kind:
-            raise HpctrainError(
-                f"{file.where}: holds {file.kind}, where {kind} are needed (see `hpctrain prepare`)"
-            )
+            raise HpctrainError(f"{file.where}: holds {file.kind}, expected {kind} (see `hpctrain prepare`)")
         self.file, self.length, self.kind = file, length, kind
         self._ends = file.document_ends()
         self._begins = np.concatenate((np.zeros(1, np.int64), self._ends[:-1]))
@@ -120,9 +118,9 @@ class _Rows(ABC):
         self._rows = np.flatnonzero(fits)
         trained, held_out = split_samples(len(self._rows), fraction)
         if not trained:
-            sentence = f"{file.where}: of its {counted(len(fits), NOUNS[kind])} {len(self._rows)} fit"
+            sentence = f"{file.where}: {len(self._rows)} of its {counted(len(fits), NOUNS[kind])} fit into"
             raise HpctrainError(
-                f"{sentence} {length} tokens, of which data.validation = {fraction:g} holds out {held_out}: "
+                f"{sentence} {length} tokens, and data.validation = {fraction:g} holds out {held_out}, so "
                 "none is left to train on"
             )
         begin = 0 if split == "train" else trained
@@ -147,7 +145,7 @@ class _Rows(ABC):
 
     @property
     def _why_left_out(self) -> str:
-        return f"which have nothing to answer in {self.length} tokens"
+        return f"whose answers begin beyond {self.length} tokens"
 
     @abstractmethod
     def _fit(self) -> Booleans:
@@ -199,10 +197,10 @@ class PreferenceSource(_Rows, SequenceSource):
         for number, margin in zip(self._rows.tolist(), found, strict=True):
             is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
             if margin is not None and not (is_number and abs(margin) <= _LARGEST_MARGIN):
-                told = f"pair {number + 1} has {MARGIN} = {clipped(toml_value(margin))}"
+                pair = f"pair {number + 1} has {MARGIN} = {clipped(toml_value(margin))}"
+                bounds = f"a number from -{_LARGEST_MARGIN:g} to {_LARGEST_MARGIN:g}"
                 raise HpctrainError(
-                    f"{self.file.where}: {told}: must be a number of at most {_LARGEST_MARGIN:g} "
-                    f'(how much more its chosen answer is preferred), for objective.kind = "reward"'
+                    f'{self.file.where}: {pair}: must be {bounds} for objective.kind = "reward"'
                 )
         return torch.tensor([margin or 0.0 for margin in found]) if any(found) else None
 
@@ -267,7 +265,7 @@ class PromptSequences(_Rows, SequenceSource):
 
     @property
     def _why_left_out(self) -> str:
-        return f"which have more than {self.length} tokens"
+        return f"longer than {self.length} tokens"
 
     def _fit(self) -> Booleans:
         lengths: Array = self._ends - self._begins

@@ -75,15 +75,15 @@ class UserDataset:
         with as_before():
             seed_by(name.seed)
             made = call_function(import_function(name.code), arguments, self.title, "data.arguments")
-        for method, what in (("__len__", "length"), ("__getitem__", "items by number")):
+        for method, what in (("__len__", "len()"), ("__getitem__", "indexing")):
             if not hasattr(type(made), method):
                 kind = article(type(made).__name__)
-                raise HpctrainError(f"{self.title} gives {kind}, which has no {what} ({method})")
+                raise HpctrainError(f"{self.title} returns {kind}, which does not support {what} ({method})")
         self._items = made
-        with run_user_code(f"{self.title}: its length fails"):
+        with run_user_code(f"{self.title}: len() fails"):
             self.count = len(made)
         if self.count < 1:
-            raise HpctrainError(f"{self.title} gives a dataset that is empty")
+            raise HpctrainError(f"{self.title} returns an empty dataset")
         self._collate = None
         if name.collate is not None:
             self._collate = import_function(name.collate)

@@ -48,8 +48,8 @@ def require_apart(deck: Deck, tokens: Sequence[Tokens]) -> None:
         for path in map(str, paths_of(each)):
             before = first.setdefault(file_identity(path), entry)
             if before is not entry:
-                both = f"entries {toml_value(before.name)} and {toml_value(entry.name)} both name it"
-                would = "one alone, with the sum of their weights, would do"
+                both = f"entries {toml_value(before.name)} and {toml_value(entry.name)} both contain it"
+                would = "use one entry with the sum of their weights"
                 problems.append(f"data.mixture: {path}: {both} ({would})")
     if problems:
         raise HpctrainError(problems)

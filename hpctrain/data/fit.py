@@ -57,12 +57,12 @@ def unfit_kind(deck: Deck, file: Tokens) -> str:
     if (needed := learned_from.get(kind)) is not None:
         if file.kind == needed:
             return ""
-        learns = f'objective.kind = "{kind}" learns from {needed}'
-        return f"holds {file.kind}, and {learns} (`hpctrain prepare --{needed}` makes such)"
+        requires = f'objective.kind = "{kind}" requires {needed}'
+        return f"holds {file.kind}, but {requires} (create it with `hpctrain prepare --{needed}`)"
     if file.kind in {TEXT_KIND, CHAT}:
         return ""
-    learned = ', or objective.kind = "dpo" or "reward"' * (file.kind == PREFERENCES)
-    return f"holds {file.kind}, in which no next token is to be learned (take text or conversations{learned})"
+    remedy = ' (or set objective.kind = "dpo" or "reward")' * (file.kind == PREFERENCES)
+    return f'holds {file.kind}, but objective.kind = "{kind}" requires text or conversations{remedy}'
 
 
 def sequence_count(file: Tokens, sequence: int, pack: bool) -> int:
@@ -86,20 +86,22 @@ def _key(deck: Deck) -> str:
 def _of_conversations(deck: Deck, file: Tokens, title: str) -> Iterator[DeckProblem]:
     fraction, length = deck.data.validation, deck.batch.sequence
     if deck.model.module is not None:
-        sentence = f"{title} holds conversations, which see each other in a module's own attention"
-        yield DeckProblem(_key(deck), f"{sentence}: they are for our own families yet", ("model.module",))
+        sentence = f"{title} holds conversations, which model.module does not support"
+        yield DeckProblem(
+            _key(deck), f"{sentence}, since its attention does not separate them", ("model.module",)
+        )
         return
     packing = Packing.of(file, length, deck.data.pack)
     if split_samples(packing.rows, fraction)[0]:
         return
     if packing.left_out and not packing.rows:
-        begin = f"in none of the {counted(packing.left_out, 'conversation')} of {title} does an answer begin"
-        sentence = f"{begin} within so many tokens, so that there is nothing to learn (give a higher one)"
+        begin = f"in the {counted(packing.left_out, 'conversation')} of {title}, no answer begins within it"
+        sentence = f"is too short: {begin}, so there is nothing to learn (increase it)"
         yield DeckProblem("batch.sequence", sentence, ("data.tokens",))
         return
     has = f"{title} has {counted(packing.rows, 'sequence')} of conversations"
-    more = ", one of them held out" if packing.rows else ", none with anything to predict"
-    yield DeckProblem(_key(deck), f"{has}{more}, and there must be one to train on", ("data.validation",))
+    more = ", one of them held out" if packing.rows else " with tokens to predict"
+    yield DeckProblem(_key(deck), f"{has}{more}, so none is left to train on", ("data.validation",))
 
 
 def _problems(deck: Deck, file: Tokens, title: str, mask: bool) -> Iterator[DeckProblem]:
@@ -107,7 +109,7 @@ def _problems(deck: Deck, file: Tokens, title: str, mask: bool) -> Iterator[Deck
     if vocabulary is not None and file.vocabulary > vocabulary:
         would = "which adds tokens" if deck.model.source is not None else "or leave the key out"
         smaller = f"is smaller than the vocabulary of {title}, {file.vocabulary}"
-        resumed = "a resumed run keeps its vocabulary, and needs a token file of its tokenizer"
+        resumed = "a resumed run keeps its vocabulary and requires a token file of its tokenizer"
         yield DeckProblem("model.vocabulary", f"{smaller}: give at least that, {would} ({resumed})")
     if unfit := unfit_kind(deck, file):
         yield DeckProblem(_key(deck), f"{title} {unfit}", ("objective.kind",))
@@ -120,11 +122,11 @@ def _problems(deck: Deck, file: Tokens, title: str, mask: bool) -> Iterator[Deck
     if not split_sizes(file.tokens, sequence, fraction)[0]:
         held_out = f" with data.validation = {fraction:g}" if fraction else ""
         longest = (file.tokens - 1) // (2 if fraction else 1)
-        would = f"at most {longest} would do" if longest > 0 else "take a file with more"
-        needed = f"of which it needs {needed_tokens(sequence, fraction)}{held_out}"
-        sentence = f"is too long for the {file.tokens} tokens of {title}, {needed} ({would})"
+        remedy = f"use at most {longest}" if longest > 0 else "use a file with more tokens"
+        needed = f"since it requires {needed_tokens(sequence, fraction)}{held_out}"
+        sentence = f"is too long for the {file.tokens} tokens of {title}, {needed} ({remedy})"
         yield DeckProblem("batch.sequence", sentence, ("data.validation",))
     if mask and int(file.read(file.tokens - 1, 1)[0]) != file.end_of_document:
-        missing = f"and {title} does not end with token {file.end_of_document}, which ends a document"
-        sentence = f"needs documents that end, {missing} (leave it out, or prepare the text again)"
+        missing = f"but {title} does not end with token {file.end_of_document}, which ends a document"
+        sentence = f"requires documents with an end, {missing} (leave it out, or prepare the text again)"
         yield DeckProblem("data.document_mask", sentence, ("data.tokens",))

@@ -40,9 +40,9 @@ def item_tensors(item: Any, where: str) -> Fields:
     """The tensors of an item, which `where` names; UserCodeError where it is no dict of arrays."""
     if not isinstance(item, Mapping):
         kind = article(type(item).__name__)
-        raise UserCodeError(f"{where} is {kind}, not a dict of arrays (data.collate makes a batch of any)")
+        raise UserCodeError(f"{where} is {kind}, not a dict of arrays (data.collate can batch other items)")
     if not item or not all(isinstance(name, str) for name in item):
-        raise UserCodeError(f"{where} has keys that are no names: {list(item)[:5]}")
+        raise UserCodeError(f"{where} has the keys {list(item)[:5]}, expected one or more strings")
     return {name: as_tensor(value, f"{where} has {name}") for name, value in item.items()}
 
 
@@ -62,7 +62,7 @@ def as_tensor(value: Any, where: str) -> Tensor:
         if not array.flags.writeable or not array.dtype.isnative:
             array = array.astype(array.dtype.newbyteorder("="))
         return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
-    raise UserCodeError(f"{where} of type {type(value).__name__}, which is no array of numbers")
+    raise UserCodeError(f"{where} of type {type(value).__name__}, expected an array of numbers")
 
 
 def stack(items: Sequence[Any], indices: Sequence[int], first: Forms, title: str) -> Fields:
@@ -75,14 +75,14 @@ def stack(items: Sequence[Any], indices: Sequence[int], first: Forms, title: str
         row = item_tensors(item, f"{title}: item {index}")
         if row.keys() != first.keys():
             raise UserCodeError(
-                f"{title}: item {index} has the keys {', '.join(sorted(row))}, but item 0 "
+                f"{title}: item {index} has the keys {', '.join(sorted(row))}, but item 0 has "
                 f"{', '.join(sorted(first))}"
             )
         for name, form in first.items():
             if (own := FieldSpec.of(row[name])) != form:
                 raise UserCodeError(
-                    f"{title}: item {index} has {name} of {own}, but item 0 of {form} (data.collate names a "
-                    "function that makes batches of unlike items)"
+                    f"{title}: item {index} has {name} of {own}, expected {form} as in item 0 (set "
+                    "data.collate to a function that batches unequal items)"
                 )
         rows.append(row)
     return {name: torch.stack([row[name] for row in rows]) for name in first}
@@ -90,11 +90,11 @@ def stack(items: Sequence[Any], indices: Sequence[int], first: Forms, title: str
 
 def batch_tensors(batch: Any, rows: int, collate: str) -> Fields:
     """What a user's collate function made of so many items; UserCodeError where it is no batch of these."""
-    fields = item_tensors(batch, f"data.collate: what {collate} gives")
+    fields = item_tensors(batch, f"data.collate: the result of {collate}")
     for name, field in fields.items():
         if field.dim() == 0 or len(field) != rows:
             raise UserCodeError(
-                f"data.collate: {collate} gives {name} of shape {list(field.shape)} for {rows} items, not "
-                "a row for each"
+                f"data.collate: {collate} returns {name} of shape {list(field.shape)} for {rows} items, "
+                "expected one row for each"
             )
     return {name: field.contiguous() for name, field in fields.items()}

@@ -244,7 +244,7 @@ def material_of(trained: SplitDatasets) -> str:
     tokens, entries = trained.tokens, trained.entries
     total = format_count(sum(each.tokens for each in tokens))
     if len(tokens) > 1:
-        return f"a mixture of {len(tokens)}: {total} tokens"
+        return f"a mixture of {len(tokens)} entries: {total} tokens"
     files = len(paths_of(tokens[0]))
     return f"{title_of(entries[0].tokens)}: {total} tokens" + f" in {files} files" * (files > 1)
 
@@ -254,7 +254,7 @@ def mixture_lines(trained: SplitDatasets, samples: int) -> list[str]:
     lines = []
     for entry, tokens, count in zip(trained.entries, trained.tokens, trained.counts, strict=True):
         epochs = trained.epochs(samples)[entry.name]
-        has = f"{counted(count, 'sequence')} of {format_count(tokens.tokens)} tokens"
+        has = f"{counted(count, 'sequence')} ({format_count(tokens.tokens)} tokens)"
         share = f"{float(entry.share):.4g} of all samples"
-        lines.append(f"  {entry.name}: {share}; {has}, taken {epochs:.3g} times")
+        lines.append(f"  {entry.name}: {share}; {has}, {epochs:.3g} epochs")
     return lines

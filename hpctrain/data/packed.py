@@ -103,7 +103,7 @@ def table_texts(path: str, column: str) -> Iterator[str]:
             raise HpctrainError(f"{path}: has no column {column!r} ({has}); see --field")
         kind = table.schema_arrow.field(column).type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise HpctrainError(f"{path}: column {column!r} is of {kind}, not of texts; see --field")
+            raise HpctrainError(f"{path}: column {column!r} has type {kind}, expected text; see --field")
         for batch in table.iter_batches(_ROWS, columns=[column]):
             yield from filter(None, batch.column(0).to_pylist())
 

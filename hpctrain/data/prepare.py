@@ -125,7 +125,7 @@ def prepare(
             for line in left.lines():
                 say(line)
         if not sources:
-            raise HpctrainError(f"{', '.join(paths)}: there is no text in it")
+            raise HpctrainError(f"{', '.join(paths)}: no text found")
     pieces = cut_into_pieces(sources, piece_bytes)
     if train_bpe is None:
         used = _agree_on_tokenizer(world, tokenizer or BYTES, end_of_document, say)
@@ -145,7 +145,8 @@ def prepare(
             done = part.go_on()
         before = sum(world.everyone.all_gather_object(done))
         if before and world.rank == 0:
-            say(f"goes on where it was ended: {before} of {counted(len(pieces), 'piece')} of text are tokens")
+            done_pieces = f"{before} of {counted(len(pieces), 'piece')} of text are tokenized"
+            say(f"continues an interrupted run: {done_pieces}")
         with world.agreement():
             unknown = _tokenize(mine[done:], used, text_key, part, report)
         _tell_unknown(world, unknown, part, used, say)
@@ -160,7 +161,7 @@ def prepare(
     if train_bpe is not None:
         _write_tokenizer(world, out.parent / TOKENIZER_FILE, used)
     if len(headers) > MOST_FILES and world.rank == 0:
-        say(f"a run reads {MOST_FILES} files at most, and these are {len(headers)}: larger ones are fewer")
+        say(f"{len(headers)} token files exceed the {MOST_FILES} that a run can read; increase --shard-bytes")
     return Prepared(
         path=out if shards is None else shards.pattern,
         files=len(sources),
@@ -229,10 +230,10 @@ def _key_of(
 
 def examine(world: World, pieces: Sequence[TextPiece], report: Report) -> dict[str, int]:
     """Which files are no text, by path, and why; every rank looks at its share. Collective."""
-    world.ledger.activity = "looking at the text files"
+    world.ledger.activity = "examining the text files"
     mine: dict[str, int] = {}
     with world.agreement(), collecting() as complain:
-        for piece in in_progress(share_of(pieces, world.rank, world.size), "look at", report):
+        for piece in in_progress(share_of(pieces, world.rank, world.size), "examine", report):
             fault = examine_piece(piece, complain)
             if fault is not None:
                 mine[piece.source.path] = min(fault, mine.get(piece.source.path, fault))
@@ -250,7 +251,7 @@ def text_alone(sources: Sequence[TextSource], faults: Mapping[str, int], left: L
             continue
         if source.named:
             what = "binary" if faults[source.path] == BINARY else "not UTF-8"
-            sentence = f"is {what}, no text to train on; --binary takes it"
+            sentence = f"is {what}, so it is not text; give --binary to read it"
             refused.append(HpctrainError(f"{printable(source.path)}: {sentence}"))
         else:
             left.files[source.path] = faults[source.path]
@@ -280,7 +281,7 @@ def _train(
             trained = Tokenizer.train((part for _, part, _ in texts), vocabulary)
             if trained.vocabulary < vocabulary:
                 say(
-                    f"--train-bpe {vocabulary}: the tokenizer has {trained.vocabulary} tokens only, since "
+                    f"--train-bpe {vocabulary}: the tokenizer has only {trained.vocabulary} tokens, since "
                     "the text has no more pairs to merge"
                 )
     return _shared(world, trained, f"--train-bpe {vocabulary}")

@@ -43,7 +43,7 @@ def prepare_any(
             return prepare(world, out, paths, **rest, say=say, report=report)
     from hpctrain.data.prepare_rows import prepare_rows
 
-    wrong = [f"{typed}: is for text, and does not go with --{kind}" for typed in _given(rest)]
+    wrong = [f"{typed} conflicts with --{kind}, since it requires text" for typed in _given(rest)]
     if wrong:
         raise HpctrainError(wrong)
     rest["tokenizer"] = rest.get("tokenizer") or BYTES

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.world import World
 
 _LEARNED_VALUES, _BYTE_VALUES = 2, 256
-EQUAL, SILENT = "whose answers are equal", "in which no assistant says anything"
+EQUAL, SILENT = "whose answers are equal", "in which there is no assistant message"
 UNLEARNED = "in which every answer is excluded from training"
 _EXAMPLES = 3
 _ROWS_TOGETHER = 64  # which the template's process renders at once
@@ -85,13 +85,11 @@ def prepare_rows(
             for line in left.lines():
                 say(line)
         if not sources:
-            raise HpctrainError(f"{', '.join(paths)}: there is nothing in it")
+            raise HpctrainError(f"{', '.join(paths)}: no rows found")
     chat = _agree_on_template(world, tokenizer, template, end_of_document, say)
     if world.rank == 0 and chat.only_text:
         those = either(chat.only_text) if len(chat.only_text) < 5 else f"{', '.join(chat.only_text[:4])} ..."
-        say(
-            f"{chat.template.title}: {those} is no token of the vocabulary, but text, which anybody can spell"
-        )
+        say(f"{chat.template.title}: {those} is not in the vocabulary, so text of messages can imitate it")
     pieces = cut_into_pieces(sources, piece_bytes)
     world.ledger.activity = "tokenizing"
     with ExitStack() as stack:
@@ -237,7 +235,7 @@ class _RowPreparation:
             _count(self.left_out, left_out, row)
             return
         if any(not len(each.ids) for each in made):
-            raise HpctrainError("has no text, as the template writes it")
+            raise HpctrainError("is rendered as an empty text by the template")
         for key in parsed.ignored:
             _count(self.ignored, key, row)
         for document in made:
@@ -305,5 +303,8 @@ def _require_rows(world: World, made: _RowPreparation, paths: Sequence[str]) -> 
     with world.agreement():
         if rows and (made.kind == PROMPTS or learned):
             return
-        what = {CHAT: "no conversation in which an assistant speaks", PREFERENCES: "no pair of two answers"}
-        raise HpctrainError(f"{', '.join(paths)}: there is {what.get(made.kind, 'no prompt')} in it")
+        what = {
+            CHAT: "no conversation with an assistant message",
+            PREFERENCES: "no pair of different answers",
+        }
+        raise HpctrainError(f"{', '.join(paths)}: {what.get(made.kind, 'no prompt')} found")

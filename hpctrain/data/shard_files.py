@@ -41,7 +41,7 @@ class ShardFiles:
         """The first ones; HpctrainError where there cannot be so many."""
         if number > _MOST:
             raise HpctrainError(
-                f"{self.pattern}: would be {number} files, and {_MOST} have names; make them larger"
+                f"{self.pattern}: requires {number} files, more than the limit of {_MOST}; make them larger"
             )
         return [self._path(each) for each in range(number)]
 

@@ -46,8 +46,8 @@ class Shards:
         self.kind = files[0].kind
         for file in files:
             if file.kind != self.kind:
-                kinds = f"{file.where} holds {file.kind}, {files[0].where} {self.kind}"
-                raise HpctrainError(f"{where}: {kinds}; as one corpus, all are to hold the same")
+                kinds = f"{file.where} holds {file.kind}, but {files[0].where} holds {self.kind}"
+                raise HpctrainError(f"{where}: {kinds}; all files of a corpus must hold the same")
         self.vocabulary, self.end_of_document = files[0].vocabulary, files[0].end_of_document
         self.tokenizer_text = files[0].tokenizer_text
         self._begins = list(accumulate((file.tokens for file in files), initial=0))
@@ -140,12 +140,14 @@ def token_paths(names: Sequence[str], key: str) -> list[str]:
         for path in found:
             real = file_identity(path)
             if real in seen:
-                same = "" if seen[real] == path else f", as {seen[real]}"
-                problems.append(HpctrainError(f"{key}: {path} is named twice{same}: each file is read once"))
+                same = "" if seen[real] == path else f" (also as {seen[real]})"
+                problems.append(HpctrainError(f"{key}: {path} is given twice{same}; give each file once"))
             seen.setdefault(real, path)
         paths += found
     if len(paths) > MOST_FILES and not problems:
-        sentence = f"are {len(paths)} files, and {MOST_FILES} can be open at once: prepare fewer, larger ones"
+        sentence = (
+            f"{len(paths)} files exceed the limit of {MOST_FILES} open files; prepare fewer, larger ones"
+        )
         problems.append(HpctrainError(f"{key}: {sentence}"))
     raise_together(problems)
     return paths
@@ -174,11 +176,11 @@ def require_one_tokenizer(files: Sequence[Tokens]) -> None:
     for file in files[1:]:
         difference = tokenizer_difference(file.tokenizer_text, first.tokenizer_text, file.where, first.where)
         if not difference and file.end_of_document != first.end_of_document:
-            ends = f"{file.end_of_document}, there {first.end_of_document}"
+            ends = f"{file.end_of_document} instead of {first.end_of_document}"
             difference = f"its documents end with token {ends}"
         if difference:
             sentence = f"its tokenizer is not that of {first.where}: {difference}"
-            problems.append(f"{file.where}: {sentence} (what is trained on together needs one tokenizer)")
+            problems.append(f"{file.where}: {sentence} (files of one corpus require the same tokenizer)")
     if problems:
         raise HpctrainError(problems)
 

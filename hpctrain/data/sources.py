@@ -37,12 +37,12 @@ NAME, HIDDEN, IRREGULAR, EMPTY, BINARY, NOT_UTF8 = range(6)
 """Why a file is left out."""
 
 _WORDS = {
-    NAME: ("by name", "--glob takes others"),
+    NAME: ("by name", "--glob selects others"),
     HIDDEN: ("as hidden", ""),
-    IRREGULAR: ("as no regular file", ""),
+    IRREGULAR: ("as not regular", ""),
     EMPTY: ("as empty", ""),
-    BINARY: ("as binary", "--binary takes such"),
-    NOT_UTF8: ("as not UTF-8", "--binary takes such"),
+    BINARY: ("as binary", "--binary reads them"),
+    NOT_UTF8: ("as not UTF-8", "--binary reads them"),
 }
 
 
@@ -139,7 +139,7 @@ class LeftOut:
 
     def lines(self) -> list[str]:
         """In words, a line for each reason: how many files, and the first ones."""
-        lines = [f"{printable(path)}: is named more than once, and read once" for path in self.again]
+        lines = [f"{printable(path)}: is given more than once, but read once" for path in self.again]
         for reason in sorted(set(self.files.values())):
             files = [printable(file) for file, why in self.files.items() if why == reason]
             words, hint = _WORDS[reason]
@@ -180,11 +180,11 @@ def find_sources(
         folder = Path(given)
         try:
             if folder.exists() and not folder.is_dir() and not folder.is_file():
-                problems.append(HpctrainError(f"{given}: is no regular file"))
+                problems.append(HpctrainError(f"{given}: is not a regular file"))
                 continue
             if os.path.realpath(folder) in avoided and folder.exists():
                 problems.append(
-                    HpctrainError(f"{given}: is OUT itself, which is to be made (give it another name)")
+                    HpctrainError(f"{given}: is OUT, the file to write (give another name for OUT)")
                 )
                 continue
             walked = _walk(folder, globs, endings, matched) if folder.is_dir() else _named(folder)

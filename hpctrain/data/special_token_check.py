@@ -82,14 +82,14 @@ def _id_warnings(
         return
     for number in numbers:
         if number not in texts:
-            yield f"{title}: the tokenizer has no token {number}, which is ignored"
+            yield f"{title}: token {number} is not in the tokenizer, so it is ignored"
         elif is_end and number not in control:
-            yield f"{title}: token {number} is {texts[number]!r}, which is no special token and is ignored"
+            yield f"{title}: token {number} is {texts[number]!r}, not a special token, so it is ignored"
     right = {ids[text] for text in settings.tokens_of(role) if text in ids}
     if right and numbers and not right & set(numbers) and set(numbers) <= set(control):
         tokens = ", ".join(map(repr, settings.tokens_of(role)))
         found = ", ".join(repr(texts[number]) for number in numbers)
-        use = "text that is generated ends with either" if is_end else "chat templates get the latter"
+        use = "generated text ends at either" if is_end else "chat templates receive the latter"
         yield f"{title} is {found}, but {role} is {tokens}: {use}"
 
 

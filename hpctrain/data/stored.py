@@ -113,9 +113,7 @@ class PiecedArray:
             last = start + len(values) - 1
             where = f"piece {piece + 1} of {self.checksums.size}, {self.noun} {start} to {last}"
             again = "copy or prepare the file again"
-            raise InputOutputError(
-                f"{self.array.where}: {where}, is not what was written (wrong checksum); {again}"
-            )
+            raise InputOutputError(f"{self.array.where}: {where}, is damaged (wrong checksum); {again}")
         if self.bound is not None and values.max(initial=0) >= self.bound:
             place = int((values >= self.bound).argmax())
             raise InputOutputError(

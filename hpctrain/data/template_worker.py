@@ -160,7 +160,7 @@ class SandboxedTemplate:
                 rendered_parts.append(block)
             text = "".join(rendered_parts)
         except RecursionError:
-            raise TemplateProblemError(": calls itself too deeply") from None
+            raise TemplateProblemError(": recurses too deeply") from None
         except MemoryError:
             raise
         except TemplateError as error:

@@ -127,8 +127,8 @@ def read_rows(piece: TextPiece, complain: Complaint) -> Iterator[JsonRow]:
                 yield JsonRow(value, piece, number)
             return
         if piece.source.path.lower().endswith(JSON) and not piece.source.json:
-            wanted = "must be a JSON list of rows, or have one row per line"
-            complain(HpctrainError(f"{piece.source.path}: is a single JSON value: it {wanted}"))
+            wanted = "expected a JSON list of rows, or one row per line"
+            complain(HpctrainError(f"{piece.source.path}: is a single JSON value; {wanted}"))
             return
         with piece.source.open() as file:
             yield from _json_rows(file, piece, complain)
@@ -157,9 +157,9 @@ def _complaining(piece: TextPiece, complain: Complaint) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        complain(InputOutputError(f"{path}: is damaged or cut short gzip ({error})"))
+        complain(InputOutputError(f"{path}: is damaged or truncated gzip ({error})"))
     except DamagedError as error:
-        complain(InputOutputError(f"{path}: is damaged or cut short ({error})"))
+        complain(InputOutputError(f"{path}: is damaged or truncated ({error})"))
     except HpctrainError as error:
         complain(error)
     except OSError as error:
@@ -204,10 +204,10 @@ def _read_lines(
         content = row.value.get(text_key) if isinstance(row.value, dict) else None
         half = HALF.search(content) if isinstance(content, str) else None
         if not isinstance(content, str):
-            complain(HpctrainError(f"{row.where}: there is no text under {text_key!r}; see --field"))
+            complain(HpctrainError(f"{row.where}: has no text under {text_key!r}; see --field"))
         elif half is not None and not piece.source.lenient:
-            told = f"there is text that is not UTF-8 (U+{ord(half[0]):04X}); --binary takes it"
-            complain(HpctrainError(f"{row.where}: {told}"))
+            problem = f"has text that is not UTF-8 (U+{ord(half[0]):04X}); give --binary to read it"
+            complain(HpctrainError(f"{row.where}: {problem}"))
         elif content:
             yield content if half is None else HALF.sub("\ufffd", content), True
 
@@ -238,11 +238,11 @@ def _rows_of_list(file: BufferedIOBase, piece: TextPiece, complain: Complaint) -
                 yield JsonRow(value, piece, number)
                 continue
         except json.JSONDecodeError as error:
-            wrong = f"is no JSON ({error.msg})" if text else "is missing: the list has no end"
+            wrong = f"is not JSON ({error.msg})" if text else "is missing: the list has no end"
         except RecursionError:
-            wrong = "is no JSON that can be read (nested too deeply)"
+            wrong = "is not JSON that can be read (nested too deeply)"
         except ValueError:
-            wrong = "is no JSON that can be read (a number has too many digits)"
+            wrong = "is not JSON that can be read (a number has too many digits)"
         if at_end or len(text) > _LONGEST_ENTRY:
             complain(HpctrainError(f"{piece.source.path}: entry {number + 1} {wrong or 'is too long'}"))
             return
@@ -269,10 +269,10 @@ def _rows_of_lines(file: BufferedIOBase, piece: TextPiece, complain: Complaint) 
             yield JsonRow(parse_json(text), piece, number)
             continue
         except json.JSONDecodeError as error:
-            wrong = f"is no JSON ({error.msg} at column {error.colno})"
+            wrong = f"is not JSON ({error.msg} at column {error.colno})"
         except ValueError as error:
-            wrong = f"is no JSON that can be read ({error})"
-        complain(HpctrainError(f"{piece.source.path}:{_lines_before(piece) + number}: the line {wrong}"))
+            wrong = f"is not JSON that can be read ({error})"
+        complain(HpctrainError(f"{piece.source.path}:{_lines_before(piece) + number}: {wrong}"))
 
 
 def _lines_before(piece: TextPiece) -> int:

@@ -86,7 +86,7 @@ class TokenPart:
         """Append tokens [n]; HpctrainError if one is not in the vocabulary."""
         if len(ids) and int(ids.max()) >= self.vocabulary:
             raise HpctrainError(
-                f"the tokenizer made token {ids.max()}, beyond its vocabulary {self.vocabulary}"
+                f"the tokenizer returned token id {ids.max()}, out of range [0, {self.vocabulary})"
             )
         values = ids.astype(self.dtype).data
         with self._naming_the_file():
@@ -133,7 +133,7 @@ class TokenPart:
             return np.empty(0, self.dtype)
         values = np.fromfile(self.path, self.dtype, count, offset=start * self.dtype.itemsize)
         if len(values) != count:
-            raise OSError(f"{self.path} became shorter")
+            raise OSError(f"{self.path} was truncated while it was in use")
         return values
 
     def _first_line(self) -> bytes:

@@ -349,7 +349,7 @@ def parse_tokenizer(text: str, where: str) -> Content:
     Raises:
         HpctrainError: the text is no such JSON. The message begins with `where`.
     """
-    wrong = f"{where}: is no `tokenizers` JSON"
+    wrong = f"{where}: is not a `tokenizers` JSON"
     try:
         content: Any = parse_json(text)
     except ValueError:
@@ -360,9 +360,9 @@ def parse_tokenizer(text: str, where: str) -> Content:
         ids = token_ids(content)
         special_tokens(content)
         if not all(is_id(each) for each in ids.values()):
-            raise ValueError("an id is no whole number")
+            raise ValueError("an id is not a whole number")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        sentence = f"its vocabulary has another form: {error}"
+        sentence = f"its vocabulary is malformed: {error}"
         raise HpctrainError(f"{wrong} that this version can read: {sentence}") from None
     return content
 
@@ -375,7 +375,9 @@ def library_of(content: Content, where: str) -> Library:
     try:
         return Library.from_str(json.dumps(content))
     except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
-        raise HpctrainError(f"{where}: is no `tokenizers` JSON that this version can read: {error}") from None
+        raise HpctrainError(
+            f"{where}: is not a `tokenizers` JSON that this version can read: {error}"
+        ) from None
 
 
 def bytes_json() -> str:

@@ -52,7 +52,7 @@ class Rules:
 
 
 def tokenizer_difference(text: str, other: str, where: str = "tokenizer", there: str = "tokenizer") -> str:
-    """In words, how a tokenizer differs from another one, as `it has ..., there ...`; "" where it does not.
+    """In words, how a tokenizer differs from another one, as `... instead of ...: ...`; "" where it does not.
 
     HpctrainError where one cannot be read, which the sentence calls `where` or `there`.
     """
@@ -60,7 +60,7 @@ def tokenizer_difference(text: str, other: str, where: str = "tokenizer", there:
         return ""
     mine, theirs = Rules.of(text, where), Rules.of(other, there)
     differences = "; ".join(_differences(mine, theirs))
-    return f"it is {mine.name}, there {theirs.name}: {differences}" if differences else ""
+    return f"{mine.name} instead of {theirs.name}: {differences}" if differences else ""
 
 
 def _differences(mine: Rules, theirs: Rules) -> Iterator[str]:
@@ -69,29 +69,29 @@ def _differences(mine: Rules, theirs: Rules) -> Iterator[str]:
     if apart:
         first = apart[0]
         yield (
-            f"{len(apart)} of the {len(both)} ids that both have stand for other tokens, the first is "
-            f"{first} ({_shown(mine.vocabulary[first])}, there {_shown(theirs.vocabulary[first])})"
+            f"{len(apart)} of the {len(both)} common ids stand for different tokens, the first is "
+            f"{first} ({_shown(mine.vocabulary[first])} instead of {_shown(theirs.vocabulary[first])})"
         )
     for ids, words in (
-        (mine.vocabulary.keys() - both, "are not there"),
-        (theirs.vocabulary.keys() - both, "are there alone"),
+        (mine.vocabulary.keys() - both, "are additional"),
+        (theirs.vocabulary.keys() - both, "are missing"),
     ):
         if ids:
             token = (mine.vocabulary if min(ids) in mine.vocabulary else theirs.vocabulary)[min(ids)]
             yield f"{len(ids)} ids {words}, the first is {min(ids)} ({_shown(token)})"
     if not apart and mine.model.get("merges") != theirs.model.get("merges"):
-        yield "pairs are merged in another order"
+        yield "the order of merges differs"
     keys = [key for key in {**mine.model, **theirs.model} if key not in {"merges", "vocab"}]
     for key in keys:
         if mine.model.get(key) != theirs.model.get(key):
-            yield f"{key} is {_shown(mine.model.get(key))}, there {_shown(theirs.model.get(key))}"
+            yield f"{key} is {_shown(mine.model.get(key))} instead of {_shown(theirs.model.get(key))}"
     if not apart and mine.model.get("vocab") != theirs.model.get("vocab"):
-        yield "tokens have other scores"
+        yield "the scores of tokens differ"
     for name in ("normalizer", "pre_tokenizer"):
         if getattr(mine, name) != getattr(theirs, name):
-            yield f"the {name} is another one"
+            yield f"the {name} differs"
     if mine.looked_for != theirs.looked_for:
-        yield "other added tokens are looked for in the text"
+        yield "the added tokens that text is searched for differ"
 
 
 def _without_offsets(rule: Any) -> Any:

@@ -257,7 +257,7 @@ def _json_object(path: Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise HpctrainError(f"{path}: is not readable as JSON ({error})") from None
     if not isinstance(content, dict):
-        raise HpctrainError(f"{path}: is not a JSON object, which transformers would write")
+        raise HpctrainError(f"{path}: is not a JSON object")
     return content
 
 

@@ -208,7 +208,7 @@ class TokenFile:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise self._error(f"is damaged (the other keys of row {row} are no JSON object)")
+            raise self._error(f"is damaged (the other keys of row {row} are not a JSON object)")
         return found
 
     def document_ends(self) -> npt.NDArray[np.int64]:
@@ -257,7 +257,7 @@ class TokenFile:
         if crc != checksum:
             raise ValueError(f"{noun} are damaged (wrong checksum)")
         if not ordered or before != last:
-            raise ValueError(f"{noun} do not rise from 0 to {last}")
+            raise ValueError(f"{noun} do not increase from 0 to {last}")
 
     def _read(self, array: PiecedArray, start: int, out: npt.NDArray[Any]) -> None:
         """Elements from `start` on; verified anew where the file was written to."""
@@ -283,27 +283,29 @@ class TokenFile:
                 signature = stream.read(len(SIGNATURE))
         except FileNotFoundError:
             sought = self.path.absolute()
-            looked = f" (looked for {sought}, relative to where this was started)"
+            looked = f" (looked for {sought}, relative to the working directory)"
             looked = "" if self.path.is_absolute() else looked
-            made = f"{command('prepare', sought, 'TEXT')} makes one"
-            raise self._error(f"no such file{looked}; {made}") from None
+            remedy = f"create it with {command('prepare', sought, 'TEXT')}"
+            raise self._error(f"no such file{looked}; {remedy}") from None
         except IsADirectoryError:
             raise self._error("is a folder; it must be a file from `hpctrain prepare`") from None
         except OSError as error:
             raise self._error(f"cannot be read ({error.strerror})") from None
         if signature != SIGNATURE:
-            raise self._error("is no token file (not HDF5, or cut short); `hpctrain prepare` makes one")
+            raise self._error(
+                "is not a token file (not HDF5, or truncated); create one with `hpctrain prepare`"
+            )
 
     def _open(self, file: CheckedFile) -> None:
         """Check the header and map the datasets."""
         if not file.has_attribute("format") or file.text("format") != FORMAT:
-            raise self._error("is HDF5, but no token file of ours; `hpctrain prepare` makes one")
+            raise self._error("is an HDF5 file, but not a token file; create one with `hpctrain prepare`")
         version = file.integer("version")
         if version < VERSION:
             raise ValueError(f"its version is {version}")
         if version > CONTENTS_VERSION:
-            known = f"this hpctrain reads up to {CONTENTS_VERSION}: take a newer one"
-            raise self._error(f"has version {version}; {known}")
+            known = f"this hpctrain reads versions up to {CONTENTS_VERSION}"
+            raise self._error(f"has version {version}, but {known}; use a newer hpctrain")
         self.header = header = Header(**_fields(Header, file))
         self.contents = Contents()
         if version >= CONTENTS_VERSION:

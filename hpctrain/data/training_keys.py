@@ -58,15 +58,15 @@ _UNWANTED_FLAGS = ("label", "kto_tag")
 _TOKEN_MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "prompt_mask")
 """Keys of a row that say of each token whether it is learned."""
 
-_ONLY_ANSWERS = "only what an assistant says is learned"
+_ONLY_ANSWERS = "only assistant messages are learned"
 _ONLY_TEXT = "only text is used"
 _OWN_TOKENS = "tokens are made from the text"
-_NO_VARIABLE = "chat templates do not get it"
+_NO_VARIABLE = "chat templates do not receive it"
 _IGNORED: Mapping[str, str] = {
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _ONLY_TEXT),
     **dict.fromkeys(("input_ids", "attention_mask", "position_ids"), _OWN_TOKENS),
     **dict.fromkeys(("chat_template_kwargs", "enable_thinking", "documents"), _NO_VARIABLE),
-    **dict.fromkeys(("functions", "available_tools"), "chat templates get `tools`"),
+    **dict.fromkeys(("functions", "available_tools"), "chat templates receive `tools`"),
     **dict.fromkeys(("train_on_prompt", "train_on_inputs", "train_on_input"), _ONLY_ANSWERS),
 }
 """Keys of a row that have no effect here if they are neither empty nor false, with the reason."""
@@ -101,7 +101,7 @@ def is_learned(message: Mapping[str, Any], number: int) -> bool:
     for name in _PART_FLAGS:
         if message.get(name):
             raise HpctrainError(
-                f"{title} has {name}, which excludes parts of a message from training: this is not supported "
+                f"{title} has {name}, which excludes parts of a message from training: this is unsupported "
                 "(train = false excludes the whole message)"
             )
     for name in sorted(_MASKED_FLAGS & message.keys()):
@@ -110,7 +110,7 @@ def is_learned(message: Mapping[str, Any], number: int) -> bool:
             raise HpctrainError(f"{title} has {name} = {_as_json(message[name])}: must be {wanted}")
     for name in sorted(_LEARNED_FLAGS & message.keys()):
         if message[name] not in (0, 1):  # not a set: the value may be a list
-            wanted = "0 or 1 (other weights are not supported)" if name in _NUMBERS else "true or false"
+            wanted = "0 or 1 (other weights are unsupported)" if name in _NUMBERS else "true or false"
             raise HpctrainError(f"{title} has {name} = {_as_json(message[name])}: must be {wanted}")
     masked = any(message[name] for name in _MASKED_FLAGS & message.keys())
     return not masked and all(message[name] == 1 for name in _LEARNED_FLAGS & message.keys())
@@ -127,7 +127,7 @@ def require_learned_part(part: Mapping[str, Any], title: str) -> None:
     for name in excluded:
         raise HpctrainError(
             f"{title} has a part of its content with {name} = {_as_json(part[name])}: only a whole message "
-            "can be excluded from training (give the key to the message)"
+            "can be excluded from training (set the key in the message)"
         )
 
 
@@ -145,13 +145,13 @@ def row_keys(row: Any, answers: bool) -> RowKeys:
         return RowKeys()
     for name in _TOKEN_MASKS:
         if row.get(name):
-            sentence = "whether tokens are learned cannot be given by row"
-            raise HpctrainError(f"has {name}: {sentence} (give `train` = false to messages, or leave it out)")
+            sentence = "masks of tokens are unsupported"
+            raise HpctrainError(f"has {name}: {sentence} (set `train` = false in messages, or leave it out)")
     _check_masked_role(row.get("mask"))
     excluding = [*_zero_weights(row), *(name for name in _ROW_FLAGS if row.get(name) is False)]
     reasons = [f"whose {name} is {_as_json(row[name])}" for name in excluding]
     unwanted = [name for name in _UNWANTED_FLAGS if answers and row.get(name) is False]
-    reasons += [f"whose answer is not wanted ({name} is false)" for name in unwanted]
+    reasons += [f"whose answer is marked as bad ({name} is false)" for name in unwanted]
     ignored = dict.fromkeys(f"{key}, since {reason}" for key, reason in _ignored_keys(row))
     return RowKeys(reasons[0] if reasons else "", tuple(ignored))
 
@@ -177,7 +177,7 @@ def _zero_weights(row: Mapping[str, Any]) -> list[str]:
     for name in _ROW_WEIGHTS:
         value = row.get(name)
         if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
-            wanted = "a number that is not negative (0 leaves the row out; other weights have no effect)"
+            wanted = "a non-negative number (0 leaves the row out; other weights have no effect)"
             raise HpctrainError(f"has {name} = {_as_json(value)}: must be {wanted}")
     return [name for name in _ROW_WEIGHTS if row.get(name) is not None and row[name] == 0]
 
@@ -191,8 +191,8 @@ def _check_masked_role(role: Any) -> None:
     if role in (None, "", False) or (isinstance(role, str) and template_role(role) != ASSISTANT):
         return
     raise HpctrainError(
-        f"has mask = {_as_json(role)}: must be a role other than the assistant, since nothing else is "
-        "learned (leave it out, or exclude messages by `train` = false)"
+        f"has mask = {_as_json(role)}: must be a role other than the assistant, since only its messages "
+        "are learned (leave it out, or exclude messages by `train` = false)"
     )
 
 
@@ -200,7 +200,7 @@ def _ignored_keys(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the keys of a row that have no effect, with the reason."""
     for name in _ROW_WEIGHTS:
         if row.get(name) not in (None, 0, 1):
-            yield name, "every row whose weight is not 0 counts the same"
+            yield name, "all rows with a weight above 0 count the same"
     for name, reason in _IGNORED.items():
         if row.get(name):
             yield name, reason
@@ -213,7 +213,7 @@ def _ignored_keys(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "role = function_call", f"{_ONLY_ANSWERS}; use the role assistant with `tool_calls`"
         for name in ("train", "training"):
             if isinstance(role, str) and template_role(role) != ASSISTANT and message.get(name) is True:
-                yield f"{name} = true of other roles than the assistant", _ONLY_ANSWERS
+                yield f"{name} = true in messages of other roles", _ONLY_ANSWERS
         if row.get("type") in ("VALUE_TO_TEXT", "TEXT_TO_VALUE") and message.get("label"):
             yield "label of messages", _NO_VARIABLE
 

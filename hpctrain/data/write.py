@@ -171,11 +171,13 @@ def _write(
     tokens, documents = (sum(count[i] for count in counts) for i in (0, 1))
     with world.agreement():
         if not tokens:
-            raise HpctrainError(f"{source}: there is no text in it")
+            raise HpctrainError(f"{source}: no text found")
         needed = tokens * (part.dtype.itemsize + (rows is not None)) + documents * ENDS.itemsize
         free = shutil.disk_usage(path.parent).free
         if free < needed:
-            raise InputOutputError(f"{path.parent}: {free} bytes are free, the token file needs {needed}")
+            raise InputOutputError(
+                f"{path.parent}: the token file requires {needed} bytes, but {free} are free"
+            )
     pieces = _pieces(world, "tokens", "checksums", part)
     ends, ends_checksum = _ends(world, "document_ends", part)
     text, tokenizer_checksum = _text(world, "tokenizer", tokenizer.text)

@@ -51,8 +51,8 @@ def load(path: str | os.PathLike[str], *, device: str = "auto") -> GenerationMod
     module = stored_deck(state, found).model.module
     if module is not None:
         raise HpctrainError(
-            f"{found}: its model is a module of a user's (model.module = {module}), of which `load` knows no "
-            "logits; hpctrain.open_checkpoint reads its tensors"
+            f"{found}: its model is a user module (model.module = {module}), which `load` does not support; "
+            "read its tensors with hpctrain.open_checkpoint"
         )
     deck = split_deck(state, found, 1)
     return GenerationModel(world, found, state, deck, load_part(world, found, deck))
@@ -130,7 +130,7 @@ class GenerationModel:
         free = obtainable_bytes(os.environ) if size > _SMALL_BYTES and on_host(self.device) else None
         if free is not None and size > free:
             raise HpctrainError(
-                f"tokens: the logits of {list(given.shape)} need {format_bytes(size)}, and "
+                f"tokens: the logits of {list(given.shape)} need {format_bytes(size)}, but "
                 f"{format_bytes(free)} of memory are free; give fewer rows"
             )
         batch = given if given.dim() == 2 else given.unsqueeze(0)
@@ -164,24 +164,24 @@ class GenerationModel:
             given = torch.as_tensor(tokens)
         except (TypeError, ValueError, RuntimeError):
             raise HpctrainError(
-                f"tokens: are to be whole numbers, one row or rows of the same length, not {kind_of(tokens)}"
+                f"tokens: expected whole numbers in rows of the same length, but got {kind_of(tokens)}"
             ) from None
         if not given.numel():
-            raise HpctrainError("tokens: are empty; give at least one")
+            raise HpctrainError("tokens: must not be empty")
         if given.dtype.is_floating_point or given.dtype == torch.bool or given.dtype.is_complex:
-            raise HpctrainError(f"tokens: are to be whole numbers, not {str(given.dtype)[6:]}")
+            raise HpctrainError(f"tokens: expected whole numbers, but got {str(given.dtype)[6:]}")
         if given.dim() not in (1, 2):
-            raise HpctrainError(f"tokens: are to have shape [s] or [b, s], not {list(given.shape)}")
+            raise HpctrainError(f"tokens: expected shape [s] or [b, s], but got {list(given.shape)}")
         if given.shape[-1] > self.window:
             raise HpctrainError(
-                f"tokens: {given.shape[-1]} in a row are more than the {self.window} that the model sees "
-                "(batch.sequence)"
+                f"tokens: a row has {given.shape[-1]}, but the window of the model (batch.sequence) has "
+                f"{self.window}"
             )
         given = given.long()
         least, most = int(given.min()), int(given.max())
         if least < 0 or most >= self.vocabulary:
             wrong = least if least < 0 else most
-            raise HpctrainError(f"tokens: {wrong} is none of the {self.vocabulary} of the model, from 0")
+            raise HpctrainError(f"tokens: token id {wrong} is out of range [0, {self.vocabulary})")
         return given
 
 
@@ -189,10 +189,10 @@ def _texts(name: str, given: object) -> list[str]:
     """One text, or several; HpctrainError where it is neither."""
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, list | tuple):
-        raise HpctrainError(f"{name}: is to be a text, or several, not {kind_of(given)}")
+        raise HpctrainError(f"{name}: expected a text or a list of texts, but got {kind_of(given)}")
     wrong = next((each for each in texts if not isinstance(each, str)), None)
     if wrong is not None or None in texts:
-        raise HpctrainError(f"{name}: is to have texts, not {kind_of(wrong)}")
+        raise HpctrainError(f"{name}: expected texts, but got {kind_of(wrong)}")
     if problem := next(filter(None, map(text_problem, texts)), ""):
         raise HpctrainError(f"{name}: {problem}")
     return list(texts)
@@ -203,8 +203,8 @@ def _sampling(options: Drawn) -> Sampling:
     names = Drawn.__annotations__
     if unknown := sorted(options.keys() - names.keys()):
         near = nearest(unknown[0], names)
-        hint = f"did you mean {near}?" if near else f"{', '.join(names)} are"
-        raise HpctrainError(f"{', '.join(unknown)}: nothing of that name is taken ({hint})")
+        hint = f"did you mean {near}?" if near else f"expected {', '.join(names)}"
+        raise HpctrainError(f"{', '.join(unknown)}: unknown ({hint})")
     given: dict[str, Any] = dict(options)
     stops = _texts("stop", given.pop("stop", ()))
     for name, value in given.items():
@@ -213,7 +213,7 @@ def _sampling(options: Drawn) -> Sampling:
             continue
         if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
             kind = "a whole number" if whole else "a number"
-            raise HpctrainError(f"{name}: is to be {kind}, not {kind_of(value)}")
+            raise HpctrainError(f"{name}: expected {kind}, but got {kind_of(value)}")
     sampling = Sampling(stops=tuple(stops), **given)
     try:
         sampling.check()

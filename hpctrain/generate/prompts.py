@@ -68,7 +68,7 @@ def _of_lines(where: str, text: str) -> Iterator[Prompt]:
         except ValueError as error:
             problems.append(f"{where}, line {number}: {error}")
     if not found and not problems:
-        problems.append(f'{where}: has no prompts, such as {{"prompt": "..."}}')
+        problems.append(f'{where}: has no prompts (expected lines such as {{"prompt": "..."}})')
     if problems:
         raise HpctrainError(problems[:_MOST_PROBLEMS])
     yield from found

@@ -75,7 +75,9 @@ class Sampling:
             problems.append(f"--samples {self.samples}: must be at least 1")
         if self.samples > 1 and (self.temperature == 0 or self.top_k == 1):
             why = "--temperature 0" if self.temperature == 0 else "--top-k 1"
-            problems.append(f"--samples {self.samples}: {why} gives the same text each time; use one of them")
+            problems.append(
+                f"--samples {self.samples} conflicts with {why}, which gives the same text each time"
+            )
         if problems:
             raise HpctrainError(problems)
 
@@ -120,7 +122,7 @@ class KeyedSampler:
         ranks, rank = self.group.size, self.group.rank
         finite = bool(logits.isfinite().all())
         if not finite:
-            sentence = "the model's logits are not finite, so that nothing can be drawn"
+            sentence = "the model's logits are not finite, so no token can be sampled"
             raise HpctrainError(f"{self.name}: {sentence}")
         own = range(rank, len(texts), ranks)
         drawn = torch.zeros(-(-len(texts) // ranks), dtype=torch.int64)

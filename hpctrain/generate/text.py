@@ -228,7 +228,7 @@ class TextModel:
         # Stages have more or fewer layers.
         count = min(self.part.groups.pipeline.all_gather_object(count))
         plan = CachePlan.of(self.part, count, longest)
-        advice = "fewer --tokens need fewer keys and values"
+        advice = "reduce --tokens for a smaller key and value cache"
         demand_room(self.world, Machine(), str(self.path), resident_bytes() + plan.bytes, lambda _: advice)
         return CachedPasses(self.part, plan, self.least_rows)
 
@@ -267,11 +267,15 @@ def load_model(
         for option, count in (("--pipeline", pipeline), ("--tensor", tensor)):
             if count is not None and (count < 1 or world.size % count):
                 ranks = counted(world.size, "rank")
-                raise HpctrainError(f"{option} {count}: must divide the {ranks} (each copy takes as many)")
+                raise HpctrainError(
+                    f"{option} {count}: must divide the {ranks} (each copy of the model uses as many)"
+                )
         most = world.size // pipeline
         if tensor is not None and most % tensor:
             takes = f"--pipeline {pipeline} x --tensor {tensor} = {pipeline * tensor}"
-            raise HpctrainError(f"{takes}: must divide the {world.size} ranks (each copy takes as many)")
+            raise HpctrainError(
+                f"{takes}: must divide the {world.size} ranks (each copy of the model uses as many)"
+            )
         if room is not None and parameter_bytes(split_deck(state, path, 1, pipeline)) <= room // 2:
             tensor = 1
         deck = split_deck(state, path, most if tensor is None else tensor, pipeline)
@@ -295,7 +299,7 @@ def load_part(world: World, path: Path, deck: Deck) -> ModelPart:
     """The model of a checkpoint whose `split_deck` this is, as of `load_model`. Collective."""
     tensor, pipeline = deck.layout.tensor, deck.layout.pipeline
     needed = resident_bytes() + parameter_bytes(deck) // tensor
-    advice = "more nodes would share the model"
+    advice = "use more nodes, which share the model"
     demand_room(world, Machine(), str(path), needed, lambda _: advice)
     model, stage = generation_stage(deck, world, tensor, pipeline)
     load_parameters(path, stage, world.everyone)
@@ -306,8 +310,8 @@ def require_logits(deck: Deck, path: Path) -> None:
     """HpctrainError where a checkpoint with this deck is of a model that predicts no tokens."""
     if deck.objective.kind in SCORE_KINDS:
         raise HpctrainError(
-            f"{path}: is a reward model, which gives scores and writes no text (`hpctrain evaluate` tells "
-            "how often it prefers what was preferred)"
+            f"{path}: is a reward model, which computes scores and generates no text (`hpctrain evaluate` "
+            "measures its accuracy)"
         )
 
 
@@ -349,11 +353,11 @@ def stored_tokenizer(state: dict[str, Any], path: Path, vocabulary: int) -> Toke
     tokenizer = tokenizer_of_state(state, path)
     if tokenizer is None:
         raise HpctrainError(
-            f"{path}: holds no tokenizer, so that no text can be generated; train on a token file made by "
-            "`hpctrain prepare`, which has one"
+            f"{path}: contains no tokenizer, so no text can be generated; train on a token file from "
+            "`hpctrain prepare`, which contains one"
         )
     if tokenizer.vocabulary > vocabulary:
         raise InputOutputError(
-            f"{path}: its tokenizer has {tokenizer.vocabulary} tokens, more than its model's {vocabulary}"
+            f"{path}: its tokenizer has {tokenizer.vocabulary} tokens, but its model only {vocabulary}"
         )
     return tokenizer

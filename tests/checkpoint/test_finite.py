@@ -88,7 +88,7 @@ def test_import_refuses_a_nonfinite_weight(world: World, model: Path, tmp_path: 
     assert caught.value.exit_code == EXIT_INPUT_OUTPUT
     assert caught.value.problems == (
         f"{model}/model.safetensors: {NAME} is nan at [3, 5]: weights must be finite numbers (download or "
-        "save the model again, or take another one)",
+        "save the model again, or use another one)",
     )
     assert not list(tmp_path.iterdir())
 

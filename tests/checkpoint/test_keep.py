@@ -114,7 +114,7 @@ def test_unreadable_ones_are_passed_over(
     told = break_file(newest, problem, monkeypatch, world)
     found, warnings = newest_good(mpi_tmp_path, group)
     assert found == checkpoint_path(mpi_tmp_path, 2)
-    assert warnings == [f"{newest}: {told}; passed over"]
+    assert warnings == [f"{newest}: {told}; skipped"]
     with pytest.raises(HpctrainError, match=rf"^{newest}: {told}$"):
         newest_good(mpi_tmp_path, group, strict=True)
     if problem == "EIO later":  # its structure is good
@@ -331,7 +331,7 @@ def test_what_a_run_can_do_without_is_a_warning(
         keep(tmp_path, 1, group)
     try_point_to(checkpoint_path(tmp_path, 3), group)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}/step-00000002.h5: cannot be deleted: Input/output error; the run goes on",
-        f"{tmp_path}/step-00000001.h5: cannot be deleted: Input/output error; the run goes on",
-        f"{tmp_path}/latest: cannot link to step-00000003.h5: Input/output error; the run goes on",
+        f"{tmp_path}/step-00000002.h5: cannot be deleted: Input/output error; the run continues",
+        f"{tmp_path}/step-00000001.h5: cannot be deleted: Input/output error; the run continues",
+        f"{tmp_path}/latest: cannot link to step-00000003.h5: Input/output error; the run continues",
     ]

@@ -112,7 +112,7 @@ def test_names_that_are_not_there_tell_near_ones(path: Path) -> None:
     for name, told in (
         ("model/matrx", "did you mean 'model/matrix'"),
         ("matrix", "did you mean 'model/matrix'"),
-        ("q" * 500, "there are 11 names, such as"),
+        ("q" * 500, "it has 11 tensors, such as"),
     ):
         with pytest.raises(HpctrainError, match=told) as caught:
             checkpoint[name]
@@ -124,9 +124,9 @@ def test_names_that_are_not_there_tell_near_ones(path: Path) -> None:
 
 
 WRONG: dict[Any, str] = {
-    37: "has no element 37 of 37 along dim 0",
-    (0, -20): "has no element -20 of 19 along dim 1",
-    (0, 0, 0): "has 2 dims, not 3",
+    37: r"index 37 is out of range \[-37, 37\) along dim 0",
+    (0, -20): r"index -20 is out of range \[-19, 19\) along dim 1",
+    (0, 0, 0): "has 2 dims, but got an index of 3",
 }
 
 
@@ -137,8 +137,8 @@ def test_places_that_are_not_there_are_told(path: Path) -> None:
             matrix[place]
         assert isinstance(caught.value, IndexError)
     for unread, told in (
-        ([1, 2], "not by a list"), (None, "not by None"), (True, "not by a bool"),
-        (slice(None, None, -1), "step of -1"),
+        ([1, 2], "but got a list"), (None, "but got None"), (True, "but got a bool"),
+        (slice(None, None, -1), "a slice with step -1"),
     ):  # fmt: skip
         with pytest.raises(HpctrainError, match=told):
             matrix[unread]  # type: ignore[index]
@@ -155,14 +155,14 @@ def test_it_stays_readable_until_it_is_closed(path: Path, tensors: Tensors) -> N
     )
     checkpoint.close()
     checkpoint.close()
-    with pytest.raises(HpctrainError, match="is closed, so that model/matrix cannot be read"):
+    with pytest.raises(HpctrainError, match="is closed, so model/matrix cannot be read"):
         checkpoint.model["matrix"][0]
 
 
 def test_of_a_run_the_newest_complete_one_is_opened(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
-    with pytest.raises(InputOutputError, match="run: holds no complete checkpoint"):
+    with pytest.raises(InputOutputError, match="run: contains no complete checkpoint"):
         hpctrain.open_checkpoint(tmp_path / "run")
     (folder / "step-00000007.h5").write_bytes(path.read_bytes())
     (folder / "step-00000009.h5").write_bytes(path.read_bytes()[:5000])
@@ -178,11 +178,11 @@ def test_what_is_no_checkpoint_is_told(path: Path, tmp_path: Path, monkeypatch: 
         HpctrainError, match="path: is to be the path of a checkpoint or a run's folder, not a dict"
     ):
         hpctrain.open_checkpoint({})  # type: ignore[arg-type]
-    with pytest.raises(HpctrainError, match="holds no deck"):
+    with pytest.raises(HpctrainError, match="contains no deck"):
         _ = hpctrain.open_checkpoint(path).deck
     monkeypatch.setattr(lazy, "_SMALL_BYTES", 0)
     monkeypatch.setattr(lazy, "obtainable_bytes", lambda _: 1000)
-    with pytest.raises(HpctrainError, match="do not fit into the 1 kB of memory that are free; read a slice"):
+    with pytest.raises(HpctrainError, match="but 1 kB of memory are free; read a slice"):
         hpctrain.open_checkpoint(path).model["matrix"].torch()
 
 

@@ -128,7 +128,7 @@ def test_of_two_neighbours_that_are_lost_nothing_is_left(
     found, sentences = find_mirror(world, mirror.token)
     assert found is None
     gone = "ranks 0-1 of 2 ranks" if world.size == 2 else f"rank 0 of {world.size} ranks"
-    expected = [f"the mirror of step 4 is not whole: what {gone} had is on no node that is left"]
+    expected = [f"the mirror of step 4 is incomplete: no remaining node has the state of {gone}"]
     assert sentences == ([] if world.size == 2 else expected)
 
 
@@ -190,8 +190,8 @@ def test_one_that_only_some_ranks_have_leaves_the_one_before(
     found, sentences = find_mirror(world, mirror.token)
     assert found is not None
     assert found.step == 4
-    lacking = f"what rank 0 of {world.size} ranks had is on no node that is left"
-    assert sentences == [f"the mirror of step 8 is not whole: {lacking}"]
+    lacking = f"no remaining node has the state of rank 0 of {world.size} ranks"
+    assert sentences == [f"the mirror of step 8 is incomplete: {lacking}"]
     mirror.close()
 
 
@@ -318,7 +318,7 @@ def test_an_update_copies_what_the_thread_has_not(tmp_path: Path) -> None:
 def test_a_table_that_outgrows_its_room_is_told(tmp_path: Path) -> None:
     own = SlotContents.of([entry("a", torch.zeros(3))])
     slot = MirrorSlot(tmp_path / "slot", own.room({}))
-    with pytest.raises(InputOutputError, match="bytes more than it has"):
+    with pytest.raises(InputOutputError, match="bytes too long for this file"):
         slot.fill({"state": "x" * (1 << 17)}, own)
 
 

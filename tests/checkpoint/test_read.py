@@ -256,7 +256,7 @@ def test_an_attribute_of_wrong_type(value: object, world: World, tmp_path: Path)
 def test_a_state_of_other_types_is_refused(key: str, value: object, world: World, tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
     held = [entry("a", torch.ones(3))]
-    with pytest.raises(InputOutputError, match=rf"a\.h5: damaged .*: its state has a wrong value of {key}"):
+    with pytest.raises(InputOutputError, match=rf"a\.h5: damaged .*: its state has a wrong value for {key}"):
         save(path, world.single_rank_world().everyone, held, {key: value})
     assert not path.exists()
 
@@ -288,7 +288,7 @@ def test_a_type_that_is_not_marked_right(marked: bytes | None, world: World, tmp
         del file["/model/a"].attrs["dtype"]
         if marked is not None:
             file["/model/a"].attrs["dtype"] = np.bytes_(marked)
-    told = rf"a.h5: damaged .*: /model/a has type uint16, marked {marked and marked.decode()}"
+    told = rf"a.h5: damaged .*: /model/a has type uint16, but is marked as {marked and marked.decode()}"
     with pytest.raises(InputOutputError, match=told):
         read_state(path)
 
@@ -336,8 +336,8 @@ def test_not_ours(world: World, mpi_tmp_path: Path) -> None:
         (mpi_tmp_path, HpctrainError, "a folder, not a checkpoint file"),
         (text, HpctrainError, "not an HDF5 file"),
         (other, HpctrainError, "an HDF5 file, but not a checkpoint of hpctrain"),
-        (newer, HpctrainError, "checkpoint format 2, newer than the newest this hpctrain reads, 1"),
-        (unfinished, InputOutputError, "its writing was never completed"),
+        (newer, HpctrainError, "checkpoint format 2 is unsupported; this hpctrain reads formats up to 1"),
+        (unfinished, InputOutputError, "is incomplete, since writing it did not finish"),
         (linked, InputOutputError, "damaged"),
     ):
         for call in (

@@ -33,5 +33,5 @@ def test_files_that_hold_all_defaults_follow_where_the_values_are_those_of_the_d
 
 
 def test_a_file_without_a_deck_is_told() -> None:
-    with pytest.raises(HpctrainError, match="holds no deck"):
+    with pytest.raises(HpctrainError, match="contains no deck"):
         stored_deck_text({}, PATH)

@@ -134,7 +134,7 @@ def test_a_changed_token_ends_a_run_on_all_ranks(hpctrain: Launch, work: Path) -
     whole[place + 40] ^= 1
     (work / "changed.h5").write_bytes(whole)
     said = complaint(hpctrain(2, "run", "deck.toml", "--set", "data.tokens=changed.h5"), 3)
-    assert f"changed.h5: piece 1 of 1, tokens 0 to {count - 1}, is not what was written" in said
+    assert f"changed.h5: piece 1 of 1, tokens 0 to {count - 1}, is damaged" in said
 
 
 def test_checkpoints_and_folders_that_cannot_be_used(hpctrain: Launch, launch: Launch, work: Path) -> None:

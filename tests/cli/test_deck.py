@@ -181,13 +181,13 @@ def test_what_a_module_starts_from_is_looked_into(path: str) -> None:
     (pickled,) = of_module(path, f"model.from={home}/old")
     assert "save_file({name: each.clone()" in pickled and "AutoModel" not in pickled
     (alone,) = of_module(path, f"model.from={home}/old/pytorch_model.bin")
-    assert alone.endswith(" (model.from is the folder then, old)")
+    assert alone.endswith(" (then set model.from to the folder old)")
     torch.save(dict(torch.nn.Linear(2, 2).named_parameters()), home / "old" / "pytorch_model.bin")
     program = shlex.split(pickled.partition("them: ")[2])
     subprocess.run([sys.executable, *program[1:]], check=True, cwd=home)
     assert of_module(path, f"model.from={home}/old") == []
     (file,) = of_module(path, f"model.from={home}/old/model.safetensors")
-    assert "give the folder that it is in, old, in which it is model.safetensors" in file
+    assert "is a file; give its folder old, in which it must have the name model.safetensors" in file
 
 
 def test_a_module_is_called_with_something(path: str) -> None:

@@ -29,7 +29,7 @@ def test_there_and_back(folder: Path, launch: Launch, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("model.h5: gpt2, 11K parameters, ")
     assert done.stdout.endswith(
-        'without a tokenizer (it has no tokenizer.json); to train it, [model] from = "model.h5"\n'
+        'without a tokenizer (it has no tokenizer.json); to train it, set [model] from = "model.h5"\n'
     )
     done = launch(2, "-m", "hpctrain", "export", "model.h5", "ours", "--dtype=bf16", "--max-shard-size=10kB")
     assert (done.returncode, done.stderr) == (0, "")
@@ -90,10 +90,7 @@ def test_an_export_deletes_what_exports_left_alone(tmp_path: Path, folder: Path,
     (tmp_path / "empty").mkdir()
     done = launch(0, "-m", "hpctrain", "export", tmp_path / "ours.h5", ".", cwd=tmp_path / "empty")
     assert done.returncode == 2
-    assert (
-        done.stderr
-        == "hpctrain: error: .: has no name of its own that a new folder could take; name a new one\n"
-    )
+    assert done.stderr == "hpctrain: error: .: does not name a new folder; give the name of a new one\n"
     left = tmp_path / ".out.tmp"
     left.mkdir()
     (left / "model-00001-of-00009.safetensors").write_text("left over")

@@ -33,8 +33,8 @@ def test_what_is_left_out_is_said_once(launch: Launch, tmp_path: Path, ranks: in
     done = launch(ranks, "-c", PROGRAM, "out.h5", ".")
     assert done.returncode == 0, done.stderr
     assert "from 6 bytes in 1 file, " in done.stdout
-    assert done.stderr.count("left out by name: 1 file (c.png); --glob takes others\n") == 1
-    assert done.stderr.count("left out as binary: 1 file (b.txt); --binary takes such\n") == 1
+    assert done.stderr.count("left out by name: 1 file (c.png); --glob selects others\n") == 1
+    assert done.stderr.count("left out as binary: 1 file (b.txt); --binary reads them\n") == 1
     done = launch(0, "-c", PROGRAM, "out.h5", "b.txt", "--binary", "--force")
     assert done.returncode == 0, done.stderr
     assert TokenFile(tmp_path / "out.h5").read(0, 4).tolist() == [0, 1, 2, 256]

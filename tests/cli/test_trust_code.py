@@ -244,7 +244,7 @@ def test_verbs_without_modules_refuse_and_run_no_code(
 
 
 def test_scripts_run_stored_code_only_if_they_trust_it(folder: Path, finished: Path, marker: Path) -> None:
-    with pytest.raises(HpctrainError, match=r"tasks are unsupported for model.module"):
+    with pytest.raises(HpctrainError, match=r"its model is a user module"):
         hpctrain.load(folder / CHECKPOINT)
     world = single_world("cpu")
     checkpoint = hpctrain.open_checkpoint(folder / CHECKPOINT)

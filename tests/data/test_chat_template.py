@@ -180,7 +180,7 @@ def test_what_computes_without_end_is_one_sentence(text: str, monkeypatch: pytes
                 ("{% set f %}a", "{% endset %}, {{ f }}"),
             )
         ),
-        ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "x.jinja: calls itself too deeply"),
+        ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "x.jinja: recurses too deeply"),
     ],
 )
 def test_what_fails_is_one_sentence(tmp_path: Path, template: str, wanted: str) -> None:
@@ -196,10 +196,10 @@ def test_templates_that_are_not_there(tmp_path: Path) -> None:
         (
             None,
             "bytes",
-            "--tokenizer bytes has no chat template; --template takes chatml, llama3, plain, raw or",
+            "--tokenizer bytes: has no chat template; give --template chatml, llama3, plain, raw or",
         ),
         ("chatlm", "bytes", "--template chatlm: no such file (did you mean chatml?)"),
-        ("/none.jinja", "bytes", "no such file (it takes chatml, "),
+        ("/none.jinja", "bytes", "no such file (expected chatml, "),
         (None, str(bpe(tmp_path / "t")), "has no chat template"),
     ]:
         with pytest.raises(HpctrainError) as caught:

@@ -145,7 +145,7 @@ def test_a_template_that_looks_into_what_spells_special_tokens(folder: Path) -> 
     made = chat(folder, "{% for m in messages %}{{ m.content.split('m_end')[0] }}{% endfor %}")
     assert len(made.conversation(Conversation(talk("a<|im_start|>b", "c"))).ids)
     made = chat(folder, "{% for m in messages %}{{ m.content | length }}{% endfor %}")
-    with pytest.raises(HpctrainError, match=r"looks into what people say"):
+    with pytest.raises(HpctrainError, match=r"depends on message text"):
         made.conversation(Conversation(talk("a<|im_end|>b", "c")))
 
 
@@ -179,7 +179,7 @@ def test_a_turn_that_others_change(folder: Path) -> None:
         "hm now<|im_end|>",
     ]
     counted = "{% for m in messages %}{{ messages | length }}{{ m.content }}{% endfor %}"
-    with pytest.raises(HpctrainError, match=r"writes message 2 in another way .*generation"):
+    with pytest.raises(HpctrainError, match=r"renders message 2 differently .*generation"):
         chat(folder, counted).conversation(Conversation(talk("a", "b", "c", "d")))
 
 
@@ -233,8 +233,9 @@ def test_spellings_of_preferences_and_prompts() -> None:
         (conversation_of, [1], "is a list, not an object with `messages`, `conversations`"),
         (preference_of, "a", "is a str, not an object with `chosen` and `rejected`"),
         (prompt_of, 3, "is an int, not an object with `prompt` or `messages`"),
-        (conversation_of, {}, "has no conversation: `messages`, .* (it is empty)"),
-        (preference_of, {"prompt": "a", "chosen": "b\ud800", "rejected": "c"}, "has half a pair of UTF-16"),
+        (conversation_of, {}, "has no conversation: expected `messages`, .* (it is empty)"),
+        (preference_of, {"prompt": "a", "chosen": "b\ud800", "rejected": "c"},
+         "has an unpaired UTF-16 surrogate"),
         (conversation_of, {"text": "x"}, "(it has text)"),
         (conversation_of, {"messages": []}, "has no message in `messages`"),
         (conversation_of, {"messages": "x"}, "has a str, not a list of messages in `messages`"),
@@ -254,12 +255,12 @@ def test_spellings_of_preferences_and_prompts() -> None:
         (conversation_of, {"instruction": ["x"], "output": "x"}, "has a list in `instruction` or `input`"),
         (conversation_of, {"prompt": "x"}, "has no conversation"),
         (preference_of, {"chosen": "x"}, "has no `rejected` (it has chosen)"),
-        (preference_of, {"chosen": "x", "rejected": "y"}, "has no `prompt`, to which"),
+        (preference_of, {"chosen": "x", "rejected": "y"}, "has no `prompt`, which"),
         (preference_of, {"chosen": talk("a", "b"), "rejected": talk("c", "b")}, "do not begin with the same"),
         (preference_of, {"prompt": "p", "chosen": [{"role": "user", "content": "x"}], "rejected": "y"},
-         "has nothing that an assistant says in what is `chosen`"),
+         "has no assistant message in `chosen`"),
         (prompt_of, {"answer": "x"}, "has neither `prompt` nor `messages`"),
-        (prompt_of, {"prompt": talk("a", "b")}, "end with what an assistant says"),
+        (prompt_of, {"prompt": talk("a", "b")}, "has an assistant message at the end of `prompt`"),
     ],
 )  # fmt: skip
 def test_rows_that_mean_nothing(make: Any, row: Any, wanted: str) -> None:
@@ -290,7 +291,7 @@ def test_flags_of_messages_exclude_them(folder: Path, template: str, flags: dict
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ({"weight": 0.5}, "must be 0 or 1 (other weights are not supported)"),
+        ({"weight": 0.5}, "must be 0 or 1 (other weights are unsupported)"),
         ({"weight": [1]}, "must be 0 or 1"),
         ({"train": "no"}, "true or false"),
         ({"loss": {}}, "true or false"),

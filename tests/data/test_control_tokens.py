@@ -317,7 +317,7 @@ def test_a_wrong_eos_token_is_refused(tmp_path: Path, config: dict[str, Any], pr
         (
             "config",
             {"eos_token_id": 50256},
-            "eos_token_id = 50256: the tokenizer has no token 50256, which is",
+            "eos_token_id = 50256: token 50256 is not in the tokenizer, so it is",
         ),
         (
             "config",
@@ -327,11 +327,11 @@ def test_a_wrong_eos_token_is_refused(tmp_path: Path, config: dict[str, Any], pr
         ("config", {"bos_token_id": [1]}, "bos_token_id = [1] is ignored, since it must be a token id"),
         ("config", {"bos_token_id": -1}, "bos_token_id = -1 is ignored, since it must be a token id"),
         ("config", {"bos_token_id": 2}, "bos_token_id = 2 is '<unk>', but bos_token is '<bos>': chat templ"),
-        ("generation_config", {"eos_token_id": [0, 7]}, "token 7 is 'price', which is no special token"),
+        ("generation_config", {"eos_token_id": [0, 7]}, "token 7 is 'price', not a special token"),
         (
             "generation_config",
             {"eos_token_id": 1},
-            "eos_token_id = 1 is '<bos>', but eos_token is '<eos>': t",
+            "eos_token_id = 1 is '<bos>', but eos_token is '<eos>': generated t",
         ),
         ("tokenizer_config", {"eos_token": "<eos>", "bos_token": 3}, "bos_token = 3 is ignored, since it mu"),
     ],
@@ -358,7 +358,7 @@ def test_a_wrong_id_is_named_where_nothing_else_ends_a_document(tmp_path: Path) 
     folder = write_tokenizer(tmp_path, config={"eos_token_id": 50256})
     text = (folder / "tokenizer.json").read_text().replace("<eos>", "<end>")
     (folder / "tokenizer.json").write_text(text)
-    with pytest.raises(HpctrainError, match=r"config.json: eos_token_id = 50256: the tokenizer has no"):
+    with pytest.raises(HpctrainError, match=r"config.json: eos_token_id = 50256: token 50256 is not in the"):
         read_tokenizer(str(folder))
 
 

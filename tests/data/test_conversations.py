@@ -99,7 +99,7 @@ def test_conversations_lie_whole_in_sequences(folder: Path, length: int, pack: b
         assert source.count == len(expected)
     cut = [whole[0] for whole in by_hand(CHATS, 10**6) if len(whole[0]) > length]
     assert (source.packing.cut, source.packing.lost) == (len(cut), sum(len(each) - length for each in cut))
-    words = f"{len(cut)} longer than batch.sequence = {length} lose {source.packing.lost} tokens"
+    words = f"{len(cut)} longer than batch.sequence = {length} truncated by {source.packing.lost} tokens"
     assert (words in source.said("x")) == bool(cut)
 
 
@@ -193,8 +193,8 @@ def test_what_is_left_out_is_counted_and_told(world: World, tmp_path: Path) -> N
     (problem,) = token_problems(deck, open_entries(deck))
     assert problem.key == "batch.sequence"
     assert problem.sentence == (
-        f"in none of the 4 conversations of {tmp_path}/none.h5 does an answer begin within so many tokens, "
-        "so that there is nothing to learn (give a higher one)"
+        f"is too short: in the 4 conversations of {tmp_path}/none.h5, no answer begins within it, "
+        "so there is nothing to learn (increase it)"
     )
     assert not list(token_problems(deck_of("none", 64), open_entries(deck)))
 
@@ -212,7 +212,9 @@ def test_several_files_are_one(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         *files.files[0].learned(3, files.files[0].tokens - 3).tolist(),
         *files.files[1].learned(0, files.files[1].tokens - 2).tolist(),
     ]
-    with pytest.raises(HpctrainError, match=r"text.h5 holds text, .*chat.h5 chat; as one corpus"):
+    with pytest.raises(
+        HpctrainError, match=r"text.h5 holds text, but .*chat.h5 holds chat; all files of a corpus"
+    ):
         open_tokens(["chat.h5", "text.h5"], "data.tokens")
 
 
@@ -278,9 +280,7 @@ def test_pairs(folder: Path) -> None:
             assert micro.targets[2 * index + answer].tolist() == targets + [MASKED] * (24 - len(targets))
     assert bool((micro.targets[6:] == MASKED).all()) and source.others(7) == {"n": 7}
     short = PreferenceSource(file, 10, 0.25, "train")
-    assert short.left_out == 10 and "10 left out, which have nothing to answer in 10 tokens" in short.said(
-        "x"
-    )
+    assert short.left_out == 10 and "10 left out, whose answers begin beyond 10 tokens" in short.said("x")
     assert short.count == 16 and PreferenceSource(file, 10, 0.25, "validation").number(0) == 8
     order = PairedOrder(8, 3).at(np.arange(32))
     assert sorted(order[:16].tolist()) == sorted(order[16:].tolist()) == [*range(16)]
@@ -290,9 +290,9 @@ def test_pairs(folder: Path) -> None:
     assert tokens.tolist() == [ord("p")] * 10 and targets.tolist() == [MASKED] * 10
     tokens, targets = short.document(18)
     assert tokens.tolist() == [ord("p")] * 10 and targets.tolist() == [MASKED] * 9 + [ord("c")]
-    with pytest.raises(HpctrainError, match=r"of its 20 pairs 1 fit 1 tokens, .* none is left"):
+    with pytest.raises(HpctrainError, match=r"1 of its 20 pairs fit into 1 tokens, .* none is left"):
         PreferenceSource(file, 1, 0.5, "train")
-    with pytest.raises(HpctrainError, match=r"chat.h5: holds chat, where preferences are needed"):
+    with pytest.raises(HpctrainError, match=r"chat.h5: holds chat, expected preferences"):
         PreferenceSource(TokenFile(folder / "chat.h5"), 10, 0.0, "train")
 
 
@@ -345,9 +345,7 @@ def test_files_that_are_not_trained_on(folder: Path) -> None:
     assert described[0] != described[1]
     for name in ("preferences", "prompts"):
         (problem,) = problems(name)
-        assert problem.startswith("data.tokens: ") and f"holds {name}, in which no next token is" in problem
+        assert problem.startswith("data.tokens: ") and f"holds {name}, but objective.kind = " in problem
     (problem,) = problems("chat", "batch.sequence=4096")
-    assert (
-        "has 1 sequence of conversations, one of them held out, and there must be one to train on" in problem
-    )
+    assert "has 1 sequence of conversations, one of them held out, so none is left to train on" in problem
     assert not problems("chat", "batch.sequence=4096", "data.validation=0")

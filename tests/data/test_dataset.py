@@ -139,11 +139,11 @@ def test_arrays_become_tensors_of_their_format() -> None:
 
 
 WRONG = {
-    "shape": "item 4 has x of float32 [2, 3], but item 0 of float32 [3]",
-    "type": "item 4 has x of float64 [3], but item 0 of float32 [3]",
-    "keys": "item 4 has the keys index, on, share, x, y, but item 0 index, on, share, x",
+    "shape": "item 4 has x of float32 [2, 3], expected float32 [3] as in item 0",
+    "type": "item 4 has x of float64 [3], expected float32 [3] as in item 0",
+    "keys": "item 4 has the keys index, on, share, x, y, but item 0 has index, on, share, x",
     "list": "item 4 is a list, not a dict of arrays",
-    "text": "item 4 has x of type str, which is no array of numbers",
+    "text": "item 4 has x of type str, expected an array of numbers",
     "fails": "item 4 fails: ValueError: no such picture",
 }
 
@@ -165,13 +165,13 @@ def test_a_wrong_item_is_told(started: list[WorkerPool], kind: str, count: int) 
 @pytest.mark.parametrize(
     ("made_by", "told"),
     [
-        ("Empty", "sets.py:Empty gives a dataset that is empty"),
-        ("NoItems", "sets.py:NoItems gives a NoItems, which has no items by number (__getitem__)"),
-        ("number", "sets.py:number gives an int, which has no length (__len__)"),
+        ("Empty", "sets.py:Empty returns an empty dataset"),
+        ("NoItems", "sets.py:NoItems returns a NoItems, which does not support indexing (__getitem__)"),
+        ("number", "sets.py:number returns an int, which does not support len() (__len__)"),
         ("Nothing", "sets.py has no Nothing"),
-        ("half", "sets.py:half: its length fails: TypeError: 'float' object cannot be interpreted"),
-        ("negative", "sets.py:negative: its length fails: ValueError: __len__() should return >= 0"),
-        ("unknown", "sets.py:unknown: its length fails: RuntimeError: not yet"),
+        ("half", "sets.py:half: len() fails: TypeError: 'float' object cannot be interpreted"),
+        ("negative", "sets.py:negative: len() fails: ValueError: __len__() should return >= 0"),
+        ("unknown", "sets.py:unknown: len() fails: RuntimeError: not yet"),
         ("Unasked", "sets.py:Unasked: item 0 fails: TypeError: "),
     ],
 )
@@ -186,7 +186,7 @@ def test_what_is_no_dataset_is_told(made_by: str, told: str) -> None:
 @pytest.mark.parametrize(
     ("collate", "told"),
     [
-        ("short", r"data.collate: sets.py:short gives x of shape \[2\] for 1 items, not a row for each"),
+        ("short", r"data.collate: sets.py:short returns x of shape \[2\] for 1 items, expected one row"),
         ("broken", r"data.collate: sets.py:broken fails with items 0: KeyError: 'nothing'"),
         ("lonely", r"data.collate: sets.py:lonely fails with items 0: TypeError: lonely\(\) takes 0"),
     ],

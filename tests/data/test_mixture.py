@@ -111,10 +111,10 @@ def test_held_out_are_those_of_each_entry_in_its_share(trained: SplitDatasets) -
 
 
 def test_what_is_said(trained: SplitDatasets) -> None:
-    assert material_of(trained) == "a mixture of 3: 1.09K tokens"
+    assert material_of(trained) == "a mixture of 3 entries: 1.09K tokens"
     lines = mixture_lines(trained, 160)
-    assert lines[0] == "  a: 0.25 of all samples; 56 sequences of 701 tokens, taken 0.714 times"
-    assert lines[1].endswith("taken 4.17 times")
+    assert lines[0] == "  a: 0.25 of all samples; 56 sequences (701 tokens), 0.714 epochs"
+    assert lines[1].endswith(" 4.17 epochs")
 
 
 def test_other_files_or_weights_are_another_mixture(trained: SplitDatasets) -> None:

@@ -53,11 +53,11 @@ def test_what_is_cut_short_is_never_whole(world: World, tmp_path: Path, length: 
     whole = zstandard.ZstdCompressor().compress(random.Random(1).randbytes(20_000).hex().encode())
     (tmp_path / "a.txt.zst").write_bytes(whole[: int(length * len(whole))])
     with pytest.raises(
-        InputOutputError, match=r"a.txt.zst: is damaged or cut short \(it ends within a frame\)"
+        InputOutputError, match=r"a.txt.zst: is damaged or truncated \(it ends within a frame\)"
     ):
         prepared(world, tmp_path, "a.txt.zst")
     (tmp_path / "a.txt.zst").write_bytes(b"no such format")
-    with pytest.raises(InputOutputError, match=r"a.txt.zst: is damaged or cut short"):
+    with pytest.raises(InputOutputError, match=r"a.txt.zst: is damaged or truncated"):
         prepared(world, tmp_path, "a.txt.zst")
 
 
@@ -74,13 +74,13 @@ def test_parquet(world: World, tmp_path: Path) -> None:
         HpctrainError, match=r"a.parquet: has no column 'bodi' \(did you mean body\?\); see --field"
     ):
         list(table_texts(path, "bodi"))
-    with pytest.raises(HpctrainError, match=r"column 'number' is of int64, not of texts; see --field"):
+    with pytest.raises(HpctrainError, match=r"column 'number' has type int64, expected text; see --field"):
         prepared(world, tmp_path, "a.parquet", text_key="number")
     content = Path(path).read_bytes()
     Path(path).write_bytes(content[:-20])
     with pytest.raises(DamagedError):
         list(table_texts(path, "body"))
-    with pytest.raises(InputOutputError, match=r"a.parquet: is damaged or cut short"):
+    with pytest.raises(InputOutputError, match=r"a.parquet: is damaged or truncated"):
         prepared(world, tmp_path, "a.parquet", text_key="body")
 
 

@@ -147,14 +147,14 @@ def test_what_is_no_text_is_refused_unless_asked_for(world: World, mpi_tmp_path:
     assert found == [*data["a.txt"], 256]
     assert said == [
         f"left out as empty: 1 file ({folder / 'e.txt'})",
-        f"left out as binary: 2 files ({folder / 'c.md'}, {folder / 'd.txt'}); --binary takes such",
-        f"left out as not UTF-8: 2 files ({folder / 'b.txt'}, {folder / 'f.jsonl'}); --binary takes such",
+        f"left out as binary: 2 files ({folder / 'c.md'}, {folder / 'd.txt'}); --binary reads them",
+        f"left out as not UTF-8: 2 files ({folder / 'b.txt'}, {folder / 'f.jsonl'}); --binary reads them",
     ]
     with pytest.raises(HpctrainError) as caught:
         tokens("a.txt", "b.txt", "c.md")
     assert caught.value.problems == (
-        f"{folder / 'b.txt'}: is not UTF-8, no text to train on; --binary takes it",
-        f"{folder / 'c.md'}: is binary, no text to train on; --binary takes it",
+        f"{folder / 'b.txt'}: is not UTF-8, so it is not text; give --binary to read it",
+        f"{folder / 'c.md'}: is binary, so it is not text; give --binary to read it",
     )
     found, said = tokens(".", binary=True)
     raw = [data[name] for name in ("a.txt", "b.txt", "c.md", "d.txt")] + ["\ufffd\ufffd".encode()]
@@ -166,12 +166,12 @@ def test_what_is_no_text_is_refused_unless_asked_for(world: World, mpi_tmp_path:
     size = TokenFile(out).vocabulary
     assert size < 300
     assert said == [
-        f"--train-bpe 1000: the tokenizer has {size} tokens only, since the text has no more pairs to merge"
+        f"--train-bpe 1000: the tokenizer has only {size} tokens, since the text has no more pairs to merge"
     ]
     if world.rank == 0:
         (folder / "a.txt").unlink()
     world.everyone.barrier()
-    with pytest.raises(HpctrainError, match="there is no text in it"):
+    with pytest.raises(HpctrainError, match="no text found"):
         tokens(".")
 
 
@@ -217,13 +217,13 @@ def test_mistakes_are_everyones(world: World, mpi_tmp_path: Path) -> None:
 
     for training in (None, 300):
         first, second = problems(2, "bad.jsonl", train_bpe=training)
-        assert "bad.jsonl:41: the line is no JSON" in first
-        assert "bad.jsonl:42: there is no text under 'text'; see --field" in second
-    assert "cut short gzip" in problems(3, "cut.txt.gz")[0]
+        assert "bad.jsonl:41: is not JSON" in first
+        assert "bad.jsonl:42: has no text under 'text'; see --field" in second
+    assert "is damaged or truncated gzip" in problems(3, "cut.txt.gz")[0]
     assert "no such file or folder" in problems(3, "none.txt")[0]
     assert "no file in this folder matches" in problems(2, "empty")[0]
-    assert "there is no text in it" in problems(2, "empty.txt")[0]
-    assert "there is no text in it" in problems(2, "blank.jsonl")[0]
+    assert "no text found" in problems(2, "empty.txt")[0]
+    assert "no text found" in problems(2, "blank.jsonl")[0]
     assert "no such file" in problems(3, "bad.jsonl", tokenizer=str(mpi_tmp_path / "none.json"))[0]
     assert "conflicts with --tokenizer" in problems(2, "bad.jsonl", tokenizer="x.json", train_bpe=300)[0]
     assert "conflicts with --tokenizer" in problems(2, "bad.jsonl", tokenizer="bytes", train_bpe=300)[0]
@@ -241,14 +241,12 @@ def test_files_named_twice_and_the_output_itself(world: World, mpi_tmp_path: Pat
     said: list[str] = []
     prepare(world, out, [name, other, again, name], say=said.append)
     assert TokenFile(out).read(0, 4).tolist() == [97, 256, 98, 256]
-    assert said == ([f"{name}: is named more than once, and read once"] if world.rank == 0 else [])
+    assert said == ([f"{name}: is given more than once, but read once"] if world.rank == 0 else [])
     prepare(world, out, [str(mpi_tmp_path)], replace=True, say=said.append)
     for paths in ([str(out)], [name, str(out), str(out)]):
         with pytest.raises(HpctrainError) as caught:
             prepare(world, out, paths, replace=True)
-        assert set(caught.value.problems) == {
-            f"{out}: is OUT itself, which is to be made (give it another name)"
-        }
+        assert set(caught.value.problems) == {f"{out}: is OUT, the file to write (give another name for OUT)"}
     assert TokenFile(out).tokens == 4
 
 
@@ -261,7 +259,7 @@ def test_half_of_a_pair_is_no_text(world: World, mpi_tmp_path: Path, bpe: int | 
     world.everyone.barrier()
     with pytest.raises(HpctrainError) as caught:
         prepare(world, out, [name], train_bpe=bpe)
-    sentence = "there is text that is not UTF-8 (U+D800); --binary takes it"
+    sentence = "has text that is not UTF-8 (U+D800); give --binary to read it"
     assert caught.value.problems == (f"{name}:2: {sentence}",)
     prepare(world, out, [name], train_bpe=bpe, binary=True)
     file = TokenFile(out)

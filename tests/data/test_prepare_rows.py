@@ -113,20 +113,20 @@ def test_what_is_said(world: World, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "a.jsonl", rows)
     spelled, left, made = said_of(world, tmp_path / "o.h5", source, kind="chat", template="chatml")
     assert "tokens of 3 conversations, 99 of them learned, vocabulary 257" in made
-    assert left == f"left out 2 conversations, in which no assistant says anything ({source}:4, {source}:5)"
-    words = (
-        "--template chatml: <|im_end|> or <|im_start|> is no token of the vocabulary, but text, which anybody"
+    assert (
+        left == f"left out 2 conversations, in which there is no assistant message ({source}:4, {source}:5)"
     )
-    assert spelled == f"{words} can spell"
+    words = "--template chatml: <|im_end|> or <|im_start|> is not in the vocabulary, so text of messages"
+    assert spelled == f"{words} can imitate it"
     pairs = [{"prompt": "a", "chosen": "b", "rejected": "b"}, *PAIRS[:2]]
     source = write_rows(tmp_path / "p.jsonl", pairs)
     left, made = said_of(world, tmp_path / "p.h5", source, kind="preferences", template="plain")
     assert left == f"left out 1 pair, whose answers are equal ({source}:1)" and "of 2 pairs, " in made
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"kind": "chat", "train_bpe": 300}, "--train-bpe: is for text, and does not go with --chat"),
+        ({"kind": "chat", "train_bpe": 300}, "--train-bpe conflicts with --chat"),
         ({"template": "plain"}, "--template requires --chat, --preferences or --prompts"),
-        ({"kind": "prompts", "binary": True}, "--binary: is for text, and does not go with --prompts"),
-        ({"kind": "chat"}, "has no chat template; --template takes"),
+        ({"kind": "prompts", "binary": True}, "--binary conflicts with --prompts"),
+        ({"kind": "chat"}, "has no chat template; give --template"),
     ]
     for choices, wanted in refused:
         with pytest.raises(HpctrainError) as caught:
@@ -138,25 +138,25 @@ def test_what_is_said(world: World, tmp_path: Path) -> None:
     ("kind", "lines", "wanted"),
     [
         ("chat", ['{"messages": [{"content": "x"}]}'], ":1: message 1 of 1 has no `role`"),
-        ("chat", ["", '{"messages"'], ":2: the line is no JSON"),
+        ("chat", ["", '{"messages"'], ":2: is not JSON"),
         ("chat", ['{"prompt": "a", "response": "b"}', "3"], ":2: is an int, not an object"),
         (
             "chat",
             ['{"prompt": "a", "response": "b"}', "[" * 100_000],
-            ":2: the line is no JSON that can be read",
+            ":2: is not JSON that can be read",
         ),
         (
             "chat",
             ['{"messages": [{"role": "user", "content": "x"}]}'],
-            "there is no conversation in which an",
+            "no conversation with an assistant message found",
         ),
-        ("chat", ["\n\n"], "there is no conversation in which an assistant speaks in it"),
-        ("chat", [], "there is nothing in it"),
-        ("prompts", ["", ""], "there is no prompt in it"),
+        ("chat", ["\n\n"], "no conversation with an assistant message found"),
+        ("chat", [], "no rows found"),
+        ("prompts", ["", ""], "no prompt found"),
         (
             "preferences",
             ['{"prompt": "a", "chosen": "b", "rejected": "b"}'],
-            "there is no pair of two answers",
+            "no pair of different answers found",
         ),
         (
             "preferences",

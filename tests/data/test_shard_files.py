@@ -128,7 +128,7 @@ def test_what_was_killed_goes_on(world: World, tmp_path: Path, kind: str, number
     assert len(named) == {"named": number - 1, "removed": 9}.get(kind, 0)
     done = subprocess.run([*run, "no", "0"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("goes on where it was ended: ")
+    assert done.stdout.startswith("continues an interrupted run: ")
     paths = [str(tmp_path / name) for name in ("a.jsonl", "b.txt", "c.jsonl")]
     prepare(world.single_rank_world(), tmp_path / "one.h5", paths)
     same(open_tokens([str(tmp_path / "out-*.h5")], "data.tokens"), TokenFile(tmp_path / "one.h5"))

@@ -64,7 +64,7 @@ def test_what_names_no_files(folder: Path) -> None:
     with pytest.raises(InputOutputError, match=r"^data.tokens = no\*: no file matches this pattern$"):
         token_paths(["no*"], "data.tokens")
     with pytest.raises(
-        HpctrainError, match=r"^data.tokens: ./a.h5 is named twice, as a.h5: each file is read"
+        HpctrainError, match=r"^data.tokens: ./a.h5 is given twice \(also as a.h5\); give each file once"
     ):
         token_paths(["a.h5", "./a.h5"], "data.tokens")
     with pytest.raises(InputOutputError) as caught:
@@ -79,7 +79,7 @@ def test_files_of_other_tokenizers_are_refused(world: World, folder: Path) -> No
     Path("long.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
     prepare(world.single_rank_world(), Path("bpe.h5"), ["long.txt"], train_bpe=270)
     with pytest.raises(
-        HpctrainError, match=r"its tokenizer is not that of data.tokens = a.h5: it is BPE"
+        HpctrainError, match=r"its tokenizer is not that of data.tokens = a.h5: BPE"
     ) as caught:
         open_tokens(["a.h5", "b.h5", "bpe.h5"], "data.tokens")
     assert len(caught.value.problems) == 1 and caught.value.exit_code == 2
@@ -106,6 +106,6 @@ def test_a_file_in_two_entries_is_refused(folder: Path) -> None:
     with pytest.raises(HpctrainError) as caught:
         open_entries(deck)
     (sentence,) = caught.value.problems
-    assert sentence.startswith('data.mixture: b.h5: entries "all" and "b" both name it')
+    assert sentence.startswith('data.mixture: b.h5: entries "all" and "b" both contain it')
     apart = entries.replace("*.h5", "[ac].h5")
     assert vocabulary_of(parse_deck(SMALL, ["data.tokens=", f"data.mixture={apart}"])) == 257

@@ -96,9 +96,9 @@ def test_what_is_left_out_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     sources, left = find_sources(["."], [], without=[Path("out.h5")])
     assert [source.path for source in sources] == ["a.txt"]
     assert left.lines() == [
-        "left out by name: 4 files (b.log, bad??[1m.bin ...); --glob takes others",
+        "left out by name: 4 files (b.log, bad??[1m.bin ...); --glob selects others",
         "left out as hidden: 2 files (.git, d/.y.txt)",
-        "left out as no regular file: 2 files (lost.txt, pipe.txt)",
+        "left out as not regular: 2 files (lost.txt, pipe.txt)",
         "left out as empty: 1 file (empty.md)",
     ]
     # What is named is not left out, wherever it was seen before.
@@ -106,5 +106,5 @@ def test_what_is_left_out_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [(source.path, source.named) for source in sources][-2:] == [("d/c.bin", True), ("d/e.bin", False)]
     assert left.lines()[-2:] == ["--glob *.none: no file matches", "--glob x/*: no file matches"]
     assert find_sources(["a.txt"], ["*.none"])[1].lines() == []
-    with pytest.raises(HpctrainError, match=r"pipe.txt: is no regular file"):
+    with pytest.raises(HpctrainError, match=r"pipe.txt: is not a regular file"):
         find_sources(["pipe.txt"], [])

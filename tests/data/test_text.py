@@ -147,7 +147,7 @@ def test_lists_of_json_are_rows(
         text for piece in pieces for text, _ in read_piece(piece, "text", lambda e: complaints.append(str(e)))
     ]
     assert texts == [row["text"] for row in rows[1:9] if isinstance(row, dict)]
-    assert complaints[0].startswith(f"{path}: entry 10: there is no text under 'text'")
+    assert complaints[0].startswith(f"{path}: entry 10: has no text under 'text'")
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.ndjson", "a.jsonlines", "a.JSONL"])
@@ -161,12 +161,12 @@ def test_lines_of_json_under_any_usual_name(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        ('[{"a": 1}, {"a": }]', "entry 2 is no JSON (Expecting value)"),
+        ('[{"a": 1}, {"a": }]', "entry 2 is not JSON (Expecting value)"),
         ('[{"a": 1}, ', "entry 2 is missing: the list has no end"),
         ('[{"a": 1}', "entry 2 is missing: the list has no end"),
-        (f"[1, {'[' * 100_000}", "entry 2 is no JSON that can be read (nested too deeply)"),
-        (f"[1, {'9' * 5000}]", "entry 2 is no JSON that can be read (a number has too many digits)"),
-        ('{\n "a": 1\n}', "is a single JSON value: it must be a JSON list of rows, or have one row per line"),
+        (f"[1, {'[' * 100_000}", "entry 2 is not JSON that can be read (nested too deeply)"),
+        (f"[1, {'9' * 5000}]", "entry 2 is not JSON that can be read (a number has too many digits)"),
+        ('{\n "a": 1\n}', "is a single JSON value; expected a JSON list of rows, or one row per line"),
     ],
 )
 def test_bad_lists_are_one_sentence(tmp_path: Path, data: str, told: str) -> None:
@@ -187,7 +187,7 @@ def test_bad_lines_are_named(tmp_path: Path, size: int) -> None:
         complaints: list[str] = []
         assert documents(path, size, complaints) == ["a", "b"]
         assert [text.split(": ")[0] for text in complaints] == [f"{path}:{line}" for line in (2, 4, 5, 6)]
-        assert "is no JSON" in complaints[1]
+        assert "is not JSON" in complaints[1]
         assert "--field" in complaints[0]
 
 
@@ -200,7 +200,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             read_piece(TextPiece(TextSource(str(path), len(data)), 0, len(data), 100), "text", errors.append)
         )
         assert len(errors) == 1
-        assert f"{path}: is damaged or cut short gzip" in str(errors[0])
+        assert f"{path}: is damaged or truncated gzip" in str(errors[0])
     errors = []
     list(read_piece(TextPiece(TextSource(str(tmp_path / "gone.txt"), 10), 0, 10, 10), "text", errors.append))
     short = write(tmp_path / "short.txt", "abc")

@@ -130,7 +130,7 @@ def test_prepare_goes_on(world: World, tmp_path: Path, monkeypatch: pytest.Monke
     begun.clear()
     most = 1000
     prepare(alone, out, paths, piece_bytes=500, say=said.append)
-    assert said == ["goes on where it was ended: 8 of 10 pieces of text are tokens"] and len(begun) == 2
+    assert said == ["continues an interrupted run: 8 of 10 pieces of text are tokenized"] and len(begun) == 2
     file = TokenFile(out)
     assert file.fingerprint == whole.fingerprint and file.documents == 101
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.jsonl", "out.h5", "whole.h5"]
@@ -152,7 +152,7 @@ def test_a_wrong_line_is_told_again(world: World, tmp_path: Path, monkeypatch: p
     with pytest.raises(KilledError):
         prepare(world.single_rank_world(), tmp_path / "out.h5", [str(rows)], piece_bytes=500)
     monkeypatch.setattr(preparation, "read_piece", read)
-    with pytest.raises(HpctrainError, match=r"b.jsonl:1: the line is no JSON"):
+    with pytest.raises(HpctrainError, match=r"b.jsonl:1: is not JSON"):
         prepare(world.single_rank_world(), tmp_path / "out.h5", [str(rows)], piece_bytes=500)
 
 
@@ -182,5 +182,5 @@ prepare.prepare(World.start("cpu"), Path("out.h5"), ["a.txt"], piece_bytes=1000,
     ]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "goes on where it was ended: 2 of 10 pieces of text are tokens\n"
+    assert done.stdout == "continues an interrupted run: 2 of 10 pieces of text are tokenized\n"
     assert TokenFile(tmp_path / "out.h5").tokens == 10001

@@ -50,26 +50,26 @@ def test_what_makes_other_ids_is_told() -> None:
     extra = {**content["added_tokens"][0], "id": 275, "content": "<pad>"}
     plain = {**extra, "special": False}
     for other, words in {
-        changed(model__vocab=swapped): "2 of the 275 ids that both have stand for other tokens, the first is",
-        changed(model__merges=merges[::-1]): "pairs are merged in another order",
-        changed(model__byte_fallback=True): "byte_fallback is false, there true",
-        changed(normalizer={"type": "NFC"}): "the normalizer is another one",
+        changed(model__vocab=swapped): "2 of the 275 common ids stand for different tokens, the first is",
+        changed(model__merges=merges[::-1]): "the order of merges differs",
+        changed(model__byte_fallback=True): "byte_fallback is false instead of true",
+        changed(normalizer={"type": "NFC"}): "the normalizer differs",
         changed(
             pre_tokenizer={**content["pre_tokenizer"], "add_prefix_space": True}
-        ): "the pre_tokenizer is another one",
+        ): "the pre_tokenizer differs",
         changed(
             added_tokens=[*content["added_tokens"], extra]
-        ): '1 ids are there alone, the first is 275 ("<pad>")',
+        ): '1 ids are missing, the first is 275 ("<pad>")',
         changed(
             added_tokens=[*content["added_tokens"], plain]
-        ): "other added tokens are looked for in the text",
+        ): "the added tokens that text is searched for differ",
     }.items():
         found = tokenizer_difference(BPE, other)
         assert words in found, found
         assert tokenizer_difference(other, BPE), words
     assert tokenizer_difference("bytes", BPE).startswith(
-        "it is bytes of 257 tokens, there BPE of 275 tokens: 257 of the 257 ids that both have stand for "
-        'other tokens, the first is 0 ("\\u0100", there "<|endoftext|>"); 18 ids are there alone, '
+        "bytes of 257 tokens instead of BPE of 275 tokens: 257 of the 257 common ids stand for "
+        'different tokens, the first is 0 ("\\u0100" instead of "<|endoftext|>"); 18 ids are missing, '
     )
 
 
@@ -85,11 +85,11 @@ def test_scores_of_a_unigram_model_count() -> None:
         )
 
     assert tokenizer_difference(unigram(-2.0), unigram(-2.0) + " ") == ""
-    assert tokenizer_difference(unigram(-2.0), unigram(-2.5)).endswith("tokens have other scores")
+    assert tokenizer_difference(unigram(-2.0), unigram(-2.5)).endswith("the scores of tokens differ")
 
 
 def test_what_is_no_tokenizer_is_named() -> None:
-    with pytest.raises(HpctrainError, match="there: is no `tokenizers` JSON"):
+    with pytest.raises(HpctrainError, match="there: is not a `tokenizers` JSON"):
         tokenizer_difference(BPE, "{}", "here", "there")
-    with pytest.raises(HpctrainError, match="here: is no `tokenizers` JSON"):
+    with pytest.raises(HpctrainError, match="here: is not a `tokenizers` JSON"):
         tokenizer_difference("{}", BPE, "here", "there")

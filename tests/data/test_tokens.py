@@ -121,7 +121,7 @@ def test_damage_is_located(path: Path) -> None:
     with pytest.raises(InputOutputError) as caught:
         TokenFile(path, key="file").verify()
     assert list(caught.value.problems) == [
-        f"file = {path}: piece {piece} of 4, tokens {span}, is not what was written (wrong checksum); "
+        f"file = {path}: piece {piece} of 4, tokens {span}, is damaged (wrong checksum); "
         "copy or prepare the file again"
         for piece, span in ((2, "16 to 31"), (4, "48 to 58"))
     ]
@@ -140,20 +140,20 @@ def test_what_is_no_token_file(path: Path, tmp_path: Path, monkeypatch: pytest.M
         return problem
 
     none = tmp_path / "none.h5"
-    assert f"no such file; `hpctrain prepare {none} TEXT` makes one" in sentence(none)
+    assert f"no such file; create it with `hpctrain prepare {none} TEXT`" in sentence(none)
     monkeypatch.chdir(tmp_path)
-    assert f"no such file (looked for {none}, relative to where this was started); " in sentence(
+    assert f"no such file (looked for {none}, relative to the working directory); " in sentence(
         Path("none.h5")
     )
     assert "is a folder" in sentence(tmp_path)
-    assert "is no token file" in sentence(tmp_path / "0.txt")
+    assert "is not a token file" in sentence(tmp_path / "0.txt")
     (tmp_path / "empty.h5").touch()
-    assert "is no token file" in sentence(tmp_path / "empty.h5")
+    assert "is not a token file" in sentence(tmp_path / "empty.h5")
     with h5py.File(tmp_path / "other.h5", "w") as other:
         other["tokens"] = np.arange(5)
-    assert "no token file of ours" in sentence(tmp_path / "other.h5")
+    assert "is an HDF5 file, but not a token file" in sentence(tmp_path / "other.h5")
     for name, value, wanted in [
-        ("version", 3, "version 3; this hpctrain reads up to 2"),
+        ("version", 3, "version 3, but this hpctrain reads versions up to 2"),
         ("vocabulary", 300, "header has a wrong checksum"),
         ("tokens", 58, "header has a wrong checksum"),
         ("source", np.bytes_(b"elsewhere"), "header has a wrong checksum"),
@@ -185,7 +185,7 @@ def test_pieces_are_verified_when_they_are_read(path: Path) -> None:
     file.read(32, 27)
     for start, count in ((16, 1), (31, 1), (0, 59), (10, 7), (31, 2)):
         for _ in range(2):  # what was refused once is not trusted the next time
-            with pytest.raises(InputOutputError, match=r"piece 2 of 4, tokens 16 to 31, is not what was"):
+            with pytest.raises(InputOutputError, match=r"piece 2 of 4, tokens 16 to 31, is damaged"):
                 file.read(start, count)
 
 
@@ -282,7 +282,7 @@ def test_document_ends_out_of_order_are_refused(
     rewrite_header(path, document_ends_checksum=zlib.crc32(ends.data))
     file = TokenFile(path)
     for use in (file.document_ends, lambda: file.document_end(0), file.verify):
-        with pytest.raises(InputOutputError, match=r"tokens\.h5: .*boundaries do not rise from 0 to"):
+        with pytest.raises(InputOutputError, match=r"tokens\.h5: .*boundaries do not increase from 0 to"):
             use()
 
 

@@ -41,11 +41,14 @@ def test_a_row_of_weight_0_is_left_out(world: World, tmp_path: Path, kind: str, 
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
-        ({"weight": 0.5}, "ignored weight, since every row whose weight is not 0 counts the same"),
+        ({"weight": 0.5}, "ignored weight, since all rows with a weight above 0 count the same"),
         ({"images": ["a.png"]}, "ignored images, since only text is used"),
-        ({"train_on_prompt": True}, "ignored train_on_prompt, since only what an assistant says is learned"),
+        ({"train_on_prompt": True}, "ignored train_on_prompt, since only assistant messages are learned"),
         ({"input_ids": [1, 2]}, "ignored input_ids, since tokens are made from the text"),
-        ({"chat_template_kwargs": {"a": 1}}, "ignored chat_template_kwargs, since chat templates do not get"),
+        (
+            {"chat_template_kwargs": {"a": 1}},
+            "ignored chat_template_kwargs, since chat templates do not receive",
+        ),
         ({"history": [["a", "b"]]}, "ignored history, since the list of messages is the whole conversation"),
     ],
 )
@@ -63,7 +66,7 @@ def test_keys_of_messages_without_effect_are_said_once(world: World, tmp_path: P
     rows = [{"messages": asked}, {"conversations": NEMO, "type": "VALUE_TO_TEXT"}, {"messages": called}]
     said, _ = said_of(world, tmp_path, rows)
     assert [line.partition(", since")[0] for line in said] == [
-        "ignored train = true of other roles than the assistant",
+        "ignored train = true in messages of other roles",
         "ignored label of messages",
         "ignored role = function_call",
     ]
@@ -73,8 +76,11 @@ def test_keys_of_messages_without_effect_are_said_once(world: World, tmp_path: P
     ("row", "reason"),
     [
         ({"messages": FOUR, "train": False}, "whose train is false"),
-        ({"prompt": "a", "completion": "b", "label": False}, "whose answer is not wanted (label is false)"),
-        ({"messages": FOUR, "kto_tag": False}, "whose answer is not wanted (kto_tag is false)"),
+        (
+            {"prompt": "a", "completion": "b", "label": False},
+            "whose answer is marked as bad (label is false)",
+        ),
+        ({"messages": FOUR, "kto_tag": False}, "whose answer is marked as bad (kto_tag is false)"),
         (
             {"messages": [FOUR[0], {**FOUR[1], "masked": True}]},
             "in which every answer is excluded",
@@ -91,14 +97,14 @@ def test_rows_that_exclude_themselves_are_left_out(
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({"weight": -1}, "has weight = -1: must be a number that is not negative"),
-        ({"weight": "0"}, 'has weight = "0": must be a number'),
-        ({"weight": float("nan")}, "has weight = NaN: must be a number"),
+        ({"weight": -1}, "has weight = -1: must be a non-negative number"),
+        ({"weight": "0"}, 'has weight = "0": must be a non-negative number'),
+        ({"weight": float("nan")}, "has weight = NaN: must be a non-negative number"),
         ({"mask": "Assistant"}, 'has mask = "Assistant": must be a role other than the assistant'),
         ({"mask": [0, 1]}, "has mask = [0, 1]: must be a role other than the assistant"),
         (
             {"completion_mask": [0, 1]},
-            "has completion_mask: whether tokens are learned cannot be",
+            "has completion_mask: masks of tokens are unsupported",
         ),
         ({"mask_history": "yes"}, 'has mask_history = "yes": must be true or false'),
     ],
@@ -147,7 +153,7 @@ def test_flags_in_preferences() -> None:
     pair = preference_of(row)
     assert pair.chosen.learned == [4] and pair.rejected.learned == [2]
     assert [message["content"] for message in pair.chosen.messages] == ["s", "a", "first", "b", "second"]
-    with pytest.raises(HpctrainError, match="excludes all that an assistant says in what is `chosen`"):
+    with pytest.raises(HpctrainError, match="excludes every assistant message in `chosen`"):
         preference_of({**row, "chosen": [excluded]})
 
 
@@ -180,5 +186,5 @@ def test_history_and_system_belong_to_the_conversation() -> None:
 def test_tools_may_be_a_text_of_json() -> None:
     assert conversation_of({"messages": FOUR, "tools": '[{"name": "f"}]'}).tools == [{"name": "f"}]
     assert conversation_of({"messages": FOUR, "tools": ""}).tools is None
-    with pytest.raises(HpctrainError, match="has a text in `tools` that is no JSON"):
+    with pytest.raises(HpctrainError, match="has a text in `tools` that is not JSON"):
         conversation_of({"messages": FOUR, "tools": "[f"})

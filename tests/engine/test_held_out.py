@@ -101,7 +101,7 @@ def test_files_that_do_not_do(world: World, mpi_tmp_path: Path) -> None:
     table = 'evaluation=[{name = "x", tokens = "C"}]'.replace("C", str(mpi_tmp_path / "c.h5"))
     deck = deck_of(world, mpi_tmp_path, table)
     with pytest.raises(
-        HpctrainError, match="its tokenizer differs from that of the training data: it is"
+        HpctrainError, match="its tokenizer differs from that of the training data: BPE of"
     ) as caught:
         opened(world, deck)
     assert foreseen(deck) == list(caught.value.problems)

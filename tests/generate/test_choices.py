@@ -168,7 +168,9 @@ def test_what_is_no_prompt(tmp_path: Path) -> None:
     assert told(b"", file="") == ("--prompt-file /x: is empty; leave it out to start a document",)
     assert told(b"\n", file="") == ("--prompt-file /x: is empty; leave it out to start a document",)
     assert told(b"a\xff", file="") == ("--prompt-file /x: is not UTF-8 text (byte 1)",)
-    assert told(b"\n", json_lines="") == ('--json-lines /x: has no prompts, such as {"prompt": "..."}',)
+    assert told(b"\n", json_lines="") == (
+        '--json-lines /x: has no prompts (expected lines such as {"prompt": "..."})',
+    )
     assert told(b'{"prompt": ""}\nabc\n3\n{"prompt": null}\n[1]', json_lines="") == (
         '--json-lines /x, line 1: its prompt is empty; leave "prompt" out to start a document',
         '--json-lines /x, line 2: is not JSON: abc (expected {"prompt": "..."})',

@@ -105,17 +105,17 @@ def test_every_option_is_that_of_the_command(world: World, tmp_path: Path) -> No
 OPTIONS: dict[str, dict[str, Any]] = {
     "stop: must not be empty": {"stop": ""},
     "prompt: is not UTF-8 text": {"prompt": "a\ud800"},
-    "stop: is to have texts, not an int": {"stop": ["a", 3]},
-    "stop: is to be a text, or several, not an int": {"stop": 3},
-    "prompt: is to be a text, or several, not None": {"prompt": None},
-    "prompt: is to have texts, not None": {"prompt": ["a", None]},
+    "stop: expected texts, but got an int": {"stop": ["a", 3]},
+    "stop: expected a text or a list of texts, but got an int": {"stop": 3},
+    "prompt: expected a text or a list of texts, but got None": {"prompt": None},
+    "prompt: expected texts, but got None": {"prompt": ["a", None]},
     "repetition_penalty = 0: must be above 0": {"repetition_penalty": 0},
     "min_p = 2: must be from 0": {"min_p": 2},
-    "min_p: is to be a number, not a str": {"min_p": "a"},
-    "top_k: is to be a whole number, not a float": {"top_k": 1.5},
-    "temperature: is to be a number, not None": {"temperature": None},
-    r"stops: nothing of that name is taken \(did you mean stop\?\)": {"stops": "a"},
-    r"beams: nothing of that name is taken \(tokens, temperature, ": {"beams": 3},
+    "min_p: expected a number, but got a str": {"min_p": "a"},
+    "top_k: expected a whole number, but got a float": {"top_k": 1.5},
+    "temperature: expected a number, but got None": {"temperature": None},
+    r"stops: unknown \(did you mean stop\?\)": {"stops": "a"},
+    r"beams: unknown \(expected tokens, temperature, ": {"beams": 3},
 }
 
 
@@ -134,15 +134,15 @@ def test_an_option_that_will_not_do_is_told(told: str, bare: Path) -> None:
 
 
 TOKENS: dict[str, Any] = {
-    "are more than the 32 that": [0] * 33,
-    "320 is none of the 320": [[3, 320]],
-    "-1 is none of the 320": np.array([-1]),
-    "whole numbers, not float32": [0.5],
-    "rows of the same length, not a list": [[1], [1, 2]],
-    "rows of the same length, not a str": "abc",
-    r"shape \[s\] or \[b, s\], not \[1, 1, 1\]": [[[1]]],
-    "tokens: are empty; give": torch.zeros(0, dtype=torch.int64),
-    "tokens: are empty; give at least": [],
+    r"a row has 33, but the window of the model \(batch.sequence\) has 32": [0] * 33,
+    r"token id 320 is out of range \[0, 320\)": [[3, 320]],
+    r"token id -1 is out of range \[0, 320\)": np.array([-1]),
+    "whole numbers, but got float32": [0.5],
+    "rows of the same length, but got a list": [[1], [1, 2]],
+    "rows of the same length, but got a str": "abc",
+    r"shape \[s\] or \[b, s\], but got \[1, 1, 1\]": [[[1]]],
+    "^tokens: must not be empty": torch.zeros(0, dtype=torch.int64),
+    "tokens: must not be empty": [],
 }
 
 
@@ -154,7 +154,7 @@ def test_what_will_not_do_is_told(world: World, tmp_path: Path, monkeypatch: pyt
             model.logits(tokens)
     with pytest.raises(HpctrainError, match=r"^tokens = 0: must be at least 1\ntop_p = 2: must be above 0"):
         model.generate(tokens=0, top_p=2)
-    with pytest.raises(HpctrainError, match="holds no tokenizer"):
+    with pytest.raises(HpctrainError, match="contains no tokenizer"):
         model.generate("a")
     with pytest.raises(InputOutputError, match="no such run folder or checkpoint"):
         hpctrain.load(tmp_path / "b.h5")
@@ -163,7 +163,7 @@ def test_what_will_not_do_is_told(world: World, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(loaded, "_SMALL_BYTES", 0)
     monkeypatch.setattr(loaded, "obtainable_bytes", lambda _: 5000)
     with pytest.raises(
-        HpctrainError, match=r"the logits of \[2, 8\] need 20.5 kB, and 5 kB of memory are free"
+        HpctrainError, match=r"the logits of \[2, 8\] need 20.5 kB, but 5 kB of memory are free"
     ):
         model.logits([[0] * 8] * 2)
 

@@ -140,7 +140,7 @@ def test_an_error_of_the_last_stage_is_that_of_all(world: World, compiled: Layer
     kept = [parameter.clone() for parameter in part.parameters()]
     for parameter in part.parameters():
         parameter.data.mul_(1e30)
-    with pytest.raises(HpctrainError, match="logits are not finite, so that nothing can be drawn"):
+    with pytest.raises(HpctrainError, match="logits are not finite, so no token can be sampled"):
         grown_by(part)
     for parameter, values in zip(part.parameters(), kept, strict=True):
         parameter.data.copy_(values)

@@ -220,9 +220,9 @@ def test_every_wrong_option_is_told_at_once(world: World, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("state", "sentence"),
     [
-        ({"tokenizer": None}, "a.h5: holds no tokenizer"),
-        ({"tokenizer": "{}"}, "a.h5: tokenizer: is no `tokenizers` JSON"),
-        ({"deck": None}, "a.h5: holds no deck"),
+        ({"tokenizer": None}, "a.h5: contains no tokenizer"),
+        ({"tokenizer": "{}"}, "a.h5: tokenizer: is not a `tokenizers` JSON"),
+        ({"deck": None}, "a.h5: contains no deck"),
         ({"deck": "[model]\nlayerz = 3"}, "a.h5, its deck:2: "),
     ],
 )
@@ -338,9 +338,13 @@ def test_ranks_that_cannot_split_the_model_are_told(world: World, mpi_tmp_path: 
 
 
 def test_several_texts_that_would_be_the_same_are_refused() -> None:
-    with pytest.raises(HpctrainError, match="--samples 2: --temperature 0 gives the same text each time"):
+    with pytest.raises(
+        HpctrainError, match="--samples 2 conflicts with --temperature 0, which gives the same text"
+    ):
         Sampling(temperature=0.0, samples=2).check()
-    with pytest.raises(HpctrainError, match="--samples 3: --top-k 1 gives the same text each time"):
+    with pytest.raises(
+        HpctrainError, match="--samples 3 conflicts with --top-k 1, which gives the same text each time"
+    ):
         Sampling(top_k=1, samples=3).check()
     Sampling(temperature=0.0).check()
     Sampling(top_k=2, samples=2).check()

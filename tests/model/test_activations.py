@@ -245,8 +245,8 @@ def test_fp8(world: World, name: str) -> None:
     [
         (
             replace(dense.GPT2, activation="geglu"),
-            'model.activation = "geglu": the GPT-2 of transformers has "gelu-tanh" or "relu2", so this model '
-            "cannot be exported",
+            'model.activation = "geglu": the GPT-2 of transformers requires "gelu-tanh" or "relu2", so this '
+            "model cannot be exported",
         ),
         (
             replace(dense.QWEN3, activation="relu2"),

@@ -132,8 +132,8 @@ def test_a_checkpoint_without_a_deck_or_with_one_of_another_time(group: Group, t
     assert code == 0
     assert ": [warp]: unknown section" in text
     write(group, tmp_path / "b.h5", deck="")
-    assert "holds no deck" in told(group, tmp_path / "b.h5")[1]
-    with pytest.raises(HpctrainError, match="holds no deck"):
+    assert "contains no deck" in told(group, tmp_path / "b.h5")[1]
+    with pytest.raises(HpctrainError, match="contains no deck"):
         told(group, tmp_path / "b.h5", deck=True)
 
 

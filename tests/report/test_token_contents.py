@@ -53,5 +53,5 @@ def test_what_is_damaged_or_not_asked_of_tokens(world: World, tmp_path: Path) ->
     content = bytearray(path.read_bytes())
     content[content.index("texttext".encode("utf-16-le")) + 6] ^= 1
     path.write_bytes(content)
-    with pytest.raises(InputOutputError, match=r"piece 1 of 1, tokens 0 to 400, is not what was written"):
+    with pytest.raises(InputOutputError, match=r"piece 1 of 1, tokens 0 to 400, is damaged"):
         told(world, path, verify=True)

@@ -169,5 +169,7 @@ def test_other_rows_are_not_trained_on(world: World, mpi_tmp_path: Path, kind: s
     with pytest.raises(HpctrainError) as caught:
         open_corpus(small_deck(*KEYS, f"data.tokens={path}"), world)
     (problem,) = caught.value.problems
-    assert f"x.h5 holds {kind}, in which no next token is to be learned" in problem
+    assert (
+        f"x.h5 holds {kind}, but objective.kind = " in problem and "requires text or conversations" in problem
+    )
     assert caught.value.exit_code == 2

@@ -65,10 +65,8 @@ def test_a_run_goes_on_with_its_own_tokenizer(world: World, work: Path) -> None:
         resume(world, Path("runs/first"), ["data.tokens=bpe.h5", "run.steps=3"])
     [told] = caught.value.problems
     assert caught.value.exit_code == 2
-    assert told.startswith(
-        f"--set data.tokens=bpe.h5: its tokenizer differs from that of {path}: it is BPE of "
-    )
-    assert "there bytes of 257 tokens: 257 of the 257 ids that both have stand for other tokens" in told
+    assert told.startswith(f"--set data.tokens=bpe.h5: its tokenizer differs from that of {path}: BPE of ")
+    assert " instead of bytes of 257 tokens: 257 of the 257 common ids stand for different tokens" in told
     assert "data.other_tokenizer = true to allow this" in told
     # Other tokens of the same tokenizer are no mistake, but said.
     assert resume(world, Path("runs/first"), ["data.tokens=others.h5", "run.steps=3"]) == 0

@@ -121,7 +121,9 @@ def test_what_is_preferred_is_learned(world: World, folder: Path) -> None:
         found.append(figures)
     assert found[0] == {**found[-1], **{name: pytest.approx(found[-1][name], rel=1e-4) for name in _FIGURES}}
 
-    with pytest.raises(HpctrainError, match=r"step-00000060.h5: is a reward model, which gives scores and"):
+    with pytest.raises(
+        HpctrainError, match=r"step-00000060.h5: is a reward model, which computes scores and"
+    ):
         load_model(world, folder / "run" / "checkpoints" / "step-00000060.h5")
     if world.rank == 0:
         (folder / "task.jsonl").write_text('{"prompt": "a", "answer": "b", "choices": ["b", "c"]}\n')
@@ -137,7 +139,7 @@ def test_what_is_preferred_is_learned(world: World, folder: Path) -> None:
 def test_what_is_refused_at_the_start(world: World, folder: Path) -> None:
     (folder / "text.txt").write_text("some text " * 200)
     prepare(world, folder / "text.h5", [str(folder / "text.txt")])
-    learns = r'text.h5 holds text, and objective.kind = "reward" learns from preferences'
+    learns = r'text.h5 holds text, but objective.kind = "reward" requires preferences'
     with pytest.raises(HpctrainError, match=learns):
         run_deck(world, folder / "deck.toml", [f"data.tokens={folder}/text.h5"])
     rows = [{**row, "margin": "large"} for row in pairs(10, 1)]

@@ -84,9 +84,9 @@ def test_a_mixture_trains_goes_on_and_is_known_again(world: World, work: Path) -
     assert resume(world, path, ["run.dir=third", other]) == 0
     if world.rank == 0:
         log = Path("runs/mixed/log.txt").read_text()
-        assert "a mixture of 2: 1.38K tokens; 128 per step, " in log
-        assert "  a: 0.625 of all samples; 36 sequences of 631 tokens, taken 0.833 times" in log
-        assert "  others: 0.375 of all samples; 42 sequences of 752 tokens" in log
+        assert "a mixture of 2 entries: 1.38K tokens; 128 per step, " in log
+        assert "  a: 0.625 of all samples; 36 sequences (631 tokens), 0.833 epochs" in log
+        assert "  others: 0.375 of all samples; 42 sequences (752 tokens)" in log
         assert "is not the mixture that" in Path("third/log.txt").read_text()
         assert read_state(path)["corpus"]["tokens"] == 1383
     world.everyone.barrier()

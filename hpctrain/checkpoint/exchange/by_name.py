@@ -54,18 +54,26 @@ def load_by_name(
         problems = list(dict.fromkeys(_problems(entries, found, folder)))
         if problems:
             more = len(problems) - _MOST
-            raise HpctrainError(problems[:_MOST] + [f"{path}: and {counted(more, 'other')}"] * (more > 0))
+            raise HpctrainError(
+                problems[:_MOST] + [f"{path}: and {counted(more, 'more problem')}"] * (more > 0)
+            )
         for entry in entries:
             _fill(entry, found[entry.dataset] or "", folder)
     mine = {name for entry in entries for name in _names(entry, names)}
     left = sorted(set(folder.tensors) - set().union(*world.everyone.all_gather_object(mine)))
-    return f"{counted(len(left), 'tensor')} of it left out ({', '.join(left[:3])})" if left else ""
+    return (
+        f"{counted(len(left), 'tensor')} without a counterpart ignored ({', '.join(left[:3])})"
+        if left
+        else ""
+    )
 
 
 def open_values(path: Path) -> TensorFolder:
     """As `open_folder`, of what a user has written: with how that is made of a pickle."""
     if path.is_file() and path.suffix == ".safetensors":
-        raise HpctrainError(f"{path}: give the folder that it is in, {path.parent}, in which it is {SINGLE}")
+        raise HpctrainError(
+            f"{path}: is a file; give its folder {path.parent}, in which it must have the name {SINGLE}"
+        )
     files = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
     pickles = [file for file in files if file.suffix in PICKLES]
     if pickles and not any(file.name in {SINGLE, INDEX} for file in files):
@@ -75,9 +83,9 @@ def open_values(path: Path) -> TensorFolder:
             f"save_file({{name: each.clone() for name, each in torch.load({old}).items()}}, {new})"
         )
         raise HpctrainError(
-            f"{pickles[0]}: weights in a pickle can run code and are not read; have them written anew where "
-            f"you trust them: {shlex.join(['python', '-c', program])}"
-            + f" (model.from is the folder then, {path.parent})"
+            f"{pickles[0]}: weights in a pickle can run code and are not read; convert them where you "
+            f"trust them: {shlex.join(['python', '-c', program])}"
+            + f" (then set model.from to the folder {path.parent})"
             * path.is_file()
         )
     return open_folder(path)
@@ -99,10 +107,10 @@ def _problems(
         name = found[entry.dataset]
         if name is None:
             near = nearest(entry.shard.name, list(folder.tensors))
-            meant = f" (there is {near})" if near else ""
-            yield f"{folder.path}: has no {entry.shard.name}, which the module has{meant}"
+            meant = f" (did you mean {near}?)" if near else ""
+            yield f"{folder.path}: has no {entry.shard.name}, which the module requires{meant}"
         elif folder.tensors[name].shape != entry.shard.shape:
-            shapes = f"{list(folder.tensors[name].shape)}, in the module {list(entry.shard.shape)}"
+            shapes = f"{list(folder.tensors[name].shape)}, but the module requires {list(entry.shard.shape)}"
             yield f"{folder.path / folder.tensors[name].file}: {name} has shape {shapes}"
 
 

@@ -142,7 +142,7 @@ def require_new(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         problem = "is not empty; name a new folder, or empty this one"
     elif folder.name in {"", ".."}:
-        problem = "has no name of its own that a new folder could take; name a new one"
+        problem = "does not name a new folder; give the name of a new one"
     if problem:
         raise HpctrainError(f"{escaped(str(folder))}: {problem}")
 
@@ -181,7 +181,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
     tokenizer = "with its tokenizer" if text is not None else f"without a tokenizer ({missing})"
     sentence = (
         f"{out}: {_described(shape)}, "
-        f'{format_bytes(out.stat().st_size)}, {tokenizer}; to train it, [model] from = "{out}"'
+        f'{format_bytes(out.stat().st_size)}, {tokenizer}; to train it, set [model] from = "{out}"'
     )
     return "\n".join([*warnings, sentence])
 
@@ -211,7 +211,7 @@ class FolderTensor(ScratchSlice):
 def _described(shape: ModelShape) -> str:
     counted = count(shape)
     told = f"{shape.family}, {format_count(counted.parameters)} parameters"
-    return f"{told} ({format_count(counted.active_parameters)} of a token)" if shape.experts else told
+    return f"{told} ({format_count(counted.active_parameters)} active per token)" if shape.experts else told
 
 
 def _delete_left(temporary: Path) -> None:
@@ -220,8 +220,8 @@ def _delete_left(temporary: Path) -> None:
         others = delete_folder(temporary, _OWN_FILE)
         if others:
             raise HpctrainError(
-                f"{temporary}: is where the files are written first, and holds {others[0]}, which no export "
-                "wrote; move that elsewhere, or name another folder"
+                f"{temporary}: is the temporary folder of the export, but contains {others[0]}, which no "
+                "export wrote; move it elsewhere, or give another folder"
             )
 
 
@@ -301,7 +301,7 @@ def _copy(
                 values = merge.merged(values, first - part.first, factors)
             converted = values.to(wanted)
             if wanted == torch.float16 and not torch.equal(converted.isfinite(), values.isfinite()):
-                beyond = "has values beyond the range of fp16; --dtype bf16 or fp32 would do"
+                beyond = "has values beyond the range of fp16; use --dtype bf16 or fp32"
                 raise HpctrainError(f"{structure.path}: {stored.dataset}: {beyond}")
             shape = piece.local[len(part.index) :]
             words = converted.view(bits).numpy().view(view.dtype).reshape(shape)

@@ -45,7 +45,7 @@ class _Reading:
         for fixed in architecture.fixed:
             value = config.get(fixed.key, fixed.default)
             if value not in fixed.accepted:
-                told = f"the {architecture.model_type} models of hpctrain have {fixed.accepted[0]!r} alone"
+                told = f"unsupported; expected {fixed.accepted[0]!r} for {architecture.model_type}"
                 self.problem(fixed.key, value, told)
         activation = self.activation()
         sizes: dict[str, Any] = {
@@ -84,7 +84,7 @@ class _Reading:
         name = imported_activation(value, self.architecture.gated)
         if name is None:
             names = sorted({repr(each) for each in self.architecture.activations.values()})
-            told = f"the {self.architecture.model_type} models of hpctrain have {either(names)} alone"
+            told = f"unsupported; expected {either(names)} for {self.architecture.model_type}"
             self.problem(key, value, told)
         return name or ""
 
@@ -123,7 +123,7 @@ class _Reading:
                 continue
             kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
             if kind != "default" or rope.get("partial_rotary_factor", 1) != 1:
-                self.problem(key, rope, "rotary positions of hpctrain are not scaled")
+                self.problem(key, rope, "scaled rotary positions are unsupported")
             else:
                 base = self.number("rope_theta", base, rope, f"{key}: ")
         return base
@@ -132,13 +132,13 @@ class _Reading:
         """Of a head of scores there is one; a config that says nothing means two."""
         labels = self.config.get("id2label")
         if not isinstance(labels, dict) or len(labels) != 1:
-            self.problem("id2label", labels, "the heads of hpctrain's reward models have one score alone")
+            self.problem("id2label", labels, "reward models must have exactly one label")
 
     def check_windows(self, layers: int) -> None:
         """Attention to the last tokens alone, which Qwen3 and those after it may have, is not ours."""
         config, window = self.config, self.config.get("sliding_window")
         kinds = config.get("layer_types")
-        told = "attention of hpctrain has no window"
+        told = "sliding-window attention is unsupported"
         if kinds is not None:
             if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
                 self.problem("layer_types", kinds, told)
@@ -172,7 +172,9 @@ class _Reading:
             left = sorted(alone - set(dense))
             if left and not [layer for layer in dense if layer in alone and layer > left[0]]:
                 return left[0]
-        self.problem("mlp_only_layers", dense, "mixtures of hpctrain begin behind the first dense layers")
+        self.problem(
+            "mlp_only_layers", dense, "dense layers behind the first mixture of experts are unsupported"
+        )
         return 0
 
     def check(self, sizes: Mapping[str, Any]) -> None:
@@ -189,7 +191,7 @@ class _Reading:
         elif self.architecture.family == "llama" and size is not None and size % 2:
             self.problem("head_dim", size, "must be even")
         elif self.architecture.family == "llama" and size is None and hidden // heads % 2:
-            self.problem(names["heads"], heads, "must leave an even size of each head")
+            self.problem(names["heads"], heads, "must result in an even head size")
         if "experts" not in sizes:
             return
         experts, chosen = sizes["experts"], sizes["experts_per_token"]
@@ -201,7 +203,7 @@ class _Reading:
         elif experts % groups:
             self.problem(names["router_groups"], groups, f"must divide {names['experts']} = {experts}")
         elif of_groups > groups or of_groups * (experts // groups) < chosen:
-            told = f"must be at most {names['router_groups']} = {groups}, with {chosen} experts or more"
+            told = f"must be at most {names['router_groups']} = {groups} and select at least {chosen} experts"
             self.problem(names["router_groups_per_token"], of_groups, told)
 
 
@@ -273,12 +275,12 @@ def exported_as(shape: ModelShape) -> HuggingFaceArchitecture:
     family = {"gpt2": "GPT-2", "llama": "Llama"}.get(architecture.model_type, name)
     if shape.activation not in architecture.activations:
         raise _refused(
-            shape, "activation", f"has {either(map(toml_value, architecture.activations))}", family
+            shape, "activation", f"requires {either(map(toml_value, architecture.activations))}", family
         )
     if architecture.family == "gpt2" and shape.key_value_heads != shape.heads:
         raise HpctrainError(
-            f"model.key_value_heads = {shape.key_value_heads}: the GPT-2 of transformers has as many "
-            f"heads of keys and values as of queries ({shape.heads}), so this model cannot be exported"
+            f"model.key_value_heads = {shape.key_value_heads}: the GPT-2 of transformers requires as "
+            f"many key-value heads as query heads ({shape.heads}), so this model cannot be exported"
         )
     if shape.experts:
         asked: dict[str, object] = {
@@ -302,16 +304,16 @@ def exported_as(shape: ModelShape) -> HuggingFaceArchitecture:
             asked["balance"] = "loss"
         for key, value in asked.items():
             if getattr(shape, key) != value:
-                raise _refused(shape, key, f"has {_told(value)} alone", family)
+                raise _refused(shape, key, f"requires {_told(value)}", family)
         if shape.query_key_norm == "all" and shape.head_size * shape.heads != shape.hidden:
-            raise _refused(shape, "head_size", "has hidden / heads alone", family)
+            raise _refused(shape, "head_size", "requires hidden / heads", family)
         if architecture.choice_is_biased and not shape.shared_experts:
-            raise _refused(shape, "shared_experts", "has 1 or more", family)
+            raise _refused(shape, "shared_experts", "requires 1 or more", family)
     elif shape.query_key_norm == "all":
-        raise _refused(shape, "query_key_norm", 'has "none", and Qwen3 "head", in dense models', "Llama")
+        raise _refused(shape, "query_key_norm", 'supports "none", and Qwen3 "head", in dense models', "Llama")
     if shape.head == "scalar":
         if name not in SCORED:
-            told = f"transformers has no {family} with a head of one score, so this model cannot be exported"
+            told = f"transformers has no {family} with a scalar head, so this model cannot be exported"
             raise HpctrainError(f'objective.kind = "reward": {told}')
         return SCORED[name]
     return architecture
@@ -357,5 +359,5 @@ def architecture_of(config: Config, where: str) -> HuggingFaceArchitecture:
     known = [each for name, each in ARCHITECTURES.items() if named == [name]]
     if not known:
         named = f"architectures = {config.get('architectures')!r}, model_type = {config.get('model_type')!r}"
-        raise HpctrainError(f"{where}: {named}: hpctrain has {', '.join(ARCHITECTURES)}")
+        raise HpctrainError(f"{where}: {named}: unsupported architecture; expected {either(ARCHITECTURES)}")
     return known[0]

@@ -53,7 +53,9 @@ def export_adapters(world: World, checkpoint: Path, folder: Path, base: str) -> 
                 shape = stored_shape(structure)
                 adapters = shape.adapters
                 if adapters is None:
-                    raise HpctrainError(f"{checkpoint}: has no adapters (without --adapters all is exported)")
+                    raise HpctrainError(
+                        f"{checkpoint}: has no adapters; leave out --adapters to export the whole model"
+                    )
                 architecture, merge = exported_as(shape), Merge(structure, adapters)
                 theirs = counterparts(architecture.rules, tensor_shapes(replace(shape, adapters=None)))
                 with opened(structure.path) as source:
@@ -71,7 +73,7 @@ def export_adapters(world: World, checkpoint: Path, folder: Path, base: str) -> 
         if group.rank == 0 and temporary.exists():
             with suppress(HpctrainError, OSError):
                 delete_folder(temporary, _OWN_FILE)
-    return f"{folder}: {counted(len(found), 'adapter')}, fp32, for `peft`, beside {base}"
+    return f"{folder}: {counted(len(found), 'adapter')}, fp32, for `peft` with the base model {base}"
 
 
 def _side_by_side(source: TensorSource, merge: Merge, theirs: Counterpart) -> tuple[Tensor, Tensor] | None:

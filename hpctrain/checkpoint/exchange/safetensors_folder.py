@@ -78,7 +78,7 @@ class TensorFolder:
         if bad is not None:
             index = tuple(begin + own for begin, own in zip(start, bad[0], strict=True))
             weight = NonFiniteWeight(name, index, bad[1])
-            remedy = "download or save the model again, or take another one"
+            remedy = "download or save the model again, or use another one"
             raise InputOutputError(nonfinite_sentence(self.path / self.tensors[name].file, weight, remedy))
         return rectangle
 
@@ -98,10 +98,12 @@ def open_folder(path: Path) -> TensorFolder:
             described = file.get_slice(tensor)
             kind, shape = described.get_dtype(), tuple(described.get_shape())
             if mapped is not None and mapped.get(tensor) != name:
-                problems.append(f"{path / name}: holds {tensor}, of which {INDEX} does not say so")
+                problems.append(
+                    f"{path / name}: contains {tensor}, which {INDEX} does not list for this file"
+                )
             tensors[tensor] = Described(kind, shape, name)
     problems += [
-        f"{path / name}: does not hold {tensor}, of which {INDEX} says so"
+        f"{path / name}: does not contain {tensor}, which {INDEX} lists for this file"
         for tensor, name in (mapped or {}).items()
         if tensor not in tensors
     ]
@@ -146,14 +148,14 @@ def _weight_map(path: Path) -> dict[str, str] | None:
         pickles = sorted(file for file in path.iterdir() if file.suffix in PICKLES)
         if pickles:
             raise HpctrainError(_pickled(pickles[0], path))
-        raise HpctrainError(f"{path}: holds no weights: neither {SINGLE} nor {INDEX}")
+        raise HpctrainError(f"{path}: contains no weights: neither {SINGLE} nor {INDEX}")
     mapped = read_json(path / INDEX).get("weight_map")
     if not isinstance(mapped, dict) or not mapped:
         raise InputOutputError(f"{path / INDEX}: damaged: it has no weight_map")
     for tensor, file in mapped.items():
         safe = isinstance(file, str) and file.endswith(".safetensors") and "\0" not in file
         if not safe or Path(file).name != file:
-            asked = "must be a .safetensors file of this folder itself"
+            asked = "must be a .safetensors file in this folder"
             raise HpctrainError(f"{path / INDEX}: {tensor} in {file!r}: {asked}")
     return mapped
 

@@ -47,7 +47,7 @@ from hpctrain.model.width_scaling import STANDARD
 from hpctrain.parallel.adapter import is_adapter
 from hpctrain.parallel.scalar_head import NAME as SCORE
 from hpctrain.sharding.state import MASTER, MODEL
-from hpctrain.text import counted
+from hpctrain.text import counted, either
 
 # Tensors whose rows may be more or fewer than a deck's, and the size that counts them.
 _ROWS = {
@@ -155,7 +155,7 @@ _MOST_TOKENS = 1 << 32
 def source_shape(path: Path) -> ModelShape:
     """The shape of the model in a Hugging Face folder or a checkpoint; touches no tensor."""
     if path.suffix == ".safetensors":
-        raise HpctrainError(f"{path}: tensors alone; name their folder, which has a {CONFIG} too")
+        raise HpctrainError(f"{path}: contains only tensors; give its folder, which must contain a {CONFIG}")
     return stored_shape(examine(path)) if _is_checkpoint(path) else _folder_shape(path)
 
 
@@ -266,7 +266,7 @@ def _require_head(path: Path, shape: ModelShape, head: Head) -> None:
     """HpctrainError where a model that has no logits is to be one that has."""
     if shape.head == "scalar" and head == "vocabulary":
         raise HpctrainError(
-            f"{path}: is a reward model, whose head gives scores in place of logits; start from the "
+            f"{path}: is a reward model, whose head computes scores instead of logits; start from the "
             "language model that it was trained from"
         )
 
@@ -274,9 +274,9 @@ def _require_head(path: Path, shape: ModelShape, head: Head) -> None:
 def _require_adapters(path: Path, shape: ModelShape, adapters: Adapters | None) -> None:
     """HpctrainError where a source has others than a run."""
     if shape.adapters is not None and shape.adapters != adapters:
-        here = "this run has none" if adapters is None else f"not of {_told(adapters)}"
-        merged = "`hpctrain export` merges them into a model without"
-        raise HpctrainError(f"{path}: has adapters of {_told(shape.adapters)}, and {here} ({merged})")
+        here = "this run has none" if adapters is None else f"this run has adapters of {_told(adapters)}"
+        merged = "`hpctrain export` merges them into the weights"
+        raise HpctrainError(f"{path}: has adapters of {_told(shape.adapters)}, but {here} ({merged})")
 
 
 def _told(adapters: Adapters) -> str:
@@ -292,7 +292,7 @@ def _folder_shape(path: Path) -> ModelShape:
     require_exists(path, "file or folder")
     refuse_pickle(path)
     if not (path / CONFIG).is_file():
-        hint = "; of a run, name one of its checkpoints" if (path / "checkpoints").is_dir() else ""
+        hint = "; give one of the checkpoints of this run" if (path / "checkpoints").is_dir() else ""
         raise HpctrainError(f"{path}: is not a Hugging Face folder, since it has no {CONFIG}{hint}")
     return shape_of(read_json(path / CONFIG), str(path / CONFIG))
 
@@ -325,7 +325,7 @@ def _differences(
             shapes = f"has shape {list(held.shape)}, expected {list(size)} by {CONFIG}"
             yield f"{folder.path / held.file}: {name}: {shapes}"
         elif held.kind not in TYPES:
-            yield f"{folder.path / held.file}: {name}: is {held.kind}; must be {', '.join(TYPES)}"
+            yield f"{folder.path / held.file}: {name}: has type {held.kind}, expected {either(TYPES)}"
     for name, held in folder.tensors.items():
         ignored = re.fullmatch(architecture.buffers, name) or (shape.tied and name == HEAD)
         if name not in expected and not ignored:

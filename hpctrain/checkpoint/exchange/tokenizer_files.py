@@ -124,6 +124,6 @@ def tokenizer_of_folder(folder: Path, vocabulary: int) -> tuple[str | None, Toke
     except HpctrainError as error:
         return None, settings, error.problems[0]
     if tokenizer.vocabulary > vocabulary:
-        sentence = f"{TOKENIZER_FILE} has {tokenizer.vocabulary} ids, the model {vocabulary}"
+        sentence = f"{TOKENIZER_FILE} has {tokenizer.vocabulary} tokens, but the model only {vocabulary}"
         return None, settings, sentence
     return tokenizer.text, tokenizer.settings, ""

@@ -67,12 +67,12 @@ def test_what_does_not_fit_is_told_by_name(world: World, mpi_tmp_path: Path) -> 
     stored(world, mpi_tmp_path, "gpt", other)
     deck = with_source("gpt", mpi_tmp_path)
     training = trainer(world, deck)
-    with pytest.raises(HpctrainError, match=r"norm\.weight has shape \[3\], in the module \[32\]"):
+    with pytest.raises(HpctrainError, match=r"norm\.weight has shape \[3\], but the module requires \[32\]"):
         start_from_source(deck, training.engine)
     stored(world, mpi_tmp_path, "gpt", {"more": torch.ones(3)})
-    assert "1 tensor of it left out (more)" in start_from_source(deck, training.engine)
+    assert "1 tensor without a counterpart ignored (more)" in start_from_source(deck, training.engine)
     if world.rank == 0:
         save_file({"embed.weight": torch.ones(2)}, mpi_tmp_path / "model.safetensors")
     world.everyone.barrier()
-    with pytest.raises(HpctrainError, match=r"has no positions, which the module has"):
+    with pytest.raises(HpctrainError, match=r"has no positions, which the module requires"):
         start_from_source(deck, training.engine)

@@ -154,7 +154,7 @@ def test_special_tokens_of_a_list_and_wrong_ids(world: World, tmp_path: Path) ->
     config = json.dumps({**CONFIG, "eos_token": ["<|end_of_text|>", "<|eot_id|>"]})
     (base / "tokenizer_config.json").write_text(config)
     warning, made = import_model(alone, base, tmp_path / "base.h5").splitlines()
-    problem = "eos_token_id = 9999: the tokenizer has no token 9999, which is ignored"
+    problem = "eos_token_id = 9999: token 9999 is not in the tokenizer, so it is ignored"
     assert warning == f"{base}/config.json: {problem}" and "with its tokenizer" in made
     export_model(alone, tmp_path / "base.h5", out, None, 10**9)
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [END, TURN]

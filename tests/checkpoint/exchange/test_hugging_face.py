@@ -259,7 +259,7 @@ def test_a_tokenizer_travels_both_ways(world: World, tmp_path: Path) -> None:
     small = saved(reference("gpt2"), tmp_path / "small")
     shutil.copy(theirs / "tokenizer.json", small)
     told = import_model(world, small, tmp_path / "small.h5")
-    assert "without a tokenizer (tokenizer.json has " in told and "ids, the model 61)" in told
+    assert "without a tokenizer (tokenizer.json has " in told and "tokens, but the model only 61)" in told
 
 
 def test_files_of_the_first_gpt2_and_of_older_llamas(world: World, tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def change(folder: Path, changes: dict[str, Any], **nulls: None) -> None:
             "gpt2",
             "activation_function",
             "relu",
-            "'relu': the gpt2 models of hpctrain have 'gelu_new' or 'relu2' alone",
+            "'relu': unsupported; expected 'gelu_new' or 'relu2' for gpt2",
         ),
         ("gpt2", "scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse_layer_idx = True"),
         ("gpt2", "n_layer", 10**9, "n_layer = 1000000000: must be a whole number from 1 to"),
@@ -306,7 +306,12 @@ def change(folder: Path, changes: dict[str, Any], **nulls: None) -> None:
         ("gpt2", "layer_norm_epsilon", -1, "layer_norm_epsilon = -1: must be a number above 0"),
         ("gpt2", "tie_word_embeddings", "yes", "tie_word_embeddings = 'yes': must be true or false"),
         ("gpt2", "architectures", ["GPT2Model"], "architectures = ['GPT2Model'], model_type = 'gpt2'"),
-        ("llama", "architectures", ["MistralForCausalLM"], "hpctrain has GPT2LMHeadModel, Llama"),
+        (
+            "llama",
+            "architectures",
+            ["MistralForCausalLM"],
+            "unsupported architecture; expected GPT2LMHeadModel, Llama",
+        ),
         ("llama", "hidden_act", "gelu", "hidden_act = 'gelu'"),
         ("llama", "attention_bias", True, "attention_bias = True"),
         ("llama", "mlp_bias", True, "mlp_bias = True"),
@@ -363,13 +368,13 @@ def _second(folder: Path) -> Path:
         (lambda f: _index(f, lambda m: m.update({"lm_head.weight": 3})), 2, "in 3: must be"),
         (lambda f: _index(f, lambda m: m.update({"lm_head.weight": "a.bin"})), 2, "in 'a.bin': must be"),
         (lambda f: _index(f, lambda m: m.update({"lm_head.weight": "no.safetensors"})), 3, "no such file"),
-        (lambda f: _index(f, lambda m: m.update({"extra": min(m.values())})), 2, "does not hold extra"),
-        (lambda f: _index(f, lambda m: m.pop("model.norm.weight") and None), 2, "holds model.norm.weight"),
+        (lambda f: _index(f, lambda m: m.update({"extra": min(m.values())})), 2, "does not contain extra"),
+        (lambda f: _index(f, lambda m: m.pop("model.norm.weight") and None), 2, "contains model.norm.weight"),
         (lambda f: _index(f, lambda m: m.clear()), 3, "it has no weight_map"),
         (lambda f: _cut(_second(f), 5), 3, "damaged or truncated safetensors"),
         (lambda f: _second(f).write_bytes(b""), 3, "damaged or truncated safetensors"),
         (lambda f: _second(f).write_bytes(b"\xff" * 4000), 3, "damaged or truncated safetensors"),
-        (lambda f: _header(_second(f), b'"F32"', b'"I32"'), 2, "is I32; must be F32, BF16, F16"),
+        (lambda f: _header(_second(f), b'"F32"', b'"I32"'), 2, "has type I32, expected F32, BF16"),
         (lambda f: _cut(f / "config.json", 30), 3, "config.json: damaged or truncated: it is not JSON"),
         (lambda f: (f / "config.json").write_text("[" * 100_000), 3, "it is not JSON"),
         (lambda f: (f / "config.json").write_text("[1]"), 3, "it is not a JSON object"),
@@ -378,7 +383,7 @@ def _second(folder: Path) -> Path:
             2,
             "is not a Hugging Face folder, since it has no config.json",
         ),
-        (lambda f: (f / "model.safetensors.index.json").unlink(), 2, "holds no weights"),
+        (lambda f: (f / "model.safetensors.index.json").unlink(), 2, "contains no weights"),
     ],
 )
 def test_folders_that_are_refused(
@@ -426,7 +431,9 @@ def test_exports_that_are_refused_leave_nothing(
     state.pop("versions")
     grouped = state["deck"].replace("key_value_heads = 4", "key_value_heads = 2")
     rewritten(path, tmp_path / "grouped.h5", {**state, "deck": grouped}, world)
-    with pytest.raises(HpctrainError, match=r"key_value_heads = 2: the GPT-2 of transformers has as many"):
+    with pytest.raises(
+        HpctrainError, match=r"key_value_heads = 2: the GPT-2 of transformers requires as many"
+    ):
         export_model(world, tmp_path / "grouped.h5", tmp_path / "ours", None, 10**9)
     reading = f'include = "{tmp_path / "secret"}"\n' + state["deck"]
     rewritten(path, tmp_path / "reading.h5", {**state, "deck": reading}, world)

@@ -105,11 +105,11 @@ def test_what_is_not_taken(world: World, tmp_path: Path) -> None:
     config: dict[str, Any] = json.loads(path.read_text())
     for labels in (None, {"0": "no", "1": "yes"}):
         path.write_text(json.dumps({**config, "id2label": labels}))
-        with pytest.raises(HpctrainError, match=r"id2label = .*: the heads of hpctrain's"):
+        with pytest.raises(HpctrainError, match=r"id2label = .*: reward models must have exactly one label"):
             import_model(world, tmp_path / "theirs", tmp_path / "b.h5")
     olmoe = ("model.query_key_norm=all", "model.experts.router_normalize=false", *FAMILIES["mixtral"])
     written(world, tmp_path / "c.h5", *olmoe, *REWARD)
-    with pytest.raises(HpctrainError, match=r"transformers has no .* with a head of one score"):
+    with pytest.raises(HpctrainError, match=r"transformers has no .* with a scalar head"):
         export_model(world, tmp_path / "c.h5", tmp_path / "none", None, 1 << 30)
 
 
@@ -156,5 +156,5 @@ def test_all_but_the_head_is_a_language_model_s(world: World, mpi_tmp_path: Path
         second = folder / f"again{number}.h5"
         save(second, world.everyone, master_entries(again.state()), {}, PIECE)
         assert all(torch.equal(each, ours[name]) for name, each in values(second).items())
-    with pytest.raises(HpctrainError, match=r"reward0.h5: is a reward model, whose head gives"):
+    with pytest.raises(HpctrainError, match=r"reward0.h5: is a reward model, whose head computes"):
         begun(world, folder / "reward0.h5", "model.tied=false")

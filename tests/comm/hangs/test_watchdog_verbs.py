@@ -73,7 +73,7 @@ PLACES = {
     ),
     "prepare": (
         "hpctrain.data.prepare:examine",
-        "looking at the text files",
+        "examining the text files",
         ("prepare", "other.h5", "text.txt"),
     ),
     "write": ("hpctrain.data.write:_write", "writing the token file", ("prepare", "other.h5", "text.txt")),
