@@ -97,7 +97,7 @@ def test_an_export_deletes_what_exports_left_alone(tmp_path: Path, folder: Path,
     (left / "thesis.tex").write_text("years of work")
     done = launch(0, "-m", "hpctrain", "export", "ours.h5", "out")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "holds thesis.tex, which no export wrote" in done.stderr
+    assert "contains thesis.tex, which no export wrote" in done.stderr
     assert [path.name for path in left.iterdir()] == ["thesis.tex"]
     (left / "thesis.tex").unlink()
     assert launch(0, "-m", "hpctrain", "export", "ours.h5", "out").returncode == 0
