@@ -40,11 +40,12 @@ class OrderedOperation:
         return self._chain
 
     def wait(self) -> None:
-        """Wait until the operation is complete, starting parts of earlier operations meanwhile.
+        """Wait until the operation is complete, and start parts of other operations of the group meanwhile.
 
-        It returns only when the other ranks have started the operation, too. Errors of this operation, and of
-        the earlier ones whose parts it starts, are raised here. It returns at once if the operation is
-        complete.
+        It returns at once if the operation is complete. Otherwise it returns only when the other ranks have
+        started all its parts, too, which they do only while they start, test or wait for operations of the group.
+        Parts of earlier operations are started first. Those of later ones may be started as soon as this one has
+        started its last part. Errors of all operations whose parts are started here are raised here.
         """
         if not self.started:
             wait_until(self._advance)

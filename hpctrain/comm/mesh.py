@@ -259,8 +259,9 @@ def ranks_along(sizes: Mapping[str, int], axes: tuple[str, ...], rank: int) -> t
     """Return the ranks that differ from `rank` only in their coordinates along `axes`, in rising order.
 
     Args:
-        sizes: Number of ranks along each axis of the mesh.
-        axes: Some of AXES, or some of EXPERT_AXES.
+        sizes: Number of ranks along each of AXES, and along "expert" and "expert_tensor" if there are
+            experts. They are needed for any `axes`: the size of "expert_data" follows from them.
+        axes: Some of AXES, or some of EXPERT_AXES, in any order.
         rank: Rank of the world, which is one of the result.
     """
     order = AXES if set(axes) <= set(AXES) else EXPERT_AXES

@@ -108,14 +108,15 @@ def buffer_of(tensor: Tensor) -> Buffer:
 
 
 def split_buffer(tensor: Tensor, counts: Sequence[int] | None, size: int) -> Buffer:
-    """Return the MPI buffer of a contiguous tensor that consists of a piece for each rank, without a copy.
+    """Return the MPI buffer of a contiguous tensor in host memory that has a piece for each rank. Local.
 
-    Local.
+    Nothing is copied, so the tensor must outlive the buffer.
 
     Args:
-        tensor: The tensor, which must outlive the buffer.
+        tensor: The pieces in rank order, one behind the other, at most MESSAGE_LIMIT elements together. This
+            is not checked: callers move larger tensors by messages between pairs of ranks.
         counts: Number of elements of each rank's piece; None if all pieces have the same size.
-        size: Number of ranks.
+        size: Number of ranks, used only if `counts` is None.
     """
     elements = tensor.numel() // size if counts is None else (counts, offsets_of(counts))
     return address(tensor.data_ptr(), tensor.nbytes), elements, MPI_TYPES[tensor.dtype]
