@@ -43,9 +43,10 @@ class OrderedOperation:
         """Wait until the operation is complete, and start parts of other operations of the group meanwhile.
 
         It returns at once if the operation is complete. Otherwise it returns only when the other ranks have
-        started all its parts, too, which they do only while they start, test or wait for operations of the group.
-        Parts of earlier operations are started first. Those of later ones may be started as soon as this one has
-        started its last part. Errors of all operations whose parts are started here are raised here.
+        started all its parts, too, which they do only while they start, test or wait for operations of the
+        group. Parts of earlier operations are started first. Those of later ones may be started as soon as
+        this one has started its last part. Errors of all operations whose parts are started here are raised
+        here.
         """
         if not self.started:
             wait_until(self._advance)

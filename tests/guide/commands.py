@@ -7,7 +7,8 @@ is a file that the reader writes. Both happen in the order of the page, in one f
 What is printed must equal what is shown, except:
 
 - "..." in a line stands for any text, and a line with only "..." for any number of lines.
-- Numbers that a measurement gives (time, memory, rates, percentages: by their unit) may differ. Other numbers
+- Numbers that a measurement gives (time, memory, rates, percentages: by their unit) may differ, and gradient
+  norms, which vary with any change of the text that a page trains on, the guide. Other numbers
   that are not small and whole may differ by `TOLERANCE`, since losses depend on the text of the guide.
 - The number of blanks does not matter, nor what bars and lines of tables are drawn by.
 
@@ -45,7 +46,7 @@ _BLOCK = re.compile(
 _NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 _UNIT = r"(?:[kMGTP]?i?B(?:/s)?|[num]?s|min|h|[kKMG]?\s?tokens/s|[kMGT]?FLOP/s|%|x)\b|%"
 _MEASURED = re.compile(
-    rf"(?P<number>{_NUMBER})(?P<unit>\s?(?:{_UNIT}))|(?P<clock>\d+:\d\d(?::\d\d)?)|(?P<plain>{_NUMBER})"
+    rf"(?P<number>{_NUMBER})(?P<unit>\s?(?:{_UNIT}))|(?P<norm>(?<=grad norm ){_NUMBER})|(?P<clock>\d+:\d\d(?::\d\d)?)|(?P<plain>{_NUMBER})"
 )
 _DRAWN = re.compile(r"[\u2500-\u259f\u2800-\u28ff=_-]{3,}|[\u2500-\u259f\u2800-\u28ff]+")
 
@@ -214,6 +215,8 @@ def same_line(expected: str, printed: str) -> bool:
                 numbers.append(number["plain"])
             elif number["clock"]:
                 pattern += r"\d+:\d\d(?::\d\d)?"
+            elif number["norm"]:
+                pattern += _NUMBER
             else:
                 pattern += rf"{_NUMBER}\s?(?:{_UNIT})"
             position = number.end()

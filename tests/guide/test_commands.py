@@ -128,6 +128,7 @@ $ sbatch five
         ("step 10 of 20", "step 11 of 20", False),
         ("12 steps", "12 stops", False),
         ("4128 tokens", "4301 tokens", True),
+        ("grad norm   0.573  lr 7.50e-04", "grad norm  1.2  lr 7.50e-04", True),
         ("4128 tokens", "9301 tokens", False),
         ("1.2 GB  left", "800 MB left", True),
         ("at ... tokens", "at 12,345 tokens", True),
