@@ -46,7 +46,8 @@ _BLOCK = re.compile(
 _NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 _UNIT = r"(?:[kMGTP]?i?B(?:/s)?|[num]?s|min|h|[kKMG]?\s?tokens/s|[kMGT]?FLOP/s|%|x)\b|%"
 _MEASURED = re.compile(
-    rf"(?P<number>{_NUMBER})(?P<unit>\s?(?:{_UNIT}))|(?P<norm>(?<=grad norm ){_NUMBER})|(?P<clock>\d+:\d\d(?::\d\d)?)|(?P<plain>{_NUMBER})"
+    rf"(?P<number>{_NUMBER})(?P<unit>\s?(?:{_UNIT}))|(?P<norm>(?<=grad norm ){_NUMBER})"
+    rf"|(?P<clock>\d+:\d\d(?::\d\d)?)|(?P<plain>{_NUMBER})"
 )
 _DRAWN = re.compile(r"[\u2500-\u259f\u2800-\u28ff=_-]{3,}|[\u2500-\u259f\u2800-\u28ff]+")
 
