@@ -27,10 +27,11 @@ def migrated_text(path: Path) -> str:
     Raises:
         HpctrainError: The deck cannot be parsed, an old key has no effect or contradicts another one, an old
             key stands in an inline table, or the result would not have the values of the deck.
-        InputOutputError: A file that it includes cannot be read.
-        OSError: The file itself cannot be read.
-        UnicodeDecodeError: The file itself is not UTF-8 text.
+        InputOutputError: The file, or one that it includes, cannot be read.
     """
+    readable = DeckInput(str(path))
+    readable.read_file(path, str(path))
+    readable.raise_problems()
     original = path.read_text(encoding="utf-8-sig")
     values, renamed_keys = _present_values(original, path)
     own = [each for each in renamed_keys if each.place.file == str(path)]

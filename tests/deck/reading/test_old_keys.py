@@ -344,3 +344,16 @@ def test_comments_of_other_sections_and_quoted_keys_stay_in_place(tmp_path: Path
     assert migrated_text(path).endswith(
         "[optimizer.sgd]\nmomentum = 0.9\n\n# often\n[checkpoint]\nevery = 3\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(b"\xff[run]", "is not UTF-8 text (byte 0)"), (None, "cannot be read: no such file or directory")],
+)
+def test_files_that_cannot_be_migrated_are_named(tmp_path: Path, content: bytes | None, problem: str) -> None:
+    path = tmp_path / "old.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(HpctrainError) as raised:
+        migrated_text(path)
+    assert raised.value.problems == (f"{path}: {problem}",)
