@@ -197,8 +197,9 @@ def sections() -> Mapping[str, type[Section]]:
 def tables() -> Mapping[str, type[Section]]:
     """Return the class of each table of a deck by full name, such as "optimizer" or "optimizer.muon".
 
-    Sections are tables, too. Each table comes before those in it. Tables that a deck need not have are
-    included, tables in lists, such as [[evaluation]], are not.
+    All sections are among them, also "evaluation", whose key `sets` holds the list of tables [[evaluation]].
+    The class of the items of such a list has no name here. Each table comes before those in it. Tables that a
+    deck need not have are included.
     """
 
     def within(name: str, kind: type[Section]) -> Iterator[tuple[str, type[Section]]]:

@@ -83,8 +83,9 @@ def deck_text(deck: Deck, ranks: int | None = None) -> str:
 
 
 def toml_compatible(name: str, value: object) -> Any:
-    """Return a value with the types of TOML: paths become text, tuples lists, and NumPy scalars numbers.
+    """Return a value with the types that keys of a deck have, which TOML has too.
 
+    Paths become text, tuples lists, and NumPy scalars numbers. Text, numbers and booleans stay as they are.
     Items of lists and dictionaries are converted, too. `value` itself is not changed.
 
     Args:
@@ -92,7 +93,9 @@ def toml_compatible(name: str, value: object) -> Any:
         value: The value; None stands for a key that the deck does not have, and is returned as it is.
 
     Raises:
-        HpctrainError: TOML has no such type, or an item of a list or dictionary is None.
+        HpctrainError: The value or an item has another type, such as a date (which TOML has, but no key of a
+            deck), an array or a set; a key of a dictionary is not text; or an item of a list or dictionary is
+            None.
     """
     if value is None or isinstance(value, str | bool | int | float):
         return value

@@ -76,12 +76,15 @@ def _watch(seconds: float, over: threading.Event) -> None:
 
 
 def describe_start(stopped: frozenset[int], seconds: float, rank: int) -> list[str]:
-    """Return one or two sentences about a start that hangs, without a full stop. Nothing is printed. Local.
+    """Return two sentences about a start that hangs, without a full stop. Nothing is printed. Local.
+
+    The first one says that not all ranks have reached MPI_Init, and for how long. The second one names the
+    stopped ranks of this node; if there are none, it says that this rank waits for the others.
 
     Args:
-        stopped: Ranks of this node whose processes are stopped.
+        stopped: Ranks of this node whose processes are stopped; may be empty.
         seconds: Time since the start began.
-        rank: Rank of this process.
+        rank: Rank of this process, which is named only if no rank is stopped.
     """
     host = socket.gethostname()
     first = f"the run hangs while starting: not all ranks have reached MPI_Init after {seconds:.0f} s"

@@ -346,10 +346,12 @@ class NodeMemory:
         return memoryview(self._maps[location.owner])[location.offset : location.offset + 8 * count].cast("q")
 
     def foreign_bytes(self) -> int:
-        """Return the bytes that the system counts as resident in this process but that belong to other ranks.
+        """Return the bytes by which the system's count of this process's resident memory is too large. Local.
 
-        They are the pages of other ranks' files that this process has accessed. Common memory is divided
-        equally among its users, whichever rank owns it.
+        They are the pages of other ranks' files that this process has accessed. Common memory is divided equally
+        among its users, whichever rank owns it: the owner counts the shares of the other users as theirs, and
+        each other user subtracts its own share from the pages that it has accessed. So the result is negative if
+        this process has accessed less than its share of the common memory of other ranks, as at first.
         """
         self._collect()
         in_common = sum(

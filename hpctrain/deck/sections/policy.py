@@ -190,7 +190,8 @@ def fill_policy(tables: dict[str, dict[str, Any]], default: Callable[[str, str, 
     default does.
 
     Args:
-        tables: Sections of the deck, which are changed only by `default`.
+        tables: All sections of the deck, which are changed only by `default`. [objective], [policy] and
+            [batch] must be there even if they are empty; a missing one is a KeyError.
         default: Function that takes the full name of a table ("policy"), the name of a key in it and a value,
             and sets the key if it is missing.
     """

@@ -128,9 +128,12 @@ def title_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def length_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of several keys that give the length of the run.
+    """Yield the problems of several keys that give the length of the run, at most two.
 
-    Of run.steps, run.tokens and run.epochs, each one after the first that the deck gives is a problem.
+    Of run.steps, run.tokens and run.epochs, in this order, each one after the first that the deck gives is a
+    problem. run.steps, which every deck has, counts as given only if it was written according to
+    `deck.sources`, not if it was computed from another key. So it does not count in unpickled decks, which
+    have no places.
     """
     run = deck.run
     given = [f"run.{name}" for name in ("tokens", "epochs") if getattr(run, name) is not None]
