@@ -67,7 +67,10 @@ def test_problems_of_a_critic_name_the_lines_of_the_deck() -> None:
 @pytest.mark.parametrize("change", ["batch.sequence=16", "data.tokens=x.h5", "run.seed=9", "policy.tokens=4"])
 def test_what_all_models_of_a_run_have_in_common(change: str) -> None:
     deck = parse_deck(PPO.replace("CHANGE", change), ranks=1)
-    with pytest.raises(HpctrainError, match=f"^policy.critic: {change.partition('=')[0]} is the run's"):
+    with pytest.raises(
+        HpctrainError,
+        match=f"^policy.critic: {change.partition('=')[0]} must be the same for all models of the run",
+    ):
         critic_deck(deck, 1)
 
 

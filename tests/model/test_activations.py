@@ -250,13 +250,13 @@ def test_fp8(world: World, name: str) -> None:
         ),
         (
             replace(dense.QWEN3, activation="relu2"),
-            'model.activation = "relu2": the Qwen3ForCausalLM of transformers has "swiglu", "geglu" or '
+            'model.activation = "relu2": the Qwen3ForCausalLM of transformers requires "swiglu", "geglu" or '
             '"gated-relu2", so this model cannot be exported',
         ),
         (
             replace(dense.LLAMA, activation="relu2", experts=4, expert_mlp=80, balance="none"),
-            'model.activation = "relu2": the MixtralForCausalLM of transformers has "swiglu", "geglu" or '
-            '"gated-relu2", so this model cannot be exported',
+            'model.activation = "relu2": the MixtralForCausalLM of transformers requires "swiglu", "geglu" '
+            'or "gated-relu2", so this model cannot be exported',
         ),
     ],
     ids=["gpt2", "qwen3", "mixtral"],

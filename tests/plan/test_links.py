@@ -73,7 +73,7 @@ def write_run(folder: Path, seconds: list[float], **more: object) -> Path:
 def test_a_step_is_measured_by_a_run(tmp_path: Path) -> None:
     deck, seconds = measured_step(write_run(tmp_path / "run", [9.0, 9.0, 9.0, 1.0, 3.0, 2.0]))
     assert (deck.model.hidden, seconds) == (8, 2.0)
-    with pytest.raises(InputOutputError, match="has 3 steps; more than 3 would do"):
+    with pytest.raises(InputOutputError, match="has 3 steps; more than 3 are required"):
         measured_step(write_run(tmp_path / "short", [1.0, 1.0, 1.0]))
     slowed = write_run(tmp_path / "slowed", [1.0] * 9, emulated_link="1 Mbit/s")
     with pytest.raises(HpctrainError, match="are those of an emulated link"):

@@ -85,7 +85,9 @@ def test_rewards_that_tell_nothing(watched: Watched) -> None:
     told = [watched(reward=0.0, reward_deviation=0.0) for _ in range(STEPS)]
     assert told[:-1] == [[]] * (STEPS - 1)
     (sentence,) = told[-1]
-    assert sentence.startswith(f"step {STEPS}: all answers of {STEPS} steps have the reward 0, which tells ")
+    assert sentence.startswith(
+        f"step {STEPS}: all answers of {STEPS} steps have the reward 0, so there is nothing"
+    )
     assert watched(reward=0.1, reward_deviation=0.2) == []
 
 

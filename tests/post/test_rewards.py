@@ -249,7 +249,7 @@ def test_weighted_sums() -> None:
     rewards.close()
     with pytest.raises(HpctrainError, match=r'^rows\.jsonl:4 has no "answer", .* \(it has "other"\)$'):
         rewards.check({"other": "b"}, "rows.jsonl:4")
-    with pytest.raises(HpctrainError, match=r'^rows\.jsonl:4 has "tokens", which stands'):
+    with pytest.raises(HpctrainError, match=r'^rows\.jsonl:4 has "tokens", which conflicts with an argument'):
         rewards.check({"answer": "a", "other": "b", "tokens": 1}, "rows.jsonl:4")
 
 

@@ -274,7 +274,7 @@ def test_packages_that_are_missing_are_problems_of_the_deck(
     assert caught.value.exit_code == 2
     said = " ".join(caught.value.problems)
     assert len(caught.value.problems) == 3
-    assert "needs the package wandb, which is not installed: pip install wandb" in said
+    assert "requires the package wandb, which is not installed: pip install wandb" in said
     require_packages(read_deck(tmp_path / "deck.toml", ["report.csv=true"], 1))
 
 
@@ -307,7 +307,7 @@ def test_a_run_without_a_package_ends_before_it_begins(
 ) -> None:
     monkeypatch.setattr(module, "_installed", lambda package: package != "wandb")
     keys = [f"run.dir={mpi_tmp_path}/run", "report.wandb=offline", "report.tensorboard=true"]
-    with pytest.raises(HpctrainError, match=r"report\.wandb=offline: needs the package wandb") as caught:
+    with pytest.raises(HpctrainError, match=r"report\.wandb=offline: requires the package wandb") as caught:
         run_deck(world, deck_file, keys)
     assert len(caught.value.problems) == 1
     assert not (mpi_tmp_path / "run").exists()

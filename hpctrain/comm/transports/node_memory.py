@@ -348,10 +348,11 @@ class NodeMemory:
     def foreign_bytes(self) -> int:
         """Return the bytes by which the system's count of this process's resident memory is too large. Local.
 
-        They are the pages of other ranks' files that this process has accessed. Common memory is divided equally
-        among its users, whichever rank owns it: the owner counts the shares of the other users as theirs, and
-        each other user subtracts its own share from the pages that it has accessed. So the result is negative if
-        this process has accessed less than its share of the common memory of other ranks, as at first.
+        They are the pages of other ranks' files that this process has accessed. Common memory is divided
+        equally among its users, whichever rank owns it: the owner counts the shares of the other users as
+        theirs, and each other user subtracts its own share from the pages that it has accessed. So the result
+        is negative if this process has accessed less than its share of the common memory of other ranks, as
+        at first.
         """
         self._collect()
         in_common = sum(

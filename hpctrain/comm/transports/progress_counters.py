@@ -175,10 +175,10 @@ class OperationCounters:
         slot[_OFFSETS : _OFFSETS + len(layout.offsets)] = array("q", layout.offsets)
 
     def layout_of(self, rank: int) -> PieceLayout:
-        """Return where the pieces of a rank of the group are, as it wrote with `set_layout`. It does not wait.
+        """Return where the pieces of a rank of the group are, as it wrote with `set_layout`; do not wait.
 
-        Before the call, the handle that `until_ready` has returned for a round of that rank must be complete: its
-        `wait` has returned, or its `test` was True. Otherwise the result is meaningless, without an error.
+        Before the call, the handle that `until_ready` has returned for a round of that rank must be complete:
+        its `wait` has returned, or its `test` was True. Otherwise the result is meaningless.
         """
         slot = self._slots[rank]
         owner, offset, elements, is_copy = slot[_LOCATION : _LOCATION + 4]

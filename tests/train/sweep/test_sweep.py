@@ -210,7 +210,7 @@ def test_a_sweep_stops_in_good_order_and_goes_on(tokens: Path) -> None:
     stopped = len(read_metrics(rows))
     assert 0 < stopped < 400 and not Path("runs/two/seed=2").exists()
     done = subprocess.run([*words, "--set", "run.seed=1"], **pipes)  # type: ignore[call-overload]
-    assert done.returncode == 2 and "run.seed is given before" in done.stdout
+    assert done.returncode == 2 and "run.seed is given twice" in done.stdout
     shorter = [word.replace("steps=400", f"steps={stopped + 3}") for word in words]
     done = subprocess.run(shorter, **pipes)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stdout
