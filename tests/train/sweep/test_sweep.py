@@ -167,7 +167,7 @@ def test_one_that_fails_stops_no_other_and_is_tried_again(tokens: Path) -> None:
     again = ["deck.toml", *sets, "--plot", "a.png", "--json", "a.json", "--figure", "validation/perplexity"]
     done = runner.invoke(command, again, standalone_mode=False)
     assert done.exception is None and done.return_value == 0, done.output
-    assert "1 of 2 runs are done already" in done.output and "tokens=tokens.h5: begun" not in done.output
+    assert "1 of 2 runs are done already" in done.output and "tokens=tokens.h5: started" not in done.output
     assert (folder / "tokens=tokens.h5/metrics.jsonl").stat().st_mtime_ns == trained
     assert Path("a.png").read_bytes().startswith(b"\x89PNG")
     runs = json.loads(Path("a.json").read_text())["runs"]
