@@ -57,7 +57,7 @@ def test_limits_of_what_goes_through_memory() -> None:
 
 @pytest.mark.mpi(min_size=1, max_size=2)
 def test_mistakes(world: World) -> None:
-    with pytest.raises(HpctrainError, match="must be of"):
+    with pytest.raises(HpctrainError, match="must be one of"):
         bench(world, "all_redvce", "1 KiB", "4 KiB", gloo=False)
     with pytest.raises(HpctrainError, match="must be 4 bytes or more"):
         bench(world, "reduce", "1 MiB", "4 KiB", gloo=False)

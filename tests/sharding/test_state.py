@@ -278,7 +278,7 @@ def test_what_a_file_lacks_begins_anew(
     request.getfixturevalue("keeping")
     training, checkpoints = made(world, mpi_tmp_path / "keeping")
     training.state = checkpoints.restore(path_of(mpi_tmp_path / "plain", 2))
-    said = [sentence.split("all of its ")[1].split(" suits")[0] for sentence in checkpoints.heeded]
+    said = [sentence.split("part of its ")[1].split(" does not fit")[0] for sentence in checkpoints.heeded]
     assert said == sorted(KINDS)
     found = contents(training)
     assert not any(bool(values.any()) for (kind, _), values in found.items() if kind in KINDS)

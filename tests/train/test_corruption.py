@@ -253,7 +253,7 @@ def test_a_rank_with_two_faults_ends_the_job(
     assert code == 75
     if world.rank == 0:
         status = json.loads((folder / "status.json").read_text())
-        assert status["reason"].startswith("rank 1 on ")
+        assert status["reason"].startswith("2 silent faults on rank 1: ")
         assert [(each["rank"], each["faults"]) for each in status["faulty"]] == [(0, 1), (1, 2)]
         assert {each["node"] for each in status["faulty"]} == {world.hostname}
     world.everyone.barrier()

@@ -52,6 +52,6 @@ def test_a_run_has_the_chosen_layout_and_the_bits_of_one_that_gives_it(
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_all_ranks_refuse_what_has_no_rates(world: World, deck_file: Path, mpi_tmp_path: Path) -> None:
-    with pytest.raises(HpctrainError, match=r"--set layout=auto: needs machine\.rates"):
+    with pytest.raises(HpctrainError, match=r"--set layout=auto: requires machine\.rates"):
         run_deck(world, deck_file, ["layout=auto", f"run.dir={mpi_tmp_path / 'none'}"])
     assert not (mpi_tmp_path / "none").exists()
