@@ -55,5 +55,5 @@ def run_on_cluster(command: PageCommand, cluster: Cluster, project: Path) -> lis
     if not command.text.startswith(QUESTIONS):
         wait_until(lambda: not cluster.jobs(), 120, f"the jobs to end before {command.text}")
     path = f"PATH={project}/.venv/bin:$PATH"
-    done = cluster.run("bash", "-c", f"{path}; {command.text}", cwd=project, check=False)
+    done = cluster.run("bash", "-c", f"{path}; {command.text}", cwd=project, check=False, COLUMNS="100")
     return differences(command, done.returncode, done.stdout + done.stderr)
