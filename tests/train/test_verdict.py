@@ -41,7 +41,7 @@ def test_the_run_and_the_rank_that_are_wrong_are_told(world: World) -> None:
     assert "In the second run it is not the sum of the gradients of its ranks" in text
     assert [row.split()[0] for row in table] == ["phase", *PHASES]
     text, _ = said(world, in_sum(UP, rank=1))
-    assert "on rank 1 alone (rounding: at most 1e-04)." in text
+    assert "only on rank 1 (rounding: at most 1e-04)." in text
 
 
 @pytest.mark.mpi(max_size=1)
