@@ -335,7 +335,7 @@ def test_a_run_records_nothing_unless_asked(
         Path("traced.toml").write_text(DECK.format(tokens="tokens.h5", stages=1, schedule="1f1b"))
     world.everyone.barrier()
     prepare(world, Path("tokens.h5"), ["text.txt"])
-    overrides = ["run.trace=false", "run.steps=1"]
+    overrides = ["run.trace=false", "run.trace_steps=", "run.steps=1"]
     assert run_deck(world, Path("traced.toml"), overrides) == 0
     assert not Path("runs/traced/trace.json").exists()
 

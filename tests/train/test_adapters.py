@@ -92,8 +92,8 @@ def test_a_run_of_adapters_goes_on_on_any_layout(world: World, mpi_tmp_path: Pat
         if world.rank == 0:
             assert how in (folder / folder_name / "log.txt").read_text()
     others = {
-        "model.adapters.rank=2": "has adapters of rank 3, alpha 16, targets .*, and not of rank 2",
-        "model.adapters=": "has adapters of rank 3, .*, and this run has none",
+        "model.adapters.rank=2": "has adapters of rank 3, alpha 16, .*, but this run has adapters of rank 2",
+        "model.adapters=": "has adapters of rank 3, .*, but this run has none",
     }
     for other, told in others.items():
         with pytest.raises(HpctrainError, match=told):
