@@ -102,10 +102,11 @@ def command(
     The plan lists the memory of each rank by kind, and says whether the ranks of a node fit into its memory:
     machine.memory of the deck (for GPUs machine.gpu_memory), by default the memory of this machine. It then
     lists the bytes that a rank sends per step and axis. With compressed communication, these are compared
-    with exact sums. With --link, the step time over a slow link is predicted too.
+    with exact sums. With --link, the step time over a slow link is predicted too. The exit code is 2 if
+    memory does not suffice, as that of a run.
 
     With --machine, the plan lists the step time by cause, what limits it, and which single change would save
-    most. With --sweep, it is a table with one row per value.
+    most. With --sweep, it is a table with one row per value; the exit code is then 0 even if no row fits.
 
     With --search, the ten fastest layouts that fit are listed. The search varies tensor, sequence, context,
     pipeline and expert parallelism, schedule, chunks, micro-batch size, ZeRO, recomputation and offload. Keys
@@ -114,7 +115,7 @@ def command(
 
     With --rehearse, the messages of one step of all ranks are computed and matched: each message must have a
     sender and a receiver with the same size and order, no ranks may wait for each other in a cycle, and
-    memory must suffice. The exit code is 2 if memory does not suffice, and 70 if messages do not match.
+    memory must suffice. The exit code is 70 if messages do not match.
     """
     from hpctrain.plan.deck import plan_deck
     from hpctrain.plan.forms import wished_link
@@ -142,7 +143,7 @@ def command(
     plan = plan_deck(deck, required_ranks(ranks), overrides, ranks_per_node, not as_json, wish, forms, rates)
     if not rehearse:
         click.echo(json.dumps(plan.row(), indent=1) if as_json else plan_text(plan), nl=as_json)
-        return
+        click.get_current_context().exit(plan.exit_code)
     if not as_json:
         click.echo(plan_text(plan))
     with stderr_console().status("rehearsing") as status:

@@ -11,7 +11,7 @@ from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.data.entries import vocabulary_of
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import EXIT_DONE, EXIT_USER, HpctrainError
 from hpctrain.model.build import architecture_of
 from hpctrain.plan.choices import other_forms
 from hpctrain.plan.cost import form_seconds
@@ -53,6 +53,11 @@ class DeckPlan:
     sent: TrafficPlan | None = None
     advice: Advice | None = None
     title: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the plan: 2 if a run would be refused for lack of memory, otherwise 0."""
+        return EXIT_DONE if self.room is None or self.room.fits else EXIT_USER
 
     def row(self) -> dict[str, object]:
         """Return the contents as a value that can be written as JSON."""

@@ -80,6 +80,7 @@ def test_whether_a_node_has_what_its_ranks_need_is_told(deck: Path) -> None:
     assert "on a node, which has 64 GB of memory (machine.memory)." in result.stdout
     result = plan(deck, "--ranks", 4, "--ranks-per-node", 1, "--set", "machine.memory=1 MB")
     assert "Does not fit: 1 rank needs" in result.stdout
+    assert result.exit_code == EXIT_USER
     told = json.loads(plan(deck, "--ranks", 2, "--set", "machine.memory=1 MB", "--json").stdout)
     assert told["node"] == {
         "ranks": 2,
