@@ -182,7 +182,7 @@ def _compare_corpora(deck: Deck, corpus: Corpus, checkpoint: Path, state: Mappin
         return []
     _, what = corpus_key(deck)
     before, now = state[CORPUS], _describe(corpus)
-    sizes = f"{_size(now)}, not {_size(before)}"
+    sizes = f"expected {_size(before)}, got {_size(now)}"
     return [
         f"{_title(deck)} is not the {what} that {checkpoint} was trained on ({sizes}): samples come "
         "in another order, and some may repeat"

@@ -132,7 +132,7 @@ def test_a_run_goes_on_within_an_epoch_on_other_ranks(folder: Path, launch: Laun
     )
     assert "is not the dataset that" in told
     told = hpctrain(launch, 1, "resume", "runs/whole", "--trust-code", *other, *sets("run.steps=10"))
-    assert told.count("samples of") == 2 and "with {count = 45}, there 44 samples" in told
+    assert "(expected 44 samples of " in told and "with {count = 45})" in " ".join(told.split())
 
 
 def test_a_plan_and_a_resolved_deck_have_no_tokens(folder: Path, launch: Launch) -> None:
