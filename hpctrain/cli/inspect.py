@@ -30,8 +30,10 @@ from hpctrain.cli.code_options import ReadTrust, code_options, read_trust
 def command(target: Path, trust: ReadTrust, **wish: Any) -> None:
     """Show the contents of a checkpoint or token file, or the checkpoints of a run folder.
 
-    For a checkpoint, the runs that led to it are listed too. Under mpirun or srun, the ranks share the
-    reading. The exit code is 1 if tensors differ from those of OTHER, and 3 if the file is damaged.
+    For a checkpoint, the runs that led to it are listed too. Without --verify, only the structure of a file
+    is checked, so that damaged tensors are not found. Under mpirun or srun, the ranks share the reading.
+
+    The exit code is 1 if tensors differ from those of OTHER, and 3 if the file is damaged.
     """
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World

@@ -22,6 +22,9 @@ from hpctrain.units import format_bytes, format_count
 SEGMENTS_SHOWN = 8
 LOSSES_SHOWN = 5
 
+UNVERIFIED = "The data was not compared with its checksums; --verify does that."
+"""Sentence below everything that is shown of a file of which only the structure was read."""
+
 Contents = dict[str, Any]
 
 

@@ -20,7 +20,7 @@ from hpctrain.comm.group import Group
 from hpctrain.deck.code import CodeTrust
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_INPUT_OUTPUT, HpctrainError, InputOutputError
 from hpctrain.report.bad_samples import bad_samples, bad_samples_text
-from hpctrain.report.contents import contents, contents_text, loss_text
+from hpctrain.report.contents import UNVERIFIED, contents, contents_text, loss_text
 from hpctrain.report.described_model import require_described_model
 from hpctrain.report.differences import differences, differences_text
 from hpctrain.report.terminal import columns
@@ -84,7 +84,7 @@ def inspect(group: Group, target: Path, wish: InspectOptions, show: Callable[[st
             if wish.as_json:
                 show(_json(held | ({"verified": True} if wish.verify else {})))
             else:
-                show("\n".join([*contents_text(held), *(["", verified] if wish.verify else [])]))
+                show("\n".join([*contents_text(held), "", verified if wish.verify else UNVERIFIED]))
     return EXIT_DONE
 
 
@@ -134,8 +134,11 @@ def _inspect_samples(group: Group, target: Path, wish: InspectOptions, show: Cal
 
 
 def _inspect_folder(group: Group, target: Path, wish: InspectOptions, show: Callable[[str], None]) -> int:
-    """A table of the checkpoints, newest first, good or damaged; the newest good one is marked, and that to
-    which the link `best` leads, with the loss of an evaluation that made it that.
+    """Show a table of the checkpoints, newest first, and return the exit code.
+
+    A file is good if all its data matches, readable if only its structure was read, or damaged. The newest
+    one that is not damaged is marked, and that to which the link `best` leads, with the loss of an evaluation
+    that made it that.
     """
     folder = target / "checkpoints" if (target / "checkpoints").is_dir() else target
     paths = agreed_checkpoints(folder, group)
@@ -170,7 +173,7 @@ def _inspect_folder(group: Group, target: Path, wish: InspectOptions, show: Call
     if group.rank == 0:
         name = newest["file"] if newest else None
         held = {"folder": str(folder), "newest": name, "best": best or None, "checkpoints": rows}
-        show(_json(held) if wish.as_json else _folder_text(folder, rows, name, best, by_file))
+        show(_json(held) if wish.as_json else _folder_text(folder, rows, name, best, by_file, wish.verify))
     return EXIT_INPUT_OUTPUT if damaged else EXIT_DONE
 
 
@@ -184,12 +187,17 @@ def _evaluated(state: Mapping[str, Any], step: object) -> dict[str, Any] | None:
 
 
 def _folder_text(
-    folder: Path, rows: list[dict[str, Any]], newest: str | None, best: str, by_file: dict[str, str]
+    folder: Path,
+    rows: list[dict[str, Any]],
+    newest: str | None,
+    best: str,
+    by_file: dict[str, str],
+    verified: bool,
 ) -> str:
-    """The table; `by_file` are the losses by file, where they are recorded."""
+    """Return the table, and whether data was compared; `by_file` are the recorded losses by file."""
     cells = [("file", "step", "size", "written (UTC)", "loss", "")]
     for row in rows:
-        marks = ["damaged" if row["problems"] else "good"]
+        marks = ["damaged" if row["problems"] else "good" if verified else "readable"]
         marks += ["newest"] if row["file"] == newest else []
         if row["file"] == best:
             evaluated = row.get("evaluated")
@@ -200,6 +208,7 @@ def _folder_text(
     if best and best not in (row["file"] for row in rows):
         problems.append(f"{BEST}: is a link to {escaped(best)}, which does not exist")
     lines = [f"{folder}:", "", *fitted(cells, (0, 3, 5), columns())]
+    lines += [] if verified else ["", UNVERIFIED]
     return "\n".join([*lines, "", *problems] if problems else lines)
 
 

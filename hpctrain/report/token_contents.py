@@ -12,6 +12,7 @@ from hpctrain.data.tokenizer import BYTES
 from hpctrain.data.tokens import FORMAT, TokenFile
 from hpctrain.errors import InputOutputError
 from hpctrain.hdf5 import format_of
+from hpctrain.report.contents import UNVERIFIED
 from hpctrain.text import counted, escaped
 
 
@@ -53,4 +54,4 @@ def token_contents_text(found: dict[str, Any]) -> list[str]:
     ]
     if "template" in found:
         lines += ["chat template:", *(f"  {escaped(each)}" for each in found["template"].splitlines())]
-    return [*lines, *(["All data match their checksums."] if "verified" in found else [])]
+    return [*lines, "All data match their checksums." if "verified" in found else UNVERIFIED]

@@ -23,6 +23,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.parallel.shard import Shard
+from hpctrain.report.contents import UNVERIFIED
 from hpctrain.report.inspect import InspectOptions, inspect
 from tests.checkpoint.conftest import flip  # noqa: F401  (a fixture)
 from tests.engines import LLAMA, small_deck
@@ -179,19 +180,25 @@ def test_a_folder_lists_its_checkpoints(
     assert as_json(group, tmp_path / "run")[1]["newest"] == "step-00000015.h5"  # data is not looked at
     code, found = as_json(group, tmp_path / "run", verify=True)
     assert (code, found["newest"]) == (3, "step-00000010.h5")
+    code, text = told(group, tmp_path / "run")  # nothing says that the damaged file is good
+    assert code == 0 and text.endswith("\n\n" + UNVERIFIED) and "good" not in text
+    code, text = told(group, tmp_path / "run", verify=True)
+    assert code == 3 and UNVERIFIED not in text and text.count("good") == 2
+    assert told(group, newest)[1].endswith("\n\n" + UNVERIFIED)
+    assert UNVERIFIED not in told(group, newest.with_name("step-00000010.h5"), verify=True)[1]
     assert [(row["step"], len(row["problems"])) for row in found["checkpoints"]] == [(15, 1), (10, 0), (5, 0)]
     with newest.open("r+b") as stream:
         stream.truncate(100_000)
     code, text = told(group, folder)
     assert code == 3
     assert text.count("damaged\n") == 1
-    assert "0.4000  good, newest" in text
+    assert "0.4000  readable, newest" in text
     assert "step-00000015.h5: damaged or truncated" in text
     newest.unlink()
     newest.symlink_to("gone.h5")
     code, text = told(group, folder)
     assert (code, text.count("damaged\n")) == (3, 1)
-    assert "0.4000  good, newest" in text
+    assert "0.4000  readable, newest" in text
     assert "step-00000015.h5: no such checkpoint" in text
     with pytest.raises(HpctrainError, match="need one checkpoint file"):
         told(group, tmp_path / "run", deck=True)
@@ -209,7 +216,7 @@ def test_the_best_checkpoint_is_marked(group: Group, tmp_path: Path) -> None:
     (folder / "best").symlink_to("step-00000005.h5")
     code, text = told(group, tmp_path / "run")
     rows = [line.split(None, 7)[-1] for line in text.splitlines() if line.startswith("step-")]
-    assert (code, rows) == (0, ["good, newest", "good, best (books 1.2500)"])
+    assert (code, rows) == (0, ["readable, newest", "readable, best (books 1.2500)"])
     found = as_json(group, folder)[1]
     assert (found["best"], found["newest"]) == ("step-00000005.h5", "step-00000010.h5")
     assert [row.get("evaluated") for row in found["checkpoints"]] == [None, {"of": "books", "loss": 1.25}]
@@ -219,7 +226,7 @@ def test_the_best_checkpoint_is_marked(group: Group, tmp_path: Path) -> None:
     assert as_json(group, folder / "best")[1]["leads_to"] == "step-00000005.h5"
     for wrong in ({**record, "kept": 3}, {**record, "kept_loss": None}, {**record, "of": 3}, 7):
         write(group, folder / "step-00000005.h5", step=5, best=wrong)
-        assert "good, best" in told(group, folder)[1] and "best (" not in told(group, folder)[1]
+        assert "readable, best" in told(group, folder)[1] and "best (" not in told(group, folder)[1]
     (folder / "step-00000005.h5").unlink()
     assert told(group, folder)[1].endswith("\nbest: is a link to step-00000005.h5, which does not exist")
     with pytest.raises(InputOutputError, match="best: is a link to step-00000005"):
