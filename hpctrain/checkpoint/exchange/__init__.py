@@ -1,1 +1,14 @@
-"""Models in and out of the formats of others: Hugging Face, safetensors, tokenizer files."""
+"""Models in and out of the formats of others: Hugging Face, safetensors, tokenizer files.
+
+Both directions pass through one piece of a tensor at a time, and ranks share the work: `source` opens what
+`model.from` names, `hugging_face` turns a config.json into a ModelShape and back, `names` and `convert`
+rename and cut tensors, and `safetensors_folder`, `model_files` and `tokenizer_files` read and write files.
+An imported model is exported again bit for bit. Experts are one tensor here (`experts.gate_up.weight`
+[experts, 2, expert_mlp, hidden]) and separate matrices there. Multipliers of muP are folded into weights.
+
+`upcycle` makes a mixture of experts of a dense model, `merge` and `peft` export adapters, and `by_name` reads
+the weights of a user's module.
+
+A new architecture is a HuggingFaceArchitecture in `architectures`: names, default sizes, and settings that
+must have a fixed value.
+"""

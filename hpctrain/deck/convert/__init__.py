@@ -1,1 +1,5 @@
-"""Conversion of DeepSpeed configurations and Megatron-LM arguments to input decks."""
+"""Conversion of DeepSpeed configurations and Megatron-LM arguments to input decks (`hpctrain deck --from`).
+
+`shell_script` reads arguments from scripts, `rule_table` turns options into deck keys by the tables
+deepspeed.toml and megatron.toml, and `deck_text` writes the deck. A new option is a row of a table.
+"""

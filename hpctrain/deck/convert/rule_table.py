@@ -1,7 +1,27 @@
 """Engine that converts the options of another trainer to deck keys by a table of rules.
 
 A table is a TOML file with a row for each option: the deck keys that it sets, the conversion of its value,
-and what the user is told if no key expresses it.
+and what the user is told if no key expresses it. An example:
+`"--seq-length" = { key = "batch.sequence" }`.
+
+| entries of a row | meaning |
+|---|---|
+| `key`, `keys` | Deck keys that the option sets, all to one value or each to its own. |
+| `as` | Conversion of the value, `integer` if it is left out. |
+| `choices` | Values of the option with their counterparts, which are lists if there are several keys. |
+| `value` | Value of the key if the option, a flag, is set. |
+| `always` | Value of the key, whatever the option's value is. |
+| `check` | Function that only raises an error, for an option without a key. |
+| `expects`, `refusal` | Values that need no key, and what is reported for other values. |
+| `unsupported` | What is reported for any value except false. |
+| `if`, `unless` | Values of other options with which the row holds, or not; "*" is any value, "" is none. |
+| `note` | What the user has to do in addition. |
+
+`{optimizer}` in a key stands for the table of the deck's optimizer. `as` and `check` name functions of
+`option_values`, or of `deepspeed` and `megatron`, where their names begin with an underscore and they may
+depend on other options. They raise UnsupportedOptionError with the end of a sentence about the option.
+Sections list options that need no key (`unneeded`), options that share a reason (`unsupported`), and defaults
+of the trainer, which may have conditions.
 """
 
 from __future__ import annotations
@@ -93,7 +113,7 @@ class Rule:
     """Conversion of one option to deck keys, by a row of a table of rules.
 
     Attributes:
-        row: Row of the table, whose entries README.md explains.
+        row: Row of the table, whose entries the module explains.
         functions: Functions that the entries `as` and `check` name, with an underscore before their names.
     """
 
@@ -273,7 +293,7 @@ class RuleTable:
 
 
 def load_table(name: str, program: str, functions: Mapping[str, Any]) -> RuleTable:
-    """Return the rules in a TOML file of this package, whose rows README.md explains.
+    """Return the rules in a TOML file of this package, whose rows the module explains.
 
     Args:
         name: Name of the file, such as "megatron.toml".
