@@ -76,10 +76,9 @@ def crossing_classes() -> set[str]:
 
 def rows() -> Iterator[tuple[list[str], list[str], str]]:
     """Yield the terms, the earlier names and the sentence of each row of the glossary."""
-    for line in (SOURCES / "GLOSSARY.md").read_text(encoding="utf-8").splitlines():
-        if line.startswith("| `"):
-            terms, earlier, sentence = (cell.strip() for cell in line.strip("|").split("|"))
-            yield NAME.findall(terms), NAME.findall(earlier), sentence
+    text = (SOURCES / "GLOSSARY.md").read_text(encoding="utf-8")
+    for terms, earlier, sentence in re.findall(r"^- ([^(:]*)(?:\(([^)]*)\))?: (.*)$", text, re.MULTILINE):
+        yield NAME.findall(terms), NAME.findall(earlier), sentence
 
 
 def test_every_class_that_crosses_a_package_border_has_a_row() -> None:
