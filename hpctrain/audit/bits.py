@@ -40,10 +40,12 @@ def word_sum(values: Tensor) -> Tensor:
 
 
 def majority(copies: Tensor) -> Tensor:
-    """Return the bitwise majority of three copies of integers.
+    """Return the bitwise majority of three copies of integers: each bit as at least two copies have it.
+
+    Local.
 
     Args:
-        copies: Tensor of any integer dtype, `[n, 3, ...]`.
+        copies: Tensor of any integer dtype, `[n, 3, ...]`, whose three slices along dim 1 are the copies.
 
     Returns:
         A new tensor `[n, ...]` of the same dtype.

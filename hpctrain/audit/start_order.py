@@ -42,11 +42,14 @@ class OrderedOperation:
     def wait(self) -> None:
         """Wait until the operation is complete, and start parts of other operations of the group meanwhile.
 
-        It returns at once if the operation is complete. Otherwise it returns only when the other ranks have
-        started all its parts, too, which they do only while they start, test or wait for operations of the
-        group. Parts of earlier operations are started first. Those of later ones may be started as soon as
-        this one has started its last part. Errors of all operations whose parts are started here are raised
-        here.
+        A part is one of the transport calls that the operation consists of. If the operation is complete,
+        this returns at once. Otherwise it can only become complete when the other ranks have started all its
+        parts, too. They do so while they start, test or wait for any operation of the group, each rank at its
+        own time.
+
+        This starts parts of earlier operations first. It starts those of later ones only after the last part
+        of this one. If a part that is started here fails, its error is raised here, whichever operation it
+        belongs to.
         """
         if not self.started:
             wait_until(self._advance)

@@ -102,7 +102,14 @@ def to_hpctrain_error(error: HpctrainError | OSError) -> HpctrainError:
 
 
 def silent_error(code: int) -> HpctrainError:
-    """Return (not raise) an HpctrainError with this exit code and without any message."""
+    """Return (not raise) a new HpctrainError with an exit code and without any message. Local.
+
+    The caller raises it or passes it to `World.finish`. Then the run ends with this code and prints nothing,
+    for example after `sys.exit`, or if the program that reads stdout has ended.
+
+    Args:
+        code: Exit code, which should not be 0.
+    """
     error = HpctrainError([])
     error.exit_code = code
     return error

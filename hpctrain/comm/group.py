@@ -436,17 +436,24 @@ class Group:
         return self._run(Call("send", tensor, None, blocking, start=start, peer=destination, tag=tag), None)
 
     def start_recv(self, tensor: Tensor, source: int, tag: int = 0, blocking: bool = False) -> Work[Tensor]:
-        """Start to receive a tensor from the rank `source` of the group into `tensor`. Local.
+        """Start to receive a tensor from the rank `source` of the group into `tensor`. Local without NCCL.
 
-        Messages of one rank with the same tag are received in the order in which they are sent. NCCL ignores
-        tags: there, messages must be received in the order in which they are sent.
+        Messages of one rank with the same tag are received in the order in which they are sent.
+
+        NCCL, which moves tensors in GPU memory, differs in three ways. It ignores tags, so messages must be
+        received in the order in which they are sent. `recv` must receive the messages of `send`, and
+        `start_recv` without `blocking` those of `start_send` without it; otherwise the ranks may hang. The
+        first call of the group, and its first message without `blocking`, wait on each rank until all ranks
+        of the group have made one, too.
 
         Args:
-            tensor: Contiguous tensor, with as many elements and the same dtype as the tensor that is sent.
-                Others are reported as an error only after `World.compare_calls`.
+            tensor: Contiguous tensor (otherwise an AssertionError is raised), with as many elements and the
+                same dtype as the tensor that is sent. While `World.compare_calls` is on, a difference is an
+                error. Otherwise it may lead to wrong data, an error of MPI or a hang.
             source: Number of the sending rank in this group.
             tag: Tag that the sender passes.
-            blocking: True if the caller waits for the handle at once.
+            blocking: True if the caller waits for the handle at once. The transport may then wait for the
+                message before this returns.
 
         Returns:
             Handle whose result is `tensor`, which may be read once the handle is complete.

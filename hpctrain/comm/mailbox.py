@@ -80,15 +80,17 @@ class Mailbox:
         self.send_tensors(receiver, *tensors)
 
     def send_tensors(self, receiver: int, *tensors: Tensor) -> None:
-        """Start to send tensors without a header, which the receiver expects in this order.
+        """Start to send tensors without the header of numbers that `send` sends first. Local; does not wait.
 
-        Local; does not wait. They follow all tensors that were sent to this receiver before, also those of
-        `send`, and the receiver gets each one by `receive_tensor`.
+        The receiver must know from earlier messages that these tensors come, and their shapes and dtypes. It
+        receives them one by one with `receive_tensor`, in this order, after all tensors that were sent to it
+        before, also those of `send`. Large ones may move only while this rank waits for messages or calls
+        `sends_complete` or `wait_for_sends`.
 
         Args:
             receiver: Rank of the group.
             tensors: Tensors, which must not change until `sends_complete(receiver)` returns True. Empty ones
-                are not sent.
+                are not sent, and `receive_tensor` does not wait for them.
         """
         self.sends_complete(receiver)
         sending = [self.group.start_send(each, receiver, _TENSORS) for each in tensors if each.numel()]

@@ -61,15 +61,16 @@ class GroupSource(ABC):
         """Make a group of these ranks. Collective over the group `parent`; None stands for all ranks."""
 
     def new_subgroup(self, axis: str, size: int) -> Group:
-        """Split the ranks along an axis into groups of `size` consecutive ranks.
+        """Split the ranks along an axis into groups of `size` consecutive ranks, and return this rank's.
 
-        Return the group of this rank, whose only axis is `axis`. Collective over the ranks along the axis.
-        Each call makes new groups; those of `group` stay.
+        Collective over the ranks along the axis, which pass the same arguments. Each call makes new groups,
+        which exist until MPI is finalized, so do not call it repeatedly. The group that `group(axis)` returns
+        does not change.
 
         Args:
-            axis: Name of the axis, as `group` takes it.
-            size: Number of ranks of each group. If it does not divide the number of ranks along the axis, it
-                is an AssertionError.
+            axis: Name of a single axis that `group` accepts. It is the only axis of the result.
+            size: Number of ranks of each group, which must divide the number of ranks along the axis;
+                otherwise an AssertionError is raised.
         """
         along = self.group(axis)
         assert along.size % size == 0, (axis, along.size, size)

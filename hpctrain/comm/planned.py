@@ -95,9 +95,16 @@ class PlannedTransport(Transport):
 
     @override
     def common_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """Return zeros of this rank alone if running ranks would share such a tensor; otherwise None.
+        """Return zeros of this rank alone if ranks of a real run would share such a tensor; otherwise None.
 
-        Local.
+        Local. Ranks would share it if several ranks of the group are on each node and see each other's
+        memory. In a group of several nodes, it must also be large enough. Each call returns a new tensor and
+        is not counted.
+
+        Args:
+            length: Number of elements.
+            dtype: Type of the elements.
+            device: Device of the tensor, which has no memory on the meta device.
         """
         common = self.local_size == self.size or is_common(length, dtype)
         return torch.zeros(length, dtype=dtype, device=device) if self.sharers > 1 and common else None

@@ -46,9 +46,11 @@ class ResumeRule:
 
 @cache
 def resume_rules() -> Mapping[str, ResumeRule]:
-    """Return the rule of every key by its full name, in the order of `resume_rules.toml`.
+    """Return the rule of every key of the deck by its full name, in the order of `resume_rules.toml`. Local.
 
-    Keys of tables in sections are among them, such as "model.adapters.rank"; old names of keys are not.
+    The file belongs to the package and lists all keys of the schema. Keys of tables in sections are among
+    them, such as "model.adapters.rank", and keys of tables in lists, such as "evaluation.sets.tokens". Old
+    names of keys are not. All calls return the same mapping, which must not be changed.
     """
     rules: dict[str, ResumeRule] = {}
     for table, rows in read_data_file("resume_rules.toml").items():

@@ -223,10 +223,12 @@ def fields(table: str) -> Mapping[str, FieldInfo]:
 
 
 def field_of(key: str) -> FieldInfo | None:
-    """Return the field of a key, or of a table in a section, by its full name; None if there is none.
+    """Return pydantic's field of a key, or of a table in a section, by its full name; None if there is none.
 
-    There is none for a section, such as "model", for keys of tables in lists, such as those of
-    [[evaluation]], and for old names of keys.
+    Full names are such as "model.adapters.rank" for a key and "model.adapters" for a table. A list of tables
+    is a key, too: "evaluation.sets" is the list of the tables [[evaluation]]. There is no field for a section
+    ("model", "evaluation"), for keys of tables in lists ("evaluation.sets.tokens"), for old names of keys,
+    and for unknown names.
     """
     table, _, name = key.rpartition(".")
     return fields(table).get(name) if table in tables() else None

@@ -39,11 +39,15 @@ def code_command(code: str, arguments: Sequence[str] = ()) -> list[str]:
 
 
 def module_command(module: str = "hpctrain", arguments: Sequence[str] = ()) -> list[str]:
-    """Return the words of the command that runs a module as `python -m` does. Nothing is started.
+    """Return the words of the command that runs a module as the main program. Nothing is started.
+
+    They are this Python interpreter, "-c", a line of code, and `arguments`; more arguments may be appended.
+    In contrast to `python -m`, the command does not search the current folder for modules, and it finds
+    hpctrain even if that is not installed.
 
     Args:
         module: Name of the module.
-        arguments: Its `sys.argv[1:]`.
+        arguments: Arguments that the module gets as `sys.argv[1:]`.
     """
     add_root = f"sys.path += [] if {_ROOT!r} in sys.path else [{_ROOT!r}]; "
     return code_command(add_root + _RUN_MODULE.format(module=module), arguments)

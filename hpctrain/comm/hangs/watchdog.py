@@ -323,10 +323,15 @@ class _WorkMeter:
         self._since, self._work_seconds = time.monotonic(), 0.0
 
     def is_working(self) -> bool:
-        """Return True if they worked for at least `_BUSY_SHARE` of the time since the last call.
+        """Return True if this process and its descendants worked for at least `_BUSY_SHARE` of the time.
 
-        Work is processor time, and time of waiting for a processor, of this process and its running
-        descendants. The first call also counts what they did before this object was made.
+        Local. The time is that since the last call; in the first call, that since this object was made. Work
+        is the processor time of all threads, added up, also of those that wait by polling, and the time for
+        which main threads waited for a processor.
+
+        Only descendants that are still running count. If one has ended since the last call, its earlier work
+        is missing, and the result may be False by mistake. The first call also counts work from before this
+        object was made, so its result may be True by mistake.
         """
         now, work_seconds = time.monotonic(), _work_seconds()
         share = (work_seconds - self._work_seconds) / max(now - self._since, 1e-3)

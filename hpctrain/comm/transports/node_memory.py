@@ -273,11 +273,14 @@ class NodeMemory:
         return torch.frombuffer(memory, dtype=dtype, count=elements)
 
     def is_common(self, tensor: Tensor, users: tuple[int, ...]) -> bool:
-        """Return True if a tensor is a part of common memory of exactly these users.
+        """Return True if a tensor is common memory of exactly these users, or a view of such a tensor.
+
+        Common memory is what `common_tensor` returns: memory that several ranks use as the same tensor.
 
         Args:
             tensor: The tensor.
-            users: Ranks of the world, in the order in which they were passed to `common_tensor`.
+            users: Ranks of the world that use the memory, this one included, in the order in which they were
+                passed to `common_tensor`. With the same ranks in another order, the result is False.
         """
         common = self._common.get(tensor.untyped_storage().data_ptr())
         return common is not None and common.users == users

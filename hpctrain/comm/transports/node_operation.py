@@ -177,9 +177,13 @@ class NodeOperation:
     def publish(self) -> None:
         """Let the other ranks of the node use this rank's tensor. Local; does not wait.
 
-        Call it once, when the tensor has its values, which the caller must not change until the steps of
-        `finish` are complete. If the tensor is copied, this copies the pieces of the first STAGED_ROUNDS
-        rounds; `reuse_copies` publishes the later ones. Otherwise all rounds are published.
+        Each rank calls it once, after the constructor, when its tensor has its values. The caller must not
+        change the tensor until the steps that `finish` returns are complete.
+
+        If the other ranks see the tensor itself (`is_copy` is False), all rounds are published: the other
+        ranks may use their pieces. Otherwise the pieces of the first STAGED_ROUNDS rounds are copied and
+        published. The steps of `reuse_copies`, which the caller runs round by round, do the same for the
+        later rounds.
         """
         for index in range(STAGED_ROUNDS if self.is_copy else 0):
             self._copy_round(index)

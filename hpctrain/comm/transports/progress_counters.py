@@ -175,10 +175,14 @@ class OperationCounters:
         slot[_OFFSETS : _OFFSETS + len(layout.offsets)] = array("q", layout.offsets)
 
     def layout_of(self, rank: int) -> PieceLayout:
-        """Return where the pieces of a rank of the group are, as it wrote with `set_layout`; do not wait.
+        """Return the addresses of the pieces of a rank's tensor, as that rank wrote them with `set_layout`.
 
-        Before the call, the handle that `until_ready` has returned for a round of that rank must be complete:
-        its `wait` has returned, or its `test` was True. Otherwise the result is meaningless.
+        It does not wait. Before the call, the handle that `until_ready` has returned for any round of that
+        rank must be complete: its `wait` has returned, or its `test` was True. Otherwise the result is
+        meaningless. The pieces of a round may be used until this rank calls `set_finished` for that round.
+
+        Args:
+            rank: Number of another rank in the group.
         """
         slot = self._slots[rank]
         owner, offset, elements, is_copy = slot[_LOCATION : _LOCATION + 4]

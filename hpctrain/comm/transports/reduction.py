@@ -311,9 +311,14 @@ def reduce_block(
 
 
 def equal_counts(elements: int, size: int) -> list[int]:
-    """Return the number of elements that each of `size` ranks owns, by rank.
+    """Return the number of elements of each rank, by rank, if elements are divided evenly among ranks. Local.
 
-    The first ranks own one more if need be.
+    The first `elements % size` ranks have one element more than the others. In a reduction, each rank adds up
+    the elements of its own part.
+
+    Args:
+        elements: Number of elements of all ranks.
+        size: Number of ranks, at least 1.
     """
     share, rest = divmod(elements, size)
     return [share + (rank < rest) for rank in range(size)]

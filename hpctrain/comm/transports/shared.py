@@ -110,14 +110,17 @@ class SharedTransport(Transport):
         return self.start(steps, call.blocking)
 
     def start(self, steps: Steps, blocking: bool) -> TransportWork | None:
-        """Run or start the steps of an operation that opens counters. Collective.
+        """Run all steps of an operation if `blocking`; otherwise start them, and return a handle. Collective.
 
-        SLOTS operations of the group may be in flight. Until the one that was started SLOTS operations before
-        is complete, this waits, even if not `blocking`. All ranks of the group then wait in the same call.
+        All ranks of the group call it in the same order. At most SLOTS operations of the group are in flight.
+        So this first waits, even if not `blocking`, until the operation that was started SLOTS operations
+        before is complete on this rank. A started operation makes progress only while handles of operations
+        are tested or waited for.
 
         Args:
-            steps: Steps of an operation that opens the counters of this transport when its first step runs.
-            blocking: True to wait.
+            steps: Steps of one operation. When the first step runs, it must call `counters.open()` of this
+                transport, once for the operation, as the constructor of NodeOperation does.
+            blocking: True to return only after the operation is complete on this rank.
 
         Returns:
             None if `blocking`, otherwise the handle of the operation.

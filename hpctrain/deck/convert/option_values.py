@@ -17,10 +17,14 @@ class UnsupportedOptionError(Exception):
 
 
 def number(value: object) -> float:
-    """Return a finite number, given as a number or as text; booleans are refused.
+    """Return a finite number, given as a number or as text such as "1e-4". Local.
+
+    Shell variables are not expanded here. Text that still has one, such as "$LR", is refused: the script does
+    not set it, or sets it to different values.
 
     Raises:
-        UnsupportedOptionError: The value is no finite number, or is a shell variable that is not set.
+        UnsupportedOptionError: The value is no finite number: a boolean, other text (also "True"), infinite,
+            NaN, or text with a shell variable.
     """
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         try:

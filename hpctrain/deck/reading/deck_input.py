@@ -415,12 +415,15 @@ class DeckInput:
 
 
 def section_of_value(section: str, value: object) -> object:
-    """Return the table that a value stands for, if it was given in place of a whole section.
+    """Return the table that a value stands for, if it was given in place of a whole section. Local.
+
+    "auto" for the section "layout" stands for {"auto": True}. For "evaluation", a list of the tables
+    [[evaluation]] stands for {"sets": the list}, and "" for {"sets": []}. Any other value is returned as it
+    is, even if it is not a table.
 
     Args:
         section: Name of the section.
-        value: Its value: "auto" for layout becomes {"auto": True}, and a list or "" for evaluation becomes
-            {"sets": [...]}. All others are returned as they are.
+        value: Value that was given for it: a table, or text or a list in its place.
     """
     if section == "evaluation" and (isinstance(value, list) or value == ""):
         return {"sets": value or []}

@@ -125,10 +125,11 @@ class Communication(Section):
 
     @property
     def link(self) -> Link | None:
-        """Emulated link of each rank, in bytes per second and seconds; None without emulation.
+        """Emulated link of each rank, as bytes per second and latency in seconds; None without emulation.
 
-        With emulated nodes, `emulate` is the link of a node, and each of its `ranks_per_node` ranks has an
-        even share of the bandwidth.
+        The key `emulate` describes it. If the key `ranks_per_node` is set, too, `emulate` describes the link
+        of an emulated node: each of the node's ranks has an even share of the bandwidth, and the same
+        latency.
         """
         if self.emulate is None:
             return None

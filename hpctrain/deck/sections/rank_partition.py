@@ -116,7 +116,13 @@ class RankPartition:
         return [SharedRanks((POLICY, *beside), self.policy), *(SharedRanks(*each) for each in found.items())]
 
     def rank_set_index(self, rank: int) -> int:
-        """Return the index of the set in `rank_sets` that contains a rank; 0 for ranks that hold the policy.
+        """Return the index in `rank_sets` of the one set that contains a rank. Local.
+
+        The property `rank_sets` lists the ranks by the models that they hold. The ranks that hold the policy
+        are its first set, so the result is 0 for them.
+
+        Args:
+            rank: Number of the rank among all ranks of the run.
 
         Raises:
             ValueError: The run has no such rank.
