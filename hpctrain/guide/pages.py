@@ -26,6 +26,7 @@ SECTIONS: Mapping[str, tuple[str, Sequence[str]]] = {
         (
             "prepare-data",
             "write-a-deck",
+            "optimizer",
             "choose-a-layout",
             "submit-and-resume",
             "slow-runs",
