@@ -14,6 +14,7 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.transports.choose import TRANSPORTS, TransportPair, TransportSetting
 from hpctrain.comm.transports.emulated import EmulatedLink, EmulatedTransport
 from hpctrain.comm.transports.node_memory import NodeMemory, open_node_memory
+from hpctrain.comm.transports.process_group import GroupStore, open_store
 from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.work import StartedWork
 from hpctrain.host.mpi_library import MPI
@@ -65,6 +66,7 @@ class GroupFactory:
         ranks: For each rank of this world, its rank in the world of all processes.
         scratch: Memory that reductions receive into.
         memories: Shared memory of this node, once for each division into nodes for which it was opened.
+        store: Store in which the ranks of process groups find each other; None before `open_store`.
         checks: Comparison of calls in groups that are made from now on; None if calls are not compared.
         link: Emulated link of this rank, which groups that are made from now on use; None if none is
             emulated.
@@ -76,6 +78,7 @@ class GroupFactory:
         self.ranks: tuple[int, ...] = ()
         self.scratch: ReductionScratch = ReductionScratch() if parent is None else parent.scratch
         self.memories: list[NodeMemory] = [] if parent is None else parent.memories
+        self.store: GroupStore | None = None if parent is None else parent.store
         self.checks: CallChecks | None = None
         self.link: EmulatedLink | None = None if parent is None else parent.link
         self.decorator: TransportDecorator | None = None
@@ -115,6 +118,16 @@ class GroupFactory:
                 self.memories.append(opened)
         return self.memory if isinstance(self.memory, str) else ""
 
+    def open_store(self, communicator: MPI.Intracomm) -> None:
+        """Open the store of process groups on rank 0, unless one is open. Collective.
+
+        Args:
+            communicator: Communicator of all ranks of this world.
+        """
+        if self.store is None:
+            nodes = len(set(self.topology.machine_nodes))
+            self.store = open_store(communicator, nodes, self.ranks[communicator.rank])
+
     def close_memories(self) -> None:
         """Free the MPI windows of all memories of nodes, before MPI is finalized. Local.
 
@@ -143,7 +156,7 @@ class GroupFactory:
             communicator: Communicator of these ranks, which the group uses from now on.
             transport: Name of the transport, one of TRANSPORTS; others, also "auto", are a KeyError. Whether
                 it suits the device is not checked. "shared" needs `open_memory` first, otherwise MPI messages
-                are used.
+                are used. "gloo" needs `open_store` first.
             device: Device on which `Group.empty` allocates tensors.
         """
         root_world_ranks = tuple(self.ranks[rank] for rank in ranks)
@@ -173,7 +186,9 @@ class GroupFactory:
         """
         nodes = [self.topology.nodes[rank] for rank in root_world_ranks]
         memory = self.memory if isinstance(self.memory, NodeMemory) else None
-        pair = TRANSPORTS[transport].make(TransportSetting(communicator, nodes, self.scratch, memory))
+        pair = TRANSPORTS[transport].make(
+            TransportSetting(communicator, nodes, self.scratch, memory, self.store)
+        )
         if self.link is not None:
             times = communicator.Dup()
             emulates_nodes = self.topology.emulated_ranks_per_node is not None

@@ -274,6 +274,13 @@ class World:
         reason = self.groups.open_memory(self.communicator)
         return next((each for each in self._control.allgather(reason) if each), "")
 
+    def open_store(self) -> None:
+        """Open the store that groups with the transport "gloo" need when they are made. Collective.
+
+        Rank 0 serves it until its process ends. A repeated call does nothing.
+        """
+        self.groups.open_store(self.communicator)
+
     def nodes_of(self, ranks: Sequence[int]) -> list[int]:
         """Return the node of each of these ranks of this world, in the order of `ranks`. Local.
 
@@ -308,10 +315,10 @@ class World:
         Args:
             axes: Names of its axes, by which logs and the ledger name it.
             ranks: Ranks of this world, in rising order, with this one among them.
-            transport: "nccl", "shared" or "mpi"; others, also "auto", are a KeyError. "nccl" concerns tensors
-                on GPUs only; those in CPU memory always use MPI then. "shared" uses shared memory only after
-                `share_memory`, otherwise MPI messages. `choose_transport` returns a name that all ranks can
-                use.
+            transport: "nccl", "shared", "mpi" or "gloo"; others, also "auto", are a KeyError. "nccl" concerns
+                tensors on GPUs only; those in CPU memory always use MPI then. "shared" uses shared memory
+                only after `share_memory`, otherwise MPI messages. "gloo" needs `open_store` before.
+                `choose_transport` returns a name that all ranks can use.
             parent: Group that is split, to which all of `ranks` belong; `everyone` if None.
         """
         communicator = communicator_of((parent or self.everyone).objects).Split(ranks[0], self.rank)

@@ -1,7 +1,7 @@
 """Every primitive, dtype and form against a reference that each rank computes by itself.
 
 Tests of comm/group.py, comm/work.py, comm/calls.py, comm/group_factory.py, comm/transports/transport.py,
-comm/transports/mpi.py and comm/transports/reduction.py.
+comm/transports/mpi.py, comm/transports/process_group.py and comm/transports/reduction.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from hpctrain.comm.calls import Reduction
 from hpctrain.comm.group import Group
 from hpctrain.comm.transports.mpi import MpiTransport, StagedTransport
 from hpctrain.comm.transports.node_memory import NodeMemory
+from hpctrain.comm.transports.process_group import GlooTransport
 from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.transports.transport import Transport
 from hpctrain.comm.world import World
@@ -43,14 +44,29 @@ def shared(world: World) -> Transport:
     return made
 
 
-@pytest.fixture(params=["plain", "split", "staged", "shared"])
-def group(request: pytest.FixtureRequest, world: World, shared: Transport) -> Iterator[Group]:
-    """The group of all ranks: as it is, with messages of at most 7 elements, as if on a device, and through
-    memory of the node.
+@pytest.fixture(scope="module")
+def gloo(world: World) -> Transport:
+    """Return a process group of gloo. It adds in rank order only if there are two ranks."""
+    world.open_store()
+    host = world.everyone.host
+    assert isinstance(host, MpiTransport) and world.groups.store is not None
+    return host if world.size != 2 else GlooTransport(host.communicator, host.scratch, world.groups.store)
+
+
+@pytest.fixture(params=["plain", "split", "staged", "shared", "gloo"])
+def group(
+    request: pytest.FixtureRequest, world: World, shared: Transport, gloo: Transport
+) -> Iterator[Group]:
+    """The group of all ranks: as it is, with messages of at most 7 elements, as if on a device, through
+    memory of the node, and over gloo.
     """
     whole = world.everyone
     host = whole.host
     assert isinstance(host, MpiTransport)
+    if request.param == "gloo":
+        if world.size != 2:
+            pytest.skip("sums of gloo are in another order")
+        whole.host = gloo
     if request.param == "shared":
         whole.host = shared
     if request.param == "split":

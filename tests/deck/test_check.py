@@ -353,7 +353,7 @@ def test_what_fits(overrides: list[str]) -> None:
             [
                 (
                     'communication.transport=nccl: conflicts with run.device = "cpu": it connects GPUs '
-                    '("auto", "shared" or "mpi" would do)'
+                    '("auto", "shared", "mpi" or "gloo" would do)'
                 )
             ],
         ),

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from hpctrain.comm.transports.hierarchical import HierarchicalTransport
 from hpctrain.comm.transports.mpi import MpiTransport, StagedTransport
 from hpctrain.comm.transports.node_memory import NodeMemory
+from hpctrain.comm.transports.process_group import GlooTransport, GroupStore
 from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.transports.transport import Transport
@@ -31,12 +32,14 @@ class TransportSetting(NamedTuple):
         nodes: Node of each rank of the group.
         scratch: Memory that reductions receive into.
         memory: Shared memory of this rank's node; None if its ranks do not share memory.
+        store: Store in which the ranks of a process group find each other; None if none is open.
     """
 
     communicator: MPI.Intracomm
     nodes: Sequence[int]
     scratch: ReductionScratch
     memory: NodeMemory | None
+    store: GroupStore | None
 
 
 class TransportChoice(NamedTuple):
@@ -71,6 +74,12 @@ def _make_shared(setting: TransportSetting) -> TransportPair:
             host = SharedTransport(mpi, setting.memory)
         else:
             host = HierarchicalTransport(mpi, setting.memory, local_size)
+    return host, StagedTransport(host)
+
+
+def _make_gloo(setting: TransportSetting) -> TransportPair:
+    assert setting.store is not None, "World.open_store comes first"
+    host = GlooTransport(setting.communicator, setting.scratch, setting.store)
     return host, StagedTransport(host)
 
 
@@ -116,4 +125,5 @@ TRANSPORTS: Mapping[str, TransportChoice] = {
     "nccl": TransportChoice(_make_nccl, _each_has_a_gpu, _nccl_obstacles, on_host=False),
     "shared": TransportChoice(_make_shared, _several_on_cpus, _shared_obstacles, on_host=True),
     "mpi": TransportChoice(_make_mpi, lambda _: True, lambda _: [], on_host=True),
+    "gloo": TransportChoice(_make_gloo, lambda _: False, lambda _: [], on_host=True),
 }

@@ -257,7 +257,7 @@ def reduce_parts(parts: Sequence[Tensor], output: Tensor, reduction: Reduction, 
             overwritten.
         output: Flat tensor of the same length and dtype. It may share memory with `parts[output_part]`, and
             with no other part.
-        reduction: "sum", "max" or "min"; only "sum" for unsigned integers of 16 bits or more.
+        reduction: "sum", "max" or "min".
         output_part: Index of a part, which may share memory with `output`, and is not changed if it does not.
     """
     elements = output.numel()
@@ -284,7 +284,7 @@ def reduce_block(
         parts: Flat tensors of equal length and dtype. Without `spare`, `parts[0]` may be overwritten; other
             parts never are, unless they are the memory of `output`.
         output: Flat tensor; may be the memory of `parts[output_part]`, and of no other part.
-        reduction: "sum", "max" or "min"; only "sum" for unsigned integers of 16 bits or more.
+        reduction: "sum", "max" or "min".
         output_part: Index of the part that may share memory with `output`.
         spare: Memory for intermediate results with the dtype of `output` and at least its length. With it,
             only `output` is overwritten. Pass None for unsigned integers of 16 bits or more.
@@ -300,8 +300,13 @@ def reduce_block(
         output.copy_(total)
         return
     if output.dtype in SIGNED:
-        assert reduction == "sum", f"no {reduction} of {output.dtype} in place or beyond the message limit"
-        parts, output = [part.view(SIGNED[part.dtype]) for part in parts], output.view(SIGNED[output.dtype])
+        signed = SIGNED[output.dtype]
+        parts, output = [part.view(signed) for part in parts], output.view(signed)
+        if reduction != "sum":
+            lowest = torch.iinfo(signed).min  # with another sign bit, signed numbers are in the same order
+            shifted = torch.stack([part ^ lowest for part in parts])
+            output.copy_((shifted.amax(0) if reduction == "max" else shifted.amin(0)) ^ lowest)
+            return
     function = FUNCTIONS[reduction]
     total = parts[0]
     # Memory that no later part needs.

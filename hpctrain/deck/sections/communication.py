@@ -61,9 +61,8 @@ CompressionTable = RoundedTable | SignTable | OneBitTable | TopKTable | PowerSgd
 class Communication(Section):
     """Transports, compression of gradients, and parameter servers."""
 
-    transport: Literal["auto", "shared", "mpi", "nccl"] = key(
-        "shared: node memory, MPI between nodes; nccl: GPUs; auto: nccl if each rank has a GPU, shared "
-        "on CPUs.",
+    transport: Literal["auto", "shared", "mpi", "gloo", "nccl"] = key(
+        "shared: node memory, MPI between nodes; gloo: torch's, on CPUs; nccl: GPUs; auto: nccl or shared.",
         "auto",
     )
     bucket_bytes: Bytes = key(
@@ -117,7 +116,7 @@ class Communication(Section):
 
     @property
     def requested_transport(self) -> str:
-        """Transport of tensors that the deck requests: "auto", "shared", "mpi" or "nccl".
+        """Transport of tensors that the deck requests: "auto", "shared", "mpi", "gloo" or "nccl".
 
         It is the value of `transport`, but "mpi" if the deck emulates links of ranks, not of nodes.
         """

@@ -262,7 +262,7 @@ class StateBytes:
         itemsize = formats.storage.itemsize
         masters = 4 if itemsize < 4 and not isinstance(rule, MatrixRules) else 0
         host = on_host(device_kind(deck.run.device))
-        common = host and deck.communication.requested_transport != "mpi"
+        common = host and deck.communication.requested_transport in {"auto", "shared"}
         stored = itemsize if deck.memory.parameters == "device" else 0
         # What is gathered may be of 8 bits, and what ranks have in common needs no memory to be gathered in.
         gathered = 0 if common or deck.precision.fp8_gather else itemsize
