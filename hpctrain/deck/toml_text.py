@@ -127,10 +127,10 @@ def tables_to_toml(deck: Mapping[str, object]) -> str:
     twice, the last one counts.
 
     Args:
-        deck: Sections with their keys, {"run": {"steps": 10}}, or keys with their sections, {"run.steps":
-            10}, or both. Keys of a table in a section must be a dictionary: {"optimizer": {"muon":
-            {"momentum": 0.9}}}. A key whose value is None is left out. A list of dictionaries becomes tables
-            [[name]].
+        deck: Sections with their keys, {"run": {"steps": 10}}, or full names of keys, {"run.steps": 10}, or
+            both. A key of a table in a section is {"optimizer": {"muon": {"momentum": 0.9}}} or
+            {"optimizer.muon.momentum": 0.9}. A key whose value is None is left out. A list of dictionaries
+            becomes tables [[name]].
 
     Raises:
         HpctrainError: A name is not text, or a value has a type that TOML does not have.
@@ -145,10 +145,11 @@ def tables_to_toml(deck: Mapping[str, object]) -> str:
     for name, value in deck.items():
         section, dot, key = name.partition(".")
         if dot:
-            sections.setdefault(section, {})[key] = toml_compatible(name, value)
+            _put(sections.setdefault(section, {}), key.split("."), toml_compatible(name, value))
         elif isinstance(value, Mapping):
-            keys = {key: toml_compatible(f"{name}.{key}", each) for key, each in value.items()}
-            sections.setdefault(name, {}).update(keys)
+            for key, each in value.items():
+                _put(sections.setdefault(name, {}), [key], toml_compatible(f"{name}.{key}", each))
+            sections.setdefault(name, {})
         elif _is_list_of_tables(value):
             for row in value:
                 rows += ["", f"[[{toml_key(name)}]]", *_key_lines(toml_compatible(name, row))]
@@ -157,6 +158,24 @@ def tables_to_toml(deck: Mapping[str, object]) -> str:
     for name, keys in sections.items():
         rows += ["", f"[{toml_key(name)}]", *_key_lines(keys)]
     return "\n".join([*top, *rows]) + "\n"
+
+
+def _put(table: dict[str, object], path: Sequence[str], value: object) -> None:
+    """Set a key of a table, or of a table in it, or remove the key if its value is None."""
+    name, *inner = path
+    if inner or isinstance(value, dict):
+        table_before = table.get(name)
+        own: dict[str, object] = table_before if isinstance(table_before, dict) else {}
+        for path_within, each in (
+            [(inner, value)] if inner else [([key], each) for key, each in value.items()]
+        ):
+            _put(own, path_within, each)
+        if own or not inner:
+            table[name] = own
+    elif value is None:
+        table.pop(name, None)
+    else:
+        table[name] = value
 
 
 def _key_lines(keys: Mapping[str, object]) -> Iterator[str]:

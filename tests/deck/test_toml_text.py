@@ -28,6 +28,39 @@ def test_sections_and_dotted_names_make_one_deck() -> None:
     assert parse_deck(tables_to_toml(given)) == parse_deck(DECK, ["model.initial_std=0.5"])
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"optimizer.muon.momentum": 0.9, "optimizer": {"name": "muon", "muon": {"nesterov": False}}},
+        {
+            "optimizer": {"name": "muon", "muon": {"momentum": 0.5, "nesterov": False}},
+            "optimizer.muon.momentum": 0.9,
+        },
+        {"optimizer.name": "muon", "optimizer.muon": {"momentum": 0.9}, "optimizer.muon.nesterov": False},
+    ],
+)
+def test_full_names_of_keys_in_tables_are_tables(given: dict[str, Any]) -> None:
+    muon = {"momentum": 0.9, "nesterov": False}
+    assert parse_toml(tables_to_toml(given))[0] == {"optimizer": {"name": "muon", "muon": muon}}
+    deck = parse_toml(DECK)[0]
+    overrides = ["optimizer.name=muon", "optimizer.muon.momentum=0.9", "optimizer.muon.nesterov=false"]
+    assert parse_deck(tables_to_toml(deck | given)) == parse_deck(DECK, overrides)
+
+
+def test_a_key_in_a_table_that_is_none_is_left_out() -> None:
+    given = {
+        "optimizer.muon.momentum": 0.9,
+        "model.experts.count": None,
+        "run": {"steps": 3},
+        "run.steps": None,
+    }
+    assert parse_toml(tables_to_toml({**given, "optimizer.muon.momentum": None}))[0] == {
+        "run": {},
+        "optimizer": {},
+        "model": {},
+    }
+
+
 def test_values_survive_a_round_trip() -> None:
     given = {
         "layout": "auto",
