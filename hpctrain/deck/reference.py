@@ -17,7 +17,7 @@ from hpctrain.deck.resume_rules import resume_rules
 from hpctrain.deck.schema import fields, sections, tables
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
-from hpctrain.text import table
+from hpctrain.text import nearest, table
 from hpctrain.units import format_bytes
 
 _WIDTH = 100
@@ -42,26 +42,36 @@ def reference_text(section: str | None = None, width: int = _WIDTH) -> str:
     """Return the text of `hpctrain deck --reference`: keys with type, default, unit and help.
 
     Args:
-        section: Name of the section to describe; None for all sections, preceded by an introduction.
+        section: Name of the section or table to describe, such as "model" or "model.adapters"; None for all
+            sections, preceded by an introduction.
         width: Columns of the terminal. Lines have at most so many, but never more than 100. Below 100, lists
             replace the tables.
 
     Raises:
-        HpctrainError: There is no such section.
+        HpctrainError: There is no such section or table.
     """
-    if section is not None and section not in sections():
-        raise HpctrainError(f"--reference {section}: {unknown_section(section, [])}")
+    if section is not None and section not in tables():
+        raise HpctrainError(f"--reference {section}: {_unknown_table(section)}")
     as_table = width >= _WIDTH
     width = min(width, _WIDTH)
     parts: list[list[str]] = [] if section else [_wrapped(" ".join(_HEAD.split()), width, 0)]
     for name in [section] if section else sections():
-        parts.append([*_wrapped(f"[{name}]  {sections()[name].__doc__}", width, 2), ""])
+        parts.append([*_wrapped(f"[{name}]  {_purpose(name)}", width, 2), ""])
         for heading, full, keys in _tables(name):
             parts[-1] += ["", *_wrapped(heading, width, 2), ""] if heading else []
             parts[-1] += _section_table(full, keys) if as_table else _section_list(full, keys, width)
     if section in {None, "model"}:
         parts.append(_presets(width, as_table))
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def _unknown_table(name: str) -> str:
+    """Return the end of a message about a section or table that does not exist, which may be a key."""
+    table_name, _, key = name.rpartition(".")
+    if table_name in tables() and key in fields(table_name):
+        return f"is a key, not a section (its section is {table_name})"
+    near = nearest(name, tables()) if table_name else None
+    return f"unknown section (did you mean [{near}]?)" if near else unknown_section(name, [])
 
 
 def _tables(section: str) -> Iterator[tuple[str, str, Mapping[str, FieldInfo]]]:
@@ -71,9 +81,14 @@ def _tables(section: str) -> Iterator[tuple[str, str, Mapping[str, FieldInfo]]]:
         full = f"{section}.{key}"
         if row := row_section(field):
             yield f"  Keys of each [[{section}]], a table of {full}:", full, row.model_fields
-    for name, kind in tables().items():
+    for name in tables():
         if name.startswith(f"{section}."):
-            yield f"  [{name}]  {kind.__doc__}", name, fields(name)
+            yield f"  [{name}]  {_purpose(name)}", name, fields(name)
+
+
+def _purpose(name: str) -> str:
+    """Return the docstring of the class of a table on one line."""
+    return " ".join((tables()[name].__doc__ or "").split())
 
 
 def _section_table(section: str, keys: Mapping[str, FieldInfo]) -> Iterator[str]:

@@ -5,7 +5,7 @@ import pytest
 from hpctrain.deck.key import field_text
 from hpctrain.deck.presets import presets
 from hpctrain.deck.reference import reference_text
-from hpctrain.deck.schema import fields, sections
+from hpctrain.deck.schema import fields, sections, tables
 from hpctrain.errors import HpctrainError
 
 
@@ -64,7 +64,25 @@ def test_one_section(section: str) -> None:
     assert ("gpt2-124m" in text) == (section == "model")
 
 
-def test_no_such_section() -> None:
+@pytest.mark.parametrize("name", [name for name in tables() if "." in name])
+def test_one_table_in_a_section(name: str) -> None:
+    text = reference_text(name)
+    assert text.startswith(f"[{name}]  ") and "   " not in text.splitlines()[1].strip()
+    assert all(f"\n  {key} " in text for key in fields(name))
+    assert [other for other in tables() if f"[{other}]  " in text] == [
+        other for other in tables() if f"{other}.".startswith(f"{name}.")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("layouts", "unknown section (did you mean [layout]?)"),
+        ("model.adapter", "unknown section (did you mean [model.adapters]?)"),
+        ("layout.tensor", "is a key, not a section (its section is layout)"),
+    ],
+)
+def test_no_such_section(name: str, reason: str) -> None:
     with pytest.raises(HpctrainError) as caught:
-        reference_text("layouts")
-    assert caught.value.problems == ("--reference layouts: unknown section (did you mean [layout]?)",)
+        reference_text(name)
+    assert caught.value.problems == (f"--reference {name}: {reason}",)
