@@ -34,6 +34,7 @@ COMPARED = ("predicted", "measured", "deviation")
 """Columns of predicted and measured values; the deviation is above 0 if the prediction is higher."""
 
 _LEAST = 5e-4  # of a step: less is not worth a line
+_LEAST_HOURS = 0.01
 
 
 def time_lines(step: StepPlan, machine: MachineRates, hours: str = "rank-hours") -> list[str]:
@@ -55,10 +56,21 @@ def time_lines(step: StepPlan, machine: MachineRates, hours: str = "rank-hours")
         f"{step.flops_per_rank / 1e12:.3g} TFLOP/s per rank, {100 * step.mfu:.1f}% MFU"
         f"{' (without recomputation)' if step.flops < step.hardware_flops else ''}.",
         *table(rows),
-        f"The run of {format_count(step.steps)} steps takes {format_seconds(step.run_seconds)} "
-        f"({step.run_seconds / 86400:.3g} days), {format_count(step.rank_hours)} {hours}.",
+        f"The run of {format_count(step.steps)} steps takes {_run_time(step.run_seconds)}, "
+        f"{_hours(step.rank_hours)} {hours}.",
         *_untold(step),
     ]
+
+
+def _run_time(seconds: float) -> str:
+    """Return the time of a run, from a day on also as a decimal number of days."""
+    text = format_seconds(seconds)
+    return text if seconds < 86400 else f"{text} ({seconds / 86400:.3g} days)"
+
+
+def _hours(hours: float) -> str:
+    """Return a number of hours; a small one as the bound that it is below."""
+    return format_count(hours) if hours >= _LEAST_HOURS else f"less than {_LEAST_HOURS:g}"
 
 
 def comparison_lines(step: StepPlan, machine: MachineRates, measured: MeasuredStep, stages: int) -> list[str]:

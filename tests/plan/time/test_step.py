@@ -226,7 +226,23 @@ def test_mfu_counts_nothing_twice() -> None:
     assert row["mfu"] == twice.mfu
     assert row["run_seconds"] == pytest.approx(small_deck().run.steps * twice.seconds)
     assert "MFU" in time_lines(twice, machine)[0]
-    assert "days" in time_lines(twice, machine)[-1]
+    assert "days" not in time_lines(twice, machine)[-1]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "time", "hours"),
+    [
+        (0.0031, "takes 3.1 ms, less than 0.01 rank-hours.", 0.0031 / 3600),
+        (7200.0, "takes 2 h 00 min, 2 rank-hours.", 2.0),
+        (86400 * 2.5, "takes 2 d 12 h (2.5 days), 60 rank-hours.", 60.0),
+    ],
+)
+def test_time_of_a_run_has_readable_units(seconds: float, time: str, hours: float) -> None:
+    machine = parse_machine(FILE, "")
+    step = plan_step(small_deck(), 1, 61, machine)
+    step = replace(step, seconds_by_cause={"fixed": seconds / step.steps})
+    assert step.run_seconds == pytest.approx(seconds) and step.rank_hours == pytest.approx(hours)
+    assert any(line.endswith(time) for line in time_lines(step, machine))
 
 
 @pytest.mark.parametrize("keys", [(), LLAMA, MIXTURE], ids=["gpt2", "llama", "mixture"])
