@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.errors import HpctrainError
@@ -12,8 +13,8 @@ from hpctrain.plan.time.words import WHAT
 from hpctrain.report.figures import write_figure
 from hpctrain.report.pareto import LayoutCandidate, draw_pareto
 from hpctrain.report.scaling import PlannedBar, draw_causes, draw_scaling
-from hpctrain.report.terminal import columns
-from hpctrain.text import counted, fitted
+from hpctrain.report.terminal import columns, fit
+from hpctrain.text import counted, fitted, table
 from hpctrain.units import format_bytes, format_count, format_seconds
 
 _REASON = 90  # letters of a reason in a table
@@ -40,7 +41,7 @@ def sweep_text(sweep: PlannedSweep) -> str:
             rows.append([*values, *[""] * (len(head) - len(values)), _clipped(short_reason(point.problem))])
         else:
             rows.append([*values, *_step_cells(point), format_bytes(point.total_bytes), *_last_cells(point)])
-    lines += fitted(rows, {*range(len(sweep.sweeps)), len(head)}, columns())
+    lines += _fitted_rows(rows, len(sweep.sweeps), columns())
     best = min(
         (point for point in sweep.planned if point.step is not None and point.fits is not False),
         key=lambda point: point.step.seconds / point.step.tokens if point.step is not None else 0.0,
@@ -51,8 +52,22 @@ def sweep_text(sweep: PlannedSweep) -> str:
     elif best is not None and best.step is not None:
         fits = "that fits " if best.fits else ""
         speed = format_count(best.step.tokens / best.step.seconds)
-        lines += ["", f"The fastest {fits}is {point_name(best)}: {speed} tokens/s."]
+        lines += ["", *fit(f"The fastest {fits}is {point_name(best)}: {speed} tokens/s.", columns())]
     return "\n".join(lines) + "\n"
+
+
+def _fitted_rows(rows: Sequence[Sequence[str]], keys: int, width: int | None) -> list[str]:
+    """Return the lines of a table whose first columns are swept keys.
+
+    If the table is too wide, these columns become one that names keys and values: "zero = 0, tensor = 2".
+    """
+    lines = table(rows, {*range(keys), len(rows[0]) - 1})
+    if width is None or all(len(line) <= width for line in lines):
+        return lines
+    names = rows[0][:keys]
+    named = [", ".join(map(" = ".join, zip(names, row[:keys], strict=True))) for row in rows[1:]]
+    joined = [[name, *row[keys:]] for name, row in zip(["point", *named], rows, strict=True)]
+    return fitted(joined, {0, len(joined[0]) - 1}, width)
 
 
 def _names(sweep: PlannedSweep) -> list[str]:

@@ -130,6 +130,18 @@ def test_the_table_tells_every_point(deck: Path) -> None:
     assert sweep_text(small).endswith("No point fits into memory.\n")
 
 
+def test_rows_of_a_narrow_table_name_their_keys(deck: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweeps = parse_sweeps(["layout.tensor=1,2", "layout.zero=0,1"])
+    swept = sweep_deck(deck, 4, (), sweeps, rates=MACHINE)
+    monkeypatch.setattr("hpctrain.plan.sweep_words.columns", lambda: 60)
+    lines = sweep_text(swept).splitlines()
+    assert max(map(len, lines)) <= 60
+    named = [f"tensor = {tensor}, zero = {zero}" for tensor in (1, 2) for zero in (0, 1)]
+    assert [line for line in lines[2:] if " = " in line and line[0] == "t"] == named
+    monkeypatch.setattr("hpctrain.plan.sweep_words.columns", lambda: 200)
+    assert sweep_text(swept).splitlines()[2].split()[:3] == ["tensor", "zero", "step"]
+
+
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
 @pytest.mark.parametrize(
     ("options", "words"),
