@@ -25,7 +25,7 @@ from hpctrain.parallel.kernels import Pass
 from hpctrain.parallel.operations import ElementwiseKind
 from hpctrain.parallel.vocabulary import CHUNK_ROWS, chunk_of
 from hpctrain.plan.time.others import kind_problems, with_others
-from hpctrain.text import either, nearest
+from hpctrain.text import counted, either, nearest
 
 PASSES: Mapping[ElementwiseKind, tuple[float, float]] = {
     "norm": (2, 3),
@@ -270,9 +270,13 @@ class MachineRates(_RatesTable):
         found = self.between if crosses else self.inside
         if found is None:
             name, where = ("between", "two nodes") if crosses else ("inside", "two ranks of a node")
+            on_one_node = (
+                f"; its nodes have {counted(self.ranks_per_node, 'rank')} each: if more share a node, give "
+                "--ranks-per-node R, or machine.ranks_per_node in the deck"
+            )
             raise HpctrainError(
                 f"{self.name}: machine.{name} is missing: bandwidth in bytes/s and latency in seconds of a "
-                f"link there, which `hpctrain calibrate` measures on {where}"
+                f"link there, which `hpctrain calibrate` measures on {where}{on_one_node * crosses}"
             )
         return found
 

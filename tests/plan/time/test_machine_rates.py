@@ -221,6 +221,9 @@ def test_parameters_that_a_node_has_once_are_not_moved() -> None:
 def test_links_that_were_not_measured(link: str, crosses: bool) -> None:
     lines = [line for line in FILE.splitlines() if not line.startswith(link)]
     machine = parse_machine("\n".join(lines), "")
-    with pytest.raises(HpctrainError, match=rf"ours: machine\.{link} is missing.*`hpctrain calibrate`"):
+    with pytest.raises(
+        HpctrainError, match=rf"ours: machine\.{link} is missing.*`hpctrain calibrate`"
+    ) as caught:
         message_seconds(machine, 1.0, crosses)
+    assert ("if more share a node, give --ranks-per-node R" in str(caught.value)) == crosses
     assert message_seconds(machine, 1.0, not crosses) > 0
