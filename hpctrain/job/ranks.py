@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, gcd
 from pathlib import Path
 from types import MappingProxyType
@@ -35,6 +35,12 @@ _UNIT_OF_NUMBERS: Mapping[str, str] = MappingProxyType(
     {"slurm": "min", "lsf": "min", "flux": "min", "pbs": "s"}
 )
 """Unit of a time that is a number alone, by scheduler."""
+
+
+FEW_CORES = (
+    "each rank gets 1 core, which is too few to feed a GPU: give --cores-per-rank C, such as the cores of a "
+    "node divided by its ranks"
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,12 @@ class Job:
         return self.wish.cores_per_rank or self.deck.run.threads
 
     @property
+    def few_cores(self) -> str:
+        """Sentence about GPU ranks that are given a core each only because nothing says more; else ""."""
+        few = self.gpus_per_node and self.wish.cores_per_rank is None and self.deck.run.threads == 1
+        return FEW_CORES if few else ""
+
+    @property
     def seconds(self) -> int:
         """Time of the job, an hour where none is given."""
         return self.wish.seconds or 3600
@@ -97,7 +109,7 @@ def plan_job(path: Path, overrides: Sequence[str], wish: JobOptions) -> Job:
         read_deck(path, [*overrides, *variant], most * ranks, settled_keys, named_problems)
     fitting = tuple(n for n in range(least, most + 1) if _fits(deck, most * ranks, n * ranks))
     memory, warnings = _memory(path, overrides, deck, most * ranks, ranks)
-    return Job(
+    job = Job(
         wish=wish,
         path=path,
         overrides=tuple(overrides),
@@ -109,6 +121,7 @@ def plan_job(path: Path, overrides: Sequence[str], wish: JobOptions) -> Job:
         memory=memory,
         warnings=(*_choices_to_reconsider(deck, most, ranks, gpus, wish.cores_per_rank), *warnings),
     )
+    return replace(job, warnings=(*job.warnings, job.few_cores)) if job.few_cores else job
 
 
 def _fits(deck: Deck, most: int, ranks: int) -> bool:

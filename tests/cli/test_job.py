@@ -95,7 +95,7 @@ def test_a_job_without_gpus_warns_if_the_deck_requires_them(deck: Path) -> None:
     few = ("--ranks-per-node", 2, "--set", "run.device=cuda")
     told = 'run.device = "cuda", but the job requests no GPUs: add --gpus-per-node'
     assert told in job(deck, *few).stderr and told in job(deck, *few, "--gpus-per-node", 0).stderr
-    assert "warning" not in job(deck, *few, "--gpus-per-node", 2).stderr
+    assert "warning" not in job(deck, *few, "--gpus-per-node", 2, "--cores-per-rank", 4).stderr
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs", "lsf", "flux", "kubernetes"])
@@ -110,6 +110,20 @@ def test_ranks_have_more_cores_than_threads_where_that_is_asked_for(deck: Path, 
     }
     assert asked[scheduler] in text
     assert "PE=1" not in text and "--cpus-per-task=1" not in text
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs", "lsf", "flux", "kubernetes"])
+def test_one_core_for_a_rank_with_a_gpu_is_said_to_be_few(deck: Path, scheduler: str) -> None:
+    on_gpus = ("--scheduler", scheduler, "--gpus-per-node", "2")
+    done = job(deck, *on_gpus)
+    assert (
+        "warning: each rank gets 1 core, which is too few to feed a GPU: give --cores-per-rank" in done.stderr
+    )
+    assert "# Each rank gets 1 core, which is too few to feed a GPU: give --cores-per-rank C" in done.stdout
+    for enough in (("--cores-per-rank", "1"), ("--set", "run.threads=2")):
+        done = job(deck, *on_gpus, *enough)
+        assert "too few to feed" not in done.stdout + done.stderr
+    assert "too few to feed" not in job(deck, "--ranks-per-node", "2").output
 
 
 def test_srun_starts_ranks_by_the_mpi_that_is_named(deck: Path) -> None:

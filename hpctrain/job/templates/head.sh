@@ -3,4 +3,5 @@
 # @{usage}
 #   @{submit}
 # @{not_run}
+# @{few_cores}
 # Written by: @{command}
