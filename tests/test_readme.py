@@ -60,14 +60,14 @@ def test_every_path_on_the_map_is_there() -> None:
 def test_errors_of_the_first_deck_are_those_that_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = re.search(r'```toml title="first.toml"\n(.*?)```', README, re.DOTALL)
+    found = re.search(r'```toml title="small.toml"\n(.*?)```', README, re.DOTALL)
     assert found is not None
     monkeypatch.chdir(tmp_path)
-    Path("first.toml").write_text(found[1])
-    assert read_deck("first.toml", ranks=8).run.steps == 40
+    Path("small.toml").write_text(found[1])
+    assert read_deck("small.toml", ranks=8).run.steps == 40
     wrong = re.sub(r"(vocabulary = .*\n)", r"\1layer = 12\n", found[1]).replace("tensor = 2", "tensor = 5")
-    Path("first.toml").write_text(wrong)
+    Path("small.toml").write_text(wrong)
     with pytest.raises(HpctrainError) as caught:
-        read_deck("first.toml", ranks=4)
-    shown = re.findall(r"^hpctrain: error: (first\.toml:.*)$", README, re.MULTILINE)
+        read_deck("small.toml", ranks=4)
+    shown = re.findall(r"^hpctrain: error: (small\.toml:.*)$", README, re.MULTILINE)
     assert tuple(shown) == caught.value.problems
