@@ -1,4 +1,4 @@
-"""Tests of the code in the documents: deck_blocks are valid, commands exist, and the code of API.md runs."""
+"""Tests of the code in the documents: decks are valid, commands exist, examples of the API run."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_python_of_the_api_runs(tmp_path: Path, launch: Callable[..., CompletedP
     (tmp_path / "inputs/quickstart.toml").write_text(SMALL_QUICKSTART)
     (tmp_path / "text.txt").write_text("def f(x): return x\n" * 300)
     assert launch(0, "-m", "hpctrain", "prepare", "tokens.h5", "text.txt").returncode == 0
-    example = "\n".join(blocks(ROOT / "hpctrain/API.md", "python"))
+    example = "\n".join(blocks(ROOT / "hpctrain/guide/reference/python-api.md", "python"))
     (tmp_path / "example.py").write_text(
         f'import hpctrain\nhpctrain.run("inputs/quickstart.toml")\n{example}'
     )

@@ -18,9 +18,7 @@ DOCUMENTS = sorted(
 )
 
 
-GENERATED_PAGES = [
-    ROOT / f"hpctrain/guide/reference/{name}.md" for name in ("deck-keys", "verbs", "python-api")
-]
+GENERATED_PAGES = [ROOT / f"hpctrain/guide/reference/{name}.md" for name in ("deck-keys", "verbs")]
 """Pages of the guide that have no file, but to which others link."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -11,9 +12,11 @@ import click
 import hpctrain
 from hpctrain.deck.reference import reference_text
 from hpctrain.deck.schema import sections
+from hpctrain.guide.pages import FOLDER
 
 _WIDTH = 100
 """Columns of generated text."""
+_FUNCTION = re.compile(r"<function \S+ at 0x\w+>")
 
 
 def deck_keys() -> str:
@@ -46,8 +49,9 @@ def verbs(group: click.Group) -> str:
 
 
 def python_api() -> str:
-    """Return signatures and docstrings of the public names of the package `hpctrain`."""
-    parts = ["The names of the package `hpctrain`. Each is imported when it is first used."]
+    """Return the examples of the Python API, and signatures and docstrings of all public names."""
+    examples = (FOLDER / "reference/python-api.md").read_text(encoding="utf-8").partition("\n")[2]
+    parts = [examples.strip()]
     for name in hpctrain.__all__:
         parts += _described(name, getattr(hpctrain, name), "##")
         if inspect.isclass(getattr(hpctrain, name)):
@@ -77,6 +81,7 @@ def _described(name: str, value: object, heading: str) -> Iterator[str]:
     yield f"{heading} {name}"
     if callable(value):
         with suppress(ValueError):  # a class whose constructor is written in C
-            yield f"```python\n{name}{inspect.signature(value)}\n```"
+            signature = _FUNCTION.sub("...", str(inspect.signature(value)))
+            yield f"```python\n{name}{signature}\n```"
     if doc := inspect.getdoc(value):
         yield f"```text\n{doc}\n```"

@@ -1,8 +1,8 @@
 """Pages of the user guide: their order, their text, search, and the folder from which a site is built.
 
 A page is a Markdown file in the folder of its section, such as `tasks/prepare-data.md`; some pages of the
-reference are generated (`hpctrain.guide.generated`). HTML comments in a page tell the tests how its commands
-run (`tests/guide/commands.py`) and are not shown.
+reference are generated, wholly or in part (`hpctrain.guide.generated`). HTML comments in a page tell the
+tests how its commands run (`tests/guide/commands.py`) and are not shown.
 """
 
 from __future__ import annotations
