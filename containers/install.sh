@@ -441,9 +441,6 @@ finish
 fit mpi4py
 fit h5py
 install --no-build-isolation -e ".${EXTRAS:+[$EXTRAS]}"
-if [ $gpu = yes ]; then
-    install --no-build-isolation -e ".[gpu]" || say "nccl4py is not to be had: ranks on GPUs talk through host memory"
-fi
 
 cat >"$VENV/hpctrain.env" <<END
 # Written by containers/install.sh: the launcher of the MPI that this environment is built with.

@@ -545,7 +545,9 @@ class Group:
         if work is None:
             call.release()
             return Work(result)
-        return StartedWork(result, work, call, self.ledger, entry, span, self._in_flight)
+        # The host neither waits for what a stream orders, nor has to help it on.
+        in_flight = set[StartedWork[Any]]() if transport.completes_on_stream else self._in_flight
+        return StartedWork(result, work, call, self.ledger, entry, span, in_flight)
 
     def _enter_object_call(self, call: Call) -> None:
         self.calls.enter(call)

@@ -156,11 +156,11 @@ class GroupFactory:
             communicator: Communicator of these ranks, which the group uses from now on.
             transport: Name of the transport, one of TRANSPORTS; others, also "auto", are a KeyError. Whether
                 it suits the device is not checked. "shared" needs `open_memory` first, otherwise MPI messages
-                are used. "gloo" needs `open_store` first.
+                are used. "nccl" and "gloo" need `open_store` first.
             device: Device on which `Group.empty` allocates tensors.
         """
         root_world_ranks = tuple(self.ranks[rank] for rank in ranks)
-        host, accelerator = self.make_transports(communicator, root_world_ranks, transport)
+        host, accelerator = self.make_transports(axes, communicator, root_world_ranks, transport, device)
         transports = GroupTransports(communicator, host, accelerator)
         group = Group(axes, ranks, transports, device, self.ledger, self._in_flight, root_world_ranks)
         if self.checks is not None:
@@ -168,7 +168,12 @@ class GroupFactory:
         return group
 
     def make_transports(
-        self, communicator: MPI.Intracomm, root_world_ranks: tuple[int, ...], transport: str
+        self,
+        axes: tuple[str, ...],
+        communicator: MPI.Intracomm,
+        root_world_ranks: tuple[int, ...],
+        transport: str,
+        device: torch.device,
     ) -> TransportPair:
         """Make the two transports of a group, with the emulated link and the decorator if there are any.
 
@@ -176,10 +181,12 @@ class GroupFactory:
         `decorator`; groups of one rank are not decorated.
 
         Args:
+            axes: Names of the group's axes.
             communicator: Communicator of the group's ranks.
             root_world_ranks: Ranks of the group in the world of all processes: `self.ranks[r]` for rank r of
                 this world.
             transport: Name of the transport, one of TRANSPORTS.
+            device: Device of this rank.
 
         Returns:
             Transport of tensors in CPU memory, and transport of tensors in GPU memory.
@@ -187,7 +194,7 @@ class GroupFactory:
         nodes = [self.topology.nodes[rank] for rank in root_world_ranks]
         memory = self.memory if isinstance(self.memory, NodeMemory) else None
         pair = TRANSPORTS[transport].make(
-            TransportSetting(communicator, nodes, self.scratch, memory, self.store)
+            TransportSetting(communicator, axes, device, nodes, self.scratch, memory, self.store)
         )
         if self.link is not None:
             times = communicator.Dup()

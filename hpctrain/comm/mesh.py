@@ -190,7 +190,8 @@ def choose_transport(world: World, requested: str) -> str:
     """Return the name of the transport for tensors. Collective.
 
     For "shared", this also opens the memory that the ranks of a node share. If that fails and `requested` is
-    "auto", the result is "mpi", and rank 0 logs a warning. For "gloo", it opens the store of process groups.
+    "auto", the result is "mpi", and rank 0 logs a warning. For "nccl" and "gloo", it opens the
+    store of process groups.
 
     Args:
         world: The world.
@@ -219,7 +220,7 @@ def choose_transport(world: World, requested: str) -> str:
             obstacles.append(obstacle)
         if obstacles:
             raise HpctrainError([f'communication.transport = "{requested}": {each}' for each in obstacles])
-    if name == "gloo":
+    if TRANSPORTS[name].uses_store:
         world.open_store()
     return name
 

@@ -226,7 +226,9 @@ class World:
             self._remake_transports()
 
     def _remake_transports(self) -> None:
-        transports = self.groups.make_transports(self.communicator, self.groups.ranks, "mpi")
+        transports = self.groups.make_transports(
+            self.everyone.axes, self.communicator, self.groups.ranks, "mpi", self.device
+        )
         self.everyone.host, self.everyone.accelerator = transports
 
     def single_rank_world(self) -> World:
@@ -275,7 +277,7 @@ class World:
         return next((each for each in self._control.allgather(reason) if each), "")
 
     def open_store(self) -> None:
-        """Open the store that groups with the transport "gloo" need when they are made. Collective.
+        """Open the store that groups over "nccl" or "gloo" need when they are made. Collective.
 
         Rank 0 serves it until its process ends. A repeated call does nothing.
         """
@@ -317,7 +319,8 @@ class World:
             ranks: Ranks of this world, in rising order, with this one among them.
             transport: "nccl", "shared", "mpi" or "gloo"; others, also "auto", are a KeyError. "nccl" concerns
                 tensors on GPUs only; those in CPU memory always use MPI then. "shared" uses shared memory
-                only after `share_memory`, otherwise MPI messages. "gloo" needs `open_store` before.
+                only after `share_memory`, otherwise MPI messages. "nccl" and "gloo" need `open_store`
+                before.
                 `choose_transport` returns a name that all ranks can use.
             parent: Group that is split, to which all of `ranks` belong; `everyone` if None.
         """

@@ -219,12 +219,11 @@ def _gpus(torch: ModuleType | None) -> list[DoctorFinding]:
         return [DoctorFinding("GPUs", f"{by_driver}, unused", remedy)]
     names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
     findings = [DoctorFinding("GPUs", f"{count} on this node: {', '.join(names)}")]
+    if not torch.distributed.is_nccl_available():
+        remedy = "ranks communicate through host memory: install a build of torch with NCCL"
+        return [*findings, DoctorFinding("NCCL", "missing in this build of torch", remedy)]
     library = ".".join(map(str, torch.cuda.nccl.version()))
-    bindings = _version("nccl4py")
-    if bindings:
-        return [*findings, DoctorFinding("NCCL", f"{library} in torch, nccl4py {bindings}")]
-    remedy = "ranks communicate through host memory; to use NCCL: pip install nccl4py"
-    return [*findings, DoctorFinding("NCCL", f"{library} in torch, nccl4py not installed", remedy)]
+    return [*findings, DoctorFinding("NCCL", f"{library}, in torch")]
 
 
 def _gpu_count(torch: ModuleType | None) -> int:

@@ -1,7 +1,8 @@
 """Every primitive, dtype and form against a reference that each rank computes by itself.
 
 Tests of comm/group.py, comm/work.py, comm/calls.py, comm/group_factory.py, comm/transports/transport.py,
-comm/transports/mpi.py, comm/transports/process_group.py and comm/transports/reduction.py.
+comm/transports/mpi.py, comm/transports/process_group.py, comm/transports/gloo.py and
+comm/transports/reduction.py.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from hpctrain.comm.calls import Reduction
 from hpctrain.comm.group import Group
+from hpctrain.comm.transports.gloo import GlooTransport
 from hpctrain.comm.transports.mpi import MpiTransport, StagedTransport
 from hpctrain.comm.transports.node_memory import NodeMemory
-from hpctrain.comm.transports.process_group import GlooTransport
 from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.transports.transport import Transport
 from hpctrain.comm.world import World

@@ -5,13 +5,17 @@ Tests of comm/transports/process_group.py in whole steps: losses, norms, and all
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 from torch import Tensor
 
+from hpctrain.comm.transports.choose import TRANSPORTS, TransportChoice
 from hpctrain.comm.transports.hierarchical import HierarchicalTransport
 from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.world import World
+from tests.comm.transports.gloo_as_nccl import make_nccl_rules
 from tests.engines import LLAMA, small_deck, trainer
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -33,6 +37,9 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "muon": (2, ("layout.zero=1", "optimizer.name=muon")),
     "hybrid": (4, ("layout.zero=2", "layout.zero_group=2")),
     "both": (4, ("layout.tensor=2", "layout.zero=1")),
+    "tied": (4, ("layout.pipeline=4", "model.tied=true")),
+    "stages": (4, ("layout.pipeline=2", "layout.tensor=2", "layout.sequence_parallel=true", *LLAMA)),
+    "longer ring": (4, ("layout.context=4", "layout.context_form=ring", "layout.zero=3", *LLAMA)),
 }
 
 OF_NODES: dict[str, tuple[str, ...]] = {
@@ -71,14 +78,25 @@ def test_memory_and_messages_train_alike(world: World, name: str, monkeypatch: p
     assert_same(shared, trained(world, (*keys, "communication.transport=mpi")))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("rules", ["gloo", "nccl"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_gloo_and_messages_train_alike(world: World, name: str) -> None:
-    """On two ranks with the same bits. On more, gloo adds in another order, so results differ by rounding."""
+def test_process_groups_and_messages_train_alike(
+    world: World, name: str, rules: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two ranks with the same bits. On more, gloo adds in another order, so results differ by rounding.
+
+    Biases of keys, whose gradients are rounding errors alone, would differ by more; LLAMA has none.
+
+    With the rules of NCCL, gloo carries the calls of the transport for GPUs.
+    """
     ranks, keys = LAYOUTS[name]
     if ranks != world.size:
         pytest.skip(f"for {ranks} ranks")
+    if rules == "nccl":
+        choice = TRANSPORTS["gloo"]._replace(make=make_nccl_rules)
+        monkeypatch.setitem(cast("dict[str, TransportChoice]", TRANSPORTS), "gloo", choice)
     gloo = trained(world, (*keys, "communication.transport=gloo"))
     expected = trained(world, (*keys, "communication.transport=mpi"))
     if world.size == 2:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+
 from hpctrain.comm.transports.hierarchical import HierarchicalTransport
 from hpctrain.comm.transports.mpi import MpiTransport, StagedTransport
 from hpctrain.comm.transports.node_memory import NodeMemory
-from hpctrain.comm.transports.process_group import GlooTransport, GroupStore
+from hpctrain.comm.transports.process_group import GroupStore
 from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.transports.transport import Transport
 from hpctrain.host.mpi_library import MPI
 from hpctrain.host.topology import ranks_per_node_of
+
+WITH_MESSAGES = frozenset({("pipeline",), ("context",)})
+"""Axes along which pipelines and ring attention send messages between neighbors."""
 
 GpuNames = Sequence[str | None]
 """Name of each rank's GPU, which is unique in the job; None for a rank on a CPU."""
@@ -29,6 +33,8 @@ class TransportSetting(NamedTuple):
 
     Attributes:
         communicator: Communicator of the group.
+        axes: Names of its axes.
+        device: Device of this rank.
         nodes: Node of each rank of the group.
         scratch: Memory that reductions receive into.
         memory: Shared memory of this rank's node; None if its ranks do not share memory.
@@ -36,6 +42,8 @@ class TransportSetting(NamedTuple):
     """
 
     communicator: MPI.Intracomm
+    axes: tuple[str, ...]
+    device: torch.device
     nodes: Sequence[int]
     scratch: ReductionScratch
     memory: NodeMemory | None
@@ -50,6 +58,7 @@ class TransportChoice(NamedTuple):
         suits: Function that returns True if "auto" may choose this entry; the first such entry is chosen.
         obstacles: Function that returns the reasons why the ranks cannot use this transport, each with a
             remedy; an empty list if they can.
+        uses_store: True if the store of process groups must be open before groups are made.
         on_host: True if the CPU carries out the calls, so that they take its time. False if the GPU does.
     """
 
@@ -57,6 +66,7 @@ class TransportChoice(NamedTuple):
     suits: Callable[[GpuNames], bool]
     obstacles: Callable[[GpuNames], list[str]]
     on_host: bool
+    uses_store: bool = False
 
 
 def _make_mpi(setting: TransportSetting) -> TransportPair:
@@ -78,16 +88,25 @@ def _make_shared(setting: TransportSetting) -> TransportPair:
 
 
 def _make_gloo(setting: TransportSetting) -> TransportPair:
+    if setting.communicator.size == 1:
+        return _make_mpi(setting)
+    from hpctrain.comm.transports.gloo import GlooTransport
+
     assert setting.store is not None, "World.open_store comes first"
     host = GlooTransport(setting.communicator, setting.scratch, setting.store)
     return host, StagedTransport(host)
 
 
 def _make_nccl(setting: TransportSetting) -> TransportPair:
+    if setting.communicator.size == 1:
+        return _make_mpi(setting)
     from hpctrain.comm.transports.nccl import NcclTransport
 
+    assert setting.store is not None, "World.open_store comes first"
     host = MpiTransport(setting.communicator, setting.scratch)
-    return host, NcclTransport(setting.communicator, setting.scratch)
+    has_channels = setting.axes in WITH_MESSAGES
+    arguments = setting.communicator, setting.scratch, setting.store, setting.device, has_channels
+    return host, NcclTransport(*arguments)
 
 
 def _each_has_a_gpu(gpus: GpuNames) -> bool:
@@ -114,16 +133,14 @@ def _nccl_obstacles(gpus: GpuNames) -> list[str]:
             'several ranks share a GPU; start one rank a GPU, use "mpi", '
             "or set NCCL_MULTI_RANK_GPU_ENABLE=1 with NCCL 2.30 or newer"
         )
-    if importlib.util.find_spec("nccl") is None:
-        obstacles.append(
-            'the Python package nccl4py is missing; install hpctrain[gpu] (pip install nccl4py), or use "mpi"'
-        )
+    if not torch.distributed.is_nccl_available():
+        obstacles.append('this build of torch has no NCCL; install one for your GPUs, or use "mpi"')
     return obstacles
 
 
 TRANSPORTS: Mapping[str, TransportChoice] = {
-    "nccl": TransportChoice(_make_nccl, _each_has_a_gpu, _nccl_obstacles, on_host=False),
+    "nccl": TransportChoice(_make_nccl, _each_has_a_gpu, _nccl_obstacles, on_host=False, uses_store=True),
     "shared": TransportChoice(_make_shared, _several_on_cpus, _shared_obstacles, on_host=True),
     "mpi": TransportChoice(_make_mpi, lambda _: True, lambda _: [], on_host=True),
-    "gloo": TransportChoice(_make_gloo, lambda _: False, lambda _: [], on_host=True),
+    "gloo": TransportChoice(_make_gloo, lambda _: False, lambda _: [], on_host=True, uses_store=True),
 }

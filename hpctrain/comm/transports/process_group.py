@@ -1,28 +1,24 @@
-"""Transport over a process group of torch: gloo, for tensors in CPU memory.
+"""Transports over process groups of torch, and how the ranks of a process group find each other.
 
-MPI brings the ranks of a process group together. Rank 0 of the world opens one store, whose address travels
-by MPI. Each group has its own prefix in the store, which its rank 0 chooses and sends by MPI. Process groups
-are made with their Group and connect all its ranks at once, never at a first message.
-
-gloo adds numbers of 32 and 64 bits itself, in the order of its own algorithm, which is the same in all runs
-with the same number of ranks and sizes. `reduction` does all other reductions, and reduce-scatters, in rank
-order. gloo's threads carry out all operations, also while this rank computes.
+MPI brings the ranks together. Rank 0 of the world opens one store, whose address travels by MPI. Each group
+has its own prefix in the store, which its rank 0 chooses and sends by MPI. NCCL's unique ids and gloo's
+addresses pass through it. Process groups are made with their Group and connect all its ranks at once, never
+at a first message.
 """
 
 from __future__ import annotations
 
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
-from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.transports.mpi import USER_TAGS
 from hpctrain.comm.transports.reduction import ReductionScratch, reduce_in_rank_order
 from hpctrain.comm.transports.transport import (
     ElementRange,
@@ -40,14 +36,15 @@ if TYPE_CHECKING:
 
     from hpctrain.host.mpi_library import MPI
 
-SUMMED = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
-"""Types whose sums gloo computes. It loses NaN in maxima, and rounds sums of 16-bit floats at each step."""
-
 CONNECT_SECONDS = 300
 """Time limit for the connection to the store."""
 
 TIMEOUT = timedelta(days=365)
 """Time limit of an operation: none, since the watchdog ends and explains hangs."""
+
+
+SUMMED = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
+"""Types whose sums the process group computes."""
 
 
 class GroupStore(NamedTuple):
@@ -96,30 +93,15 @@ def open_store(communicator: MPI.Intracomm, nodes: int, world_rank: int) -> Grou
 class ProcessGroupWork:
     """Handle of operations of a process group, which keeps their tensors alive.
 
-    gloo tells that a message is complete only to a thread that waits for it. So the first `test` of messages
-    starts a thread.
+    For NCCL, `wait` makes the stream that is current then wait for the operations, and not the host.
 
     Args:
         works: torch's handles.
         tensors: Tensors that the operations read and write.
-        messages: True if the operations are sends and receives.
     """
 
-    __slots__ = ("_complete", "_error", "_messages", "_tensors", "_waits", "_works")
-
-    def __init__(self, works: Sequence[TorchWork], *tensors: Tensor, messages: bool = False) -> None:
-        self._works, self._tensors, self._messages = works, tensors, messages
-        self._complete = Event()
-        self._waits = False
-        self._error: Exception | None = None
-
-    def _wait(self) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            self._error = error
-        self._complete.set()
+    def __init__(self, works: Sequence[TorchWork], *tensors: Tensor) -> None:
+        self._works, self._tensors = works, tensors
 
     def wait(self) -> None:
         """Wait until all operations are complete.
@@ -127,13 +109,8 @@ class ProcessGroupWork:
         Raises:
             RuntimeError: One of them has failed, such as after the end of another rank.
         """
-        if self._waits:
-            self._complete.wait()
-        else:
-            self._waits = True
-            self._wait()
-        if self._error is not None:
-            raise self._error
+        for work in self._works:
+            work.wait()
 
     def test(self) -> bool:
         """Return True if all operations are complete, without waiting. Local.
@@ -141,36 +118,62 @@ class ProcessGroupWork:
         Raises:
             RuntimeError: One of them has failed.
         """
-        if self._messages and not self._waits:
-            self._waits = True
-            Thread(target=self._wait, name="gloo", daemon=True).start()
-        if not (self._complete.is_set() if self._waits else all(work.is_completed() for work in self._works)):
+        if not all(work.is_completed() for work in self._works):
             return False
         self.wait()
         return True
 
 
-class GlooTransport(Transport):
-    """Transport for tensors in CPU memory over torch's ProcessGroupGloo. The constructor is collective.
+class PieceMessage(NamedTuple):
+    """Message of an exchange: True if this rank sends it, its memory as bytes, and the other rank."""
+
+    sends: bool
+    memory: Tensor
+    peer: int
+
+
+class ProcessGroupTransport(Transport, ABC):
+    """Transport whose collective operations are those of a process group of torch.
+
+    The process group computes the sums of numbers of 32 and 64 bits, in the order of its own algorithm, which
+    is the same in all runs with the same number of ranks and sizes. `reduction` does all other reductions, in
+    rank order: libraries lose NaN in maxima, and round sums of 16-bit floats at each step.
 
     Args:
         communicator: MPI communicator of the group.
         scratch: Memory that reductions in rank order receive into.
-        store: Store of the world.
+        group: torch's process group, of type `torch.distributed.distributed_c10d.Backend`.
     """
 
-    def __init__(self, communicator: MPI.Intracomm, scratch: ReductionScratch, store: GroupStore) -> None:
+    def __init__(self, communicator: MPI.Intracomm, scratch: ReductionScratch, group: Any) -> None:
         self.rank, self.size = communicator.rank, communicator.size
         self.sums_in_rank_order = self.size == 2
         self.scratch = scratch
-        self._operations = 0
-        if self.size > 1:
-            from torch.distributed import ProcessGroupGloo
+        self.group = group
 
-            # torch's type stubs lack most methods.
-            self._gloo: Any = ProcessGroupGloo(store.of_group(communicator), self.rank, self.size, TIMEOUT)
+    @abstractmethod
+    def start_messages(self, messages: Sequence[PieceMessage], tag: int) -> ProcessGroupWork:
+        """Start the messages of an exchange in which all ranks take part. Collective; does not wait.
 
-    # Reductions
+        Args:
+            messages: Messages of this rank, at most one to and one from each rank. Receives come first.
+            tag: Tag of `next_tag`, the same on all ranks.
+        """
+
+    @abstractmethod
+    def next_tag(self) -> int:
+        """Return the message tag of the next operation, for its `exchange` and `share`. It sends nothing.
+
+        All ranks call it once per operation, in the same order of operations.
+        """
+
+    def start_reduction(self, call: Call) -> TransportWork | None:
+        """Reduce in rank order, or start that. Collective.
+
+        Returns:
+            None if the call is blocking, otherwise the handle of the operation.
+        """
+        return run_steps(reduce_in_rank_order(self, call), call.blocking)
 
     def all_reduce(self, call: Call) -> TransportWork | None:
         """Reduce `call.tensor` in place on all ranks, or start that. Collective.
@@ -179,9 +182,9 @@ class GlooTransport(Transport):
             None if the call is blocking, otherwise the handle of the operation, as for `Transport.run`.
         """
         flat = flat_view(call.tensor)
-        if call.reduction != "sum" or flat.dtype not in SUMMED:
-            return self._reduce_in_rank_order(call)
-        return self._complete(call, self._gloo.allreduce([flat]) if len(flat) else None, flat)
+        if not _is_summed(call):
+            return self.start_reduction(call)
+        return finish(call.blocking, [self.group.allreduce([flat])] if len(flat) else [], flat)
 
     def reduce(self, call: Call) -> TransportWork | None:
         """Reduce `call.tensor` in place on the rank `call.root`, or start that. Collective.
@@ -194,18 +197,25 @@ class GlooTransport(Transport):
         from torch.distributed import ReduceOp
 
         flat = flat_view(call.tensor)
-        if call.reduction != "sum" or flat.dtype not in SUMMED:
-            return self._reduce_in_rank_order(call)
+        if not _is_summed(call):
+            return self.start_reduction(call)
         own = flat if self.rank == call.root else flat.clone()  # gloo adds in the memory of all ranks
-        work = self._gloo.reduce(own, call.root, ReduceOp.SUM) if len(flat) else None
-        return self._complete(call, work, own)
+        works = [self.group.reduce(own, call.root, ReduceOp.SUM)] if len(flat) else []
+        return finish(call.blocking, works, own)
 
-    def _reduce_in_rank_order(self, call: Call) -> TransportWork | None:
-        return run_steps(reduce_in_rank_order(self, call), call.blocking)
+    def reduce_scatter(self, call: Call) -> TransportWork | None:
+        """Reduce `call.tensor` and write this rank's elements into `call.output`, or start that. Collective.
 
-    reduce_scatter = _reduce_in_rank_order
+        `call.output` may be this rank's elements of `call.tensor`, whose other elements do not change.
 
-    # Movement
+        Returns:
+            None if the call is blocking, otherwise the handle of the operation.
+        """
+        flat, output = flat_view(call.tensor), flat_view(call.output)
+        if not _is_summed(call) or call.counts is not None:
+            return self.start_reduction(call)
+        works = [self.group._reduce_scatter_base(output, flat)] if len(flat) else []
+        return finish(call.blocking, works, flat, output)
 
     def broadcast(self, call: Call) -> TransportWork | None:
         """Copy `call.tensor` of the rank `call.root` into `call.output` of every other rank, or start that.
@@ -215,8 +225,9 @@ class GlooTransport(Transport):
         Returns:
             None if the call is blocking, otherwise the handle of the operation.
         """
-        memory = _bytes(call.memory)
-        return self._complete(call, self._gloo.broadcast(memory, call.root) if len(memory) else None, memory)
+        memory = bytes_of(call.memory)
+        works = [self.group.broadcast(memory, call.root)] if len(memory) else []
+        return finish(call.blocking, works, memory)
 
     def all_gather(self, call: Call) -> TransportWork | None:
         """Gather the pieces `call.tensor` of all ranks into `call.output`, or start that. Collective.
@@ -231,54 +242,14 @@ class GlooTransport(Transport):
 
     def _move_pairwise(self, call: Call) -> TransportWork | None:
         work = self.exchange(pairwise_ranges(call, self.size), self.next_tag())
-        return _finish(work, call.blocking)
+        if not call.blocking:
+            return work
+        work.wait()
+        return None
 
     gather = scatter = all_to_all = _move_pairwise
 
-    def send(self, call: Call) -> TransportWork | None:
-        """Send `call.tensor` to the rank `call.peer`, or start that. Local.
-
-        Returns:
-            None if the call is blocking, otherwise the handle of the operation.
-        """
-        memory = _bytes(call.tensor)
-        return self._complete(call, self._gloo.send([memory], call.peer, call.tag), memory, messages=True)
-
-    def recv(self, call: Call) -> TransportWork | None:
-        """Receive a message of the rank `call.peer` into `call.output`, or start that. Local.
-
-        Returns:
-            None if the call is blocking, otherwise the handle of the operation.
-        """
-        memory = _bytes(call.output)
-        return self._complete(call, self._gloo.recv([memory], call.peer, call.tag), memory, messages=True)
-
-    def barrier(self, call: Call) -> TransportWork | None:
-        """Wait until every rank has made the call, or start that. Collective.
-
-        Returns:
-            None if the call is blocking, otherwise a handle that is complete when every rank has made the
-            call.
-        """
-        return self._complete(call, self._gloo.barrier())
-
-    def _complete(
-        self, call: Call, work: TorchWork | None, *tensors: Tensor, messages: bool = False
-    ) -> TransportWork | None:
-        """Wait for an operation if the call is blocking, otherwise return its handle."""
-        handle = ProcessGroupWork([] if work is None else [work], *tensors, messages=messages)
-        return _finish(handle, call.blocking)
-
     # PieceMover
-
-    def next_tag(self) -> int:
-        """Return a message tag for the `exchange` and `share` of one operation. Local: nothing is sent.
-
-        Each call counts further, from USER_TAGS to 2 USER_TAGS - 1 and around. All ranks call it once per
-        operation, in the same order, so that they get the same tag.
-        """
-        self._operations += 1
-        return USER_TAGS + self._operations % USER_TAGS
 
     def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> TransportWork | None:
         """Gather pieces of equal size from all ranks into `output`, in rank order. Collective.
@@ -286,15 +257,14 @@ class GlooTransport(Transport):
         Returns:
             None if `blocking`; otherwise the handle, which keeps both tensors alive.
         """
-        work = self._gloo._allgather_base(_bytes(output), _bytes(tensor)) if output.numel() else None
-        handle = ProcessGroupWork([] if work is None else [work], tensor, output)
-        return _finish(handle, blocking)
+        source, target = bytes_of(tensor), bytes_of(output)
+        works = [self.group._allgather_base(target, source)] if len(target) else []
+        return finish(blocking, works, source, target)
 
     def exchange(self, pieces: PieceExchange, tag: int) -> ProcessGroupWork:
         """Start to send a piece to each rank, and to receive a piece from each rank.
 
-        Collective; does not wait. Each pair of ranks exchanges messages, so that ranks need not start their
-        operations in one order. The piece that this rank keeps is copied at once.
+        Collective; does not wait. The piece that this rank keeps is copied at once.
 
         Args:
             pieces: Tensors, and the ranges for each rank.
@@ -304,25 +274,31 @@ class GlooTransport(Transport):
             Handle, which keeps both tensors alive. Never None.
         """
         source, target = flat_view(pieces.source), flat_view(pieces.target)
-        works = []
-        for step in range(1, self.size):
-            peer = (self.rank - step) % self.size
-            begin, length = pieces.receives[peer]
-            if length:
-                works.append(self._gloo.recv([_bytes(target[begin : begin + length])], peer, tag))
-        for step in range(1, self.size):
-            peer = (self.rank + step) % self.size
-            begin, length = pieces.sends[peer]
-            if length:
-                works.append(self._gloo.send([_bytes(source[begin : begin + length])], peer, tag))
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        messages = [
+            PieceMessage(False, bytes_of(target[begin : begin + length]), peer)
+            for peer in reversed(peers)
+            for begin, length in [pieces.receives[peer]]
+            if length
+        ]
+        messages += [
+            PieceMessage(True, bytes_of(source[begin : begin + length]), peer)
+            for peer in peers
+            for begin, length in [pieces.sends[peer]]
+            if length
+        ]
         (begin, length), (position, _) = pieces.sends[self.rank], pieces.receives[self.rank]
         own, kept = source[begin : begin + length], target[position : position + length]
         if length and own.data_ptr() != kept.data_ptr():
             kept.copy_(own)
-        return ProcessGroupWork(works, source, target, messages=True)
+        return self.start_messages(messages, tag)
 
     def share(
-        self, tensor: Tensor, ranges: list[ElementRange], tag: int, blocking: bool
+        self,
+        tensor: Tensor,
+        ranges: list[ElementRange],
+        tag: int,
+        blocking: bool,  # noqa: ARG002
     ) -> TransportWork | None:
         """Gather the ranges of `tensor` from their ranks, in place on all ranks. Collective.
 
@@ -331,24 +307,34 @@ class GlooTransport(Transport):
             ranges: For each rank the range (first index, number of elements) of `tensor` that it has. They
                 follow each other and cover the tensor, and are the same list on all ranks.
             tag: Tag of `next_tag`, the same on all ranks.
-            blocking: True if the caller waits at once.
+            blocking: Not used: the caller waits for the handle.
 
         Returns:
-            None if `blocking`; otherwise the handle, which keeps the tensor alive.
+            Handle, which keeps the tensor alive. Never None.
         """
-        sends = [ranges[self.rank]] * self.size
-        work = self.exchange(PieceExchange(tensor, sends, tensor, ranges), tag)
-        return _finish(work, blocking)
+        return self.exchange(PieceExchange(tensor, [ranges[self.rank]] * self.size, tensor, ranges), tag)
 
 
-def _finish(work: ProcessGroupWork, blocking: bool) -> ProcessGroupWork | None:
-    """Return the handle of a started operation; of a blocking one, wait for it and return None."""
+def finish(blocking: bool, works: Sequence[TorchWork], *tensors: Tensor) -> ProcessGroupWork | None:
+    """Return the handle of started operations; wait for blocking ones and return None.
+
+    Args:
+        blocking: True to wait.
+        works: torch's handles; none if there is nothing to move.
+        tensors: Tensors that the operations read and write.
+    """
+    work = ProcessGroupWork(works, *tensors)
     if not blocking:
         return work
     work.wait()
     return None
 
 
-def _bytes(tensor: Tensor | None) -> Tensor:
-    """Return a flat view as bytes, since gloo does not know all types of torch."""
+def bytes_of(tensor: Tensor | None) -> Tensor:
+    """Return a flat view of a contiguous tensor as bytes, since libraries do not know all types of torch."""
     return flat_view(tensor).view(torch.uint8)
+
+
+def _is_summed(call: Call) -> bool:
+    """Return True if the process group computes the reduction of a call."""
+    return call.reduction == "sum" and call.dtype in SUMMED

@@ -156,7 +156,8 @@ def reduce_in_rank_order(mover: PieceMover, call: Call) -> Steps:
     other ranks than the root of a reduce.
 
     Args:
-        mover: Transport that moves the pieces and implements PieceMover: an MpiTransport or NcclTransport.
+        mover: Transport that moves the pieces and implements PieceMover: an MpiTransport or a
+            ProcessGroupTransport.
         call: The call, with its tensors.
     """
     tensor, reduction, rank, size = flat_view(call.tensor), call.reduction, mover.rank, mover.size

@@ -43,6 +43,8 @@ class Transport:
     """Number of ranks, including this one, that get the same memory from `common_zeros`."""
     sums_in_rank_order = True
     """True if sums have the bits of an addition in rank order."""
+    completes_on_stream = False
+    """True if waiting for a handle makes the current stream of a GPU wait, and not the host."""
 
     def run(self, call: Call) -> TransportWork | None:
         """Run or start a call of a Group. Collective; "send" and "recv" are local.
@@ -113,6 +115,7 @@ class WrappedTransport(Transport):
         self.inner = inner
         self.rank, self.size, self.sharers = inner.rank, inner.size, inner.sharers
         self.sums_in_rank_order = inner.sums_in_rank_order
+        self.completes_on_stream = inner.completes_on_stream
 
     @override
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

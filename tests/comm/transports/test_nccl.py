@@ -1,129 +1,41 @@
-"""Tests of the NCCL transport with GPUs if there are any, otherwise over a substitute of nccl4py by MPI."""
+"""Tests of comm/transports/nccl.py with GPUs if there are any, otherwise over gloo with the rules of NCCL."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
-from typing import Any
-from uuid import UUID, uuid4
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.comm.calls import Call, Reduction
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.transports import nccl
-from hpctrain.comm.transports.nccl import NcclTransport
-from hpctrain.comm.transports.reduction import ReductionScratch
-from hpctrain.comm.transports.transport import SteppedWork, Transport
+from hpctrain.comm.transports.choose import TransportSetting
 from hpctrain.comm.world import World
+from tests.comm.transports.gloo_as_nccl import NcclRules
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.mpi(min_size=2)
 
 SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Environment variable with which NCCL 2.30 lets several ranks share a GPU."""
 
 
-class Communicator:
-    """Substitute of nccl4py's Communicator in host memory, for some ranks of a transport."""
-
-    def __init__(self, host: Transport, ranks: Sequence[int], pending: list[Any]) -> None:
-        self.host, self.rank, self.pending = host, host.rank, pending
-        self.ranks, self.connected = ranks, len(ranks) != 2
-
-    def allreduce(self, source: Tensor, target: Tensor, operation: Reduction, stream: int) -> None:
-        assert source.data_ptr() == target.data_ptr()
-        self.host.run(Call("all_reduce", target, target, reduction=operation))
-
-    def reduce(
-        self, source: Tensor, target: Tensor | None, operation: Reduction, root: int, stream: int
-    ) -> None:
-        assert (target is None) == (self.rank != root)
-        self.host.run(Call("reduce", source, target, reduction=operation, root=root))
-
-    def reduce_scatter(self, source: Tensor, target: Tensor, operation: Reduction, stream: int) -> None:
-        self.host.run(Call("reduce_scatter", source, target, reduction=operation))
-
-    def broadcast(self, source: Tensor, target: Tensor, root: int, stream: int) -> None:
-        self.host.run(Call("broadcast", source, target, root=root))
-
-    def allgather(self, source: Tensor, target: Tensor, stream: int) -> None:
-        self.host.run(Call("all_gather", source, target))
-
-    def connect(self, peer: int) -> int:
-        """Return the rank of a peer. The first message of two ranks waits until both start it, as in NCCL."""
-        peer = self.ranks[peer]
-        if not self.connected:
-            self.connected, here = True, torch.zeros(1)
-            tag = 1000 + self.ranks[0] * 30 + self.ranks[1]
-            sent = self.host.run(Call("send", here, peer=peer, tag=tag, blocking=False))
-            self.host.run(Call("recv", None, torch.empty(1), peer=peer, tag=tag))
-            assert sent is not None
-            sent.wait()
-        return peer
-
-    def send(self, source: Tensor, peer: int, stream: int) -> None:
-        peer = self.connect(peer)
-        self.pending.append(self.host.run(Call("send", source, peer=peer, tag=77, blocking=False)))
-
-    def recv(self, target: Tensor, peer: int, stream: int) -> None:
-        peer = self.connect(peer)
-        self.pending.append(self.host.run(Call("recv", None, target, peer=peer, tag=77, blocking=False)))
-
-
-class Stream:
-    """Substitute of a SideStream, which returns the handles of the MPI messages."""
-
-    def start(self, action: Callable[[], object], _: Sequence[Tensor | None]) -> SteppedWork:
-        action()
-        started, pending[:] = list(pending), []
-        return SteppedWork(iter(started))
-
-    def precede(self) -> None:
-        """Return at once, since no operation is in flight."""
-
-
-pending: list[Any] = []
-
-
 @pytest.fixture
-def group(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
-    """Return the group of all ranks over the NCCL transport."""
+def group(world: World) -> Iterator[Group]:
+    """Return the group of all ranks over the NCCL transport, with channels."""
     whole, ordinary = world.everyone, world.everyone.host
     if world.device.type == "cuda":
         if world.local_size > torch.cuda.device_count() and os.environ.get(SHARED) != "1":
             pytest.skip("the ranks share a GPU")
-        yield Mesh(world, {"data": world.size}, "nccl").group("data")
+        yield Mesh(world, {"pipeline": world.size}, "nccl").group("pipeline")
         return
-
-    @contextlib.contextmanager
-    def grouped() -> Iterator[None]:
-        yield
-        for each in pending:
-            each.wait()
-        pending.clear()
-
-    transport = NcclTransport(world.communicator, ReductionScratch())
-    operations = SimpleNamespace(SUM="sum", MAX="max", MIN="min")
-    transport._core = SimpleNamespace(NcclRedOp=operations, group=grouped, get_unique_id=uuid4)
-    joined: list[Any] = []
-
-    def join(ranks: Sequence[int], identity: UUID) -> Communicator:
-        """Return a communicator, whose identity no other communicator has."""
-        assert identity not in joined
-        joined.append(identity)
-        return Communicator(ordinary, ranks, pending)
-
-    monkeypatch.setattr(transport, "_join", join)
-    transport._communicator = join(range(whole.size), uuid4())
-    monkeypatch.setattr(nccl, "current_stream", lambda: 0)
-    monkeypatch.setattr(nccl, "SideStream", Stream)
-    transport._side = Stream()  # type: ignore[assignment]
-    whole.host = transport
+    world.open_store()
+    groups, axes = world.groups, ("pipeline",)
+    setting = TransportSetting(
+        world.communicator, axes, world.device, groups.topology.nodes, groups.scratch, None, groups.store
+    )
+    whole.host = NcclRules(setting, True)
     yield whole
     whole.host = ordinary
 
@@ -174,7 +86,6 @@ def test_movement(group: Group, dtype: torch.dtype) -> None:
     assert torch.equal(received, torch.cat([inputs[peer].split(table[peer])[rank] for peer in range(size)]))
 
 
-@pytest.mark.mpi(min_size=2)
 def test_messages_of_each_direction_are_independent(group: Group) -> None:
     """Ranks receive after all messages were sent, and those from the next rank first."""
     size, rank = group.size, group.rank
@@ -194,7 +105,6 @@ def test_messages_of_each_direction_are_independent(group: Group) -> None:
         each.wait()
 
 
-@pytest.mark.mpi(min_size=2)
 def test_a_ring_may_start_with_its_receives(group: Group) -> None:
     size, rank = group.size, group.rank
     receiving = group.start_recv(torch.empty(5, device=group.device), (rank - 1) % size)
@@ -203,7 +113,14 @@ def test_a_ring_may_start_with_its_receives(group: Group) -> None:
     sending.wait()
 
 
-@pytest.mark.mpi(min_size=2)
+def test_a_blocking_receive_meets_a_started_send(group: Group) -> None:
+    size, rank = group.size, group.rank
+    sending = group.start_send(torch.full((5,), float(rank), device=group.device), (rank + 1) % size)
+    received = group.recv(torch.empty(5, device=group.device), (rank - 1) % size)
+    assert received.eq(float((rank - 1) % size)).all()
+    sending.wait()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 def test_started_operations_and_streams(group: Group) -> None:
     size, rank = group.size, group.rank

@@ -1,0 +1,140 @@
+"""Transport for tensors in CPU memory over torch's ProcessGroupGloo, by TCP.
+
+gloo's threads carry out all operations, also while this rank computes. Messages have tags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Event, Thread
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from typing_extensions import override
+
+from hpctrain.comm.calls import Call
+from hpctrain.comm.transports.mpi import USER_TAGS
+from hpctrain.comm.transports.process_group import (
+    TIMEOUT,
+    GroupStore,
+    PieceMessage,
+    ProcessGroupTransport,
+    ProcessGroupWork,
+    bytes_of,
+    finish,
+)
+from hpctrain.comm.transports.reduction import ReductionScratch
+from hpctrain.comm.transports.transport import TransportWork
+
+if TYPE_CHECKING:
+    from torch.distributed import Work as TorchWork
+
+    from hpctrain.host.mpi_library import MPI
+
+
+class GlooMessages(ProcessGroupWork):
+    """Handle of messages. gloo tells that one is complete only to a thread that waits for it.
+
+    So the first `test` starts a thread.
+    """
+
+    def __init__(self, works: Sequence[TorchWork], *tensors: Tensor) -> None:
+        super().__init__(works, *tensors)
+        self._complete = Event()
+        self._thread: Thread | None = None
+        self._error: RuntimeError | None = None
+
+    def _run(self) -> None:
+        try:
+            super().wait()
+        except RuntimeError as error:
+            self._error = error
+        self._complete.set()
+
+    @override
+    def wait(self) -> None:
+        if self._thread is None:
+            super().wait()
+            return
+        self._complete.wait()
+        if self._error is not None:
+            raise self._error
+
+    @override
+    def test(self) -> bool:
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name="gloo", daemon=True)
+            self._thread.start()
+        if not self._complete.is_set():
+            return False
+        self.wait()
+        return True
+
+
+class GlooTransport(ProcessGroupTransport):
+    """Transport for tensors in CPU memory. The constructor is collective, and connects all ranks.
+
+    Args:
+        communicator: MPI communicator of the group.
+        scratch: Memory that reductions in rank order receive into.
+        store: Store of the world.
+    """
+
+    def __init__(self, communicator: MPI.Intracomm, scratch: ReductionScratch, store: GroupStore) -> None:
+        from torch.distributed import ProcessGroupGloo
+
+        place = store.of_group(communicator), communicator.rank, communicator.size
+        super().__init__(communicator, scratch, ProcessGroupGloo(*place, TIMEOUT))
+        self._operations = 0
+
+    @override
+    def reduce_scatter(self, call: Call) -> TransportWork | None:
+        """Reduce in rank order: gloo's own reduce-scatter sends twice as much."""
+        return self.start_reduction(call)
+
+    def send(self, call: Call) -> TransportWork | None:
+        """Send `call.tensor` to the rank `call.peer`, or start that. Local.
+
+        Returns:
+            None if the call is blocking, otherwise the handle of the operation.
+        """
+        return self._message(call, [self.group.send([bytes_of(call.tensor)], call.peer, call.tag)])
+
+    def recv(self, call: Call) -> TransportWork | None:
+        """Receive a message of the rank `call.peer` into `call.output`, or start that. Local.
+
+        Returns:
+            None if the call is blocking, otherwise the handle of the operation.
+        """
+        return self._message(call, [self.group.recv([bytes_of(call.output)], call.peer, call.tag)])
+
+    def _message(self, call: Call, works: Sequence[TorchWork]) -> TransportWork | None:
+        assert call.memory is not None
+        return finish(True, works) if call.blocking else GlooMessages(works, call.memory)
+
+    def barrier(self, call: Call) -> TransportWork | None:
+        """Wait until every rank has made the call, or start that. Collective.
+
+        Returns:
+            None if the call is blocking, otherwise a handle that is complete when every rank has made the
+            call.
+        """
+        return finish(call.blocking, [self.group.barrier()])
+
+    @override
+    def start_messages(self, messages: Sequence[PieceMessage], tag: int) -> ProcessGroupWork:
+        works = [
+            (self.group.send if message.sends else self.group.recv)([message.memory], message.peer, tag)
+            for message in messages
+        ]
+        return GlooMessages(works, *(message.memory for message in messages))
+
+    @override
+    def next_tag(self) -> int:
+        """Return a message tag for the `exchange` and `share` of one operation. Local: nothing is sent.
+
+        Each call counts further, from USER_TAGS to 2 USER_TAGS - 1 and around. All ranks call it once per
+        operation, in the same order, so that they get the same tag.
+        """
+        self._operations += 1
+        return USER_TAGS + self._operations % USER_TAGS
