@@ -43,8 +43,6 @@ export OMP_NUM_THREADS=1
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 # Let NCCL's helper threads run on the cores next to their GPU, wherever the rank is bound.
 export NCCL_IGNORE_CPU_AFFINITY=1
-# Start kernels in the order in which they were queued, so that communication does not wait for later kernels.
-export CUDA_DEVICE_MAX_CONNECTIONS=1
 # The run stops before the job's end, which older versions of Slurm report only through squeue.
 if [ -z "${SLURM_JOB_END_TIME:-}" ]; then
     end=$(squeue --noheader --job "$SLURM_JOB_ID" --format %e)

@@ -26,7 +26,7 @@ class StateSnapshot:
     def take(self, tensors: Iterable[StateTensor], former: StateSnapshot | None = None) -> None:
         """Copy them, into the memory of a `former` copy that is not needed any more, if there is one."""
         free = [] if former is None else former._values
-        device: torch.device | None = None
+        devices: set[torch.device] = set()
         for number, tensor in enumerate(tensors):
             values = tensor.values
             if number < len(free):
@@ -36,9 +36,10 @@ class StateSnapshot:
             assert (memory.numel(), memory.dtype) == (values.numel(), values.dtype), tensor.shard.name
             for first, piece in to_read(values):
                 memory[first : first + piece.numel()].copy_(piece, non_blocking=True)
-            device = values.device if isinstance(values, Tensor) else device
+            if isinstance(values, Tensor):
+                devices.add(values.device)
             self._values.append(memory)
-        if device is not None:
+        for device in devices:
             synchronize_stream(device)
         if former is not None:
             former._values = []

@@ -31,7 +31,15 @@ from hpctrain.comm.hangs.hang_settings import HangSettings
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.transports.emulated import EmulatedLink
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError, UserCodeError
-from hpctrain.host.device import choose_device, gpu_count, on_host, peak_bytes, prepare_device, used_bytes
+from hpctrain.host.device import (
+    choose_device,
+    gpu_count,
+    on_host,
+    peak_bytes,
+    prepare_device,
+    unusable_gpus,
+    used_bytes,
+)
 from hpctrain.host.launcher import check_launched_size, find_contradictions
 from hpctrain.host.memory import is_out_of_memory
 from hpctrain.host.mpi_library import MPI, communicator_of, finalizes_between_nodes, start_mpi
@@ -136,7 +144,7 @@ class World:
                     f"the launcher's variables contradict MPI ({each[0]}): start all ranks with one "
                     "launcher, and do not set or export its variables yourself"
                 )
-        world.use_device(device)
+        world._set_device(device)
         world._remove_stale_segments()
         sys.excepthook = world._on_exception
         threading.excepthook = world._on_thread_exception
@@ -152,17 +160,25 @@ class World:
         node.Free()
 
     def use_device(self, name: str) -> None:
-        """Set the device on which this rank and `everyone` compute, and prepare the process for it.
+        """Set the device of a deck, on which this rank and `everyone` compute. Collective.
 
-        Collective. `start` calls it. It may be called again before any Mesh is made, since groups that exist
-        keep their device.
+        It prepares the process for the device. It may be called before any Mesh is made, since groups that
+        exist keep their device.
 
         Args:
             name: "auto", "cpu", "cuda" or "cuda:N", as `start` takes it.
 
         Raises:
-            HpctrainError: There is no such device on some rank. It is raised on all ranks.
+            HpctrainError: There is no such device on some rank, or the name is "auto" and torch cannot use
+                the GPUs of a node. It is raised on all ranks.
         """
+        with self.agreement():
+            reason = unusable_gpus() if name == "auto" else ""
+            if reason:
+                raise HpctrainError(f'run.device = "auto": {reason}, or use "cpu" to compute on the CPU')
+        self._set_device(name)
+
+    def _set_device(self, name: str) -> None:
         with self.agreement():
             self.device = choose_device(name, self.local_rank, gpu_count())
         prepare_device(self.device)

@@ -69,6 +69,41 @@ def choose_device(name: str, local_rank: int, count: int) -> torch.device:
     return torch.device("cuda", int(index))
 
 
+def unusable_gpus(devices: Path = Path("/dev")) -> str:
+    """Return why torch cannot use the GPUs that this process may open, with a remedy; "" without such GPUs.
+
+    There are none if a batch system hides them, or the user does by CUDA_VISIBLE_DEVICES or
+    HIP_VISIBLE_DEVICES.
+
+    Args:
+        devices: Folder of device files.
+    """
+    if torch.cuda.is_available():
+        return ""
+    hidden = {"", "-1", "NoDevFiles"}
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in hidden and any(
+        map(_can_open, devices.glob("nvidia[0-9]*"))
+    ):
+        if torch.version.cuda is None:
+            return "this node has NVIDIA GPUs, but this build of torch has no CUDA; install one that has"
+        return (
+            f"this node has NVIDIA GPUs, but torch cannot use them by CUDA {torch.version.cuda}; install a "
+            "build of torch that suits the driver, whose newest CUDA nvidia-smi shows"
+        )
+    if os.environ.get("HIP_VISIBLE_DEVICES", "0") not in hidden and _can_open(devices / "kfd"):
+        return "this node has AMD GPUs, but torch cannot use them; install a build of torch with ROCm"
+    return ""
+
+
+def _can_open(path: Path) -> bool:
+    """Return True if a device file exists and this process may use it."""
+    try:
+        os.close(os.open(path, os.O_RDWR))
+    except OSError:
+        return False
+    return True
+
+
 def prepare_device(device: torch.device) -> None:
     """Prepare this process for computing on a device, by settings that hold for the whole process. Local.
 

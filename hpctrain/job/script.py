@@ -37,7 +37,7 @@ NOT_RUN = "Never run on such a system: only the syntax of this script was checke
 NO_MODULES = "# Load the modules here that hpctrain was installed with, such as: module load gcc openmpi hdf5"
 IMAGE, VOLUME = "hpctrain", ("hpctrain", "/work")
 IN_CONTAINER = "/opt/hpctrain/.venv/bin/hpctrain"
-GPU_VARIABLES = {"NCCL_DEBUG": "WARN", "NCCL_IGNORE_CPU_AFFINITY": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+GPU_VARIABLES = {"NCCL_DEBUG": "WARN", "NCCL_IGNORE_CPU_AFFINITY": "1"}
 
 _YAML_WORDS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
 _POD_NAME = 40  # characters of a job's name at most: those of pods may have 63, and say more

@@ -47,16 +47,30 @@ class DeviceCopies:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = SideStream()
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._free: defaultdict[int, list[tuple[Tensor, StreamWork | None]]] = defaultdict(list)
 
     def take(self, size: int) -> Tensor:
-        """Pinned memory, to be given back."""
-        free = self._free[size]
-        return free.pop() if free else empty_host_tensor((size,), torch.uint8, self.device)
+        """Return pinned memory of `size` bytes, to be given back.
 
-    def give(self, host: Tensor) -> None:
-        """What uses it next is ordered after what used it before, by the stream."""
-        self._free[host.numel()].append(host)
+        Wait on the host for the copy that still reads it, if `give` has named one.
+        """
+        free = self._free[size]
+        if not free:
+            return empty_host_tensor((size,), torch.uint8, self.device)
+        host, copy = free.pop()
+        if copy is not None:
+            copy.synchronize()
+        return host
+
+    def give(self, host: Tensor, copy: StreamWork | None = None) -> None:
+        """Give pinned memory back.
+
+        Args:
+            host: The memory.
+            copy: Copy to the device that may still read it; None if what uses it next is ordered after the
+                copy by the stream.
+        """
+        self._free[host.numel()].append((host, copy))
 
     def start_out(self, memory: Tensor, host: Tensor) -> StreamWork:
         """Start to copy to the host."""
@@ -201,7 +215,7 @@ class _DiskHandle(OffloadHandle):
             self.host = None  # from now on the caller's
             return host
         memory, copy = copies.stream.copy_to_device(host, copies.device)
-        self._give_host()
+        self._give_host(copy)
         return copy.deliver(memory)
 
     @property
@@ -213,7 +227,7 @@ class _DiskHandle(OffloadHandle):
         self.host = None
         self.shelf.give(self.region, self.size)
 
-    def _give_host(self) -> None:
+    def _give_host(self, copy: StreamWork | None = None) -> None:
         if self.host is not None and self.shelf.copies is not None:
-            self.shelf.copies.give(self.host)
+            self.shelf.copies.give(self.host, copy)
         self.host = None

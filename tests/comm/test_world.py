@@ -8,16 +8,18 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import hpctrain.comm.world as world_module
 from hpctrain.comm.error_messages import combine_errors
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.host import mpi_library as library
-from hpctrain.host.device import choose_device
+from hpctrain.host.device import choose_device, unusable_gpus
 from hpctrain.host.launcher import check_launched_size, find_contradictions
 
 
@@ -136,6 +138,32 @@ def test_silent_singletons_are_refused(environment: dict[str, str], size: int, g
 )
 def test_launchers_variables_are_compared_with_mpi(environment: dict[str, str], told: list[str]) -> None:
     assert find_contradictions(environment, rank=3, local_rank=1, nodes=2) == told
+
+
+def test_gpus_that_torch_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("torch can use the GPUs")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
+    assert unusable_gpus(tmp_path) == ""
+    (tmp_path / "kfd").touch()
+    assert "AMD GPUs" in unusable_gpus(tmp_path)
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "this build of torch has no CUDA" in unusable_gpus(tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "cannot use them by CUDA 13.0" in unusable_gpus(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "-1")
+    assert unusable_gpus(tmp_path) == ""
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+def test_auto_does_not_pass_over_gpus(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world_module, "unusable_gpus", lambda: "this node has GPUs")
+    with pytest.raises(HpctrainError, match='this node has GPUs, or use "cpu"'):
+        world.use_device("auto")
+    world.use_device("cpu")
 
 
 def test_devices() -> None:
