@@ -163,15 +163,16 @@ def tables_to_toml(deck: Mapping[str, object]) -> str:
 def _put(table: dict[str, object], path: Sequence[str], value: object) -> None:
     """Set a key of a table, or of a table in it, or remove the key if its value is None."""
     name, *inner = path
-    if inner or isinstance(value, dict):
-        table_before = table.get(name)
-        own: dict[str, object] = table_before if isinstance(table_before, dict) else {}
-        for path_within, each in (
-            [(inner, value)] if inner else [([key], each) for key, each in value.items()]
-        ):
-            _put(own, path_within, each)
-        if own or not inner:
+    table_before = table.get(name)
+    own: dict[str, object] = table_before if isinstance(table_before, dict) else {}
+    if inner:
+        _put(own, inner, value)
+        if own:
             table[name] = own
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            _put(own, [key], each)
+        table[name] = own
     elif value is None:
         table.pop(name, None)
     else:
