@@ -66,6 +66,8 @@ class GroupFactory:
         ranks: For each rank of this world, its rank in the world of all processes.
         scratch: Memory that reductions receive into.
         memories: Shared memory of this node, once for each division into nodes for which it was opened.
+        native_half_sums: True if process groups of groups that are made from now on add 16-bit floats
+            themselves.
         store: Store in which the ranks of process groups find each other; None before `open_store`.
         checks: Comparison of calls in groups that are made from now on; None if calls are not compared.
         link: Emulated link of this rank, which groups that are made from now on use; None if none is
@@ -78,6 +80,7 @@ class GroupFactory:
         self.ranks: tuple[int, ...] = ()
         self.scratch: ReductionScratch = ReductionScratch() if parent is None else parent.scratch
         self.memories: list[NodeMemory] = [] if parent is None else parent.memories
+        self.native_half_sums: bool = parent is not None and parent.native_half_sums
         self.store: GroupStore | None = None if parent is None else parent.store
         self.checks: CallChecks | None = None
         self.link: EmulatedLink | None = None if parent is None else parent.link
@@ -194,7 +197,9 @@ class GroupFactory:
         nodes = [self.topology.nodes[rank] for rank in root_world_ranks]
         memory = self.memory if isinstance(self.memory, NodeMemory) else None
         pair = TRANSPORTS[transport].make(
-            TransportSetting(communicator, axes, device, nodes, self.scratch, memory, self.store)
+            TransportSetting(
+                communicator, axes, device, nodes, self.scratch, memory, self.store, self.native_half_sums
+            )
         )
         if self.link is not None:
             times = communicator.Dup()

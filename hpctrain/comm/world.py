@@ -202,6 +202,16 @@ class World:
             self.groups.checks = CallChecks()
             self.groups.checks.check_group(self.everyone)
 
+    def sum_halves_natively(self, enabled: bool) -> None:
+        """Let NCCL and gloo add 16-bit floats, in groups that are made later. Local.
+
+        Otherwise they are added in fp32 and in rank order, as by other transports.
+
+        Args:
+            enabled: The same value on all ranks.
+        """
+        self.groups.native_half_sums = enabled
+
     def emulate_nodes(self, ranks: int | None) -> None:
         """Divide each node into nodes of `ranks` ranks, for groups and memory that are made later. Local.
 

@@ -139,6 +139,7 @@ def choose_link(deck: Deck, world: World) -> str:
     if keys.emulate is not None and world.nodes > 1:
         sentence = f"requires all ranks on one machine, not on {world.nodes} nodes (leave it out)"
         raise HpctrainError(deck.problem("communication.emulate", sentence))
+    world.sum_halves_natively(keys.half_sums == "native")
     world.emulate_nodes(keys.ranks_per_node)
     world.emulate_link(keys.link)
     if deck.stability.corruption == "off":

@@ -51,7 +51,9 @@ def gloo(world: World) -> Transport:
     world.open_store()
     host = world.everyone.host
     assert isinstance(host, MpiTransport) and world.groups.store is not None
-    return host if world.size != 2 else GlooTransport(host.communicator, host.scratch, world.groups.store)
+    return (
+        host if world.size != 2 else GlooTransport(host.communicator, host.scratch, world.groups.store, False)
+    )
 
 
 @pytest.fixture(params=["plain", "split", "staged", "shared", "gloo"])

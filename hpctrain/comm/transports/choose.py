@@ -39,6 +39,7 @@ class TransportSetting(NamedTuple):
         scratch: Memory that reductions receive into.
         memory: Shared memory of this rank's node; None if its ranks do not share memory.
         store: Store in which the ranks of a process group find each other; None if none is open.
+        native_half_sums: True if process groups add 16-bit floats themselves.
     """
 
     communicator: MPI.Intracomm
@@ -48,6 +49,7 @@ class TransportSetting(NamedTuple):
     scratch: ReductionScratch
     memory: NodeMemory | None
     store: GroupStore | None
+    native_half_sums: bool = False
 
 
 class TransportChoice(NamedTuple):
@@ -93,7 +95,8 @@ def _make_gloo(setting: TransportSetting) -> TransportPair:
     from hpctrain.comm.transports.gloo import GlooTransport
 
     assert setting.store is not None, "World.open_store comes first"
-    host = GlooTransport(setting.communicator, setting.scratch, setting.store)
+    halves = setting.native_half_sums
+    host = GlooTransport(setting.communicator, setting.scratch, setting.store, halves)
     return host, StagedTransport(host)
 
 
@@ -104,9 +107,9 @@ def _make_nccl(setting: TransportSetting) -> TransportPair:
 
     assert setting.store is not None, "World.open_store comes first"
     host = MpiTransport(setting.communicator, setting.scratch)
+    place = setting.communicator, setting.scratch, setting.store, setting.device
     has_channels = setting.axes in WITH_MESSAGES
-    arguments = setting.communicator, setting.scratch, setting.store, setting.device, has_channels
-    return host, NcclTransport(*arguments)
+    return host, NcclTransport(*place, setting.native_half_sums, has_channels)
 
 
 def _each_has_a_gpu(gpus: GpuNames) -> bool:

@@ -78,13 +78,20 @@ class GlooTransport(ProcessGroupTransport):
         communicator: MPI communicator of the group.
         scratch: Memory that reductions in rank order receive into.
         store: Store of the world.
+        native_half_sums: True if gloo also adds 16-bit floats.
     """
 
-    def __init__(self, communicator: MPI.Intracomm, scratch: ReductionScratch, store: GroupStore) -> None:
+    def __init__(
+        self,
+        communicator: MPI.Intracomm,
+        scratch: ReductionScratch,
+        store: GroupStore,
+        native_half_sums: bool,
+    ) -> None:
         from torch.distributed import ProcessGroupGloo
 
         place = store.of_group(communicator), communicator.rank, communicator.size
-        super().__init__(communicator, scratch, ProcessGroupGloo(*place, TIMEOUT))
+        super().__init__(communicator, scratch, ProcessGroupGloo(*place, TIMEOUT), native_half_sums)
         self._operations = 0
 
     @override

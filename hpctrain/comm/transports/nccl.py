@@ -70,6 +70,7 @@ class NcclTransport(ProcessGroupTransport):
             allocator.
         store: Store of the world.
         device: GPU of this rank.
+        native_half_sums: True if NCCL also adds 16-bit floats.
         has_channels: True to make channels. Without them, and between ranks that are no neighbors, all ranks
             must start messages in an order in which each one's peer is ready.
         connect: Function that makes and connects a process group.
@@ -83,13 +84,14 @@ class NcclTransport(ProcessGroupTransport):
         scratch: ReductionScratch,
         store: GroupStore,
         device: torch.device,
+        native_half_sums: bool,
         has_channels: bool,
         connect: Callable[[Store, int, int, torch.device], Any] = connect_nccl,
     ) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         own, rank, size = store.of_group(communicator), communicator.rank, communicator.size
-        super().__init__(communicator, scratch, connect(own, rank, size, device))
+        super().__init__(communicator, scratch, connect(own, rank, size, device), native_half_sums)
         self._side = SideStream()
         self._channels: dict[tuple[int, int], Any] = {}
         pairs = {pair for first in range(size) for pair in _directions(first, (first + 1) % size)}

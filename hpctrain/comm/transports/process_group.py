@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.transports.reduction import ReductionScratch, reduce_in_rank_order
+from hpctrain.comm.transports.reduction import HALVES, ReductionScratch, reduce_in_rank_order
 from hpctrain.comm.transports.transport import (
     ElementRange,
     PieceExchange,
@@ -44,7 +44,7 @@ TIMEOUT = timedelta(days=365)
 
 
 SUMMED = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
-"""Types whose sums the process group computes."""
+"""Types whose sums a process group always computes."""
 
 
 class GroupStore(NamedTuple):
@@ -137,19 +137,28 @@ class ProcessGroupTransport(Transport, ABC):
 
     The process group computes the sums of numbers of 32 and 64 bits, in the order of its own algorithm, which
     is the same in all runs with the same number of ranks and sizes. `reduction` does all other reductions, in
-    rank order: libraries lose NaN in maxima, and round sums of 16-bit floats at each step.
+    rank order, since libraries lose NaN in maxima.
 
     Args:
         communicator: MPI communicator of the group.
         scratch: Memory that reductions in rank order receive into.
         group: torch's process group, of type `torch.distributed.distributed_c10d.Backend`.
+        native_half_sums: True if the process group also adds 16-bit floats, which it rounds at each step;
+            False to add them in rank order in fp32.
     """
 
-    def __init__(self, communicator: MPI.Intracomm, scratch: ReductionScratch, group: Any) -> None:
+    def __init__(
+        self,
+        communicator: MPI.Intracomm,
+        scratch: ReductionScratch,
+        group: Any,
+        native_half_sums: bool,
+    ) -> None:
         self.rank, self.size = communicator.rank, communicator.size
         self.sums_in_rank_order = self.size == 2
         self.scratch = scratch
         self.group = group
+        self._summed = SUMMED | HALVES if native_half_sums else SUMMED
 
     @abstractmethod
     def start_messages(self, messages: Sequence[PieceMessage], tag: int) -> ProcessGroupWork:
@@ -182,7 +191,7 @@ class ProcessGroupTransport(Transport, ABC):
             None if the call is blocking, otherwise the handle of the operation, as for `Transport.run`.
         """
         flat = flat_view(call.tensor)
-        if not _is_summed(call):
+        if not self._is_summed(call):
             return self.start_reduction(call)
         return finish(call.blocking, [self.group.allreduce([flat])] if len(flat) else [], flat)
 
@@ -197,7 +206,7 @@ class ProcessGroupTransport(Transport, ABC):
         from torch.distributed import ReduceOp
 
         flat = flat_view(call.tensor)
-        if not _is_summed(call):
+        if not self._is_summed(call):
             return self.start_reduction(call)
         own = flat if self.rank == call.root else flat.clone()  # gloo adds in the memory of all ranks
         works = [self.group.reduce(own, call.root, ReduceOp.SUM)] if len(flat) else []
@@ -212,7 +221,7 @@ class ProcessGroupTransport(Transport, ABC):
             None if the call is blocking, otherwise the handle of the operation.
         """
         flat, output = flat_view(call.tensor), flat_view(call.output)
-        if not _is_summed(call) or call.counts is not None:
+        if not self._is_summed(call) or call.counts is not None:
             return self.start_reduction(call)
         works = [self.group._reduce_scatter_base(output, flat)] if len(flat) else []
         return finish(call.blocking, works, flat, output)
@@ -239,6 +248,10 @@ class ProcessGroupTransport(Transport, ABC):
             return self._move_pairwise(call)
         assert call.tensor is not None and call.output is not None
         return self.collect(call.tensor, call.output, call.blocking)
+
+    def _is_summed(self, call: Call) -> bool:
+        """Return True if the process group computes the reduction of a call."""
+        return call.reduction == "sum" and call.dtype in self._summed
 
     def _move_pairwise(self, call: Call) -> TransportWork | None:
         work = self.exchange(pairwise_ranges(call, self.size), self.next_tag())
@@ -333,8 +346,3 @@ def finish(blocking: bool, works: Sequence[TorchWork], *tensors: Tensor) -> Proc
 def bytes_of(tensor: Tensor | None) -> Tensor:
     """Return a flat view of a contiguous tensor as bytes, since libraries do not know all types of torch."""
     return flat_view(tensor).view(torch.uint8)
-
-
-def _is_summed(call: Call) -> bool:
-    """Return True if the process group computes the reduction of a call."""
-    return call.reduction == "sum" and call.dtype in SUMMED

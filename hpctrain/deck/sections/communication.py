@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from hpctrain.deck.key import Bytes, LinkText, Section, key, table
 from hpctrain.deck.problem import DeckProblem
-from hpctrain.deck.relations import Conflicts, Relations
+from hpctrain.deck.relations import Conflicts, HasEffectWith, Relations
 from hpctrain.deck.sections.local_steps import has_outer_model
 from hpctrain.deck.sections.server import ServerTable
 from hpctrain.units import Link, parse_link
@@ -64,6 +64,10 @@ class Communication(Section):
     transport: Literal["auto", "shared", "mpi", "gloo", "nccl"] = key(
         "shared: node memory, MPI between nodes; gloo: torch's, on CPUs; nccl: GPUs; auto: nccl or shared.",
         "auto",
+    )
+    half_sums: Literal["native", "fp32"] = key(
+        "Sums of 16-bit floats over nccl and gloo: native: by the library; fp32: in rank order, in fp32.",
+        "native",
     )
     bucket_bytes: Bytes = key(
         "Approximate size of the buckets in which gradients are synchronized.", 25_000_000, unit="bytes", ge=1
@@ -147,6 +151,7 @@ RELATIONS: Relations = (
         ("nccl",),
         because="only messages of hosts are emulated",
     ),
+    HasEffectWith("communication.half_sums", "communication.transport", ("auto", "nccl", "gloo")),
     Conflicts(_COMPRESS, _SERVER, because="gradients are sent to servers uncompressed"),
     Conflicts(_COMPRESS, "model.module", because="only gradients of built-in models are compressed"),
     Conflicts(

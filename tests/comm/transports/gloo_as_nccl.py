@@ -136,8 +136,8 @@ class NcclRules(NcclTransport):
 
     def __init__(self, setting: TransportSetting, has_channels: bool) -> None:
         assert setting.store is not None
-        arguments = setting.communicator, setting.scratch, setting.store, setting.device, has_channels
-        super().__init__(*arguments, GlooAsNccl)
+        arguments = setting.communicator, setting.scratch, setting.store, setting.device
+        super().__init__(*arguments, setting.native_half_sums, has_channels, GlooAsNccl)
         self._side = self.group.stream
         self.barrier = MpiTransport(setting.communicator, setting.scratch).barrier
 

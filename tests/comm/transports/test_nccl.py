@@ -12,6 +12,8 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.transports.choose import TransportSetting
+from hpctrain.comm.transports.nccl import NcclTransport
+from hpctrain.comm.transports.reduction import HALVES
 from hpctrain.comm.world import World
 from tests.comm.transports.gloo_as_nccl import NcclRules
 
@@ -84,6 +86,19 @@ def test_movement(group: Group, dtype: torch.dtype) -> None:
     inputs = [parts(group, sum(table[source]), dtype)[source] for source in range(size)]
     received = group.all_to_all(inputs[rank], None, table[rank], [row[rank] for row in table])
     assert torch.equal(received, torch.cat([inputs[peer].split(table[peer])[rank] for peer in range(size)]))
+
+
+def test_native_sums_of_halves(group: Group) -> None:
+    """Halves go to the library itself, and not as messages to the ranks that add them."""
+    transport = group.accelerator if group.device.type == "cuda" else group.host
+    assert isinstance(transport, NcclTransport)
+    transport._summed |= HALVES
+    summed, adding = list[torch.dtype](), transport.group.allreduce
+    transport.group.allreduce = lambda tensors: (summed.append(tensors[0].dtype), adding(tensors))[1]
+    inputs = parts(group, 50, torch.bfloat16)
+    total = group.all_reduce(inputs[group.rank].clone())
+    assert summed == [torch.bfloat16]
+    torch.testing.assert_close(total.float(), torch.stack(inputs).float().sum(0), atol=0.05, rtol=0.02)
 
 
 def test_messages_of_each_direction_are_independent(group: Group) -> None:
