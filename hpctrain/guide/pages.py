@@ -32,6 +32,7 @@ SECTIONS: Mapping[str, tuple[str, Sequence[str]]] = {
             "slow-runs",
             "loss-spikes",
             "hugging-face",
+            "generate",
             "fine-tune",
             "own-module",
             "mixtures-of-experts",
