@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -49,6 +51,17 @@ def test_what_ranks_had_of_their_own_goes_to_one_each(count: int, read: list[int
     others, _ = resumed_entries([tensor("reducer/r", "as a sum", 1, 2, False)], file)
     starts = [entry.shard.start[0] for entry in (*entries, *others)]
     assert sorted(starts) == list(range(count)) and all(entry.shape[0] == count for entry in entries)
+
+
+@pytest.mark.parametrize(("number", "expected"), [(0, [("/optimizer/m/a", (4, 0), (8, 3))]), (1, [])])
+def test_a_sum_that_a_file_lacks_begins_with_its_whole_on_one_rank(
+    number: int, expected: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+) -> None:
+    """The whole is added to the other ranks' zeros: read twice, it would count twice."""
+    file = {"/optimizer/m/a": StoredTensor("/optimizer/m/a", "float32", (8, 3), 0, 0)}
+    part = replace(tensor("reducer/mean", "as a sum", number, 2, False), made_of="optimizer/m")
+    entries, left = resumed_entries([part], file)
+    assert [(entry.dataset, entry.shard.start, entry.shape) for entry in entries] == expected and not left
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("float32", (8, 4)), ("bfloat16", (8, 3))])

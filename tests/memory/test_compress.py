@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from hpctrain.memory.compress import BLOCK, compress, compressed_bytes, expand
+from hpctrain.memory.compress import BLOCK, compress, compress_peak, compressed_bytes, expand
 
 
 def values(length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -34,6 +37,18 @@ def test_errors_stay_below_the_bounds(form: str, dtype: torch.dtype, length: int
         largest = torch.cat([part.abs().amax().expand(part.numel()) for part in x.split(BLOCK)]).double()
         rounding = 2**-8 * again.double().abs() if dtype == torch.bfloat16 else 1e-6 * largest
         assert (error <= largest / 254 + rounding).all()
+
+
+@pytest.mark.parametrize("length", [256 * 40, 256 * 40 + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["exact", "bf16", "int8"])
+def test_the_peak_is_at_least_what_torch_allocates(form: str, dtype: torch.dtype, length: int) -> None:
+    x = values(length, dtype)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        compress(x, form)
+    steps = [each.nbytes() for each in profiler.profiler.kineto_results.events() if each.name() == "[memory]"]
+    allocated = max(accumulate(steps, initial=0))
+    assert allocated <= compress_peak(length, dtype.itemsize, form) <= 1.6 * allocated
 
 
 def test_zeros_stay_zeros() -> None:

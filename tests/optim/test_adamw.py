@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpctrain.optim import adamw
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.clip import clip_coefficient, local_square_norm
 from hpctrain.optim.optimizer import ResidentOptimizer
@@ -70,6 +71,30 @@ def test_updates_are_those_of_torch(world, dtype: torch.dtype) -> None:
                     master(ours, parameter), copies[name].detach(), rtol=1e-6, atol=1e-7
                 )
     assert ours.updates == 5
+
+
+@pytest.mark.parametrize("piece", [8, 1 << 20], ids=["shorter than tensors", "longer than buckets"])
+def test_a_mean_that_is_given_is_divided_by_the_mean_square_of_before(
+    world, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    """By the formula of 1-bit Adam in fp64, whatever the pieces that are updated at a time."""
+    monkeypatch.setattr(adamw, "_PIECE", piece)
+    parameters, buckets = setup(world, torch.float32)
+    ours = ResidentOptimizer(AdamW((0.9, 0.95), 1e-8, 0.1, given_after=1), buckets)
+    weights = {name: parameter.detach().double() for name, parameter in parameters.items()}
+    before = {name: torch.randn(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    for gradient in before.values():
+        gradient[0] = 0.0  # of what never had a gradient, weights only decay
+    for step, given in enumerate((before, {name: 3 * gradient + 1 for name, gradient in before.items()})):
+        for name, parameter in parameters.items():
+            parameter.gradient.copy_(given[name] * 4.0)
+            mean = given[name] if step else 0.1 * given[name]
+            size = before[name].abs() + 1e-8
+            moved = torch.where(before[name] == 0, 0.0, mean / (1 - 0.9 ** (step + 1)) / size)
+            weights[name] = weights[name] * (1 - 0.01 * 0.1 * parameter.decayed) - 0.01 * moved
+        ours.step(0.01, 4.0)
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(parameter.detach().double(), weights[name], rtol=1e-5, atol=1e-6)
 
 
 def master(optimizer: ResidentOptimizer, parameter: Parameter) -> Tensor:

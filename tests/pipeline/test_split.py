@@ -182,6 +182,13 @@ def test_many_layers_take_no_time(other: float) -> None:
     assert sum(balanced_split(alike(1000, 1.0, 3.0, 5.0), generate("1f1b", 64, 64))) == 1000
 
 
+def test_of_more_ways_than_are_kept_one_without_a_longest_stage_is_found() -> None:
+    """All stages take the mean of 18, and none can take less."""
+    times, schedule = [3.0, *[1.0, 3.0] * 16, 5.0], generate("interleaved", 4, 4, 2)
+    stage, _ = cost(balanced_split(times, schedule), times, schedule)
+    assert stage == sum(times) / 4
+
+
 def test_layers_are_cut_into_parts() -> None:
     layers = ["embedding", *"abcde", "head"]
     assert cut(layers, [2, 1, 2]) == [["embedding", "a", "b"], ["c"], ["d", "e", "head"]]

@@ -211,6 +211,13 @@ def test_ranks_that_share_keys_have_fewer_queries_of_each() -> None:
     assert made.wishes["model.layers.0.self_attn.num_key_value_groups"] == SplitRule("divided", units=2)
 
 
+def test_queries_keys_and_values_of_a_head_stay_together() -> None:
+    """In GPT-NeoX those of head 0 come first, then those of head 1: head of 8 features, 24 outputs."""
+    name = "gpt_neox.layers.0.attention.query_key_value"
+    made = transformers_plan("GPTNeoXForCausalLM", {"num_attention_heads": 4})
+    assert made.problems == () and made.wishes[name] == SplitRule("column", unit=3 * 8)
+
+
 def test_what_is_not_read_of_an_own_plan_is_told() -> None:
     (told,) = transformers_plan("GPT2LMHeadModel", {"n_embd": 32, "n_head": 4}).problems
     assert told == "GPT2LMHeadModel has no plan of its own (a table of patterns would do)"

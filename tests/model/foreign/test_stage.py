@@ -21,10 +21,12 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
+from hpctrain.model.foreign.part import ModulePart
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.traffic import plan_traffic
 from hpctrain.sharding.bucket import gradient_bytes, value_bytes
 from hpctrain.sharding.state import state_bytes
+from hpctrain.train.outputs import outputs_of
 from tests.engines import Trainer, by_rank_0, reference, trainer
 from tests.model.foreign import staged_models
 from tests.model.foreign.test_part import DECK, plain_loop, whole_parameters
@@ -217,6 +219,28 @@ def assert_tensor_ranks(world: World, kind: str, *overrides: str) -> None:
     expected = torch.tensor(by_rank_0(world, alone))
     found = torch.tensor([[each.loss, each.grad_norm] for each in trainer(world, deck).train(5)])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_submodules_of_all_blocks_of_a_stage_are_watched(world: World) -> None:
+    """Each on one stage, with the values of one rank; the last block of a stage where its result arrives."""
+
+    def outputs(training: Trainer) -> dict[str, list[Tensor]]:
+        (part,) = training.engine.models
+        assert isinstance(part, ModulePart)
+        with outputs_of({part.module: part.computing}) as given:
+            training.train(1)
+        return given
+
+    deck = deck_of("unscaled", "layout.split=[2, 2]")
+    on_one = deck.with_keys(layout={"pipeline": 1, "split": None})
+    expected = by_rank_0(world, lambda: outputs(reference(world, on_one)))
+    first, second = world.everyone.all_gather_object(outputs(trainer(world, deck)))
+    assert first.keys() | second.keys() == expected.keys() and not first.keys() & second.keys()
+    assert {"layers.0.norm1", "layers.1.mlp.3"} <= first.keys()
+    assert {"layers.1", "layers.2.norm1"} <= second.keys()
+    for name, values in (first | second).items():
+        torch.testing.assert_close(values, expected[name])
 
 
 FROZEN = {

@@ -10,6 +10,7 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.memory.compress import BLOCK
+from hpctrain.sharding.compression import compressed_reduction
 from hpctrain.sharding.compression.codecs import RoundedCodec, Sign
 from hpctrain.sharding.compression.compressed_reduction import CompressedReduction
 from hpctrain.sharding.compression.majority import MajorityVote
@@ -76,7 +77,11 @@ class Reference:
 @pytest.mark.parametrize("name", CODES)
 @pytest.mark.parametrize("keys", [ODD, ("layout.zero=1",), (*ODD, "layout.zero=1")], ids=str)
 @pytest.mark.parametrize("feedback", [True, False])
-def test_sums_are_those_of_numpy(world: World, name: str, keys: tuple[str, ...], feedback: bool) -> None:
+def test_sums_are_those_of_numpy(
+    world: World, monkeypatch: pytest.MonkeyPatch, name: str, keys: tuple[str, ...], feedback: bool
+) -> None:
+    """Buckets are coded in several pieces."""
+    monkeypatch.setattr(compressed_reduction, "AT_ONCE", 3)
     codec, code = CODES[name]
     for bucket in buckets_of(world, *keys):
         summation = CompressedReduction(bucket, codec, feedback)

@@ -1,0 +1,21 @@
+"""Which blocks of a model are mixtures of experts."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.model.shape import ModelShape
+from tests.engines import LLAMA, small_deck
+
+
+@pytest.mark.parametrize(
+    ("every", "dense_first", "mixtures"),
+    [(1, 0, [0, 1, 2, 3, 4, 5, 6]), (2, 0, [1, 3, 5]), (3, 0, [2, 5]), (3, 4, [5]), (1, 5, [5, 6])],
+)
+def test_every_so_many_blocks_the_last_one_is_a_mixture(
+    every: int, dense_first: int, mixtures: list[int]
+) -> None:
+    """As `decoder_sparse_step` of Qwen counts, from 1; the first `dense_first` blocks are none."""
+    keys = "model.layers=7", "model.experts.count=4", f"model.experts.every={every}"
+    deck = small_deck(*LLAMA, *keys, f"model.experts.dense_first={dense_first}", "model.experts.mlp=8")
+    assert list(filter(ModelShape.of(deck, 61).is_mixture, range(7))) == mixtures
