@@ -115,7 +115,8 @@ def command(
 
     With --rehearse, the messages of one step of all ranks are computed and matched: each message must have a
     sender and a receiver with the same size and order, no ranks may wait for each other in a cycle, and
-    memory must suffice. The exit code is 70 if messages do not match.
+    memory must suffice. The exit code is 70 if messages do not match. With run.device = "cuda", the rules are
+    those of NCCL: messages have no tags, and each communicator runs its calls in order on a stream.
     """
     from hpctrain.plan.deck import plan_deck
     from hpctrain.plan.forms import wished_link

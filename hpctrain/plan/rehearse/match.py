@@ -17,6 +17,7 @@ from hpctrain.plan.rehearse.alike import Classes, find_classes
 from hpctrain.plan.rehearse.fault import Kind, RehearsalFault
 from hpctrain.plan.rehearse.programme import RECEIVE, SEND, WAIT, Numbers, RehearsedCall, StepProgrammes
 from hpctrain.plan.rehearse.progress import find_circles
+from hpctrain.plan.rehearse.streams import find_stream_deadlock, without_tags
 from hpctrain.text import counted
 
 Channel = tuple[str, int, int]  # group, places from this rank to its peer, tag
@@ -36,12 +37,20 @@ class Matched:
     faults: tuple[RehearsalFault, ...]
 
 
-def match(job: StepProgrammes) -> Matched:
-    """Match the programmes of all ranks."""
+def match(job: StepProgrammes, on_streams: bool = False) -> Matched:
+    """Match the programmes of all ranks.
+
+    Args:
+        job: The programmes.
+        on_streams: True if NCCL carries the calls: then messages have no tags, and calls wait for each other
+            on streams of GPUs instead of on the host.
+    """
+    if on_streams:
+        job = without_tags(job)
     classes = find_classes(job)
     faults = [*_messages(job, classes), *_collectives(job, classes)]
     if not faults:  # who waits in vain for what is not there tells nothing more
-        faults = find_circles(job, classes)
+        faults = (find_stream_deadlock if on_streams else find_circles)(job, classes)
     programmes = [job.programmes[job.programme_of[first]] for first in classes.firsts]
     counts = classes.counts.tolist()
 

@@ -8,6 +8,7 @@ from time import perf_counter
 
 from hpctrain.deck.sections.rank_partition import require_no_dedicated_ranks
 from hpctrain.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_USER, HpctrainError
+from hpctrain.host.device import device_kind, on_host
 from hpctrain.plan.deck import DeckPlan
 from hpctrain.plan.rehearse.fault import RehearsalFault
 from hpctrain.plan.rehearse.match import Matched, match
@@ -29,6 +30,7 @@ class Rehearsal:
     over: tuple[RehearsalFault, ...]
     known_room: bool
     seconds: float
+    on_streams: bool = False
 
     @property
     def faults(self) -> tuple[RehearsalFault, ...]:
@@ -79,11 +81,12 @@ def rehearse_deck(
     programmes = RankProgrammes(deck, plan.ranks, deck.model.vocabulary, per_node)
     job = programmes.job(progress)
     progress("matching")
-    matched = match(job)
+    on_streams = not on_host(device_kind(deck.run.device))
+    matched = match(job, on_streams)
     peaks = find_peaks(programmes, plan.memory)
     peak = max(peaks, key=lambda each: each.total)
     over = tuple(over_memory(plan.memory, plan.room, peaks))
-    return Rehearsal(matched, peak, over, plan.room is not None, perf_counter() - began)
+    return Rehearsal(matched, peak, over, plan.room is not None, perf_counter() - began, on_streams)
 
 
 def rehearsal_text(rehearsal: Rehearsal) -> str:
@@ -99,7 +102,10 @@ def rehearsal_text(rehearsal: Rehearsal) -> str:
         lines.append(f"{counted(len(matched.faults), 'fault')} in messages and calls:")
         lines += _shown(matched.faults)
     else:
-        lines.append("All sends and receives match, all collective calls match, and there is no cyclic wait.")
+        rules = ", by the rules of NCCL" if rehearsal.on_streams else ""
+        lines.append(
+            f"All sends and receives match, all collective calls match, and there is no cyclic wait{rules}."
+        )
     most = f"the peak is {format_bytes(peak.total)} per rank of stage {peak.stage}, at {peak.action}"
     if rehearsal.over:
         lines += [

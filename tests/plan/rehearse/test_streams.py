@@ -1,0 +1,130 @@
+"""Rehearsal by NCCL's rules: planted faults are found, and every layout comes to its end.
+
+Tests of plan/rehearse/streams.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hpctrain.plan.rehearse.match import match
+from hpctrain.plan.rehearse.programme import RehearsedCall, StepProgrammes
+from hpctrain.plan.rehearse.ranks import RankProgrammes
+from tests.engines import LLAMA, small_deck
+from tests.plan.rehearse.test_match import PAIR, Rows, job_of, receive, send, total, wait
+
+SIZES = ("model.layers=4", "model.heads=4", "batch.global_size=16", "batch.micro_size=1", "run.device=cuda")
+EXPERTS = ("model.experts.count=4", "model.experts.mlp=32", "model.experts.per_token=2")
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "zero-1": (4, ("layout.zero=1", "precision.compute=bf16")),
+    "zero-2": (4, ("layout.zero=2", "layout.tensor=2")),
+    "zero-3": (4, ("layout.zero=3", "layout.tensor=2", "layout.sequence_parallel=true")),
+    "hybrid": (8, ("layout.zero=3", "layout.zero_group=2")),
+    "1f1b": (4, ("layout.pipeline=4", "model.tied=true")),
+    "gpipe": (4, ("layout.pipeline=4", "layout.schedule=gpipe")),
+    "interleaved": (4, ("layout.pipeline=2", "layout.schedule=interleaved", "layout.chunks=2")),
+    "zb-h1": (8, ("layout.pipeline=4", "layout.schedule=zb-h1", "layout.tensor=2")),
+    "zb-v": (8, ("layout.pipeline=2", "layout.schedule=zb-v", "layout.zero=1", "model.tied=true")),
+    "ring": (8, ("layout.context=4", "layout.context_form=ring", "layout.zero=3", *LLAMA)),
+    "all_to_all": (4, ("layout.context=4", "layout.context_form=all_to_all")),
+    "stages of rings": (8, ("layout.pipeline=2", "layout.context=2", "layout.tensor=2")),
+    "muon": (4, ("layout.zero=1", "optimizer.name=muon")),
+    "experts": (8, (*LLAMA, *EXPERTS, "layout.expert=4", "layout.zero=1")),
+    "stages of experts": (8, (*LLAMA, *EXPERTS, "layout.expert=2", "layout.pipeline=2", "layout.tensor=2")),
+}
+
+
+def kinds(job: StepProgrammes) -> list[str]:
+    return [fault.kind for fault in match(job, on_streams=True).faults]
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_comes_to_its_end(name: str) -> None:
+    ranks, keys = LAYOUTS[name]
+    matched = match(RankProgrammes(small_deck(*SIZES, *keys), ranks, 61, ranks).job(), on_streams=True)
+    assert matched.faults == ()
+    assert matched.events > 0
+
+
+def test_messages_have_no_tags() -> None:
+    """MPI tells them apart by their tags, NCCL only by their order."""
+    first = [send("F0", tag=1), send("F1", tag=2)]
+    second = [receive("F1", tag=2, blocking=False), receive("F0", tag=1), wait(0)]
+    job = job_of([[replace(each, blocking=False) for each in first], second], pipeline=PAIR)
+    assert match(job).faults == ()
+    assert kinds(job) == ["swapped order"]
+
+
+def test_both_neighbors_send_first() -> None:
+    """Each direction has a channel, but a blocking send keeps the stream that computes from receiving."""
+    blocking = job_of([[send("F0"), receive("B0", 1)], [send("B0"), receive("F0")]], pipeline=PAIR)
+    assert kinds(blocking) == ["cyclic wait"]
+    started = [
+        [send("F0", blocking=False), receive("B0", 1)],
+        [send("B0", blocking=False), receive("F0")],
+    ]
+    assert kinds(job_of(started, pipeline=PAIR)) == []
+
+
+def test_messages_without_a_channel_follow_each_other() -> None:
+    """Ranks 0 and 2 of four are no neighbors, so that both directions are on one communicator."""
+
+    def message(operation: str, blocking: bool) -> RehearsedCall:
+        return RehearsedCall(operation, "pipeline", 8, 2, what="X", blocking=blocking)
+
+    row: Rows = [[0, 1, 2, 3]]
+    both = [message("send", False), message("recv", True)]
+    assert kinds(job_of([both, [], both, []], pipeline=row)) == ["cyclic wait"]
+    assert kinds(job_of([both, [], both[::-1], []], pipeline=row)) == []
+
+
+def test_calls_of_two_communicators_in_other_order() -> None:
+    """With blocking calls, and with a wait between started ones, the streams wait in a circle."""
+    groups: dict[str, Rows] = {"a": PAIR, "b": PAIR}
+    a, b = total(group="a"), total(group="b")
+    assert kinds(job_of([[a, b], [b, a]], **groups)) == ["cyclic wait"]
+    started_a, started_b = (replace(each, blocking=False) for each in (a, b))
+    assert kinds(job_of([[started_a, wait(0), started_b], [started_b, wait(0), started_a]], **groups)) == [
+        "cyclic wait"
+    ]
+    assert kinds(job_of([[started_a, started_b, wait(0)], [started_b, started_a, wait(0)]], **groups)) == []
+
+
+def test_a_started_call_needs_no_waiting_rank() -> None:
+    """Streams go on by themselves, other than calls that MPI carries, which this rank has to help on."""
+    begun, later = total(blocking=False), total(4)
+    assert kinds(job_of([[begun, wait(0), later], [begun, later, wait(0)]], all=PAIR)) == []
+
+
+def test_a_receive_that_is_posted_early_delays_later_ones() -> None:
+    """A collective behind a receive on the same communicator waits until the message comes."""
+    early = RehearsedCall("recv", "pipeline", 8, 2, what="X", blocking=False)
+    late = RehearsedCall("send", "pipeline", 8, 2, what="X", blocking=False)
+    call = total(group="pipeline", blocking=True)
+    row: Rows = [[0, 1, 2, 3]]
+    assert kinds(job_of([[early, call], [call], [call, late], [call]], pipeline=row)) == ["cyclic wait"]
+    assert kinds(job_of([[early, call], [call], [late, call], [call]], pipeline=row)) == []
+
+
+@pytest.mark.parametrize(
+    ("second", "kind"),
+    [
+        ([total(4), total(8)], "swapped order"),
+        ([total(8)], "missing call"),
+        ([total(8), total(5)], "wrong size"),
+        ([total(8), RehearsedCall("all_gather", "all", 4, what="sum")], "other operation"),
+    ],
+)
+def test_calls_that_do_not_match(second: list[RehearsedCall], kind: str) -> None:
+    assert kinds(job_of([[total(8), total(4)], second], all=PAIR)) == [kind]
+
+
+def test_the_fault_names_who_waits_for_what() -> None:
+    job = job_of([[send("F0"), receive("B0", 1)], [send("B0"), receive("F0")]], pipeline=PAIR)
+    (fault,) = match(job, on_streams=True).faults
+    assert fault.count == 2
+    assert "rank 0 waits for its send of F0 of 8 bytes along pipeline to rank 1" in fault.sentence
+    assert "rank 1 waits for its send of B0" in fault.sentence
