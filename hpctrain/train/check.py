@@ -10,6 +10,7 @@ from time import perf_counter
 import torch
 
 from hpctrain.comm.call_check import MismatchError
+from hpctrain.comm.mesh import sizes_text
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh
@@ -79,7 +80,7 @@ def _told(
     layout = deck.layout
     sizes = {name: getattr(layout, name) for name in ("pipeline", "context", "tensor")}
     data = ranks // (sizes["pipeline"] * sizes["context"] * sizes["tensor"])
-    axes = " x ".join(f"{name} {size}" for name, size in ({"data": data} | sizes).items())
+    axes = sizes_text({"data": data} | sizes)
     of_kinds = {kind: [each for each in found if _kind(each.name) == kind] for kind in _KINDS}
     rows = [
         (kind, str(len(some)), f"{max(each.error for each in some):.1e}", max(some, key=_error).name)

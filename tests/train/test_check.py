@@ -128,7 +128,7 @@ def test_it_starts_ranks_of_its_own(
     (tmp_path / "deck.toml").write_text(DECK)
     done = launch(0, "-m", "hpctrain", "check", "deck.toml", "--ranks", "2", cold=True, timeout=180)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("small: 2 ranks (data 1 x pipeline 1 x context 1 x tensor 2)")
+    assert done.stdout.startswith("small: 2 ranks (pipeline 1 x data 1 x context 1 x tensor 2)")
     assert done.stdout.count("the same model") == 1
 
 
