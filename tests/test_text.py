@@ -118,7 +118,7 @@ def test_a_status_that_somebody_wrote_steers_no_terminal() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["ru\x1bn"], r"no verb \"ru\u001Bn\""),
+        (["ru\x1bn"], r"unknown verb \"ru\u001Bn\""),
         (["run", "--\x1bx", "d.toml"], r"--\x1bx"),
         (["run", "d.toml", "--set", "run.\x85title=\x1b"], r"run.\u0085title"),
         (["deck", "d.toml", "--set", "run.title=a\nb"], r"has a control character (U+000A)"),

@@ -71,7 +71,7 @@ def test_other_forms_are_planned_beside(deck: Path) -> None:
     assert (link["pays"], link["break_even_bytes_per_second"] > 125e3) == ("below", True)
     lines = plan(*given).stdout.splitlines()
     head = next(line for line in lines if line.startswith("form "))
-    assert head.split("  ")[-1].strip() == "pays below"
+    assert head.split("  ")[-1].strip() == "faster below"
     assert [line.split()[0] for line in lines[lines.index(head) + 1 :]][:2] == ["exact", "bf16"]
 
 
