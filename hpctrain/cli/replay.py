@@ -10,7 +10,7 @@ from hpctrain.cli.code_options import ReadTrust, add_trust, code_options
 
 
 @click.command(name="replay")
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("checkpoint", metavar="RUN|CHECKPOINT", type=click.Path(path_type=Path))
 @click.option(
     "--steps",
     type=click.IntRange(min=1),
@@ -39,6 +39,8 @@ def command(
     trust: ReadTrust,
 ) -> None:
     """Repeat steps after a checkpoint, and compare their losses with the recorded ones. Nothing is written.
+
+    For a run folder, RUN, its newest checkpoint is taken after which enough losses are recorded.
 
     With the same layout, ranks and versions, losses must be equal in every bit, otherwise up to rounding. The
     exit code is 1 if they differ.

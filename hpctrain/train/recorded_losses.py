@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.checkpoint_index import examine
+from hpctrain.checkpoint.keep import agreed_checkpoints
 from hpctrain.checkpoint.names import checkpoint_path, checkpoint_step, present_checkpoints
 from hpctrain.checkpoint.provenance import HistorySegment, RecordedLoss, history, losses
+from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.hdf5 import format_of
 from hpctrain.optim.spikes import left_behind
 from hpctrain.report.rows import METRICS_FILE, read_metrics
+from hpctrain.text import counted
 from hpctrain.train.compared_run import known_spikes, left_sentence
 
 
@@ -44,6 +47,38 @@ def find_recorded(world: World, path: Path, state: Mapping[str, Any], against: P
         recorded = _look(path, state, against) if world.rank == 0 else None
     shared: Recorded = world.everyone.broadcast_object(recorded)
     return shared
+
+
+def newest_recorded(world: World, folder: Path, steps: int | None, against: Path | None) -> Path:
+    """Return the newest checkpoint of a run after which losses are recorded. Collective.
+
+    Args:
+        world: The world.
+        folder: Run folder, or folder of checkpoints.
+        steps: Number of losses that must be recorded after it; None for at least one.
+        against: As in `find_recorded`.
+
+    Raises:
+        HpctrainError: There is none, or no checkpoint at all.
+    """
+    within = folder / "checkpoints"
+    if world.everyone.broadcast_object(within.is_dir()):
+        folder = within
+    paths = agreed_checkpoints(folder, world.everyone, present=True)
+    if not paths:
+        raise InputOutputError(f"{folder}: has no checkpoint (files such as step-00000100.h5)")
+    reason = ""
+    for path in paths:
+        try:
+            recorded = find_recorded(world, path, read_state(path, world.everyone), against)
+        except HpctrainError as error:
+            reason = error.problems[0]
+        else:
+            if len(recorded.losses) >= (steps or 1):
+                return path
+            reason = f"{len(recorded.losses)} are recorded in {recorded.source} after step {recorded.step}"
+    needed = counted(steps or 1, "loss")
+    raise HpctrainError(f"{folder}: no checkpoint has {needed} recorded after it ({reason})")
 
 
 def _look(path: Path, state: Mapping[str, Any], against: Path | None) -> Recorded:

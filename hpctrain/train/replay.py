@@ -29,7 +29,7 @@ from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.report.contents import layout_text
 from hpctrain.report.terminal import columns, fit
 from hpctrain.train.origin import corpus_key, same_corpus
-from hpctrain.train.recorded_losses import Recorded, find_recorded
+from hpctrain.train.recorded_losses import Recorded, find_recorded, newest_recorded
 from hpctrain.train.run import Run, open_run
 from hpctrain.train.trainer import MakeTrainer, make_trainer
 from hpctrain.watch.run_files import remove_replayed
@@ -56,9 +56,13 @@ def replay(
 ) -> int:
     """Run on from a checkpoint, compare every loss with the recorded one; the exit code. Collective.
 
+    `path` is the checkpoint, or a run folder, of which the newest checkpoint before recorded losses is taken.
+
     0 where all losses come out again: bit for bit on the ranks, layout and versions that recorded them,
     else to rounding; 1 where they do not. HpctrainError on all ranks where there is nothing to replay.
     """
+    if world.everyone.broadcast_object(path.is_dir()):
+        path = newest_recorded(world, path, steps, against)
     state = read_state(path, world.everyone)
     recorded = find_recorded(world, path, state, against)
     with world.agreement():

@@ -88,6 +88,18 @@ def test_recorded_losses_come_out_again(world: World, run_dir: Path) -> None:
     assert "the later checkpoints of" in lines[0]
 
 
+@pytest.mark.mpi(min_size=1, max_size=1)
+def test_a_run_folder_is_replayed_from_its_newest_checkpoint_before_losses(
+    world: World, run_dir: Path
+) -> None:
+    for folder in (run_dir, run_dir / "checkpoints"):
+        shown: list[str] = []
+        assert replay(world, folder, 2, (), None, shown.append) == 0
+        assert shown[0].startswith("replays small from step 5,") and len(shown) == 5
+    step_file(run_dir, 10).write_bytes(b"damaged")
+    assert replay(world, run_dir, None, (), None, shown.append) == 0
+
+
 @pytest.mark.mpi(max_size=1)
 def test_the_steps_that_a_longer_run_added_come_out_again(world: World, run_dir: Path) -> None:
     folder = run_dir.parent / "longer"
@@ -178,7 +190,14 @@ def test_what_cannot_be_replayed_is_one_sentence(world: World, run_dir: Path) ->
         (path, (), {"against": path}, HpctrainError, "no loss beyond its step 5"),
         (path, (), {"against": run_dir / "no.jsonl"}, InputOutputError, "no.jsonl: cannot be read"),
         (text, (), {}, HpctrainError, "not an HDF5 file"),
-        (run_dir, (), {}, HpctrainError, f"not a checkpoint file; name a file of {run_dir}/checkpoints"),
+        (
+            run_dir,
+            (),
+            {"steps": 6},
+            HpctrainError,
+            "no checkpoint has 6 losses recorded after it (5 are recorded",
+        ),
+        (run_dir.parent, (), {}, InputOutputError, "has no checkpoint (files such as"),
     ):
         with pytest.raises(kind) as caught:
             replayed(world, target, *overrides, **wish)
