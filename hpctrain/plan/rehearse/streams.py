@@ -1,4 +1,4 @@
-"""Whether ranks whose calls run on streams of GPUs come to the end of their programmes, by NCCL's rules.
+"""Simulation of a step on the streams of GPUs by NCCL's rules, which finds calls that would hang.
 
 The host of a rank issues all its events and never waits. Events run on streams: each group has one for its
 communicator, and groups whose ranks are neighbors of each other in messages have one for each channel
@@ -59,7 +59,7 @@ def find_stream_deadlock(job: StepProgrammes, classes: Classes) -> list[Rehearsa
 
 
 class _ClassState:
-    """How far the streams of the ranks of a class are.
+    """Progress of the streams of the ranks of a class.
 
     Args:
         events: Programme of these ranks.
@@ -128,7 +128,7 @@ class _ClassState:
 
 
 class _StreamRun:
-    """All classes running their streams, as far as they come."""
+    """Simulation of the streams of all classes."""
 
     def __init__(self, job: StepProgrammes, classes: Classes) -> None:
         self.job, self.classes = job, classes
