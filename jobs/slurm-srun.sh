@@ -31,7 +31,7 @@ for count in "${fitting_nodes[@]}"; do
     if [ "$count" -le "$SLURM_JOB_NUM_NODES" ]; then nodes=$count; fi
 done
 if [ "$nodes" -eq 0 ]; then
-    echo "the layout needs ${fitting_nodes[0]} nodes, and the job has $SLURM_JOB_NUM_NODES" >&2
+    echo "the layout requires ${fitting_nodes[0]} nodes, but the job has $SLURM_JOB_NUM_NODES" >&2
     exit 2
 fi
 

@@ -45,7 +45,7 @@ from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.report.terminal import stdout_console
-from hpctrain.text import table
+from hpctrain.text import counted, table
 from hpctrain.train.hook import Hook
 from hpctrain.train.trainer import Trainer
 from hpctrain.units import format_bytes, format_seconds
@@ -112,7 +112,7 @@ def bench_checkpoint(
     with world.agreement():
         deck = read_deck(path, overrides)
         if not wish.folder.is_dir():
-            raise HpctrainError(f"--dir {wish.folder}: must be a folder that exists")
+            raise HpctrainError(f"--dir {wish.folder}: must be an existing folder")
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device)
     if wish.dcp:
@@ -325,25 +325,27 @@ def _show(
     console = stdout_console()
     stored = next(row.bytes for row in rows if row.name == PLAIN_WRITE)
     console.print(
-        f"{deck.run.title}: a checkpoint of {format_bytes(stored)}, {deck.precision.format_name}, zero "
-        f"{deck.layout.zero}, {world.size} ranks, {wish.rounds} rounds; what is read "
-        + ("may be in the page cache" if wish.warm else "is not in the page cache")
+        f"{deck.run.title}: checkpoint of {format_bytes(stored)}, {deck.precision.format_name}, "
+        "layout.zero = "
+        f"{deck.layout.zero}, {counted(world.size, 'rank')}, {counted(wish.rounds, 'round')}; files "
+        "that are read " + ("may be in the page cache" if wish.warm else "are not in the page cache")
     )
-    head = ["", "MB/s", "of plain", "", "target", "of dcp", "target", "extra"]
+    head = ["operation", "MB/s", "of plain", "range", "target", "of dcp", "target", "extra memory"]
     console.print("\n".join(table([head, *map(_cells, rows)])))
     limit = format_bytes(deck.checkpoint.buffer + EXTRA_BYTES, binary=True)
     console.print(
-        f"{TRAINING}: a background save beside training steps; extra: memory of a rank beyond what it held, "
+        f"{TRAINING}: a background save during training steps; extra memory: peak of a rank above its "
+        "memory before, "
         f"target {limit} (checkpoint.buffer and 64 MiB)"
     )
     console.print(
-        f"a background save holds training up for {format_seconds(median(training.held_up))}, "
-        f"{median(training.of_collective):.1%} of a collective save's time "
+        f"a background save stops training for {format_seconds(median(training.held_up))}, "
+        f"{median(training.of_collective):.1%} of the time of a collective save "
         f"({min(training.of_collective):.1%} to {max(training.of_collective):.1%}; target {HELD_UP:.0%})"
     )
     console.print(
-        f"it lasts {median(training.steps):.0f} steps, which take {median(training.slower):.2f} times "
-        f"as long as without it ({min(training.slower):.2f} to {max(training.slower):.2f})"
+        f"it takes {median(training.steps):.0f} steps, each {median(training.slower):.2f} times "
+        f"as long as without a save ({min(training.slower):.2f} to {max(training.slower):.2f})"
     )
 
 

@@ -22,7 +22,7 @@ from hpctrain.comm.transports.small_messages import SMALL_OPERATIONS
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import stderr_console, stdout_console
-from hpctrain.text import table
+from hpctrain.text import either, table
 from hpctrain.units import format_bytes, parse_bytes
 
 # What the wrapper may cost: a share of plain MPI's time from these bytes up, so much time below.
@@ -85,13 +85,15 @@ def bench(world: World, operations: str, least: str, most: str, gloo: bool) -> l
     with world.agreement():
         unknown = [name for name in names if name not in OPERATIONS]
         if unknown:
-            raise HpctrainError(f"--operations {', '.join(unknown)}: must be one of {', '.join(OPERATIONS)}")
+            raise HpctrainError(f"--operations {', '.join(unknown)}: must be {either(OPERATIONS)}")
         first, last = parse_bytes(least), parse_bytes(most)
         if not 4 <= first <= last:
-            raise HpctrainError(f"--min-bytes {least} --max-bytes {most}: must be 4 bytes or more, and rise")
+            raise HpctrainError(
+                f"--min-bytes {least} --max-bytes {most}: must be at least 4 bytes, in ascending order"
+            )
         if world.size < 2:
             raise HpctrainError(
-                "bench collectives requires two ranks or more: mpirun -n 2 hpctrain bench ..."
+                "bench collectives: requires two ranks or more (mpirun -n 2 hpctrain bench ...)"
             )
     if gloo:
         start_gloo(world)
@@ -190,20 +192,22 @@ def print_rows(rows: Sequence[CollectiveRow], ranks: int) -> None:
         lines.append([*cells, "" if row.good else "over"])
         previous = row.operation
     console = stdout_console()
-    console.print(f"collectives on {ranks} ranks, fp32, medians")
+    console.print(f"Collectives of fp32 tensors on {ranks} ranks, median times")
     console.print("\n".join(table(lines)))
-    console.print(f"within the limits ({_limits(rows)}): {sum(row.good for row in rows)} of {len(rows)}")
+    console.print(f"Within the limits: {sum(row.good for row in rows)} of {len(rows)} ({_limits(rows)}).")
 
 
 def _limits(rows: Sequence[CollectiveRow]) -> str:
     """Those of `good` in words."""
     small, huge = (format_bytes(size, binary=True) for size in (LARGE_BYTES, HUGE_BYTES))
-    limits = [f"{LARGE_RATIO:.2f} times mpi4py's from {small} up, {SMALL_SECONDS * 1e6:.0f} us more below"]
+    limits = [
+        f"{LARGE_RATIO:.2f} times the time of mpi4py from {small}, {SMALL_SECONDS * 1e6:.0f} us more below"
+    ]
     if any(row.shared for row in rows):
-        limits.append(f"through memory up to {small} mpi4py's")
+        limits.append(f"through shared memory up to {small}, the time of mpi4py")
         for name, (over_mpi4py, over_gloo) in SPEEDS.items():
-            gloo = f", of gloo's {1 / over_gloo:.2f}" if over_gloo else ""
-            limits.append(f"{name} from {huge} up {1 / over_mpi4py:.2f} of mpi4py's{gloo}")
+            gloo = f" and {1 / over_gloo:.2f} times that of gloo" if over_gloo else ""
+            limits.append(f"{name} from {huge}, {1 / over_mpi4py:.2f} times the time of mpi4py{gloo}")
     return "; ".join(limits)
 
 

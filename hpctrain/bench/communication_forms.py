@@ -25,7 +25,7 @@ from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.choices import other_forms
 from hpctrain.report.terminal import stdout_console
-from hpctrain.text import table
+from hpctrain.text import either, table
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.server.trainer import new_trainer
 from hpctrain.units import format_bytes, format_count
@@ -73,14 +73,12 @@ def bench_communication(
         forms = dict(other_forms(deck, world.size)) | {each: tuple(each.split()) for each in variants}
         unknown = [name for name in only if name not in forms]
         if unknown:
-            raise HpctrainError(f"--only {unknown[0]}: must be one of {', '.join(forms)}")
+            raise HpctrainError(f"--only {unknown[0]}: must be {either(forms)}")
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device)
     corpus = open_corpus(deck, world)
     if corpus.validation is None:
-        raise HpctrainError(
-            deck.problem("data.validation", "holds no sequences out to evaluate on (0.01 would)")
-        )
+        raise HpctrainError(deck.problem("data.validation", "must be above 0 for the evaluation (use 0.01)"))
     figures: list[FormFigures] = []
     for name, changes in forms.items():
         if only and name not in {*only, *variants}:
@@ -90,13 +88,13 @@ def bench_communication(
                 changed = read_deck(path, [*overrides, *changes], world.size, settled_keys)
         except HpctrainError as error:
             if world.rank == 0:
-                print(f"{name}: not of this deck: {error.problems[0]}", flush=True)
+                print(f"{name}: skipped: {error.problems[0]}", flush=True)
             continue
         figures.append(_train(world, settle_vocabulary(changed, corpus), corpus, name, changes))
         if world.rank == 0:
             print(f"{name}: validation loss {figures[-1].validation:.4f}", flush=True)
     if not figures:
-        raise HpctrainError(f"{path}: none of the forms asked for is one that this deck can have")
+        raise HpctrainError(f"{path}: supports none of the selected forms of communication")
     if world.rank == 0:
         console = stdout_console()
         console.print("\n".join(table(rows(figures))), markup=False)
@@ -123,7 +121,7 @@ def _train(world: World, deck: Deck, corpus: Corpus, name: str, changes: tuple[s
 
 def rows(figures: Sequence[FormFigures]) -> list[list[str]]:
     """The table: the difference is to the first form, in percent of its loss."""
-    told = [["form", "payload a step", "of the first", "validation loss", "difference", "tokens/s"]]
+    told = [["form", "payload per step", "of the first", "validation loss", "difference", "tokens/s"]]
     first = figures[0] if figures else None
     for each in figures:
         assert first is not None

@@ -32,7 +32,7 @@ def read_plainly(paths: Sequence[Path], count: int) -> None:
             while count and (done := stream.readinto(block[:count])):
                 count -= done
     if count:
-        raise InputOutputError(f"{paths[-1]}: {count} bytes fewer than were to be read")
+        raise InputOutputError(f"{paths[-1]}: ends {count} bytes before the expected end")
 
 
 def forget(folder: Path) -> None:

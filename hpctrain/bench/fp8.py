@@ -64,7 +64,7 @@ class MatmulShape:
         if len(sizes) != 3 or not all(
             size.isdecimal() and len(size) <= _DIGITS and int(size) for size in sizes
         ):
-            raise HpctrainError(f"--shape {text}: must be tokens x outputs x inputs, e.g. {SHAPES[0]}")
+            raise HpctrainError(f"--shape {text}: must be TOKENSxOUTPUTSxINPUTS, such as {SHAPES[0]}")
         return MatmulShape(*map(int, sizes))
 
     @property
@@ -106,7 +106,7 @@ def bench_fp8(world: World, shapes: Sequence[str], rounds: int, output: Path | N
     held = used_bytes(world.device)
     for shape in wanted:
         needed = held + shape.least_bytes
-        demand_room(world, Machine(), f"--shape {shape}", needed, lambda _: "a smaller shape would do")
+        demand_room(world, Machine(), f"--shape {shape}", needed, lambda _: "use a smaller shape")
     figures = [each for shape in wanted for each in measured(world, shape, rounds)]
     with world.agreement():
         if world.rank == 0:
@@ -156,10 +156,10 @@ def measured(world: World, shape: MatmulShape, rounds: int) -> list[ProductFigur
 
 def lines(figures: Sequence[ProductFigures], device: str) -> list[str]:
     """For people: a table of each shape."""
-    marks = {"all": "", "stored": " (emulated in part)", "none": " (emulated)", None: ""}
+    marks = {"all": "", "stored": " (partly emulated)", "none": " (emulated)", None: ""}
     text: list[str] = []
     for shape in dict.fromkeys(each.shape for each in figures):
-        rows: list[tuple[str, ...]] = [("recipe", *PASSES, "all three", *PARTS, "of bf16's")]
+        rows: list[tuple[str, ...]] = [("recipe", *PASSES, "all three", *PARTS, "of bf16")]
         for each in figures:
             if each.shape == shape:
                 passes = [each.passes_s[part] for part in PASSES]
@@ -167,7 +167,10 @@ def lines(figures: Sequence[ProductFigures], device: str) -> list[str]:
                 times = map(format_seconds, (*passes, sum(passes)))
                 rows.append((each.recipe + marks[each.native], *times, *parts, f"{each.of_bf16:.2f}"))
         sizes = MatmulShape.of(shape)
-        head = f"{sizes.tokens} tokens, {sizes.inputs} to {sizes.outputs} features, {device}"
+        head = (
+            f"Matrix products: {sizes.tokens} tokens, {sizes.inputs} inputs, {sizes.outputs} "
+            f"outputs, {device}"
+        )
         text += [*([""] if text else []), head, *table(rows)]
     return text
 

@@ -35,7 +35,7 @@ def measure_afresh(
     HpctrainError where the ranks are not all on one node, or no such job can be started.
     """
     if world.nodes > 1:
-        raise HpctrainError(f"--memory: measures the memory of one node; the ranks are on {world.nodes}")
+        raise HpctrainError(f"--memory: requires one node, but the ranks are on {world.nodes}")
     found: dict[str, tuple[int, int]] = {}
     with world.agreement():
         if world.rank == 0:
@@ -64,8 +64,10 @@ def _of_one(
             check=False,
         )
         if done.returncode:
-            lines = done.stderr.strip().splitlines() or ["no reason is given"]
-            raise HpctrainError(f"--memory: {name} alone ended with exit code {done.returncode}: {lines[0]}")
+            lines = done.stderr.strip().splitlines() or ["no message"]
+            raise HpctrainError(
+                f"--memory: the process of {name} ended with exit code {done.returncode}: {lines[0]}"
+            )
         row = json.loads(figures.read_text(encoding="utf-8"))["rows"][0]
     return row["peak_bytes"], row["node_bytes"] or 0
 
@@ -74,7 +76,7 @@ def launch(ranks: int) -> list[str]:
     """What starts so many ranks on this node, by this MPI's launcher; HpctrainError where it is not found."""
     launcher = shutil.which("mpirun") or shutil.which("mpiexec")
     if launcher is None:
-        raise HpctrainError("--memory: starts jobs by mpirun or mpiexec, and finds neither in PATH")
+        raise HpctrainError("--memory: requires mpirun or mpiexec in PATH")
     anywhere = ["--oversubscribe", "--bind-to", "none"] if MPI.get_vendor()[0] == "Open MPI" else []
     return [launcher, *anywhere, "-n", str(ranks)]
 

@@ -34,7 +34,7 @@ from hpctrain.generate.text import TEXTS_AT_A_TIME
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
-from hpctrain.text import table
+from hpctrain.text import counted, table
 
 ALONE = 2
 """Prompts that are continued without a cache: of all of them it would take minutes."""
@@ -55,15 +55,13 @@ def bench_generate(
     with world.agreement():
         deck = with_vocabulary(read_deck(path, overrides, world.size, settled_keys))
         if deck.model.module is not None or deck.model.experts:
-            raise HpctrainError(
-                f"{path}: only GPT-2 and Llama without experts are timed beside transformers'"
-            )
+            raise HpctrainError(f"{path}: unsupported model (supported: GPT-2 and Llama without experts)")
         if deck.objective.kind in SCORE_KINDS:
-            asked = 'has a head of scores, which writes nothing ("next-token" would do)'
+            asked = 'is unsupported: the model generates no text (use "next-token")'
             raise HpctrainError(deck.problem("objective.kind", asked))
         longest = tokens + tokens // 4 + 1
         if longest > deck.batch.sequence:
-            asked = f"must be at least {longest}, for a prompt and --tokens {tokens}"
+            asked = f"must be at least {longest} for a prompt and --tokens {tokens}"
             raise HpctrainError(deck.problem("batch.sequence", asked))
     torch.set_num_threads(deck.run.threads)
     random = torch.Generator().manual_seed(0)
@@ -71,7 +69,7 @@ def bench_generate(
     given = torch.randint(deck.model.vocabulary, (prompts, tokens // 4 + 1), generator=random)
     ours = _ours(world, deck, given, tokens)
     timed: dict[str, tuple[Callable[[], None], int]] = ours | {
-        "transformers, with its cache": (_theirs(world, deck, given, tokens), prompts * tokens)
+        "transformers, with cache": (_theirs(world, deck, given, tokens), prompts * tokens)
     }
     seconds: dict[str, list[float]] = {name: [] for name in timed}
     for turn in range(rounds + 1):
@@ -92,9 +90,9 @@ def bench_generate(
 
 def _show(world: World, rates: dict[str, float], prompts: int, tokens: int) -> None:
     first = next(iter(rates.values()))
-    rows = [["", "tokens/s", "of the first"]]
+    rows = [["method", "tokens/s", "of the first"]]
     rows += [[name, f"{rate:.0f}", f"{rate / first:.2f}"] for name, rate in rates.items()]
-    print(f"{prompts} prompts, {tokens} tokens each, on {world.size} ranks")
+    print(f"Generation: {prompts} prompts, {tokens} tokens each, {counted(world.size, 'rank')}")
     print("\n".join(table(rows)))
 
 
@@ -118,9 +116,9 @@ def _ours(world: World, deck: Deck, given: Tensor, tokens: int) -> dict[str, tup
             _continue(without, prompt, tokens, together)
 
     return {
-        "without a cache, one prompt after another": (each_alone, min(ALONE, len(given)) * tokens),
-        "cached, the model split over all ranks": (lambda: _continue(cached, given, tokens, together), whole),
-        "cached, a copy on every rank": (lambda: _continue(by_copies, part, tokens, single), whole),
+        "without cache, one prompt at a time": (each_alone, min(ALONE, len(given)) * tokens),
+        "with cache, model split over all ranks": (lambda: _continue(cached, given, tokens, together), whole),
+        "with cache, one copy on each rank": (lambda: _continue(by_copies, part, tokens, single), whole),
     }
 
 
@@ -177,7 +175,7 @@ def _model(shape: ModelShape) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise HpctrainError(f"bench generate: needs transformers ({error})") from None
+        raise HpctrainError(f"bench generate: requires transformers ({error})") from None
     sizes: dict[str, Any] = {
         "vocab_size": shape.vocabulary,
         "bos_token_id": None,

@@ -36,10 +36,10 @@ def mixtral(shape: ModelShape, experts: str) -> Any:
     import transformers
 
     if not shape.experts:
-        raise HpctrainError("--against transformers: needs a mixture of experts (model.experts)")
+        raise HpctrainError("--against transformers: requires a mixture of experts (model.experts)")
     for key, value in DIFFERENT.items():
         if getattr(shape, key) != value:
-            told = f"{getattr(shape, key)!r} is not Mixtral's ({value!r})"
+            told = f"{getattr(shape, key)!r}: must be {value!r}, as in Mixtral"
             raise HpctrainError(f"--against transformers: model.{key} = {told}")
     base = {"rope_theta": shape.rope_base}
     rotary: dict[str, Any] = {**base, "rope_parameters": {**base, "rope_type": "default"}}  # of two versions

@@ -36,7 +36,7 @@ from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.linear import MatmulLayer
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.shard import Parameter
-from hpctrain.text import table
+from hpctrain.text import counted, table
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ def bench_mixture(
     with world.agreement():
         deck = with_vocabulary(read_deck(path, overrides, world.size, settled_keys))
         if not deck.model.experts:
-            raise HpctrainError(f"{deck.sources.name}: [model.experts]: the deck has no mixture to time")
+            raise HpctrainError(f"{deck.sources.name}: requires [model.experts]")
         if deck.layout.tensor * deck.layout.context * deck.layout.pipeline > 1:
-            asked = "must be 1 here: other axes than experts' are not timed"
+            asked = "must be 1, as layout.context and layout.pipeline: only expert axes are measured"
             raise HpctrainError(deck.problem("layout.tensor", asked))
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device)
@@ -202,14 +202,14 @@ def _exchange(deck: Deck, shape: ModelShape, mesh: Mesh, device: torch.device) -
 
 def _show(deck: Deck, world: World, figures: MixtureFigures) -> None:
     tokens = deck.batch.global_size * deck.batch.sequence
-    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
-    print(f"{deck.run.title}: {deck.precision.format_name}, {ranks}, {tokens} tokens a step")
-    rows = [["ms", "median", "lowest", "highest"]]
+    ranks = counted(world.size, "rank")
+    print(f"{deck.run.title}: {deck.precision.format_name}, {ranks}, {tokens} tokens per step")
+    rows = [["time in ms", "median", "lowest", "highest"]]
     timed = {
-        "a step, experts as the deck says": figures.step_s,
-        "a step, every rank with all experts": figures.whole_s,
-        "a mixture's layer on one rank": figures.mixture_s,
-        "a dense layer of as many active features": figures.dense_s,
+        "step, experts distributed as in the deck": figures.step_s,
+        "step, all experts on every rank": figures.whole_s,
+        "mixture layer on one rank": figures.mixture_s,
+        "dense layer with as many active features": figures.dense_s,
         "dispatch and combination in a step": figures.exchange_s,
     }
     for name, seconds in timed.items():
@@ -217,6 +217,6 @@ def _show(deck: Deck, world: World, figures: MixtureFigures) -> None:
             rows.append([name, *(f"{1e3 * of(seconds):.1f}" for of in (median, min, max))])
     print("\n".join(table(rows)))
     if figures.spread is not None:
-        print(f"tokens/s over those of every rank with all experts: {figures.spread:.1%}")
-    print(f"FLOP/s of a mixture's layer over those of a dense one: {figures.layer:.1%}")
-    print(f"dispatch and combination, by themselves, of a step: {figures.exchange:.1%}")
+        print(f"tokens/s relative to all experts on every rank: {figures.spread:.1%}")
+    print(f"FLOP/s of the mixture layer relative to the dense layer: {figures.layer:.1%}")
+    print(f"share of dispatch and combination in the step: {figures.exchange:.1%}")

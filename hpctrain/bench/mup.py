@@ -104,10 +104,10 @@ def bench_mup(
             require("matplotlib", "drawing pictures")
         deck = with_base(read_deck(path, overrides, read_source=settled_keys))
         if deck.model.source is not None:
-            asked = "has no effect here: what is compared begins from new weights (leave it out)"
+            asked = "conflicts with bench mup, which compares models with new weights (leave it out)"
             raise HpctrainError(deck.problem("model.from", asked))
         if deck.objective.kind in (*SCORE_KINDS, *POLICY_KINDS):
-            asked = 'is not tried here, where logits of given texts are compared ("next-token" would do)'
+            asked = 'is unsupported in bench mup, which compares logits (use "next-token")'
             raise HpctrainError(deck.problem("objective.kind", asked))
         for width in (*wish.widths, *(wish.rate_widths if wish.rates else ())):
             changed = of_width(deck, width, "mup", wish.wider_heads)
@@ -115,7 +115,7 @@ def bench_mup(
             if told := [changed.problem(each.key, each.sentence) for each in problems]:
                 raise HpctrainError(told)
         if wish.random_tokens and wish.rates:
-            raise HpctrainError("--rates: of random tokens nothing is learned; leave out --random-tokens")
+            raise HpctrainError("--rates conflicts with --random-tokens, from which nothing can be learned")
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device)
     if wish.random_tokens:
@@ -163,8 +163,8 @@ def of_width(deck: Deck, width: int, parametrization: str, wider_heads: bool) ->
         unit = model.hidden // gcd(model.hidden, *heads.values())
         changed = {name: count * width // model.hidden for name, count in heads.items()}
     if width < 1 or width % unit:
-        which = "leaves heads that are no whole number" if wider_heads else "leaves no whole number of heads"
-        raise HpctrainError(f"--widths: {width}: {which} (a multiple of {unit} would do)")
+        which = "the head size" if wider_heads else "the number of heads"
+        raise HpctrainError(f"--widths: {width}: {which} must be a whole number (use a multiple of {unit})")
     sizes = {"mlp": model.mlp} | ({} if model.experts is None else {"experts.mlp": model.experts.mlp})
     others = {name: max(1, round(size * width / model.hidden)) for name, size in sizes.items()}
     return deck.with_keys(
@@ -307,7 +307,7 @@ def ratio(values: Sequence[float]) -> float:
 def spread_rows(figures: WidthsFigures) -> list[list[str]]:
     """The table of spreads after the last step, and the largest over the least of them, at the start, too."""
     widths = list(next(iter(figures.spread["mup"].values())))
-    told = [["spread of", "", *map(str, widths), "largest / least", "at the start"]]
+    told = [["spread of", "param.", *(f"width {each}" for each in widths), "largest / least", "at the start"]]
     for name, kinds in figures.spread.items():
         for kind, by_width in kinds.items():
             first, last = ([steps[at] for steps in by_width.values()] for at in (0, -1))
@@ -320,7 +320,7 @@ def spread_rows(figures: WidthsFigures) -> list[list[str]]:
 def rate_rows(figures: WidthsFigures) -> list[list[str]]:
     """The table of losses by rate, the best rate of each width, and how far these are apart."""
     rates = list(next(iter(figures.loss["mup"].values())))
-    told = [["loss at width", "", *(f"{rate:.3g}" for rate in rates), "best rate", "apart"]]
+    told = [["loss at width", "param.", *(f"rate {rate:.3g}" for rate in rates), "best rate", "ratio"]]
     for name, by_width in figures.loss.items():
         best = {width: best_rate(losses) for width, losses in by_width.items()}
         known = [rate for rate in best.values() if rate is not None]

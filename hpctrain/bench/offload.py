@@ -41,12 +41,12 @@ class OffloadFigures:
         """For people."""
         rate = format_bytes(self.bytes_moved / self.disk_seconds)
         return [
-            f"optimizer state moved a rank   {format_bytes(self.bytes_moved)}",
-            f"disk alone, {THREADS} threads          {format_seconds(self.disk_seconds)} ({rate}/s)",
-            f"update alone, state in memory  {format_seconds(self.compute_seconds)}",
-            f"bound, one after the other     {format_seconds(self.disk_seconds + self.compute_seconds)}",
-            f"update, state in files         {format_seconds(self.update_seconds)}",
-            f"share of the bound             {self.share:.0%} (more than 100%: they overlap)",
+            f"optimizer state moved per rank  {format_bytes(self.bytes_moved)}",
+            f"disk alone, {THREADS} threads           {format_seconds(self.disk_seconds)} ({rate}/s)",
+            f"update alone, state in memory   {format_seconds(self.compute_seconds)}",
+            f"sum of both                     {format_seconds(self.disk_seconds + self.compute_seconds)}",
+            f"update, state in files          {format_seconds(self.update_seconds)}",
+            f"sum / update, state in files    {self.share:.0%} (above 100%: disk and update overlap)",
         ]
 
 

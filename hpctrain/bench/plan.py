@@ -28,7 +28,7 @@ from hpctrain.plan.calibrate.decks import LARGER, SMALL, measured_decks, of_size
 from hpctrain.plan.time.machine_rates import MachineRates, read_machine
 from hpctrain.plan.time.step import plan_step
 from hpctrain.report.terminal import stderr_console, stdout_console
-from hpctrain.text import table
+from hpctrain.text import either, table
 from hpctrain.units import format_seconds
 
 RANKS = 2
@@ -89,9 +89,11 @@ def bench_plan(
     with world.agreement():
         unknown = [name for name in only if name not in DECKS]
         if unknown:
-            raise HpctrainError(f"--only {', '.join(unknown)}: must be one of {', '.join(DECKS)}")
+            raise HpctrainError(f"--only {', '.join(unknown)}: must be {either(DECKS)}")
         if world.size != RANKS:
-            raise HpctrainError(f"bench plan needs {RANKS} ranks: mpirun -n {RANKS} hpctrain bench plan ...")
+            raise HpctrainError(
+                f"bench plan: requires {RANKS} ranks (mpirun -n {RANKS} hpctrain bench plan ...)"
+            )
         given = None if machine is None else read_machine(machine)
     torch.set_num_threads(1)
     rates = given or _calibrated(world)
@@ -170,15 +172,15 @@ def figures(rows: Sequence[PlannedStep], rates: MachineRates) -> dict[str, objec
 
 def figure_lines(rows: Sequence[PlannedStep], rates: MachineRates) -> list[str]:
     """For people."""
-    lines = [["deck", "planned", "measured", "lowest", "highest", "off"]]
+    lines = [["deck", "predicted", "measured", "lowest", "highest", "deviation"]]
     for row in rows:
         seconds = (row.planned, row.measured, row.lowest, row.highest)
         lines.append([row.name, *map(format_seconds, seconds), f"{100 * row.off:+.1f}%"])
     off = [abs(row.off) for row in rows]
     of_groups = ", ".join(f"{name} {100 * regret:.1f}%" for name, regret in regrets(rows).items())
     return [
-        f"seconds of a step on {RANKS} ranks of {processor_name()}, by the figures of {rates.name}",
+        f"Step time on {RANKS} ranks of {processor_name()}, predicted from the rates of {rates.name}",
         *table(lines),
-        f"off by {100 * fmean(off):.1f}% in the mean, {100 * max(off):.1f}% at the most",
-        *([f"the deck that is best by plan is slower than the best by: {of_groups}"] if of_groups else []),
+        f"Mean absolute deviation {100 * fmean(off):.1f}%, largest {100 * max(off):.1f}%",
+        *([f"Extra time of the deck that is predicted to be the fastest: {of_groups}"] if of_groups else []),
     ]

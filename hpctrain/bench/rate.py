@@ -68,11 +68,11 @@ class RateBenchOptions:
         problems = []
         if not 0 < self.first < self.last <= 1000:
             shown = f"--from {self.first:g} --to {self.last:g}"
-            problems.append(f"{shown}: must rise from a rate above 0, to 1000 at most")
+            problems.append(f"{shown}: must be above 0, at most 1000, and in ascending order")
         if not 10 <= self.steps <= 100_000:
             problems.append(f"--steps {self.steps}: must be from 10 to 100000")
         if self.window is not None and not 1 <= self.window <= self.steps // 2:
-            problems.append(f"--window {self.window}: must be from 1 (not smoothed) to half of the steps")
+            problems.append(f"--window {self.window}: must be from 1 (no smoothing) to half of --steps")
         if problems:
             raise HpctrainError(problems)
 
@@ -126,7 +126,10 @@ def bench_rate(
             require("matplotlib", "drawing pictures")
         deck = read_deck(path, overrides, world.size, settled_keys)
         if deck.communication.server is not None:
-            sentence = 'has steps of each worker, and no common rate to be tried ("none" would do here)'
+            sentence = (
+                "is unsupported in a rate test, which requires steps that all ranks make "
+                'together (use "none")'
+            )
             raise HpctrainError(deck.problem("communication.server.mode", sentence))
         wanted = parse_metric_name(deck, wish.figure)
     deck, _ = choose_layout(world, deck)
@@ -169,9 +172,7 @@ def _judge(
     world = trainer.engine.world
     [held_out] = [each for each in open_held_out(deck, world, corpus) if each.name == wanted.evaluation_set]
     if wanted.kind not in held_out.figures(1.0):
-        raise HpctrainError(
-            f"--figure {name}: nothing tells how many bytes of text the tokens of the set are"
-        )
+        raise HpctrainError(f"--figure {name}: the number of bytes of text in the set is unknown")
     return lambda: held_out.figures(trainer.evaluate(held_out.batches, held_out.sequences)["loss"])[
         wanted.kind
     ]
@@ -255,26 +256,30 @@ def told(figures: RateFigures, wish: RateBenchOptions, deck: Deck) -> list[str]:
     least = min(points, key=lambda point: (not isfinite(point.smoothed), point.smoothed))
     figure = parse_metric_name(deck, wish.figure).title
     rows = [["step", "rate", figure, "smoothed", ""]]
-    marks = {figures.suggestion: "steepest", least.rate: "least"}
+    marks = {figures.suggestion: "steepest", least.rate: "lowest"}
     shown = sorted({*shown, *(number for number, point in enumerate(points) if point.rate in marks)})
     for number in shown:
         point = points[number]
         losses = [f"{each:.4f}" if isfinite(each) else "not finite" for each in (point.loss, point.smoothed)]
         rows.append([str(number + 1), f"{point.rate:.3g}", *losses, marks.get(point.rate, "")])
     lines = table(rows, (4,))
-    lines += ["", f"{figures.ended}: {len(points)} of {wish.steps} steps were made" if figures.ended else ""]
+    lines += ["", f"{figures.ended} after {len(points)} of {wish.steps} steps" if figures.ended else ""]
     if figures.suggestion is None:
         lines.append(
-            "the loss falls at none of these rates: no suggestion (begin lower, or take more --steps)"
+            "no suggestion: the loss falls at none of these rates (use a lower --from, or more --steps)"
         )
     else:
         peak, batch = figures.suggestion, deck.batch.global_size
-        lines.append(f"it falls most at rate {peak:.3g}: --set learning_rate.peak={peak_of(deck, peak):.2g}")
+        lines.append(
+            f"steepest fall of the loss at rate {peak:.3g}: --set "
+            f"learning_rate.peak={peak_of(deck, peak):.2g}"
+        )
         if deck.learning_rate.reference_batch:
             lines.append(
-                f"(the peak is for a batch of {deck.learning_rate.reference_batch}, and this one has {batch})"
+                "(the peak applies to learning_rate.reference_batch = "
+                f"{deck.learning_rate.reference_batch}, not {batch})"
             )
-        lines.append(f"a tenth of the rate of the least loss is {least.rate / 10:.3g}")
+        lines.append(f"a tenth of the rate with the lowest loss is {least.rate / 10:.3g}")
     return [line for number, line in enumerate(lines) if line or lines[number - 1]]
 
 

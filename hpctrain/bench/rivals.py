@@ -79,7 +79,7 @@ def pipeline_parts(name: str, deck: Deck, stages: int) -> int:
 def rival_problems(names: Sequence[str], deck: Deck, ranks: int, on_host: bool) -> list[str]:
     """Why these cannot be measured against with this deck, on so many ranks: a sentence each, or none."""
     twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-    problems = [f"--against {name}: is given {names.count(name)} times; once is enough" for name in twice]
+    problems = [f"--against {name}: is given {names.count(name)} times (give it once)" for name in twice]
     for name in dict.fromkeys(names):
         # One for each is enough: what is wrong first often is the reason of the others.
         problems += [
@@ -93,61 +93,61 @@ def _unfit(name: str, deck: Deck, ranks: int, on_host: bool) -> Iterator[str]:
 
     rival = RIVALS[name]
     if not on_host:
-        yield 'computes on the CPU alone; run.device = "cpu" would do'
+        yield 'runs on the CPU only (use run.device = "cpu")'
     if deck.model.module is not None and rival.module != "torch_data":
-        yield "trains our own families, not model.module; ddp, ddp-kept, ddp-onednn and zero1 would do"
+        yield "does not support model.module (use ddp, ddp-kept, ddp-onednn or zero1)"
     if rival.axis == "none":
         if ranks > 1:
-            yield f"needs one rank; there are {ranks}"
+            yield f"requires one rank, not {ranks}"
         return
     if ranks == 1:
-        yield "requires two ranks or more, such as mpirun -n 2"
+        yield "requires two ranks or more (such as mpirun -n 2)"
     yield from _OF_AXES[rival.axis](name, deck, ranks)
     for key, value in _PLAIN.items():
         if deck.value(key) != value:
             had = "none" if value is None else toml_value(value)
-            yield f"{key} = {toml_value(deck.value(key))}: peers in plain torch have {had} alone"
+            yield f"{key} = {toml_value(deck.value(key))}: peers in plain torch support {had} only"
     if deck.communication.emulate is not None:
         given = toml_value(deck.value("communication.emulate"))
-        yield f"communication.emulate = {given}: delays our messages, and not those of peers"
+        yield f"communication.emulate = {given}: does not delay messages of peers"
     if deck.communication.ranks_per_node is not None:
         given = str(deck.communication.ranks_per_node)
-        yield f"communication.ranks_per_node = {given}: emulates nodes for our ranks, and not for peers"
+        yield f"communication.ranks_per_node = {given}: does not emulate nodes of peers"
     if deck.precision.compute == "fp16" and not name.startswith("deepspeed"):
-        yield 'has no loss scale as precision.compute = "fp16" needs; fp32 and bf16 would do'
+        yield 'does not support precision.compute = "fp16" (use "fp32" or "bf16")'
     if name == "ddp-onednn" and deck.precision.compute != "fp32":
         yield (
-            f'precision.compute = "{deck.precision.compute}": products in 16 bits go through oneDNN anyway; '
-            "compare with ddp, or in fp32"
+            f'precision.compute = "{deck.precision.compute}": products in 16 bits always use oneDNN '
+            '(use ddp, or precision.compute = "fp32")'
         )
     if name == "ddp-kept" and platform.libc_ver()[0] != "glibc":
-        yield "keeps memory by settings of glibc, which is not this system's C library"
+        yield "requires glibc as the C library"
     if name.startswith("deepspeed") and find_spec("deepspeed") is None:
-        yield "DeepSpeed is not installed; `pip install deepspeed` would help"
+        yield "requires DeepSpeed (pip install deepspeed)"
 
 
 def _of_data(name: str, deck: Deck, ranks: int) -> Iterator[str]:  # noqa: ARG001
     layout = deck.layout
     for axis in ("tensor", "context", "pipeline"):
         if getattr(layout, axis) > 1:
-            yield f"needs a deck of data ranks only, not one with layout.{axis} = {getattr(layout, axis)}"
+            yield f"requires layout.{axis} = 1, not {getattr(layout, axis)}"
 
 
 def _of_tensor(name: str, deck: Deck, ranks: int) -> Iterator[str]:  # noqa: ARG001
     if deck.layout.tensor != ranks:
-        yield f"needs a deck whose layout.tensor is the number of ranks, {ranks}, not {deck.layout.tensor}"
+        yield f"requires layout.tensor = {ranks}, the number of ranks, not {deck.layout.tensor}"
 
 
 def _of_pipeline(name: str, deck: Deck, ranks: int) -> Iterator[str]:
     if deck.layout.pipeline != ranks:
         given = deck.layout.pipeline
-        yield f"needs a deck whose layout.pipeline is the number of ranks, {ranks}, not {given}"
+        yield f"requires layout.pipeline = {ranks}, the number of ranks, not {given}"
     count = deck.batch.global_size // deck.batch.micro_size
     if name == "torch-interleaved" and count % ranks:
-        yield f"needs micro-batches in a multiple of the {ranks} stages, not {count}"
+        yield f"requires a number of micro-batches that is a multiple of the {ranks} stages, not {count}"
     parts = pipeline_parts(name, deck, ranks)
     if parts > deck.model.layers:
-        yield f"needs a deck of {parts} layers or more, not {deck.model.layers}"
+        yield f"requires model.layers of at least {parts}, not {deck.model.layers}"
 
 
 _OF_AXES: Mapping[Axis, Callable[[str, Deck, int], Iterator[str]]] = MappingProxyType(

@@ -91,7 +91,7 @@ class StageProbe:
 
 def stage_lines(prediction: Prediction) -> list[str]:
     """A table of the stages, a row each."""
-    rows = [["stage, alone", "forward ms", "backward ms"]]
+    rows = [["stage", "forward ms", "backward ms"]]
     for stage, (forward, backward) in enumerate(zip(prediction.forward, prediction.backward, strict=True)):
         rows.append([str(stage), f"{forward:.2f}", f"{backward:.2f}"])
     return table(rows)
@@ -100,7 +100,9 @@ def stage_lines(prediction: Prediction) -> list[str]:
 def sentence(prediction: Prediction) -> str:
     """The prediction and what came of it."""
     return (
-        f"a step: {prediction.predicted:.1f} ms predicted ({prediction.pipeline:.1f} simulated from these "
-        f"times and {prediction.communication:.2f} a message, {prediction.rest:.1f} measured outside the "
-        f"pipeline), {prediction.measured:.1f} measured: {prediction.ratio:.3f} of the prediction"
+        f"step time: predicted {prediction.predicted:.1f} ms ({prediction.pipeline:.1f} ms of the "
+        "pipeline, from these times "
+        f"and {prediction.communication:.2f} ms per message; {prediction.rest:.1f} ms outside of the "
+        "pipeline, "
+        f"measured); measured {prediction.measured:.1f} ms, {prediction.ratio:.3f} of the prediction"
     )

@@ -45,6 +45,7 @@ from hpctrain.model.precision import Precision
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.report.terminal import stdout_console
+from hpctrain.text import either
 from hpctrain.train.trainer import Trainer
 from hpctrain.units import format_bytes
 from hpctrain.watch.peak_flops import measure_gemm_flops
@@ -80,7 +81,7 @@ class TrainingBenchOptions:
         if self.only is None:
             return names
         if self.only not in names:
-            raise HpctrainError(f"--only {self.only}: must be one of {', '.join(names)}")
+            raise HpctrainError(f"--only {self.only}: must be {either(names)}")
         return [self.only]
 
 
@@ -157,9 +158,14 @@ def _require_tokens(deck: Deck) -> None:
     """HpctrainError where a deck's module takes no tokens, or has a loss that no peer has."""
     for key in ("data.dataset", "model.loss"):
         if deck.value(key) is not None:
-            raise HpctrainError(deck.problem(key, "is not timed here: modules are, with the loss of tokens"))
+            raise HpctrainError(
+                deck.problem(
+                    key,
+                    "is unsupported in bench train, which measures the next-token loss on token sequences",
+                )
+            )
     if deck.objective.kind in POLICY_KINDS:
-        sentence = 'writes its answers first, which is not timed here ("next-token" would time its layers)'
+        sentence = 'is unsupported in bench train (use "next-token" to measure its layers)'
         raise HpctrainError(deck.problem("objective.kind", sentence))
 
 

@@ -109,18 +109,19 @@ def figure_lines(setting: Setting, figures: Sequence[TrainingFigures]) -> list[s
     lines = [
         f"{setting.title}: {setting.model}, {setting.precision}, {counted(setting.ranks, 'rank')}, "
         f"batch {setting.batch} x {setting.sequence} tokens",
-        f"{setting.processor}, load {setting.load[0]:.1f} to {setting.load[1]:.1f}; a matrix product runs at "
-        f"{setting.gemm_flops / 1e9:.1f} GFLOP/s a rank",
+        f"{setting.processor}, load average {setting.load[0]:.1f} to {setting.load[1]:.1f}; matrix "
+        "products run at "
+        f"{setting.gemm_flops / 1e9:.1f} GFLOP/s per rank",
         "",
         *_speeds(figures),
-        f"ratio: tokens/s of {first} over the variant's, within a round; median, lowest and highest round.",
-        "p95/p50: of the seconds of single steps.",
+        f"ratio: tokens/s of {first} / tokens/s of the variant in the same round (median, lowest, highest).",
+        "p95/p50: 95th percentile of the step times / median of the step times.",
         *_parted(figures),
         "",
         *_trained(figures),
         *_different(figures),
     ]
-    phases = [["ms a step", *PHASES]]
+    phases = [["phases, ms per step", *PHASES]]
     timed = (row for row in figures if row.phase_ms)
     phases += ([row.name, *(f"{row.phase_ms.get(phase, 0.0):.1f}" for phase in PHASES)] for row in timed)
     lines += ["", *fitted(phases, (0,), COLUMNS)] if len(phases) > 1 else []
@@ -128,7 +129,7 @@ def figure_lines(setting: Setting, figures: Sequence[TrainingFigures]) -> list[s
         if row.pipeline is not None:
             lines += ["", *stage_lines(row.pipeline), sentence(row.pipeline)]
         if row.peak_bytes is not None and len(figures) == 1:
-            lines.append(f"{row.name}: a rank had at most {format_bytes(row.peak_bytes)} of memory in use")
+            lines.append(f"{row.name}: peak memory of a rank {format_bytes(row.peak_bytes)}")
     return lines
 
 
@@ -144,7 +145,7 @@ def _speeds(figures: Sequence[TrainingFigures]) -> list[str]:
 
 def _trained(figures: Sequence[TrainingFigures]) -> list[str]:
     said = {True: "yes", False: "NO", None: "-"}
-    rows = [["variant", "first loss", "last loss", "the same", "peak of a rank", "of the node"]]
+    rows = [["variant", "first loss", "last loss", "same losses", "peak of a rank", "peak of the node"]]
     for row in figures:
         losses = [f"{row.losses[at]:.5f}" for at in (0, -1)]
         memory = [format_bytes(size) if size else "-" for size in (row.peak_bytes, row.node_bytes)]
@@ -162,8 +163,8 @@ def _different(figures: Sequence[TrainingFigures]) -> Iterator[str]:
                 key=lambda each: abs(each[1] - each[2]),
             )
             yield (
-                f"{row.name}: does not train the same as {first.name}; "
-                f"its loss of step {step} is {other:.5f}, not {one:.5f}"
+                f"{row.name}: losses differ from {first.name}: "
+                f"step {step} has {other:.5f}, expected {one:.5f}"
             )
 
 
@@ -177,8 +178,8 @@ def _parted(figures: Sequence[TrainingFigures]) -> Iterator[str]:
         if row.name in RIVALS and RIVALS[row.name].axis == "data" and row.name != RIVAL_ALONE:
             rest = [ratio / part for ratio, part in zip(row.ratios, arithmetic, strict=True)]
             yield (
-                f"{median(row.ratios):.1%} of {row.name}: {median(arithmetic):.1%} by arithmetic "
-                f"({ALONE} over {RIVAL_ALONE}), {median(rest):.1%} by communication"
+                f"ratio to {row.name} {median(row.ratios):.1%} = computation {median(arithmetic):.1%} "
+                f"({ALONE} / {RIVAL_ALONE}) x communication {median(rest):.1%}"
             )
 
 

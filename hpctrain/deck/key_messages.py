@@ -26,13 +26,13 @@ def expected_value(field: FieldInfo) -> str:
     if kind is str and field_text(field, "unit") == "ranks":
         return 'ranks such as "4-7", or "policy"'
     if kind is str:
-        return "text in quotes, not empty" + ", or a list of such" * accepts_list(field)
+        return "text in quotes that is not empty" + ", or a list of texts" * accepts_list(field)
     if get_origin(kind) is dict:
-        return either(["a table of its own", *map(toml_value, _choices(field))])
+        return either(["a table", *map(toml_value, _choices(field))])
     if table_class(field) is not None:
-        return "a table of its own" + ', or "none" to have no such table' * (not selecting_key(field))
+        return "a table" + ', or "none" for no table' * (not selecting_key(field))
     if row_section(field) is not None:
-        return "tables in a row, such as [[evaluation]]"
+        return "a list of tables, such as [[evaluation]]"
     if get_origin(kind) is tuple:
         words = {str: "texts in quotes", int: "whole numbers", float: "numbers"}
         items = words.get(_unconstrained(get_args(kind)[0]), "tables")

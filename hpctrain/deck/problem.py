@@ -64,7 +64,7 @@ def multiples(number: int, unit: int) -> str:
 def must_divide(key: str, size: int, number: int) -> str:
     """Return the end of a sentence that says that a number must divide the value of a key.
 
-    An example is "must divide model.heads = 12 (2, 3, 4 or 6 would)". Up to four divisors near the number are
+    An example is "must divide model.heads = 12 (use 2, 3, 4 or 6)". Up to four divisors near the number are
     named.
 
     Args:
@@ -72,4 +72,4 @@ def must_divide(key: str, size: int, number: int) -> str:
         size: Its value, a positive number.
         number: The number that does not divide it.
     """
-    return f"must divide {key} = {size} ({either(nearest_numbers(number, divisors(size)))} would)"
+    return f"must divide {key} = {size} (use {either(nearest_numbers(number, divisors(size)))})"

@@ -382,7 +382,7 @@ def _hint(deck: Deck, broken: Conflicts, relations: Relations) -> str:
         for choice in choices
         if not any(each.is_violated(_with_value(deck, path, choice)) for each in of_key)
     ]
-    return f" ({_list(fitting)} would do)" if fitting else ""
+    return f" (use {_list(fitting)})" if fitting else ""
 
 
 def _with_value(table: SectionType, path: tuple[str, ...], value: object) -> SectionType:

@@ -45,8 +45,8 @@ def fit_continued_replicas(deck: Deck, before: Deck, ranks_before: int, ranks: i
     deck, sentence = _with(deck, replicas, ranks)
     old = before.layout.replicas
     if sentence and replicas != old:
-        origin = f"the optimizer state of one of the {old}" if old > 1 else "the one's optimizer state"
-        sentence += f"; each goes on from the outer model, with {origin}"
+        origin = f"the optimizer state of one of the {old} earlier ones" if old > 1 else "its optimizer state"
+        sentence += f"; each replica continues from the outer model with {origin}"
     return deck, sentence
 
 
@@ -85,11 +85,11 @@ def _with(deck: Deck, replicas: int, ranks: int) -> tuple[Deck, str]:
         return deck, ""
     data = ranks // (layout.pipeline * layout.tensor * layout.context)
     sizes = {"global_size": batch.global_size, "ramp_from": batch.ramp_from}
-    sentence = f"{counted(ranks, 'rank')} make{'s' * (ranks == 1)} {counted(replicas, 'replica')}"
-    sentence += f", where layout.local_steps.replicas was {layout.replicas}"
+    sentence = f"{counted(ranks, 'rank')} form{'s' * (ranks == 1)} {counted(replicas, 'replica')}"
+    sentence += f" instead of layout.local_steps.replicas = {layout.replicas}"
     for name, size in sizes.items() if data else ():
         if size % (batch.micro_size * data):
             sizes[name] = size * replicas // layout.replicas
-            sentence += f"; batch.{name} becomes {sizes[name]}, as much for each as before"
+            sentence += f"; batch.{name} becomes {sizes[name]}, the same for each replica"
     given = {} if layout.data is None else {"data": data}
     return deck.with_keys(layout={"local_steps.replicas": replicas, **given}, batch=sizes), sentence

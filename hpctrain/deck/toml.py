@@ -398,7 +398,7 @@ class _Scanner:
     def _string(self) -> str:
         match = _STRING.match(self.text, self.at)
         if match is None:
-            raise ValueError(f"line {self._line()}: a key or a string was expected")
+            raise ValueError(f"line {self._line()}: expected a key or a string")
         self.at = match.end()
         kind = str(match.lastgroup)
         has_escapes = kind.startswith("basic") and "\\" in match[kind]
@@ -410,7 +410,7 @@ class _Scanner:
     def _expect(self, mark: str) -> None:
         self._skip(_SPACE)
         if not self.text.startswith(mark, self.at):
-            raise ValueError(f"line {self._line()}: {mark} was expected")
+            raise ValueError(f"line {self._line()}: expected {mark}")
         self.at += len(mark)
 
     def _skip(self, pattern: re.Pattern[str]) -> bool:

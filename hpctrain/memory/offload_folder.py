@@ -63,8 +63,8 @@ def check_room(folder: Path, need: int) -> None:
         free = status.f_bavail * status.f_frsize
         if free < need:
             raise HpctrainError(
-                f"{folder}: offloading needs {format_bytes(need)} on this disk, which has "
-                f"{format_bytes(free)} free (memory.offload_dir may name another folder)"
+                f"{folder}: offloading requires {format_bytes(need)} on this disk, which has "
+                f"{format_bytes(free)} free (use another folder in memory.offload_dir)"
             )
 
 
@@ -105,8 +105,8 @@ def _reported(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise HpctrainError(
-            f"{folder}: cannot be written to for offloading: {describe_os_error(error)} "
-            "(memory.offload_dir may name another folder)"
+            f"{folder}: cannot be written to for offloading: {describe_os_error(error)} (use another "
+            "folder in memory.offload_dir)"
         ) from None
 
 

@@ -51,7 +51,7 @@ class ScratchFile:
             while memory:
                 count = move(self._descriptor, [memory[:_LARGEST_CALL]], offset)
                 if count == 0:
-                    raise self._lost("was cut short while the run needed it")
+                    raise self._lost("was truncated during the run")
                 memory, offset = memory[count:], offset + count
         except OSError as error:
             raise self._lost(f"cannot be {'written' if writing else 'read'}", error) from None
@@ -64,15 +64,15 @@ class ScratchFile:
         except OSError as error:
             raise self._lost("cannot be read", error) from None
         if status.st_nlink == 0:
-            raise self._lost("was removed while the run needed it")
+            raise self._lost("was removed during the run")
         if status.st_size < self.size:
-            raise self._lost("was cut short while the run needed it")
+            raise self._lost("was truncated during the run")
 
     def _lost(self, what: str, error: OSError | None = None) -> InputOutputError:
         why = "" if error is None else f": {error.strerror or error}"
         return InputOutputError(
-            f"{self.path}: this file of offloaded memory {what}{why}; "
-            "the run can go on from its last checkpoint (`hpctrain resume`)"
+            f"{self.path}: the file of offloaded memory {what}{why} (continue from the last checkpoint "
+            "with `hpctrain resume`)"
         )
 
 
@@ -209,7 +209,7 @@ class ScratchFiles:
                 os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
             raise InputOutputError(
-                f"{path}: cannot take {format_bytes(size)} of the disk for offloading: "
+                f"{path}: cannot allocate {format_bytes(size)} on the disk for offloading: "
                 f"{error.strerror or error}"
             ) from None
         return ScratchFile(path, size, self._threads, descriptor)

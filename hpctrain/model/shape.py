@@ -105,9 +105,7 @@ class ModelShape(Architecture):
         HpctrainError where it asks for a module that users bring.
         """
         if deck.model.module is not None:
-            raise HpctrainError(
-                deck.problem("model.module", "is trained, but this is for our own families yet")
-            )
+            raise HpctrainError(deck.problem("model.module", "is unsupported here: built-in models only"))
         settled: dict[str, Any] = {"vocabulary": vocabulary, "sequence": deck.batch.sequence}
         settled["parametrization"] = WidthScaling.of(deck)
         settled["packed"] = deck.data.document_mask

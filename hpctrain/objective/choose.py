@@ -61,12 +61,14 @@ def _of_answers(deck: Deck) -> Objective:
     """The cross-entropy of what a dataset names as targets. HpctrainError where it has none of classes."""
     forms = dataset_of(deck).forms
     name = next((name for name in ANSWERS if name in forms), None)
-    own = "model.loss names a function that makes its loss"
+    own = "add one, or set model.loss"
     if name is None:
-        sentence = f"has no targets or labels in its batches ({', '.join(forms)}): {own}"
+        sentence = f"has no entry {' or '.join(ANSWERS)} in its batches ({', '.join(forms)}) ({own})"
         raise HpctrainError(deck.problem("data.dataset", sentence))
     form = forms[name]
     if form.dtype.is_floating_point or form.dtype.is_complex or len(form.shape) > 1:
-        sentence = f"has {name} of {form}, which are no classes of samples or of their tokens: {own}"
+        sentence = (
+            f"has {name} of {form}, expected whole numbers for each sample or token (or set model.loss)"
+        )
         raise HpctrainError(deck.problem("data.dataset", sentence))
     return ClassesOfLogits(name, deck.stability.z_loss)

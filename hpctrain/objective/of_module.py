@@ -73,8 +73,8 @@ class ClassesOfLogits:
             except IndexError:
                 logits = _require_logits(outputs, targets)
                 raise HpctrainError(
-                    f"the dataset's {self.name} go up to {int(targets.max())}, but model.module gives logits "
-                    f"of {logits.shape[-1]} classes (from 0)"
+                    f"data.dataset: {self.name} must be below the number of logits of model.module, "
+                    f"{logits.shape[-1]}, but the largest is {int(targets.max())}"
                 ) from None
 
         return losses
@@ -126,11 +126,10 @@ class UsersLoss:
         """
         share = figures.pop("counted")
         if isfinite(figures["loss"]) and not 0 < share < inf:
-            total = "nothing" if share == 0 else "less than nothing" if share < 0 else "no finite number"
+            total = "0" if share == 0 else "a negative number" if share < 0 else "a number that is not finite"
             raise HpctrainError(
-                f"model.loss: the counts that its function gives add up to {total} over a step, "
-                "or over an evaluation, whose losses are divided by that (how many samples, or tokens, a "
-                "sum is of would do)"
+                f"model.loss: the counts of its function add up to {total} over a step or an evaluation "
+                "(return the number of samples or tokens that the sum contains)"
             )
         figures["loss"] /= share or 1.0
         return share or 1.0
@@ -159,28 +158,30 @@ def users_loss(code: NamedCode, of_samples: bool = False) -> UsersLoss:
 def _sum_and_count(made: Any) -> tuple[Tensor, Tensor]:
     """What a user's loss gave, both without dims; values are not looked at, as that would wait for them."""
     if not isinstance(made, tuple | list) or len(made) != 2 or not isinstance(made[0], Tensor):
-        raise HpctrainError("model.loss: its function must give a sum, which is a tensor, and a count")
+        raise HpctrainError("model.loss: its function must return a sum, which is a tensor, and a count")
     total, given = made
     if total.dim():
         shape = list(total.shape)
         raise HpctrainError(
-            f"model.loss: its function must give a sum, and gives losses of shape {shape} (.sum() adds them)"
+            f"model.loss: its function must return a sum, not losses of shape {shape} (use .sum())"
         )
     if total.is_complex():
-        raise HpctrainError("model.loss: its function must give a real sum, and gives a complex one")
+        raise HpctrainError("model.loss: its function must return a real sum, not a complex one")
     if torch.is_grad_enabled() and not total.requires_grad:
         raise HpctrainError(
-            "model.loss: its function gives a sum that has no gradient, as it does not follow from what the "
-            "module gives (.detach(), .item() and torch.no_grad() take that away)"
+            "model.loss: the sum of its function has no gradient, because it does not depend on the "
+            "outputs of the module (check for .detach(), .item() and torch.no_grad())"
         )
     try:
         count = torch.as_tensor(given, device=total.device).detach()
     except (TypeError, ValueError, RuntimeError):
         kind = article(type(given).__name__)
-        raise HpctrainError(f"model.loss: its function must give a sum and a count, not {kind}") from None
+        raise HpctrainError(
+            f"model.loss: its function must return a number as the count, not {kind}"
+        ) from None
     if count.numel() != 1 or count.is_complex():
         form = FieldSpec.of(count)
-        raise HpctrainError(f"model.loss: its function must give one number for a count, not {form}")
+        raise HpctrainError(f"model.loss: its function must return one number as the count, not {form}")
     return total, count.reshape(())
 
 
@@ -208,11 +209,11 @@ def _require_logits(outputs: Any, targets: Tensor) -> Tensor:
     logits, shape = logits_of(outputs), targets.shape
     if logits is None:
         kind = type(outputs).__name__
-        raise HpctrainError(f"model.module gives {kind} without logits (model.loss names a loss of its own)")
+        raise HpctrainError(f"model.module: returns {kind} without logits (set model.loss)")
     if logits.dim() != len(shape) + 1 or logits.shape[:-1] != shape:
         of_tokens = len(shape) == 2
         raise HpctrainError(
-            f"model.module gives logits of shape {list(logits.shape)} for {shape[0]} "
+            f"model.module: returns logits of shape {list(logits.shape)} for {shape[0]} "
             + (f"sequences of {shape[1]} tokens" if of_tokens else "samples")
             + (", not [sequences, tokens, vocabulary]" if of_tokens else ", not [samples, classes]")
         )
@@ -223,7 +224,8 @@ def _require_split(outputs: SplitOutputs, targets: Tensor) -> Tensor:
     logits, table = _require_logits(outputs.outputs, targets), outputs.head.table
     if logits.shape[-1] != table.shape[0]:
         raise HpctrainError(
-            f"model.module gives {logits.shape[-1]} logits of a token, where the head of {table.shard.name}, "
-            f'planned "vocabulary", has {table.shape[0]} on a rank (its module must give them as they are)'
+            f"model.module: returns {logits.shape[-1]} logits per token, but the output layer "
+            f'{table.shard.name} with the style "vocabulary" computes {table.shape[0]} on a rank (return '
+            "them unchanged)"
         )
     return logits

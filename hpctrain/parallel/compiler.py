@@ -36,7 +36,7 @@ _PROCESSOR = ("-march=native", "-mcpu=native")
 """Of which the first that a compiler knows is taken: those of ARM's know but the second."""
 
 
-_TOO_LONG = "not done after {:.0f} s"
+_TOO_LONG = "not finished after {:.0f} s"
 
 _FOLDER = "hpctrain-compiler-"
 _OLD = 3600.0
@@ -59,7 +59,7 @@ def find_compiler(environment: Mapping[str, str] = os.environ) -> list[str]:
         try:
             words = shlex.split(name)
         except ValueError as error:
-            raise CompilerError(f"no C compiler: $CC is {name}, no command: {error}") from error
+            raise CompilerError(f"no C compiler: $CC = {name}: not a command: {error}") from error
         path = shutil.which(words[0], path=environment.get("PATH"))
         if path is not None:
             return [path, *words[1:]]
@@ -79,14 +79,17 @@ def compile_library(source: Path, environment: Mapping[str, str] = os.environ) -
                 status, lines = _run(command, environment, Path(folder))
                 if status == 0:
                     return output.read_bytes()
-                silent = f"ended by {status} and said nothing; is {tempfile.gettempdir()} full?"
-                ended = f"ended by {status}" if any(lines) else silent
+                silent = (
+                    f"exit status {status} without a message (check the free space in "
+                    f"{tempfile.gettempdir()})"
+                )
+                ended = f"exit status {status}" if any(lines) else silent
                 problem = problem or next((line for line in lines if "error" in line), ended)
     except subprocess.TimeoutExpired:
         problem = _TOO_LONG.format(SECONDS)
     except OSError as error:
         problem = str(error)
-    raise CompilerError(f"{words[0]} makes nothing of {source.name}: {problem[:200]}")
+    raise CompilerError(f"{words[0]} cannot compile {source.name}: {problem[:200]}")
 
 
 def try_library(content: bytes, program: Path) -> None:
@@ -103,12 +106,12 @@ def try_library(content: bytes, program: Path) -> None:
             )
         if status == 0:
             return
-        problem = signal.Signals(-status).name if status < 0 else lines[-1] or f"ended by {status}"
+        problem = signal.Signals(-status).name if status < 0 else lines[-1] or f"exit status {status}"
     except subprocess.TimeoutExpired:
         problem = _TOO_LONG.format(SECONDS)
     except OSError as error:
         problem = str(error)
-    raise CompilerError(f"what was compiled does not run on this processor: {problem[:200]}")
+    raise CompilerError(f"the compiled library does not run on this processor: {problem[:200]}")
 
 
 def _sweep() -> None:

@@ -23,14 +23,14 @@ def found_kernels(local_rank: int) -> DoctorFinding:
     thread of a local rank; nothing of a rank that computes on a GPU.
     """
     if not on_host(choose_device("auto", local_rank, gpu_count())):
-        return DoctorFinding("products", "computed by the GPU's library")
+        return DoctorFinding("matrix products", "computed by the library of the GPU")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         told = "; ".join(f"{name}: {_told(storage)}" for name, storage in _FORMATS.items())
     finally:
         torch.set_num_threads(before)
-    return DoctorFinding("products", f"{told} (a thread of {processor_name()})")
+    return DoctorFinding("matrix products", f"{told} (one thread of {processor_name()})")
 
 
 def _told(storage: torch.dtype) -> str:
@@ -38,6 +38,10 @@ def _told(storage: torch.dtype) -> str:
     words = []
     for (_, name), seconds in zip(_PASSES, rows, strict=True):
         best = quickest(seconds)
-        gain = f" ({seconds['library'] / seconds[best]:.2g} x library)" if best != "library" else ""
+        gain = (
+            f" ({seconds['library'] / seconds[best]:.2g} times the library's speed)"
+            if best != "library"
+            else ""
+        )
         words.append(f"{name} {best}{gain}")
     return ", ".join(words)

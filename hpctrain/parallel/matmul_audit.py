@@ -272,8 +272,8 @@ def _is_mixed(weights: Sequence[Parameter]) -> bool:
 
 def _words(where: Where, ratio: float) -> str:
     """What was found, for people."""
-    beside = f", computed with {', '.join(where.names[1:])}," if where.names[1:] else ""
-    size = "is no number" if ratio == float("inf") else f"is off by {ratio:.3g} times what rounding could do"
+    beside = f" (computed with {', '.join(where.names[1:])})" if where.names[1:] else ""
+    size = "is not finite" if ratio == float("inf") else f"differs by {ratio:.3g} times the rounding bound"
     return f"{where.what}{beside} {size}"
 
 

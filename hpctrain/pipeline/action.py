@@ -158,16 +158,18 @@ class Schedule:
             if line.lstrip().startswith("#"):
                 match = _HEADER.fullmatch(" ".join(words))
                 if match is not None and header is not None:
-                    problems.append(f"{source}:{number}: a second header; the first is in line {header[0]}")
+                    problems.append(f"{source}:{number}: repeats the header of line {header[0]}")
                 elif match is not None:
                     header = number, match
             elif words:
                 stages.append(tuple(_parse_stage(words, f"{source}:{number}", problems)))
         if not stages:
-            problems.append(f"{source}: holds no stage; write a line of actions, such as F0 B0, for each")
+            problems.append(
+                f"{source}: contains no stage (write one line of actions, such as F0 B0, for each stage)"
+            )
         if problems:
             left = len(problems) - _MOST_PROBLEMS
-            more = [f"{source}: and {left} more"] if left > 0 else []
+            more = [f"{source}: and {left} more problems"] if left > 0 else []
             raise HpctrainError(problems[:_MOST_PROBLEMS] + more)
         if header is None:
             return Schedule(tuple(stages))
@@ -193,8 +195,8 @@ def _parse_stage(words: list[str], where: str, problems: list[str]) -> Iterator[
         match = _ACTION.fullmatch(word)
         if match is None:
             problems.append(
-                f"{where}: {word!r} is no action; write F, B, I or W, the micro-batch and, "
-                "but for 0, the chunk: F3, B3.1"
+                f"{where}: {word!r}: is not an action (write F, B, I or W, the micro-batch and the chunk "
+                "unless it is 0, such as F3 or B3.1)"
             )
         else:
             kind, micro_batch, chunk = match.groups()
@@ -205,7 +207,7 @@ def _check_header(schedule: Schedule, match: re.Match[str], where: str) -> None:
     """A header that promises other counts than the lines below hold is a mistake in one of the two."""
     counts = schedule.stage_count, schedule.micro_batches, schedule.chunks
     problems = [
-        f"{where}: the header says {match[key]} {key.replace('_', '-')}, the lines below hold {count}"
+        f"{where}: the header has {match[key]} {key.replace('_', '-')}, but the lines below have {count}"
         for key, count in zip(("stages", "micro_batches", "chunks"), counts, strict=True)
         if int(match[key]) != count
     ]

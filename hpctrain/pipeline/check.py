@@ -61,7 +61,7 @@ def _work(schedule: Schedule, stage: int) -> Iterator[ScheduleProblem]:
     for index, action in enumerate(schedule.stages[stage]):
         first = indices.setdefault(action, index)
         if first != index:
-            yield ScheduleProblem(stage, index, action, f"is doubled: it is action {first + 1} already")
+            yield ScheduleProblem(stage, index, action, f"is a duplicate of action {first + 1}")
     yield from islice(_missing(schedule, stage, indices), _MOST_A_STAGE)
 
 
@@ -72,16 +72,16 @@ def _missing(schedule: Schedule, stage: int, indices: dict[Action, int]) -> Iter
             if forward not in indices:
                 yield ScheduleProblem(stage, None, forward, "is missing")
             if whole in indices:
-                reason = f"is doubled: {whole} is the whole backward, {inputs} and {weights} its pieces"
+                reason = f"is a duplicate: {whole} already contains {inputs} and {weights}"
                 for piece in (inputs, weights):
                     if piece in indices:
                         yield ScheduleProblem(stage, indices[piece], piece, reason)
             elif (inputs in indices) != (weights in indices):
                 there, piece = (inputs, weights) if inputs in indices else (weights, inputs)
-                reason = f"is missing: {there} is only one piece of the backward"
+                reason = f"is missing: {there} is only a part of the backward pass"
                 yield ScheduleProblem(stage, None, piece, reason)
             elif inputs not in indices:
-                reason = f"is missing, and there are no {inputs} and {weights} instead"
+                reason = f"is missing, as are {inputs} and {weights}"
                 yield ScheduleProblem(stage, None, whole, reason)
 
 
@@ -105,7 +105,7 @@ def _order(schedule: Schedule, stage: int) -> Iterator[ScheduleProblem]:
             needs = (Action("F", micro_batch, chunk), *later)
         for need in needs:
             if indices.get(need, index) > index:
-                reason = f"comes before {need}, which it needs (action {indices[need] + 1})"
+                reason = f"requires {need}, which comes later (action {indices[need] + 1})"
                 yield ScheduleProblem(stage, index, action, reason)
 
 
@@ -197,15 +197,15 @@ class _ScheduleRun:
             halved = Action("I", action.micro_batch, chunk)
             backward = whole if whole in self.schedule.stages[wait.other] else halved
             need = Action("F", action.micro_batch, chunk) if forward else backward
-            reason = f"needs {need} of stage {wait.other}, where {stuck} comes first and waits, too"
+            reason = f"waits for {need} of stage {wait.other}, which waits at {stuck}"
         else:
             asked, held = self.asked[wait.channel], len(self.there[wait.channel])
             first = asked[self.taken[wait.channel] + held]
-            why = f"does not ask for it before that of micro-batch {first}"
+            why = f"first receives micro-batch {first}"
             if first == action.micro_batch:
-                why = f"holds {held} like it that it has not begun to work on"
-            reason = f"its send does not end: stage {wait.other} {why}, and waits at {stuck}"
-        kind = "deadlock where sends block" if self.blocking else "deadlock"
+                why = f"already has {held} unprocessed tensors of this kind"
+            reason = f"its send does not complete: stage {wait.other} {why} and waits at {stuck}"
+        kind = "deadlock with blocking sends" if self.blocking else "deadlock"
         return ScheduleProblem(stage, wait.index, action, f"{kind}: {reason}")
 
     def _channel(self, stage: int, action: Action, *, incoming: bool) -> tuple[_Channel | None, int]:

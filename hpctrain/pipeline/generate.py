@@ -15,7 +15,7 @@ from hpctrain.pipeline.dual_pipe import dual_pipe_v
 from hpctrain.pipeline.simulate import StageTimes, peak_activations
 from hpctrain.pipeline.v_schedule import LIMITS, search
 from hpctrain.pipeline.zero_bubble import zb_h1, zb_h2
-from hpctrain.text import nearest
+from hpctrain.text import either, nearest
 
 MOST_STAGES, MOST_MICRO_BATCHES, MOST_CHUNKS = 10_000, 1_000_000, 1_000  # what the text form can say
 MOST_WORK = 10_000_000
@@ -120,8 +120,8 @@ def generate(
 def _mistakes(name: str, stages: int, micro_batches: int, chunks: int | None) -> list[str]:
     if name not in SCHEDULE_NAMES:
         near = nearest(name.lower(), SCHEDULE_NAMES)
-        hint = f"did you mean {near!r}?" if near else f"known are {', '.join(SCHEDULE_NAMES)}"
-        return [f"no schedule {name!r}: {hint}"]
+        hint = f"did you mean {near!r}?" if near else f"use {either(SCHEDULE_NAMES)}"
+        return [f"unknown schedule {name!r} ({hint})"]
     problems = [
         f"{name}: {what} = {number}: must be from 1 to {most}"
         for what, number, most in (
@@ -133,25 +133,23 @@ def _mistakes(name: str, stages: int, micro_batches: int, chunks: int | None) ->
     ]
     if not problems and stages * micro_batches * (chunks or 1) > MOST_WORK:
         problems.append(
-            f"{name}: {stages} stages with {micro_batches} micro-batches are too much for one step; "
-            f"stages x micro-batches x chunks must be {MOST_WORK} at most"
+            f"{name}: {stages} stages with {micro_batches} micro-batches exceed the limit: "
+            f"stages x micro-batches x chunks must be at most {MOST_WORK}"
         )
     if problems:
         return problems
     if name in PLAIN and chunks not in {None, 1}:
-        problems.append(
-            f"{name}: chunks = {chunks}: has one chunk a stage; 'interleaved' is the one with any number"
-        )
+        problems.append(f"{name}: chunks = {chunks}: must be 1 (use 'interleaved' for more)")
     elif name == "interleaved":
         if chunks == 1:
-            problems.append("interleaved: chunks = 1: needs 2 or more; '1f1b' is the same with one")
+            problems.append("interleaved: chunks = 1: must be 2 or more (use '1f1b' for 1)")
         if micro_batches % stages:
             below = micro_batches - micro_batches % stages
             right = f"{below} or {below + stages}" if below else f"{stages}"
             problems.append(
-                f"interleaved: micro-batches = {micro_batches}: must be a multiple of the {stages} stages, "
-                f"such as {right}"
+                f"interleaved: micro-batches = {micro_batches}: must be a multiple of the {stages} stages "
+                f"(use {right})"
             )
     elif name not in PLAIN and chunks not in {None, 2}:
-        problems.append(f"{name}: chunks = {chunks}: has always 2, the two arms of its V")
+        problems.append(f"{name}: chunks = {chunks}: must be 2")
     return problems

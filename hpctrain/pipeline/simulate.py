@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Schedule
+from hpctrain.text import either
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class StageTimes:
             value = getattr(self, field.name)
             numbers = [value] if isinstance(value, (int, float)) else value
             problems += [
-                f"times: {field.name.replace('_', ' ')} = {number}: must be a number, 0 or more"
+                f"times: {field.name.replace('_', ' ')} = {number}: must be a number of at least 0"
                 for number in numbers
                 if not (math.isfinite(number) and number >= 0)
             ]
@@ -70,7 +71,8 @@ def simulate(schedule: Schedule, times: StageTimes) -> Simulation:
     """
     starts, ends = reached(schedule, times)
     problems = [
-        f"schedule: stage {stage} never comes to {actions[len(started)]}: what it needs is not done before"
+        f"schedule: stage {stage} never starts {actions[len(started)]}, because the actions that it "
+        "requires do not complete"
         for stage, (actions, started) in enumerate(zip(schedule.stages, starts, strict=True))
         if len(started) < len(actions)
     ]
@@ -134,16 +136,15 @@ def spread(
             return list(value)
         if len(value) == schedule.stage_count:
             return [value[schedule.home(part)[0]] / schedule.chunks for part in range(schedule.parts)]
-        right = " or ".join(map(str, dict.fromkeys((schedule.stage_count, schedule.parts))))
-        problems.append(f"times: {name} has {len(value)} numbers; the schedule needs one or {right}")
+        right = either(dict.fromkeys((1, schedule.stage_count, schedule.parts)))
+        problems.append(f"times: {name}: expected {right} numbers, got {len(value)}")
         return []
 
     def of_boundaries(value: float | Sequence[float]) -> list[float]:
         count = schedule.parts - 1
         numbers = [value] * count if isinstance(value, (int, float)) else value
         if len(numbers) != count:
-            needed = f"the schedule needs one or {count}"
-            problems.append(f"times: communication has {len(numbers)} numbers; {needed}")
+            problems.append(f"times: communication: expected 1 or {count} numbers, got {len(numbers)}")
             return []
         return [
             0.0 if schedule.home(part)[0] == schedule.home(part + 1)[0] else number

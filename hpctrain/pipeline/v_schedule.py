@@ -80,7 +80,9 @@ def search(
     memory_limit = LIMITS[name](stages) if memory_limit is None else memory_limit
     limit = math.floor(2 * memory_limit + _ROUNDING)  # a chunk's activations are half of a stage's
     if limit < 2:
-        raise HpctrainError(f"{name}: activations of {memory_limit:g} micro-batches: must be 1 or more")
+        raise HpctrainError(
+            f"{name}: the limit of activations of {memory_limit:g} micro-batches must be 1 or more"
+        )
     shape = Schedule(((Action("F", 0, 0), Action("F", 0, 1)),) * stages, name, "v")
     part_times = PartTimes(*map(tuple, spread(times, shape)))
     least = least_cost(part_times, micro_batches, limit)

@@ -14,7 +14,7 @@ from hpctrain.pipeline.action import Action, Placement, Schedule, accumulation, 
 from hpctrain.pipeline.check import check, refusal
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import StageTimes
-from hpctrain.text import nearest
+from hpctrain.text import either, nearest
 
 SCHEDULE_BYTES = 64 << 20  # of a schedule's file at most
 
@@ -74,7 +74,7 @@ def _text(deck: Deck) -> str:
         reason = "it is not text" if isinstance(error, ValueError) else (error.strerror or str(error)).lower()
         near = nearest(deck.layout.schedule, SCHEDULE_NAMES)
         hint = f' (did you mean "{near}"?)' if near else ""
-        sentence = f"must be one of {', '.join(SCHEDULE_NAMES)}, or a file of a schedule ({reason}){hint}"
+        sentence = f"must be {either(SCHEDULE_NAMES)}, or the path of a schedule file ({reason}){hint}"
         raise HpctrainError(deck.problem("layout.schedule", sentence)) from None
 
 
@@ -90,12 +90,17 @@ def _from_file(deck: Deck, micro_batches: int) -> Schedule:
         "micro-batches": (schedule.micro_batches, share, micro_batches),
     }
     differing = [
-        deck.problem("layout.schedule", f"has {there} {what}, but {name} = {wanted}")
+        deck.problem("layout.schedule", f"has {there} {what}, expected {name} = {wanted}")
         for what, (there, name, wanted) in numbers.items()
         if there != wanted
     ]
     if deck.batch.ramp_from:
-        differing.append(deck.problem("layout.schedule", "a file's schedule cannot follow batch.ramp_from"))
+        differing.append(
+            deck.problem(
+                "layout.schedule",
+                "conflicts with batch.ramp_from: a schedule file has a fixed number of micro-batches",
+            )
+        )
     if differing:
         raise HpctrainError(differing)
     problems = check(schedule)

@@ -22,14 +22,14 @@ def map_deck(report: DoctorReport, path: Path, overrides: Sequence[str]) -> None
         deck = read_deck(path, overrides, ranks)
         sizes = axis_sizes(deck, ranks)
     except HpctrainError as error:
-        remedy = "mend the deck, or start another number of ranks"
+        remedy = "correct the deck, or start another number of ranks"
         report.add([DoctorFinding("deck", problem, remedy, fatal=True) for problem in error.problems])
         return
     report.coordinates = [coordinates(sizes, rank) for rank in range(ranks)]
     axes = sizes_text(sizes, 2) or "one rank"
     remedy = (
-        "the ranks of a tensor group are on several nodes and communicate over the network in every layer: "
-        "let layout.tensor divide the ranks of a node"
+        "tensor groups span several nodes and communicate over the network in every layer: "
+        "use a layout.tensor that divides the ranks of a node"
     )
     topology = Topology([rank.node for rank in report.ranks])
     topology.emulate(deck.communication.ranks_per_node)
@@ -39,7 +39,7 @@ def map_deck(report: DoctorReport, path: Path, overrides: Sequence[str]) -> None
         report.add([DoctorFinding("topology", ways(topology, report.coordinates))])
     threads = deck.run.threads
     crowded = core_warning(threads, [(rank.hostname, rank.cores) for rank in report.ranks])
-    report.add([DoctorFinding("threads", f"run.threads = {threads} of each rank", crowded)])
+    report.add([DoctorFinding("threads", f"run.threads = {threads} per rank", crowded)])
 
 
 def ways(topology: Topology, places: Sequence[Mapping[str, int]]) -> str:

@@ -169,7 +169,7 @@ class _Planner:
         if self.base is not None:
             size = read_deck(self.path, sets, None, settled_keys).batch.global_size
             if size * ranks % self.base:
-                sentence = f"grown from {self.base} to {ranks} ranks is no whole number"
+                sentence = f"times {ranks} / {self.base} ranks must be a whole number"
                 raise HpctrainError(f"batch.global_size = {size}: {sentence}")
             sets.append(f"batch.global_size={size * ranks // self.base}")
         named = partial(named_problems, rates=self.rates is None)

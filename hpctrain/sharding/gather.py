@@ -116,8 +116,8 @@ class Gatherer(ParameterResidency):
             if torch.is_grad_enabled():
                 name = parameter.shard.name
                 raise HpctrainError(
-                    "layout.zero = 3: the loss takes a gradient through blocks, and is to be differentiated "
-                    f"with it, after which {name} is not there any more (layout.zero = 2 can)"
+                    "layout.zero = 3: does not support second derivatives: the loss depends on a gradient "
+                    f"through blocks, among them {name} (use layout.zero = 2)"
                 )
             if not entered:
                 entered.append(True)

@@ -40,7 +40,7 @@ class ReducedGradients:
             for segment, is_same in zip(bucket.segments, same.tolist(), strict=True):
                 if not is_same:
                     name = f"gradient/{segment.parameter.shard.name}"
-                    what = "changed between its sum and the update"
+                    what = "changed between the reduction and the update"
                     yield DetectedFault("memory", name, "synchronize", (self._rank,), what)
 
     def _take(self, bucket: Bucket) -> None:

@@ -68,7 +68,7 @@ class WatchedMemory:
             return []
         same = (self._now() == self._prints).tolist()
         return [
-            DetectedFault("memory", piece.name, "other", (self._rank,), "changed while it lay in memory")
+            DetectedFault("memory", piece.name, "other", (self._rank,), "changed in memory between steps")
             for piece, is_same in zip(self.pieces, same, strict=True)
             if not is_same
         ]
@@ -131,7 +131,11 @@ class RestingState(WatchedMemory):
             if (int(own) - int(from_other_end(piece.ends, own))) % WORDS:
                 both = piece.ends.ranks[0], piece.ends.ranks[-1]
                 yield DetectedFault(
-                    "copies", piece.name, "step", both, "differs between the ends of the pipeline"
+                    "copies",
+                    piece.name,
+                    "step",
+                    both,
+                    "differs between the first and the last pipeline stage",
                 )
 
 

@@ -29,7 +29,10 @@ def test_every_primitive_is_timed(
     print_rows(rows, world.size)
     told = capsys.readouterr().out
     assert told.count(" 4 KiB") == len(OPERATIONS)
-    assert all(row.shared for row in rows) and "reduce_scatter from 64 MiB up 0.17 of mpi4py's" in told
+    assert (
+        all(row.shared for row in rows)
+        and "reduce_scatter from 64 MiB, 0.17 times the time of mpi4py" in told
+    )
     path = mpi_tmp_path / f"rows.{world.rank}.json"
     write_rows(rows, world.size, path)
     assert len(json.loads(path.read_text())["rows"]) == len(rows)
@@ -57,7 +60,7 @@ def test_limits_of_what_goes_through_memory() -> None:
 
 @pytest.mark.mpi(min_size=1, max_size=2)
 def test_mistakes(world: World) -> None:
-    with pytest.raises(HpctrainError, match="must be one of"):
+    with pytest.raises(HpctrainError, match="--operations "):
         bench(world, "all_redvce", "1 KiB", "4 KiB", gloo=False)
-    with pytest.raises(HpctrainError, match="must be 4 bytes or more"):
+    with pytest.raises(HpctrainError, match="must be at least 4 bytes"):
         bench(world, "reduce", "1 MiB", "4 KiB", gloo=False)

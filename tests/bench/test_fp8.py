@@ -34,7 +34,7 @@ def test_every_recipe_takes_its_turn_beside_bf16(
         assert each["of_bf16"] == pytest.approx(ratio)
     if world.rank == 0:
         lines = capsys.readouterr().out.splitlines()
-        assert lines[0] == "32 tokens, 64 to 48 features, CPU"
+        assert lines[0] == "Matrix products: 32 tokens, 64 inputs, 48 outputs, CPU"
         assert sum("(emulated)" in line for line in lines) == 2 * len(RECIPES)
 
 
@@ -43,9 +43,9 @@ def test_a_shape_is_three_sizes() -> None:
         MatmulShape.of("32x48x64") == MatmulShape(32, 48, 64) and str(MatmulShape(32, 48, 64)) == "32x48x64"
     )
     for text in ("32x48", "32x48x-1", "axbxc", "32x48x0"):
-        with pytest.raises(HpctrainError, match=f"--shape {text}: must be tokens x outputs x inputs"):
+        with pytest.raises(HpctrainError, match=f"--shape {text}: must be TOKENSxOUTPUTSxINPUTS"):
             MatmulShape.of(text)
-    with pytest.raises(HpctrainError, match="must be tokens x outputs x inputs"):
+    with pytest.raises(HpctrainError, match="must be TOKENSxOUTPUTSxINPUTS"):
         MatmulShape.of(f"32x48x{'9' * 5000}")
 
 
@@ -53,7 +53,7 @@ def test_what_no_node_could_hold_is_refused_before_anything_is_timed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fp8, "measured", lambda *_: pytest.fail("was timed"))
-    sentence = r"--shape 1000000000x100000x1: does not fit into memory: .*; a smaller shape would do"
+    sentence = "--shape 1000000000x100000x1: does not fit into memory: .*; use a smaller shape"
     with pytest.raises(HpctrainError, match=sentence):
         bench_fp8(world, ["32x48x64", "1000000000x100000x1"], 1, None)
 

@@ -141,8 +141,8 @@ def test_the_table_marks_what_counts() -> None:
     lines = told(figures, RateBenchOptions(), deck)
     assert lines[2].split() == ["2", "0.000126", "4.0000", "4.0000", "steepest"]
     assert lines[3].endswith("least") and lines[4].split()[2:] == ["not", "finite", "not", "finite"]
-    assert "the loss was not finite: 4 of 100 steps were made" in lines
-    assert "it falls most at rate 0.000126: --set learning_rate.peak=0.00025" in lines
+    assert "the loss was not finite after 4 of 100 steps" in lines
+    assert "steepest fall of the loss at rate 0.000126: --set learning_rate.peak=0.00025" in lines
     assert any("the peak is for a batch of 16, and this one has 8" in line for line in lines)
     assert "no suggestion" in told(RateFigures(points([1.0, 2.0]), None, ""), RateBenchOptions(), deck)[-1]
 
@@ -156,8 +156,8 @@ def test_the_picture_has_both_losses_and_the_rate() -> None:
 @pytest.mark.parametrize(
     ("wish", "told"),
     [
-        (RateBenchOptions(1.0, 0.1), "--from 1 --to 0.1: must rise"),
-        (RateBenchOptions(nan, 0.1), "must rise"),
+        (RateBenchOptions(1.0, 0.1), "--from 1 --to 0.1: must be above 0"),
+        (RateBenchOptions(nan, 0.1), "must be above 0"),
         (RateBenchOptions(steps=3), "--steps 3: must be from 10"),
         (RateBenchOptions(window=60), "--window 60: must be from 1"),
     ],
@@ -195,7 +195,11 @@ def test_a_deck_is_tried_and_nothing_is_left(
     )
     with pytest.raises(HpctrainError, match=r"communication\.server"):
         bench_rate(world, Path("deck.toml"), ["communication.server.mode=sync"], wish, None, None)
-    with pytest.raises(HpctrainError, match=r"^--figure validation: goes by evaluations, but nothing is"):
+    with pytest.raises(
+        HpctrainError,
+        match=r"--figure validation: requires an evaluation set \(add "
+        r"data\.validation",
+    ):
         bench_rate(
             world, Path("deck.toml"), ["data.validation=0"], RateBenchOptions(figure="validation"), None, None
         )

@@ -30,34 +30,34 @@ def test_every_peer_can_train_some_deck(name: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("names", "changes", "ranks", "told"),
     [
-        (["ddp", "zero1", "ddp"], DATA, 2, "--against ddp: is given 2 times; once is enough"),
+        (["ddp", "zero1", "ddp"], DATA, 2, "--against ddp: is given 2 times (give it once)"),
         (["ddp"], DATA, 1, "--against ddp: requires two ranks or more"),
         (["torch-tensor"], DATA, 1, "--against torch-tensor: requires two ranks or more"),
-        (["torch-tensor"], DATA, 2, "needs a deck whose layout.tensor is the number of ranks, 2, not 1"),
-        (["fsdp2"], TENSOR, 2, "needs a deck of data ranks only, not one with layout.tensor = 2"),
-        (["zero1"], PIPELINE, 2, "needs a deck of data ranks only, not one with layout.pipeline = 2"),
-        (["torch-zbv"], DATA, 2, "needs a deck whose layout.pipeline is the number of ranks, 2, not 1"),
-        (["torch-zbv"], ("layout.pipeline=2",), 2, "needs a deck of 4 layers or more, not 2"),
+        (["torch-tensor"], DATA, 2, "requires layout.tensor = 2, the number of ranks, not 1"),
+        (["fsdp2"], TENSOR, 2, "requires layout.tensor = 1, not 2"),
+        (["zero1"], PIPELINE, 2, "requires layout.pipeline = 1, not 2"),
+        (["torch-zbv"], DATA, 2, "requires layout.pipeline = 2, the number of ranks, not 1"),
+        (["torch-zbv"], ("layout.pipeline=2",), 2, "requires model.layers of at least 4, not 2"),
         (
             ["torch-interleaved"],
             (*PIPELINE, "batch.global_size=6"),
             2,
-            "needs micro-batches in a multiple of the 2 stages, not 3",
+            "requires a number of micro-batches that is a multiple of the 2 stages, not 3",
         ),
-        (["fsdp2"], ("precision.compute=fp16",), 2, "has no loss scale as precision.compute"),
-        (["ddp-onednn"], ("precision.compute=bf16",), 2, "products in 16 bits go through oneDNN anyway"),
+        (["fsdp2"], ("precision.compute=fp16",), 2, "does not support precision.compute"),
+        (["ddp-onednn"], ("precision.compute=bf16",), 2, "products in 16 bits always use oneDNN"),
         (
             ["ddp"],
             (*LLAMA, "model.experts.count=4"),
             2,
-            "model.experts.count = 4: peers in plain torch have none alone",
+            "model.experts.count = 4: peers in plain torch support none only",
         ),
         (["ddp"], (*LLAMA, "model.query_key_norm=head"), 2, 'plain torch have "none" alone'),
-        (["ddp"], ("model.dropout=0.1",), 2, "model.dropout = 0.1: peers in plain torch have 0.0 alone"),
-        (["ddp"], ("communication.emulate=1 Gbit/s",), 2, "delays our messages, and not those of peers"),
-        (["ddp"], ("communication.ranks_per_node=2",), 4, "emulates nodes for our ranks, and not for peers"),
-        (["fsdp2"], MODULE, 2, "trains our own families, not model.module; ddp, ddp-kept"),
-        (["transformers-eager"], (*LLAMA, "model.experts.count=4"), 2, "needs one rank; there are 2"),
+        (["ddp"], ("model.dropout=0.1",), 2, "model.dropout = 0.1: peers in plain torch support 0.0 only"),
+        (["ddp"], ("communication.emulate=1 Gbit/s",), 2, "does not delay messages of peers"),
+        (["ddp"], ("communication.ranks_per_node=2",), 4, "does not emulate nodes of peers"),
+        (["fsdp2"], MODULE, 2, "does not support model.module (use ddp, ddp-kept"),
+        (["transformers-eager"], (*LLAMA, "model.experts.count=4"), 2, "requires one rank, not 2"),
     ],
 )
 def test_what_they_cannot_is_one_sentence(
@@ -75,6 +75,6 @@ def test_what_is_missing_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> Non
     told = rival_problems(["deepspeed-1", "ddp-kept", "ddp"], deck, 2, True)
     assert len(told) == 2
     assert told[0].startswith("--against deepspeed-1: DeepSpeed is not installed; `pip install deepspeed`")
-    assert told[1].startswith("--against ddp-kept: keeps memory by settings of glibc")
+    assert told[1].startswith("--against ddp-kept: requires glibc")
     (told_of_gpus,) = rival_problems(["ddp"], deck, 2, False)
-    assert told_of_gpus.endswith('computes on the CPU alone; run.device = "cpu" would do')
+    assert told_of_gpus.endswith('runs on the CPU only (use run.device = "cpu")')

@@ -153,9 +153,9 @@ def _verb(told: list[str], verb: Callable[[World], object], device: str = "auto"
         (("train", "gone.toml"), "gone.toml: cannot be read"),
         (("train", "deck.toml", "--against", "megatron"), "--against"),
         (("train", "deck.toml", "--against", "ddp"), "--against ddp: requires two ranks or more"),
-        (("train", "deck.toml", "--only", "ddp"), "--only ddp: must be one of deck"),
+        (("train", "deck.toml", "--only", "ddp"), "--only ddp: must be deck"),
         (("checkpoint", "deck.toml", "--rounds", "0"), "--rounds"),
-        (("fp8", "--shape", "32x0x64"), "--shape 32x0x64: must be tokens x outputs x inputs"),
+        (("fp8", "--shape", "32x0x64"), "--shape 32x0x64: must be TOKENSxOUTPUTSxINPUTS"),
     ],
 )
 def test_a_mistake_is_one_sentence(

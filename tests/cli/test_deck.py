@@ -39,7 +39,7 @@ def test_problems_are_raised_for_the_command_line(path: str) -> None:
     assert isinstance(result.exception, HpctrainError)
     assert result.exception.problems == (
         f"{path}:8: batch.global_size = 8: must be a multiple of batch.micro_size x data ranks = 1 x 3 = 3 "
-        "(6 or 9 would)",
+        "(use 6 or 9)",
     )
 
 
@@ -158,7 +158,7 @@ def of_module(path: str, *overrides: str) -> list[str]:
 def test_what_a_deck_names_of_a_users_own_is_looked_into(path: str) -> None:
     assert of_module(path) == []
     assert of_module(path, "model.blocks=layer", "model.loss=mine.py:los", "model.initial=mine.py:no") == [
-        "--set model.blocks=layer: no part of the module has such a name (did you mean layers?)",
+        "--set model.blocks=layer: matches no submodule (did you mean layers?)",
         "--set model.loss=mine.py:los: mine.py has no los (did you mean loss?)",
         "--set model.initial=mine.py:no: mine.py has no no",
     ]
@@ -169,7 +169,7 @@ def test_what_a_deck_names_of_a_users_own_is_looked_into(path: str) -> None:
     dataset, loss = of_module(path, "data.dataset=mine.py:Date", "model.loss=mine.py:los")
     assert "mine.py has no Date (did you mean Data?)" in dataset and "did you mean loss?" in loss
     (classes,) = of_module(path, "model.loss=")
-    assert "has no targets or labels in its batches (x, y): model.loss names a function" in classes
+    assert "has no entry targets or labels in its batches (x, y) (add one, or set model.loss)" in classes
 
 
 def test_what_a_module_starts_from_is_looked_into(path: str) -> None:
@@ -192,12 +192,12 @@ def test_what_a_module_starts_from_is_looked_into(path: str) -> None:
 
 def test_a_module_is_called_with_something(path: str) -> None:
     (named,) = of_module(path, "data.inputs=[]")
-    assert named.endswith("names nothing that the module is called with (a batch of the dataset has x, y)")
+    assert named.endswith("must name at least one batch entry (the entries of a batch are x, y)")
     with_others = MODULE.replace("x, **more", "z, **more")
     assert with_others != MODULE
     (Path(path).parent / "others.py").write_text(with_others)
     (named,) = of_module(path, "model.module=others.py:Net")
-    assert "it takes z, and a batch of the dataset has x, y" in named
+    assert "of the module, z (the entries of a batch are x, y" in named
     for key in ("model.module", "data.dataset"):
         (kind,) = of_module(path, f"{key}=3")
         assert kind.startswith(f"--set {key}=3: must be ")

@@ -116,7 +116,7 @@ def test_a_rehearsal_that_lacks_memory_is_the_user_s_matter(deck: Path) -> None:
     small = "--set", "machine.memory=1 MB"
     result = plan(deck, *REHEARSED, *small)
     assert result.exit_code == EXIT_USER, result.output
-    assert "Memory does not suffice on 2 stages:" in result.stdout
+    assert "Does not fit into memory on 2 stages:" in result.stdout
     told = plan(deck, *REHEARSED, *small, "--json")
     assert told.exit_code == EXIT_USER
     faults = json.loads(told.stdout)["rehearsal"]["faults"]
@@ -151,7 +151,7 @@ def test_programmes_that_do_not_fit_are_no_user_s_mistake(
 def test_steps_with_servers_are_not_rehearsed(deck: Path) -> None:
     result = plan(deck, "--ranks", 3, "--set", "communication.server.mode=sync", "--rehearse")
     assert isinstance(result.exception, HpctrainError) and result.exception.exit_code == EXIT_USER
-    assert "a step with servers cannot be rehearsed" in result.exception.problems[0]
+    assert "is unsupported in a rehearsal" in result.exception.problems[0]
 
 
 def test_steps_of_models_on_ranks_of_their_own_are_not_rehearsed(deck: Path) -> None:
@@ -162,4 +162,4 @@ def test_steps_of_models_on_ranks_of_their_own_are_not_rehearsed(deck: Path) -> 
     result = plan(deck, "--ranks", 3, *policy, "--rehearse")
     assert isinstance(result.exception, HpctrainError)
     (sentence,) = result.exception.problems
-    assert "policy.critic_ranks=2: a step of several models cannot be rehearsed" in sentence
+    assert "policy.critic_ranks=2: is unsupported in a rehearsal" in sentence

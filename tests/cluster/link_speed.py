@@ -40,7 +40,7 @@ FORMS = {
     ),
 }
 BATCH = ("batch.global_size=4", "batch.micro_size=2", "run.evaluate_sequences=2")
-HEAD = ("form", "payload a step", "step", "over the link", "planned", "off", "at MPI's speed", "off")
+HEAD = ("form", "payload per step", "step", "over the link", "planned", "off", "at MPI's speed", "off")
 HEAD = (*HEAD, "tokens/s", "over the link")
 REDUCED = "8 MB"
 """About what the exact sums of a step are."""

@@ -36,8 +36,8 @@ def deck(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("split = []", "layout.split = []: must have a number of at least 1 for each of the 1 parts"),
-        ("schedule = [1]", "layout.schedule = [1]: must be text in quotes, not empty, not a list"),
+        ("split = []", "layout.split = []: must give 1 layer or more to each of the 1 parts"),
+        ("schedule = [1]", "layout.schedule = [1]: must be text in quotes that is not empty, not a list"),
         (f"split = {'[' * 5000}{']' * 5000}", f"layout.split: lists and tables more than {MAX_DEPTH} deep"),
         (f"split = {'{a=' * 5000}1{'}' * 5000}", f"layout.split: more than {MAX_DEPTH} names deep"),
         (f"zero = {'9' * 5000}", "layout.zero: must be below 2^63"),
@@ -135,5 +135,5 @@ def test_a_model_name_that_is_not_a_file_name(deck: Path) -> None:
 
 
 def test_a_step_of_more_micro_batches_than_a_schedule_can_list() -> None:
-    with pytest.raises(HpctrainError, match=r"batch\.global_size=\d+: makes \d+ micro-batches"):
+    with pytest.raises(HpctrainError, match=r"batch\.global_size=\d+: divides into \d+ micro-batches"):
         parse_deck(SMALL, [f"batch.global_size={2**40}"], ranks=1)

@@ -80,16 +80,16 @@ def test_what_fits(overrides: list[str]) -> None:
         (
             ["run.evaluate_every=5", "data.validation=0"],
             [
-                "run.evaluate_every=5: evaluates on held-out sequences, but data.validation = 0 holds none "
-                "out (0.01 would, or [[evaluation]]; or leave the key out)"
+                "run.evaluate_every=5: requires held-out sequences, but data.validation is 0 (use "
+                "data.validation = 0.01, add tables [[evaluation]], or leave this key out)"
             ],
         ),
         (
             ["memory.activations=host", "run.device=cpu"],
             [
                 (
-                    'memory.activations=host: conflicts with run.device = "cpu": its memory is the '
-                    'host\'s ("keep" or "disk" would do)'
+                    'memory.activations=host: conflicts with run.device = "cpu": on the CPU the device '
+                    'is the host (use "keep" or "disk")'
                 )
             ],
         ),
@@ -98,39 +98,38 @@ def test_what_fits(overrides: list[str]) -> None:
             [
                 (
                     'memory.activation_format=bf16: conflicts with precision.compute = "bf16": '
-                    'activations have 16 bits already ("exact" or "int8" would do)'
+                    'activations already have 16 bits (use "exact" or "int8")'
                 )
             ],
         ),
         (
             ["memory.recompute=0"],
             [
-                "memory.recompute=0: must be from 1 to 2 as a number, the blocks of the longest part of the "
-                'model ("full", "sqrt", "selective" and "none" would do, too)'
+                "memory.recompute=0: must be from 1 to 2, the number of blocks of the longest part of "
+                'the model, or "full", "sqrt", "selective" or "none"'
             ],
         ),
         (
             ["memory.recompute=5", "model.layers=5", "layout.pipeline=3"],
             [
-                "memory.recompute=5: must be from 1 to 4 as a number, the blocks of the longest part of the "
-                'model ("full", "sqrt", "selective" and "none" would do, too)'
+                "memory.recompute=5: must be from 1 to 4, the number of blocks of the longest part of "
+                'the model, or "full", "sqrt", "selective" or "none"'
             ],
         ),
         (
             ["model.heads=12"],
-            ["model.heads=12: must divide model.hidden = 64 (2, 4, 8 or 16 would)"],
+            ["model.heads=12: must divide model.hidden = 64 (use 2, 4, 8 or 16)"],
         ),
         (
             ["model.heads=64"],
             [
-                "model.heads=64: must leave an even size of each head for rotary positions, but "
-                "model.hidden / "
-                "model.heads = 64 / 64 = 1 (4, 8, 16 or 32 heads would)"
+                "model.heads=64: must give an even head size for rotary positions, but model.hidden / "
+                "model.heads = 64 / 64 = 1 (use 4, 8, 16 or 32 heads)"
             ],
         ),
         (
             ["model.head_size=7"],
-            ["model.head_size=7: must be even for rotary positions (8 would)"],
+            ["model.head_size=7: must be even for rotary positions (use 8)"],
         ),
         (
             ["model.family=gpt2", "model.key_value_heads=8", "model.query_key_norm=head"],
@@ -138,7 +137,7 @@ def test_what_fits(overrides: list[str]) -> None:
         ),
         (
             ["model.key_value_heads=3"],
-            ["model.key_value_heads=3: must divide model.heads = 8 (1, 2, 4 or 8 would)"],
+            ["model.key_value_heads=3: must divide model.heads = 8 (use 1, 2, 4 or 8)"],
         ),
         (
             ["model.family=gpt2", "model.rope_base=500"],
@@ -146,32 +145,32 @@ def test_what_fits(overrides: list[str]) -> None:
         ),
         (
             ["layout.tensor=3"],
-            ["layout.tensor=3: must divide model.heads = 8 (1, 2, 4 or 8 would)"],
+            ["layout.tensor=3: must divide model.heads = 8 (use 1, 2, 4 or 8)"],
         ),
         (
             ["layout.tensor=16"],
-            ["layout.tensor=16: must divide model.heads = 8 (1, 2, 4 or 8 would)"],
+            ["layout.tensor=16: must divide model.heads = 8 (use 1, 2, 4 or 8)"],
         ),
         (
             ["layout.tensor=8", "model.mlp=100"],
-            ["layout.tensor=8: must divide model.mlp = 100 (1, 2 or 4 would, given model.heads = 8)"],
+            ["layout.tensor=8: must divide model.mlp = 100 (use 1, 2 or 4, given model.heads = 8)"],
         ),
         (
             ["layout.tensor=4", "model.heads=12", "model.hidden=72", "model.key_value_heads=6"],
             [
-                "layout.tensor=4: must divide model.key_value_heads = 6 or be a multiple of it (1, 2, 3 "
-                "or 6 would)"
+                "layout.tensor=4: must divide model.key_value_heads = 6 or be a multiple of it (use 1, "
+                "2, 3 or 6)"
             ],
         ),
         (  # what the sequence must be is not told while another size of the axis is needed
             ["layout.tensor=3", "layout.sequence_parallel=true", "model.mlp=96"],
-            ["layout.tensor=3: must divide model.heads = 8 (1, 2, 4 or 8 would)"],
+            ["layout.tensor=3: must divide model.heads = 8 (use 1, 2, 4 or 8)"],
         ),
         (
             ["layout.context=3", "layout.context_form=all_to_all"],
             [
-                'layout.context=3: must divide the heads of a tensor rank, 8, in the form "all_to_all" '
-                '(1, 2, 4 or 8 would; the form "ring" does not ask for it)'
+                "layout.context=3: must divide the 8 heads of a tensor rank with layout.context_form = "
+                '"all_to_all" (use 1, 2, 4 or 8, or the form "ring")'
             ],
         ),
         (["layout.zero_group=2"], ["layout.zero_group=2: requires layout.zero = 1, 2 or 3, but it is 0"]),
@@ -191,27 +190,26 @@ def test_what_fits(overrides: list[str]) -> None:
         (
             ["layout.sequence_parallel=true", "layout.tensor=4", "batch.sequence=66"],
             [
-                "batch.sequence=66: must be a multiple of layout.context x layout.tensor = 1 x 4 = 4 under "
-                "layout.sequence_parallel (64 or 68 would)"
+                "batch.sequence=66: must be a multiple of layout.context x layout.tensor = 1 x 4 = 4 "
+                "with layout.sequence_parallel (use 64 or 68)"
             ],
         ),
         (
             ["layout.context=4", "batch.sequence=100"],
             [
-                "batch.sequence=100: must be a multiple of 2 x layout.context = 8, an early and a late "
-                "piece for "
-                "each context rank (96 or 104 would)"
+                "batch.sequence=100: must be a multiple of 2 x layout.context = 8, since each context "
+                "rank has an early and a late piece (use 96 or 104)"
             ],
         ),
         (
             ["layout.context=4", "batch.sequence=98", "layout.context_form=all_to_all"],
-            ["batch.sequence=98: must be a multiple of layout.context = 4 (96 or 100 would)"],
+            ["batch.sequence=98: must be a multiple of layout.context = 4 (use 96 or 100)"],
         ),
         (
             ["layout.context=4", "layout.tensor=4", "layout.context_form=all_to_all"],
             [
-                'layout.context=4: must divide the heads of a tensor rank, 2, in the form "all_to_all" '
-                '(1 or 2 would; the form "ring" does not ask for it)'
+                "layout.context=4: must divide the 2 heads of a tensor rank with layout.context_form = "
+                '"all_to_all" (use 1 or 2, or the form "ring")'
             ],
         ),
         (
@@ -223,24 +221,23 @@ def test_what_fits(overrides: list[str]) -> None:
                 "layout.context_form=all_to_all",
             ],
             [
-                "layout.context=4: must divide the heads of a tensor rank, 12, and divide or be a "
-                "multiple of its "
-                '6 key/value heads, in the form "all_to_all" (1 or 2 would; the form "ring" does not ask '
-                "for it)"
+                "layout.context=4: must divide the 12 heads of a tensor rank, and divide or be a "
+                'multiple of its 6 key/value heads, with layout.context_form = "all_to_all" (use 1 or '
+                '2, or the form "ring")'
             ],
         ),
         (
             ["batch.micro_size=3"],
             [
                 "{deck}batch.global_size = 8: must be a multiple of batch.micro_size x data ranks = 3 x "
-                "1 = 3 (6 or 9 would)"
+                "1 = 3 (use 6 or 9)"
             ],
         ),
         (
             ["batch.micro_size=20"],
             [
-                "{deck}batch.global_size = 8: must be a multiple of batch.micro_size x data ranks = 20 x "
-                "1 = 20 (20 would)"
+                "{deck}batch.global_size = 8: must be a multiple of batch.micro_size x data ranks = 20 "
+                "x 1 = 20 (use 20)"
             ],
         ),
         (
@@ -292,7 +289,7 @@ def test_what_fits(overrides: list[str]) -> None:
                 ],
                 [
                     f'memory.{key}=disk: conflicts with optimizer.name = "{name}": it updates '
-                    'whole matrices, but offloaded state is updated element by element ("device" would do)'
+                    'whole matrices, but offloaded state is updated element by element (use "device")'
                     for key in ("optimizer", "parameters")
                 ],
             )
@@ -303,13 +300,13 @@ def test_what_fits(overrides: list[str]) -> None:
             [
                 (
                     'memory.parameters=disk: conflicts with optimizer.name = "muon": it updates whole '
-                    'matrices, but offloaded state is updated element by element ("device" would do)'
+                    'matrices, but offloaded state is updated element by element (use "device")'
                 )
             ],
         ),
         (
             ["optimizer.name=muon", "optimizer.matrices=[]"],
-            ['optimizer.matrices=[]: must name the matrices that Muon updates (["blocks.*"] would do)'],
+            ['optimizer.matrices=[]: must name the matrices that Muon updates (use ["blocks.*"])'],
         ),
         (
             ["optimizer.name=sgd", "optimizer.beta2=0.99"],
@@ -324,8 +321,8 @@ def test_what_fits(overrides: list[str]) -> None:
         (
             ["learning_rate.decay=wsd", "learning_rate.warmup=5", "learning_rate.cooldown=16"],
             [
-                "learning_rate.cooldown=16: must be at most 15, which learning_rate.warmup = 5 leaves of "
-                "learning_rate.decay_steps = 20"
+                "learning_rate.cooldown=16: must be at most 15, the steps that learning_rate.warmup = 5 "
+                "leaves of learning_rate.decay_steps = 20"
             ],
         ),
         (
@@ -353,7 +350,7 @@ def test_what_fits(overrides: list[str]) -> None:
             [
                 (
                     'communication.transport=nccl: conflicts with run.device = "cpu": it connects GPUs '
-                    '("auto", "shared", "mpi" or "gloo" would do)'
+                    '(use "auto", "shared", "mpi" or "gloo")'
                 )
             ],
         ),
@@ -405,20 +402,19 @@ def test_what_another_optimizer_had_of_its_own_may_stay_in_a_stored_deck() -> No
         (
             ["layout.data=4", "layout.tensor=2"],
             4,
-            "layout.data=4: 4 ranks with layout.tensor x layout.context = 2 x 1 make 2 data ranks "
-            "(leave the key out, or start 8 ranks)",
+            "layout.data=4: must be 2, the number of data ranks of 4 ranks with layout.tensor x "
+            "layout.context = 2 x 1 (leave the key out, or start 8 ranks)",
         ),
         (
             [],
             3,
             "deck.toml:13: batch.global_size = 8: must be a multiple of batch.micro_size x data ranks = "
-            "1 x 3 = 3 "
-            "(6 or 9 would)",
+            "1 x 3 = 3 (use 6 or 9)",
         ),
         (
             ["batch.ramp_from=2", "batch.ramp_steps=4"],
             4,
-            "batch.ramp_from=2: must be a multiple of batch.micro_size x data ranks = 1 x 4 = 4 (4 would)",
+            "batch.ramp_from=2: must be a multiple of batch.micro_size x data ranks = 1 x 4 = 4 (use 4)",
         ),
     ],
 )
@@ -456,7 +452,7 @@ def test_every_size_named_as_fitting_fits() -> None:
                 try:
                     parse_deck(DECK, [*model, f"layout.tensor={tensor}"])
                 except HpctrainError as error:
-                    told = re.search(r"\(([\d, or]+) would", error.problems[0])
+                    told = re.search(r"\(use ([\d, or]+)", error.problems[0])
                     assert told is not None
                     for fitting in re.findall(r"\d+", told[1]):
                         parse_deck(DECK, [*model, f"layout.tensor={fitting}"])
@@ -472,13 +468,26 @@ def test_divisors_and_nearest() -> None:
 @pytest.mark.parametrize(
     ("overrides", "ranks", "told"),
     [
-        (["layout.zero=3"], 1, "layout.zero=3: cuts parameters over a single rank, but needs two or more; "),
-        (["layout.zero=3", "layout.tensor=4"], 4, "layout.zero=3: cuts parameters over a single rank"),
-        (["layout.zero=3", "layout.zero_group=1"], 4, "layout.zero_group=1: cuts parameters over a single"),
+        (
+            ["layout.zero=3"],
+            1,
+            "layout.zero=3: shards parameters, which requires two ranks or more, "
+            "over a single rank (use layout.zero = 0, 1 or 2; the",
+        ),
+        (
+            ["layout.zero=3", "layout.tensor=4"],
+            4,
+            "layout.zero=3: shards parameters, which requires two ranks or more, over a single rank",
+        ),
+        (
+            ["layout.zero=3", "layout.zero_group=1"],
+            4,
+            "layout.zero_group=1: shards parameters, which requires two ranks or more, over a single",
+        ),
         (
             ["layout.zero=2", "layout.zero_group=3"],
             8,
-            "layout.zero_group=3: must divide the 8 data x context ranks (1, 2, 4 or 8 would)",
+            "layout.zero_group=3: must divide the 8 data x context ranks (use 1, 2, 4 or 8)",
         ),
     ],
 )
@@ -497,27 +506,27 @@ def test_a_stored_deck_may_ask_for_what_never_happens() -> None:
     deck = deck_text(parse_deck(DECK)).replace("evaluate_every = 0", "evaluate_every = 5")
     deck = deck.replace("validation = 0.01", "validation = 0.0")
     assert parse_deck(deck, includes=False).run.evaluate_every == 5
-    with pytest.raises(HpctrainError, match=r"deck.toml:\d+: run.evaluate_every = 5: evaluates on held-out"):
+    with pytest.raises(HpctrainError, match=r"deck.toml:\d+: run.evaluate_every = 5: requires held-out"):
         parse_deck(deck)
-    with pytest.raises(HpctrainError, match=r"--set run.evaluate_every=4: evaluates on held-out"):
+    with pytest.raises(HpctrainError, match=r"--set run.evaluate_every=4: requires held-out"):
         parse_deck(deck, ["run.evaluate_every=4"], includes=False)
 
 
 @pytest.mark.parametrize("title", ["../up", "/absolute", "a/b", "..", ".", "a..b", "x" * 201, "é" * 101])
 def test_a_title_names_a_folder(title: str) -> None:
     (problem,) = problems(f"run.title={title}")
-    assert re.match(r"run\.title=.*: names a folder, so it must ", problem)
+    assert re.match(r"run\.title=.*: is the name of a folder: must ", problem)
 
 
 def test_a_title_of_blanks_is_none() -> None:
-    with pytest.raises(HpctrainError, match="must be more than blanks"):
+    with pytest.raises(HpctrainError, match="must not be blank"):
         parse_deck(DECK.replace("steps", 'title = " "\nsteps'))
 
 
 def test_a_stored_title_has_named_its_folder_already() -> None:
     text = DECK.replace("steps", 'title = "a/b"\ndir = "runs/a/b"\nsteps')
     assert parse_deck(text, includes=False).run.title == "a/b"
-    with pytest.raises(HpctrainError, match="names a folder"):
+    with pytest.raises(HpctrainError, match="name of a folder"):
         parse_deck(text, ["run.title=b/c"], includes=False)
 
 

@@ -81,15 +81,17 @@ def test_keys_that_contradict_the_model_are_errors() -> None:
     text = DECK.replace("[data]", "layers = 2\nnorm_epsilon = 1e-5\n[data]")
     name = 'model.from = "models/small"'
     assert problems(text) == (
-        f"deck.toml:5: model.layers = 2: contradicts {name}, whose model has 3 (leave the key out)",
-        f"deck.toml:6: model.norm_epsilon = 1e-05: contradicts {name}, whose model has 1e-06 "
-        "(leave the key out)",
+        f"deck.toml:5: model.layers = 2: conflicts with {name}, whose model has 3 (leave this key out)",
+        f"deck.toml:6: model.norm_epsilon = 1e-05: conflicts with {name}, whose model has 1e-06 "
+        "(leave this key out)",
     )
     assert problems(DECK, "model.tied=true") == (
-        f"--set model.tied=true: contradicts {name}, whose model has false (leave the key out)",
+        f"--set model.tied=true: conflicts with {name}, whose model has false (leave this key out)",
     )
     text = DECK.replace("[data]", 'preset = "gpt2-124m"\n[data]')
-    assert f"deck.toml:5: model.layers = 12 (from the preset): contradicts {name}, whose" in problems(text)[0]
+    assert (
+        f"deck.toml:5: model.layers = 12 (from the preset): conflicts with {name}, whose" in problems(text)[0]
+    )
     message = problems(DECK, "layout.tensor=3")[0]
     assert message.startswith("--set layout.tensor=3: must divide model.heads = 4")
 
@@ -119,7 +121,7 @@ def test_models_that_cannot_be_read_are_reported_at_their_key(tmp_path: Path) ->
         read_deck(path, ["run.steps=0"], read_source=fail)
     assert caught.value.exit_code == 2 and len(caught.value.problems) == 2
     assert problems(DECK.replace('"models/small"', "7"), keys={})[0] == (
-        "deck.toml:4: model.from = 7: must be text in quotes, not empty, not a number"
+        "deck.toml:4: model.from = 7: must be text in quotes that is not empty, not a number"
     )
     assert problems(DECK.replace("from", "form"))[1] == (
         'deck.toml:4: model.form = "models/small": unknown key (did you mean model.from?)'

@@ -92,8 +92,8 @@ from tests.deck.small_text import SMALL, changed, problems
         (
             'tokens = "tokens.h5"',
             "tokens = 5",
-            "deck.toml:11: data.tokens = 5: must be text in quotes, not empty, or a list of such, "
-            "not a number",
+            "deck.toml:11: data.tokens = 5: must be text in quotes that is not empty, or a list of "
+            "texts, not a number",
         ),
         (
             "tensor = 1",
@@ -119,8 +119,8 @@ from tests.deck.small_text import SMALL, changed, problems
         (
             "[layout]",
             "[stability]\nstraggler_factor = 0.9\n[layout]",
-            "deck.toml:14: stability.straggler_factor = 0.9: must be above 1, or 0 to name no rank: half of "
-            "all ranks take longer than the median",
+            "deck.toml:14: stability.straggler_factor = 0.9: must be above 1, or 0 to report no rank: "
+            "half of the ranks are slower than the median",
         ),
         (
             "[run]",

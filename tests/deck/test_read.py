@@ -123,19 +123,19 @@ def test_missing_keys_are_named_with_their_section() -> None:
     assert problems("[batch]\nmicro_size = 2\n") == [
         "deck.toml:1: batch.global_size is missing: a whole number of at least 1 "
         "(sequences of one optimizer step, over all ranks)",
-        "deck.toml: model.preset is missing: name a published shape, or give model.family, layers, "
-        "hidden and heads",
-        "deck.toml: run.steps is missing: a whole number of at least 1 (optimizer steps of the whole run), "
-        "or run.tokens or run.epochs",
-        "deck.toml: data.tokens is missing: text in quotes, not empty, or a list of such (token file of "
-        "`hpctrain prepare`, or several as one: a list, or a pattern such as *.h5)",
+        "deck.toml: model.preset is missing: the name of a published model (or give model.family, "
+        "layers, hidden and heads)",
+        "deck.toml: run.steps is missing: a whole number of at least 1 of optimizer steps (or give "
+        "run.tokens or run.epochs)",
+        "deck.toml: data.tokens is missing: text in quotes that is not empty, or a list of texts (token "
+        "file of `hpctrain prepare`, or several as one: a list, or a pattern such as *.h5)",
     ]
 
 
 def test_a_missing_size_of_the_model_is_reported() -> None:
     assert problems(SMALL.replace("heads = 8\n", "").replace("sequence = 64\n", "")) == [
-        "deck.toml:4: model.heads is missing: a whole number from 1 to 10000000, or give model.preset",
-        "deck.toml:15: batch.sequence is missing: a whole number from 1 to 1000000000, or give model.preset",
+        "deck.toml:4: model.heads is missing: a whole number from 1 to 10000000 (or give model.preset)",
+        "deck.toml:15: batch.sequence is missing: a whole number from 1 to 1000000000 (or give model.preset)",
     ]
 
 
@@ -167,17 +167,16 @@ sequence = 64
 """
     assert problems(text, "batch.ramp_from=3", "optimizer.clip=x") == [
         'deck.toml:2: run.steps = "many": must be a whole number of at least 1, not text',
-        "deck.toml:7: model.heads = 7: must divide model.hidden = 64 (1, 2, 4 or 8 would)",
+        "deck.toml:7: model.heads = 7: must divide model.hidden = 64 (use 1, 2, 4 or 8)",
         "deck.toml:9: layout.tensr = 2: unknown key (did you mean layout.tensor?)",
         ("deck.toml:11: layout.sequence_parallel = true: requires layout.tensor above 1, but it is 1"),
         "deck.toml:13: batch.global_size = 9: must be a multiple of batch.micro_size x data ranks = 2 x "
-        "1 = 2 "
-        "(8 or 10 would)",
-        "deck.toml: data.tokens is missing: text in quotes, not empty, or a list of such (token file of "
-        "`hpctrain prepare`, or several as one: a list, or a pattern such as *.h5)",
+        "1 = 2 (use 8 or 10)",
+        "deck.toml: data.tokens is missing: text in quotes that is not empty, or a list of texts (token "
+        "file of `hpctrain prepare`, or several as one: a list, or a pattern such as *.h5)",
         "--set batch.ramp_from=3: requires batch.ramp_steps above 0, but it is 0",
-        "--set batch.ramp_from=3: must be a multiple of batch.micro_size x data ranks = 2 x 1 = 2 (2 or "
-        "4 would)",
+        "--set batch.ramp_from=3: must be a multiple of batch.micro_size x data ranks = 2 x 1 = 2 (use "
+        "2 or 4)",
         "--set optimizer.clip=x: must be a number of at least 0, not text",
     ]
 
@@ -195,8 +194,7 @@ def test_a_preset_for_a_resolved_deck_is_an_error() -> None:
     resolved = deck_text(parse_deck(SMALL, ["model.vocabulary=256"]))
     (told,) = problems(resolved, "model.preset=llama-7b")
     assert told.startswith(
-        "--set model.preset=llama-7b: would not change the model, whose family, layers, hidden and heads "
-        "are given"
+        "--set model.preset=llama-7b: has no effect: family, layers, hidden and heads of the model are given"
     )
     shaped = SMALL.replace('family = "gpt2"\nlayers = 2\nhidden = 64\nheads = 8\n', "layers = 2\n")
     assert parse_deck(shaped, ["model.preset=gpt2-355m"]).model.layers == 2
@@ -213,15 +211,13 @@ def test_problems_of_a_changed_deck_have_the_places_of_the_deck() -> None:
         with pytest.raises(HpctrainError) as raised:
             changed_deck(deck, ["optimizer.muon.momentum=0.5", "layout.tensr=3"], None)
         assert raised.value.problems == (
-            f'--set optimizer.muon.momentum=0.5: is for optimizer.name = "muon", but {place} has "sgd" '
+            f'--set optimizer.muon.momentum=0.5: requires optimizer.name = "muon", but {place} has "sgd" '
             "(leave one of them out)",
             "--set layout.tensr=3: unknown key (did you mean layout.tensor?)",
         )
     with pytest.raises(HpctrainError) as raised:
         changed_deck(cases[0][0], ["layout.pipeline=2", "model.heads=5"], None)
-    assert raised.value.problems == (
-        "--set model.heads=5: must divide model.hidden = 64 (1, 2, 4 or 8 would)",
-    )
+    assert raised.value.problems == ("--set model.heads=5: must divide model.hidden = 64 (use 1, 2, 4 or 8)",)
 
 
 def test_problems_of_keys_of_a_preset_have_the_line_of_the_preset() -> None:
@@ -229,8 +225,7 @@ def test_problems_of_keys_of_a_preset_have_the_line_of_the_preset() -> None:
         'family = "gpt2"\nlayers = 2\nhidden = 64\nheads = 8\n', 'preset = "gpt2-124m"\nhidden = 100\n'
     )
     assert problems(text) == [
-        "deck.toml:5: model.heads = 12 (from the preset): must divide model.hidden = 100 (4, 5, 10 or 20 "
-        "would)"
+        "deck.toml:5: model.heads = 12 (from the preset): must divide model.hidden = 100 (use 4, 5, 10 or 20)"
     ]
     deck = parse_deck(SMALL)
     assert deck.problem("model.mlp", "is odd") == "deck.toml: model.mlp = 256 (default): is odd"

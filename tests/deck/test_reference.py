@@ -52,7 +52,7 @@ def test_some_rows() -> None:
     assert "bucket_bytes size above 0, such as 25000000 25000000 (25 MB) bytes" in rows
     assert "dropout number from 0 to below 1 0.0" in rows
     assert "data whole number of at least 1 all remaining ranks ranks" in rows
-    assert "muon table of its own the defaults of its keys" in rows
+    assert "muon table the defaults of its keys" in rows
 
 
 @pytest.mark.parametrize("section", sections())

@@ -44,7 +44,7 @@ def test_a_size_must_divide_another() -> None:
     relation = Divides("layout.tensor", "model.hidden")
     assert sentences((relation,), layout={"tensor": 2}, model={"hidden": 64}) == []
     told = sentences((relation,), layout={"tensor": 3}, model={"hidden": 64})
-    assert told == ["must divide model.hidden = 64 (1, 2, 4 or 8 would)"]
+    assert told == ["must divide model.hidden = 64 (use 1, 2, 4 or 8)"]
     assert relation.reference_phrase == "must divide model.hidden"
 
 
@@ -96,7 +96,7 @@ def test_a_conflict_names_the_values_that_fit_all_relations() -> None:
     )
     assert sentences(relations, optimizer={"name": "adam-mini"}) == []
     told = sentences(relations, optimizer={"name": "adam-mini"}, layout={"tensor": 2}, run={"trace": True})
-    assert told == ['conflicts with layout.tensor = 2: why ("sgd" or "lion" would do)']
+    assert told == ['conflicts with layout.tensor = 2: why (use "sgd" or "lion")']
     assert [each.reference_phrase for each in flattened(relations)] == [
         '"adam-mini" or "adafactor" conflicts with layout.tensor above 1',
         'other than "sgd", "lion" or "adam-mini" conflicts with run.trace',
@@ -106,7 +106,7 @@ def test_a_conflict_names_the_values_that_fit_all_relations() -> None:
 def test_a_conflict_of_a_number_or_a_path_tells_what_to_do() -> None:
     trace = Conflicts("run.trace", "layout.tensor")
     assert sentences((trace,), run={"trace": True}, layout={"tensor": 2}) == [
-        "conflicts with layout.tensor = 2 (false would do)"
+        "conflicts with layout.tensor = 2 (use false)"
     ]
     rates = Conflicts("machine.rates", "layout.tensor")
     assert sentences((rates,), machine={"rates": "x"}, layout={"tensor": 2}) == [

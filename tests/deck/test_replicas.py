@@ -13,8 +13,11 @@ def test_a_replica_keeps_its_ranks() -> None:
     deck = small_deck(*KEYS, "layout.tensor=2", "layout.data=4")
     three, sentence = fit_continued_replicas(deck, deck, 8, 6)
     assert (three.layout.replicas, three.layout.data, three.batch.global_size) == (3, 3, 48)
-    begun = "6 ranks make 3 replicas, where layout.local_steps.replicas was 4; "
-    assert sentence == begun + "each goes on from the outer model, with the optimizer state of one of the 4"
+    begun = "6 ranks form 3 replicas instead of layout.local_steps.replicas = 4; each replica "
+    assert (
+        sentence
+        == begun + "continues from the outer model with the optimizer state of one of the 4 earlier ones"
+    )
     check_world(three, 6)
     one, _ = fit_continued_replicas(three, three, 6, 2)
     assert one.layout.replicas == 1
@@ -30,8 +33,8 @@ def test_a_batch_that_does_not_divide_stays_for_each() -> None:
     deck = small_deck(*KEYS, "batch.global_size=16", "batch.ramp_from=8", "batch.ramp_steps=5")
     three, sentence = fit_continued_replicas(deck, deck, 4, 3)
     assert (three.batch.global_size, three.batch.ramp_from) == (12, 6)
-    ramp = "; batch.ramp_from becomes 6, as much for each as before; each goes on from"
-    assert f"; batch.global_size becomes 12, as much for each as before{ramp}" in sentence
+    ramp = "; batch.ramp_from becomes 6, the same for each replica; each replica continues from"
+    assert f"; batch.global_size becomes 12, the same for each replica{ramp}" in sentence
     small = ("batch.global_size=12", "batch.ramp_from=3", "batch.ramp_steps=5", "batch.micro_size=1")
     deck = small_deck("layout.replicas=3", "communication.local_steps=4", *small)
     two, sentence = fit_continued_replicas(deck, deck, 3, 2)
@@ -54,6 +57,6 @@ def test_a_run_begins_with_what_the_ranks_can_be_cut_into() -> None:
     three, sentence = fit_initial_replicas(deck, 3)
     assert (
         three.layout.replicas == 3
-        and sentence == "3 ranks make 3 replicas, where layout.local_steps.replicas was 4"
+        and sentence == "3 ranks form 3 replicas instead of layout.local_steps.replicas = 4"
     )
     assert fit_initial_replicas(deck, 6)[0].layout.replicas == 3

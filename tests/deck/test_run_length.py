@@ -94,15 +94,15 @@ def test_another_length_replaces_it(tmp_path: Path) -> None:
     [
         (
             "steps = 20\ntokens = 9",
-            "deck.toml:3: run.tokens = 9: gives the length of the run, as run.steps does (leave",
+            "deck.toml:3: run.tokens = 9: conflicts with run.steps: both give the length of the run (leave",
         ),
         (
             "tokens = 9\nepochs = 9",
-            "deck.toml:3: run.epochs = 9: gives the length of the run, as run.tokens does (leave",
+            "deck.toml:3: run.epochs = 9: conflicts with run.tokens: both give the length of the run (leave",
         ),
         (
             "epochs = 2",
-            "deck.toml:2: run.epochs = 2: counts the sequences of token files, which cannot be done here",
+            "deck.toml:2: run.epochs = 2: requires token files whose sequences can be counted (use",
         ),
         ("epochs = 0", "deck.toml:2: run.epochs = 0: must be a number above 0"),
         ("epochs = nan", "deck.toml:2: run.epochs = nan: must be a number above 0"),
@@ -118,7 +118,8 @@ def test_another_length_replaces_it(tmp_path: Path) -> None:
         ),
         (
             "seed = 1",
-            "deck.toml:1: run.steps is missing: a whole number of at least 1 (optimizer steps of the whole",
+            "deck.toml:1: run.steps is missing: a whole number of at least 1 of optimizer steps (or "
+            "give run.tokens",
         ),
     ],
 )

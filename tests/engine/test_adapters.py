@@ -132,7 +132,7 @@ def test_a_deck_has_them_in_a_table() -> None:
         ('[model.adapters]\n[communication]\nserver = "async"', "leave [communication.server] out"),
         (
             '[model.adapters]\n[memory]\noptimizer = "disk"',
-            'the state of adapters is small ("device" would do)',
+            'the state of adapters is small (use "device")',
         ),
     ],
 )

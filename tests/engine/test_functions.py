@@ -166,7 +166,7 @@ def test_what_would_end_the_job_is_not_called(world: World, monkeypatch: pytest.
     monkeypatch.setattr(module, "compile_library", lambda _: wrong)
     found = functions_of(with_functions(deck, world), CPU)
     assert not found.compiled
-    assert "what was compiled does not run on this processor: SIG" in introduce_functions(deck, found)[0]
+    assert "the compiled library does not run on this processor: SIG" in introduce_functions(deck, found)[0]
 
 
 @pytest.mark.mpi(max_size=1)

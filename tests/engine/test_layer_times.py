@@ -130,7 +130,7 @@ def test_a_split_found_before_is_kept_only_for_balanced_decks() -> None:
 
 
 def test_a_split_that_does_not_add_up_is_refused() -> None:
-    with pytest.raises(HpctrainError, match=r"layout.split=\[2, 2\]: adds up to 4, not model.layers = 5"):
+    with pytest.raises(HpctrainError, match=r"layout.split=\[2, 2\]: must add up to model.layers = 5, not 4"):
         small_deck("layout.pipeline=2", "model.layers=5", "layout.split=[2, 2]")
 
 

@@ -88,9 +88,9 @@ def shorten(path: Path) -> None:
     ("overrides", "name", "fault", "words"),
     [
         ((), "optimizer", remove, "was removed"),
-        (("layout.zero=3", "memory.parameters=disk"), "parameters", shorten, "was cut short"),
+        (("layout.zero=3", "memory.parameters=disk"), "parameters", shorten, "was truncated"),
         (ACTIVATIONS, "activations", remove, "was removed"),
-        (ACTIVATIONS, "activations", shorten, "was cut short"),
+        (ACTIVATIONS, "activations", shorten, "was truncated"),
     ],
     ids=["optimizer", "parameters", "activations removed", "activations cut short"],
 )
@@ -161,7 +161,7 @@ def test_folders_that_cannot_be_used(work: Path, launch: Launch) -> None:
     done = launch(2, "-m", "hpctrain", "run", "deck.toml", "--set", "memory.offload_dir=file/offload")
     assert "file: Not a directory" in complaint(done.returncode, done.stderr, 2)
     done = launch(2, "-m", "hpctrain", "run", "deck.toml", "--set", "memory.offload_dir=/proc/not/here")
-    assert "/proc/not/here: offloading needs" in complaint(done.returncode, done.stderr, 2)
+    assert "/proc/not/here: offloading requires" in complaint(done.returncode, done.stderr, 2)
     small = Path("/dev/shm")
     if small.is_dir():
         free = os.statvfs(small)
@@ -172,7 +172,7 @@ def test_folders_that_cannot_be_used(work: Path, launch: Launch) -> None:
         sets = [part for size in (folder, *sizes) for part in ("--set", size)]
         done = launch(2, "-m", "hpctrain", "run", "deck.toml", *sets)
         said = complaint(done.returncode, done.stderr, 2)
-        assert "offloading needs" in said
+        assert "offloading requires" in said
         assert "free" in said
     assert not (work / "runs").exists()
 

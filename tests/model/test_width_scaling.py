@@ -252,14 +252,17 @@ def test_a_run_goes_on_in_the_same_parametrization_alone() -> None:
     [
         (("model.base_width=8",), 'has no effect without model.parametrization = "mup" (leave it out)'),
         (("model.base_head_size=8",), 'has no effect without model.parametrization = "mup"'),
-        (MUP[:1], "needs it as model.base_width (at 32, model.hidden, it changes nothing yet)"),
-        (MUP[:2], "(4 if wider models have more heads, 1 if theirs are wider)"),
-        ((MUP[0], "model.base_width=32", MUP[2]), "must be 4, model.head_size, at model.base_width"),
+        (MUP[:1], "learning_rate.peak was tuned (with 32, the value of model.hidden, muP changes nothing)"),
+        (MUP[:2], "(use 4 if wider models have more heads, 1 if they have wider heads)"),
+        ((MUP[0], "model.base_width=32", MUP[2]), "must be model.head_size = 4 with model.base_width"),
         (
             (*MUP, "optimizer.name=muon", 'optimizer.muon.matrices=["*"]'),
-            "names embedding.tokens.weight, of whose",
+            "rate of embedding.tokens.weight has no known",
         ),
-        ((*MUP, *LLAMA, "optimizer.name=sgd", "model.query_key_norm=head"), '("all" or "none" would do)'),
+        (
+            (*MUP, *LLAMA, "optimizer.name=sgd", "model.query_key_norm=head"),
+            'no known rule (use "all" or "none")',
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(keys: tuple[str, ...], sentence: str) -> None:
@@ -273,4 +276,4 @@ def test_an_optimizer_of_which_no_rule_is_known_is_refused() -> None:
     deck = small_deck(*MUP)
     other = deck.with_keys(optimizer={"name": "another"})
     (problem,) = parametrization_problems(other)
-    assert (problem.key, problem.sentence.startswith("has no known rule")) == ("optimizer.name", True)
+    assert (problem.key, problem.sentence.startswith("is unsupported")) == ("optimizer.name", True)

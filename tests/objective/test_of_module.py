@@ -39,22 +39,22 @@ def _of_loss(made: Tensor) -> tuple[Tensor, int]:
 
 WRONG = {
     "no pair": (OUTPUTS.sum(), "a sum, which is a tensor, and a count"),
-    "vector": (_of_loss(OUTPUTS.square()), r"losses of shape \[2\] \(\.sum\(\) adds them\)"),
+    "vector": (_of_loss(OUTPUTS.square()), r"losses of shape \[2\] \(use \.sum\(\)\)"),
     "of one": (_of_loss(OUTPUTS.sum().reshape(1)), r"losses of shape \[1\]"),
-    "complex": (_of_loss(torch.complex(OUTPUTS, OUTPUTS).sum()), "gives a complex one"),
-    "detached": (_of_loss(OUTPUTS.sum().detach()), "has no gradient, as it does not follow"),
+    "complex": (_of_loss(torch.complex(OUTPUTS, OUTPUTS).sum()), "not a complex one"),
+    "detached": (_of_loss(OUTPUTS.sum().detach()), "has no gradient, because it does not depend"),
     "constant": (_of_loss(torch.zeros(())), "has no gradient"),
-    "no count": ((OUTPUTS.sum(), None), "a sum and a count, not a NoneType"),
-    "text": ((OUTPUTS.sum(), "2"), "a sum and a count, not a str"),
-    "counts": ((OUTPUTS.sum(), [1, 1]), r"one number for a count, not int64 \[2\]"),
-    "complex count": ((OUTPUTS.sum(), 2j), "one number for a count, not complex"),
+    "no count": ((OUTPUTS.sum(), None), "a number as the count, not a NoneType"),
+    "text": ((OUTPUTS.sum(), "2"), "a number as the count, not a str"),
+    "counts": ((OUTPUTS.sum(), [1, 1]), r"one number as the count, not int64 \[2\]"),
+    "complex count": ((OUTPUTS.sum(), 2j), "one number as the count, not complex"),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_is_no_sum_and_no_count_is_told(kind: str) -> None:
     made, told = WRONG[kind]
-    with pytest.raises(HpctrainError, match=rf"^model\.loss: its function .*{told}"):
+    with pytest.raises(HpctrainError, match=rf"^model\.loss: .*its function .*{told}"):
         losses_of(made)
 
 
@@ -66,8 +66,13 @@ def test_a_sum_needs_no_gradient_where_none_is_taken() -> None:
 def test_what_nothing_can_be_divided_by_is_told() -> None:
     loss = UsersLoss(lambda *_: None)
     assert loss.settle(figures := {"loss": 3.0, "counted": 0.5}) == 0.5 and figures == {"loss": 6.0}
-    for counted, told in {0.0: "nothing", -1.0: "less than nothing", nan: "no finite", inf: "no fin"}.items():
-        with pytest.raises(HpctrainError, match=f"counts that its function gives add up to {told}"):
+    for counted, told in {
+        0.0: "0",
+        -1.0: "a negative",
+        nan: "a number that is not finite",
+        inf: "a number",
+    }.items():
+        with pytest.raises(HpctrainError, match=f"counts of its function add up to {told}"):
             loss.settle({"loss": 3.0, "counted": counted})
         # Of a step that is skipped counts, too, may be anything.
         loss.settle({"loss": nan, "counted": counted})

@@ -115,7 +115,7 @@ def test_state_is_a_row_and_a_column_of_each_matrix() -> None:
 
 def test_what_it_does_not_go_with() -> None:
     for key, sentence in {
-        "communication.server.mode=sync": "optimizer.name=adafactor: conflicts with .*servers divide",
+        "communication.server.mode=sync": "optimizer.name=adafactor: conflicts with .*servers split",
         "optimizer.beta2=0.9": "optimizer.beta2=0.9: has no effect with optimizer.name",
     }.items():
         with pytest.raises(HpctrainError, match=sentence) as error:

@@ -65,7 +65,7 @@ def test_state_is_a_number_for_each_head_or_row(world: World) -> None:
 
 def test_what_it_does_not_go_with() -> None:
     for key, sentence in {
-        "communication.server.mode=sync": "optimizer.name=adam-mini: conflicts with .*servers divide",
+        "communication.server.mode=sync": "optimizer.name=adam-mini: conflicts with .*servers split",
         "optimizer.momentum=0.9": "optimizer.momentum=0.9: has no effect with optimizer.name",
     }.items():
         with pytest.raises(HpctrainError, match=sentence) as error:

@@ -291,7 +291,7 @@ def test_a_library_is_tried_in_a_process_of_its_own(tmp_path: Path, monkeypatch:
         try_library(b"no library", program)
     endless = trapping("rms_norm", "for (volatile int one = 1; one;);")
     monkeypatch.setattr(compiler, "SECONDS", 1.0)
-    with pytest.raises(CompilerError, match="does not run on this processor: not done after 1 s"):
+    with pytest.raises(CompilerError, match="does not run on this processor: not finished after 1 s"):
         try_library(endless, program)
 
 
@@ -300,13 +300,17 @@ def test_the_compiler_is_found_and_may_fail(tmp_path: Path, monkeypatch: pytest.
     source.write_text("int seven(void) { return 7; }\n")
     assert open_library(compile_library(source)).seven() == 7
     source.write_text("int seven(void) { return }\n")
-    with pytest.raises(CompilerError, match=r"makes nothing of small.c: .*error"):
+    with pytest.raises(CompilerError, match=r"cannot compile small.c: .*error"):
         compile_library(source)
     with pytest.raises(CompilerError, match="no C compiler: cc, gcc, clang not found"):
         find_compiler({"PATH": str(tmp_path)})
     with pytest.raises(CompilerError, match="no C compiler: magic-cc not found"):
         find_compiler({"PATH": path, "CC": "magic-cc"})
-    with pytest.raises(CompilerError, match=r'no C compiler: \$CC is cc ", no command: No closing quotation'):
+    with pytest.raises(
+        CompilerError,
+        match=r'no C compiler: \$CC = cc ": not a command: No closing '
+        "quotation",
+    ):
         find_compiler({"PATH": path, "CC": 'cc "'})
     # One that knows neither of the names of this processor, and one that knows the second.
     script = tmp_path / "cc"
@@ -316,11 +320,11 @@ def test_the_compiler_is_found_and_may_fail(tmp_path: Path, monkeypatch: pytest.
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     assert compile_library(source, {"PATH": f"{tmp_path}:{path}"}) == b"made"
     script.write_text("#!/bin/sh\nexit 3\n")
-    with pytest.raises(CompilerError, match="ended by 3"):
+    with pytest.raises(CompilerError, match="exit status 3"):
         compile_library(source, {"PATH": f"{tmp_path}:{path}"})
     script.write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(compiler, "SECONDS", 0.5)
-    with pytest.raises(CompilerError, match=r"makes nothing of small.c: not done after 0 s"):
+    with pytest.raises(CompilerError, match=r"cannot compile small.c: not finished after 0 s"):
         compile_library(source, {"PATH": f"{tmp_path}:{path}"})
 
 
@@ -331,7 +335,7 @@ def test_nothing_is_left_of_a_compiler_that_takes_too_long(
     script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {number}.new\nmv {number}.new {number}\nwait\n")
     script.chmod(0o755)
     monkeypatch.setattr(compiler, "SECONDS", 2.0)
-    with pytest.raises(CompilerError, match="not done after 2 s"):
+    with pytest.raises(CompilerError, match="not finished after 2 s"):
         compile_library(tmp_path / "small.c", {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     process = Path("/proc", number.read_text().strip(), "stat")
     for _ in range(1000):
@@ -384,5 +388,5 @@ def test_what_killed_runs_left_is_removed(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_silent_compiler_is_said_to_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "false")
-    with pytest.raises(CompilerError, match=r"ended by 1 and said nothing; is .* full\?"):
+    with pytest.raises(CompilerError, match=r"exit status 1 without a message"):
         compiled_functions()

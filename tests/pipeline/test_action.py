@@ -44,24 +44,33 @@ def test_text_without_header_and_with_comments_parses() -> None:
 @pytest.mark.parametrize(
     ("text", "problems"),
     [
-        ("F0 B0\nF0 X3", ["mine:2: 'X3' is no action; write F, B, I or W, the micro-batch and, "]),
+        (
+            "F0 B0\nF0 X3",
+            ["mine:2: 'X3': is not an action (write F, B, I or W, the micro-batch and the chunk "],
+        ),
         (
             "F B0 f0\nF0.",
-            [f"mine:{line}: {word!r} is no" for line, word in [(1, "F"), (1, "f0"), (2, "F0.")]],
+            [f"mine:{line}: {word!r}: is not" for line, word in [(1, "F"), (1, "f0"), (2, "F0.")]],
         ),
-        ("F1234567", ["mine:1: 'F1234567' is no action"]),
-        ("F-1", ["mine:1: 'F-1' is no action"]),
-        ("F0 - B0", ["mine:1: '-' is no action"]),
-        ("F²", ["mine:1: 'F²' is no action"]),
-        ("# nothing\n", ["mine: holds no stage; write a line of actions, such as F0 B0, for each"]),
-        ("", ["mine: holds no stage"]),
+        ("F1234567", ["mine:1: 'F1234567': is not an action"]),
+        ("F-1", ["mine:1: 'F-1': is not an action"]),
+        ("F0 - B0", ["mine:1: '-': is not an action"]),
+        ("F²", ["mine:1: 'F²': is not an action"]),
+        (
+            "# nothing\n",
+            ["mine: contains no stage (write one line of actions, such as F0 B0, for each stage)"],
+        ),
+        ("", ["mine: contains no stage"]),
         (
             "# a: 2 stages, 1 micro-batch, 2 chunks, loop\nF0 B0",
-            ["mine:1: the header says 2 stages, the lines below hold 1", "mine:1: the header says 2 chunks"],
+            [
+                "mine:1: the header has 2 stages, but the lines below have 1",
+                "mine:1: the header has 2 chunks",
+            ],
         ),
         (
             "# a: 1 stage, 1 micro-batch, 1 chunk, loop\n# b: 1 stage, 1 micro-batch, 1 chunk, v\nF0 B0",
-            ["mine:2: a second header; the first is in line 1"],
+            ["mine:2: repeats the header of line 1"],
         ),
         ("\n".join(["X"] * 13), [*(f"mine:{line}: 'X'" for line in range(1, 11)), "mine: and 3 more"]),
     ],

@@ -27,56 +27,60 @@ def test_good_schedules_have_no_problems(text: str) -> None:
     ("text", "expected"),
     [
         # Missing.
-        ("F0 B0\nF0", ["stage 1, B0: is missing, and there are no I0 and W0 instead"]),
+        ("F0 B0\nF0", ["stage 1, B0: is missing, as are I0 and W0"]),
         ("F0 B0 B1\nF0 B0 F1 B1", ["stage 0, F1: is missing"]),
-        ("F0 I0", ["stage 0, W0: is missing: I0 is only one piece of the backward"]),
-        ("F0 W0", ["stage 0, I0: is missing: W0 is only one piece of the backward"]),
+        ("F0 I0", ["stage 0, W0: is missing: I0 is only a part of the backward pass"]),
+        ("F0 W0", ["stage 0, I0: is missing: W0 is only a part of the backward pass"]),
         ("F0 B0\n-", ["stage 1, F0: is missing", "stage 1, B0: is missing"]),
         ("-", ["stage 0, F0: is missing", "stage 0, B0: is missing"]),
         ("F0 F0.1 B0.1 B0\nF0 B0", ["stage 1, F0.1: is missing", "stage 1, B0.1: is missing"]),
         # Doubled.
-        ("F0 F0 B0", ["stage 0, F0 (action 2): is doubled: it is action 1 already"]),
+        ("F0 F0 B0", ["stage 0, F0 (action 2): is a duplicate of action 1"]),
         (
             "F0 I0 W0 B0",
-            [f"stage 0, {it}): is doubled: B0 is the whole" for it in ("I0 (action 2", "W0 (action 3")],
+            [
+                f"stage 0, {it}): is a duplicate: B0 already contains"
+                for it in ("I0 (action 2", "W0 (action 3")
+            ],
         ),
         # Order on one stage.
-        ("B0 F0", ["stage 0, B0 (action 1): comes before F0, which it needs (action 2)"]),
-        ("F0 W0 I0", ["stage 0, W0 (action 2): comes before I0, which it needs (action 3)"]),
-        ("F0.1 F0 B0.1 B0", ["stage 0, F0.1 (action 1): comes before F0"]),
-        ("F0 F0.1 B0 B0.1", ["stage 0, B0 (action 3): comes before B0.1"]),
-        ("F0 F0.1 I0 I0.1 W0 W0.1", ["stage 0, I0 (action 3): comes before I0.1"]),
+        ("B0 F0", ["stage 0, B0 (action 1): requires F0, which comes later (action 2)"]),
+        ("F0 W0 I0", ["stage 0, W0 (action 2): requires I0, which comes later (action 3)"]),
+        ("F0.1 F0 B0.1 B0", ["stage 0, F0.1 (action 1): requires F0, which comes later (action"]),
+        ("F0 F0.1 B0 B0.1", ["stage 0, B0 (action 3): requires B0.1, which comes later (action"]),
+        ("F0 F0.1 I0 I0.1 W0 W0.1", ["stage 0, I0 (action 3): requires I0.1, which comes later (action"]),
         # Stages that wait for one another.
         (
             "F0 B0 F1 B1\nF0 F1 B0 B1",
             [
-                "stage 0, B0 (action 2): deadlock: needs B0 of stage 1, where F1 comes first and waits, too",
-                "stage 1, F1 (action 2): deadlock: needs F1 of stage 0, where B0 comes first and waits, too",
+                "stage 0, B0 (action 2): deadlock: waits for B0 of stage 1, which waits at F1",
+                "stage 1, F1 (action 2): deadlock: waits for F1 of stage 0, which waits at B0",
             ],
         ),
         (
             "F0 I0 F1 W0 I1 W1\nF0 I0 F1 W0 I1 W1\nF0 F1 I0 I1 W0 W1",
             [
-                "stage 1, I0 (action 2): deadlock: needs I0 of stage 2, where F1 comes first",
-                "stage 2, F1 (action 2): deadlock: needs F1 of stage 1, where I0 comes first",
+                "stage 1, I0 (action 2): deadlock: waits for I0 of stage 2, which waits at F1",
+                "stage 2, F1 (action 2): deadlock: waits for F1 of stage 1, which waits at I0",
             ],
         ),
         # The same with blocking sends only: tensors in another order, and more than there is room for.
         (
             "F0 F1 B0 B1\nF1 B1 F0 B0",
             [
-                "stage 0, F0 (action 1): deadlock where sends block: its send does not end: stage 1 does not "
-                "ask for it before that of micro-batch 1, and waits at F1",
-                "stage 1, F1 (action 1): deadlock where sends block: needs F1 of stage 0, where the send",
+                "stage 0, F0 (action 1): deadlock with blocking sends: its send does not complete: "
+                "stage 1 first receives micro-batch 1 and waits at F1",
+                "stage 1, F1 (action 1): deadlock with blocking sends: waits for F1 of stage 0, which "
+                "waits at the send",
             ],
         ),
         (
             "F0 F1 F2 F3 F0.1 F1.1 F2.1 F3.1 B0.1 B1.1 B2.1 B3.1 B0 B1 B2 B3\n"
             "F0 F0.1 F1 F2 F3 F1.1 F2.1 F3.1 B0.1 B1.1 B2.1 B3.1 B0 B1 B2 B3",
             [
-                "stage 0, F3 (action 4): deadlock where sends block: its send does not end: stage 1 holds 2 "
-                "like it that it has not begun to work on, and waits at F0.1",
-                "stage 1, F0.1 (action 2): deadlock where sends block: needs F0.1 of stage 0",
+                "stage 0, F3 (action 4): deadlock with blocking sends: its send does not complete: "
+                "stage 1 already has 2 unprocessed tensors of this kind and waits at F0.1",
+                "stage 1, F0.1 (action 2): deadlock with blocking sends: waits for F0.1 of stage 0",
             ],
         ),
     ],
@@ -129,9 +133,9 @@ def test_any_change_of_a_good_schedule_that_breaks_it_is_found(name: str) -> Non
             assert any(problem.stage == stage for problem in problems)
         elif not _comes_to_its_end(stages, good, dice):
             assert problems
-            assert "sends block" not in problems[0].reason
+            assert "blocking sends" not in problems[0].reason
         else:
-            assert all("sends block" in problem.reason for problem in problems)
+            assert all("blocking sends" in problem.reason for problem in problems)
 
 
 def _comes_to_its_end(stages: list[list[Action]], good: Schedule, dice: random.Random) -> bool:
@@ -168,6 +172,6 @@ def test_a_refusal_names_file_and_line() -> None:
     text = "# mine\nF0 B0\n\nF0\n"
     problems = check(Schedule.parse(text))
     assert refusal(problems, "mine.txt", stage_lines(text)).problems == (
-        "mine.txt:4: stage 1, B0: is missing, and there are no I0 and W0 instead",
+        "mine.txt:4: stage 1, B0: is missing, as are I0 and W0",
     )
     assert refusal(problems).problems[0].startswith("schedule: stage 1, B0: is missing")

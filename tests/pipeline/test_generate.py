@@ -71,8 +71,8 @@ def test_activations_of_the_plain_schedules() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problems"),
     [
-        (("1F1B", 2, 2), ["no schedule '1F1B': did you mean '1f1b'?"]),
-        (("zebra", 2, 2), ["no schedule 'zebra': known are naive, gpipe, 1f1b"]),
+        (("1F1B", 2, 2), ["unknown schedule '1F1B' (did you mean '1f1b'?"]),
+        (("zebra", 2, 2), ["unknown schedule 'zebra' (use naive, gpipe, 1f1b"]),
         (
             ("gpipe", 0, -1, 0),
             [
@@ -81,19 +81,19 @@ def test_activations_of_the_plain_schedules() -> None:
                 "gpipe: chunks = 0: must",
             ],
         ),
-        (("1f1b", 10_000, 1_000_000), ["1f1b: 10000 stages with 1000000 micro-batches are too much"]),
-        (("zb-h1", 2, 2, 2), ["zb-h1: chunks = 2: has one chunk a stage; 'interleaved' is the one"]),
-        (("zb-v", 2, 2, 3), ["zb-v: chunks = 3: has always 2, the two arms of its V"]),
+        (("1f1b", 10_000, 1_000_000), ["1f1b: 10000 stages with 1000000 micro-batches exceed the limit"]),
+        (("zb-h1", 2, 2, 2), ["zb-h1: chunks = 2: must be 1 (use 'interleaved' for more)"]),
+        (("zb-v", 2, 2, 3), ["zb-v: chunks = 3: must be 2"]),
         (
             ("interleaved", 4, 6, 1),
             [
-                "interleaved: chunks = 1: needs 2 or more",
+                "interleaved: chunks = 1: must be 2 or more",
                 "interleaved: micro-batches = 6: must be a multiple of",
             ],
         ),
         (
             ("interleaved", 4, 3),
-            ["interleaved: micro-batches = 3: must be a multiple of the 4 stages, such as 4"],
+            ["interleaved: micro-batches = 3: must be a multiple of the 4 stages (use 4)"],
         ),
     ],
 )

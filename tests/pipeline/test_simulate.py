@@ -113,9 +113,9 @@ def test_activations_live_to_the_end_of_the_weight_gradient() -> None:
 @pytest.mark.parametrize(
     ("times", "problem"),
     [
-        (StageTimes((1, 2, 3)), "times: forward has 3 numbers; the schedule needs one or 2 or 4"),
-        (StageTimes(weight_gradient=(1,)), "times: weight gradient has 1 numbers"),
-        (StageTimes(communication=(1, 2)), "times: communication has 2 numbers; the schedule needs one or 3"),
+        (StageTimes((1, 2, 3)), "times: forward: expected 1, 2 or 4 numbers, got 3"),
+        (StageTimes(weight_gradient=(1,)), "times: weight gradient: expected 1, 2 or 4 numbers"),
+        (StageTimes(communication=(1, 2)), "times: communication: expected 1 or 3 numbers, got 2"),
     ],
 )
 def test_times_that_do_not_fit_are_refused(times: StageTimes, problem: str) -> None:
@@ -127,12 +127,12 @@ def test_times_are_numbers_from_zero_up() -> None:
     with pytest.raises(HpctrainError) as raised:
         StageTimes(-1, math.nan, (1, math.inf))
     assert raised.value.problems == (
-        "times: forward = -1: must be a number, 0 or more",
-        "times: input gradient = nan: must be a number, 0 or more",
-        "times: weight gradient = inf: must be a number, 0 or more",
+        "times: forward = -1: must be a number of at least 0",
+        "times: input gradient = nan: must be a number of at least 0",
+        "times: weight gradient = inf: must be a number of at least 0",
     )
 
 
 def test_a_schedule_that_cannot_end_is_refused() -> None:
-    with pytest.raises(HpctrainError, match="schedule: stage 0 never comes to B0"):
+    with pytest.raises(HpctrainError, match="schedule: stage 0 never starts B0, because"):
         simulate(Schedule.parse("F0 B0\nB0 F0"), StageTimes())

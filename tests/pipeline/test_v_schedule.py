@@ -202,14 +202,16 @@ def test_keeps_to_a_given_limit_and_gains_by_room() -> None:
 
 
 def test_a_limit_below_one_micro_batch_is_refused() -> None:
-    with pytest.raises(HpctrainError, match=r"v-min: activations of 0\.5 micro-batches: must be 1 or more"):
+    with pytest.raises(
+        HpctrainError, match="v-min: the limit of activations of 0\\.5 micro-batches must be 1 or more"
+    ):
         generate("v-min", 4, 8, memory_limit=0.5)
     with pytest.raises(HpctrainError, match=r"dualpipe-v: stage \d holds activations of 4\.5"):
         generate("dualpipe-v", 4, 8, memory_limit=4)
 
 
 def test_times_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(HpctrainError, match="forward has 3 numbers"):
+    with pytest.raises(HpctrainError, match="forward: expected 1, 4 or 8 numbers"):
         generate("zb-v", 4, 8, times=StageTimes([1, 2, 3]))
 
 

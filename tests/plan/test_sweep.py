@@ -87,7 +87,7 @@ def test_where_no_point_can_be_it_is_said_once(deck: Path) -> None:
 
 
 def test_reasons_leave_out_where_they_are_asked_for() -> None:
-    assert short_reason("--set layout.tensor=3: must be 4 (5 would); or 6") == "must be 4"
+    assert short_reason("--set layout.tensor=3: must be 4 (use 5); or 6") == "must be 4"
     assert short_reason("a/deck.toml:14: layout.tensor = 3: must be 4") == "layout.tensor = 3: must be 4"
     assert short_reason("batch.global_size = 3: grown is no whole number") == (
         "batch.global_size = 3: grown is no whole number"
@@ -105,7 +105,7 @@ def test_the_batch_grows_with_the_ranks(deck: Path) -> None:
     assert [point.step.tokens for point in base.points if point.step] == [4 * 32, 6 * 32, 8 * 32]
     five = ["layout.tensor=8", "batch.global_size=5", "batch.micro_size=1"]
     odd = sweep_deck(deck, 8, five, parse_sweeps(["ranks=4,16"]), weak=True)
-    assert "no whole number" in odd.points[0].problem and odd.points[1].problem == ""
+    assert "be a whole number" in odd.points[0].problem and odd.points[1].problem == ""
 
 
 def test_what_does_not_change_is_planned_once(deck: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def test_a_divided_run_is_the_same_run(world: World, mpi_tmp_path: Path, mode: s
     by_rank_0(world, lambda alone: goes_on(alone, middles[1], "joined", TOGETHER))
     for name in ("again", "cut", "joined"):
         assert rows_of(mpi_tmp_path / name) == wanted[2:], name
-    with pytest.raises(HpctrainError, match=r"critic_ranks=2-3: names rank 3, but there are 2 ranks"):
+    with pytest.raises(HpctrainError, match=r"critic_ranks=2-3: contains rank 3, but the run has 2 ranks"):
         goes_on(world, middles[1], "none", ["policy.critic_ranks=2-3"])
     # Whoever only reads the model needs no such ranks.
     assert evaluated_deck(structures[1].state, middles[1], [], 1).policy.critic_ranks == "1"

@@ -172,6 +172,7 @@ def run_command(command: str, folder: Path, width: int) -> str:
         os.chdir(before)
     assert isinstance(output.buffer, io.BytesIO)
     text = output.buffer.getvalue().decode().replace(str(folder), "/FOLDER")
+    text = text.replace(sys.prefix, "/PYTHON")
     text = text.replace(socket.gethostname(), "HOST")
     for pattern, substitute in _SUBSTITUTES:
         text = pattern.sub(substitute, text)

@@ -52,7 +52,7 @@ def test_what_changes_after_its_sum_is_found(world: World, layout: str) -> None:
     with pytest.raises(SilentFaultError) as caught:
         run.train(1)
     (name,) = world.everyone.all_gather_object(done)[1]
-    what = "changed between its sum and the update"
+    what = "changed between the reduction and the update"
     assert caught.value.faults == [DetectedFault("memory", f"gradient/{name}", "synchronize", (1,), what)]
     assert caught.value.state_unchanged
     done.append(name)

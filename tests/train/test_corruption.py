@@ -148,7 +148,7 @@ def test_every_bit_of_what_rests_is_found(world: World, mpi_tmp_path: Path) -> N
         element, bit = draw.randrange(piece.values.numel()), draw.randrange(8 * piece.values.element_size())
         flip(piece.values, element, bit)
         assert resting.changed() == [
-            DetectedFault("memory", piece.name, "other", (world.rank,), "changed while it lay in memory")
+            DetectedFault("memory", piece.name, "other", (world.rank,), "changed in memory between steps")
         ]
         flip(piece.values, element, bit)
         assert resting.changed() == []
@@ -479,9 +479,7 @@ def test_whoever_cannot_heal_fails_with_it(world: World, mpi_tmp_path: Path) -> 
     run = open_run(world, deck)
     run.trainer.train_step()
     flip(states(run.trainer)[0][1], 0, 30)
-    with pytest.raises(
-        SilentFaultError, match=r"step 2: silent fault on rank 0: model/.* changed while it lay"
-    ):
+    with pytest.raises(SilentFaultError, match=r"step 2: silent fault on rank 0: model/.* changed in memory"):
         run.trainer.train_step()
     run.trainer.engine.close()
 
@@ -493,9 +491,9 @@ def test_what_a_deck_cannot_have(tmp_path: Path) -> None:
     path.write_text(DECK.format(folder=tmp_path))
     skip, back = "stability.spike=skip", "stability.spike=rollback stability.spike_window=9"
     cases = {
-        back: "has nothing to go back to, without checkpoint.every or checkpoint.memory_every",
-        f"{skip} stability.spike_window=200": "is no shorter than the run, of run.steps = 120",
-        f"{back} checkpoint.every=20": "is further back than the oldest of 2 checkpoints",
+        back: "requires checkpoint.every or checkpoint.memory_every",
+        f"{skip} stability.spike_window=200": "must be below run.steps = 120",
+        f"{back} checkpoint.every=20": "is longer than the age of the oldest of 2 checkpoints",
         "stability.spike_factor=9.0": 'has no effect without stability.spike = "skip" or "rollback"',
         f"{skip} stability.spike_window=9 stability.spike_back=9": 'without stability.spike = "rollback"',
         "stability.corruption_every=9": 'has no effect without stability.corruption = "cheap" or "full"',

@@ -165,15 +165,17 @@ WRONG = {
         ("data.arguments={kind='length'}",), 2,
         ["has 44 samples on rank 0, but 45 on rank 1; all ranks must have the same number"],
     ),
-    "floats": (("data.dataset=mine.py:Floats",), 2, ["has targets of float32 [], which are no classes"]),
+    "floats": (("data.dataset=mine.py:Floats",), 2, ["has targets of float32 [], expected whole "
+        "numbers for each sample or token"]),
     "names": (
         ("data.dataset=mine.py:Names",), 2,
-        ["is to name what the module is called with: it takes x, and a batch of the dataset has a, b, lab"],
+        ["is required: it names the batch entries for the arguments of the module, x (the entries of a "
+            "batch are a, b, lab"],
     ),
-    "inputs": (("data.inputs=['y']",), 2, ["names y, but a batch of the dataset has x, labels"]),
+    "inputs": (("data.inputs=['y']",), 2, ["contains y, but the entries of a batch are x, labels"]),
     "loss": (("model.loss=mine.py:none",), 2, ["mine.py has no none"]),
-    "both": (("data.tokens=t.h5",), 2, ["names a token file beside data.dataset, which is trained on"]),
-    "sequence": (("batch.sequence=7",), 2, ["is of token files; of a dataset samples are counted"]),
+    "both": (("data.tokens=t.h5",), 2, ["conflicts with data.dataset (leave one of them out)"]),
+    "sequence": (("batch.sequence=7",), 2, ["has no effect with data.dataset, whose samples are counted"]),
     "own families": (
         ("model.module=", "model.preset=gpt2-124m"), 2,
         ["requires model.module, which is not given: built-in models read token files"],

@@ -228,12 +228,12 @@ WRONG = {
     "arguments": (("model.arguments={width=3}",), "got an unexpected keyword argument 'width'"),
     "no blocks": (
         ("model.blocks=layer.*",),
-        "no part of the module has such a name (did you mean layers.*?)",
+        "matches no submodule (did you mean layers.*?)",
     ),
     "no module": (("model.module=torch.nn:Parameter", "model.arguments={}"), "Module, but a Parameter"),
     "buffers": (
         ("model.module=my_models.py:odd", "model.arguments=", "model.blocks=blocks.*"),
-        'keeps 3 buffers (norm.running_mean, norm.running_var, norm.num_batches_tracked): "first" takes',
+        '3 persistent buffers (norm.running_mean, norm.running_var, norm.num_batches_tracked): "first" keeps',
     ),
     "no loss": (("model.loss=my_models.py:los",), "my_models.py has no los"),
     "frozen": (("model.frozen=['nothing.*']",), 'no parameter matches "nothing.*"'),
@@ -257,7 +257,7 @@ def test_a_module_that_needs_values_to_be_built_is_told_with_its_lines(folder: P
     )
     change = ("--set", "model.module=needy.py:build", "--set", "model.arguments=", "--set", "model.blocks=")
     out = hpctrain(launch, 2, "run", "code/deck.toml", *change, code=2)
-    assert out.count('it is built on torch\'s device "meta" first') == 1, out
+    assert out.count('a module is first built on the device "meta" of torch') == 1, out
     assert out.count("needy.py, line 5, in build: sizes = [int(size)") == 1, out
     assert "Traceback" not in out
 
@@ -289,7 +289,7 @@ class Short(Torn):
                 "in forward: return self.last",
             ],
         ),
-        ("Short", ["gives logits of shape [2, 31, 8] for 2 sequences of 32 tokens"]),
+        ("Short", ["returns logits of shape [2, 31, 8] for 2 sequences of 32 tokens"]),
     ],
 )
 def test_what_fails_in_a_step_is_told_as_the_users_own(

@@ -81,11 +81,14 @@ def test_the_check_compares_what_each_stage_computes(staged: Path, launch: Launc
 WRONG = {
     "in all blocks": (
         ("layout.pipeline=2", "layout.chunks=2", *TURNS, "model.arguments={layers=4}"),
-        "its parameter scale is used by block layers.0, block layers.1, ... and block layers.3, which lie",
+        "the parameter scale, which is used by block layers.0, block layers.1, ... and block "
+        "layers.3 on several stages",
     ),
-    "too few": (("layout.pipeline=2", "layout.chunks=3", *TURNS), "needs 5 blocks or more, but model.blocks"),
-    "no blocks": (("layout.pipeline=2", "model.blocks="), "cuts a module between blocks, and model.blocks"),
-    "another sum": (("layout.pipeline=2", "layout.split=[2, 2]"), "adds up to 4, but model.blocks names 3"),
+    "too few": (("layout.pipeline=2", "layout.chunks=3", *TURNS), "requires 5 blocks or more, but "
+        "model.blocks"),
+    "no blocks": (("layout.pipeline=2", "model.blocks="), "requires model.blocks, which names the blocks"),
+    "another sum": (("layout.pipeline=2", "layout.split=[2, 2]"), "must add up to the number of blocks, "
+        "not 4: model.blocks names 3"),
     "twice": (
         ("layout.pipeline=2", *("model.module=my_models.py:odd", "model.arguments=", "model.buffers=first"),
          "model.blocks=blocks.*"),

@@ -56,7 +56,7 @@ def converted_deck(source: str) -> str:
         raise HpctrainError(f"{name}: {error}") from None
     if not arguments:
         raise HpctrainError(
-            f"{source}: is neither a DeepSpeed configuration (JSON, such as ds_config.json) nor has it"
+            f"{source}: must be a DeepSpeed configuration (JSON, such as ds_config.json) or a script with"
             " arguments of Megatron-LM (such as --num-layers 24)"
         )
     return _text(name, convert_script(content))
@@ -82,11 +82,11 @@ def _configuration(path: str, content: str) -> Mapping[str, object]:
 def _text(name: str, conversion: Conversion) -> str:
     lines = _comment(f"Converted from {name} ({conversion.program}).")
     if conversion.unsupported:
-        lines += ["#", "# Options that this deck does not express, or only in part:"]
+        lines += ["#", "# Options that this deck does not have, or has only in part:"]
         for option, reason in conversion.unsupported.items():
             lines += _comment(f"  {option}: {reason}")
     if conversion.unneeded:
-        lines += ["#", *_comment(f"Options that need no key: {', '.join(conversion.unneeded)}.")]
+        lines += ["#", *_comment(f"Options that require no key: {', '.join(conversion.unneeded)}.")]
     for table in tables():
         rows = list(_rows(table, conversion))
         if rows:

@@ -47,7 +47,7 @@ def convert_configuration(configuration: Mapping[str, object]) -> Conversion:
     result = apply_rules(SourceOptions(settings, defaults), table)
     for name in automatic:
         result.report(
-            name, "auto", "is filled in by the program that starts DeepSpeed (Trainer): set it in the deck"
+            name, "auto", "is set by the program that starts DeepSpeed (Trainer): set it in the deck"
         )
     return result
 
@@ -80,11 +80,13 @@ def _accumulation(value: object, options: SourceOptions) -> None:
     if micro and batch and integer(value) > 0 and batch % (micro * integer(value)):
         product = micro * integer(value)
         raise UnsupportedOptionError(
-            f"times the micro-batch is {product}, but train_batch_size = {batch} is not a multiple of it"
+            f"must divide train_batch_size = {batch} together with the micro-batch, but their product "
+            f"is {product}"
         )
     if "train_batch_size" not in options and integer(value) != 1:
         raise UnsupportedOptionError(
-            "follows from batch.global_size: set that to this x the micro-batch x the number of data ranks"
+            "requires a change of batch.global_size: set it to this x the micro-batch x the number "
+            "of data ranks"
         )
 
 
@@ -95,7 +97,7 @@ def _optimizer(value: object, options: SourceOptions) -> object:
     name = choice(value, _OPTIMIZERS)
     if str(value).lower() == "adam" and options.get("optimizer.params.adam_w_mode") is False:
         raise UnsupportedOptionError(
-            "adds the weight decay to the gradient with adam_w_mode = false; in a deck it is decoupled"
+            "with adam_w_mode = false is unsupported: a deck has decoupled weight decay"
         )
     return name, None
 
@@ -126,7 +128,10 @@ def _schedule(value: object, options: SourceOptions) -> object:
 
 def _initial_scale(value: object, _: SourceOptions) -> float:
     if integer(value) > _LARGEST_POWER:
-        raise UnsupportedOptionError(f"exceeds {_LARGEST_POWER}: a deck starts at 2^{_LARGEST_POWER} at most")
+        raise UnsupportedOptionError(
+            f"must be at most {_LARGEST_POWER}: the largest initial loss scale of a deck is "
+            f"2^{_LARGEST_POWER}"
+        )
     return float(2 ** integer(value))
 
 

@@ -66,7 +66,8 @@ def _add_family(options: SourceOptions, result: Conversion) -> None:
     if different:
         differs = f"{'has' if llama else 'does not have'} {', '.join(different)}"
         result.unsupported["the model"] = (
-            f'model.family = "{family}" is nearest to it; unlike the model of the script it {differs}'
+            f'model.family = "{family}" is the most similar family; unlike the model of the script it '
+            f"{differs}"
         )
     if not llama:
         for key in _LLAMA_ONLY:
@@ -81,23 +82,23 @@ def _floor(value: object, options: SourceOptions) -> float:
     if not number(value):
         return 0.0
     if not peak:
-        raise UnsupportedOptionError("becomes a fraction of the peak, and --lr is missing")
+        raise UnsupportedOptionError("requires --lr, since a deck has it as a fraction of the peak")
     return float(f"{number(value) / peak:.6g}")
 
 
 def _steps_of_samples(value: object, options: SourceOptions) -> int:
     batch = options.read("--global-batch-size", integer)
     if not batch:
-        raise UnsupportedOptionError("becomes a number of steps, and --global-batch-size is missing")
+        raise UnsupportedOptionError("requires --global-batch-size, since a deck has it in steps")
     if "--rampup-batch-size" in options:
-        raise UnsupportedOptionError("becomes a number of steps, but the batch grows: calculate it by hand")
+        raise UnsupportedOptionError("must be converted to steps by hand, since the batch grows")
     return integer(value) // batch
 
 
 def _warmup_of_fraction(value: object, options: SourceOptions) -> int:
     steps = options.read("--lr-decay-iters", integer) or options.read("--train-iters", integer)
     if not steps:
-        raise UnsupportedOptionError("becomes a number of steps, and --train-iters is missing")
+        raise UnsupportedOptionError("requires --train-iters, since a deck has it in steps")
     return int(number(value) * steps)
 
 
@@ -106,7 +107,7 @@ def _stage_layers(value: object, options: SourceOptions) -> object:
     layers = options.read("--num-layers", integer)
     stages = options.read("--pipeline-model-parallel-size", integer)
     if not layers or not stages or not integer(value) or layers % (stages * integer(value)):
-        raise UnsupportedOptionError("does not divide --num-layers over --pipeline-model-parallel-size")
+        raise UnsupportedOptionError("must divide --num-layers / --pipeline-model-parallel-size")
     return _virtual_stages(layers // (stages * integer(value)), options)
 
 
@@ -118,10 +119,12 @@ def _ramp(value: object, options: SourceOptions) -> tuple[int, int]:
     """Return the first batch and the steps in which it grows, from "START INCREMENT SAMPLES"."""
     words, batch = str(value).split(), options.read("--global-batch-size", integer)
     if len(words) != 3 or not batch:
-        raise UnsupportedOptionError("must be three numbers, together with --global-batch-size")
+        raise UnsupportedOptionError("must be three numbers, and requires --global-batch-size")
     start, increment, samples = map(integer, words)
     if start != increment or start >= batch or batch % start:
-        raise UnsupportedOptionError("the batch grows by its first size, which divides --global-batch-size")
+        raise UnsupportedOptionError(
+            "must have an increment equal to the first batch size, which must divide --global-batch-size"
+        )
     sizes = range(start, batch, increment)
     return start, sum(samples // len(sizes) // size for size in sizes)
 
@@ -151,7 +154,9 @@ def _half_precision(value: object, options: SourceOptions, dtype: str, fp32_grad
 
 def _attention_dropout(value: object, options: SourceOptions) -> None:
     if number(value) != options.read("--hidden-dropout", number):
-        raise UnsupportedOptionError("must equal --hidden-dropout: a deck has one probability, model.dropout")
+        raise UnsupportedOptionError(
+            "must equal --hidden-dropout, since a deck has one probability, model.dropout"
+        )
 
 
 def _shared_experts(value: object, options: SourceOptions) -> int:
@@ -170,7 +175,7 @@ def _dense_first(value: object, _: SourceOptions) -> int | None:
         raise UnsupportedOptionError("must be a number or [0]*n+[1]*m") from None
     if every > 1:
         raise UnsupportedOptionError(
-            "gives experts to the first of so many blocks; model.experts.every gives them to the last"
+            "gives experts to the first block of each group; model.experts.every gives them to the last"
         )
     return None
 
@@ -194,7 +199,7 @@ def _balance(value: object, options: SourceOptions) -> object:
 def _validation(value: object, _: SourceOptions) -> float:
     parts = [number(part) for part in str(value).replace(",", " ").split()]
     if not parts or not sum(parts):
-        raise UnsupportedOptionError("must have a part above 0")
+        raise UnsupportedOptionError("must have a number above 0")
     return float(f"{[*parts, 0.0, 0.0][1] / sum(parts):.4g}")
 
 

@@ -9,7 +9,7 @@ from hpctrain.text import either
 
 _MOST_DIGITS = 100
 _UNSET = "is a shell variable that the script does not set, or sets to different values"
-_UNKNOWN_ARITHMETIC = "is arithmetic that is not evaluated (only + - * / % of whole numbers are)"
+_UNKNOWN_ARITHMETIC = "is unsupported arithmetic (supported: + - * / % of whole numbers)"
 
 
 class UnsupportedOptionError(Exception):

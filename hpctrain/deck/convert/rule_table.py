@@ -216,7 +216,7 @@ def apply_rules(options: SourceOptions, table: RuleTable) -> Conversion:
         explicit = name in options
         try:
             if name not in rules:
-                raise UnsupportedOptionError(f"is not an option of {table.program} that hpctrain knows")
+                raise UnsupportedOptionError(f"is an unknown option of {table.program}")
             converted_keys = rules[name].apply(value, options)
             keys = {key.format(optimizer=optimizer): each for key, each in converted_keys.items()}
             _require_valid(keys, optimizer)

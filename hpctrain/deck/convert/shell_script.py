@@ -304,7 +304,7 @@ def _integer(node: ast.expr, variables: Mapping[str, str]) -> int:
     elif isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
         value = _ARITHMETIC[type(node.op)](_integer(node.left, variables), _integer(node.right, variables))
     else:
-        raise ValueError(f"{ast.unparse(node)} is no arithmetic of whole numbers")
+        raise ValueError(f"{ast.unparse(node)} is not arithmetic with whole numbers")
     if abs(value) >= _LARGEST:
         raise ValueError(f"{ast.unparse(node)} is too large")
     return value

@@ -45,7 +45,10 @@ def migrated_text(path: Path) -> str:
         same = False
     if not same:
         raise HpctrainError(
-            [f"{path}: the deck would change if its keys were renamed line by line; rename these by hand:"]
+            [
+                f"{path}: these keys must be renamed by hand, because renaming them line by line would "
+                "change the deck:"
+            ]
             + [each.warning for each in own]
         )
     return migrated
@@ -91,7 +94,7 @@ class _Text:
         if number is None or first is None or first[2].rpartition(".")[2] != name:
             where = renamed.place.prefix
             raise HpctrainError(
-                f"{where}: {renamed.old}: write this key on a line of its own, and migrate again"
+                f"{where}: {renamed.old}: must be on a separate line (move it there, and migrate again)"
             )
         end = next(
             end for end in range(number, len(self.lines) + 1) if _is_complete(self.lines[number - 1 : end])

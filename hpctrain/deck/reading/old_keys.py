@@ -156,7 +156,7 @@ def rename_keys(
         elif new and look_up(values, new) is None:
             _put(values, places, new, value, place)
         elif new and (second := places[new]).value != value:
-            problem = f"is given again as {new}{second.line_text} (leave one of them out)"
+            problem = f"conflicts with {new}{second.line_text}, its new name (leave one of them out)"
         elif not new and has_effect and not _has_wrong_choice(values, preventing[-1]):
             problem = f"has no effect {_condition(values, preventing[-1])} (leave it out)"
         renamed.append(RenamedKey(key, new, place, value, problem))

@@ -188,7 +188,7 @@ class DeckValidator:
                     continue
                 place, other = self.places[f"{path}.{name}"], self.places[key]
                 subject = "" if place.override else f"[{path}.{name}] "
-                means = f'is for {key} = "{name}", but {other.prefix} has {toml_value(table[choice])}'
+                means = f'requires {key} = "{name}", but {other.prefix} has {toml_value(table[choice])}'
                 bad |= {key, *leaf_names({name: table.pop(name)}, path)}
                 self.deck_input.report(place, f"{subject}{means} (leave one of them out)")
         return bad
@@ -215,10 +215,10 @@ class DeckValidator:
         sequences = getattr(self.read_source, "sequences", None)
         if deck.objective.kind in POLICY_KINDS:
             run["steps"] = steps_per_rollout(deck)
-            reason = "counts sequences of token files, and these are prompts (run.steps would do)"
+            reason = "counts sequences of token files, but a policy trains on prompts (use run.steps)"
             self.deck_input.report(place, subject + reason)
         elif deck.data.dataset is not None or sequences is None:
-            reason = "counts the sequences of token files, which cannot be done here (run.steps would do)"
+            reason = "requires token files whose sequences can be counted (use run.steps)"
             self.deck_input.report(place, subject + reason)
         else:
             try:
@@ -233,7 +233,7 @@ class DeckValidator:
         if place is None or place.override is None or not {f"model.{name}" for name in _SHAPE} <= keys:
             return
         layers = self.places["model.layers"].prefix
-        sentence = f"would not change the model, whose family, layers, hidden and heads are given ({layers})"
+        sentence = f"has no effect: family, layers, hidden and heads of the model are given ({layers})"
         self.deck_input.report(place, sentence)
 
     def _build(self, tables: Tables) -> tuple[Deck | None, dict[str, str]]:
@@ -258,7 +258,7 @@ class DeckValidator:
         """Report each wrong key, except for those that are wrong only because of another problem."""
         has_model = any(name in tables["model"] for name in ("preset", "from", *_SHAPE))
         if not has_model and self.readable and "model.family" in wrong and "model.family" not in silent:
-            sentence = "name a published shape, or give model.family, layers, hidden and heads"
+            sentence = "the name of a published model (or give model.family, layers, hidden and heads)"
             self._report_missing("model", "model.preset", sentence)
         unknown_preset = "preset" in tables["model"] and preset_named(tables["model"]["preset"]) is None
         is_known = not unknown_preset and "model.from" not in wrong
@@ -290,10 +290,10 @@ class DeckValidator:
             meaning = str(field.description).rstrip(".")
             self._report_missing(table, key, f"{expected} ({meaning[0].lower()}{meaning[1:]})")
         elif key == "run.steps" and not any(name in tables["run"] for name in LENGTHS):
-            sentence = f"{expected} (optimizer steps of the whole run), or run.tokens or run.epochs"
+            sentence = f"{expected} of optimizer steps (or give run.tokens or run.epochs)"
             self._report_missing(table, key, sentence)
         elif has_model and key in {"batch.sequence", *(f"model.{name}" for name in _SHAPE)}:
-            self._report_missing(table, key, f"{expected}, or give model.preset")
+            self._report_missing(table, key, f"{expected} (or give model.preset)")
 
     def _report_missing(self, section: str, key: str, sentence: str) -> None:
         place = self.places.get(section, Place(self.deck_input.name))

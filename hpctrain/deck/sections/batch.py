@@ -65,7 +65,7 @@ def batch_size_problems(
             yield DeckProblem(
                 name,
                 f"must be a multiple of batch.micro_size x data ranks = {batch.micro_size} x {data_ranks} = "
-                f"{unit} ({multiples(size, unit)} would)",
+                f"{unit} (use {multiples(size, unit)})",
                 ("batch.micro_size", "layout.data"),
             )
 
@@ -84,7 +84,8 @@ def micro_batch_problems(deck: Deck, data_ranks: int) -> Iterator[DeckProblem]:
     if batch.global_size > most * unit:
         yield DeckProblem(
             "batch.global_size",
-            f"makes {batch.global_size // unit} micro-batches of batch.micro_size x data ranks = "
-            f"{batch.micro_size} x {data_ranks} = {unit}; must make at most {most} ({most * unit} would do)",
+            f"divides into {batch.global_size // unit} micro-batches of batch.micro_size x data ranks = "
+            f"{batch.micro_size} x {data_ranks} = {unit}, more than the limit of {most} (use "
+            f"{most * unit} or less)",
             ("batch.micro_size", "layout.data", "layout.pipeline", "layout.chunks"),
         )

@@ -50,7 +50,9 @@ class CheckpointSection(Section):
 
 RELATIONS: Relations = (
     HasEffectWith("checkpoint.mirror_every", "checkpoint.mirror", (True,)),
-    Conflicts("checkpoint.mode", "communication.server.mode", because="servers write while workers wait"),
-    Conflicts("checkpoint.memory_every", "communication.server.mode", because="no rank has all of the state"),
-    Conflicts("checkpoint.mirror", "communication.server.mode", because="workers make steps by themselves"),
+    Conflicts(
+        "checkpoint.mode", "communication.server.mode", because="servers write checkpoints while workers wait"
+    ),
+    Conflicts("checkpoint.memory_every", "communication.server.mode", because="no rank has the whole state"),
+    Conflicts("checkpoint.mirror", "communication.server.mode", because="workers make steps independently"),
 )

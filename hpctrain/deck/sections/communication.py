@@ -97,11 +97,11 @@ class Communication(Section):
         unit="steps",
         ge=0,
     )
-    bf16: RoundedTable | None = table("Keys of gradient sums in bfloat16.", selected_by="compress")
-    int8: RoundedTable | None = table("Keys of gradient sums in 8 bits.", selected_by="compress")
-    sign: SignTable | None = table("Keys of gradient sums of signs.", selected_by="compress")
+    bf16: RoundedTable | None = table("Keys of compression to bfloat16.", selected_by="compress")
+    int8: RoundedTable | None = table("Keys of compression to 8 bits.", selected_by="compress")
+    sign: SignTable | None = table("Keys of compression to signs.", selected_by="compress")
     onebit: OneBitTable | None = table("Keys of 1-bit Adam.", selected_by="compress")
-    topk: TopKTable | None = table("Keys of gradient sums of the largest elements.", selected_by="compress")
+    topk: TopKTable | None = table("Keys of compression to the largest elements.", selected_by="compress")
     powersgd: PowerSgdTable | None = table("Keys of PowerSGD.", selected_by="compress")
     server: ServerTable | None = table(
         "Parameter servers: some ranks own the parameters, the others compute gradients.",
@@ -149,7 +149,7 @@ RELATIONS: Relations = (
         "communication.transport",
         None,
         ("nccl",),
-        because="only messages of hosts are emulated",
+        because="emulation delays messages between hosts only",
     ),
     HasEffectWith("communication.half_sums", "communication.transport", ("auto", "nccl", "gloo")),
     Conflicts(_COMPRESS, _SERVER, because="gradients are sent to servers uncompressed"),
@@ -160,7 +160,7 @@ RELATIONS: Relations = (
         (0,),
         ("onebit",),
         because="exact steps at the start determine the step size of each element for the rest of the run",
-        hint="a tenth of run.steps or more would do",
+        hint="use a tenth of run.steps or more",
     ),
     *(
         Conflicts(
@@ -170,7 +170,9 @@ RELATIONS: Relations = (
         )
         for name in Communication.choices()["compress"]
     ),
-    Conflicts("communication.server", "model.module", because="only built-in models have servers"),
+    Conflicts(
+        "communication.server", "model.module", because="parameter servers support built-in models only"
+    ),
 )
 
 
@@ -183,9 +185,12 @@ def communication_problems(deck: Deck) -> Iterator[DeckProblem]:
     keys = deck.communication
     delayed = {"auto", "mpi", "shared"} if keys.ranks_per_node else {"auto", "mpi"}
     if keys.emulate is not None and keys.transport not in delayed:
-        sentence = f'delays messages of hosts, but communication.transport = "{keys.transport}"'
+        sentence = (
+            f'conflicts with communication.transport = "{keys.transport}": it delays messages '
+            "between hosts only"
+        )
         others = ("communication.transport",)
-        yield DeckProblem("communication.emulate", f'{sentence} ("mpi" would do)', others)
+        yield DeckProblem("communication.emulate", f'{sentence} (use "mpi")', others)
     form = keys.compression
     is_exact = form is None or (isinstance(form, TopKTable) and form.ratio == 1)
     if keys.warmup and is_exact and not has_outer_model(deck):

@@ -80,7 +80,7 @@ RELATIONS: Relations = (
         for name in ("arguments", "collate", "workers", "inputs")
     ),
     Requires("data.dataset", "model.module", GIVEN, because="built-in models read token files"),
-    Conflicts("data.document_mask", "model.module", because="only attention of built-in models is masked"),
+    Conflicts("data.document_mask", "model.module", because="document masks support built-in models only"),
 )
 
 
@@ -115,10 +115,11 @@ def dataset_problems(deck: Deck) -> Iterator[DeckProblem]:
         if not is_target(getattr(deck.data, name)):
             yield DeckProblem(f"data.{name}", 'must be "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"')
     why = {
-        "data.tokens": "names a token file beside data.dataset, which is trained on (one of both has to go)",
-        "data.other_tokenizer": "is of token files (leave it out with data.dataset)",
-        "batch.sequence": "is of token files; of a dataset samples are counted (leave it out)",
-        "model.vocabulary": "is of token files (leave it out with data.dataset)",
+        "data.tokens": "conflicts with data.dataset (leave one of them out)",
+        "data.other_tokenizer": "has no effect with data.dataset: it applies to token files (leave it out)",
+        "batch.sequence": "has no effect with data.dataset, whose samples are counted instead of "
+        "tokens (leave it out)",
+        "model.vocabulary": "has no effect with data.dataset: it applies to token files (leave it out)",
     }
     for full, sentence in why.items():
         given = deck.sources.places.get(full)

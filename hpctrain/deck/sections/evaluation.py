@@ -37,7 +37,7 @@ class EvaluationSet(Section):
         "Token file of `hpctrain prepare`, with the same tokenizer as data.tokens.", min_length=1
     )
     sequences: int | None = key(
-        "Highest number of sequences of one evaluation, which are the first ones of the file.",
+        "Maximum number of sequences of one evaluation; they are the first ones of the file.",
         None,
         unit="sequences",
         derived="run.evaluate_sequences",
@@ -58,13 +58,11 @@ _SETS = "evaluation.sets"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 RELATIONS: Relations = (
-    Conflicts(_SETS, "data.dataset", because="they are token files", hint="data.validation would do"),
+    Conflicts(_SETS, "data.dataset", because="they are token files", hint="use data.validation"),
 )
 
 
-NOTHING_EVALUATED = (
-    "goes by evaluations, but nothing is evaluated (data.validation = 0.01 would be, or sets [[evaluation]])"
-)
+NOTHING_EVALUATED = "requires an evaluation set (add data.validation = 0.01 or tables [[evaluation]])"
 """Message about a key that names an evaluation set of a deck without any."""
 
 
@@ -91,9 +89,9 @@ def evaluation_problems(deck: Deck) -> Iterator[DeckProblem]:
     """
     run, names = deck.run, evaluation_set_names(deck)
     if run.evaluate_every and not names:
-        sentence = "evaluates on held-out sequences, but data.validation = 0 holds none out"
-        would = f"{sentence} (0.01 would, or [[evaluation]]; or leave the key out)"
-        yield DeckProblem("run.evaluate_every", would, ("data.validation", _SETS), for_new_decks=True)
+        sentence = "requires held-out sequences, but data.validation is 0"
+        sentence += " (use data.validation = 0.01, add tables [[evaluation]], or leave this key out)"
+        yield DeckProblem("run.evaluate_every", sentence, ("data.validation", _SETS), for_new_decks=True)
     yield from _sets(deck)
     yield from _followed(deck, names)
 
@@ -105,13 +103,13 @@ def _sets(deck: Deck) -> Iterator[DeckProblem]:
     for number, each in enumerate(sets):
         at = (number, "name")
         if not _NAME.fullmatch(each.name):
-            sentence = 'is no name of a set: it may have letters, digits, ".", "_" and "-" in it, 64 at most'
+            sentence = 'must have 1 to 64 characters that are letters, digits, ".", "_" or "-"'
             yield DeckProblem(_SETS, sentence, row=at)
         elif each.name == VALIDATION:
-            sentence = "is the share that data.validation holds out: a set has another name"
+            sentence = "is the name of the part that data.validation holds out (use another name)"
             yield DeckProblem(_SETS, sentence, row=at)
         elif each.name in earlier_names and (count := times.pop(each.name, 0)):
-            yield DeckProblem(_SETS, f"{count} sets are called so: each has a name of its own", row=at)
+            yield DeckProblem(_SETS, f"is the name of {count} sets (use a different name for each)", row=at)
         earlier_names.add(each.name)
         if problem := control_problem(each.tokens):
             yield DeckProblem(_SETS, problem, row=(number, "tokens"))
@@ -125,8 +123,10 @@ def _followed(deck: Deck, names: list[str]) -> Iterator[DeckProblem]:
         if not names:
             yield DeckProblem(name, NOTHING_EVALUATED, others)
         elif not deck.run.evaluate_every:
-            sentence = "compares evaluations, but there is one alone, at the end (run.evaluate_every = 100"
-            yield DeckProblem(name, f"{sentence} makes more)", others)
+            sentence = (
+                "compares evaluations, but the only one is at the end (set run.evaluate_every, such as 100)"
+            )
+            yield DeckProblem(name, sentence, others)
     if best is not None and names and best not in names:
         yield DeckProblem("checkpoint.keep_best", unknown_set_message(best, names), others)
 
@@ -139,8 +139,8 @@ def unknown_set_message(name: str, names: list[str]) -> str:
         names: Names of all evaluation sets, at least one.
     """
     near = nearest(name, names)
-    would = f"did you mean {toml_value(near)}?" if near else f"{either(list(map(toml_value, names)))} is"
-    return f"names no set that is evaluated ({would})"
+    hint = f"did you mean {toml_value(near)}?" if near else f"use {either(list(map(toml_value, names)))}"
+    return f"is not an evaluation set ({hint})"
 
 
 TRAINING_LOSS = "loss"
@@ -187,12 +187,12 @@ def parse_metric_name(deck: Deck, name: str) -> MetricName:
     if set_name in names and kind in _KINDS:
         if deck.model.loss is None and deck.data.dataset is None:
             return MetricName(set_name, kind)
-        raise HpctrainError(f"--figure {name}: exists only for text ({set_name} would do, which is its loss)")
+        raise HpctrainError(f"--figure {name}: requires text data (use {set_name} for the loss)")
     if name == TRAINING_LOSS:
         return MetricName()
     if not names:
         raise HpctrainError(f"--figure {name}: {NOTHING_EVALUATED}")
     if set_name in names:
         known = f"{set_name}, {' or '.join(f'{set_name}/{each}' for each in _KINDS)}"
-        raise HpctrainError(f"--figure {name}: is not a metric of an evaluation ({known} would do)")
+        raise HpctrainError(f"--figure {name}: is not a metric of an evaluation set (use {known})")
     raise HpctrainError(f"--figure {name}: {unknown_set_message(set_name, names)}")

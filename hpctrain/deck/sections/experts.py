@@ -150,7 +150,7 @@ def expert_layout_problems(deck: Deck) -> Iterator[DeckProblem]:
     if experts is not None and (shared := experts.shared * experts.mlp) % layout.tensor:
         made = f"model.experts.shared x model.experts.mlp = {experts.shared} x {experts.mlp}"
         fitting = nearest_numbers(layout.tensor, divisors(gcd(shared, deck.model.heads)))
-        sentence = f"must divide {made} = {shared} ({either(fitting)} would)"
+        sentence = f"must divide {made} = {shared} (use {either(fitting)})"
         others = ("model.experts.shared", "model.experts.mlp", "model.heads")
         yield DeckProblem("layout.tensor", sentence, others)
 
@@ -174,21 +174,21 @@ def expert_world_problems(deck: Deck, stage_ranks: int) -> Iterator[DeckProblem]
     if stage_ranks % (expert * split):
         if stage_ranks % split:
             would = nearest_numbers(split, divisors(gcd(stage_ranks, experts.mlp)))
-            sentence = f"must divide {among} ({either(would)} would)"
+            sentence = f"must divide {among} (use {either(would)})"
             yield DeckProblem("layout.expert_tensor", sentence, ("model.experts.mlp", *axes))
             return
         would = nearest_numbers(expert, divisors(gcd(stage_ranks // split, experts.count)))
         over = (
             f" / layout.expert_tensor = {stage_ranks} / {split} = {stage_ranks // split}" if split > 1 else ""
         )
-        sentence = f"must divide {among}{over} ({either(would)} would)"
+        sentence = f"must divide {among}{over} (use {either(would)})"
         yield DeckProblem("layout.expert", sentence, ("layout.expert_tensor", "model.experts.count", *axes))
         return
     copies, group = stage_ranks // (expert * split), layout.zero_group
     if layout.zero and isinstance(group, int) and group > 0 and copies % group:
         these = either(nearest_numbers(group, divisors(gcd(copies, stage_ranks // layout.tensor))))
         holders = f"the {counted(copies, 'rank')} that hold the same experts"
-        sentence = f"must divide {holders}, over which it cuts these ({these} would)"
+        sentence = f"must divide {holders}, because it shards these experts over them (use {these})"
         yield DeckProblem("layout.zero_group", sentence, ("layout.expert", "layout.expert_tensor", *axes))
 
 
@@ -205,10 +205,10 @@ def _blocks(deck: Deck, experts: ExpertsTable) -> Iterator[DeckProblem]:
     layers = deck.model.layers
     last = layers // experts.every * experts.every - 1
     if last < 0:
-        sentence = f"leaves no block that is a mixture: must be from 1 to model.layers = {layers}"
+        sentence = f"leaves no block with experts: must be from 1 to model.layers = {layers}"
         yield DeckProblem("model.experts.every", sentence, ("model.layers", _COUNT))
     elif experts.dense_first > last:
-        sentence = f"leaves no block that is a mixture: must be from 0 to {last}"
+        sentence = f"leaves no block with experts: must be from 0 to {last}"
         others = ("model.layers", "model.experts.every", _COUNT)
         yield DeckProblem("model.experts.dense_first", sentence, others)
 
@@ -225,8 +225,8 @@ def _router_groups(experts: ExpertsTable) -> Iterator[DeckProblem]:
         size = experts.count // groups
         least = -(-experts.per_token // size)
         sentence = (
-            f"leaves {chosen * size} of {experts.count} experts to choose from, but a token goes to "
-            f"model.experts.per_token = {experts.per_token} (from {least} to {groups} would do)"
+            f"selects {chosen * size} of {experts.count} experts for a token, which requires "
+            f"model.experts.per_token = {experts.per_token} of them (use {least} to {groups})"
         )
         others = ("model.experts.router_groups", _COUNT, "model.experts.per_token")
         yield DeckProblem("model.experts.router_groups_per_token", sentence, others)
@@ -248,8 +248,8 @@ def _capacity(deck: Deck, experts: ExpertsTable) -> Iterator[DeckProblem]:
     share = tokens * experts.per_token / experts.count
     if experts.capacity * share < 1:
         sentence = (
-            f"lets an expert take {experts.capacity * share:.2g} of the {format_count(tokens)} tokens of a "
-            f"micro-batch, less than one token needs (at least {_at_least(1 / share)} would do)"
+            f"limits an expert to {experts.capacity * share:.2g} of the {format_count(tokens)} tokens of a "
+            f"micro-batch, which is less than one token (use {_at_least(1 / share)} or more)"
         )
         others = (_COUNT, "model.experts.per_token", "batch.micro_size", "batch.sequence")
         yield DeckProblem("model.experts.capacity", sentence, others)
@@ -262,9 +262,9 @@ def _recorded(deck: Deck, experts: ExpertsTable) -> Iterator[DeckProblem]:
     of_sample = 4 * max(1, mixtures) * deck.batch.sequence * experts.per_token
     if experts.record_routing * of_sample > RECORDED_BYTES:
         sentence = (
-            f"would take {format_bytes(experts.record_routing * of_sample)} on rank 0, more than the "
-            f"{format_bytes(RECORDED_BYTES)} that such a file may have "
-            f"({RECORDED_BYTES // of_sample} samples would do)"
+            f"requires {format_bytes(experts.record_routing * of_sample)} on rank 0, more than the limit "
+            f"of {format_bytes(RECORDED_BYTES)} for recorded routing (use {RECORDED_BYTES // of_sample} "
+            "samples or fewer)"
         )
         others = ("model.layers", "model.experts.per_token", "batch.sequence")
         yield DeckProblem("model.experts.record_routing", sentence, others)

@@ -66,13 +66,13 @@ class Layout(Section):
     )
     chunks: int = key(
         "Parts of the model (virtual stages) that each stage holds.",
-        derived="2 where the schedule needs two, else 1",
+        derived="2 if the schedule requires two, else 1",
         ge=1,
     )
     split: Annotated[tuple[int, ...], Field(strict=False)] | Literal["balanced"] | None = key(
         'Layers of each part of the model, first to last; "balanced": by the measured time of each kind.',
         None,
-        derived="the split with the fewest FLOPs on the stage with the most",
+        derived="the split that minimizes the FLOPs of the largest stage",
     )
     zero: int = key(
         "State sharded over data and context ranks (ZeRO): 1 optimizer state, 2 gradients too, 3 "
@@ -136,7 +136,7 @@ _SHAPE_RELATIONS: Relations = (
 
 RELATIONS: Relations = (
     *_SHAPE_RELATIONS,
-    Conflicts("layout.auto", _MODULE, because="only costs of built-in models are known"),
+    Conflicts("layout.auto", _MODULE, because="the cost model supports built-in models only"),
     Conflicts("layout.tensor", _SERVER, because=_WHOLE_MODEL),
     Conflicts("layout.pipeline", _SERVER, because=_WHOLE_MODEL),
     Conflicts("layout.context", _SERVER, because=_WHOLE_MODEL),
@@ -152,7 +152,7 @@ RELATIONS: Relations = (
             (2, 3),
             OtherThan("none"),
             because="each rank needs complete gradients to keep what it does not send",
-            hint="0 or 1 would do",
+            hint="use 0 or 1",
         ),
         Conflicts(
             "layout.zero_group",
@@ -206,7 +206,7 @@ def _tensor(deck: Deck) -> Iterator[DeckProblem]:
                 near = [ranks for ranks in near if fits(ranks)]
         given = f", given {' and '.join(limits)}" if limits else ""
         others = ("layout.context", "layout.sequence_parallel", *demands)
-        return DeckProblem("layout.tensor", f"{demand} ({either(would)} would{given})", others)
+        return DeckProblem("layout.tensor", f"{demand} (use {either(would)}{given})", others)
 
     for name, size in (("model.heads", model.heads), ("model.mlp", model.mlp)):
         if size % tensor and not demands[name](tensor):
@@ -220,7 +220,7 @@ def _tensor(deck: Deck) -> Iterator[DeckProblem]:
         yield DeckProblem(
             "batch.sequence",
             f"must be a multiple of layout.context x layout.tensor = {layout.context} x {tensor} = {unit} "
-            f"under layout.sequence_parallel ({multiples(deck.batch.sequence, unit)} would)",
+            f"with layout.sequence_parallel (use {multiples(deck.batch.sequence, unit)})",
             ("layout.tensor", "layout.context", "layout.sequence_parallel"),
         )
 
@@ -235,9 +235,11 @@ def _context(deck: Deck) -> Iterator[DeckProblem]:
     if not ring and model.heads % tensor == 0 and not _exchanges(heads, shared, context):
         fitting = [ranks for ranks in divisors(heads) if _exchanges(heads, shared, ranks)]
         would = either(nearest_numbers(context, [ranks for ranks in fitting if sequence % ranks == 0]))
-        also = "" if heads % context else f", and divide or be a multiple of its {shared} key/value heads"
-        demand = f'must divide the heads of a tensor rank, {heads}{also}, in the form "all_to_all"'
-        sentence = f'{demand} ({would} would; the form "ring" does not ask for it)'
+        also = "" if heads % context else f", and divide or be a multiple of its {shared} key/value heads,"
+        demand = (
+            f'must divide the {heads} heads of a tensor rank{also} with layout.context_form = "all_to_all"'
+        )
+        sentence = f'{demand} (use {would}, or the form "ring")'
         others = ("layout.tensor", "model.heads", "model.key_value_heads", "batch.sequence")
         yield DeckProblem("layout.context", sentence, ("layout.context_form", *others))
         return
@@ -245,8 +247,8 @@ def _context(deck: Deck) -> Iterator[DeckProblem]:
     if sequence % unit:
         pieces = f"layout.context = {unit}"
         if ring:
-            pieces = f"2 x {pieces}, an early and a late piece for each context rank"
-        sentence = f"must be a multiple of {pieces} ({multiples(sequence, unit)} would)"
+            pieces = f"2 x {pieces}, since each context rank has an early and a late piece"
+        sentence = f"must be a multiple of {pieces} (use {multiples(sequence, unit)})"
         yield DeckProblem("batch.sequence", sentence, ("layout.context", "layout.context_form"))
 
 
@@ -267,18 +269,18 @@ def _pipeline(deck: Deck) -> Iterator[DeckProblem]:
         fewer = most // layout.chunks
         chunks = most // layout.pipeline
         hint = f"layout.pipeline = {fewer}" if fewer >= least else f"layout.chunks = {chunks}"
-        would = f" ({hint} would do)" if max(fewer, chunks) >= least else ""
-        sentence = f"{made} needs {max(1, parts - 2)} layers or more, but model.layers = {layers}{would}"
+        would = f" (use {hint})" if max(fewer, chunks) >= least else ""
+        sentence = f"{made} requires {max(1, parts - 2)} layers or more, but model.layers is {layers}{would}"
         yield DeckProblem("layout.pipeline", sentence, ("layout.chunks", "model.layers"))
     yield from schedule_problems(deck)
     if layout.split is not None and layout.split != "balanced":
         inner, least = layout.split[1:-1] if parts > 1 else layout.split, min(layout.split, default=0)
         if len(layout.split) != parts or least < 0 or 0 in inner:
-            ends = ", or 0 for the first, which embeds, and the last, which predicts" if parts > 1 else ""
-            sentence = f"must have a number of at least 1 for each of the {parts} parts of {made}{ends}"
+            ends = ", or 0 for the first (embedding) and the last (output layer)" if parts > 1 else ""
+            sentence = f"must give 1 layer or more to each of the {parts} parts of {made}{ends}"
             yield DeckProblem("layout.split", sentence, ("layout.pipeline", "layout.chunks"))
         elif sum(layout.split) != layers:
-            sentence = f"adds up to {sum(layout.split)}, not model.layers = {layers}"
+            sentence = f"must add up to model.layers = {layers}, not {sum(layout.split)}"
             yield DeckProblem("layout.split", sentence, ("model.layers",))
 
 
@@ -297,10 +299,10 @@ def schedule_problems(deck: Deck) -> Iterator[DeckProblem]:
         sentence = f'must be 2 with layout.schedule = "{layout.schedule}"'
         yield DeckProblem("layout.chunks", sentence, ("layout.schedule",))
     elif layout.schedule in ONE_CHUNK and layout.chunks > 1:
-        sentence = f'must be 1 with layout.schedule = "{layout.schedule}" ("interleaved" takes more)'
+        sentence = f'must be 1 with layout.schedule = "{layout.schedule}" (use "interleaved" for more)'
         yield DeckProblem("layout.chunks", sentence, ("layout.schedule",))
     elif layout.chunks > 1 and layout.pipeline < 2:
-        yield DeckProblem("layout.chunks", "must be 1 on a single stage", ("layout.pipeline",))
+        yield DeckProblem("layout.chunks", "must be 1 with layout.pipeline = 1", ("layout.pipeline",))
 
 
 def zero_problems(deck: Deck) -> Iterator[DeckProblem]:
@@ -348,7 +350,7 @@ def axis_problems(deck: Deck, ranks: int) -> list[DeckProblem]:
         return [DeckProblem(wrong, f"{product} must divide the number of {of}, {ranks} ({would})", keys)]
     data = ranks // model_ranks(deck)
     if layout.data is not None and layout.data != data:
-        made = f"{counted(ranks, 'rank')} with {product} make {counted(data, 'data rank')}"
+        made = f"must be {data}, the number of data ranks of {counted(ranks, 'rank')} with {product}"
         would = f"leave the key out, or start {counted(layout.data * model_ranks(deck), 'rank')}"
         return [DeckProblem("layout.data", f"{made} ({would})", keys)]
     return []
@@ -369,14 +371,14 @@ def zero_group_problems(deck: Deck, data_ranks: int) -> Iterator[DeckProblem]:
     among = counted(ranks, "data x context rank") + " of a replica" * (layout.replicas > 1)
     size = max(1, layout.zero_group) if isinstance(layout.zero_group, int) else ranks
     if ranks % size:
-        would = f"{either(nearest_numbers(size, divisors(ranks)))} would"
+        would = f"use {either(nearest_numbers(size, divisors(ranks)))}"
         sentence = f"must divide the {among} ({would})"
         yield DeckProblem("layout.zero_group", sentence, ("layout.data", "layout.context"))
     elif layout.zero == 3 and size == 1:
         name, others = ("layout.zero_group", ("layout.zero",)) if layout.zero_group else ("layout.zero", ())
         yield DeckProblem(
             name,
-            "cuts parameters over a single rank, but needs two or more; layout.zero of 0, 1 or 2 would do "
-            f"(there {'is' if ranks == 1 else 'are'} {among})",
+            "shards parameters, which requires two ranks or more, over a single rank (use layout.zero = "
+            f"0, 1 or 2; the ranks form {among})",
             others,
         )

@@ -76,7 +76,7 @@ RELATIONS: Relations = (
         "optimizer.name",
         OtherThan("constant"),
         ("schedule-free",),
-        because="its average of the weights replaces a decay",
+        because="it averages weights instead of using a decay",
     ),
 )
 
@@ -95,8 +95,8 @@ def learning_rate_problems(deck: Deck) -> Iterator[DeckProblem]:
         yield DeckProblem("learning_rate.warmup", sentence, others)
     elif form.has_cooldown and rate.cooldown > rate.decay_steps - rate.warmup:
         sentence = (
-            f"must be at most {rate.decay_steps - rate.warmup}, which learning_rate.warmup = {rate.warmup} "
-            f"leaves of learning_rate.decay_steps = {rate.decay_steps}"
+            f"must be at most {rate.decay_steps - rate.warmup}, the steps that learning_rate.warmup = "
+            f"{rate.warmup} leaves of learning_rate.decay_steps = {rate.decay_steps}"
         )
         yield DeckProblem("learning_rate.cooldown", sentence, ("learning_rate.warmup", *others))
     # With a decay that has neither an end nor a floor, decay_steps is accepted: a deck that has it may be run

@@ -60,7 +60,7 @@ RELATIONS: Relations = (
         "layout.local_steps.delay",
         _STEPS,
         below=True,
-        because="a synchronization takes effect before the next one starts",
+        because="a synchronization must take effect before the next one starts",
     ),
 )
 
@@ -82,12 +82,12 @@ def local_step_problems(deck: Deck) -> Iterator[DeckProblem]:
     if keys is None:
         return
     if not keys.has_outer_model:
-        sentence = f"has no effect with {_REPLICAS} = 1 (set that to 2 or more, or leave the table out)"
+        sentence = f"has no effect with {_REPLICAS} = 1 (use 2 replicas or more, or leave the table out)"
         yield DeckProblem("layout.local_steps", sentence, (_REPLICAS,), no_effect=True)
     if keys.fragments > min(layers, keys.steps):
-        limit = f"model.layers = {layers}: each has a block or more"
+        limit = f"model.layers = {layers}: each fragment has one block or more"
         if layers >= keys.steps:
-            limit = f"{_STEPS} = {keys.steps}: each has a step of its own"
+            limit = f"{_STEPS} = {keys.steps}: each fragment is synchronized in a different step"
         yield DeckProblem(
             "layout.local_steps.fragments", f"must be at most {limit}", ("model.layers", _STEPS)
         )
@@ -109,16 +109,17 @@ def replica_world_problems(deck: Deck, data_ranks: int, stage_ranks: int) -> Ite
     if fitting and replicas not in fitting:
         would = either(nearest_numbers(replicas, fitting))
         whole = "context and expert groups" if deck.model.experts else "context groups"
-        sentence = f"must divide the {counted(data_ranks, 'data rank')} into replicas with whole {whole}"
+        sentence = f"must divide the {counted(data_ranks, 'data rank')} into replicas with complete {whole}"
         axes = ("layout.data", "layout.context", "layout.tensor", "layout.expert", "layout.expert_tensor")
-        yield DeckProblem(_REPLICAS, f"{sentence} ({would} would)", axes)
+        yield DeckProblem(_REPLICAS, f"{sentence} (use {would})", axes)
     elif (
         replicas > 1
         and deck.communication.compress != "none"
         and data_ranks * deck.layout.context == replicas
     ):
         form = (
-            f'sums gradients within a replica, and each of the {replicas} has one data rank ("none" would do)'
+            f"has no effect with {replicas} replicas of one data rank each: it sums gradients "
+            'within a replica (use "none")'
         )
         yield DeckProblem("communication.compress", form, (_REPLICAS, "layout.data", "layout.context"))
 

@@ -68,14 +68,14 @@ RELATIONS: Relations = (
         "precision.compute",
         ("onednn",),
         OtherThan("fp32"),
-        because="it multiplies matrices of fp32",
+        because="it multiplies fp32 matrices only",
     ),
     Conflicts(
         "machine.products",
         "precision.compute",
         ("fp32", "fp32-onednn"),
         OtherThan("bf16", "fp16"),
-        because="it multiplies matrices of bf16 or fp16",
+        because="it multiplies bf16 and fp16 matrices only",
     ),
     Conflicts(
         "machine.compile",
@@ -86,7 +86,12 @@ RELATIONS: Relations = (
     ),
     Conflicts("machine.compile", "run.threads", because="compiled functions have one thread for each rank"),
     HasEffectWith("machine.compile", "run.device", ("auto", "cpu")),
-    Conflicts("machine.compile", "model.module", because="only functions of built-in models are compiled"),
-    Conflicts("machine.rates", "model.module", because="only times of built-in models are predicted"),
-    HasEffectWith("machine.rates", "communication.server.mode", (None,), because="its steps are not planned"),
+    Conflicts("machine.compile", "model.module", because="compiled functions support built-in models only"),
+    Conflicts("machine.rates", "model.module", because="step times are predicted for built-in models only"),
+    HasEffectWith(
+        "machine.rates",
+        "communication.server.mode",
+        (None,),
+        because="the step time of parameter servers is not predicted",
+    ),
 )

@@ -63,42 +63,49 @@ class Memory(Section):
     )
 
 
-HOST_REFUSAL = 'is for GPUs; on the CPU the device is the host ("device" or "disk" would do)'
+HOST_REFUSAL = 'requires GPUs; on the CPU the device is the host (use "device" or "disk")'
 """End of a message about memory.optimizer or memory.parameters = "host" on the CPU."""
 
 HOST_ACTIVATIONS_REFUSAL = (
-    'is for GPUs; on the CPU they are in host memory anyway ("keep" or "disk" would do)'
+    'requires GPUs; on the CPU activations are already in host memory (use "keep" or "disk")'
 )
 """End of a message about memory.activations = "host" on the CPU."""
 
 _OPTIMIZER, _PARAMETERS = "memory.optimizer", "memory.parameters"
 _BY_MATRIX = "it updates whole matrices, but offloaded state is updated element by element"
-_TOGETHER = "all ranks would have to use offloaded state together"
+_TOGETHER = "offloaded state is supported only if all ranks train together"
 _BUILT_IN = "only activations of built-in models are offloaded or compressed"
 
 RELATIONS: Relations = (
-    Conflicts("memory.activations", "run.device", ("host",), ("cpu",), because="its memory is the host's"),
+    Conflicts(
+        "memory.activations", "run.device", ("host",), ("cpu",), because="on the CPU the device is the host"
+    ),
     Conflicts("memory.activations", "model.module", because=_BUILT_IN),
     Conflicts(
         "memory.activation_format",
         "precision.compute",
         ("bf16",),
         OtherThan("fp32"),
-        because="activations have 16 bits already",
+        because="activations already have 16 bits",
     ),
     Conflicts("memory.activation_format", "model.module", because=_BUILT_IN),
     Requires("memory.keep_gathered", "layout.zero", (3,)),
     Requires("memory.accumulate", "layout.zero", (2, 3)),
     Conflicts("memory.accumulate", "model.module", because="each micro-batch must use all parameters"),
-    Conflicts(_OPTIMIZER, "run.device", ("host",), ("cpu",), because="its memory is the host's"),
+    Conflicts(_OPTIMIZER, "run.device", ("host",), ("cpu",), because="on the CPU the device is the host"),
     Conflicts(_OPTIMIZER, "optimizer.name", None, MATRIX_OPTIMIZERS, because=_BY_MATRIX),
     Conflicts(_OPTIMIZER, "communication.server.mode", because=_TOGETHER),
-    Conflicts(_PARAMETERS, "run.device", ("host",), ("cpu",), because="its memory is the host's"),
+    Conflicts(_PARAMETERS, "run.device", ("host",), ("cpu",), because="on the CPU the device is the host"),
     Conflicts(_PARAMETERS, "communication.server.mode", because=_TOGETHER),
     Requires(_PARAMETERS, "layout.zero", (3,), because="only ZeRO-3 gathers parameters when they are needed"),
     (
         Conflicts(_PARAMETERS, "optimizer.name", None, MATRIX_OPTIMIZERS, because=_BY_MATRIX),
-        Requires(_PARAMETERS, _OPTIMIZER, ("host", "disk"), because="parameters are updated where they are"),
+        Requires(
+            _PARAMETERS,
+            _OPTIMIZER,
+            ("host", "disk"),
+            because="parameters are updated in the place of the optimizer state",
+        ),
     ),
 )
 
@@ -111,10 +118,10 @@ def recompute_problems(deck: Deck) -> Iterator[DeckProblem]:
     layout, recompute = deck.layout, deck.memory.recompute
     if deck.model.module is not None:
         if recompute not in {"none", "full"}:
-            sentence = 'is for built-in models; a module can recompute whole blocks only ("full" would do)'
+            sentence = 'is unsupported with model.module, which can recompute whole blocks only (use "full")'
             yield DeckProblem("memory.recompute", sentence, ("model.module",))
         elif recompute == "full" and deck.model.blocks is None:
-            sentence = 'requires model.blocks, which names the blocks of a module ("layers.*")'
+            sentence = 'requires model.blocks, which names the blocks of a module (such as "layers.*")'
             yield DeckProblem("memory.recompute", sentence, ("model.blocks", "model.module"))
         return
     longest = deck.model.layers - max(0, layout.pipeline * layout.chunks - 2)
@@ -123,7 +130,7 @@ def recompute_problems(deck: Deck) -> Iterator[DeckProblem]:
     if isinstance(recompute, int) and not 1 <= recompute <= max(1, longest):
         yield DeckProblem(
             "memory.recompute",
-            f"must be from 1 to {max(1, longest)} as a number, the blocks of the longest part of the model "
-            '("full", "sqrt", "selective" and "none" would do, too)',
+            f"must be from 1 to {max(1, longest)}, the number of blocks of the longest part of the model, "
+            'or "full", "sqrt", "selective" or "none"',
             ("model.layers", "layout.pipeline", "layout.chunks", "layout.split"),
         )

@@ -137,12 +137,11 @@ def token_file_problems(deck: Deck) -> Iterator[DeckProblem]:
         if deck.data.dataset is None and (wrong := _wrong_tokens(deck.data.tokens)):
             yield DeckProblem("data.tokens", wrong)
         return
-    for key, other in (("data.tokens", "names tokens"), ("data.dataset", "names a dataset")):
+    for key in ("data.tokens", "data.dataset"):
         if key in deck.sources.places:
-            sentence = f"{other} beside data.mixture, which is trained on (one of both has to go)"
-            yield DeckProblem(key, sentence, (_MIXTURE,))
+            yield DeckProblem(key, "conflicts with data.mixture (leave one of them out)", (_MIXTURE,))
     if not 1 <= len(entries) <= _MOST_ENTRIES:
-        yield DeckProblem(_MIXTURE, f"has {len(entries)} entries, and must have from 1 to {_MOST_ENTRIES}")
+        yield DeckProblem(_MIXTURE, f"must have 1 to {_MOST_ENTRIES} entries, not {len(entries)}")
         return
     faults = [f"entry {number}: {each}" for number, entry in enumerate(entries, 1) for each in _wrong(entry)]
     yield from (DeckProblem(_MIXTURE, each) for each in faults)
@@ -151,12 +150,10 @@ def token_file_problems(deck: Deck) -> Iterator[DeckProblem]:
     for name, times in Counter(map(_name, entries)).items():
         if times > 1:
             several = f"has {times} entries called {toml_value(name)}"
-            yield DeckProblem(_MIXTURE, f"{several}: a name of its own would tell each apart")
+            yield DeckProblem(_MIXTURE, f"{several} (use a different name for each)")
     total = sum(Fraction(str(entry["weight"])) for entry in entries)
     if not total:
-        yield DeckProblem(
-            _MIXTURE, "has no weight above 0: nothing would be trained on (give one of them a weight)"
-        )
+        yield DeckProblem(_MIXTURE, "must have an entry with a weight above 0")
         return
     for number, (entry, share) in enumerate(zip(entries, _shares(entries), strict=True), 1):
         if not share:
@@ -164,8 +161,8 @@ def token_file_problems(deck: Deck) -> Iterator[DeckProblem]:
                 _MIXTURE, f"entry {number}: weight = 0: must be above 0 (or leave the entry out)"
             )
         elif share < LEAST_SHARE:
-            least = f"must make a share of at least {float(LEAST_SHARE):g} of all weights"
-            sentence = f"entry {number}: weight = {entry['weight']}: {least}, and makes {float(share):.2g}"
+            least = f"must be at least {float(LEAST_SHARE):g} of the sum of all weights"
+            sentence = f"entry {number}: weight = {entry['weight']}: {least}, not {float(share):.2g}"
             yield DeckProblem(_MIXTURE, sentence)
 
 
@@ -174,7 +171,7 @@ def _wrong(entry: Mapping[str, Any]) -> Iterator[str]:
     for name in entry:
         if name not in _NAMES:
             near = nearest(name, _NAMES)
-            meant = f"did you mean {near}?" if near else "an entry has tokens, weight and perhaps name"
+            meant = f"did you mean {near}?" if near else "an entry has the keys tokens, weight and name"
             yield f"{clipped(toml_value(name))}: unknown key ({meant})"
     for name, wanted in (("tokens", "token files, as data.tokens"), ("weight", "a number above 0")):
         if name not in entry:
@@ -196,9 +193,9 @@ def _wrong_tokens(tokens: object) -> str:
     """Return the problem of names of token files; "" if there is none."""
     names = [tokens] if isinstance(tokens, str) else tokens
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        return "must be text in quotes, or a list of such"
+        return "must be text in quotes, or a list of texts"
     if not names or not all(names):
-        return "must name files, and none by an empty text"
+        return "must name files; names must not be empty"
     return control_problem("".join(names))
 
 

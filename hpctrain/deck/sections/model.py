@@ -213,10 +213,10 @@ def source_problems(deck: Deck, source: Mapping[str, object]) -> list[DeckProble
                 sentence = f"is longer than the {own} learned positions of {name}"
                 problems.append(DeckProblem(full, sentence, ("model.family",)))
         elif value != own and not (full == "model.tied" and deck.objective.kind in SCORE_KINDS):
-            sentence = f"contradicts {name}, whose model has {toml_value(own)} (leave the key out)"
+            sentence = f"conflicts with {name}, whose model has {toml_value(own)} (leave this key out)"
             problems.append(DeckProblem(full, sentence))
     if source and deck.model.parametrization == "mup" and "model.parametrization" not in source:
-        sentence = f'contradicts {name}, whose model is of the "standard" one (leave the key out)'
+        sentence = f'conflicts with {name}, whose model has "standard" (leave this key out)'
         problems.append(DeckProblem("model.parametrization", sentence))
     if source and deck.model.experts and "model.experts.count" not in source:
         problems += _upcycling(deck, name)
@@ -227,18 +227,18 @@ def _upcycling(deck: Deck, name: str) -> Iterator[DeckProblem]:
     """Yield the problems of a mixture that starts from a dense model, whose function it must keep."""
     model, experts = deck.model, deck.model.experts
     assert experts is not None
-    begin = f"as the experts begin as copies of the feed-forward parts of {name}, a dense model"
+    begin = f"because experts start as copies of the feed-forward layers of {name}, a dense model"
     if experts.mlp != model.mlp:
         sentence = f"must be model.mlp = {model.mlp}, {begin}"
         yield DeckProblem("model.experts.mlp", sentence, ("model.mlp", "model.experts.count"))
     if not experts.router_normalize:
-        sentence = f"must be true, {begin}: their weights have to add up to one"
+        sentence = f"must be true, {begin}, and their weights must add up to 1"
         yield DeckProblem("model.experts.router_normalize", sentence, ("model.experts.count",))
     if experts.router_scale != 1:
-        sentence = f"must be 1, {begin}: their weights have to add up to one"
+        sentence = f"must be 1, {begin}, and their weights must add up to 1"
         yield DeckProblem("model.experts.router_scale", sentence, ("model.experts.count",))
     if experts.shared:
-        sentence = f"must be 0, {begin}, to which shared ones would add"
+        sentence = f"must be 0, {begin}, and shared experts would add to them"
         yield DeckProblem("model.experts.shared", sentence, ("model.experts.count",))
 
 
@@ -250,7 +250,7 @@ RELATIONS: Relations = (
     Conflicts(
         "model.experts",
         "communication.server.mode",
-        because="experts are balanced by statistics of steps that all ranks make together",
+        because="load balancing requires steps that all ranks make together",
     ),
 )
 
@@ -274,17 +274,17 @@ def head_problems(deck: Deck) -> Iterator[DeckProblem]:
     """
     model, heads_divide = deck.model, "model.head_size" in deck.sources.defaulted
     if not heads_divide and model.family == "llama" and model.head_size % 2:
-        sentence = f"must be even for rotary positions ({model.head_size + 1} would)"
+        sentence = f"must be even for rotary positions (use {model.head_size + 1})"
         yield DeckProblem("model.head_size", sentence, ("model.family",))
     elif heads_divide and model.hidden % model.heads:
         sentence = must_divide("model.hidden", model.hidden, model.heads)
         yield DeckProblem("model.heads", sentence, ("model.hidden",))
     elif heads_divide and model.family == "llama" and model.hidden // model.heads % 2:
         even = [heads for heads in divisors(model.hidden) if model.hidden // heads % 2 == 0]
-        would = f" ({either(nearest_numbers(model.heads, even))} heads would)" if even else ""
+        would = f" (use {either(nearest_numbers(model.heads, even))} heads)" if even else ""
         yield DeckProblem(
             "model.heads",
-            f"must leave an even size of each head for rotary positions, but model.hidden / model.heads = "
+            f"must give an even head size for rotary positions, but model.hidden / model.heads = "
             f"{model.hidden} / {model.heads} = {model.hidden // model.heads}{would}",
             ("model.hidden", "model.family"),
         )
@@ -306,35 +306,39 @@ def parametrization_problems(deck: Deck) -> Iterator[DeckProblem]:
         return
     if model.base_width is None:
         sentence = (
-            "is relative to the width at which learning_rate.peak was found, and needs it as "
-            f"model.base_width (at {model.hidden}, model.hidden, it changes nothing yet)"
+            "requires model.base_width, the width at which learning_rate.peak was tuned (with "
+            f"{model.hidden}, the value of model.hidden, muP changes nothing)"
         )
         yield DeckProblem("model.parametrization", sentence, ("model.base_width",))
     elif model.base_head_size is None:
         narrower = max(1, round(model.head_size * model.base_width / model.hidden))
         sentence = (
-            "needs the size of a head there as model.base_head_size "
-            f"({model.head_size} if wider models have more heads, {narrower} if theirs are wider)"
+            f"requires model.base_head_size, the head size of the base model (use {model.head_size} if "
+            f"wider models have more heads, {narrower} if they have wider heads)"
         )
         yield DeckProblem("model.base_width", sentence, ("model.base_head_size",))
     elif model.base_width == model.hidden and model.base_head_size != model.head_size:
-        sentence = f"must be {model.head_size}, model.head_size, at model.base_width = model.hidden"
+        sentence = f"must be model.head_size = {model.head_size} with model.base_width = model.hidden"
         yield DeckProblem("model.base_head_size", sentence, ("model.base_width", "model.head_size"))
     if optimizer not in MUP_OPTIMIZERS:
         known = either([f'"{name}"' for name in MUP_OPTIMIZERS])
         sentence = (
-            f'has no known rule for rates by width, for model.parametrization = "mup" ({known} would do)'
+            'is unsupported with model.parametrization = "mup": its learning rates have no '
+            f"known rule (use {known})"
         )
         yield DeckProblem("optimizer.name", sentence, by)
     if isinstance(rule := deck.optimizer.rule, MuonTable):
         for name in ("embedding.tokens.weight", "embedding.positions.weight", "head.weight", "score.weight"):
             if any(fnmatchcase(name, pattern) for pattern in rule.matrices):
-                sentence = f'names {name}, of whose rate with model.parametrization = "mup" no rule is known'
+                sentence = (
+                    'conflicts with model.parametrization = "mup": the learning rate of '
+                    f"{name} has no known rule"
+                )
                 yield DeckProblem("optimizer.muon.matrices", sentence, by)
                 break
     if optimizer == "sgd" and model.query_key_norm == "head":
         sentence = (
-            'has no known rule for rates of optimizer.name = "sgd" with model.parametrization = "mup" '
-            '("all" or "none" would do)'
+            'is unsupported with optimizer.name = "sgd" and model.parametrization = "mup": learning rates '
+            'have no known rule (use "all" or "none")'
         )
         yield DeckProblem("model.query_key_norm", sentence, (*by, "optimizer.name"))

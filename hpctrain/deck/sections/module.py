@@ -123,7 +123,7 @@ def module_problems(deck: Deck) -> Iterator[DeckProblem]:
         if name not in MODULE_KEYS and given is not None and not given.note:
             yield DeckProblem(
                 f"model.{name}",
-                "describes a built-in transformer (leave it out; a module has model.arguments)",
+                "has no effect with model.module (leave it out, or use [model.arguments])",
             )
     yield from _pipeline(deck)
     yield from _tensor(deck)
@@ -133,19 +133,17 @@ def _tensor(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of tensor parallelism that do not depend on the module."""
     tensor, sequence = deck.layout.tensor, deck.batch.sequence
     if tensor > 1 and deck.model.plan is None:
-        sentence = (
-            'splits a module by a plan (model.plan would say how; models of transformers have "its own")'
-        )
+        sentence = 'requires model.plan for a module (models of transformers may use "its own")'
         yield DeckProblem("layout.tensor", sentence, ("model.plan", *_WITH))
     if tensor == 1 or not deck.layout.sequence_parallel:
         return
     if deck.data.dataset is not None:
-        sentence = "cuts the sequences of token files, and samples of a dataset have none that is known"
+        sentence = "conflicts with data.dataset: it splits the sequences of token files"
         yield DeckProblem("layout.sequence_parallel", sentence, ("data.dataset",))
     elif sequence % tensor:
         sentence = (
-            f"must be a multiple of layout.tensor = {tensor} under layout.sequence_parallel "
-            f"({multiples(sequence, tensor)} would)"
+            f"must be a multiple of layout.tensor = {tensor} with layout.sequence_parallel "
+            f"(use {multiples(sequence, tensor)})"
         )
         yield DeckProblem("batch.sequence", sentence, ("layout.tensor", "layout.sequence_parallel"))
 
@@ -154,18 +152,18 @@ def _pipeline(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of pipeline stages that do not depend on the module."""
     layout = deck.layout
     if layout.pipeline > 1 and deck.model.blocks is None:
-        sentence = 'cuts a module between blocks, and model.blocks does not say which those are ("layers.*")'
+        sentence = 'requires model.blocks, which names the blocks of a module (such as "layers.*")'
         yield DeckProblem("layout.pipeline", sentence, ("model.blocks", *_WITH))
     if layout.pipeline > 1 and layout.sequence_parallel:
-        sentence = "gives stages of a module pieces of the sequence, which do not pass between them yet"
+        sentence = "is unsupported with layout.pipeline above 1 and model.module"
         yield DeckProblem("layout.sequence_parallel", sentence, ("layout.pipeline", *_WITH))
     if isinstance(layout.split, tuple):
         parts = layout.pipeline * layout.chunks
         if len(layout.split) != parts or min(layout.split) < 0 or 0 in layout.split[:-1]:
             made = f"layout.pipeline x layout.chunks = {layout.pipeline} x {layout.chunks}"
             sentence = (
-                f"must have a number of at least 1 for each of the {parts} parts of {made}, or 0 for the "
-                "last one of a module, which has what comes after its blocks"
+                f"must give 1 block or more to each of the {parts} parts of {made}, or 0 to the "
+                "last part, which has the layers after the blocks"
             )
             yield DeckProblem("layout.split", sentence, ("layout.pipeline", "layout.chunks", *_WITH))
     yield from schedule_problems(deck)

@@ -77,9 +77,7 @@ class ObjectiveSection(Section):
 
 RELATIONS: Relations = (
     Requires("objective.beta", _KIND, (*REFERENCE_KINDS, *POLICY_KINDS)),
-    Conflicts(
-        "objective.beta", _KIND, (0.0,), REFERENCE_KINDS, because="it must be above 0", hint="0.1 would do"
-    ),
+    Conflicts("objective.beta", _KIND, (0.0,), REFERENCE_KINDS, because="it must be above 0", hint="use 0.1"),
     Requires("objective.loss", _KIND, ("dpo",)),
     Requires("objective.smoothing", _KIND, ("dpo",)),
     Requires("objective.margin", _KIND, ("reward",)),
@@ -89,7 +87,7 @@ RELATIONS: Relations = (
             _KIND,
             name,
             PREFERENCE_KINDS,
-            because="a transformer learns from pairs of answers in one token file",
+            because="pairs of answers require a built-in transformer and one token file",
             hint=f"leave {name} out",
         )
         for name in ("model.module", "model.loss", "data.dataset", "data.mixture")
@@ -140,7 +138,7 @@ def objective_problems(deck: Deck) -> Iterator[DeckProblem]:
     if keys.kind not in PREFERENCE_KINDS:
         return
     if keys.loss == "ipo" and keys.smoothing:
-        sentence = 'requires objective.loss = "sigmoid", but it is "ipo" (leave it out)'
+        sentence = 'requires objective.loss = "sigmoid", but it is "ipo" (leave this key out)'
         yield DeckProblem("objective.smoothing", sentence, ("objective.loss",))
     even = {
         "batch.micro_size": batch.micro_size,
@@ -150,5 +148,5 @@ def objective_problems(deck: Deck) -> Iterator[DeckProblem]:
     }
     for name, size in even.items():
         if size % 2:
-            sentence = f"must be even: a pair of answers is two sequences ({multiples(size, 2)} would do)"
+            sentence = f"must be even: a pair of answers is two sequences (use {multiples(size, 2)})"
             yield DeckProblem(name, sentence, (_KIND,))

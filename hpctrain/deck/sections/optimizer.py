@@ -134,15 +134,23 @@ class OptimizerSection(Section):
 _NAME, _SERVER, _COMPRESS = "optimizer.name", "communication.server.mode", "communication.compress"
 
 RELATIONS: Relations = (
-    Conflicts(_NAME, _SERVER, MATRIX_OPTIMIZERS, GIVEN, because="servers divide matrices"),
+    Conflicts(
+        _NAME,
+        _SERVER,
+        MATRIX_OPTIMIZERS,
+        GIVEN,
+        because="servers split matrices, and it updates whole matrices",
+    ),
     Conflicts(
         _NAME,
         "communication.server",
         ("schedule-free",),
         GIVEN,
-        because="workers would not evaluate the average of the weights",
+        because="workers cannot evaluate the average of the weights",
     ),
-    Conflicts(_NAME, _COMPRESS, OtherThan("adamw"), ("onebit",), because="it sends the momentum of Adam"),
+    Conflicts(
+        _NAME, _COMPRESS, OtherThan("adamw"), ("onebit",), because="it communicates the momentum of Adam"
+    ),
     Requires("optimizer.sgd.nesterov", "optimizer.sgd.momentum", Above(0)),
     Requires("optimizer.muon.nesterov", "optimizer.muon.momentum", Above(0)),
     Conflicts(
@@ -150,7 +158,7 @@ RELATIONS: Relations = (
         _COMPRESS,
         None,
         ("topk",),
-        because="it requires the same momentum on all ranks, but each rank has its own until it sends it",
+        because="it requires the same momentum on all ranks, but each rank accumulates a different one",
     ),
 )
 
@@ -162,12 +170,16 @@ def optimizer_problems(deck: Deck) -> Iterator[DeckProblem]:
     """
     name, rule, local_steps = deck.optimizer.name, deck.optimizer.rule, deck.layout.local_steps
     if isinstance(rule, MuonTable) and not rule.matrices:
-        sentence = 'must name the matrices that Muon updates (["blocks.*"] would do)'
+        sentence = 'must name the matrices that Muon updates (use ["blocks.*"])'
         yield DeckProblem("optimizer.muon.matrices", sentence)
     if name == "schedule-free" and local_steps is not None and local_steps.has_outer_model:
-        sentence = 'conflicts with local steps: each replica would have its own average ("adamw" would do)'
+        sentence = (
+            'conflicts with [layout.local_steps]: each replica would have its own average (use "adamw")'
+        )
         yield DeckProblem(_NAME, sentence, ("layout.local_steps",))
     if name in MATRIX_OPTIMIZERS and deck.layout.tensor > 1 and deck.model.module is not None:
         would = either([f'"{each}"' for each in ("adamw", "sgd", "lion", "schedule-free")])
-        sentence = f"updates whole matrices, which the plan of a module may have split ({would} would do)"
+        sentence = (
+            f"conflicts with layout.tensor above 1 and model.module: it updates whole matrices (use {would})"
+        )
         yield DeckProblem(_NAME, sentence, ("layout.tensor", "model.module"))

@@ -50,18 +50,18 @@ class PolicySection(Section):
         "reward model.",
         (),
     )
-    weights: Numbers = key("Weight of each of these rewards in their sum.", (), derived="all 1")
+    weights: Numbers = key("Weight of each reward in the sum of rewards.", (), derived="all 1")
     answer: str = key(
-        "Key of a row of the data under which the correct answer, or a list of them, is.",
+        "Key of a data row that holds the correct answer, or a list of correct answers.",
         "answer",
         min_length=1,
     )
     seconds: Duration = key(
-        "Longest time of one call of a reward function.", 30.0, unit="seconds", gt=0, le=86400
+        "Time limit of one call of a reward function.", 30.0, unit="seconds", gt=0, le=86400
     )
     processes: int = key("Processes of each rank that call reward functions.", 1, ge=1, le=256)
     tokens: int = key(
-        "Highest number of tokens of an answer; prompts have the rest of batch.sequence.", 128, ge=1
+        "Maximum number of tokens of an answer; prompts have at most the rest of batch.sequence.", 128, ge=1
     )
     stops: Texts = key(
         "Stop strings: an answer ends before the first one, or at the end-of-document token.", ()
@@ -79,7 +79,7 @@ class PolicySection(Section):
         derived="batch.global_size",
         ge=1,
     )
-    epochs: int = key("Number of times that each answer of a rollout is trained on.", 1, ge=1, le=1000)
+    epochs: int = key("Number of training passes over the answers of a rollout.", 1, ge=1, le=1000)
     clip_low: float = key(
         "Lower clip range: the probability ratio of a token is clipped at 1 - clip_low.", 0.2, gt=0, lt=1
     )
@@ -244,25 +244,29 @@ def policy_problems(deck: Deck) -> Iterator[DeckProblem]:
     if deck.objective.kind not in POLICY_KINDS:
         return
     if not keys.reward:
-        yield DeckProblem("policy.reward", 'must name what rewards answers ("exact-match" would do)')
+        yield DeckProblem("policy.reward", 'must name a reward function or model (such as "exact-match")')
     if len(set(keys.reward)) < len(keys.reward):
-        yield DeckProblem("policy.reward", "names one twice (policy.weights says how much it counts)")
+        yield DeckProblem(
+            "policy.reward", "contains a reward twice (use policy.weights to change its weight)"
+        )
     if keys.weights and len(keys.weights) != len(keys.reward):
-        sentence = f"must have a weight for each of the {len(keys.reward)} rewards (left out, all are 1)"
+        sentence = (
+            f"must have one weight for each of the {len(keys.reward)} rewards (leave it out for weights of 1)"
+        )
         yield DeckProblem("policy.weights", sentence, ("policy.reward",))
     if keys.tokens >= deck.batch.sequence:
-        sentence = f"leaves no room for prompts in batch.sequence = {deck.batch.sequence}"
+        sentence = f"must be below batch.sequence = {deck.batch.sequence}, which includes the prompt"
         yield DeckProblem("policy.tokens", sentence, ("batch.sequence",))
     hang = deck.stability.hang_seconds
     if hang and CALLS_AT_ONCE * keys.seconds > hang:
         sentence = (
-            f"is more than a {CALLS_AT_ONCE}th of stability.hang_seconds = {hang:g}, after which a run that "
-            f"waits so long for calls counts as hung ({hang / CALLS_AT_ONCE:g} would do)"
+            f"must be at most 1/{CALLS_AT_ONCE} of stability.hang_seconds = {hang:g}, since a rank may "
+            f"wait for {CALLS_AT_ONCE} calls (use {hang / CALLS_AT_ONCE:g})"
         )
         yield DeckProblem("policy.seconds", sentence, ("stability.hang_seconds",))
     if not all(keys.stops):
         yield DeckProblem(
-            "policy.stops", "has an empty text, which would end every answer at once (leave it out)"
+            "policy.stops", "contains an empty text, which ends every answer immediately (remove it)"
         )
     yield from _sizes(deck)
     has_reward_models = not all(map(_reads_texts, keys.reward))
@@ -273,19 +277,13 @@ def _sizes(deck: Deck) -> Iterator[DeckProblem]:
     keys, batch = deck.policy, deck.batch.global_size
     samples, rollout = keys.samples or 1, keys.rollout or batch
     if samples == 1 and deck.objective.kind == "grpo":
-        sentence = (
-            'leaves an answer nothing to be compared with (2 or more would do, or objective.kind = "ppo")'
-        )
+        sentence = 'must be 2 or more with objective.kind = "grpo", which compares the answers to a prompt'
         yield DeckProblem("policy.samples", sentence, ("objective.kind",))
     if rollout % samples:
-        sentence = (
-            f"must be whole groups of policy.samples = {samples} ({multiples(rollout, samples)} would do)"
-        )
+        sentence = f"must be a multiple of policy.samples = {samples} (use {multiples(rollout, samples)})"
         yield DeckProblem("policy.rollout", sentence, ("policy.samples",))
     if rollout % batch:
-        sentence = (
-            f"must be whole steps of batch.global_size = {batch} ({multiples(rollout, batch)} would do)"
-        )
+        sentence = f"must be a multiple of batch.global_size = {batch} (use {multiples(rollout, batch)})"
         yield DeckProblem("policy.rollout", sentence, ("batch.global_size",))
         return
     steps = steps_per_rollout(deck)
@@ -298,8 +296,8 @@ def _sizes(deck: Deck) -> Iterator[DeckProblem]:
     for name, value in every.items():
         if value % steps:
             sentence = (
-                f"must be whole rollouts of {steps} steps (policy.rollout * policy.epochs / "
-                f"batch.global_size; {multiples(value, steps)} would do)"
+                f"must be a multiple of policy.rollout x policy.epochs / batch.global_size = {steps} steps "
+                f"(use {multiples(value, steps)})"
             )
             yield DeckProblem(name, sentence, ("policy.rollout", "policy.epochs", "batch.global_size"))
 
@@ -318,18 +316,22 @@ def dedicated_rank_world_problems(deck: Deck, ranks: int) -> Iterator[DeckProble
     """
     for model, own in dedicated_ranks(deck).items():
         if own[-1] >= ranks:
-            there = f"there {'is' if ranks == 1 else 'are'} {counted(ranks, 'rank')}, from 0 on"
-            sentence = f'names rank {own[-1]}, but {there} ("{POLICY}" would have the policy\'s)'
+            here = f"the run has {counted(ranks, 'rank')}, numbered from 0"
+            sentence = f'contains rank {own[-1]}, but {here} (use "{POLICY}" for the ranks of the policy)'
             yield DeckProblem(f"policy.{RANK_KEYS[model]}", sentence)
     if dedicated_ranks(deck) and not RankPartition.of(deck, ranks).policy:
         first, *further = (f"policy.{RANK_KEYS[model]}" for model in dedicated_ranks(deck))
-        yield DeckProblem(first, f"leaves none of {counted(ranks, 'rank')} for the policy", tuple(further))
+        yield DeckProblem(
+            first,
+            f"leaves no rank of {counted(ranks, 'rank')} for the policy (start more ranks)",
+            tuple(further),
+        )
 
 
 _ALONE: tuple[tuple[str, object, str], ...] = (
-    ("checkpoint.memory_every", 0, "nothing goes back to copies"),
-    ("model.experts.record_routing", 0, "it notes choices of all ranks"),
-    ("run.trace", False, "it shows steps that all ranks make together"),
+    ("checkpoint.memory_every", 0, "runs with dedicated ranks do not recover from copies in memory"),
+    ("model.experts.record_routing", 0, "it records the routing of all ranks"),
+    ("run.trace", False, "it records steps that all ranks make together"),
     ("stability.corruption", "off", "it compares steps that all ranks make together"),
     ("stability.verify_layout", False, "it compares a step that all ranks make together"),
 )
@@ -350,18 +352,18 @@ def dedicated_rank_problems(
     for model, ranks in own.items():
         name = f"policy.{RANK_KEYS[model]}"
         if 0 in ranks:
-            yield DeckProblem(name, "names rank 0, which has the policy (the last ranks would do)")
+            yield DeckProblem(name, "contains rank 0, which holds the policy (use the last ranks)")
     vain = {
         CRITIC: (
             deck.objective.kind == "ppo",
             "objective.kind",
-            'is for objective.kind = "ppo", which has a critic',
+            'requires objective.kind = "ppo"',
         ),
         REFERENCE: (has_reference, "objective.beta", "has no effect with objective.beta = 0"),
         REWARD: (
             has_reward_models,
             "policy.reward",
-            "has no effect without the checkpoint of a reward model",
+            "has no effect without a reward model in policy.reward",
         ),
     }
     for model, (used, other, sentence) in vain.items():
@@ -372,14 +374,16 @@ def dedicated_rank_problems(
     keys = tuple(f"policy.{RANK_KEYS[model]}" for model in own)
     for name, value, why in _ALONE:
         if deck.value(name) not in {None, value}:
-            sentence = f"does not go with {keys[0]}: {why} ({toml_value(value)} would do)"
+            sentence = f"conflicts with {keys[0]}: {why} (use {toml_value(value)})"
             yield DeckProblem(name, sentence, keys)
     if deck.layout.auto:
-        sentence = f"does not go with {keys[0]}: ranks are not chosen for several models (leave it out)"
+        sentence = f"conflicts with {keys[0]}: layouts of several models are not searched (leave it out)"
         yield DeckProblem("layout.auto", sentence, keys)
     if deck.stability.spike == "rollback":
-        sentence = f'does not go with {keys[0]}: nothing goes back to copies ("skip" would do)'
+        sentence = f'conflicts with {keys[0]}: runs with dedicated ranks do not roll back (use "skip")'
         yield DeckProblem("stability.spike", sentence, keys)
     if deck.machine.rates is not None:
-        sentence = f"has no effect with {keys[0]}, whose steps are not planned (leave it out)"
+        sentence = (
+            f"has no effect with {keys[0]}: step times of dedicated ranks are not predicted (leave it out)"
+        )
         yield DeckProblem("machine.rates", sentence, keys, no_effect=True)

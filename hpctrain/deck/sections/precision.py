@@ -94,7 +94,13 @@ def _of_fp8(name: str) -> HasEffectWith:
 
 RELATIONS: Relations = (
     Conflicts(_COMPUTE, "model.module", ("fp8",), because="only built-in models multiply in 8 bits"),
-    Conflicts(_COMPUTE, _SERVER, ("fp16",), GIVEN, because="its loss scale requires common steps"),
+    Conflicts(
+        _COMPUTE,
+        _SERVER,
+        ("fp16",),
+        GIVEN,
+        because="its loss scale requires steps that all ranks make together",
+    ),
     HasEffectWith("precision.initial_loss_scale", _COMPUTE, ("fp16",)),
     HasEffectWith("precision.loss_scale_window", _COMPUTE, ("fp16",)),
     _of_fp8("fp8"),
@@ -110,7 +116,7 @@ RELATIONS: Relations = (
             _RECIPE,
             None,
             ("row", "block", "mx"),
-            because="ranks divide elements with a common scale, and transposed matrices have other scales",
+            because="ranks split blocks of elements with a common scale",
             further_keys=(_COMPUTE, "layout.zero"),
         ),
     ),
@@ -119,7 +125,7 @@ RELATIONS: Relations = (
         Conflicts(
             "precision.fp8_watch",
             "communication.server",
-            because="workers make steps by themselves, and no rank has the counts of all",
+            because="workers make steps independently, and no rank has the counts of all workers",
         ),
     ),
 )
@@ -135,7 +141,7 @@ def precision_problems(deck: Deck) -> Iterator[DeckProblem]:
     if deck.precision.fp8 == "delayed" and deck.communication.server is not None:
         sentence = (
             f'conflicts with {_SERVER} = "{deck.communication.server.mode}": its scales follow steps '
-            'that all ranks make together ("tensor", "row", "block" or "mx" would do)'
+            'that all ranks make together (use "tensor", "row", "block" or "mx")'
         )
         yield DeckProblem(_RECIPE, sentence, (_COMPUTE, "communication.server"))
     if deck.precision.fp8 in BLOCK_SIZES:
@@ -149,7 +155,7 @@ def _cuts_within_blocks(deck: Deck, block: int) -> Iterator[DeckProblem]:
     """
     model, layout, batch = deck.model, deck.layout, deck.batch
     tensor, context = layout.tensor, layout.context
-    recipe = f'precision.fp8 = "{deck.precision.fp8}", whose scales are of blocks of {block}'
+    recipe = f'precision.fp8 = "{deck.precision.fp8}", which scales blocks of {block} elements'
     sizes = {
         "model.heads x model.head_size": model.heads * model.head_size,
         "model.key_value_heads x model.head_size": model.key_value_heads * model.head_size,
@@ -161,9 +167,9 @@ def _cuts_within_blocks(deck: Deck, block: int) -> Iterator[DeckProblem]:
         unit = block * tensor
         if tensor > 1 and size % unit:
             sentence = (
-                f"cuts {name} = {size}, which must be a multiple of {block} x layout.tensor = {unit} with "
-                f'{recipe} ({multiples(size, unit)} would; "tensor", "delayed" and "row" do not ask '
-                "for it)"
+                f"splits {name} = {size}, which must be a multiple of {block} x layout.tensor = {unit} with "
+                f'{recipe} (use {multiples(size, unit)}, or precision.fp8 = "tensor", "delayed" '
+                'or "row")'
             )
             others = (_COMPUTE, _RECIPE, *name.split(" x "))
             yield DeckProblem("layout.tensor", sentence, others)
@@ -172,9 +178,9 @@ def _cuts_within_blocks(deck: Deck, block: int) -> Iterator[DeckProblem]:
     tokens = batch.micro_size * batch.sequence
     if context > 1 and tokens % unit:
         sentence = (
-            f"cuts batch.micro_size x batch.sequence = {tokens} into {pieces} pieces, each of which must be "
-            f'a multiple of {block} with {recipe} ({multiples(tokens, unit)} in all would; "tensor", '
-            '"delayed" and "row" do not ask for it)'
+            f"splits batch.micro_size x batch.sequence = {tokens} into {pieces} pieces, each of which must "
+            f"be a multiple of {block} with {recipe} (use {multiples(tokens, unit)} in total, or "
+            'precision.fp8 = "tensor", "delayed" or "row")'
         )
         others = (_COMPUTE, _RECIPE, "batch.micro_size", "batch.sequence", "layout.context_form")
         yield DeckProblem("layout.context", sentence, others)

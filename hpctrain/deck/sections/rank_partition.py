@@ -164,7 +164,7 @@ def require_no_dedicated_ranks(deck: Deck, why: str) -> None:
         HpctrainError: The deck trains a policy, and a model has dedicated ranks.
     """
     apart = [
-        deck.problem(f"policy.{RANK_KEYS[model]}", f'{why} ("{POLICY}" would do here)')
+        deck.problem(f"policy.{RANK_KEYS[model]}", f'{why} (use "{POLICY}")')
         for model in dedicated_ranks(deck)
     ]
     if apart:

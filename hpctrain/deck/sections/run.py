@@ -56,7 +56,7 @@ class RunSection(Section):
         ge=0,
     )
     evaluate_sequences: int = key(
-        "Highest number of held-out sequences of one evaluation.", 64, unit="sequences", ge=1
+        "Maximum number of held-out sequences of one evaluation.", 64, unit="sequences", ge=1
     )
     patience: int = key(
         "Early stopping: evaluations without a lower loss on the set of checkpoint.keep_best; 0: never stop.",
@@ -107,10 +107,12 @@ RELATIONS: Relations = (
         "run.tokens",
         "data.dataset",
         because="the samples of a dataset have no tokens",
-        hint="run.steps would do",
+        hint="use run.steps",
     ),
-    Conflicts(_NOISE_SCALE, _MODULE, because="it is measured for built-in models only"),
-    Conflicts("run.trace", "communication.server.mode", because="it shows steps of all ranks together"),
+    Conflicts(_NOISE_SCALE, _MODULE, because="it is supported for built-in models only"),
+    Conflicts(
+        "run.trace", "communication.server.mode", because="it records steps that all ranks make together"
+    ),
 )
 
 
@@ -118,11 +120,11 @@ def title_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problem of a title that cannot be the name of a folder, a file and a job; at most one."""
     title, why = deck.run.title, ""
     if "/" in title or title == "." or ".." in title:
-        why = 'names a folder, so it must not be "." or contain "/" or ".."'
+        why = 'is the name of a folder: must not be "." or contain "/" or ".."'
     elif len(title.encode("utf-8", "replace")) > _TITLE_BYTES:
-        why = f"names a folder, so it must have {_TITLE_BYTES} bytes at most"
+        why = f"is the name of a folder: must have at most {_TITLE_BYTES} bytes"
     elif not title.strip():
-        why = "names a folder, so it must be more than blanks"
+        why = "is the name of a folder: must not be blank"
     if why:
         yield DeckProblem("run.title", why, for_new_decks=True)
 
@@ -140,7 +142,7 @@ def length_problems(deck: Deck) -> Iterator[DeckProblem]:
     if "run.steps" in deck.sources.places and not deck.sources.place("run.steps").note:
         given.insert(0, "run.steps")
     for name in given[1:]:
-        sentence = f"gives the length of the run, as {given[0]} does (leave one of them out)"
+        sentence = f"conflicts with {given[0]}: both give the length of the run (leave one of them out)"
         yield DeckProblem(name, sentence, (given[0],))
 
 
@@ -156,7 +158,7 @@ def noise_scale_problems(deck: Deck) -> Iterator[DeckProblem]:
 
     def problem(why: str, *conflicting: str) -> DeckProblem:
         given = " and ".join(f"{name} = {toml_value(deck.value(name))}" for name in conflicting)
-        return DeckProblem(_NOISE_SCALE, f"conflicts with {given}, {why} (0 would do)", conflicting)
+        return DeckProblem(_NOISE_SCALE, f"conflicts with {given}, {why} (use 0)", conflicting)
 
     if keys.server is not None:
         yield problem("whose workers do not make steps together", "communication.server.mode")
@@ -167,13 +169,13 @@ def noise_scale_problems(deck: Deck) -> Iterator[DeckProblem]:
     if keys.compress in _NOT_MEANS:
         yield problem("which changes the sums of gradients", "communication.compress")
     if deck.memory.accumulate == "sliced":
-        yield problem("with which no rank has the gradients of all its tokens", "memory.accumulate")
+        yield problem("with which no rank has the gradient of all of its tokens", "memory.accumulate")
     if layout.context > 1:
-        yield problem("whose ranks have gradients of parts of the same sequences", "layout.context")
+        yield problem("whose ranks compute gradients of parts of the same sequences", "layout.context")
     if deck.model.experts:
         for name in ("expert", "expert_tensor", "tensor"):
             if getattr(layout, name) > 1:
-                why = "with which gradients of experts are of tokens of several ranks"
+                why = "with which gradients of experts come from tokens of several ranks"
                 yield problem(why, f"layout.{name}", "model.experts.count")
                 break
 
@@ -189,11 +191,11 @@ def noise_scale_world_problems(deck: Deck, data_ranks: int) -> Iterator[DeckProb
     if not deck.run.noise_scale_steps or data_ranks > 1:
         return
     if layout.tensor > 1 or layout.pipeline > 1:
-        sentence = "compares data ranks with all of them together, but there is one (0 would do)"
+        sentence = "compares gradients of several data ranks, but the layout has one (use 0)"
         yield DeckProblem(_NOISE_SCALE, sentence, ("layout.data", "layout.tensor", "layout.pipeline"))
     elif batch.global_size <= batch.micro_size:
         sentence = (
-            "compares a rank's first micro-batch with all of its step, but there is one (0, a smaller "
-            "batch.micro_size or more ranks would do)"
+            "compares the first micro-batch of a step with all of them, but a step has one (use 0, a smaller "
+            "batch.micro_size, or more ranks)"
         )
         yield DeckProblem(_NOISE_SCALE, sentence, ("layout.data", "batch.global_size", "batch.micro_size"))

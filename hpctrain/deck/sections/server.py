@@ -47,7 +47,7 @@ _MODE, _STALENESS, _CORRECTION = (
 
 RELATIONS: Relations = (
     HasEffectWith(_STALENESS, _MODE, ("stale",)),
-    HasEffectWith(_CORRECTION, _MODE, ("async", "stale"), because="nothing is stale"),
+    HasEffectWith(_CORRECTION, _MODE, ("async", "stale"), because="no gradient is stale"),
     HasEffectWith("communication.server.compensation", _CORRECTION, ("compensate",)),
 )
 
@@ -65,7 +65,7 @@ def missing_worker_problem(deck: Deck, ranks: int) -> DeckProblem:
         ranks: Number of ranks of the run, which the message names.
     """
     need = server_ranks(deck) + count_dedicated_ranks(deck) + 1
-    sentence = f"leaves no worker of {counted(ranks, 'rank')} (start {need} or more)"
+    sentence = f"leaves no worker among {counted(ranks, 'rank')} (start {need} ranks or more)"
     return DeckProblem("communication.server.ranks", sentence, (_MODE,))
 
 
@@ -76,5 +76,5 @@ def server_problems(deck: Deck) -> Iterator[DeckProblem]:
     """
     keys = deck.communication.server
     if keys is not None and keys.mode == "stale" and not keys.staleness and keys.correction != "none":
-        sentence = f"has no effect with {_STALENESS} = 0, where nothing is stale (leave it out)"
+        sentence = f"has no effect with {_STALENESS} = 0: no gradient is stale (leave it out)"
         yield DeckProblem(_CORRECTION, sentence, (_MODE, _STALENESS), no_effect=True)

@@ -26,7 +26,7 @@ class Stability(Section):
         "Whether to compare the initial parameters of all data-parallel copies before training.", True
     )
     straggler_factor: float = key(
-        "Ranks that compute this many times longer than the median are reported; 0: none (none with NCCL).",
+        "Ranks that compute this many times longer than the median are reported (not with NCCL); 0: none.",
         1.5,
         ge=0,
     )
@@ -44,18 +44,16 @@ class Stability(Section):
         ge=8,
         le=100_000,
     )
-    spike_factor: float = key("A spike is this many deviations above the median.", 6.0, gt=1)
+    spike_factor: float = key("Deviations above the median from which a value is a spike.", 6.0, gt=1)
     spike_back: int = key(
-        "Lowest number of steps that a rollback goes back; the samples of these steps are skipped.",
+        "Minimum number of steps that a rollback goes back; their samples are skipped.",
         100,
         unit="steps",
         ge=1,
     )
-    spike_most: int = key(
-        "Highest number of spikes of a run; with one more it stops, for you to examine it.", 20, ge=1
-    )
+    spike_most: int = key("Maximum number of spikes of a run; a run with more spikes stops.", 20, ge=1)
     max_skipped_steps: int = key(
-        "Consecutive steps without an update, or all steps of a run, that end it with an error (0: never).",
+        "Consecutive steps without an update (or all steps) after which a run ends with an error; 0: never.",
         50,
         unit="steps",
         ge=0,
@@ -82,12 +80,14 @@ RELATIONS: Relations = (
     HasEffectWith("stability.spike_factor", _SPIKE, ("skip", "rollback")),
     HasEffectWith("stability.spike_most", _SPIKE, ("skip", "rollback")),
     HasEffectWith("stability.spike_back", _SPIKE, ("rollback",)),
-    Conflicts("stability.corruption", "communication.server.mode", because="state of servers is not checked"),
-    Conflicts(_SPIKE, "communication.server.mode", because="servers update with each gradient"),
+    Conflicts(
+        "stability.corruption", "communication.server.mode", because="the state of servers is not checked"
+    ),
+    Conflicts(_SPIKE, "communication.server.mode", because="servers update the weights with each gradient"),
     Conflicts(
         "stability.verify_layout",
         "communication.server.mode",
-        because="it compares steps of all ranks together",
+        because="it compares steps that all ranks make together",
     ),
 )
 
@@ -100,21 +100,20 @@ def stability_problems(deck: Deck) -> Iterator[DeckProblem]:
     """
     keys, checkpoint, steps = deck.stability, deck.checkpoint, deck.run.steps
     if 0 < keys.straggler_factor <= 1:
-        sentence = "must be above 1, or 0 to name no rank: half of all ranks take longer than the median"
+        sentence = "must be above 1, or 0 to report no rank: half of the ranks are slower than the median"
         yield DeckProblem("stability.straggler_factor", sentence)
     if keys.spike == "off":
         return
     examined_steps = steps - deck.learning_rate.warmup
     if keys.spike_window >= steps:
-        sentence = f"is no shorter than the run, of run.steps = {steps}, and no step would be judged"
-        would = f" ({examined_steps // 2} would)" if examined_steps // 2 >= 8 else ""
+        sentence = f"must be below run.steps = {steps}: otherwise no step is examined"
+        would = f" (use {examined_steps // 2})" if examined_steps // 2 >= 8 else ""
         yield DeckProblem("stability.spike_window", sentence + would, ("run.steps",))
     if keys.spike != "rollback":
         return
     if not checkpoint.every and not checkpoint.memory_every:
         sentence = (
-            "has nothing to go back to, without checkpoint.every or checkpoint.memory_every "
-            f"({keys.spike_back} steps would do for either)"
+            f"requires checkpoint.every or checkpoint.memory_every (use {keys.spike_back} steps for either)"
         )
         yield DeckProblem(_SPIKE, sentence, ("checkpoint.every", "checkpoint.memory_every"))
     elif not checkpoint.memory_every and not checkpoint.keep_every:
@@ -122,8 +121,8 @@ def stability_problems(deck: Deck) -> Iterator[DeckProblem]:
         if oldest < keys.spike_back:
             enough = -(-keys.spike_back // checkpoint.every) + 1
             sentence = (
-                f"is further back than the oldest of {checkpoint.keep} checkpoints, one every "
-                f"{checkpoint.every} steps (checkpoint.keep = {enough} would do, or checkpoint.memory_every)"
+                f"is longer than the age of the oldest of {checkpoint.keep} checkpoints, one every "
+                f"{checkpoint.every} steps (use checkpoint.keep = {enough}, or checkpoint.memory_every)"
             )
             others = ("checkpoint.keep", "checkpoint.every", "checkpoint.memory_every")
             yield DeckProblem("stability.spike_back", sentence, others)

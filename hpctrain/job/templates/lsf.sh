@@ -29,7 +29,7 @@ for count in "${fitting_nodes[@]}"; do
     if [ $((count * ranks_per_node)) -le "$LSB_DJOB_NUMPROC" ]; then nodes=$count; fi
 done
 if [ "$nodes" -eq 0 ]; then
-    echo "the layout needs ${fitting_nodes[0]} nodes, and the job has $LSB_DJOB_NUMPROC slots" >&2
+    echo "the layout requires ${fitting_nodes[0]} nodes, but the job has $LSB_DJOB_NUMPROC slots" >&2
     exit 2
 fi
 

@@ -6,7 +6,7 @@ while true; do
     others=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep --invert-match --line-regexp "$SLURMD_NODENAME")
     guard=
     if [ -n "$others" ]; then
-        # shellcheck disable=SC2016 # that is for the other node's shell
+        # shellcheck disable=SC2016 # for the shell of the other node
         srun --overlap --nodes=1 --ntasks=1 --nodelist="${others%%$'\n'*}" --cpus-per-task=1 --mem=0 --output=none bash -c '
             trap "" USR1 USR2
             while sleep 10; do
@@ -22,7 +22,7 @@ while true; do
     case $code in 0 | 2 | 3 | 75 | 126 | 127) break ;; esac
     echo "exit code $code on $(hostname), $(date)" >>"$faults"
     if [ "$(wc -l <"$faults")" -gt 5 ]; then break; fi
-    # Slurm removes a lost node after a while (SlurmdTimeout). Until then not all nodes of the job answer.
+    # Slurm removes a lost node after a while (SlurmdTimeout). Until then, some nodes of the job do not answer.
     for _ in {1..60}; do
         left=$(squeue --noheader --job "$SLURM_JOB_ID" --format %D)
         SLURM_JOB_NODELIST=$(squeue --noheader --job "$SLURM_JOB_ID" --format %N)

@@ -16,8 +16,8 @@ def turned(x: Tensor) -> Tensor:
     """Sequence first of batch first, and the other way round; contiguous."""
     if x.dim() < 3:
         raise HpctrainError(
-            "layout.sequence_parallel gathers activations [batch, sequence, features], and the module has "
-            f"{list(x.shape)} there"
+            "layout.sequence_parallel: expected activations of shape [batch, sequence, features], got "
+            f"{list(x.shape)}"
         )
     return x.transpose(0, 1).contiguous()
 

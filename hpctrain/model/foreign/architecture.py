@@ -152,7 +152,10 @@ class ModuleArchitecture(Architecture):
             if device != META or not isinstance(error.__cause__, NotImplementedError | RuntimeError):
                 raise
             first, *frames = error.problems
-            told = f'{first} (it is built on torch\'s device "meta" first, where tensors have no values)'
+            told = (
+                f'{first} (a module is first built on the device "meta" of torch, whose tensors '
+                "have no values)"
+            )
             raise HpctrainError([told, *frames]) from error.__cause__
 
 
@@ -219,18 +222,19 @@ def _problems(deck: Deck, module: nn.Module) -> Iterator[tuple[str, str]]:
         names = [name for name, _ in module.named_modules() if name]
         lists = [f"{name}.*" for name, each in module.named_modules() if name and _is_row(each)]
         near = nearest(pattern, [*lists, *names])
-        known = f"did you mean {near}?" if near else f"there are {', '.join(lists or names[:8]) or 'none'}"
-        yield "model.blocks", f"no part of the module has such a name ({known})"
+        shown = ", ".join(lists or names[:8]) or "none"
+        known = f"did you mean {near}?" if near else f"the module has {shown}"
+        yield "model.blocks", f"matches no submodule ({known})"
     yield from _parts_problems(deck, len(blocks_in(module, pattern)))
     parameters = list(module.named_parameters())
     if not any(each.requires_grad for _, each in parameters):
-        yield "model.module", "has no parameter to train"
+        yield "model.module", "has no trainable parameter"
     for name, each in parameters:
         if isinstance(each, nn.UninitializedParameter):
-            yield "model.module", f"the shape of its parameter {name} is open until it is called"
+            yield "model.module", f"has a parameter {name} whose shape is unknown before the first call"
         elif not each.is_floating_point():
             kind = str(each.dtype).removeprefix("torch.")
-            yield "model.module", f"its parameter {name} is of {kind}, which is not trained here"
+            yield "model.module", f"has a parameter {name} of unsupported type {kind}"
     layout = deck.layout
     plan = plan_of(module, deck.model.plan, layout.tensor, layout.sequence_parallel)
     yield from (("model.plan", sentence) for sentence in plan.problems)
@@ -238,8 +242,9 @@ def _problems(deck: Deck, module: nn.Module) -> Iterator[tuple[str, str]]:
         some = ", ".join(list(kept)[:3]) + ", ..." * (len(kept) > 3)
         yield (
             "model.buffers",
-            f'is to be said of a module that keeps {counted(len(kept), "buffer")} ({some}): "first" takes '
-            'those of the first data rank after each step, "average" their mean',
+            f"is required for a module with {counted(len(kept), 'persistent buffer')} ({some}): "
+            '"first" keeps '
+            'those of the first data rank after each step, "average" the mean over data ranks',
         )
 
 
@@ -261,9 +266,9 @@ def _parts_problems(deck: Deck, number: int) -> Iterator[tuple[str, str]]:
         return
     if number < parts - 1:
         made = f"layout.pipeline x layout.chunks = {layout.pipeline} x {layout.chunks}"
-        yield "layout.pipeline", f"{made} needs {parts - 1} blocks or more, but {blocks}"
+        yield "layout.pipeline", f"{made} requires {parts - 1} blocks or more, but {blocks}"
     elif isinstance(layout.split, tuple) and sum(layout.split) != number:
-        yield "layout.split", f"adds up to {sum(layout.split)}, but {blocks}"
+        yield "layout.split", f"must add up to the number of blocks, not {sum(layout.split)}: {blocks}"
 
 
 def _notes(deck: Deck, module: nn.Module) -> tuple[str, ...]:
@@ -273,13 +278,13 @@ def _notes(deck: Deck, module: nn.Module) -> tuple[str, ...]:
         names.setdefault(parameter, []).append(name)
     tied = [f"{' and '.join(each)} are one parameter" for each in names.values() if len(each) > 1]
     if len(tied) > _MOST_TOLD:
-        tied[_MOST_TOLD:] = [f"and {counted(len(tied) - _MOST_TOLD, 'other')} of several names"]
+        tied[_MOST_TOLD:] = [f"and {counted(len(tied) - _MOST_TOLD, 'other')} with several names"]
     storage = Precision.of(deck).storage
     others = sorted({str(p.dtype).removeprefix("torch.") for p in names} - {"float32"})
     if not others:
         return tuple(tied)
     made, here = " and ".join(others), str(storage).removeprefix("torch.")
-    told = f"parameters that the module makes in {made} are {here} here, as all are, and updated in float32"
+    told = f"parameters that the module creates in {made} are stored in {here} and updated in float32"
     return (*tied, told)
 
 

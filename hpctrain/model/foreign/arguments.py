@@ -86,12 +86,12 @@ def call_of(module: nn.Module, there: Collection[str], wanted: Sequence[str] | N
     """
     taken = signature(module.forward).parameters
     fixed: dict[str, Any] = {"use_cache": False} if "use_cache" in taken else {}
-    told = f"a batch of the dataset has {', '.join(there)}"
+    told = f"the entries of a batch are {', '.join(there)}"
     if wanted is not None:
         if not wanted:
-            raise HpctrainError(f"names nothing that the module is called with ({told})")
+            raise HpctrainError(f"must name at least one batch entry ({told})")
         if missing := [name for name in wanted if name not in there]:
-            raise HpctrainError(f"names {missing[0]}, but {told}")
+            raise HpctrainError(f"contains {missing[0]}, but {told}")
         named = {name: name for name in wanted if _by_name(taken, name)}
         return ModuleCall(module, tuple(name for name in wanted if name not in named), named, fixed)
     asked = [name for name in there if name not in ANSWERS]
@@ -101,7 +101,9 @@ def call_of(module: nn.Module, there: Collection[str], wanted: Sequence[str] | N
     if named or len(asked) == 1:
         return ModuleCall(module, () if named else tuple(asked), named, fixed)
     takes = ", ".join(name for name, each in taken.items() if each.kind not in _ANY) or "nothing"
-    raise HpctrainError(f"is to name what the module is called with: it takes {takes}, and {told}")
+    raise HpctrainError(
+        f"is required: it names the batch entries for the arguments of the module, {takes} ({told})"
+    )
 
 
 _ANY = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD

@@ -53,8 +53,8 @@ class RunningBlock:
         if needed and _versions(inputs) != versions:
             why = 'memory.recompute = "full"' if policy.repeats else "layout.zero = 3"
             raise HpctrainError(
-                f"{self.name} changes what it is given in place, which {why} cannot undo "
-                "(x = x + y makes another one, where x += y changes it)"
+                f"{self.name}: changes its input in place, which conflicts with {why} (use x = x + y "
+                "instead of x += y)"
             )
         return result
 

@@ -115,16 +115,16 @@ def cut_problems(order: CallOrder, split: Sequence[int]) -> Iterator[str]:
         parts = {part_of(position) for position in positions}
         if len(parts) > 1 and parts != {0, last}:
             yield (
-                f"parts the module where its parameter {name} is used by {_places(order, positions)}, which "
-                "lie on several stages (only the first and the last one can have one in common; give each "
-                "block one of its own)"
+                f"conflicts with the parameter {name}, which is used by {_places(order, positions)} on "
+                "several stages: only the first and the last stage can share a parameter (use a separate "
+                "parameter for each block)"
             )
     for name in sorted(order.written & order.buffers.keys()):
         positions = order.buffers[name]
         if len({part_of(position) for position in positions}) > 1:
             yield (
-                f"parts the module where its buffer {name}, which a pass changes, is used by "
-                f"{_places(order, positions)}, which lie on several stages"
+                f"conflicts with the buffer {name}, which a forward pass changes and which is used by "
+                f"{_places(order, positions)} on several stages"
             )
     for end in ends[:-1]:
         yield from _problems_at(order, end)
@@ -137,20 +137,20 @@ def _problems_at(order: CallOrder, block: int) -> Iterator[str]:
         call, spec, last = order.calls[source.call], order.spec(source), order.uses[source]
         if not spec.travels:
             yield (
-                f"parts the module where {call.name} gives {spec}, which {order.where(last)} uses on another "
-                "stage: only fractions pass there (what is computed of the inputs outside of modules with "
-                "parameters, each stage has by itself)"
+                f"splits the module where {call.name} returns {spec}, which {order.where(last)} uses on "
+                "another stage: only floating-point tensors are sent between stages (every stage can "
+                "compute what depends on the inputs alone, outside of modules with parameters)"
             )
     for number, last in order.left.items():
         call = order.calls[number]
         if call.position < 2 * block <= last:
             yield (
-                f"parts the module where {order.where(last)} uses, on another stage, what {call.name} leaves "
-                "behind otherwise than by what it gives (return it)"
+                f"splits the module where {order.where(last)}, on another stage, uses a tensor of "
+                f"{call.name} that is not part of its result (return it)"
             )
     if not any(order.spec(source).learns for source in sources):
         where = order.where(min(2 * block + 1, order.end))
-        yield f"parts the module before {where}, where no tensor passes that gradients would come back to"
+        yield f"splits the module before {where}, where no tensor with a gradient is sent to the next stage"
 
 
 def _places(order: CallOrder, positions: frozenset[int]) -> str:

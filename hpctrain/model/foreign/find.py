@@ -44,7 +44,7 @@ def build_module(code: NamedCode, arguments: Mapping[str, Any]) -> nn.Module:
         with run_user_code(f"{short} fails"):
             built = function(config(**given) if folder is None else config.from_pretrained(folder, **given))
     if not isinstance(built, nn.Module):
-        raise HpctrainError(f"{short} gives no torch.nn.Module, but {article(type(built).__name__)}")
+        raise HpctrainError(f"{short}: expected a torch.nn.Module, got {article(type(built).__name__)}")
     return built
 
 
@@ -59,6 +59,6 @@ def _refuse_remote_code(folder: str, arguments: Mapping[str, Any]) -> None:
         argument = name.key.partition(".")[2]
         if argument not in arguments:
             raise HpctrainError(
-                f"{path}: {argument} = {name.target} has code loaded from elsewhere; give {argument} of your "
-                "own in [model.arguments]"
+                f"{path}: {argument} = {name.target}: refers to remote code (set {argument} "
+                "in [model.arguments])"
             )

@@ -74,7 +74,7 @@ def first_module(architecture: ModuleArchitecture, seed: int) -> nn.Module:
     """
     with seeded(seed):
         twin = architecture.build(HOST)
-        _require_same(Forms.of(architecture.sketch()), Forms.of(twin), f"{architecture.title} gives")
+        _require_same(Forms.of(architecture.sketch()), Forms.of(twin), architecture.title)
         if architecture.initial is not None:
             _change(twin, architecture.initial)
     return twin
@@ -114,31 +114,29 @@ def _change(twin: nn.Module, code: NamedCode) -> None:
         try:
             signature(function).bind(twin)
         except TypeError as error:
-            sentence = f"model.initial: {short} is to take the module, whose values it changes: {error}"
+            sentence = f"model.initial: {short} must take the module as its argument: {error}"
             raise HpctrainError(sentence) from None
     with run_user_code(f"model.initial: {short} fails"):
         function(twin)
-    _require_same(before, Forms.of(twin), f"model.initial: {short} makes")
+    _require_same(before, Forms.of(twin), f"model.initial: {short}")
 
 
-def _require_same(expected: Forms, found: Forms, doing: str) -> None:
+def _require_same(expected: Forms, found: Forms, subject: str) -> None:
     """Raise HpctrainError where a module has not the parameters and buffers that it is to have."""
     if more := sorted(found.firsts.keys() - expected.firsts.keys()):
-        raise HpctrainError(f"{doing} a parameter {more[0]}, which the module is not to have")
+        raise HpctrainError(f"{subject}: unexpected parameter {more[0]}")
     for name, shape in expected.shapes.items():
         own, is_parameter = found.shapes.get(name), name in expected.firsts
         kind = "parameter" if is_parameter else "buffer"
         if own is None or is_parameter != (name in found.firsts):
-            raise HpctrainError(f"{doing} a module without the {kind} {name}, which it is to have")
+            raise HpctrainError(f"{subject}: missing {kind} {name}")
         if own != shape:
-            raise HpctrainError(f"{doing} {name} of shape {own}, in the module {shape}")
+            raise HpctrainError(f"{subject}: {name}: expected shape {shape}, got {own}")
         if is_parameter and found.firsts[name] != (first := expected.firsts[name]):
-            raise HpctrainError(
-                f"{doing} {name} another parameter than {first}, but in the module they are one"
-            )
+            raise HpctrainError(f"{subject}: {name}: must be the same parameter as {first}")
         if (name in found.trained) != (name in expected.trained):
             state = "trained" if name in found.trained else "frozen"
             raise HpctrainError(
-                f"{doing} {name} {state}, which changes no values (what stays is said by the module, or by "
-                "model.frozen)"
+                f"{subject}: {name}: became {state}, but initialization must change values only (use "
+                "the module or model.frozen)"
             )

@@ -202,7 +202,7 @@ def _drop_on_gpu(x: Tensor, p: float, train: bool) -> Tensor:
 
 def _refuse(name: str, *given: Any, **named: Any) -> Any:
     """What keeps memory of a size that its kernel alone knows."""
-    raise NotImplementedError(f"how much torch.{name} keeps is not known")
+    raise NotImplementedError(f"the memory that torch.{name} saves for backward is unknown")
 
 
 def _alike(tensor: Tensor) -> Tensor:

@@ -85,8 +85,8 @@ class CallOrder:
         if position % 2:
             return f"block {self.blocks[position // 2]}"
         if position in {0, self.end}:
-            return "what comes before the blocks" if not position else "what comes after the blocks"
-        return f"what comes before block {self.blocks[position // 2]}"
+            return "the part before the blocks" if not position else "the part after the blocks"
+        return f"the part before block {self.blocks[position // 2]}"
 
 
 @lru_cache(maxsize=32)
@@ -107,7 +107,7 @@ def order_of(architecture: ModuleArchitecture) -> CallOrder:
         for name, field in architecture.example(architecture.micro_size).items()
     }
     call = partial(architecture.call(module), fields)
-    with run_user_code('its pass on torch\'s device "meta", where parameters have no values, fails'):
+    with run_user_code('its forward pass on the device "meta" of torch, whose tensors have no values, fails'):
         return find_order(module, call, blocks_in(module, architecture.pattern))
 
 
@@ -201,8 +201,8 @@ class _Trace(TorchDispatchMode):
                     return InputReference(index)
                 if each is tensor:
                     raise HpctrainError(
-                        f"{name} changes what it takes in place, and gives it back (stages of a pipeline "
-                        "need a tensor of its own)"
+                        f"{name}: changes its input in place and returns it (return a new "
+                        "tensor for pipeline stages)"
                     )
             source, made = Source(number, made), made + 1
             self._made[source] = tensor, tensor._version
@@ -274,14 +274,14 @@ class _Trace(TorchDispatchMode):
     def _require_in_order(self) -> None:
         """HpctrainError where blocks are not called once each, in their order."""
         called = [call.name for call in self.calls if call.is_block]
-        rule = "stages of a pipeline go through blocks once, in their order"
+        rule = "pipeline stages require one call of each block, in their order"
         for name in self.blocks:
             if called.count(name) != 1:
                 times = f"is called {called.count(name)} times" if name in called else "is not called"
-                raise HpctrainError(f"block {name} {times} in a pass ({rule})")
+                raise HpctrainError(f"block {name} {times} in a forward pass ({rule})")
         for name, other in zip(self.blocks, called, strict=True):
             if name != other:
-                raise HpctrainError(f"block {other} is called where {name} would be ({rule})")
+                raise HpctrainError(f"block {other} is called instead of block {name} ({rule})")
 
 
 def _with_changes(call: BlockCall, number: int, changed: set[Source]) -> BlockCall:

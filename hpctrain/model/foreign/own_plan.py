@@ -35,10 +35,13 @@ def own_plan(module: nn.Module, ranks: int, pieces: bool) -> SplitPlan:
     kind = type(module).__name__
     theirs = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
     if not theirs:
-        return SplitPlan({}, (f"{kind} has no plan of its own (a table of patterns would do)",))
+        return SplitPlan({}, (f"{kind} has no plan (use a table of patterns)",))
     if pieces:
-        told = "does not say where sequences are cut (layout.sequence_parallel = false would do)"
-        return SplitPlan({}, (f"that of {kind} itself {told}",))
+        told = (
+            "conflicts with layout.sequence_parallel (use layout.sequence_parallel = false, or a "
+            "table of patterns)"
+        )
+        return SplitPlan({}, (f"the plan of {kind} {told}",))
     modules = {name: each for name, each in module.named_modules() if name}
     parameters = dict(module.named_parameters())
     wishes: dict[str, SplitRule] = {}
@@ -52,7 +55,7 @@ def own_plan(module: nn.Module, ranks: int, pieces: bool) -> SplitPlan:
         if not names or style in _WHOLE:
             continue
         if style not in _STYLES:
-            problems.append(f'{kind} has "{style}" for {pattern} in its own plan, which is not known here')
+            problems.append(f'{kind} has the unsupported style "{style}" for {pattern} in its plan')
             continue
         for name in names:
             wishes[name] = _wish(module, modules, name, _STYLES[style], style.startswith("packed"))

@@ -98,8 +98,8 @@ class Replacing(SplitLinear):
         """HpctrainError in a backward pass that is not the run's: it would add to gradients, too."""
         if not self.groups.weight_gradients.running or torch.is_grad_enabled():
             raise HpctrainError(
-                f"model.plan: {self.weights[0].shard.name} is split, and a gradient is taken through it "
-                "in the module or its loss, which what is split cannot give (leave it out of the plan)"
+                f"model.plan: {self.weights[0].shard.name}: split parameters have no gradient inside the "
+                "module or its loss, such as by torch.autograd.grad (leave it out of the plan)"
             )
 
     def added(self, parameters: Sequence[Parameter]) -> None:
@@ -128,7 +128,7 @@ class BatchFirstColumnLinear(Replacing, ColumnLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s or s/t, k] -> [b, s, sum of split_sizes, or outputs]. HpctrainError for other features."""
-        _require_features(self, x, self.linear.inputs, "column", 'what is split already takes "row"')
+        _require_features(self, x, self.linear.inputs, "column", 'use "row" for split features')
         y = super().forward(x) if self.pieces is None else turned(super().forward(turned(x)))
         return whole_features(self.tensor, y, self.outputs) if self.outputs else y
 
@@ -151,9 +151,9 @@ class BatchFirstRowLinear(Replacing, RowLinear):
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, k/t or k] -> [b, s or s/t, n]. HpctrainError for other features."""
         taken = self.weights[0].shard.local[not self.linear.transposed]
-        hint = '"row of whole input" takes all, "column" before it gives a share'
+        hint = 'use "row of whole input" for all features, or "column" for the layer before it'
         if self.whole_input:
-            taken, hint = self.linear.inputs, '"row" takes what is split already'
+            taken, hint = self.linear.inputs, 'use "row" for split features'
         _require_features(self, x, taken, "row", hint)
         own = own_features(self.groups.tensor, x) if self.whole_input else x
         return super().forward(own) if self.pieces is None else turned(super().forward(turned(own)))
@@ -164,8 +164,8 @@ def _require_features(layer: SplitLinear, x: Tensor, taken: int, style: str, hin
     if x.shape[-1] != taken:
         name = layer.weights[0].shard.name.removesuffix(".weight")
         raise HpctrainError(
-            f'model.plan: {name} is a "{style}", which takes {taken} features on each tensor rank here, '
-            f"and gets {x.shape[-1]} ({hint})"
+            f'model.plan: {name} = "{style}": expected {taken} features on each tensor rank, '
+            f"got {x.shape[-1]} ({hint})"
         )
 
 

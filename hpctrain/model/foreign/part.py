@@ -169,8 +169,8 @@ class ModulePart(nn.Module):
                 form = str(self.architecture.storage).removeprefix("torch.")
                 why = "with layout.zero = 3" if self.residency.gathers else f"in {form}"
                 raise HpctrainError(
-                    f"{self.title} writes into its parameter {name} while it computes, which is lost "
-                    f"{why}, as what is updated is elsewhere (fp32 and layout.zero = 2 keep it)"
+                    f"{self.title}: changes its parameter {name} in the forward pass; the change is lost "
+                    f"{why} (use fp32 and layout.zero = 2)"
                 )
 
     def _meet(self, parameter: Tensor) -> None:

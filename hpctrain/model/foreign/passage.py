@@ -93,7 +93,7 @@ class PiecePassage(Passage):
             return compute(*given, **named)
         number, self._count = self._count, self._count + 1
         if number >= len(self.calls) or self.calls[number].name != name:
-            at = "at another place than in the pass by which stages were made"
+            at = "at a different place than in the forward pass from which stages were derived"
             raise HpctrainError(f"{name} is called {at}")
         call = self.calls[number]
         if call.position < 2 * self.piece.span.first:
@@ -128,9 +128,9 @@ class PiecePassage(Passage):
                 continue
             if not spec.is_of(tensor):
                 raise HpctrainError(
-                    f"{call.name} gave {spec} in the pass by which stages were made, and now "
-                    f"{Spec(tuple(tensor.shape), tensor.dtype, True)} (what passes between stages has one "
-                    "form in all passes, and is whole on tensor ranks)"
+                    f"{call.name}: expected {spec}, as in the forward pass from which stages were derived, "
+                    f"got {Spec(tuple(tensor.shape), tensor.dtype, True)} (tensors between stages must "
+                    "have the same shape and type in all passes, and must not be split over tensor ranks)"
                 )
             self._here[source] = tensor.clone() if spec.changed else tensor
 

@@ -77,7 +77,7 @@ def make_plan(module: nn.Module, given: Mapping[str, Any], ranks: int, pieces: b
             problems.append(f'"{pattern}": {parts.unknown(pattern, wish.style)}')
         for name in names:
             if name in wishes:
-                problems.append(f'{name} is planned twice, by "{by[name]}" and "{pattern}"')
+                problems.append(f'{name} matches both "{by[name]}" and "{pattern}"')
             wishes[name], by[name] = wish, pattern
     return checked(module, wishes, ranks, pieces, problems)
 
@@ -93,14 +93,16 @@ def checked(
     problems += [*_planned_twice(parts, plan), *_tied(parts, plan), *_regions(plan)]
     heads = [name for name in plan.of_style("vocabulary") if Linear.of(parts.modules[name])]
     if len(heads) > 1:
-        problems.append(f'{" and ".join(heads)} are both planned "vocabulary"; one head gives the logits')
+        problems.append(
+            f'{" and ".join(heads)} both have the style "vocabulary", but only one layer computes the logits'
+        )
     if pieces and (experts := plan.of_style("expert")):
-        problems.append(f'{experts[0]} is planned "expert", which does not go with layout.sequence_parallel')
+        problems.append(f'{experts[0]} has the style "expert", which conflicts with layout.sequence_parallel')
     embeds = set(plan.of_style("vocabulary")) - set(heads)
     if pieces and not embeds and not plan.of_style("cut"):
         problems.append(
-            "says nowhere how sequences become pieces under layout.sequence_parallel "
-            '("vocabulary" of an embedding would, or "cut" of the first block)'
+            'must split sequences with layout.sequence_parallel (use "vocabulary" for an embedding, or '
+            '"cut" for the first block)'
         )
     return SplitPlan(plan.wishes, tuple(dict.fromkeys(problems)))
 
@@ -158,13 +160,13 @@ class _Parts:
     def unknown(self, pattern: str, style: str) -> str:
         """That nothing has a pattern, and what was probably meant."""
         if style == "divided":
-            return "no part of the module has such an integer"
+            return "matches no integer attribute of a submodule"
         plain = dict.fromkeys(re.sub(r"\d+(?=\.|$)", "*", n) for n in (*self.modules, *self.parameters))
         near = nearest(pattern, [*plain, *self.modules])
         some = [name for name, each in self.modules.items() if not any(True for _ in each.children())]
         short = list(dict.fromkeys(re.sub(r"\d+(?=\.|$)", "*", name) for name in some))
-        known = f"did you mean {near}?" if near else f"there are {', '.join(short[:_NAMES_TOLD])}"
-        return f"no part of the module has such a name ({known})"
+        known = f"did you mean {near}?" if near else f"the module has {', '.join(short[:_NAMES_TOLD])}"
+        return f"matches no submodule or parameter ({known})"
 
     def _attributes(self, pattern: str) -> list[str]:
         *_, last = pattern.split(".")
@@ -186,13 +188,13 @@ def _wish(value: object) -> SplitRule | str:
     style = table["split"]
     if style not in STYLES:
         near = nearest(style, STYLES)
-        meant = f"did you mean {near}?" if near else either([f'"{each}"' for each in STYLES])
-        return f'there is no style "{style}" ({meant})'
+        meant = f"did you mean {near}?" if near else "use " + either([f'"{each}"' for each in STYLES])
+        return f'unknown style "{style}" ({meant})'
     more = {name: each for name, each in table.items() if name != "split"}
     allowed = _KEYS.get(style, ())
     if other := [name for name in more if name not in allowed]:
-        takes = f"takes {' and '.join(allowed)}" if allowed else "stands alone"
-        return f'{other[0]} is nothing that "{style}" has (it {takes})'
+        takes = f"it has {' and '.join(allowed)}" if allowed else "it has none"
+        return f'unknown option {other[0]} of the style "{style}" ({takes})'
     for name, each in more.items():
         numbers = each if name == "parts" and isinstance(each, list) else [each]
         if not numbers or not all(type(number) is int and number > 0 for number in numbers):
@@ -210,25 +212,25 @@ def _problems_of(parts: _Parts, name: str, wish: SplitRule, ranks: int) -> Itera
     found = parts.modules.get(name)
     if found is None:
         if wish.style not in {"partial", "sequence"}:
-            yield f'{name} is a parameter, which can be "partial" or "sequence" alone'
+            yield f'{name} is a parameter, for which only "partial" and "sequence" are supported'
     elif wish.style in LINEAR:
         yield from _uneven(found, name, wish, ranks)
     elif wish.style == "expert":
         count, kind = experts_in(found), type(found).__name__
         if count is None:
             yield (
-                f'{name} is of the class {kind}, which cannot be "expert" (experts of transformers that are '
-                'one tensor can; of experts that are layers each, "column" and "row" would do)'
+                f'{name} has the class {kind}, for which "expert" is unsupported (it supports experts of '
+                '`transformers` in one tensor; use "column" and "row" for experts that are separate layers)'
             )
         elif count % ranks:
-            yield f"{name} has {count} experts, which layout.tensor = {ranks} does not divide"
+            yield f"{name} has {count} experts, which must be a multiple of layout.tensor = {ranks}"
     elif wish.style == "vocabulary":
         if Linear.of(found) is None and (why := lookup_problem(found)):
-            yield f'{name} cannot be split as "vocabulary": {why}'
+            yield f'{name} does not support "vocabulary": {why}'
         elif (linear := Linear.of(found)) is not None and linear.transposed:
-            yield f'{name} is a Conv1D, which cannot be "vocabulary" (nn.Linear and nn.Embedding can)'
+            yield f'{name} is a Conv1D, which does not support "vocabulary" (nn.Linear and nn.Embedding do)'
     elif wish.style in {"partial", "sequence"} and not any(True for _ in found.parameters()):
-        yield f'{name} has no parameters to be "{wish.style}"'
+        yield f'{name} has no parameters, which "{wish.style}" requires'
 
 
 def _uneven(module: nn.Module, name: str, wish: SplitRule, ranks: int) -> Iterator[str]:
@@ -236,31 +238,32 @@ def _uneven(module: nn.Module, name: str, wish: SplitRule, ranks: int) -> Iterat
     linear, kind = Linear.of(module), type(module).__name__
     if linear is None:
         yield (
-            f'{name} is of the class {kind}, which cannot be split as "{wish.style}" '
-            "(nn.Linear and transformers' Conv1D can)"
+            f'{name} has the class {kind}, which does not support "{wish.style}" (nn.Linear and Conv1D of '
+            "`transformers` do)"
         )
         return
     if wish.style in {"row", "row of whole input"}:
         if linear.inputs % ranks:
-            yield f"{name} has {linear.inputs} inputs, which layout.tensor = {ranks} does not divide"
+            yield f"{name} has {linear.inputs} inputs, which must be a multiple of layout.tensor = {ranks}"
         return
     sizes = part_sizes(linear.outputs, wish.parts)
     if sizes is None:
         if isinstance(wish.parts, tuple):
-            total = f"parts = {list(wish.parts)} add up to {sum(wish.parts)}"
+            total = f"but parts = {list(wish.parts)} add up to {sum(wish.parts)}"
         else:
-            total = f"{wish.parts} parts are not equal"
-        yield f"{name} has {linear.outputs} outputs, of which {total}"
+            total = f"which do not divide into {wish.parts} equal parts"
+        yield f"{name} has {linear.outputs} outputs, {total}"
         return
     for size in sizes:
         unit = wish.unit or 1
         count = size // unit
         of = f"{name} has {size} outputs" + (" in a part" if len(sizes) > 1 else "")
         if size % unit:
-            yield f"{of}, which are no whole number of units of {unit}"
+            yield f"{of}, which must be a multiple of unit = {unit}"
         elif count % ranks and (wish.unit is None or ranks % count):
-            made = f" in {count} units of {unit}" if wish.unit is not None else ""
-            yield f"{of}{made}, which layout.tensor = {ranks} does not divide"
+            units = f" in {count} units of {unit}" if wish.unit is not None else ""
+            rule = "a multiple or a divisor of" if units else "a multiple of"
+            yield f"{of}{units}, which must be {rule} layout.tensor = {ranks}"
 
 
 def _not_divided(module: nn.Module, name: str, wish: SplitRule, ranks: int) -> Iterator[str]:
@@ -268,9 +271,9 @@ def _not_divided(module: nn.Module, name: str, wish: SplitRule, ranks: int) -> I
     assert found is not None
     value = getattr(found[0], found[1])
     if by is None:
-        yield f"{name}: {ranks} tensor ranks do not share {wish.units} units evenly"
+        yield f"{name}: units = {wish.units} must be a multiple or a divisor of layout.tensor = {ranks}"
     elif value % by:
-        yield f"{name} = {value} cannot be divided by {by} tensor ranks"
+        yield f"{name} = {value} must be a multiple of {by}"
 
 
 def _planned_twice(parts: _Parts, plan: SplitPlan) -> Iterator[str]:
@@ -283,7 +286,7 @@ def _planned_twice(parts: _Parts, plan: SplitPlan) -> Iterator[str]:
             other = by.setdefault(id(parameter), name)
             alike = {plan.wishes[other].style, plan.wishes[name].style} == {"vocabulary"}
             if other != name and not alike:
-                yield f"{parts.first[id(parameter)]} is planned twice, with {other} and with {name}"
+                yield f"{parts.first[id(parameter)]} belongs to both {other} and {name} of the plan"
 
 
 def _tied(parts: _Parts, plan: SplitPlan) -> Iterator[str]:
@@ -301,7 +304,7 @@ def _tied(parts: _Parts, plan: SplitPlan) -> Iterator[str]:
             continue
         names = " and ".join(name for name, each in parts.parameters.items() if id(each) == parameter)
         others = [each for each in every if styles.get(each) != "vocabulary"]
-        yield f'{names} are one parameter: {" and ".join(others)} must be planned "vocabulary", too'
+        yield f'{names} are one parameter: {" and ".join(others)} must have the style "vocabulary", too'
 
 
 def _around_head(parts: _Parts, styles: Mapping[str, str], outer: str, bias: int) -> bool:
@@ -321,4 +324,4 @@ def _regions(plan: SplitPlan) -> Iterator[str]:
     for name in gathered:
         for outer in gathered:
             if name.startswith(f"{outer}."):
-                yield f"{name} lies in {outer}, which is gathered already"
+                yield f"{name} is inside {outer}, which is already gathered"

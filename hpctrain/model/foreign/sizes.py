@@ -38,14 +38,14 @@ def lookup_problem(module: nn.Module) -> str:
     A class made of nn.Embedding may do what it likes with what that gives.
     """
     if not isinstance(module, nn.Embedding):
-        return f"it is of the class {type(module).__name__} (nn.Embedding and nn.Linear can)"
+        return f"it has the class {type(module).__name__} (nn.Embedding and nn.Linear are supported)"
     for name in ("max_norm", "sparse", "scale_grad_by_freq"):
         if getattr(module, name):
             return f"it has {name}"
     for kind in type(module).__mro__[: type(module).__mro__.index(nn.Embedding)]:
         code = getattr(vars(kind).get("forward"), "__code__", None)
         if "forward" in vars(kind) and (code is None or "super" not in code.co_names):
-            return f"its class {kind.__name__} looks up by itself, not by nn.Embedding's forward"
+            return f"its class {kind.__name__} does not use the forward method of nn.Embedding"
     return ""
 
 

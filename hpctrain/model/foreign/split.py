@@ -202,8 +202,8 @@ class _Splitting:
     def _parameter(self, old: nn.Module, attribute: str, shard: Shard) -> LateParameter:
         if is_hooked(old.get_parameter(attribute)):
             raise HpctrainError(
-                f"model.plan: {shard.name} has gradient hooks, and what is split has no gradient of "
-                "autograd's (leave it out of the plan)"
+                f"model.plan: {shard.name}: has gradient hooks, which are unsupported for split parameters "
+                "(leave it out of the plan)"
             )
         trained = old.get_parameter(attribute).requires_grad
         own = LateParameter(shard, decayed=len(shard.shape) > 1 and trained)

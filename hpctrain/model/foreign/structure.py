@@ -89,8 +89,8 @@ def require_seen(name: str, value: object) -> None:
     plain = inner or isinstance(value, Tensor | type) or not hasattr(value, "__dict__")
     if not plain and any(isinstance(each, Tensor) for each in vars(value).values()):
         raise HpctrainError(
-            f"{name} gives a {type(value).__name__} with tensors in it, which does not pass from stage to "
-            "stage (tensors, tuples, lists, dicts and dataclasses do)"
+            f"{name}: returns a {type(value).__name__} that contains tensors, which cannot be sent to "
+            "another stage (use tensors, tuples, lists, dicts or dataclasses)"
         )
 
 

@@ -10,9 +10,9 @@ from hpctrain.parallel.fp8.multiply import has_native
 from hpctrain.parallel.fp8.recipes import RECIPES, ScalingRecipe
 
 WAYS = {
-    "all": "multiplied in 8 bits: {}",
-    "stored": "multiplied in 8 bits but for weight gradients: {}",
-    "none": "emulated: {} (the same numbers by products in 16 or 32 bits, slower than bf16)",
+    "all": "in 8 bits: {}",
+    "stored": "in 8 bits except for weight gradients: {}",
+    "none": "emulated in 16 or 32 bits, slower than bf16: {}",
 }
 """What is said of recipes by how `native` finds them."""
 
@@ -22,7 +22,9 @@ def found_products(local_rank: int) -> DoctorFinding:
     device = choose_device("auto", local_rank, gpu_count())
     how = {name: native(recipe, device) for name, recipe in RECIPES.items()}
     names = {way: ", ".join(name for name in how if how[name] == way) for way in WAYS}
-    return DoctorFinding("FP8", "; ".join(WAYS[way].format(some) for way, some in names.items() if some))
+    return DoctorFinding(
+        "FP8 products", "; ".join(WAYS[way].format(some) for way, some in names.items() if some)
+    )
 
 
 def native(recipe: ScalingRecipe, device: torch.device) -> str:

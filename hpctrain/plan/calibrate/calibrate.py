@@ -27,7 +27,7 @@ from hpctrain.plan.calibrate.products import measure_products
 from hpctrain.plan.calibrate.step import MOST_PARAMETERS, measure_fixed, measure_optimizer, parameters_of
 from hpctrain.plan.calibrate.whole import TimedBlocks, as_in_blocks, factor_of, launch_of
 from hpctrain.plan.time.machine_rates import FormatRates, MachineRates, ProductRates
-from hpctrain.text import counted
+from hpctrain.text import counted, either
 from hpctrain.units import format_bytes, format_seconds, parse_bytes
 
 FORMATS = ("fp32", "bf16", "fp16")
@@ -49,7 +49,7 @@ class CalibrateOptions:
         names = [name.strip() for name in self.formats.split(",")]
         wrong = [name for name in names if name not in FORMATS]
         if wrong:
-            raise HpctrainError(f"--formats {', '.join(wrong)}: must be one of {', '.join(FORMATS)}")
+            raise HpctrainError(f"--formats {', '.join(wrong)}: must be {either(FORMATS)}")
         return list(dict.fromkeys(names))
 
     def most_bytes(self) -> int:
@@ -74,8 +74,8 @@ def spread_warnings(spread: Mapping[str, tuple[float, float]]) -> list[str]:
     """
     ratios = {kind: high / low for kind, (low, high) in spread.items() if low > 0}
     return [
-        f"{kind}: the slow measurements took {ratio:.2g} times as long as the quick ones, more than "
-        f"{WIDE_SPREAD}: measure again while nothing else uses this machine, or expect plans to be as far off"
+        f"{kind}: slow measurements took {ratio:.2g} times as long as fast ones (limit: "
+        f"{WIDE_SPREAD}); predictions have the same uncertainty (measure again on an idle machine)"
         for kind, ratio in ratios.items()
         if ratio > WIDE_SPREAD
     ]
@@ -99,7 +99,7 @@ def calibrate(world: World, path: Path, wish: CalibrateOptions, report: Report =
     if world.rank == 0:
         for warning in spread_warnings(machine.spread):
             report(f"warning: {warning}")
-        report(f"{path}: written; use it with `hpctrain plan DECK --machine {path}`")
+        report(f"Machine rates: {path} (use with `hpctrain plan DECK --machine {path}`)")
 
 
 def _on_rank_0(world: World, report: Report) -> Report:
@@ -119,15 +119,15 @@ def measure_machine(
     clock, began = Clock(world, seconds), perf_counter()
     processor = gpu_name(world.device) or processor_name()
     report(
-        f"measuring {processor} with {counted(world.size, 'rank')} at once; this takes about a minute, and "
-        "longer with more formats, larger models or a machine that others use"
+        f"Measuring {processor} with {counted(world.size, 'rank')}. This takes about a minute, and "
+        "longer with more formats, larger models or a busy machine."
     )
     bandwidth = measure_bandwidth(clock, most)
-    report(f"memory: {format_bytes(bandwidth)}/s a rank")
+    report(f"memory bandwidth: {format_bytes(bandwidth)}/s per rank")
     links = measure_links(clock, most)
-    for where, link in (("inside a node", links.inside), ("between nodes", links.between)):
+    for where, link in (("inside nodes", links.inside), ("between nodes", links.between)):
         if link is not None:
-            report(f"{where}: {format_bytes(link.bandwidth)}/s, {1e6 * link.latency:.1f} us a message")
+            report(f"links {where}: {format_bytes(link.bandwidth)}/s, latency {1e6 * link.latency:.1f} us")
     products: dict[str, ProductRates] = {}
     of_formats: dict[str, FormatRates] = {}
     blocks: dict[str, TimedBlocks] = {}
@@ -177,7 +177,8 @@ def measure_machine(
     )
     machine = _as_in_blocks(machine, blocks, measured, clock, report)
     fixed = measure_fixed(tiny, machine, clock)
-    report(f"a step takes {format_seconds(fixed)} beside what is told; {perf_counter() - began:.0f} s in all")
+    report(f"fixed time per step: {format_seconds(fixed)}")
+    report(f"Measured in {perf_counter() - began:.0f} s.")
     update = {"fixed": fixed, "spread": clock.spread()}
     found: MachineRates = world.everyone.broadcast_object(rounded(machine.model_copy(update=update)))
     return found
@@ -195,11 +196,11 @@ def _as_in_blocks(
     nothing = TimedBlocks.of([tiny], clock.world.size, machine.memory)
     launch = launch_of(nothing, nothing.seconds(clock), machine)
     machine = machine.model_copy(update={"launch": launch})
-    report(f"an operation takes {1e6 * launch:.3g} us at the least")
+    report(f"minimum time per operation: {1e6 * launch:.3g} us")
     for form, some in blocks.items():
         factor = factor_of(some, [before[form], some.seconds(clock)], machine)
         machine = as_in_blocks(machine, form, factor)
-        report(f"{form}: a block takes {factor:.3f} times what its parts take by themselves")
+        report(f"{form}: a block takes {factor:.3f} times the sum of its separately measured parts")
     return machine
 
 
@@ -208,6 +209,7 @@ def _format_line(form: str, products: ProductRates, of_form: FormatRates) -> str
     assert of_form.attention is not None
     forward, backward = of_form.attention.forward or 0.0, of_form.attention.backward or 0.0
     return (
-        f"{form}: products {large / 1e9:.4g} GFLOP/s at sides of 1024, attention {forward / 1e9:.3g} and "
-        f"{backward / 1e9:.3g} GFLOP/s, optimizer {(of_form.optimizer or 0.0) / 1e6:.3g}M elements/s"
+        f"{form}: matrix products 1024 x 1024 x 1024 {large / 1e9:.4g} GFLOP/s, attention "
+        f"{forward / 1e9:.3g} GFLOP/s forward and {backward / 1e9:.3g} backward, optimizer "
+        f"{(of_form.optimizer or 0.0) / 1e6:.3g}M elements/s"
     )

@@ -52,7 +52,7 @@ def measured_decks(paths: Sequence[Path]) -> list[Deck]:
     decks = [read_deck(path, read_source=settled_keys) for path in paths]
     for deck in decks:
         if deck.precision.compute == "fp8":
-            raise HpctrainError(deck.problem("precision.compute", 'is not measured ("bf16" would be)'))
+            raise HpctrainError(deck.problem("precision.compute", 'is unsupported (use "bf16")'))
     return [deck.with_keys(model={"vocabulary": deck.model.vocabulary or _VOCABULARY}) for deck in decks]
 
 

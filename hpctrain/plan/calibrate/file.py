@@ -13,27 +13,27 @@ from hpctrain.plan.time.machine_rates import MachineRates
 from hpctrain.text import escaped
 
 _UNITS = {
-    "ranks_per_node": "of the nodes that were measured",
-    "memory": "bytes of a rank",
-    "memory_bandwidth": "bytes/s that a rank reads and writes",
-    "launch": "seconds of an operation at the least",
-    "fixed": "seconds of a step",
-    "optimizer": "elements/s of a rank",
-    "logits": "elements that the head computes at a time",
-    "overlap": "share of sums of gradients that backward hides",
-    "layer_overlap": "share of layers' sums that products hide",
-    "waits": "share of what ranks compute between two sums of layers that they wait for the slowest",
+    "ranks_per_node": "ranks per node in the measurement",
+    "memory": "bytes per rank",
+    "memory_bandwidth": "bytes/s that a rank reads and writes in memory",
+    "launch": "minimum seconds per operation",
+    "fixed": "fixed seconds per step",
+    "optimizer": "elements/s per rank",
+    "logits": "logits that the output layer computes at a time",
+    "overlap": "share of gradient reductions that overlaps with the backward pass",
+    "layer_overlap": "share of tensor-parallel reductions that overlaps with matrix products",
+    "waits": "wait for the slowest rank, as a share of the time between two tensor-parallel reductions",
 }
 _TABLES = {
-    "products": "FLOP/s at the peak; efficiency / (1 + saturation (1/m + 1/n + 1/k)) of it",
-    "attention": "FLOP/s of the core, the causal mask not subtracted",
-    "elementwise": "seconds of an element, forward and backward",
-    "inside": "bytes/s of a rank each way, and seconds, inside a node",
-    "between": "the same between nodes",
-    "collectives": "seconds by bytes of the whole tensor, inside a node",
-    "crossing": "the same between nodes, of so many ranks together on each",
-    "formats": "what differs by format",
-    "spread": "shares of their median below which one tenth, and nine tenths, of the measurements were",
+    "products": "FLOP/s of an m x n x k product: peak x efficiency / (1 + saturation (1/m + 1/n + 1/k))",
+    "attention": "FLOP/s of attention, counted without the causal mask",
+    "elementwise": "seconds per element, forward and backward",
+    "inside": "links inside nodes: bytes/s per rank in each direction, latency in seconds",
+    "between": "links between nodes, likewise",
+    "collectives": "collectives inside nodes: seconds for each size of the global tensor in bytes",
+    "crossing": "collectives between nodes, likewise, with `together` ranks on each node",
+    "formats": "rates that differ by format",
+    "spread": "10th and 90th percentile of the measurements, as multiples of their median",
 }
 
 

@@ -112,14 +112,14 @@ def _of_channel(
     there, here = _at(sent, number), _at(received, number)
     who, whom = _words(job, classes, sender), _words(job, classes, receiver)
     way = f"message {number + 1} along {group} from {who} to {whom}"
-    told = f"is sent as {there or 'nothing'}, and received as {here or 'nothing'}"
+    told = f"is {there or 'nothing'} at the sender, but {here or 'nothing'} at the receiver"
     kind: Kind
     if len(sent) < len(received):
         kind, rank = "missing send", sender
-        right = f"{counted(len(received), 'message')} received, {len(sent)} sent: send {here} there"
+        right = f"{counted(len(received), 'message')} received, {len(sent)} sent; send {here}, too"
     elif len(sent) > len(received):
         kind, rank = "missing receive", receiver
-        right = f"{counted(len(sent), 'message')} sent, {len(received)} received: receive {there} there"
+        right = f"{counted(len(sent), 'message')} sent, {len(received)} received; receive {there}, too"
     elif _same(sent, received):
         kind, rank, right = "swapped order", sender, f"send {here} first"
     else:
@@ -188,7 +188,9 @@ def _of_group(
     elif there is not None and here is not None and there.content == here.content:
         kind = "wrong size"
     count = int(classes.counts[classes.of_rank[other[0]]])
-    yield RehearsalFault(kind, other[0], count, f"{call} {told}, {right}; all are to call the same")
+    yield RehearsalFault(
+        kind, other[0], count, f"{call} {told}, {right}; all ranks of a group must make the same calls"
+    )
 
 
 def _exchanges(
@@ -215,7 +217,7 @@ def _exchanges(
                 count,
                 f"call {number + 1} of {group}, {together[source]}: {_words(job, classes, sender)} sends "
                 f"{sent[source, target]} elements to {_words(job, classes, receiver)}, which receives "
-                f"{received[target, source]} (send as many)",
+                f"{received[target, source]}",
             )
             return
 

@@ -60,10 +60,12 @@ def find_circles(job: StepProgrammes, classes: Classes) -> list[RehearsalFault]:
     more = [f"and {len(parts) - _TOLD} more"] if len(parts) > _TOLD else []
     count = int(sum(classes.counts[each] for each in circle))
     told = "; ".join([*parts[:_TOLD], *more])
-    sentence = f"{counted(len(circle), 'rank')} wait for each other, each for the next: {told}"
+    sentence = f"{counted(len(circle), 'rank')} wait for each other in a cycle: {told}"
     others = count - len(circle)
-    like = f" (and {counted(others, 'other')} like these)" if others else ""
-    return [RehearsalFault("cyclic wait", ranks[0], count, f"{sentence}{like}; another order would do")]
+    like = f" (and {counted(others, 'rank')} like these)" if others else ""
+    return [
+        RehearsalFault("cyclic wait", ranks[0], count, f"{sentence}{like}; change the order of their calls")
+    ]
 
 
 class _ProgrammeRun:

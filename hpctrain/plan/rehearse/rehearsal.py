@@ -71,9 +71,9 @@ def rehearse_deck(
     """
     began, deck = perf_counter(), plan.deck
     if deck.communication.server is not None:
-        sentence = 'a step with servers cannot be rehearsed (expected "none")'
+        sentence = 'is unsupported in a rehearsal (use "none")'
         raise HpctrainError(deck.problem("communication.server.mode", sentence))
-    require_no_dedicated_ranks(deck, "a step of several models cannot be rehearsed")
+    require_no_dedicated_ranks(deck, "is unsupported in a rehearsal")
     machine = deck.machine
     given = ranks_per_node or deck.communication.ranks_per_node
     per_node = given or machine.ranks_per_node or machine.gpus_per_node or plan.ranks
@@ -109,11 +109,11 @@ def rehearsal_text(rehearsal: Rehearsal) -> str:
     most = f"the peak is {format_bytes(peak.total)} per rank of stage {peak.stage}, at {peak.action}"
     if rehearsal.over:
         lines += [
-            f"Memory does not suffice on {counted(len(rehearsal.over), 'stage')}:",
+            f"Does not fit into memory on {counted(len(rehearsal.over), 'stage')}:",
             *_shown(rehearsal.over),
         ]
     elif rehearsal.known_room:
-        lines.append(f"Memory suffices: {most}.")
+        lines.append(f"Fits into memory: {most}.")
     else:
         lines.append(f"The memory limit is unknown; {most}.")
     return "\n".join(line for each in lines for line in fit(each, columns())) + "\n"

@@ -96,14 +96,14 @@ def search_deck(
     if machine is None:
         raise HpctrainError(f"{path}: {NO_RATES}")
     if wished.every_schedule and SearchSpace(deck, ranks).given("layout.schedule"):
-        sentence = "is fixed by the deck (release it with --set layout.schedule=)"
+        sentence = "is set by the deck (unset it with --set layout.schedule=)"
         raise HpctrainError([f"--all-schedules: layout.schedule = {deck.layout.schedule} {sentence}"])
     found = _search(deck, ranks, wished, machine, BEST, progress)
     return DeckSearch(path, deck, ranks, machine, found)
 
 
 NO_RATES = (
-    "layouts are compared by the rates of a machine: add --machine NAME|FILE, or set machine.rates in the "
+    "a search requires the rates of a machine: add --machine NAME|FILE, or set machine.rates in the "
     "deck; `hpctrain calibrate` measures them"
 )
 
@@ -117,8 +117,7 @@ def chosen_layout(
     machine = rates or deck_rates(deck)
     if machine is None:
         sentence = (
-            "requires machine.rates, by which layouts are compared: a file of `hpctrain calibrate`, or a "
-            "published machine"
+            "requires machine.rates (a file of `hpctrain calibrate`, or the name of a built-in machine)"
         )
         raise HpctrainError(deck.problem("layout.auto", sentence))
     return _search(deck, ranks, SearchOptions(ranks_per_node), machine, 1).best[0], machine
@@ -185,7 +184,9 @@ def _search(
     if deck.communication.server is not None or deck.layout.replicas > 1:
         is_served = deck.communication.server is not None
         key = "communication.server.mode" if is_served else "layout.local_steps.replicas"
-        raise HpctrainError(deck.problem(key, "layouts are searched where all ranks train as one"))
+        raise HpctrainError(
+            deck.problem(key, "is unsupported in a search: all ranks must train one model together")
+        )
     deck = with_values(deck, {"layout.auto": False})
     deck = machine.of_deck(on_nodes_of(deck, wished.ranks_per_node))
     vocabulary = vocabulary_of(deck)
@@ -205,11 +206,11 @@ def _why_none(deck: Deck, ranks: int, machine: MachineRates, holding: Holding, f
     least = roomiest(deck, ranks, machine, holding)
     if least is None:
         near = [other for other in _neighbours(ranks) if _can_be(deck, other, machine, holding)]
-        would = f" ({either(near)} ranks would)" if near else ""
+        would = f" ({either(near)} ranks would fit)" if near else ""
         choices, reasons = SearchSpace(deck, ranks), found.fell.reasons
         told = sorted(reasons, key=lambda key: not (choices.given(key) and key in SEARCH_KEYS))
-        first = reasons[told[0]] if told else "the keys that the deck gives make another number"
-        return f"no layout has {counted(ranks, 'rank')}{would}: {first}"
+        first = reasons[told[0]] if told else "the keys of the deck require another number of ranks"
+        return f"no layout fits {counted(ranks, 'rank')}{would}: {first}"
     more = next((ranks * times for times in MORE if _fits(deck, ranks * times, machine, holding)), None)
     lacking = least.room.needed - least.room.limit.bytes
     return nothing_fits(

@@ -89,7 +89,7 @@ class SplitForms:
         deck = with_values(node.deck, {"layout.schedule": schedule, "layout.chunks": chunks})
         stages = schedule_of_file(deck).stage_count
         if node.at.pipeline == 1 and stages > 1:  # a run would not look into the file
-            problem = f"has {stages} stages, but layout.pipeline = 1"
+            problem = f"has {stages} stages, expected layout.pipeline = 1"
             return not self._fell.cannot_be([DeckProblem("layout.schedule", problem)], deck)
         try:
             make_schedule(deck, node.at.data)

@@ -96,9 +96,9 @@ def ranks_of_kinds(machine: MachineRates, ranks: int, ranks_per_node: int) -> li
     if left:
         nodes = sum(kind.nodes or 0 for kind in machine.kinds)
         of_kinds = ", ".join(f"{kind.nodes} of {kind.name}" for kind in machine.kinds)
-        needed = f"{ranks} ranks, {ranks_per_node} of them on each, need {-(-ranks // ranks_per_node)}"
+        needed = f"{ranks} ranks with {ranks_per_node} per node require {-(-ranks // ranks_per_node)}"
         shown = f" ({of_kinds})" if machine.others else ""
-        raise HpctrainError(f"{machine.name}: has {nodes} nodes{shown}; {needed}")
+        raise HpctrainError(f"{machine.name}: has {nodes} nodes{shown}, but {needed}")
     return found
 
 

@@ -196,8 +196,8 @@ def layer_seconds(layer: LayerSizes, at: LayoutSizes, machine: MachineRates) -> 
 def _require_finite(machine: MachineRates, causes: Mapping[str, float]) -> None:
     for cause, seconds in causes.items():
         if not isfinite(seconds * MOST_PASSES):
-            sentence = f"{machine.name}: by its figures {cause} of a single layer take {seconds:.3g} s"
-            raise HpctrainError(f"{sentence}; one of them is out of all reason")
+            sentence = f"{machine.name}: its rates predict {seconds:.3g} s for {cause} of a single layer"
+            raise HpctrainError(f"{sentence} (correct the rates)")
 
 
 class _Times:

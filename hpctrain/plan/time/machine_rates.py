@@ -94,8 +94,8 @@ class AttentionRates(_RatesTable):
         lacking = [name for name, rate in rates.items() if rate is None]
         if len(lacking) == 1 or (lacking and self.passes is None):
             raise ValueError(
-                f"lacks {' and '.join(lacking)}, FLOP/s of the core of attention, which `hpctrain calibrate` "
-                "measures on this machine"
+                f"requires {' and '.join(lacking)}, the FLOP/s of attention (`hpctrain calibrate` "
+                "measures it)"
             )
         return self
 
@@ -140,9 +140,9 @@ class Collective(_RatesTable):
     @model_validator(mode="after")
     def _fits(self) -> Collective:
         if len(self.bytes) != len(self.seconds):
-            raise ValueError("must have as many bytes as seconds")
+            raise ValueError("must have the same number of bytes and seconds")
         if list(self.bytes) != sorted(set(self.bytes)):
-            raise ValueError("must have bytes that grow")
+            raise ValueError("must have bytes in ascending order")
         return self
 
 
@@ -234,9 +234,9 @@ class MachineRates(_RatesTable):
         found = self.products.get(form)
         if found is None:
             raise HpctrainError(
-                f"{self.name}: machine.products.{form} is missing: a peak in FLOP/s, the share of it that "
-                f"large products reach (efficiency), and saturation; there is {either(self.products)}, and "
-                f"`hpctrain calibrate` measures this machine's"
+                f"{self.name}: machine.products.{form} is missing: the keys peak (FLOP/s), efficiency "
+                "(share of the peak of large products) and saturation; the file has "
+                f"{either(self.products)} (`hpctrain calibrate` measures them)"
             )
         return found
 
@@ -244,8 +244,9 @@ class MachineRates(_RatesTable):
         """That of the device; HpctrainError where it was not measured, and the deck's `key` asks for it."""
         if self.host is None:
             raise HpctrainError(
-                f"{self.name}: machine.host is missing, which {key} = host needs: bytes a second between a "
-                "rank's device and its host (bandwidth), and that this passes over (memory_bandwidth)"
+                f"{self.name}: machine.host is missing, which {key} = host requires: the keys bandwidth "
+                "(bytes/s between the device of a rank and its host) and memory_bandwidth (bytes/s of the "
+                "host's memory)"
             )
         return self.host
 
@@ -253,8 +254,8 @@ class MachineRates(_RatesTable):
         """Bytes a second; HpctrainError where they were not measured, and the deck's `key` asks for them."""
         if self.disk is None:
             raise HpctrainError(
-                f"{self.name}: machine.disk is missing, which {key} = disk needs: bytes a second that a rank "
-                "reads from its files, and writes"
+                f"{self.name}: machine.disk is missing, which {key} = disk requires: bytes/s that a rank "
+                "reads from its files and writes to them"
             )
         return self.disk
 
@@ -271,12 +272,12 @@ class MachineRates(_RatesTable):
         if found is None:
             name, where = ("between", "two nodes") if crosses else ("inside", "two ranks of a node")
             on_one_node = (
-                f"; its nodes have {counted(self.ranks_per_node, 'rank')} each: if more share a node, give "
-                "--ranks-per-node R, or machine.ranks_per_node in the deck"
+                f"; its nodes have {counted(self.ranks_per_node, 'rank')} each (if more share a node, use "
+                "--ranks-per-node R, or machine.ranks_per_node in the deck)"
             )
             raise HpctrainError(
-                f"{self.name}: machine.{name} is missing: bandwidth in bytes/s and latency in seconds of a "
-                f"link there, which `hpctrain calibrate` measures on {where}{on_one_node * crosses}"
+                f"{self.name}: machine.{name} is missing: the keys bandwidth (bytes/s) and latency "
+                f"(seconds) of a link (`hpctrain calibrate` measures them on {where}){on_one_node * crosses}"
             )
         return found
 
@@ -404,9 +405,9 @@ def read_machine(name: str) -> MachineRates:
     HpctrainError with every figure that is missing or wrong, InputOutputError where no file can be read.
     """
     names = preset_names()
-    known = f"a machine is a file with its figures, or {either(names)}"
+    known = f"use a file of `hpctrain calibrate`, or {either(names)}"
     if not name.strip():
-        raise HpctrainError(f'"{name}": names no machine: {known}')
+        raise HpctrainError(f'"{name}": is not a machine ({known})')
     if name in names:
         text = (resources.files(__package__) / "machines" / f"{name}.toml").read_text(encoding="utf-8")
         return parse_machine(text, name)
@@ -415,8 +416,8 @@ def read_machine(name: str) -> MachineRates:
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not text" if isinstance(error, ValueError) else (error.strerror or str(error)).lower()
         near = nearest(name, names)
-        hint = f'; did you mean "{near}"?' if near else ""
-        raise InputOutputError(f"{name}: cannot be read: {reason}; {known}{hint}") from None
+        hint = f'did you mean "{near}"? or ' if near else ""
+        raise InputOutputError(f"{name}: cannot be read: {reason} ({hint}{known})") from None
     return parse_machine(text, name)
 
 
@@ -429,7 +430,7 @@ def parse_machine(text: str, name: str) -> MachineRates:
         raise HpctrainError(f"{where}: {error.reason}") from None
     table: Any = values.get("machine")
     if not isinstance(table, dict):
-        raise HpctrainError(f"{name}: has no [machine], the figures of a machine")
+        raise HpctrainError(f"{name}: requires a table [machine] with the rates of a machine")
     problems = list(kind_problems(table))
     try:
         machine = MachineRates.model_validate(with_others(table))
@@ -448,9 +449,9 @@ def _figure_problems(error: ValidationError) -> Iterator[tuple[tuple[str, ...], 
     for each in error.errors():
         path = tuple(map(str, each["loc"]))
         if each["type"] == "missing":
-            sentence = "is missing (`hpctrain calibrate` measures this machine's figures)"
+            sentence = "is missing (`hpctrain calibrate` measures it)"
         elif each["type"] == "extra_forbidden":
-            sentence = "is no figure of a machine"
+            sentence = "unknown key"
         else:
             said = each["msg"].removeprefix("Value error, ")
             sentence = said[:1].lower() + said[1:]

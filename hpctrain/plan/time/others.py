@@ -46,21 +46,21 @@ def kind_problems(table: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
     if not isinstance(others, list) or not others:
         return
     if "nodes" not in table:
-        yield ("nodes",), "is missing: how many nodes of the first kind there are"
+        yield ("nodes",), "is missing: the number of nodes of the first kind"
     names = {table.get("name")}
     for number, each in enumerate(others):
         path = ("others", str(number))
         if not isinstance(each, dict):
             continue  # no table: said where figures are checked
         if "nodes" not in each:
-            yield (*path, "nodes"), "is missing: how many nodes of this kind there are"
+            yield (*path, "nodes"), "is missing: the number of nodes of this kind"
         if "name" in each and each["name"] in names:
             yield (*path, "name"), f'"{each["name"]}" is another kind\'s'
         names.add(each.get("name"))
         if "others" in each:
-            yield (*path, "others"), "a kind of node has no others of its own"
+            yield (*path, "others"), "is unsupported within a kind of node"
         for key in _COMMON:
             if key in each and each[key] != table.get(key, each[key]):
-                yield (*path, key), f"must be as the first kind's, {str(table[key]).lower()}"
+                yield (*path, key), f"must be that of the first kind, {str(table[key]).lower()}"
             elif key in each and key not in table:
-                yield (*path, key), f"is for all kinds: say machine.{key}"
+                yield (*path, key), f"applies to all kinds (use machine.{key})"

@@ -115,7 +115,7 @@ class StepPlan:
 def plan_step(deck: Deck, ranks: int, vocabulary: int, machine: MachineRates) -> StepPlan:
     """A step of a deck on so many ranks of a machine. HpctrainError as a run would."""
     if deck.communication.server is not None:
-        sentence = "how long a step with servers takes is not planned: leave --machine out"
+        sentence = "step times of parameter servers are not predicted (leave --machine out)"
         raise HpctrainError(deck.problem("communication.server.mode", sentence))
     shape = ModelShape.of(deck, vocabulary)
     at = LayoutSizes.of(deck, ranks, deck.machine.ranks_per_node or machine.ranks_per_node)

@@ -102,11 +102,11 @@ def test_the_first_logits_are_those_of_the_dense_model(
     [
         (
             "model.experts.router_normalize=false",
-            "must be true, as the experts begin as copies of the feed-forward",
+            "must be true, because experts start as copies of the feed-forward",
         ),
-        ("model.experts.router_scale=2.5", "must be 1, as the experts begin as copies"),
-        ("model.experts.shared=1", "must be 0, as the experts begin as copies"),
-        ("model.experts.mlp=40", "must be model.mlp = 80, as the experts begin as copies"),
+        ("model.experts.router_scale=2.5", "must be 1, because experts start as copies"),
+        ("model.experts.shared=1", "must be 0, because experts start as copies"),
+        ("model.experts.mlp=40", "must be model.mlp = 80, because experts start as copies"),
     ],
 )
 def test_what_would_change_the_first_logits_is_refused(override: str, told: str, tmp_path: Path) -> None:

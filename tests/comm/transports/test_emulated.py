@@ -177,11 +177,11 @@ def test_invalid_links_are_refused(text: str) -> None:
 
 
 def test_nccl_is_not_delayed() -> None:
-    with pytest.raises(HpctrainError, match=r"communication.emulate.*delays messages of hosts"):
+    with pytest.raises(HpctrainError, match=r"communication.emulate.*delays messages between hosts"):
         small_deck("communication.emulate=1 Gbit/s", "communication.transport=shared")
     with pytest.raises(
-        HpctrainError, match=r"communication.ranks_per_node.*only messages of hosts are emulated"
+        HpctrainError, match=r"communication.ranks_per_node.*emulation delays messages between hosts only"
     ):
         small_deck("communication.ranks_per_node=2", "communication.transport=nccl")
-    with pytest.raises(HpctrainError, match=r"communication.emulate.*delays messages of hosts"):
+    with pytest.raises(HpctrainError, match=r"communication.emulate.*delays messages between hosts"):
         small_deck("communication.emulate=1 Gbit/s", "communication.transport=nccl")

@@ -35,7 +35,7 @@ def test_a_converted_deck_can_be_read() -> None:
     )
     assert "\nbeta2 = 0.999  # Megatron-LM's default\n" in text
     assert "\n# tokens =   # required: Token file of `hpctrain prepare`" in text
-    assert "does not express" not in text
+    assert "does not have" not in text
 
 
 def test_missing_required_keys_are_comments(tmp_path: Path) -> None:
@@ -57,9 +57,9 @@ def test_missing_required_keys_are_comments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is neither a DeepSpeed configuration (JSON, such as ds_config.json) nor has it arguments"),
-        (b"[run]\nsteps = 3\n", "is neither a DeepSpeed configuration"),
-        (b"[1, 2]", "is neither a DeepSpeed configuration"),
+        (b"", "must be a DeepSpeed configuration (JSON, such as ds_config.json) or a script with arguments"),
+        (b"[run]\nsteps = 3\n", "must be a DeepSpeed configuration"),
+        (b"[1, 2]", "must be a DeepSpeed configuration"),
         (b'{"train_batch_size": 8,', "is not JSON"),
         (b"\xff\xfe\x00", "is not UTF-8 text"),
         (b'{"a":' * 100_000, "is not JSON: nested too deeply"),

@@ -109,20 +109,23 @@ def test_settings(configuration: Table, expected: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("configuration", "message"),
     [
-        ({"zero_optimisation": {"stage": 3}}, "zero_optimisation.stage = 3: is not an option of DeepSpeed"),
-        ({"zero_optimization": True}, "zero_optimization: is not an option of DeepSpeed"),
+        (
+            {"zero_optimisation": {"stage": 3}},
+            "zero_optimisation.stage = 3: is an unknown option of DeepSpeed",
+        ),
+        ({"zero_optimization": True}, "zero_optimization: is an unknown option of DeepSpeed"),
         (
             {"train_batch_size": "auto"},
-            "train_batch_size = auto: is filled in by the program that starts DeepSpeed",
+            "train_batch_size = auto: is set by the program that starts DeepSpeed",
         ),
-        ({"gradient_accumulation_steps": 4}, "follows from batch.global_size"),
+        ({"gradient_accumulation_steps": 4}, "requires a change of batch.global_size"),
         (
             {"optimizer": {"type": "OneBitLamb"}},
             'optimizer.type = OneBitLamb: is not supported (supported: "adam"',
         ),
         (
             {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
-            "optimizer.type = Adam: adds the weight decay to the gradient with adam_w_mode = false",
+            "optimizer.type = Adam: with adam_w_mode = false",
         ),
         (
             {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupLR"}},
@@ -141,7 +144,7 @@ def test_settings(configuration: Table, expected: dict[str, object]) -> None:
         ),
         ({"scheduler": {"type": ["WarmupLR"]}}, "scheduler.type = ['WarmupLR']: is not supported"),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type = OneCycle: is not supported"),
-        ({"fp16": {"enabled": True, "initial_scale_power": 32}}, "exceeds 24"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 32}}, "must be at most 24"),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, "the loss scale is always dynamic"),
         ({"flops_profiler": {"enabled": True, "profile_step": 1}}, "flops_profiler: is what `hpctrain plan`"),
         (
@@ -211,7 +214,7 @@ def test_values_out_of_range_are_reported() -> None:
     batch = {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}
     assert convert_configuration(batch | {"zero_optimization": {"stage": 7}}).unsupported == {
         "gradient_accumulation_steps = 3": (
-            "times the micro-batch is 12, but train_batch_size = 10 is not a multiple of it"
+            "must divide train_batch_size = 10 together with the micro-batch, but their product is 12"
         ),
         "zero_optimization.stage = 7": "becomes layout.zero, which must be a whole number from 0 to 3",
     }

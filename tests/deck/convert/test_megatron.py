@@ -269,10 +269,10 @@ def test_steps_and_layouts(arguments: str, expected: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--no-such-thing 3", "--no-such-thing = 3: is not an option of Megatron-LM that hpctrain knows"),
+        ("--no-such-thing 3", "--no-such-thing = 3: is an unknown option of Megatron-LM"),
         (
             "--eod-mask-loss",
-            "belongs to data.document_mask, which masks attention, but --reset-attention-mask is missing",
+            "requires --reset-attention-mask, which becomes data.document_mask",
         ),
         ("--num-layers many", "--num-layers = many: is not a number"),
         ("--num-layers 2.5", "--num-layers = 2.5: is not a whole number"),
@@ -281,31 +281,34 @@ def test_steps_and_layouts(arguments: str, expected: dict[str, object]) -> None:
             "--num-layers $N",
             "--num-layers = $N: is a shell variable that the script does not set, or sets to",
         ),
-        ("--train-iters $((1<<4))", "--train-iters = $((1<<4)): is arithmetic that is not evaluated"),
-        ("--data-path data/text_document", "make a token file of the text with `hpctrain prepare`"),
+        (
+            "--train-iters $((1<<4))",
+            "--train-iters = $((1<<4)): is unsupported arithmetic (supported: + - * / %",
+        ),
+        ("--data-path data/text_document", "text to a token file with `hpctrain prepare`"),
         ("--optimizer lamb", '--optimizer = lamb: is not supported (supported: "adam", "sgd"'),
         ("--wandb-project p", "--wandb-project = p: set WANDB_PROJECT=p"),
         ("--wandb-project p --wandb-exp-name e", "--wandb-exp-name = e: W&B shows a run under its run.title"),
         ("--recompute-granularity full --recompute-method block", "either all blocks are recomputed"),
         ("--hidden-dropout 0.1 --attention-dropout 0.2", "must equal --hidden-dropout"),
-        ("--rampup-batch-size 16 8 100 --global-batch-size 64", "the batch grows by its first size"),
+        ("--rampup-batch-size 16 8 100 --global-batch-size 64", "first batch size"),
         ("--rampup-batch-size 16 --global-batch-size 64", "must be three numbers"),
-        ("--train-samples 1000", "and --global-batch-size is missing"),
-        ("--min-lr 1e-5", "and --lr is missing"),
-        ("--lr-warmup-fraction 0.1", "and --train-iters is missing"),
+        ("--train-samples 1000", "requires --global-batch-size, since a deck"),
+        ("--min-lr 1e-5", "requires --lr, since a deck"),
+        ("--lr-warmup-fraction 0.1", "requires --train-iters, since a deck"),
         (
             "--swiglu --normalization RMSNorm",
-            'model.family = "llama" is nearest to it; unlike the model of the script it has '
+            'model.family = "llama" is the most similar family; unlike the model of the script it has '
             "rotary positions, layers without biases",
         ),
         (
             "--num-layers 2 --disable-bias-linear",
             "unlike the model of the script it does not have layers without biases",
         ),
-        ("--num-layers 4 --num-layers-per-virtual-pipeline-stage 3", "does not divide --num-layers"),
+        ("--num-layers 4 --num-layers-per-virtual-pipeline-stage 3", "must divide --num-layers"),
         (
             "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 0",
-            "does not divide --num-layers",
+            "must divide --num-layers",
         ),
         ("--initial-loss-scale 4294967296", "must be a number from 6.103515625e-05 to 16777216.0"),
         ("--loss-scale 128", "the loss scale is always dynamic"),
@@ -322,7 +325,7 @@ def test_steps_and_layouts(arguments: str, expected: dict[str, object]) -> None:
         ),
         ("--moe-layer-freq [0]*3", "must be a number or [0]*n+[1]*m"),
         ("--moe-router-load-balancing-type sinkhorn", "is not supported"),
-        ("--split 0,0", "must have a part above 0"),
+        ("--split 0,0", "must have a number above 0"),
         ("--bf16 --fp16", "would set precision.compute = fp16, but another option sets bf16"),
     ],
 )

@@ -76,7 +76,7 @@ def test_problems_name_the_included_file_and_its_line(folder: Path) -> None:
         read_deck("deck.toml")
     assert caught.value.problems == (
         f"deck.toml:4: model.depth = 2: unknown key; [model] has {', '.join(fields('model'))}",
-        "common/base.toml:14: layout.tensor = 3: must divide model.heads = 8 (1 would, given model.mlp = 9)",
+        "common/base.toml:14: layout.tensor = 3: must divide model.heads = 8 (use 1, given model.mlp = 9)",
     )
 
 
@@ -150,7 +150,7 @@ def test_overrides_are_toml_or_bare_text() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("layout.tensor=3", "--set layout.tensor=3: must divide model.heads = 8 (1, 2, 4 or 8 would)"),
+        ("layout.tensor=3", "--set layout.tensor=3: must divide model.heads = 8 (use 1, 2, 4 or 8)"),
         ("layout.tensr=3", "--set layout.tensr=3: unknown key (did you mean layout.tensor?)"),
         ("tensor=2", "--set tensor=2: unknown key (did you mean layout.tensor?)"),
         ("lay.tensor=2", "--set lay.tensor=2: unknown section (did you mean [layout]?)"),
@@ -219,20 +219,20 @@ SINGLE = "not a list of tables (write its name in single brackets, not in [[ ]])
         (
             "[[model.experts]]\ncount = 4\n",
             [
-                "deck.toml:19: model.experts = [{count = 4}]: must be a table of its own, "
-                f'or "none" to have no such table, {SINGLE}'
+                "deck.toml:19: model.experts = [{count = 4}]: must be a table, "
+                f'or "none" for no table, {SINGLE}'
             ],
         ),
         (
             "[[optimizer.muon]]\nmomentum = 0.4\n",
-            [f"deck.toml:19: optimizer.muon = [{{momentum = 0.4}}]: must be a table of its own, {SINGLE}"],
+            [f"deck.toml:19: optimizer.muon = [{{momentum = 0.4}}]: must be a table, {SINGLE}"],
         ),
         (
             '[layout.x]\n[model.adapters]\n[communication]\nserver = ["async"]\n',
             [
                 "deck.toml:19: layout.x = {}: unknown key",
-                'deck.toml:22: communication.server = ["async"]: must be a table of its own, '
-                'or "none" to have no such table, not a list',
+                'deck.toml:22: communication.server = ["async"]: must be a table, or "none" for no '
+                "table, not a list",
             ],
         ),
     ],
@@ -252,7 +252,7 @@ def test_a_quoted_name_before_all_sections() -> None:
 
 def test_a_word_in_place_of_a_table_may_only_be_none() -> None:
     assert problems(SMALL, "model.experts=off") == [
-        '--set model.experts=off: must be a table of its own, or "none" to have no such table, not "off"'
+        '--set model.experts=off: must be a table, or "none" for no table, not "off"'
     ]
 
 

@@ -59,7 +59,7 @@ def test_compression_that_can_be(overrides: list[str]) -> None:
             ["communication.compress=int8", "layout.zero=2"],
             (
                 'layout.zero=2: conflicts with communication.compress = "int8": each rank needs '
-                "complete gradients to keep what it does not send (0 or 1 would do)"
+                "complete gradients to keep what it does not send (use 0 or 1)"
             ),
         ),
         (
@@ -77,31 +77,30 @@ def test_compression_that_can_be(overrides: list[str]) -> None:
         (
             [*TOP_K, "optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.nesterov=true"],
             (
-                'optimizer.nesterov=true: conflicts with communication.compress = "topk": it '
-                "requires the same momentum on all ranks, but each rank has its own until it sends "
-                "it (false would do)"
+                'optimizer.nesterov=true: conflicts with communication.compress = "topk": it requires '
+                "the same momentum on all ranks, but each rank accumulates a different one (use false)"
             ),
         ),
         (
             [ONE_BIT[0], "communication.warmup=0"],
             (
-                'communication.warmup=0: conflicts with communication.compress = "onebit": exact '
-                "steps at the start determine the step size of each element for the rest of the "
-                "run (a tenth of run.steps or more would do)"
+                'communication.warmup=0: conflicts with communication.compress = "onebit": exact steps '
+                "at the start determine the step size of each element for the rest of the run (use a "
+                "tenth of run.steps or more)"
             ),
         ),
         (
             [*ONE_BIT, "optimizer.name=lion"],
             (
-                'optimizer.name=lion: conflicts with communication.compress = "onebit": it sends '
-                'the momentum of Adam ("adamw" would do)'
+                'optimizer.name=lion: conflicts with communication.compress = "onebit": it communicates '
+                'the momentum of Adam (use "adamw")'
             ),
         ),
         (
             [*ONE_BIT, "optimizer.name=sgd"],
             (
-                'optimizer.name=sgd: conflicts with communication.compress = "onebit": it sends '
-                'the momentum of Adam ("adamw" would do)'
+                'optimizer.name=sgd: conflicts with communication.compress = "onebit": it communicates '
+                'the momentum of Adam (use "adamw")'
             ),
         ),
     ],

@@ -47,16 +47,17 @@ def test_tables_in_a_row_are_the_sets_of_a_deck() -> None:
 def test_what_is_wrong_with_a_table_is_told_at_its_line() -> None:
     wrong = '[[evaluation]]\nname = "books"\n[[evaluation]]\nnam = "y"\ntokens = 3\nsequences = 0\n'
     assert problems(SMALL + wrong) == (
-        f"deck.toml:{LINE}: evaluation.tokens is missing in table 1: text in quotes, not empty",
-        f"deck.toml:{LINE + 2}: evaluation.name is missing in table 2: text in quotes, not empty",
+        f"deck.toml:{LINE}: evaluation.tokens is missing in table 1: text in quotes that is not empty",
+        f"deck.toml:{LINE + 2}: evaluation.name is missing in table 2: text in quotes that is not empty",
         f'deck.toml:{LINE + 3}: evaluation.nam = "y": unknown key (did you mean name?)',
-        f"deck.toml:{LINE + 4}: evaluation.tokens = 3: must be text in quotes, not empty, not a number",
+        f"deck.toml:{LINE + 4}: evaluation.tokens = 3: must be text in quotes that is not empty, not "
+        "a number",
         f"deck.toml:{LINE + 5}: evaluation.sequences = 0: must be a whole number of at least 1",
     )
     [told] = problems(SMALL + "[evaluation]\nsets = [1]\n")
     assert (
         told
-        == f"deck.toml:{LINE + 1}: evaluation.sets = [1]: must be tables in a row, such as [[evaluation]]"
+        == f"deck.toml:{LINE + 1}: evaluation.sets = [1]: must be a list of tables, such as [[evaluation]]"
     )
 
 
@@ -66,30 +67,42 @@ def test_what_is_wrong_with_a_table_is_told_at_its_line() -> None:
         (
             BOOKS + BOOKS,
             (),
-            f'deck.toml:{LINE + 4}: evaluation.name = "books": 2 sets are called so: each has ',
+            f'deck.toml:{LINE + 4}: evaluation.name = "books": is the name of 2 sets',
         ),
-        (BOOKS.replace("books", "validation"), (), "is the share that data.validation holds out"),
+        (BOOKS.replace("books", "validation"), (), "is the name of the part that data.validation holds out"),
         (
             BOOKS.replace("books", "a/b"),
             (),
-            f'deck.toml:{LINE + 1}: evaluation.name = "a/b": is no name of a set',
+            f'deck.toml:{LINE + 1}: evaluation.name = "a/b": must have 1 to 64 characters',
         ),
         (
             BOOKS.replace("b.h5", "b\\u0007"),
             (),
             f'deck.toml:{LINE + 2}: evaluation.tokens = "b\\u0007": has a control character',
         ),
-        ("", ("checkpoint.keep_best=validation", "data.validation=0"), "goes by evaluations, but nothing is"),
-        ("", ("run.patience=2", "data.validation=0"), "goes by evaluations, but nothing is evaluated"),
+        (
+            "",
+            ("checkpoint.keep_best=validation", "data.validation=0"),
+            "requires an evaluation set (add data.validation",
+        ),
+        (
+            "",
+            ("run.patience=2", "data.validation=0"),
+            "requires an evaluation set (add data.validation = 0.01 or tables [[evaluation]]",
+        ),
         (
             "",
             ("checkpoint.keep_best=validation",),
-            "compares evaluations, but there is one alone, at the end",
+            "compares evaluations, but the only one is at the end",
         ),
-        ("", ("run.patience=2",), "compares evaluations, but there is one alone, at the end"),
+        ("", ("run.patience=2",), "compares evaluations, but the only one is at the end"),
         (BOOKS, ("checkpoint.keep_best=bokks", *STEADY), '(did you mean "books"?)'),
-        (BOOKS, ("checkpoint.keep_best=xyz", *STEADY), 'is evaluated ("validation" or "books" is)'),
-        ("", ("run.evaluate_every=5", "data.validation=0"), "data.validation = 0 holds none out"),
+        (BOOKS, ("checkpoint.keep_best=xyz", *STEADY), 'an evaluation set (use "validation" or "books")'),
+        (
+            "",
+            ("run.evaluate_every=5", "data.validation=0"),
+            "data.validation = 0.01, add tables [[evaluation]], or leave this key out",
+        ),
     ],
 )
 def test_what_does_not_fit_together(text: str, overrides: tuple[str, ...], told: str) -> None:

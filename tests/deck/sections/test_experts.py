@@ -75,15 +75,15 @@ def test_mixtures_that_can_be(overrides: list[str], ranks: int | None) -> None:
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("layout.expert=3", "layout.expert=3: must divide model.experts.count = 8 (1, 2, 4 or 8 would)"),
+        ("layout.expert=3", "layout.expert=3: must divide model.experts.count = 8 (use 1, 2, 4 or 8)"),
         (
             "layout.expert_tensor=5",
-            "layout.expert_tensor=5: must divide model.experts.mlp = 96 (2, 3, 4 or 6 would)",
+            "layout.expert_tensor=5: must divide model.experts.mlp = 96 (use 2, 3, 4 or 6)",
         ),
         ("model.experts.per_token=9", "model.experts.per_token=9: must be at most model.experts.count = 8"),
         (
             "model.experts.router_groups=3",
-            "model.experts.router_groups=3: must divide model.experts.count = 8 (1, 2, 4 or 8 would)",
+            "model.experts.router_groups=3: must divide model.experts.count = 8 (use 1, 2, 4 or 8)",
         ),
         (
             "model.experts.per_token=1 model.experts.router_normalize=true",
@@ -99,18 +99,16 @@ def test_mixtures_that_can_be(overrides: list[str], ranks: int | None) -> None:
         ),
         (
             "model.experts.every=5",
-            "model.experts.every=5: leaves no block that is a mixture: must be from 1 to model.layers = 4",
+            "model.experts.every=5: leaves no block with experts: must be from 1 to model.layers = 4",
         ),
         (
             "model.experts.dense_first=4",
-            "model.experts.dense_first=4: leaves no block that is a mixture: must be from 0 to 3",
+            "model.experts.dense_first=4: leaves no block with experts: must be from 0 to 3",
         ),
         (
             "model.experts.capacity=0.0001",
-            "model.experts.capacity=0.0001: lets an expert take 0.0016 of the 64 tokens of a "
-            "micro-batch, less "
-            "than one "
-            "token needs (at least 0.0625 would do)",
+            "model.experts.capacity=0.0001: limits an expert to 0.0016 of the 64 tokens of a "
+            "micro-batch, which is less than one token (use 0.0625 or more)",
         ),
         (
             "model.experts.balance_rate=0.01",
@@ -132,18 +130,17 @@ def test_mixtures_that_can_be(overrides: list[str], ranks: int | None) -> None:
         ),
         (
             "model.experts.router_groups=4 model.experts.per_token=3",
-            "deck.toml: model.experts.router_groups_per_token = 1 (default): leaves 2 of 8 experts to choose "
-            "from, but a "
-            "token goes to model.experts.per_token = 3 (from 2 to 4 would do)",
+            "deck.toml: model.experts.router_groups_per_token = 1 (default): selects 2 of 8 experts for "
+            "a token, which requires model.experts.per_token = 3 of them (use 2 to 4)",
         ),
         (
             "model.experts.shared=1 model.experts.mlp=20 layout.tensor=8",
-            "layout.tensor=8: must divide model.experts.shared x model.experts.mlp = 1 x 20 = 20 (1, 2 or 4 "
-            "would)",
+            "layout.tensor=8: must divide model.experts.shared x model.experts.mlp = 1 x 20 = 20 (use "
+            "1, 2 or 4)",
         ),
         (
             "model.experts.dense_first=1 model.mlp=97 model.experts.mlp=96 layout.tensor=2",
-            "layout.tensor=2: must divide model.mlp = 97 (1 would, given model.heads = 8)",
+            "layout.tensor=2: must divide model.mlp = 97 (use 1, given model.heads = 8)",
         ),
     ],
 )
@@ -207,26 +204,24 @@ def test_every_key_of_mixtures_is_among_those() -> None:
         (
             "layout.expert=8",
             4,
-            "layout.expert=8: must divide the 4 ranks of a pipeline stage (1, 2 or 4 would)",
+            "layout.expert=8: must divide the 4 ranks of a pipeline stage (use 1, 2 or 4)",
         ),
         (
             "layout.expert=4 layout.expert_tensor=2 layout.pipeline=2",
             8,
-            "layout.expert=4: must divide the 4 ranks of a pipeline stage / layout.expert_tensor = 4 / 2 "
-            "= 2 (1 "
-            "or 2 would)",
+            "layout.expert=4: must divide the 4 ranks of a pipeline stage / layout.expert_tensor = 4 / "
+            "2 = 2 (use 1 or 2)",
         ),
         (
             "layout.expert_tensor=8",
             4,
-            "layout.expert_tensor=8: must divide the 4 ranks of a pipeline stage (1, 2 or 4 would)",
+            "layout.expert_tensor=8: must divide the 4 ranks of a pipeline stage (use 1, 2 or 4)",
         ),
         (
             "layout.expert=4 layout.zero=2 layout.zero_group=4",
             8,
-            "layout.zero_group=4: must divide the 2 ranks that hold the same experts, over which it cuts "
-            "these "
-            "(1 or 2 would)",
+            "layout.zero_group=4: must divide the 2 ranks that hold the same experts, because it shards "
+            "these experts over them (use 1 or 2)",
         ),
     ],
 )
@@ -246,6 +241,7 @@ def test_no_more_choices_are_written_down_than_a_file_may_have() -> None:
     parse_deck(DECK, (*keys, f"model.experts.record_routing={1 << 20}"))
     (problem,) = problems(*keys, f"model.experts.record_routing={1 << 20}", "model.experts.per_token=3")
     assert (
-        "model.experts.record_routing=1048576: would take 1.61 GB on rank 0, more than the 1.07 GB" in problem
+        "model.experts.record_routing=1048576: requires 1.61 GB on rank 0, more than the limit of 1.07 "
+        "GB" in problem
     )
-    assert "(699050 samples would do" in problem
+    assert "use 699050 samples or fewer" in problem

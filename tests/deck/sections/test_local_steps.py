@@ -48,24 +48,26 @@ def problems(*overrides: str, ranks: int | None = None) -> list[str]:
         ),
         (
             ["replicas=2", "local_steps=9", "fragments=3"],
-            "communication.fragments=3: must be at most model.layers = 2: each has a block or more",
+            "communication.fragments=3: must be at most model.layers = 2: each fragment has one block "
+            "or more",
         ),
         (
             ["replicas=2", "fragments=2"],
-            "communication.fragments=2: must be at most layout.local_steps.steps = 1: each has a step",
+            "communication.fragments=2: must be at most layout.local_steps.steps = 1: each fragment is "
+            "synchronized in a different step",
         ),
         (
             ["replicas=2", "compress=int8", "compress_between=nodes"],
             (
-                "communication.compress_between=nodes: conflicts with layout.local_steps.replicas "
-                '= 2: sums are compressed within each replica ("ranks" would do)'
+                "communication.compress_between=nodes: conflicts with layout.local_steps.replicas = 2: "
+                'sums are compressed within each replica (use "ranks")'
             ),
         ),
         (
             ["replicas=2", "local_steps=3", "delay=3"],
             (
-                "communication.delay=3: must be below layout.local_steps.steps = 3: a "
-                "synchronization takes effect before the next one starts"
+                "communication.delay=3: must be below layout.local_steps.steps = 3: a synchronization "
+                "must take effect before the next one starts"
             ),
         ),
     ],
@@ -89,7 +91,7 @@ def test_keys_that_fit() -> None:
         (
             ["replicas=3"],
             4,
-            "layout.replicas=3: must divide the 4 data ranks into replicas with whole",
+            "layout.replicas=3: must divide the 4 data ranks into replicas with complete",
         ),
         (
             ["replicas=4", "layout.tensor=2"],
@@ -99,18 +101,19 @@ def test_keys_that_fit() -> None:
         (
             [*LLAMA, "model.experts.count=4", "layout.expert=4", "layout.zero=0", "replicas=2"],
             4,
-            "layout.replicas=2: must divide the 4 data ranks into replicas with whole context and expert",
+            "layout.replicas=2: must divide the 4 data ranks into replicas with complete context and expert",
         ),
         (
             ["replicas=2", "layout.zero=3"],
             2,
-            "layout.zero=3: cuts parameters over a single rank, but needs two or more; layout.zero of 0, 1 "
-            "or 2 would do (there is 1 data x context rank of a replica)",
+            "layout.zero=3: shards parameters, which requires two ranks or more, over a single rank "
+            "(use layout.zero = 0, 1 or 2; the ranks form 1 data x context rank of a replica)",
         ),
         (
             ["replicas=2", "compress=int8"],
             2,
-            "communication.compress=int8: sums gradients within a replica, and each of the 2 has one",
+            "communication.compress=int8: has no effect with 2 replicas of one data rank each: it sums "
+            'gradients within a replica (use "none")',
         ),
     ],
 )
@@ -126,5 +129,5 @@ def test_a_stored_deck_may_have_one_replica_left() -> None:
     left = parse_deck(text, includes=False)
     assert left.layout.steps_between_syncs == 5
     check_world(left, 1)
-    with pytest.raises(HpctrainError, match="set that to 2 or more"):
+    with pytest.raises(HpctrainError, match="use 2 replicas or more"):
         parse_deck(text)

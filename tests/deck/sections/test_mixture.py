@@ -53,9 +53,9 @@ def test_tokens_are_one_or_a_list() -> None:
 @pytest.mark.parametrize(
     ("tokens", "told"),
     [
-        ("[]", "text in quotes, not empty, or a list of such"),
-        ('["a.h5", ""]', "must name files, and none by an empty text"),
-        ('["a.h5", 5]', "must be text in quotes, not empty, or a list of such"),
+        ("[]", "text in quotes that is not empty, or a list of texts"),
+        ('["a.h5", ""]', "must name files; names must not be empty"),
+        ('["a.h5", 5]', "must be text in quotes that is not empty, or a list of texts"),
         ('["a\\u0007"]', "has a control character (U+0007)"),
     ],
 )
@@ -73,14 +73,14 @@ def test_wrong_tokens(tokens: str, told: str) -> None:
         ('tokens = "a.h5"\nweight = "2"', 'entry 2: weight = "2": must be a number above 0'),
         ('tokens = "a.h5"\nweight = true', "entry 2: weight = true: must be a number above 0"),
         ('tokens = "a.h5"\nweight = 0', "entry 2: weight = 0: must be above 0 (or leave the entry out)"),
-        ('tokens = "a.h5"\nweight = 1e-9', "entry 2: weight = 1e-09: must make a share of at least 1e-05"),
+        ('tokens = "a.h5"\nweight = 1e-9', "entry 2: weight = 1e-09: must be at least 1e-05"),
         ('tokens = "a.h5"', "entry 2: weight is missing: a number above 0"),
         ("weight = 1", "entry 2: tokens is missing: token files, as data.tokens"),
         ('tokens = ""\nweight = 1', 'entry 2: tokens = "": must name files'),
-        ("tokens = [1]\nweight = 1", "entry 2: tokens = [1]: must be text in quotes, or a list of such"),
+        ("tokens = [1]\nweight = 1", "entry 2: tokens = [1]: must be text in quotes, or a list of texts"),
         ('tokens = "a.h5"\nweigth = 1\nweight = 1', 'entry 2: "weigth": unknown key (did you mean weight?)'),
         ('tokens = "a.h5"\nweight = 1\nname = ""', 'entry 2: name = "": must be text of 1 to 100'),
-        ('tokens = "c/web.h5"\nweight = 1', 'has 2 entries called "web": a name of its own'),
+        ('tokens = "c/web.h5"\nweight = 1', 'has 2 entries called "web" (use a different name for each)'),
     ],
 )
 def test_wrong_entries(entry: str, told: str) -> None:
@@ -89,13 +89,12 @@ def test_wrong_entries(entry: str, told: str) -> None:
 
 
 def test_wrong_mixtures() -> None:
-    assert "has no weight above 0: nothing would be trained on" in mixture('tokens = "a"\nweight = 0')[0]
+    assert "with a weight above 0" in mixture('tokens = "a"\nweight = 0')[0]
     both = problems(SMALL + MIXTURE)
     assert both == [
-        'deck.toml:11: data.tokens = "tokens.h5": names tokens beside data.mixture, which is trained on '
-        "(one of both has to go)"
+        'deck.toml:11: data.tokens = "tokens.h5": conflicts with data.mixture (leave one of them out)'
     ]
-    assert "has 0 entries" in problems(WITHOUT, "data.mixture=[]")[0]
+    assert "to 512 entries" in problems(WITHOUT, "data.mixture=[]")[0]
     assert "must be a list of tables" in problems(WITHOUT, "data.mixture=5")[0]
     two = mixture('tokens = "a"\nweight = -1', 'tokens = ""\nweight = 1')
     assert len(two) == 2  # all at once

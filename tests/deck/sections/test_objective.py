@@ -32,14 +32,14 @@ def test_kinds() -> None:
         ),
         (
             'kind = "dpo"\nbeta = 0',
-            ('objective.beta = 0: conflicts with objective.kind = "dpo": it must be above 0 (0.1 would do)'),
+            ('objective.beta = 0: conflicts with objective.kind = "dpo": it must be above 0 (use 0.1)'),
         ),
         ('kind = "dpo"\nsmoothing = 0.5', "objective.smoothing = 0.5: must be"),
         (
             'kind = "dpo"\nloss = "ipo"\nsmoothing = 0.1',
             (
-                'objective.smoothing = 0.1: requires objective.loss = "sigmoid", but it is "ipo" '
-                "(leave it out)"
+                'objective.smoothing = 0.1: requires objective.loss = "sigmoid", but it is "ipo" (leave '
+                "this key out)"
             ),
         ),
         (

@@ -69,11 +69,11 @@ def test_each_reward_has_a_weight() -> None:
 
 def test_a_reward_is_named_once() -> None:
     twice = text("grpo").replace('["exact-match"]', '["exact-match", "exact-match"]')
-    assert any("names one twice" in each for each in problems(twice))
+    assert any("contains a reward twice" in each for each in problems(twice))
 
 
 def test_a_call_is_no_hang() -> None:
-    told = "policy.seconds = 200.0: is more than a 4th of stability.hang_seconds = 600"
+    told = "policy.seconds = 200.0: must be at most 1/4 of stability.hang_seconds = 600"
     assert any(told in each for each in problems(text("grpo", "seconds = 200.0")))
     for hang in ("0", "800"):
         parse_deck(text("grpo", "seconds = 200.0"), [f"stability.hang_seconds={hang}"])
@@ -154,11 +154,23 @@ WRONG = {
     "no reward": (
         "ppo",
         "",
-        'policy.reward = [] (default): must name what rewards answers ("exact-match" would do)',
+        'policy.reward = [] (default): must name a reward function or model (such as "exact-match")',
     ),
-    "weights": ("ppo", "weights = [1.0, 2.0]", "must have a weight for each of the 1 rewards (left out, all"),
-    "no room": ("ppo", "", "policy.tokens = 64: leaves no room for prompts in batch.sequence = 64"),
-    "stop": ("ppo", 'stops = ["b", ""]', "has an empty text, which would end every answer at once (leave"),
+    "weights": (
+        "ppo",
+        "weights = [1.0, 2.0]",
+        "must have one weight for each of the 1 rewards (leave it out for weights",
+    ),
+    "no room": (
+        "ppo",
+        "",
+        "policy.tokens = 64: must be below batch.sequence = 64, which includes the prompt",
+    ),
+    "stop": (
+        "ppo",
+        'stops = ["b", ""]',
+        "contains an empty text, which ends every answer immediately (remove",
+    ),
     "scale": (
         "ppo",
         "scale = false",
@@ -167,23 +179,23 @@ WRONG = {
     "alone": (
         "grpo",
         "samples = 1",
-        "policy.samples = 1: leaves an answer nothing to be compared with (2 or more would do, or",
+        "policy.samples = 1: must be 2 or more with",
     ),
     "groups": (
         "grpo",
         "samples = 3",
-        "policy.rollout = 8 (default): must be whole groups of policy.samples = 3 (6 or 9 would do)",
+        "policy.rollout = 8 (default): must be a multiple of policy.samples = 3 (use 6 or 9)",
     ),
     "steps": (
         "ppo",
         "rollout = 12",
-        "policy.rollout = 12: must be whole steps of batch.global_size = 8 (8 or 16 would do)",
+        "policy.rollout = 12: must be a multiple of batch.global_size = 8 (use 8 or 16)",
     ),
     "run": (
         "ppo",
         "rollout = 24",
-        "run.steps = 20: must be whole rollouts of 3 steps (policy.rollout * policy.epochs / "
-        "batch.global_size; 18 or 21 would do)",
+        "run.steps = 20: must be a multiple of policy.rollout x policy.epochs / batch.global_size = 3 "
+        "steps (use 18 or 21)",
     ),
 }
 
@@ -213,8 +225,11 @@ def test_what_is_between_rollouts_comes_with_whole_ones(name: str) -> None:
     if name == "run.evaluate_every":
         given = given.replace("steps = 21", "steps = 21\nevaluate_every = 4")
     (told,) = problems(given)
-    assert f"{name} = 4: must be whole rollouts of 3 steps" in told
-    assert told.endswith("3 or 6 would do)")
+    assert (
+        f"{name} = 4: must be a multiple of policy.rollout x policy.epochs / batch.global_size = 3 steps"
+        in told
+    )
+    assert told.endswith("3 or 6)")
     assert parse_deck(given.replace("every = 4", "every = 6"))
 
 
@@ -260,7 +275,7 @@ def test_what_does_not_go_with_answers_of_its_own(name: str) -> None:
 def test_epochs_are_not_counted() -> None:
     given = text("ppo", "rollout = 24").replace("steps = 20", "epochs = 2")
     (told,) = problems(given)
-    wanted = "run.epochs = 2: counts sequences of token files, and these are prompts (run.steps would do)"
+    wanted = "run.epochs = 2: counts sequences of token files, but a policy trains on prompts (use run.steps)"
     assert told.endswith(wanted)
 
 

@@ -49,15 +49,15 @@ def test_products_in_8_bits_that_can_be(overrides: list[str]) -> None:
         (
             ["machine.products=onednn", "precision.compute=bf16"],
             (
-                'machine.products=onednn: conflicts with precision.compute = "bf16": it multiplies '
-                'matrices of fp32 ("auto", "library", "fp32" or "fp32-onednn" would do)'
+                'machine.products=onednn: conflicts with precision.compute = "bf16": it multiplies fp32 '
+                'matrices only (use "auto", "library", "fp32" or "fp32-onednn")'
             ),
         ),
         (
             ["machine.products=fp32"],
             (
-                'machine.products=fp32: conflicts with precision.compute = "fp32": it multiplies '
-                'matrices of bf16 or fp16 ("auto", "library" or "onednn" would do)'
+                'machine.products=fp32: conflicts with precision.compute = "fp32": it multiplies bf16 '
+                'and fp16 matrices only (use "auto", "library" or "onednn")'
             ),
         ),
         (
@@ -84,9 +84,8 @@ def test_products_in_8_bits_that_can_be(overrides: list[str]) -> None:
         (
             [*FP8, "precision.fp8_gather=true", "layout.zero=3", "precision.fp8=mx"],
             (
-                'precision.fp8_gather=true: conflicts with precision.fp8 = "mx": ranks divide '
-                "elements with a common scale, and transposed matrices have other scales (false "
-                "would do)"
+                'precision.fp8_gather=true: conflicts with precision.fp8 = "mx": ranks split blocks of '
+                "elements with a common scale (use false)"
             ),
         ),
         (
@@ -104,7 +103,7 @@ def test_products_in_8_bits_that_can_be(overrides: list[str]) -> None:
             [*FP8, "precision.fp8=row", "precision.fp8_watch=4", "communication.server=sync"],
             (
                 "precision.fp8_watch=4: conflicts with [communication.server]: workers make steps "
-                "by themselves, and no rank has the counts of all (0 would do)"
+                "independently, and no rank has the counts of all workers (use 0)"
             ),
         ),
         (
@@ -128,28 +127,27 @@ def test_products_in_8_bits_that_can_be(overrides: list[str]) -> None:
         (
             [*FP8, "precision.fp8=delayed", "communication.server=async"],
             (
-                'precision.fp8=delayed: conflicts with communication.server.mode = "async": its '
-                'scales follow steps that all ranks make together ("tensor", "row", "block" or '
-                '"mx" would do)'
+                'precision.fp8=delayed: conflicts with communication.server.mode = "async": its scales '
+                'follow steps that all ranks make together (use "tensor", "row", "block" or "mx")'
             ),
         ),
         (
             [*FP8, *WIDE, "precision.fp8=block", "layout.tensor=8"],
-            "layout.tensor=8: cuts model.heads x model.head_size = 512, which must be a multiple of 128 x "
-            'layout.tensor = 1024 with precision.fp8 = "block", whose scales are of blocks of 128 (1024 '
-            'would; "tensor", "delayed" and "row" do not ask for it)',
+            "layout.tensor=8: splits model.heads x model.head_size = 512, which must be a multiple of "
+            '128 x layout.tensor = 1024 with precision.fp8 = "block", which scales blocks of 128 '
+            'elements (use 1024, or precision.fp8 = "tensor", "delayed" or "row")',
         ),
         (
             [*FP8, *WIDE, "precision.fp8=mx", "model.mlp=96", "layout.tensor=2"],
-            "layout.tensor=2: cuts model.mlp = 96, which must be a multiple of 32 x layout.tensor = 64 with "
-            'precision.fp8 = "mx", whose scales are of blocks of 32 (64 or 128 would; "tensor", "delayed" '
-            'and "row" do not ask for it)',
+            "layout.tensor=2: splits model.mlp = 96, which must be a multiple of 32 x layout.tensor = "
+            '64 with precision.fp8 = "mx", which scales blocks of 32 elements (use 64 or 128, or '
+            'precision.fp8 = "tensor", "delayed" or "row")',
         ),
         (
             [*FP8, "precision.fp8=block", "layout.context=2", "batch.sequence=64", "batch.micro_size=4"],
-            "layout.context=2: cuts batch.micro_size x batch.sequence = 256 into 4 pieces, each of which "
-            'must be a multiple of 128 with precision.fp8 = "block", whose scales are of blocks of 128 (512 '
-            'in all would; "tensor", "delayed" and "row" do not ask for it)',
+            "layout.context=2: splits batch.micro_size x batch.sequence = 256 into 4 pieces, each of "
+            'which must be a multiple of 128 with precision.fp8 = "block", which scales blocks of 128 '
+            'elements (use 512 in total, or precision.fp8 = "tensor", "delayed" or "row")',
         ),
     ],
 )

@@ -47,13 +47,13 @@ def test_the_layout_is_that_of_the_others() -> None:
 
 
 WRONG = {
-    'critic_ranks = "0-1"': r"policy.critic_ranks = \"0-1\": names rank 0, which has the policy",
+    'critic_ranks = "0-1"': r'policy\.critic_ranks = "0-1": contains rank 0, which holds the policy',
     'critic_ranks = "3-2"': r"must be ranks such as \"4-7\", or \"policy\"",
     'critic_ranks = ""': "must be ranks such as",
     'critic_ranks = "-3"': "must be ranks such as",
     "critic_ranks = true": "must be ranks such as",
     'critic_ranks = "critic"': "must be ranks such as",
-    "reward_ranks = 1": "policy.reward_ranks.*has no effect without the checkpoint of a reward model",
+    "reward_ranks = 1": "policy.reward_ranks.*has no effect without a reward model in policy.reward",
 }
 
 
@@ -64,19 +64,19 @@ def test_what_will_not_do(key: str) -> None:
 
 
 def test_what_is_given_in_vain() -> None:
-    with pytest.raises(HpctrainError, match=r"policy.critic_ranks.*is for objective.kind"):
+    with pytest.raises(HpctrainError, match=r"policy.critic_ranks.*requires objective.kind"):
         parse_deck(text("grpo", "critic_ranks = 1\n"))
     with pytest.raises(HpctrainError, match=r"policy.reference_ranks.*no effect with objective.beta = 0"):
         parse_deck(text("ppo", "reference_ranks = 1\n"), ["objective.beta=0"])
 
 
 ALONE = {
-    "run.trace=true": "run.trace.*does not go with policy.critic_ranks: it shows steps",
-    "stability.corruption=cheap": 'stability.corruption.*does not go with.*"off" would do',
-    "stability.verify_layout=true": "stability.verify_layout.*does not go with",
-    "stability.spike=rollback": 'stability.spike.*does not go with.*"skip" would do',
-    "layout=auto": "layout.*does not go with policy.critic_ranks: .*leave it out",
-    "checkpoint.memory_every=10": "checkpoint.memory_every.*does not go with.*0 would do",
+    "run.trace=true": "run.trace.*conflicts with policy.critic_ranks: it records steps",
+    "stability.corruption=cheap": 'stability.corruption.*conflicts with.*use "off"',
+    "stability.verify_layout=true": "stability.verify_layout.*conflicts with",
+    "stability.spike=rollback": 'stability.spike.*conflicts with.*use "skip"',
+    "layout=auto": "layout.*conflicts with policy.critic_ranks: .*leave it out",
+    "checkpoint.memory_every=10": "checkpoint.memory_every.*conflicts with.*use 0",
 }
 
 
@@ -89,7 +89,11 @@ def test_what_does_not_go_with_them(key: str) -> None:
 
 def test_ranks_that_are_not_there() -> None:
     deck = parse_deck(text("ppo", 'critic_ranks = "1-4"\n'))
-    with pytest.raises(HpctrainError, match="names rank 4, but there are 4 ranks, from 0 on"):
+    with pytest.raises(
+        HpctrainError,
+        match=r"contains rank 4, but the run has 4 ranks, numbered from 0 "
+        r"\(use",
+    ):
         check_world(deck, 4)
     check_world(deck, 5)
 
@@ -112,5 +116,5 @@ def test_what_goes_with_one_model_alone() -> None:
             parse_deck(text("ppo", "critic_ranks = 1\nreference_ranks = 2\n")), "is not for it"
         )
     critic, reference = caught.value.problems
-    assert 'policy.critic_ranks = 1: is not for it ("policy" would do here)' in critic
+    assert 'policy.critic_ranks = 1: is not for it (use "policy")' in critic
     assert "policy.reference_ranks = 2: is not for it" in reference

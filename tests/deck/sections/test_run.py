@@ -45,36 +45,36 @@ def test_what_can_be_measured(overrides: list[str]) -> None:
         ),
         (
             ["layout.zero=2", "memory.accumulate=sliced"],
-            'memory.accumulate = "sliced", with which no rank has the gradients of all its tokens',
+            'memory.accumulate = "sliced", with which no rank has the gradient of all of its tokens',
         ),
         (
             ["layout.context=2"],
-            "layout.context = 2, whose ranks have gradients of parts of the same sequences",
+            "layout.context = 2, whose ranks compute gradients of parts of the same sequences",
         ),
         (
             [*MIXTURE, "layout.expert=2"],
-            "layout.expert = 2 and model.experts.count = 4, with which gradients of experts are of "
+            "layout.expert = 2 and model.experts.count = 4, with which gradients of experts come from "
             "tokens of several ranks",
         ),
         (
             [*MIXTURE, "layout.tensor=2"],
-            "layout.tensor = 2 and model.experts.count = 4, with which gradients of experts are of "
+            "layout.tensor = 2 and model.experts.count = 4, with which gradients of experts come from "
             "tokens of several ranks",
         ),
     ],
 )
 def test_what_cannot_be_measured_is_told(overrides: list[str], told: str) -> None:
-    assert problems(ON, *overrides) == [f"{ON}: conflicts with {told} (0 would do)"]
+    assert problems(ON, *overrides) == [f"{ON}: conflicts with {told} (use 0)"]
     parse_deck(DECK, overrides)
 
 
 def test_one_data_rank_has_nothing_to_be_compared_with_but_micro_batches() -> None:
     (problem,) = problems(ON, "layout.tensor=2", ranks=2)
-    assert problem == f"{ON}: compares data ranks with all of them together, but there is one (0 would do)"
+    assert problem == f"{ON}: compares gradients of several data ranks, but the layout has one (use 0)"
     parse_deck(DECK, [ON, "layout.tensor=2"], ranks=4)
     (problem,) = problems(ON, "batch.micro_size=8", "batch.global_size=8", ranks=1)
     assert problem == (
-        f"{ON}: compares a rank's first micro-batch with all of its step, but there is one (0, a smaller "
-        "batch.micro_size or more ranks would do)"
+        f"{ON}: compares the first micro-batch of a step with all of them, but a step has one (use 0, a "
+        "smaller batch.micro_size, or more ranks)"
     )
     parse_deck(DECK, [ON, "batch.micro_size=4", "batch.global_size=8"], ranks=1)

@@ -107,13 +107,13 @@ def test_one_parameter_of_several_names_is_one(file: Path) -> None:
     assert names == [f"rows.{row}.{kind}" for row in range(5) for kind in ("weight", "bias")]
     assert next(iter(model.names.values())) == ["rows.0.weight", "again.0.weight"]  # type: ignore[attr-defined]
     assert architecture.notes[0] == "rows.0.weight and again.0.weight are one parameter"
-    assert architecture.notes[3:] == ("and 7 others of several names",)
+    assert architecture.notes[3:] == ("and 7 others with several names",)
 
 
 def test_other_formats_are_told(file: Path) -> None:
     (note,) = architecture_of(deck_of(file, "Mixed"), 61).notes
-    made = "parameters that the module makes in bfloat16 and float64 are float32 here"
-    assert note == f"{made}, as all are, and updated in float32"
+    made = "parameters that the module creates in bfloat16 and float64 are stored in float32"
+    assert note == f"{made} and updated in float32"
 
 
 def test_blocks_have_a_pattern_between_dots() -> None:
@@ -125,13 +125,15 @@ def test_blocks_have_a_pattern_between_dots() -> None:
 
 def test_what_cannot_be_trained_is_told(file: Path) -> None:
     assert problems(file, "integers") == [
-        "its parameter mask is of int32, which is not trained here",
-        "its parameter turns is of complex64, which is not trained here",
+        "has a parameter mask of unsupported type int32",
+        "has a parameter turns of unsupported type complex64",
     ]
-    assert problems(file, "frozen") == ["has no parameter to train"]
-    assert problems(file, "lazy")[0] == "the shape of its parameter weight is open until it is called"
+    assert problems(file, "frozen") == ["has no trainable parameter"]
+    assert problems(file, "lazy")[0] == (
+        "has a parameter weight whose shape is unknown before the first call"
+    )
     named = problems(Path(models.__file__), "gpt", "model.blocks=layers.*.attn")
-    told = "no part of the module has such a name (did you mean layers.0.attention?)"
+    told = "matches no submodule (did you mean layers.0.attention?)"
     assert named == [f"--set model.blocks=layers.*.attn: {told}"]
 
 

@@ -137,7 +137,7 @@ CUT = ("layout.zero=3", "communication.transport=mpi")
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_of_parameters_that_come_and_go_too(world: World) -> None:
     for habit in ("in place", "writes"):
-        with pytest.raises(HpctrainError, match=r"with layout.zero = 3|which layout.zero = 3 cannot undo"):
+        with pytest.raises(HpctrainError, match=r"with layout.zero = 3"):
             trainer(world, deck_of(habit, *CUT)).train(1)
     (lost,) = trainer(world, deck_of("borrows", *CUT)).train(1)
     assert lost.skipped or lost.loss != lost.loss

@@ -88,8 +88,8 @@ def test_a_config_that_loads_code_from_elsewhere_is_refused(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps(config))
     (message,) = problems("transformers:GPT2LMHeadModel", config=str(tmp_path))
     assert message == (
-        f"{tmp_path}/config.json: attn_implementation = someone/kernels has code loaded from elsewhere; give "
-        "attn_implementation of your own in [model.arguments]"
+        f"{tmp_path}/config.json: attn_implementation = someone/kernels: refers to remote code (set "
+        "attn_implementation in [model.arguments])"
     )
     own = {"config": str(tmp_path), "attn_implementation": "eager"}
     assert isinstance(build_module(NamedCode("transformers:GPT2LMHeadModel"), own), nn.Module)
@@ -130,7 +130,7 @@ def test_what_is_not_there_is_told_with_what_is_near(file: Path) -> None:
 
 
 def test_what_is_no_module_is_told(file: Path) -> None:
-    assert problems(f"{file}:number") == ("mine.py:number gives no torch.nn.Module, but an int",)
+    assert problems(f"{file}:number") == ("mine.py:number: expected a torch.nn.Module, got an int",)
     assert problems(f"{file}:answer") == (f"{file}:answer is not a function or class, but of type int",)
 
 

@@ -229,11 +229,11 @@ def test_code_that_depends_on_parameters_has_no_order() -> None:
 
 
 REFUSED: Mapping[type[nn.Module], str] = {
-    Twice: "block layers.0 is called 2 times in a pass",
-    Backwards: "block layers.1 is called where layers.0 would be",
-    Skipped: "block layers.2 is not called in a pass",
-    InPlace: "layers.0 changes what it takes in place, and gives it back",
-    Bag: "layers.0 gives a SimpleNamespace with tensors in it",
+    Twice: "block layers.0 is called 2 times in a forward pass",
+    Backwards: "block layers.1 is called instead of block layers.0 (pipeline",
+    Skipped: "block layers.2 is not called in a forward pass",
+    InPlace: "layers.0: changes its input in place and returns it (return",
+    Bag: "layers.0: returns a SimpleNamespace that contains tensors, which",
 }
 
 
@@ -248,18 +248,22 @@ def test_passes_that_stages_cannot_follow_are_refused(kind: type[nn.Module]) -> 
 CUT: list[tuple[Callable[[], nn.Module], tuple[int, ...], str | None]] = [
     (Rows, (1, 2), None),
     (Rows, (3, 0), None),
-    (Counted, (2, 1), "layers.1 gives int64 [2, 16], which block layers.2 uses on another stage"),
-    (Left, (1, 2), "block layers.2 uses, on another stage, what layers.0 leaves behind"),
+    (Counted, (2, 1), "layers.1 returns int64 [2, 16], which block layers.2 uses on another stage"),
+    (Left, (1, 2), "block layers.2, on another stage, uses a tensor of layers.0"),
     (Detached, (1, 2), None),
     (Shared, (1, 2, 1), None),
     (Shared, (2, 2), None),
-    (Shared, (1, 1, 2), "its parameter layers.1.weight is used by block layers.1 and block layers.2"),
-    (Counter, (1, 2), "its buffer seen, which a pass changes, is used by what comes before the blocks, "),
+    (Shared, (1, 1, 2), "the parameter layers.1.weight, which is used by block layers.1 and block layers.2"),
+    (
+        Counter,
+        (1, 2),
+        "the buffer seen, which a forward pass changes and which is used by the part before the blocks, ",
+    ),
     (models.gpt, (1, 2), None),
     (
         models.gpt,
         (1, 1, 1),
-        "its parameter scale is used by block layers.0, block layers.1 and block layers.2",
+        "the parameter scale, which is used by block layers.0, block layers.1 and block layers.2",
     ),
 ]
 

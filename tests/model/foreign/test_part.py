@@ -375,13 +375,13 @@ def test_a_function_changes_initial_values(world: World) -> None:
 
 
 INITIALS = {
-    "other_shape": r"makes norm\.weight of shape \[4, 4\], in the module \[32\]",
-    "deletes": r"makes a module without the parameter norm\.weight",
-    "adds": r"makes a parameter norm\.more, which the module is not to have",
-    "unties": r"makes head\.weight another parameter than embed\.weight, but in the module they are one",
-    "freezes": r"makes norm\.weight frozen, which changes no values",
-    "other_buffer": r"makes places of shape \[1\], in the module \[32\]",
-    "takes_nothing": r"is to take the module, whose values it changes: too many positional arguments",
+    "other_shape": r"norm\.weight: expected shape \[32\], got \[4, 4\]",
+    "deletes": r"missing parameter norm\.weight",
+    "adds": r"unexpected parameter norm\.more",
+    "unties": r"head\.weight: must be the same parameter as embed\.weight",
+    "freezes": r"norm\.weight: became frozen",
+    "other_buffer": r"places: expected shape \[32\], got \[1\]",
+    "takes_nothing": r"must take the module as its argument: too many positional arguments",
 }
 
 

@@ -287,7 +287,10 @@ def test_pieces_of_sequences_take_the_steps_of_a_plain_loop(world: World, kind: 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_pieces_of_sequences_are_not_flattened(world: World) -> None:
-    with pytest.raises(HpctrainError, match=r"gathers activations \[batch, sequence, features\], and the"):
+    with pytest.raises(
+        HpctrainError,
+        match=r"expected activations of shape \[batch, sequence, features\], got",
+    ):
         trainer(world, deck_of("opt", *PIECES)).train(1)
 
 

@@ -16,15 +16,21 @@ def of_a_device(monkeypatch: pytest.MonkeyPatch, *products: tuple[bool, torch.dt
 
 
 def test_what_no_device_has_is_emulated() -> None:
-    assert found_products(0).statement.startswith("emulated: tensor, delayed, row, block, mx (")
+    assert found_products(0).statement.startswith(
+        "emulated in 16 or 32 bits, slower than bf16: tensor, delayed, row, block, mx"
+    )
     assert not found_products(0).remedy
 
 
 def test_recipes_are_told_by_what_the_device_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     by_matrix = [(False, torch.bfloat16), (False, torch.float32)]
     whole = of_a_device(monkeypatch, *by_matrix)
-    assert whole.startswith("multiplied in 8 bits: tensor, delayed; emulated: row, block, mx (")
+    assert whole.startswith(
+        "in 8 bits: tensor, delayed; emulated in 16 or 32 bits, slower than bf16: row, block, mx"
+    )
     both = of_a_device(monkeypatch, *by_matrix, (True, torch.bfloat16), (True, torch.float32))
-    assert both.startswith("multiplied in 8 bits: tensor, delayed, row; emulated: block, mx (")
+    assert both.startswith(
+        "in 8 bits: tensor, delayed, row; emulated in 16 or 32 bits, slower than bf16: block, mx"
+    )
     stored = of_a_device(monkeypatch, *by_matrix, (True, torch.bfloat16))
-    assert "; multiplied in 8 bits but for weight gradients: row; emulated: block, mx (" in stored
+    assert "; in 8 bits except for weight gradients: row; emulated: block, mx (" in stored

@@ -91,10 +91,10 @@ def test_it_says_how_long_it_takes_and_warns_of_figures_that_differ(
     said = list[str]()
     wish = quick(tmp_path / "tiny.toml", formats="fp32")
     calibrate(world.single_rank_world(), tmp_path / "machine.toml", wish, said.append)
-    assert "this takes about a minute" in said[0]
+    assert "This takes about a minute" in said[0]
     assert [each for each in said if each.startswith("warning")] == [
-        "warning: products: the slow measurements took 2.4 times as long as the quick ones, more than 1.5: "
-        "measure again while nothing else uses this machine, or expect plans to be as far off"
+        "warning: products: slow measurements took 2.4 times as long as fast ones (limit: 1.5); "
+        "predictions have the same uncertainty (measure again on an idle machine)"
     ]
 
 
@@ -193,7 +193,7 @@ def test_every_kind_of_element_is_timed(world: World, keys: tuple[str, ...]) -> 
 @pytest.mark.parametrize(
     ("wish", "sentence"),
     [
-        (CalibrateOptions(formats="fp32,fp7"), "--formats fp7: must be one of fp32, bf16, fp16"),
+        (CalibrateOptions(formats="fp32,fp7"), "--formats fp7: must be fp32, bf16 or fp16"),
         (CalibrateOptions(most="12 B"), "--max-bytes 12 B: must be at least 1 KiB"),
         (CalibrateOptions(most="twelve"), "twelve"),
     ],
@@ -211,7 +211,7 @@ def test_files_that_cannot_be(world: World, tmp_path: Path) -> None:
         calibrate(world.single_rank_world(), tmp_path / "machine.toml", quick(tmp_path / "none.toml"))
     eight = tmp_path / "eight.toml"
     eight.write_text(DECK + '[precision]\ncompute = "fp8"\n')
-    with pytest.raises(HpctrainError, match=r'precision\.compute.*is not measured \("bf16" would be\)'):
+    with pytest.raises(HpctrainError, match=r'precision\.compute.*is unsupported \(use "bf16"\)'):
         measured_decks([eight])
     assert read_deck(eight).precision.compute == "fp8"
 
@@ -232,7 +232,7 @@ def test_the_verb_writes_what_plan_reads(launch: Launch, tmp_path: Path) -> None
     )
     less = launch(0, *plan, "less.toml", cwd=tmp_path)
     assert less.returncode == 2
-    assert "machine.memory: is missing (`hpctrain calibrate` measures this machine's figures)" in less.stderr
+    assert "machine.memory: is missing (`hpctrain calibrate` measures it)" in less.stderr
     unwritable = launch(0, *verb, "--out", "no/here.toml", cwd=tmp_path)
     assert unwritable.returncode == 3
     assert "cannot be written" in unwritable.stderr

@@ -59,8 +59,8 @@ def test_what_is_written_is_read_back_the_same(name: str) -> None:
 
 def test_units_stand_beside_figures() -> None:
     text = machine_text(parse_machine(MEASURED, ""))
-    assert "memory_bandwidth = 10000000000.0  # bytes/s that a rank reads and writes" in text
-    assert "# seconds of an element, forward and backward\n[machine.elementwise]" in text
+    assert "memory_bandwidth = 10000000000.0  # bytes/s that a rank reads and writes in memory" in text
+    assert "# seconds per element, forward and backward\n[machine.elementwise]" in text
 
 
 def test_figures_have_no_more_digits_than_were_measured() -> None:

@@ -94,7 +94,7 @@ def test_a_swapped_order() -> None:
     """Of equal size: only what messages carry tells."""
     fault = only(job_of([[send("F1"), send("F0")], [receive("F0"), receive("F1")]], pipeline=PAIR))
     assert fault.kind == "swapped order"
-    assert "is sent as F1 of 8 bytes, and received as F0 of 8 bytes (send F0" in fault.sentence
+    assert "is F1 of 8 bytes at the sender, but F0 of 8 bytes at the receiver (send F0" in fault.sentence
     both = [total(8), total(4)]
     assert kinds(job_of([both, both, both[::-1]], all=[[0, 1, 2]])) == ["swapped order"]
 

@@ -163,7 +163,7 @@ def test_choices_that_do_not_go_with_what_is_given_are_refused(path: Path) -> No
         (
             ["layout.local_steps.replicas=2", "layout.local_steps.steps=2"],
             16,
-            ("where all ranks train as one",),
+            ("is unsupported in a search",),
         ),
     ],
 )

@@ -256,7 +256,7 @@ def test_a_schedule_of_a_file_is_for_its_stages_and_micro_batches(tmp_path: Path
     assert set(staged) == {4}
     wrong = found_by(replace(case, layout=layout | {"pipeline": 8}))
     assert not wrong.best
-    assert f"{path}: has 4 stages, but layout.pipeline = 8" in wrong.fell.reasons["layout.schedule"]
+    assert f"{path}: has 4 stages, expected layout.pipeline = 8" in wrong.fell.reasons["layout.schedule"]
 
 
 @pytest.mark.parametrize("chunks", [{}, {"chunks": 2}])

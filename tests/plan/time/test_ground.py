@@ -74,7 +74,7 @@ def test_more_ranks_than_there_are_nodes_for() -> None:
     with pytest.raises(HpctrainError, match=r"ours: has 4 nodes \(2 of ours, 2 of kind 0\); 16 ranks, 2 of "):
         plan_step(small_deck("batch.global_size=32"), 16, 61, machine)
     few = parse_machine(SEVERAL, "")
-    with pytest.raises(HpctrainError, match=r"ours: has 2 nodes; 8 ranks, 2 of them on each, need 4"):
+    with pytest.raises(HpctrainError, match="ours: has 2 nodes, but 8 ranks with 2 per node require 4"):
         plan_step(small_deck("batch.global_size=32"), 8, 61, few)
 
 

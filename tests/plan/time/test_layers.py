@@ -83,5 +83,5 @@ def test_figures_by_which_a_layer_never_ends(figure: str) -> None:
     deck = small_deck()
     _, block, *_ = layer_sizes(ModelShape.of(deck, 61), ())
     machine, at = parse_machine(text, ""), LayoutSizes.of(deck, 1, 4)
-    with pytest.raises(HpctrainError, match="ours: by its figures products of a single layer take inf s"):
+    with pytest.raises(HpctrainError, match="ours: its rates predict inf s for products of a single layer"):
         layer_seconds(block, at, machine)

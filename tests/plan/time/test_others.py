@@ -54,14 +54,22 @@ def test_a_deck_is_planned_on_the_largest_memory() -> None:
 @pytest.mark.parametrize(
     ("wrong", "right", "sentence"),
     [
-        ("\nnodes = 2", "", "ours.toml:2: machine.nodes: is missing: how many nodes of the first kind"),
-        ("\nnodes = 3", "", "ours.toml:17: machine.others.0.nodes: is missing: how many nodes of this kind"),
+        ("\nnodes = 2", "", "ours.toml:2: machine.nodes: is missing: the number of nodes of the first kind"),
+        (
+            "\nnodes = 3",
+            "",
+            "ours.toml:17: machine.others.0.nodes: is missing: the number of nodes of this kind",
+        ),
         ("nodes = 3", "nodes = 0", "ours.toml:19: machine.others.0.nodes: input should be greater than"),
         ('name = "fast"\n', "", "ours.toml:17: machine.others.0.name: is missing"),
-        ('"fast"', '"ours"', 'ours.toml:18: machine.others.0.name: "ours" is another kind\'s'),
-        ("memory = 2e9", "speed = 1", "ours.toml:20: machine.others.0.speed: is no figure of a machine"),
-        ("memory = 2e9", "ranks_per_node = 8", "must be as the first kind's, 4"),
-        ("memory = 2e9", 'messages = "blocking"', "is for all kinds: say machine.messages"),
+        (
+            '"fast"',
+            '"ours"',
+            'ours.toml:18: machine.others.0.name: "ours" is already the name of another kind',
+        ),
+        ("memory = 2e9", "speed = 1", "ours.toml:20: machine.others.0.speed: unknown key"),
+        ("memory = 2e9", "ranks_per_node = 8", "must be that of the first kind, 4"),
+        ("memory = 2e9", 'messages = "blocking"', "applies to all kinds (use machine.messages)"),
         (
             "memory = 2e9",
             "others = []",

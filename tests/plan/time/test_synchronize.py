@@ -154,5 +154,5 @@ def test_what_lies_elsewhere_takes_its_way() -> None:
 @pytest.mark.parametrize("key", ["memory.optimizer", "memory.parameters", "memory.activations"])
 def test_a_machine_that_lacks_what_the_deck_needs_says_what(key: str) -> None:
     keys = (f"{key}=disk", "layout.zero=3", *(["memory.optimizer=disk"] * (key == "memory.parameters")))
-    with pytest.raises(HpctrainError, match=rf"ours: machine\.disk is missing, which {key} = disk needs"):
+    with pytest.raises(HpctrainError, match=rf"ours: machine\.disk is missing, which {key} = disk requires"):
         planned(even(), 2, *keys)

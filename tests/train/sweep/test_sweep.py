@@ -273,8 +273,8 @@ def test_the_best_run_is_that_of_the_figure_that_is_wanted(deck: Path) -> None:
 @pytest.mark.parametrize(
     ("figure", "sets", "told"),
     [
-        ("valdation", (), '--figure valdation: names no set that is evaluated (did you mean "validation"?)'),
-        ("xyz", (), '--figure xyz: names no set that is evaluated ("validation" is)'),
+        ("valdation", (), '--figure valdation: is not an evaluation set (did you mean "validation"?)'),
+        ("xyz", (), '--figure xyz: is not an evaluation set (use "validation")'),
         (
             "validation/accuracy",
             (),
