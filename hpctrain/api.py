@@ -41,7 +41,7 @@ from hpctrain.files import check_output, path_of, write_text
 from hpctrain.generate.loaded import GenerationModel, load
 from hpctrain.host.mpi_library import MPI
 from hpctrain.report.series import metrics
-from hpctrain.text import kind_of
+from hpctrain.text import either, kind_of
 
 __all__ = [
     "Checkpoint",
@@ -233,14 +233,14 @@ def _within(world: World | None, verb: Callable[[World], int], *expected: int) -
     """
     if is_loaded_file(str(sys._getframe(2).f_globals.get("__name__"))):
         raise HpctrainError(
-            "a run begins where another one loads this file for its functions: what begins it is to be under "
-            '`if __name__ == "__main__":`'
+            "this file starts a run while another run imports it for its functions: put the lines that "
+            'start a run under `if __name__ == "__main__":`'
         )
     if world is not None:
         with Watchdog(world):
             code = verb(world)
         if code not in {EXIT_DONE, *expected}:
-            raise HpctrainError(f"the run stopped in good order with exit code {code}")
+            raise HpctrainError(f"the run stopped with exit code {code}")
         return code
     if MPI.Is_finalized():
         print_problems([FINALIZED_MESSAGE])
@@ -253,7 +253,7 @@ def _require_ranks(ranks: object) -> None:
     if ranks is None:
         return
     if isinstance(ranks, bool) or not isinstance(ranks, Integral) or int(ranks) < 1:
-        raise HpctrainError(f"ranks: is to be a whole number of at least 1, not {ranks!r}")
+        raise HpctrainError(f"ranks: must be a whole number of at least 1, not {ranks!r}")
 
 
 def _source(deck: object) -> Path | Deck:
@@ -265,12 +265,12 @@ def _changes(defaults: DeckDefaults) -> list[str]:
     """Return keyword arguments as values of `--set`. Raises HpctrainError if one is unknown or not valid."""
     unknown = sorted(defaults.keys() - DeckDefaults.__annotations__.keys())
     if unknown:
-        known = ", ".join(DeckDefaults.__annotations__)
-        raise HpctrainError(f"{', '.join(unknown)}: nothing of that name is taken ({known} are)")
+        known = either(DeckDefaults.__annotations__)
+        raise HpctrainError(f"{', '.join(unknown)}: unknown argument (use {known})")
     changes: object = defaults.get("changes", {})
     if not isinstance(changes, Mapping) or not all(isinstance(key, str) for key in changes):
         raise HpctrainError(
-            f'changes: is to have values by keys, as {{"batch.micro_size": 4}}, not {kind_of(changes)}'
+            f'changes: must be a dict such as {{"batch.micro_size": 4}}, not {kind_of(changes)}'
         )
     named = {name: value for name, value in defaults.items() if name in _KEYS}
     keys = {_KEYS[name]: (name, _written(name, value)) for name, value in named.items()}
@@ -292,8 +292,8 @@ def _written(name: str, value: object) -> object:
     qualified = getattr(value, "__qualname__", None)
     if qualified is None or not callable(value):
         raise HpctrainError(
-            f"{name}: give a function or a class at the top of a file, or its name, not {kind_of(value)} "
-            "itself, as what goes on with a run has to make it again"
+            f"{name}: must be a function or class at the top level of a file, or its name, not "
+            f"{kind_of(value)} itself, because a resumed run must create it again"
         )
     home = inspect.getmodule(value)
     file = getattr(home, "__file__", None)
@@ -301,9 +301,9 @@ def _written(name: str, value: object) -> object:
     importable = home is not None and qualified.replace(".", "_").isidentifier()
     if not importable or (is_main and (file is None or _is_guarded(Path(file), qualified.partition(".")[0]))):
         raise HpctrainError(
-            f"{name}: {value!r} is not found again by its name: it has to be a function or class at the top "
-            "of a file, or the name of one"
-            + " (and not where that is begun alone)"
+            f"{name}: {value!r}: cannot be imported by its name: must be a function or class at the top "
+            "level of a file, or the name of one"
+            + ' (outside of `if __name__ == "__main__":`)'
             * (importable and is_main)
         )
     assert home is not None

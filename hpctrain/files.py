@@ -35,7 +35,7 @@ def path_of(value: object, name: str, what: str = "a file") -> Path:
         HpctrainError: The argument is not a path, or is empty.
     """
     if not isinstance(value, str | os.PathLike) or not str(value):
-        raise HpctrainError(f"{name}: is to be the path of {what}, not {kind_of(value)}")
+        raise HpctrainError(f"{name}: must be the path of {what}, not {kind_of(value)}")
     return Path(value)
 
 
@@ -52,9 +52,9 @@ def check_output(path: Path, replace: bool) -> None:
     """
     problem = control_problem(str(path))
     if not problem and path.is_dir():
-        problem = "is a folder; name the file to be made"
+        problem = "is a folder (name a file)"
     if not problem and path.exists() and not replace:
-        problem = "exists already; --force replaces it"
+        problem = "already exists (--force replaces it)"
     if problem:
         raise HpctrainError(f"{escaped(str(path))}: {problem}")
 
@@ -109,7 +109,7 @@ def open_regular(path: str | Path) -> BinaryIO:
         _require_regular(Path(path).stat(), path)
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except ValueError:  # a null character, or half of a pair of UTF-16
-        raise OSError(errno.EINVAL, "no file can have such a name", str(path)) from None
+        raise OSError(errno.EINVAL, "not a valid file name", str(path)) from None
     try:
         _require_regular(os.fstat(descriptor), path)
         return os.fdopen(descriptor, "rb")

@@ -147,7 +147,7 @@ def findings_text(report: DoctorReport, width: int | None) -> str:
     ]
     heads = ("rank", "node", "local rank", "cores", "GPU", *axes)
     lines = []
-    for cells in ([("", "topic", "found"), *rows], [heads, *ranks]):
+    for cells in ([("", "check", "result"), *rows], [heads, *ranks]):
         for line in [*table(cells, range(len(cells[0]))), ""]:
             mark = line.partition(" ")[0]
             styled = click.style(mark, COLOURS.get(mark), bold=mark == "WRONG")

@@ -182,7 +182,7 @@ def written(path: Path, text: str, force: bool, option: str = "--output") -> Ite
                 path.chmod(path.stat().st_mode | 0o111)
         elif before != text.encode():
             raise HpctrainError(
-                f"{path}: exists already; replace it with --force, or choose another file with {option}"
+                f"{path}: already exists (replace it with --force, or choose another file with {option})"
             )
     except FileExistsError:
         raise HpctrainError(

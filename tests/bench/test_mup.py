@@ -49,7 +49,8 @@ def test_a_width_has_more_heads_or_wider_ones() -> None:
     scaled = small_deck("model.parametrization=mup", "model.base_width=8", "model.base_head_size=4")
     assert with_base(scaled).model.base_width == 8
     with pytest.raises(
-        HpctrainError, match=r"--widths: 40: leaves no whole number of heads \(a multiple of 16 "
+        HpctrainError,
+        match=r"--widths: 40: the number of heads must be a whole number \(use a multiple of 16",
     ):
         of_width(deck, 40, "mup", False)
     with pytest.raises(HpctrainError, match="--widths: 24: the head size"):
@@ -95,7 +96,7 @@ def test_values_do_not_follow_the_width_where_updates_are_of_blocks(world: World
         (("objective.kind=reward",), "objective.kind=reward: is unsupported in bench mup"),
         (
             ("objective.kind=ppo", 'policy.reward=["exact-match"]', "policy.tokens=8"),
-            "kind=ppo: is not tried",
+            "kind=ppo: is unsupported",
         ),
     ],
 )

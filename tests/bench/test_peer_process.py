@@ -25,7 +25,7 @@ def test_it_is_no_rank() -> None:
 
 def test_what_it_cannot_begin_is_told_by_the_rank(world: World) -> None:
     pytest.importorskip("transformers")
-    with pytest.raises(HpctrainError, match="needs a mixture of experts"):
+    with pytest.raises(HpctrainError, match="requires a mixture of experts"):
         PeerProcess("transformers-eager", small_deck(*LLAMA), world.single_rank_world(), ())
 
 

@@ -106,5 +106,7 @@ def test_steps_are_planned_and_measured(
 
 
 def test_one_rank_is_refused(world: World) -> None:
-    with pytest.raises(HpctrainError, match="bench plan needs 2 ranks: mpirun -n 2 hpctrain bench plan"):
+    with pytest.raises(
+        HpctrainError, match=r"bench plan: requires 2 ranks \(mpirun -n 2 hpctrain bench plan"
+    ):
         bench_plan(world.single_rank_world(), None, (), 1, 1, None)

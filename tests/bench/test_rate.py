@@ -140,10 +140,10 @@ def test_the_table_marks_what_counts() -> None:
     )
     lines = told(figures, RateBenchOptions(), deck)
     assert lines[2].split() == ["2", "0.000126", "4.0000", "4.0000", "steepest"]
-    assert lines[3].endswith("least") and lines[4].split()[2:] == ["not", "finite", "not", "finite"]
+    assert lines[3].endswith("lowest") and lines[4].split()[2:] == ["not", "finite", "not", "finite"]
     assert "the loss was not finite after 4 of 100 steps" in lines
     assert "steepest fall of the loss at rate 0.000126: --set learning_rate.peak=0.00025" in lines
-    assert any("the peak is for a batch of 16, and this one has 8" in line for line in lines)
+    assert any("the peak applies to learning_rate.reference_batch = 16, not 8" in line for line in lines)
     assert "no suggestion" in told(RateFigures(points([1.0, 2.0]), None, ""), RateBenchOptions(), deck)[-1]
 
 

@@ -52,7 +52,7 @@ def test_every_peer_can_train_some_deck(name: str, monkeypatch: pytest.MonkeyPat
             2,
             "model.experts.count = 4: peers in plain torch support none only",
         ),
-        (["ddp"], (*LLAMA, "model.query_key_norm=head"), 2, 'plain torch have "none" alone'),
+        (["ddp"], (*LLAMA, "model.query_key_norm=head"), 2, 'plain torch support "none" only'),
         (["ddp"], ("model.dropout=0.1",), 2, "model.dropout = 0.1: peers in plain torch support 0.0 only"),
         (["ddp"], ("communication.emulate=1 Gbit/s",), 2, "does not delay messages of peers"),
         (["ddp"], ("communication.ranks_per_node=2",), 4, "does not emulate nodes of peers"),
@@ -74,7 +74,7 @@ def test_what_is_missing_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     told = rival_problems(["deepspeed-1", "ddp-kept", "ddp"], deck, 2, True)
     assert len(told) == 2
-    assert told[0].startswith("--against deepspeed-1: DeepSpeed is not installed; `pip install deepspeed`")
+    assert told[0].startswith("--against deepspeed-1: requires DeepSpeed (pip install deepspeed)")
     assert told[1].startswith("--against ddp-kept: requires glibc")
     (told_of_gpus,) = rival_problems(["ddp"], deck, 2, False)
     assert told_of_gpus.endswith('runs on the CPU only (use run.device = "cpu")')

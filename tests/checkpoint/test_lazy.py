@@ -175,7 +175,7 @@ def test_what_is_no_checkpoint_is_told(path: Path, tmp_path: Path, monkeypatch: 
         with pytest.raises(HpctrainError, match=told):
             hpctrain.open_checkpoint(tmp_path / name)
     with pytest.raises(
-        HpctrainError, match="path: is to be the path of a checkpoint or a run's folder, not a dict"
+        HpctrainError, match="path: must be the path of a checkpoint or a run's folder, not a dict"
     ):
         hpctrain.open_checkpoint({})  # type: ignore[arg-type]
     with pytest.raises(HpctrainError, match="contains no deck"):

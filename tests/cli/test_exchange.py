@@ -52,8 +52,8 @@ def test_there_and_back(folder: Path, launch: Launch, tmp_path: Path) -> None:
     done = launch(0, "-m", "hpctrain", "deck", "deck.toml", "--set=model.layers=3")
     assert done.returncode == 2
     assert done.stderr == (
-        'hpctrain: error: --set model.layers=3: contradicts model.from = "ours", whose model has 2 '
-        "(leave the key out)\n"
+        'hpctrain: error: --set model.layers=3: conflicts with model.from = "ours", whose model has 2 '
+        "(leave this key out)\n"
     )
     done = launch(0, "-m", "hpctrain", "plan", "deck.toml", "--ranks=2")
     assert done.returncode == 0 and "gpt2, 11K parameters" in done.stdout
@@ -65,9 +65,9 @@ def test_there_and_back(folder: Path, launch: Launch, tmp_path: Path) -> None:
         ("import nowhere out.h5", 3, "nowhere: no such file or folder"),
         ("import cut out.h5", 3, "cut/model.safetensors: damaged or truncated safetensors: "),
         ("export theirs/config.json out", 2, "theirs/config.json: not an HDF5 file, so not a checkpoint"),
-        ("import cut .", 2, ".: is a folder; name the file to be made"),
-        ("import cut / --force", 2, "/: is a folder; name the file to be made"),
-        ("import cut theirs --force", 2, "theirs: is a folder; name the file to be made"),
+        ("import cut .", 2, ".: is a folder (name a file)"),
+        ("import cut / --force", 2, "/: is a folder (name a file)"),
+        ("import cut theirs --force", 2, "theirs: is a folder (name a file)"),
         ("export theirs/config.json out --max-shard-size=much", 2, '--max-shard-size: "much" is not a size'),
     ],
 )

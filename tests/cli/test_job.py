@@ -257,7 +257,7 @@ def test_a_file_that_is_there_is_replaced_by_force_alone(deck: Path, tmp_path: P
     assert job(*asked).exit_code == 0  # the same once more
     path.write_text("precious")
     (told,) = refused(job(*asked))
-    assert told == "my job.sh: exists already; replace it with --force, or choose another file with --output"
+    assert told == "my job.sh: already exists (replace it with --force, or choose another file with --output)"
     assert path.read_text() == "precious"
     assert job(*asked, "--force").exit_code == 0
     assert path.read_text() == text

@@ -62,9 +62,9 @@ def test_a_mistake_is_said_once(launch: Launch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        (".", ".: is a folder; name the file to be made"),
-        ("/", "/: is a folder; name the file to be made"),
-        ("", ".: is a folder; name the file to be made"),
+        (".", ".: is a folder (name a file)"),
+        ("/", "/: is a folder (name a file)"),
+        ("", ".: is a folder (name a file)"),
         ("a\nb.h5", "a\\nb.h5: has a control character (U+000A); leave it out"),
     ],
 )

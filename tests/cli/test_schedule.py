@@ -105,8 +105,8 @@ def test_a_bad_file_is_told_and_framed(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("F0 B0 F1 B1\nF0 B0 F1\n", ("bad.txt:2: stage 1, B1", "missing")),
-        ("F0 F0 B0\n", ("bad.txt:1: stage 0, F0", "doubled")),
-        ("F0 X0\n", ("bad.txt:1", "'X0' is no action")),
+        ("F0 F0 B0\n", ("bad.txt:1: stage 0, F0", "duplicate")),
+        ("F0 X0\n", ("bad.txt:1", "'X0': is not an action")),
         ("F0 B0 F1 B1\nF0 F1 B0 B1\n", ("bad.txt:1: stage 0", "stage 1")),
         ("# 2 stages, 1 micro-batch, 1 chunk, loop\nF0 B0\n", ("bad.txt:1", "2 stages")),
         ("", ("bad.txt", "no stage")),

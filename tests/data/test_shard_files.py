@@ -74,7 +74,7 @@ def test_fewer_files_replace_more_when_asked_to(world: World, text: Path) -> Non
         (text / "out-20261126.h5").touch()  # eight digits: none of ours
         (text / "out-00999.h5").touch()  # nor does it go on from there
     world.everyone.barrier()
-    with pytest.raises(HpctrainError, match=r"out-00000\.h5: exists already; --force replaces it"):
+    with pytest.raises(HpctrainError, match=r"out-00000\.h5: already exists \(--force replaces it\)"):
         made(world, text, "out.h5", 6000)
     second = made(world, text, "out.h5", 6000, replace=True).shards
     assert 1 < second < first

@@ -158,7 +158,7 @@ def test_what_will_not_do_is_told(world: World, tmp_path: Path, monkeypatch: pyt
         model.generate("a")
     with pytest.raises(InputOutputError, match="no such run folder or checkpoint"):
         hpctrain.load(tmp_path / "b.h5")
-    with pytest.raises(HpctrainError, match=r"path: is to be the path of a checkpoint .*, not None"):
+    with pytest.raises(HpctrainError, match=r"path: must be the path of a checkpoint .*, not None"):
         hpctrain.load(None)  # type: ignore[arg-type]
     monkeypatch.setattr(loaded, "_SMALL_BYTES", 0)
     monkeypatch.setattr(loaded, "obtainable_bytes", lambda _: 5000)

@@ -68,7 +68,7 @@ def test_what_is_no_run_is_told(tmp_path: Path) -> None:
         with pytest.raises(HpctrainError, match=told) as caught:
             hpctrain.metrics(folder)
         assert caught.value.exit_code == code
-    with pytest.raises(HpctrainError, match="run: is to be the path of a run's folder, not None"):
+    with pytest.raises(HpctrainError, match="run: must be the path of a run's folder, not None"):
         hpctrain.metrics(None)  # type: ignore[arg-type]
 
 

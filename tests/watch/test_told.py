@@ -218,7 +218,7 @@ def test_the_verb_writes_a_page_and_replaces_only_such(tmp_path: Path) -> None:
     assert invoke(one, tmp_path / "again", one, "--output", output)[0] == 0
     assert "2 runs" not in output.read_text() and "3 runs" not in output.read_text()
     output.write_text("notes of mine")
-    assert invoke(one, "--output", output) == (2, f"{output}: exists already; --force replaces it")
+    assert invoke(one, "--output", output) == (2, f"{output}: already exists (--force replaces it)")
     assert output.read_text() == "notes of mine"
     assert invoke(one, "--output", output, "--force")[0] == 0
 

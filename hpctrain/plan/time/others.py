@@ -55,7 +55,7 @@ def kind_problems(table: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
         if "nodes" not in each:
             yield (*path, "nodes"), "is missing: the number of nodes of this kind"
         if "name" in each and each["name"] in names:
-            yield (*path, "name"), f'"{each["name"]}" is another kind\'s'
+            yield (*path, "name"), f'"{each["name"]}" is already the name of another kind'
         names.add(each.get("name"))
         if "others" in each:
             yield (*path, "others"), "is unsupported within a kind of node"

@@ -100,7 +100,7 @@ class MemoryTest:
     def _locate(self, block: Tensor, index: int, name: str, record: StressRecord) -> None:
         apart = difference(block, self._scratch)
         if apart is None:
-            told = "a word that was right when read again"
+            told = "a word that was correct when read again"
             position = 0
         else:
             told, position = str(apart), 8 * apart.position

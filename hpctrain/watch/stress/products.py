@@ -213,13 +213,13 @@ class ProductTest:
             return True
         if case.rounds_otherwise(found, expected):
             self._left_out.add((case.form, kernel.name))
-            told = f"kernel {kernel.name} rounds {case.form} more than once and is not tested"
+            told = f"kernel {kernel.name} rounds {case.form} several times and is not tested"
             record.notes.append((TEST, told))
             return False
         row, column = divmod(apart.position, found.shape[-1])
         what = f"{case.form} product ({case.kind.replace('_', ' ')}, {case.shape}, kernel {kernel.name})"
         same = difference(case.compute(kernel), expected)
-        told = "wrong again when repeated" if same else "right when repeated"
+        told = "wrong again when repeated" if same else "correct when repeated"
         where = f"{self.place.name}, {core}"
         sentence = f"{where}: a {what} has {apart} at [{row}, {column}], {told}"
         record.add_wrong(TEST, sentence, self.place.hosts[self.place.rank])

@@ -188,7 +188,7 @@ def _line(spent: float, seconds: float, rounds: Sequence[Sequence[dict[str, Any]
         f"{name} {rate_text(name, median(some))}" for name, some in zip(MEASURES, values, strict=True) if some
     ]
     wrong = sum(row["number"] for each in rounds for row in each)
-    told = f"{counted(wrong, 'result')} WRONG" if wrong else "nothing wrong"
+    told = f"{counted(wrong, 'result')} WRONG" if wrong else "no wrong result"
     return f"{spent:.0f} s of {seconds:.0f} s: {', '.join(rates)}; {told}"
 
 
@@ -213,7 +213,7 @@ def _result(
             remedy = "name a writable file with --rates FILE to detect nodes that become slow"
             findings.append(DoctorFinding("rates", f"{path} could not be written: {why}", remedy))
     parts = [
-        f"{counted(wrong, 'result')} came out wrong" if wrong else "all results are correct",
+        f"{counted(wrong, 'result')} wrong" if wrong else "all results are correct",
         f"{counted(len(slow), 'rate')} low" if slow else "no node is slow",
     ]
     ended = f"was stopped after {format_seconds(spent)}" if stopped else f"took {format_seconds(spent)}"
@@ -239,7 +239,7 @@ def _wrong(rounds: Sequence[Sequence[dict[str, Any]]]) -> Iterator[DoctorFinding
         yield DoctorFinding(test, sentence, remedy, fatal=True)
     number = sum(row["number"] for each in rounds for row in each)
     if number > len(told[:_TOLD]):
-        more = f"{counted(number - len(told[:_TOLD]), 'more result')} came out wrong"
+        more = f"{counted(number - len(told[:_TOLD]), 'more result')} wrong"
         yield DoctorFinding("stress", more, "see the results above", fatal=True)
 
 

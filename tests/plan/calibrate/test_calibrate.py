@@ -221,7 +221,7 @@ def test_the_verb_writes_what_plan_reads(launch: Launch, tmp_path: Path) -> None
     verb = ("-m", "hpctrain", "calibrate", "--like", "tiny.toml", "--seconds", "0", "--max-bytes", "1 KiB")
     done = launch(0, *verb, "--formats", "fp32", "--out", "here.toml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "here.toml: written" in done.stdout
+    assert "Machine rates: here.toml" in done.stdout
     machine: MachineRates = read_machine(str(tmp_path / "here.toml"))
     plan = ("-m", "hpctrain", "plan", "tiny.toml", "--ranks", 1, "--machine")
     row = json.loads(launch(0, *plan, "here.toml", "--json", cwd=tmp_path).stdout)

@@ -81,7 +81,7 @@ def test_a_missing_send() -> None:
     assert fault.kind == "missing send"
     assert fault.rank == 0
     assert "message 2 along pipeline from rank 0 to rank 1" in fault.sentence
-    assert "send F1 of 8 bytes there" in fault.sentence
+    assert "send F1 of 8 bytes, too" in fault.sentence
 
 
 def test_a_missing_receive() -> None:

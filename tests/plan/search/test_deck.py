@@ -159,7 +159,7 @@ def test_choices_that_do_not_go_with_what_is_given_are_refused(path: Path) -> No
     [
         (["machine.rates="], 16, ("requires machine.rates", "calibrate")),
         (["machine.memory=3.2 GB", *NARROW], 16, ("no layout fits into memory", "lacks", "3.2 GB")),
-        ([], 13, ("no layout has 13 ranks", "8 or 16 ranks would")),
+        ([], 13, ("no layout fits 13 ranks", "8 or 16 ranks would")),
         (
             ["layout.local_steps.replicas=2", "layout.local_steps.steps=2"],
             16,
@@ -223,4 +223,4 @@ def test_published_machines_keep_their_habits(path: Path) -> None:
 def test_a_file_that_is_no_schedule_is_refused_where_one_stage_has_no_use_for_it(path: Path) -> None:
     result = plan(path, "--ranks", RANKS, "--search", "--set", f"layout.schedule={path}")
     assert isinstance(result.exception, HpctrainError)
-    assert "is no action; write F, B, I or W" in result.exception.problems[0]
+    assert "is not an action (write F, B, I or W" in result.exception.problems[0]

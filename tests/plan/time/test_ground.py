@@ -71,7 +71,9 @@ def test_stages_lie_on_the_nodes_that_their_ranks_fill() -> None:
 
 def test_more_ranks_than_there_are_nodes_for() -> None:
     machine = kinds(FAST)
-    with pytest.raises(HpctrainError, match=r"ours: has 4 nodes \(2 of ours, 2 of kind 0\); 16 ranks, 2 of "):
+    with pytest.raises(
+        HpctrainError, match=r"ours: has 4 nodes \(2 of ours, 2 of kind 0\), but 16 ranks with 2 per node"
+    ):
         plan_step(small_deck("batch.global_size=32"), 16, 61, machine)
     few = parse_machine(SEVERAL, "")
     with pytest.raises(HpctrainError, match="ours: has 2 nodes, but 8 ranks with 2 per node require 4"):

@@ -118,16 +118,16 @@ def test_what_was_measured_goes_before_what_is_computed() -> None:
             "ours.toml:8: machine.attention: requires forward, the FLOP/s of attention (`hpctrain "
             "calibrate` measures",
         ),
-        (", backward = 8e10", "", "ours.toml:8: machine.attention: lacks backward, "),
+        (", backward = 8e10", "", "ours.toml:8: machine.attention: requires backward, "),
         (
             "forward = 1e11, backward = 8e10",
             "features = [1e-9, 1e-9]",
-            "ours.toml:8: machine.attention: lacks forward and backward, ",
+            "ours.toml:8: machine.attention: requires forward and backward, ",
         ),
         (
             "memory = 1e9",
             "memory = 1e9\nformats.bf16.attention.forward = 1e11",
-            "ours.toml:7: machine.formats.bf16.attention: lacks backward, ",
+            "ours.toml:7: machine.formats.bf16.attention: requires backward, ",
         ),
         ("= 4", "= = 4", "ours.toml:5: "),
         ("memory = 1e9", "collectives.all_sum.ranks = 2", "ours.toml:6: machine.collectives.all_sum"),

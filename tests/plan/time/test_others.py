@@ -73,7 +73,7 @@ def test_a_deck_is_planned_on_the_largest_memory() -> None:
         (
             "memory = 2e9",
             "others = []",
-            "ours.toml:20: machine.others.0.others: a kind of node has no others",
+            "ours.toml:20: machine.others.0.others: is unsupported within a kind of node",
         ),
         ("memory = 2e9", "memory = -1.0", "ours.toml:20: machine.others.0.memory: input should be"),
         (FAST, "others = 3", "machine.others: input should be a valid tuple"),

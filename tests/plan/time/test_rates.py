@@ -65,7 +65,11 @@ def test_a_machine_that_is_given_comes_before(here: Path) -> None:
 @pytest.mark.parametrize(
     ("rates", "compute", "said"),
     [
-        ("gone.toml", "fp32", "cannot be read: no such file or directory; a machine is a file with its"),
+        (
+            "gone.toml",
+            "fp32",
+            "cannot be read: no such file or directory (use a file of `hpctrain calibrate`",
+        ),
         ("selene-2020", "bf16", 'did you mean "selene-2021"?'),
         ("deck.toml", "fp32", "deck.toml:19: machine.name: is missing"),
         ("lacking.toml", "fp32", "lacking.toml:2: machine.memory: is missing"),
