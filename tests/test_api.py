@@ -285,7 +285,7 @@ def test_what_is_made_where_a_script_begins_is_not_found_again(
     monkeypatch.setitem(sys.modules, "__main__", main)
     for name in ("tried", "both", "Chosen"):
         assert hpctrain.api._written("loss", getattr(main, name)) == f"{tmp_path}/train.py:{name}"
-    with pytest.raises(HpctrainError, match=r"loss: .*local.* \(and not where that is begun alone\)"):
+    with pytest.raises(HpctrainError, match=r"loss: .*local.* \(outside of .if __name__ == .__main__.:.\)"):
         hpctrain.api._written("loss", main.local)
     main.__file__ = None
     with pytest.raises(HpctrainError, match="cannot be imported"):

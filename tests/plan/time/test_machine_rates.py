@@ -225,5 +225,5 @@ def test_links_that_were_not_measured(link: str, crosses: bool) -> None:
         HpctrainError, match=rf"ours: machine\.{link} is missing.*`hpctrain calibrate`"
     ) as caught:
         message_seconds(machine, 1.0, crosses)
-    assert ("if more share a node, give --ranks-per-node R" in str(caught.value)) == crosses
+    assert ("if more share a node, use --ranks-per-node R" in str(caught.value)) == crosses
     assert message_seconds(machine, 1.0, not crosses) > 0
