@@ -22,7 +22,12 @@ import click
     metavar="N",
     help="Start N ranks on this machine.  [default: the ranks of mpirun or srun]",
 )
-def command(deck: Path, overrides: tuple[str, ...], ranks: int | None) -> None:
+@click.option(
+    "--communication",
+    is_flag=True,
+    help="Rehearse the calls of --ranks N on GPUs by NCCL's rules, without starting ranks.",
+)
+def command(deck: Path, overrides: tuple[str, ...], ranks: int | None, communication: bool) -> None:
     """Check that the layout of DECK computes the same as one rank. Neither training nor tokens are needed.
 
     Two steps of a small version of the model run on all ranks and on one rank. Initial parameters, losses,
@@ -33,10 +38,22 @@ def command(deck: Path, overrides: tuple[str, ...], ranks: int | None) -> None:
     A module of your own is also compared in fp64 with its code in plain PyTorch, with the arguments in
     [model.miniature] if there are any. State, random numbers and losses that depend on the number of ranks
     are found too.
+
+    With --communication, the messages and collective calls of one step on GPUs are matched instead, by the
+    rules of NCCL: messages have no tags, and each communicator runs its calls in order on a stream. The exit
+    code is 70 if a call would hang.
     """
     from hpctrain.comm.verb import run_verb
     from hpctrain.host.commands import restart_on_ranks
+    from hpctrain.plan.deck import plan_deck
+    from hpctrain.plan.options import required_ranks
+    from hpctrain.plan.rehearse.rehearsal import rehearsal_text, rehearse_deck
     from hpctrain.train.check import check
 
+    if communication:
+        plan = plan_deck(deck, required_ranks(ranks), (*overrides, "run.device=cuda"), advised=False)
+        rehearsal = rehearse_deck(plan)
+        click.echo(rehearsal_text(rehearsal), nl=False)
+        click.get_current_context().exit(rehearsal.exit_code)
     restart_on_ranks(ranks)
     run_verb(lambda world: check(world, deck, overrides, click.echo))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from hpctrain.cli.check import command as check
 from hpctrain.cli.plan import command
 from hpctrain.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_USER, HpctrainError
 from hpctrain.plan.rehearse import rehearsal
@@ -110,6 +111,18 @@ def test_a_rehearsal_tells_what_it_matched(deck: Path) -> None:
     told = json.loads(plan(deck, *REHEARSED, "--json").stdout)["rehearsal"]
     assert (told["ranks"], told["classes"], told["faults"]) == (4, 2, [])
     assert told["events"] > told["messages"] > 0
+
+
+def test_communication_is_checked_by_the_rules_of_nccl(deck: Path) -> None:
+    arguments = [str(deck), "--set", "layout.pipeline=2", "--communication"]
+    result = CliRunner().invoke(check, [*arguments, "--ranks", "4"])
+    assert result.exit_code == EXIT_DONE, result.output
+    text = " ".join(result.stdout.split())
+    assert "Rehearsed a step of 4 ranks" in text
+    assert "there is no cyclic wait, by the rules of NCCL." in text
+    missing = CliRunner().invoke(check, arguments)
+    assert isinstance(missing.exception, HpctrainError)
+    assert "add --ranks N" in str(missing.exception)
 
 
 def test_a_rehearsal_that_lacks_memory_is_the_user_s_matter(deck: Path) -> None:
