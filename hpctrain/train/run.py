@@ -258,6 +258,7 @@ class Loop:
         If all weights are finite, a checkpoint is written first, so that the run can resume.
         """
         weight, step = self.checkpoints.nonfinite_weight(), self.trainer.state.step
+        self.reporter.status.note(last_update=step - self.trainer.state.skipped_in_a_row)
         if weight is None:
             self.save_unless_there()
             self.checkpoints.finish()

@@ -111,11 +111,14 @@ def refuse_other_run(deck: Deck) -> None:
         raise HpctrainError(deck.problem("run.dir", f"{held} choose another run.dir or run.title"))
 
 
-def way_on(folder: Path, newest: Path | None) -> str:
-    """The command that goes on with a run whose job has ended; "" where there is none.
+def way_on(folder: Path, newest: Path | None, by_name: bool = False) -> str:
+    """Return the command that continues a run whose job has ended; "" if there is none.
 
-    `newest` is its newest good checkpoint. Without any, the run goes on from what its nodes have in memory of
-    it, or else begins again.
+    Args:
+        folder: The run folder.
+        newest: Its newest good checkpoint. If None, the run continues from what its nodes have in memory of
+            it, or else begins again.
+        by_name: Whether the command names this checkpoint even if a resumed run takes it anyway.
     """
     start = stored_status(folder).get("started_in")
     elsewhere = isinstance(start, str) and Path(start).is_absolute() and Path(start).is_dir()
@@ -131,7 +134,8 @@ def way_on(folder: Path, newest: Path | None) -> str:
         here = ["--set", f"run.dir={own}"] if elsewhere else []
         line = command_line("run", own / "deck.toml", *here, *fresh)
     elif newest.parent.absolute() == (folder / "checkpoints").absolute():
-        line = command_line("resume", own)
+        named = newest.absolute() if elsewhere else newest
+        line = command_line("resume", named if by_name else own)
     else:
         line = command_line("resume", newest.resolve() if elsewhere else newest, "--set", f"run.dir={own}")
     return f"cd {shlex.quote(str(start))} && {line}" if elsewhere else line

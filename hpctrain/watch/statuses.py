@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.names import checkpoints
+from hpctrain.checkpoint.names import checkpoint_step, checkpoints
 from hpctrain.errors import EXIT_DONE, HpctrainError, InputOutputError, require_exists
 from hpctrain.files import parse_json, read_text
 from hpctrain.report.terminal import columns, fit
@@ -102,8 +103,8 @@ def read_status(folder: Path, finds: bool = True) -> dict[str, Any]:
 
     Its state is "lost" where the file says that it has a job, but nothing holds the folder, and "stalled"
     where no step has ended for long. `checkpoint` is the newest good one even where the run could not write
-    so; of a run that ended before its last step, `go_on` is the command that goes on with it, or "". With
-    `finds` false neither is looked for.
+    so; of a run that ended before its last step, `go_on` is the command that goes on with it, or "". If its
+    last steps made no update, this command starts from before them. With `finds` false neither is looked for.
     """
     require_exists(folder, "run folder")
     path = folder / STATUS_FILE
@@ -111,6 +112,10 @@ def read_status(folder: Path, finds: bool = True) -> dict[str, Any]:
         status: dict[str, Any] = parse_json(read_text(path, STATUS_BYTES))
         status |= {"folder": str(folder), **_judged(status, folder)}
         newest = _newest_good(folder, status.get("checkpoint")) if finds else None
+        last_update = _last_update(status)
+        if finds and last_update is not None:
+            before = _newest_good(folder, None, last_update)
+            status["go_on"] = way_on(folder, before, by_name=True)
     except OSError as error:
         below = f"; {command('status')} expects run folders, such as {folder}/*" if _has_runs(folder) else ""
         reason = f"cannot be read: {error.strerror or error} (a run writes it during training){below}"
@@ -120,9 +125,15 @@ def read_status(folder: Path, finds: bool = True) -> dict[str, Any]:
     if not finds:
         return status
     status["checkpoint"] = None if newest is None else str(newest)
-    if status["state"] in ENDED:
+    if status["state"] in ENDED and last_update is None:
         status["go_on"] = way_on(folder, newest)
     return status
+
+
+def _last_update(status: Mapping[str, Any]) -> int | None:
+    """Return the step of the last update of a run that ended since later steps made none; else None."""
+    step = status.get("last_update")
+    return step if status["state"] == "failed" and isinstance(step, int) else None
 
 
 def _has_runs(folder: Path) -> bool:
@@ -154,9 +165,14 @@ def _judged(status: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {"state": state, "seconds_since_step": since}
 
 
-def _newest_good(folder: Path, known: str | None) -> Path | None:
-    """The newest complete checkpoint of a run that knew of this one, which was verified when written."""
+def _newest_good(folder: Path, known: str | None, last_step: int | None = None) -> Path | None:
+    """Return the newest complete checkpoint of a run, of at most this step if one is given; None without any.
+
+    `known` is one that the run knew, which was verified when written.
+    """
     for path in checkpoints(folder / "checkpoints"):
+        if last_step is not None and (checkpoint_step(path) or 0) > last_step:
+            continue
         if known is not None and path.name == Path(known).name:
             return path
         from hpctrain.checkpoint.keep import is_complete  # with torch, which takes seconds
@@ -200,10 +216,15 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _notes(row: dict[str, Any]) -> list[str]:
-    notes = [str(row["reason"])] if row.get("reason") else []
+    notes = [_reason(row)] if row.get("reason") else []
     if row["state"] == "lost":
         notes.append("its job ended without writing its state")
-    if row.get("go_on"):
+    if row.get("go_on") and _last_update(row) is not None:
+        notes.append(
+            "change what `hpctrain guide loss-spikes` names, and repeat these steps with "
+            f"`{row['go_on']} --set KEY=VALUE`"
+        )
+    elif row.get("go_on"):
         notes.append(f"resume with `{row['go_on']}`")
     if row["state"] == "stalled":
         notes.append(f"the last steps took {format_seconds(row.get('step_seconds') or 0.0)} each")
@@ -211,6 +232,15 @@ def _notes(row: dict[str, Any]) -> list[str]:
     if row.get("silent_faults"):
         notes.append(f"{counted(row['silent_faults'], 'silent fault')} found so far (faults.jsonl)")
     return notes + [slow["words"] for slow in row.get("stragglers") or []]
+
+
+def _reason(row: Mapping[str, Any]) -> str:
+    """Return why a run ended, without the path of its folder, with which the note begins anyway."""
+    reason, start = str(row["reason"]), row.get("started_in")
+    path, colon, rest = reason.partition(": ")
+    named, folder = Path(start if isinstance(start, str) else "", path), Path(row["folder"])
+    same = os.path.normpath(named.absolute()) == os.path.normpath(folder.absolute())
+    return rest if colon and same else reason
 
 
 def _seconds_since(text: str) -> float:

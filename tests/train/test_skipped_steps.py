@@ -106,6 +106,7 @@ def test_run_with_nan_gradients_ends(
     assert checkpoints(tmp_path / "run" / "checkpoints")[0].name == "step-00000008.h5"
     assert status(tmp_path / "run")["state"] == "failed"
     assert status(tmp_path / "run")["reason"] == problem
+    assert status(tmp_path / "run")["last_update"] == 5
     # Steps of the next job count on: one more is too many.
     before_step(lambda *_: math.nan)
     with pytest.raises(HpctrainError, match=r"the last 4 steps made no update"):

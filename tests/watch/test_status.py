@@ -254,6 +254,33 @@ def test_a_checkpoint_that_is_complete_is_named_whatever_follows(
     assert read(folder)["checkpoint"] == str(folder / "checkpoints" / "step-00000004.h5")
 
 
+@pytest.mark.mpi(min_size=1, max_size=1)
+def test_a_run_without_updates_is_repeated_from_before_them(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = [checkpoint_path("run/checkpoints", step) for step in (10, 20, 30)]
+    Path("run/checkpoints").mkdir(parents=True)
+    for path in paths:
+        save(path, world.everyone, [entry("a", torch.arange(5.0))], {"step": int(path.stem[5:])})
+    why = {"state": "failed", "job": None, "checkpoint": str(paths[2])}
+    write(Path("run"), **why, last_update=25, reason="run: the last 5 steps made no update")
+    row = read_status(Path("run"))
+    assert (row["go_on"], row["checkpoint"]) == (f"hpctrain resume {paths[1]}", str(paths[2]))
+    assert statuses_text([row]).splitlines()[-2:] == [
+        "run: the last 5 steps made no update",
+        "run: change what `hpctrain guide loss-spikes` names, and repeat these steps with `hpctrain resume "
+        f"{paths[1]} --set KEY=VALUE`",
+    ]
+    write(Path("run"), **why, last_update=0, reason=f"{tmp_path / 'run'}: it made no update: none")
+    Path("run/deck.toml").touch()
+    row = read_status(Path("run"))
+    assert row["go_on"] == "hpctrain run run/deck.toml --fresh"
+    assert "\nrun: it made no update: none\n" in statuses_text([row])
+    write(Path("run"), **why, reason="other/run: is full")
+    assert "\nrun: other/run: is full\n" in statuses_text([read_status(Path("run"))])
+
+
 def test_what_is_no_status_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "step-00000010.h5").touch()
