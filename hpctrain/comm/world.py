@@ -104,6 +104,8 @@ class World:
         self.device: torch.device = torch.device("cpu") if parent is None else parent.device
         groups = None if parent is None else parent.groups
         self.groups: GroupFactory = GroupFactory(self.topology, self.ledger, groups)
+        # A world that is made from another one leaves MPI and the memory of nodes to it.
+        self._owns_mpi = parent is None
         # Ranks agree on errors over this communicator, whatever messages their groups have in flight.
         self._control = communicator.Dup()
         root_rank = self.rank if parent is None else parent.groups.ranks[parent.rank]
@@ -261,10 +263,10 @@ class World:
         """Return a new World of size 1 whose only rank is this process. Local: other ranks need not call it.
 
         It computes on the same device. Its ledger, watchdog settings and groups are new, so that nothing that
-        this world compares, emulates or checks applies to it. Do not call its `finish`, which would finalize
-        MPI for the whole process.
+        this world compares, emulates or checks applies to it. Its `finish` leaves MPI running.
         """
         world = World(MPI.COMM_SELF)
+        world._owns_mpi = False
         world.device = world.everyone.device = self.device
         return world
 
@@ -273,8 +275,8 @@ class World:
 
         All ranks of this world call it, each with the ranks of its own subworld, so that each rank belongs to
         exactly one. The result uses the device, ledger, watchdog settings and node memory of this world, and
-        compares or checks calls if this world does. Do not call its `finish`, which would finalize MPI; its
-        communicators exist until MPI is finalized.
+        compares or checks calls if this world does. Its `finish` leaves MPI running; its communicators exist
+        until MPI is finalized.
 
         Args:
             ranks: Ranks of this world that form the subworld, in rising order; this rank is among them. If
@@ -402,6 +404,7 @@ class World:
         Wait for all ranks, print their error messages on rank 0, close the memory of nodes, and finalize MPI.
         If only this rank has the error and the other ranks do not come within seconds, abort the job. If
         MPI_Finalize of this library is not reliable between nodes, end the processes instead of returning.
+        A world that `subworld` or `single_rank_world` made only waits for its ranks and prints messages.
 
         Args:
             code: Exit code of this rank, if it has no error.
@@ -415,6 +418,8 @@ class World:
             the same on all ranks.
         """
         code = self._await_all(code, error)
+        if not self._owns_mpi:
+            return code
         leaves_unfinalized = self.nodes > 1 and not finalizes_between_nodes()
         keeps_mpi = code in keep_mpi_after and not leaves_unfinalized
         if not keeps_mpi:

@@ -200,3 +200,13 @@ def test_which_mpi_does_not_finalize_between_nodes(
     mpi = SimpleNamespace(get_vendor=lambda: vendor, Get_library_version=lambda: device)
     monkeypatch.setattr(library, "MPI", mpi)
     assert library.finalizes_between_nodes() == good
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_the_end_of_a_part_of_the_world_leaves_mpi_running(world: World) -> None:
+    for part in (world.subworld([world.rank]), world.subworld(range(world.size)), world.single_rank_world()):
+        assert part.finish(3) == 3
+        assert not library.MPI.Is_finalized()
+    values = torch.ones(4)
+    world.everyone.all_reduce(values)
+    assert values.tolist() == [world.size] * 4

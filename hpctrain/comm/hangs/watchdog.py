@@ -320,7 +320,7 @@ class _WorkMeter:
     """Measurement of the work of this process and its descendants between two calls."""
 
     def __init__(self) -> None:
-        self._since, self._work_seconds = time.monotonic(), 0.0
+        self._since, self._work_seconds = time.monotonic(), _work_seconds()
 
     def is_working(self) -> bool:
         """Return True if this process and its descendants worked for at least `_BUSY_SHARE` of the time.
@@ -330,8 +330,7 @@ class _WorkMeter:
         which main threads waited for a processor.
 
         Only descendants that are still running count. If one has ended since the last call, its earlier work
-        is missing, and the result may be False by mistake. The first call also counts work from before this
-        object was made, so its result may be True by mistake.
+        is missing, and the result may be False by mistake.
         """
         now, work_seconds = time.monotonic(), _work_seconds()
         share = (work_seconds - self._work_seconds) / max(now - self._since, 1e-3)

@@ -246,6 +246,15 @@ def test_where_rank_0_is_stopped_the_lowest_rank_tells_of_all_that_answer(
     ]
 
 
+def test_work_from_before_the_meter_does_not_count() -> None:
+    end = time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+    meter = watchdog._WorkMeter()
+    time.sleep(0.2)
+    assert not meter.is_working()
+
+
 def test_a_report_is_read_as_it_was_written(world: World, tmp_path: Path) -> None:
     own = World(world.communicator.Dup()) if world.size > 1 else world.single_rank_world()
     group = own.ledger.calls.add_group("data", (0, 4, 8))
