@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from math import inf
 from textwrap import shorten
 from typing import Any
@@ -20,6 +21,8 @@ from hpctrain.text import table
 
 TENSORS_SHOWN = 10
 _TEXT = 32
+_BEFORE = 8
+"""Letters of two long values that are shown before their first difference."""
 _APART = ("deck", FOLLOWING, "tokenizer", "history", "losses", "versions")
 """Of a state, what is told in another form or differs in any two runs."""
 
@@ -92,9 +95,7 @@ def differences_text(facts: Differences, everything: bool = False) -> list[str]:
     for section, title in (("deck", "deck key"), ("state", "state")):
         if facts[section]:
             rows = [(title, "first", "second")]
-            rows += [
-                (key, *(value_text(value) for value in values)) for key, values in facts[section].items()
-            ]
+            rows += [(key, *value_texts(*values)) for key, values in facts[section].items()]
             lines += ["", *table(rows, left=(0, 1, 2))]
     return lines
 
@@ -155,18 +156,25 @@ def _keys(structure: CheckpointIndex) -> dict[str, object]:
             tables, _ = parse_toml(text)
         except TomlError:
             return {"deck": text}
-    return {
-        f"{section}.{key}": value
-        for section, keys in tables.items()
-        for key, value in (keys.items() if isinstance(keys, dict) else [("", keys)])
-    }
+    return _flat(tables)
+
+
+def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    """Return all values of nested dictionaries by their full names, such as "optimizer.muon.momentum"."""
+    found: dict[str, object] = {}
+    for name, value in tables.items():
+        if isinstance(value, dict) and value:
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
 
 
 def _state(state: Mapping[str, Any]) -> dict[str, object]:
     """What the state tells besides the deck, the long texts and what differs in any two runs."""
     facts = {name: value for name, value in state.items() if name not in _APART}
-    facts |= {f"versions.{name}": version for name, version in state.get("versions", {}).items()}
-    return facts | {"tokenizer": state["tokenizer"]} if "tokenizer" in state else facts
+    facts |= {"versions": state.get("versions", {})}
+    return _flat(facts | {"tokenizer": state["tokenizer"]} if "tokenizer" in state else facts)
 
 
 def changes(one: Mapping[str, object], other: Mapping[str, object]) -> dict[str, list[object]]:
@@ -178,6 +186,16 @@ def changes(one: Mapping[str, object], other: Mapping[str, object]) -> dict[str,
     }
 
 
-def value_text(value: object) -> str:
-    """A value of a deck or state, in a few letters; "-" where there is none."""
-    return "-" if value is None else shorten(toml_value(value), _TEXT, placeholder="...") or "..."
+def value_texts(one: object, other: object) -> tuple[str, str]:
+    """Return two different values of a deck or state in a few letters each; "-" for a value that is missing.
+
+    Long values whose beginnings are equal are shown from shortly before their first difference.
+    """
+    texts = ["-" if value is None else toml_value(value) for value in (one, other)]
+    short = [shorten(text, _TEXT, placeholder="...") or "..." for text in texts]
+    if short[0] == short[1]:
+        equal = (one_letter == other_letter for one_letter, other_letter in zip(*texts, strict=False))
+        common = sum(takewhile(bool, equal))
+        ends = [f"...{text[max(0, common - _BEFORE) :]}" for text in texts]
+        short = [text if len(text) <= _TEXT else f"{text[: _TEXT - 3]}..." for text in ends]
+    return short[0], short[1]

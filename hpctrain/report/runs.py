@@ -12,7 +12,7 @@ from textwrap import shorten
 from hpctrain.checkpoint.provenance import HistorySegment
 from hpctrain.deck.schema import Deck
 from hpctrain.report.contents import layout_text
-from hpctrain.report.differences import changes, value_text
+from hpctrain.report.differences import changes, value_texts
 from hpctrain.report.rows import Row
 from hpctrain.text import counted, fitted
 from hpctrain.units import format_bytes, format_count, format_seconds
@@ -51,7 +51,7 @@ def side_by_side(one: RunRecord, other: RunRecord, width: int | None) -> list[st
     first one's, or below.
     """
     differing = changes(deck_keys(one.deck), deck_keys(other.deck))
-    keys: list[tuple[str, ...]] = [(key, *map(value_text, values)) for key, values in differing.items()]
+    keys: list[tuple[str, ...]] = [(key, *value_texts(*values)) for key, values in differing.items()]
     if keys:
         lines = fitted([("deck keys that differ", "first", "second"), *keys], (0, 1, 2), width)
     else:

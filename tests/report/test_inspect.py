@@ -262,6 +262,22 @@ def test_two_files_beside_each_other(world: World, mpi_tmp_path: Path) -> None:
         assert "2 of the 4 tensors of one name, shape and type differ." in text
 
 
+def test_only_the_nested_values_that_differ_are_listed(group: Group, tmp_path: Path) -> None:
+    """Also where the beginnings of both values are equal."""
+    template = "{% for message in messages %}{{ message role }}"
+    for name, context, end in (("one.h5", 16, "!"), ("other.h5", 32, "?")):
+        settings = {"files": {"config.json": {"a": 1}}, "jinja": template + end, "context": context}
+        write(group, tmp_path / name, tokenizer_settings=settings)
+    code, text = told(group, tmp_path / "one.h5", other=tmp_path / "other.h5")
+    rows = [line.split(None, 1) for line in text.splitlines() if line.startswith("tokenizer_settings")]
+    assert code == 0 and [name for name, _ in rows] == [
+        "tokenizer_settings.jinja",
+        "tokenizer_settings.context",
+    ]
+    assert '}}!"' in rows[0][1] and '}}?"' in rows[0][1]
+    assert rows[1][1].split() == ["16", "32"]
+
+
 def test_tensors_of_one_file_alone(group: Group, tmp_path: Path) -> None:
     def entry(name: str, values: torch.Tensor) -> TensorRange:
         return TensorRange(f"/model/{name}", Shard.whole(name, tuple(values.shape)), values.reshape(-1))
