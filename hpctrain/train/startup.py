@@ -253,7 +253,7 @@ def _cores() -> tuple[int, ...]:
 def prepare_ranks(world: World, deck: Deck) -> str:
     """Check the nodes and packages of a run, log warnings, and bind ranks if the deck asks for it.
 
-    This call is collective.     There are warnings about tensor groups on several nodes, threads without
+    This call is collective. There are warnings about tensor groups on several nodes, threads without
     cores, and fp16 on a CPU.
 
     Returns:
