@@ -191,13 +191,16 @@ def test_there_are_few_names_and_each_says_what_it_is() -> None:
 
 
 TOLD = {
-    "an instance": ({"data": SimpleNamespace()}, "data: give a function or a class .* not a SimpleNamespace"),
-    "items": ({"data": [1]}, "data: give a function or a class .* not a list itself"),
+    "an instance": (
+        {"data": SimpleNamespace()},
+        "data: must be a function or class .* not a SimpleNamespace",
+    ),
+    "items": ({"data": [1]}, "data: must be a function or class .* not a list itself"),
     "a module": (
         {"build": torch.nn.Linear(2, 2)},
-        "build: give a function or a class .* not a Linear itself",
+        "build: must be a function or class .* not a Linear itself",
     ),
-    "a part": ({"build": partial(int)}, "build: give a function or a class .* not a partial itself"),
+    "a part": ({"build": partial(int)}, "build: must be a function or class .* not a partial itself"),
     "a lambda": ({"loss": lambda: 3}, "loss: <function .* cannot be imported by its name"),
     "arguments": ({"arguments": {"kind": {3}}}, r"arguments\.kind: a set cannot be a value of a deck"),
     "none within": ({"arguments": {"kind": None}}, r"arguments\.kind: None cannot be a value of a deck"),
