@@ -92,7 +92,7 @@ WRONG = {
     "twice": (
         ("layout.pipeline=2", *("model.module=my_models.py:odd", "model.arguments=", "model.buffers=first"),
          "model.blocks=blocks.*"),
-        "block blocks.1 is called 2 times in a pass",
+        "block blocks.1 is called 2 times in a forward pass",
     ),
 }  # fmt: skip
 

@@ -114,7 +114,7 @@ def test_a_run_goes_on_with_tensor_ranks_and_without(folder: Path, launch: Launc
 def test_a_plan_that_cannot_be_is_told_in_sentences(folder: Path, launch: Launch) -> None:
     wrong = 'model.plan={"transformer.h.*.attn.c_atn" = "column", "transformer.drop" = "row"}'
     told = hpctrain(launch, 0, "plan", "deck.toml", "--ranks", "2", *sets(wrong), code=2)
-    assert "matches no submodule (did you mean transformer.h.*.attn.c_attn?)" in told
+    assert "matches no submodule or parameter (did you mean transformer.h.*.attn.c_attn?)" in told
     assert "transformer.drop has the class Dropout, which does not support" in told
     assert "Traceback" not in told
     none = hpctrain(launch, 0, "plan", "deck.toml", "--ranks", "2", *sets("model.plan="), code=2)
