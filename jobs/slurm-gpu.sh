@@ -3,15 +3,15 @@
 # Edit account and partition below, then submit it from the folder that the paths in the deck are relative to:
 #   sbatch jobs/slurm-gpu.sh
 # Never run on such a system: only the syntax of this script was checked.
-# Written by: hpctrain job inputs/quickstart.toml --nodes 1-2 --gpus-per-node 4 --set batch.micro_size=2 --output jobs/slurm-gpu.sh
+# Written by: hpctrain job inputs/quickstart.toml --nodes 1-2 --gpus-per-node 4 --cores-per-rank 8 --set batch.micro_size=2 --output jobs/slurm-gpu.sh
 #SBATCH --account=ACCOUNT
 #SBATCH --partition=PARTITION
 #SBATCH --job-name=quickstart
 #SBATCH --nodes=1-2
 # Not --ntasks-per-node: a requeued job would wait for the number of nodes that it had before.
-#SBATCH --mincpus=4
+#SBATCH --mincpus=32
 #SBATCH --threads-per-core=1
-#SBATCH --cpus-per-task=1
+#SBATCH --cpus-per-task=8
 #SBATCH --gpus-per-node=4
 #SBATCH --time=01:00:00
 #SBATCH --output=%x-%j.out
@@ -53,7 +53,7 @@ fi
 # Slurm starts the ranks (srun --mpi=list shows the methods) and sends them the signal.
 # After an error all ranks end together. If one rank is lost, the others are killed after 30 s.
 srun --mpi=pmix --nodes="$nodes" --ntasks=$((nodes * ranks_per_node)) --ntasks-per-node="$ranks_per_node" \
-    --cpus-per-task=1 --cpu-bind=cores --gpu-bind=none --distribution=block:block \
+    --cpus-per-task=8 --cpu-bind=cores --gpu-bind=none --distribution=block:block \
     --kill-on-bad-exit=0 --wait=30 "${hpctrain[@]}" run "$deck" --resume "${settings[@]}"
 code=$?
 

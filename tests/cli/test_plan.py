@@ -139,7 +139,8 @@ def test_a_rehearsal_that_lacks_memory_is_the_user_s_matter(deck: Path) -> None:
 def test_programmes_that_do_not_fit_are_no_user_s_mistake(
     deck: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def planted(job: StepProgrammes) -> Matched:
+    def planted(job: StepProgrammes, on_streams: bool) -> Matched:
+        assert not on_streams
         first = next(number for number, events in enumerate(job.programmes) if _sends(events))
         programmes = list(job.programmes)
         *_, last = _sends(programmes[first])

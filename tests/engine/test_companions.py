@@ -58,8 +58,8 @@ def test_problems_of_a_critic_name_the_lines_of_the_deck() -> None:
     with pytest.raises(HpctrainError) as raised:
         critic_deck(parse_deck(text, name="a.toml"), 1)
     assert raised.value.problems == (
-        'policy.critic: optimizer.muon.momentum=0.5: is for optimizer.name = "muon", but a.toml:22 has "sgd" '
-        "(leave one of them out)",
+        'policy.critic: optimizer.muon.momentum=0.5: requires optimizer.name = "muon", but a.toml:22 has '
+        '"sgd" (leave one of them out)',
         "policy.critic: layout.tensr=2: unknown key (did you mean layout.tensor?)",
     )
 

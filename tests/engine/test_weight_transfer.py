@@ -168,7 +168,7 @@ def test_replicas_apart_have_no_model_in_common(world: World) -> None:
 def test_ranks_that_do_not_split_a_model_are_refused() -> None:
     with pytest.raises(HpctrainError, match="3 ranks: the model is split over all of them, and their number"):
         generation_deck(small_deck(), 3)
-    with pytest.raises(HpctrainError, match="needs 3 layers or more"):
+    with pytest.raises(HpctrainError, match="requires 3 layers or more"):
         generation_deck(small_deck(), 1, 5)
 
 

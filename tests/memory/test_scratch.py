@@ -129,7 +129,7 @@ def test_a_process_of_the_same_number_is_another_one(tmp_path: Path) -> None:
 
 
 def test_a_folder_too_small_or_not_writable_is_the_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(HpctrainError, match=r"needs 1000 PB on this disk, which has .* free") as caught:
+    with pytest.raises(HpctrainError, match=r"requires 1000 PB on this disk, which has .* free") as caught:
         check_room(tmp_path / "new" / "offload", 10**18)
     assert caught.value.exit_code == EXIT_USER
     assert not (tmp_path / "new").exists()
@@ -167,7 +167,7 @@ def test_a_file_that_vanishes_or_shrinks(scratch: ScratchFiles) -> None:
     values = torch.ones(1000)
     os.truncate(file.path, 5000)
     for transfer in (file.start_read(4000, values), file.start_write(0, values)):
-        with pytest.raises(InputOutputError, match=r"/state: .* was cut short"):
+        with pytest.raises(InputOutputError, match=r"/state: .* was truncated"):
             transfer.result()
     os.truncate(file.path, 8000)
     file.start_write(0, values).result()

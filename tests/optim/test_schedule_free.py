@@ -144,8 +144,14 @@ def test_a_run_that_is_resumed_or_replayed_is_the_one_that_went_on(
             ["learning_rate.decay=linear"],
             r"learning_rate.decay=linear: conflicts with optimizer.name",
         ),
-        (["layout.local_steps.replicas=2"], "optimizer.name=schedule-free: conflicts with local steps"),
-        (["layout.local_steps.outer=diloco"], "optimizer.name=schedule-free: conflicts with local steps"),
+        (
+            ["layout.local_steps.replicas=2"],
+            r"optimizer.name=schedule-free: conflicts with \[layout.local_steps\]",
+        ),
+        (
+            ["layout.local_steps.outer=diloco"],
+            r"optimizer.name=schedule-free: conflicts with \[layout.local_steps\]",
+        ),
         (
             ["communication.server.mode=sync"],
             r"optimizer.name=schedule-free: conflicts with \[communication.server\]",

@@ -230,7 +230,10 @@ WRONG = {
         ("model.blocks=layer.*",),
         "matches no submodule (did you mean layers.*?)",
     ),
-    "no module": (("model.module=torch.nn:Parameter", "model.arguments={}"), "Module, but a Parameter"),
+    "no module": (
+        ("model.module=torch.nn:Parameter", "model.arguments={}"),
+        "expected a torch.nn.Module, got a Parameter",
+    ),
     "buffers": (
         ("model.module=my_models.py:odd", "model.arguments=", "model.blocks=blocks.*"),
         '3 persistent buffers (norm.running_mean, norm.running_var, norm.num_batches_tracked): "first" keeps',

@@ -1,4 +1,7 @@
-"""Losses that come out again, and those that do not; what a checkpoint tells of the runs before it."""
+"""Losses that come out again, and those that do not; what a checkpoint tells of the runs before it.
+
+Tests of train/replay.py and train/recorded_losses.py.
+"""
 
 from __future__ import annotations
 

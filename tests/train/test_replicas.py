@@ -37,7 +37,7 @@ def test_a_lost_replica_ends_the_job_and_not_the_run(
         done = launch(ranks, "-m", "hpctrain", "resume", "run", "--set", steps, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         log = (jobs.run / "log.txt").read_text()
-        count = "1 rank makes 1 replica" if replicas == 1 else "2 ranks make 2 replicas"
+        count = "1 rank forms 1 replica" if replicas == 1 else "2 ranks form 2 replicas"
         assert count in log, log
         assert f"replicas = {replicas}" in (jobs.run / "deck.toml").read_text()
     rows = read_metrics(jobs.run / "metrics.jsonl")

@@ -310,7 +310,7 @@ main()
 
 def test_more_ranks_than_the_layout(work: Path, launch: Launch) -> None:
     problem = told_once(launch(2, "-m", "hpctrain", "run", "deck.toml", "--set", "layout.data=1"))
-    assert "layout.data=1: 2 ranks" in problem
+    assert "layout.data=1: must be 2, the number of data ranks of 2 ranks" in problem
     assert "start 1 rank" in problem
 
 

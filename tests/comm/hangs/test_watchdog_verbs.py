@@ -45,7 +45,7 @@ CHECKPOINT = "done/checkpoints/step-00000002.h5"
 RUN = ("run", "deck.toml", "--set", "run.dir=fresh")
 # By id: the function in which rank 1 stops, the activity of the other ranks, and the command.
 PLACES = {
-    "start": ("hpctrain.comm.world:World.use_device", "starting", RUN),
+    "start": ("hpctrain.comm.world:World._set_device", "starting", RUN),
     "tokens": ("hpctrain.engine.corpus:open_entries", "opening the training data", RUN),
     "build": ("hpctrain.train.run:build_seat_within_memory", "building the model", RUN),
     "folder": ("hpctrain.train.startup:check_run_folder", "locking the run folder", RUN),

@@ -278,9 +278,9 @@ def test_the_best_run_is_that_of_the_figure_that_is_wanted(deck: Path) -> None:
         (
             "validation/accuracy",
             (),
-            "--figure validation/accuracy: is not a metric of an evaluation (validation,",
+            "--figure validation/accuracy: is not a metric of an evaluation set (use validation,",
         ),
-        ("validation", ("data.validation=0", "run.evaluate_every=0"), "but nothing is evaluated"),
+        ("validation", ("data.validation=0", "run.evaluate_every=0"), "requires an evaluation set"),
     ],
 )
 def test_a_figure_that_there_is_not_is_told_before_any_run(
