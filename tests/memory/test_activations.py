@@ -175,7 +175,7 @@ def test_a_file_that_is_cut_short_ends_backward_with_a_sentence(world: World, di
     loss = one_loss(training)
     for file in disk.scratch.folder.iterdir():
         os.truncate(file, 100)
-    with pytest.raises(InputOutputError, match=r"activations-\d+: .* was cut short"):
+    with pytest.raises(InputOutputError, match=r"activations-\d+: .* was truncated"):
         loss.backward()
 
 

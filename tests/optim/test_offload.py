@@ -173,7 +173,7 @@ def test_pieces_fit_into_the_buffer_and_begin_where_vector_instructions_do() -> 
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
-@pytest.mark.parametrize("fault", ["removed", "cut short"])
+@pytest.mark.parametrize("fault", ["removed", "truncated"])
 def test_a_fault_of_one_rank_is_everyones(world: World, mpi_tmp_path: Path, fault: str) -> None:
     deck = small_deck("memory.optimizer=disk", f"memory.offload_dir={mpi_tmp_path / 'offload'}", SMALL_BUFFER)
     training = trainer(world, deck)
@@ -193,7 +193,7 @@ def test_a_fault_of_one_rank_is_everyones(world: World, mpi_tmp_path: Path, faul
 
 @pytest.mark.mpi(min_size=1, max_size=2)
 def test_what_cannot_be_is_told_before_anything_starts(world: World, mpi_tmp_path: Path) -> None:
-    with pytest.raises(HpctrainError, match=r"memory.optimizer=host: is for GPUs") as caught:
+    with pytest.raises(HpctrainError, match=r"memory.optimizer=host: requires GPUs") as caught:
         trainer(world, small_deck("memory.optimizer=host"))
     assert caught.value.exit_code == EXIT_USER
     if world.rank == 0:

@@ -114,7 +114,7 @@ def test_what_is_not_for_policies_says_so(world: World, run: Path) -> None:
     assert compare(world, (run, run.parent / "run2"), None, False, lambda _: None) == 0
     with pytest.raises(HpctrainError, match="is unsupported in bench train"):
         bench_train(world, deck, (), TrainingBenchOptions(1, 1), None)
-    with pytest.raises(HpctrainError, match=r"memory\.optimizer=host: is for GPUs"):
+    with pytest.raises(HpctrainError, match=r"memory\.optimizer=host: requires GPUs"):
         run_deck(world, deck, ["memory.optimizer=host", f"run.dir={run}3"], make=make_trainer)
 
 
