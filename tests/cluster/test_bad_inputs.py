@@ -97,5 +97,5 @@ def test_a_job_with_more_ranks_than_the_layout_is_not_queued_again(
     job = cluster.wait(cluster.sbatch(script("slurm-srun.sh", "steady.toml", "layout.data=2"), cwd=project))
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "0")
     (output,) = project.glob("*.out")
-    assert output.read_text().count("hpctrain: error: --set layout.data=2: 4 ranks with ") == 1
+    assert output.read_text().count("hpctrain: error: --set layout.data=2: must be 4, ") == 1
     assert not (project / "runs/steady").exists()
