@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import socket
@@ -123,7 +124,7 @@ class World:
         """Start MPI and make the World of all ranks. A verb calls this once. Collective.
 
         From then on, an uncaught exception on any rank, in any thread, prints its traceback and ends the job
-        with exit code 70.
+        with exit code 70. A fatal signal, such as SIGSEGV, prints the stacks of all threads of its rank.
 
         Args:
             device: "auto" (the local rank's GPU if there is one, otherwise the CPU), "cpu", "cuda" or
@@ -136,6 +137,9 @@ class World:
         """
         if not MPI.Is_initialized():
             start_mpi()
+        if not faulthandler.is_enabled():
+            # Only now, so that MPI's own handler is called after this one. 2 is the descriptor of stderr.
+            faulthandler.enable(2)
         check_launched_size(os.environ, MPI.COMM_WORLD.size, MPI.get_vendor()[0])
         world = cls(MPI.COMM_WORLD)
         begin(world)

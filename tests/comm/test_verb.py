@@ -103,6 +103,13 @@ def test_a_killed_rank_ends_the_job(run: Launch) -> None:
     assert done.returncode != 0
 
 
+def test_a_segmentation_fault_prints_where_python_was(run: Launch) -> None:
+    done = run(2, "if world.rank == 1: os.kill(os.getpid(), 11)\ngroup.barrier()")
+    assert done.returncode != 0
+    assert done.stderr.count("Fatal Python error: Segmentation fault\n") == 1
+    assert 'program.py", line 8 in verb\n' in done.stderr
+
+
 def test_silent_singletons_are_refused(run: Launch) -> None:
     done = run(0, "return 0", SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="0")
     assert done.returncode == 2
