@@ -141,11 +141,3 @@ def test_what_the_table_holds_can_be_chosen(world: World, monkeypatch: pytest.Mo
     monkeypatch.setitem(TRANSPORTS, "other", other._replace(obstacles=lambda _: ["is not here"]))
     with pytest.raises(HpctrainError, match='"other": is not here'):
         choose_transport(world, "other")
-
-
-def test_nccl_is_for_ranks_with_a_gpu_each() -> None:
-    suits, obstacles = TRANSPORTS["nccl"].suits, TRANSPORTS["nccl"].obstacles
-    assert suits(["a", "b"])
-    assert not any(map(suits, (["a"], ["a", "a"], ["a", None], [None, None])))
-    assert "several ranks share a GPU" in obstacles(["a", "a"])[0]
-    assert "not every rank has a GPU" in obstacles([None, None])[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.transports.transport import Transport
 from hpctrain.host.mpi_library import MPI
 from hpctrain.host.topology import ranks_per_node_of
+from hpctrain.text import ranges
 
 WITH_MESSAGES = frozenset({("pipeline",), ("context",)})
 """Axes along which pipelines and ring attention send messages between neighbors."""
@@ -112,9 +114,8 @@ def _make_nccl(setting: TransportSetting) -> TransportPair:
     return host, NcclTransport(*place, setting.native_half_sums, has_channels)
 
 
-def _each_has_a_gpu(gpus: GpuNames) -> bool:
-    """Return True if there are several ranks, each with a GPU that no other rank has."""
-    return None not in gpus and len(set(gpus)) == len(gpus) > 1
+def _several_on_gpus(gpus: GpuNames) -> bool:
+    return set(gpus) != {None} and len(gpus) > 1
 
 
 def _several_on_cpus(gpus: GpuNames) -> bool:
@@ -132,17 +133,19 @@ def _nccl_obstacles(gpus: GpuNames) -> list[str]:
     if None in gpus:
         obstacles.append('not every rank has a GPU; use "mpi" or "auto"')
     elif len(set(gpus)) < len(gpus) and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        name = Counter(gpus).most_common(1)[0][0]
+        sharers = ranges((rank for rank, gpu in enumerate(gpus) if gpu == name), ",")
         obstacles.append(
-            'several ranks share a GPU; start one rank a GPU, use "mpi", '
+            f'ranks {sharers} share one GPU ({name}); start one rank per GPU, use "mpi", '
             "or set NCCL_MULTI_RANK_GPU_ENABLE=1 with NCCL 2.30 or newer"
         )
-    if not torch.distributed.is_nccl_available():
-        obstacles.append('this build of torch has no NCCL; install one for your GPUs, or use "mpi"')
+    if not (torch.distributed.is_nccl_available() or torch.distributed.is_xccl_available()):
+        obstacles.append('this build of torch has no NCCL or XCCL; install one for your GPUs, or use "mpi"')
     return obstacles
 
 
 TRANSPORTS: Mapping[str, TransportChoice] = {
-    "nccl": TransportChoice(_make_nccl, _each_has_a_gpu, _nccl_obstacles, on_host=False, uses_store=True),
+    "nccl": TransportChoice(_make_nccl, _several_on_gpus, _nccl_obstacles, on_host=False, uses_store=True),
     "shared": TransportChoice(_make_shared, _several_on_cpus, _shared_obstacles, on_host=True),
     "mpi": TransportChoice(_make_mpi, lambda _: True, lambda _: [], on_host=True),
     "gloo": TransportChoice(_make_gloo, lambda _: False, lambda _: [], on_host=True, uses_store=True),

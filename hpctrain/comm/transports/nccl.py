@@ -1,5 +1,6 @@
-"""Transport among GPUs over torch's ProcessGroupNCCL: NCCL on NVIDIA GPUs, RCCL on AMD GPUs.
+"""Transport among GPUs over process groups of torch that have the rules of NCCL.
 
+They are ProcessGroupNCCL (NCCL on NVIDIA GPUs, RCCL on AMD GPUs) and ProcessGroupXCCL (oneCCL on Intel GPUs).
 All operations are ordered on streams, and the host never waits. A process group runs its operations on a
 stream of its own, which first waits for the stream that is current. Waiting for a handle makes the stream
 that is current then wait for the operation; a blocking call does so at once.
@@ -42,9 +43,10 @@ if TYPE_CHECKING:
 
 
 def connect_nccl(store: Store, rank: int, size: int, device: torch.device) -> Any:
-    """Make a ProcessGroupNCCL and connect its ranks. Collective over them.
+    """Make the process group of a type of GPU and connect its ranks. Collective over them.
 
     Once connected, it also uses its communicator for messages, and never creates another one.
+    ProcessGroupXCCL has no call that connects, but does so in its first collective operation.
 
     Args:
         store: Part of the store that belongs to these ranks alone.
@@ -52,12 +54,15 @@ def connect_nccl(store: Store, rank: int, size: int, device: torch.device) -> An
         size: Number of ranks.
         device: GPU of this rank.
     """
-    from torch.distributed import ProcessGroupNCCL
-
-    options = ProcessGroupNCCL.Options()
+    is_intel = device.type == "xpu"
+    kind: Any = getattr(torch.distributed, "ProcessGroupXCCL" if is_intel else "ProcessGroupNCCL")
+    options = kind.Options()
     options._timeout = TIMEOUT
-    group = ProcessGroupNCCL(store, rank, size, options)
-    group.eager_connect_single_device(device)
+    group = kind(store, rank, size, options)
+    if is_intel:
+        group.allreduce([torch.zeros(1, device=device)]).wait()
+    else:
+        group.eager_connect_single_device(device)
     return group
 
 
