@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import combined, shortened, together
@@ -30,6 +31,7 @@ from hpctrain.comm.error_messages import error_reason, with_final_name
 from hpctrain.comm.group import Group
 from hpctrain.errors import InputOutputError
 from hpctrain.files import flush_to_disk, naming
+from hpctrain.host.device import on_host
 
 PIECE_BYTES = 4 << 20
 """Bytes of one rank that are written at a time, at most: they stay in the cache while they are added up."""
@@ -54,8 +56,18 @@ class DraftBox:
         """Offset and length of the smallest range of the file that holds it, in bytes."""
         return self.stored.span(self.rectangle.start, self.rectangle.shape)
 
+    def device_values(self) -> Tensor | None:
+        """Return its elements, their bits as integers, if a GPU holds them; otherwise None."""
+        values = self.entry.values
+        return (
+            self.rectangle.view(values) if isinstance(values, Tensor) and not on_host(values.device) else None
+        )
+
     def load(self) -> Words:
-        """Its elements as they are now, flat, their bits as integers of the same size."""
+        """Its elements as they are now, flat, their bits as integers of the same size.
+
+        The host waits for a GPU's current stream.
+        """
         values = self.rectangle.load(self.entry.values).contiguous().cpu().numpy().reshape(-1)
         words: Words = values.view(f"u{values.itemsize}")
         return words

@@ -179,9 +179,10 @@ def gpu_memory_bytes(device: torch.device) -> int | None:
 def empty_host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialized tensor in host memory, pinned if it is copied from or to a GPU `device`.
 
+    For the meta device of a plan it is not pinned, and the system gives it no memory before it is written.
     torch keeps pinned memory for later tensors, but not before the copies that use it are complete.
     """
-    return torch.empty(tuple(shape), dtype=dtype, pin_memory=not on_host(device))
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type not in {"cpu", "meta"})
 
 
 def synchronize_stream(device: torch.device) -> None:
@@ -252,6 +253,28 @@ class SideStream:
             if tensor is not None:
                 tensor.record_stream(stream)
         return StreamWork(stream.record_event())
+
+    def follow(self) -> None:
+        """Let work that is started here from now on begin after all work that the current stream has."""
+        self._make().wait_stream(torch.cuda.current_stream())
+
+    def copy_to_host(self, memory: Tensor, host: Tensor) -> StreamWork:
+        """Start to copy a GPU tensor to the host, without waiting for earlier work of the current stream.
+
+        Any thread may call it after `follow`.
+
+        Args:
+            memory: GPU tensor of any strides. The caller keeps it alive and unchanged until the copy is
+                complete.
+            host: Pinned tensor of the same shape and dtype.
+
+        Returns:
+            Handle of the copy. A thread that waits for it sleeps.
+        """
+        stream = self._make()
+        with torch.cuda.stream(stream):
+            host.copy_(memory, non_blocking=True)
+        return StreamWork(stream.record_event(torch.cuda.Event(blocking=True)))  # type: ignore[no-untyped-call, unused-ignore]
 
     def copy_to_device(self, host: Tensor, device: torch.device) -> tuple[Tensor, StreamWork]:
         """Start to copy a host tensor to the GPU, without waiting for earlier work of the current stream.

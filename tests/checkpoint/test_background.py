@@ -29,6 +29,7 @@ from hpctrain.comm.world import World
 from hpctrain.errors import InputOutputError
 from tests.checkpoint.conftest import LAYOUTS, Tensors, entry
 from tests.checkpoint.test_write import contents
+from tests.device_double import LateStream, on_gpu
 
 CPU = torch.device("cpu")
 
@@ -126,6 +127,66 @@ def test_a_step_waits_only_for_what_it_changes() -> None:
     assert np.array_equal(third.view(np.float32), np.arange(2048, 3072))
     snapshot.take(3)
     snapshot.protect(update=False)  # at once: what is being written is not changed by a step
+    snapshot.close()
+
+
+def test_what_a_gpu_holds_is_copied_beside_the_step() -> None:
+    """Every copy is late: the writer and the update have to wait for it, and the step does not.
+
+    The buffer has room for three of six pieces, of which the third is in the host's memory.
+    """
+    expected = torch.arange(6 * 1024, dtype=torch.float32)
+    memory = expected.clone()
+    parts = pieces(memory, 6)
+    held = parts[0].entry.values
+    assert isinstance(held, Tensor)
+    on_device = replace(parts[0].entry, values=on_gpu(held))
+    parts = [part if number == 2 else replace(part, entry=on_device) for number, part in enumerate(parts)]
+    buffer, stream = HostBuffer(3 * 4096, CPU), LateStream()
+    buffer.stream = stream  # type: ignore[assignment]
+    snapshot = Snapshot(parts, buffer)
+    found = [snapshot.take(0).copy()]
+    assert stream.events == ["start ", "start ", "wait "], "the second piece comes while the first is written"
+    protected = threading.Event()
+
+    def update() -> None:
+        snapshot.protect()
+        protected.set()
+        held.zero_()
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    found += [snapshot.take(number).copy() for number in range(1, 6)]
+    assert protected.wait(5)
+    thread.join()
+    snapshot.close()
+    assert np.array_equal(np.concatenate(found).view(np.float32), expected.numpy())
+    assert len(stream.started) == 5 and all(work.is_complete for work in stream.started)
+
+
+def test_an_update_waits_on_the_gpu_for_copies_of_which_none_is_written() -> None:
+    memory = torch.arange(2 * 1024, dtype=torch.float32)
+    parts = pieces(memory, 2)
+    held = parts[0].entry.values
+    assert isinstance(held, Tensor)
+    parts = [replace(part, entry=replace(part.entry, values=on_gpu(held))) for part in parts]
+    buffer, stream = HostBuffer(4 * 4096, CPU), LateStream()
+    buffer.stream = stream  # type: ignore[assignment]
+    snapshot = Snapshot(parts, buffer)
+    snapshot.protect()
+    held.zero_()
+    found = np.concatenate([snapshot.take(0).copy(), snapshot.take(1).copy()])
+    assert np.array_equal(found.view(np.float32), memory.numpy())
+    assert stream.events == ["start ", "start ", "wait "]
+
+
+def test_a_failed_writer_leaves_the_buffer_to_the_next_one() -> None:
+    parts, buffer = pieces(torch.ones(2048), 2), HostBuffer(2 * 4096, CPU)
+    failed = Snapshot(parts, buffer)
+    failed.protect()
+    failed.close()
+    snapshot = Snapshot(parts, buffer)
+    assert buffer.take(4096) is not None and buffer.take(4096) is not None
     snapshot.close()
 
 

@@ -11,6 +11,7 @@ import hpctrain.checkpoint.snapshots as snapshots
 from hpctrain.checkpoint.snapshots import SnapshotHistory, StateSnapshot, copies_held
 from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.state import StateTensor
+from tests.device_double import GPU, on_gpu
 
 
 class Values:
@@ -41,24 +42,16 @@ def test_what_was_there_is_there_again() -> None:
     assert copy.stored == {"step": 4, "losses": [1.0]}
 
 
-class OnGpu(torch.Tensor):
-    """Tensor in CPU memory that names a GPU as its device."""
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("cuda", 0)
-
-
 def test_copies_of_every_device_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last tensor may be on the host, as of an offloaded optimizer, while a GPU is still copying."""
     values, waited = Values(), []
-    values.tensors[0] = values.tensors[0].as_subclass(OnGpu)
+    values.tensors[0] = on_gpu(values.tensors[0])
     monkeypatch.setattr(snapshots, "synchronize_stream", waited.append)
     monkeypatch.setattr(
         snapshots, "empty_host_tensor", lambda shape, dtype, _: torch.empty(shape, dtype=dtype)
     )
     StateSnapshot(1, {}).take(values.state())
-    assert set(waited) == {torch.device("cuda", 0), torch.device("cpu")}
+    assert set(waited) == {GPU, torch.device("cpu")}
 
 
 def test_a_copy_that_a_run_went_back_to_tells_what_it_goes_on_with() -> None:

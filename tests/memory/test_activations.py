@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
@@ -21,6 +20,7 @@ from hpctrain.memory.activations import UNDER_WAY, ActivationStore, SavedSegment
 from hpctrain.memory.offload_store import DeviceCopies, DiskOffloadStore
 from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.scratch import ScratchFiles
+from tests.device_double import LateStream
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 STEPS = 2
@@ -66,37 +66,6 @@ def in_file(shelf: DiskOffloadStore) -> ActivationStore:
     return store
 
 
-class LateCopy:
-    """Copy from the host to a GPU that reads its source only when it has to be complete."""
-
-    def __init__(self, host: Tensor) -> None:
-        self.host, self.memory = host, torch.empty_like(host)
-        self.is_complete = False
-
-    def synchronize(self) -> None:
-        if not self.is_complete:
-            self.memory.copy_(self.host)
-            self.is_complete = True
-
-    def deliver(self, memory: Tensor) -> Tensor:
-        return memory
-
-
-class LateStream:
-    """Substitute of a SideStream whose copies to the device are late."""
-
-    def __init__(self) -> None:
-        self.copies: list[LateCopy] = []
-
-    def start(self, action: Callable[[], object], _: object) -> LateCopy:
-        action()
-        return LateCopy(torch.empty(0))
-
-    def copy_to_device(self, host: Tensor, _: torch.device) -> tuple[Tensor, LateCopy]:
-        self.copies.append(LateCopy(host))
-        return self.copies[-1].memory, self.copies[-1]
-
-
 def test_pinned_memory_is_not_read_into_before_its_copy_is_complete(tmp_path: Path) -> None:
     scratch = ScratchFiles(tmp_path / "offload", 0)
     store, stream = DiskOffloadStore(scratch, 100_000, CPU), LateStream()
@@ -107,8 +76,7 @@ def test_pinned_memory_is_not_read_into_before_its_copy_is_complete(tmp_path: Pa
     for handle in handles:
         handle.settle()
     fetched = [handle.fetch() for handle in handles]
-    for copy in stream.copies:
-        copy.synchronize()
+    stream.precede()
     for found, expected in zip(fetched, values, strict=True):
         assert torch.equal(found, expected)
     scratch.close()
