@@ -107,11 +107,11 @@ class SequentialWork(Work[Result]):
 
 
 class CombinedWork(Work[Result]):
-    """Operations that were all started, and that write into one result."""
+    """Operations of groups or of a GPU that were all started, and that write into one result."""
 
     __slots__ = ("_works",)
 
-    def __init__(self, works: Sequence[Work[Any]], result: Result) -> None:
+    def __init__(self, works: Sequence[Work[Any] | TransportWork], result: Result) -> None:
         super().__init__(result)
         self._works = works
 

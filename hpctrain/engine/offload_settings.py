@@ -20,7 +20,7 @@ from hpctrain.memory.offload_folder import check_room
 from hpctrain.memory.scratch import Flat, ScratchFile, ScratchFiles, ScratchTensor
 from hpctrain.optim.blocks import MatrixOptimizer
 from hpctrain.optim.matrix_rule import MatrixRules
-from hpctrain.optim.offload import Home, OffloadedOptimizer
+from hpctrain.optim.offload import CopyStreams, Home, OffloadedOptimizer
 from hpctrain.optim.optimizer import Agreement, Optimizer, ResidentOptimizer
 from hpctrain.sharding.bucket import Bucket, Store
 from hpctrain.units import format_bytes
@@ -124,6 +124,7 @@ def make_optimizer(
     assert not isinstance(rule, MatrixRules)  # the check of the deck refuses it
     if store is None:
         return ResidentOptimizer(rule, buckets)
-    computing: Home = "host" if on_host(device) else "gpu"
+    streams = None if on_host(device) else CopyStreams()
+    computing: Home = "gpu" if streams else "host"
     home = computing if memory.parameters == "device" else memory.parameters
-    return OffloadedOptimizer(rule, buckets, store, memory.offload_buffer, agreement, home)
+    return OffloadedOptimizer(rule, buckets, store, memory.offload_buffer, agreement, home, streams)

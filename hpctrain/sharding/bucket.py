@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
-from hpctrain.comm.work import Work
-from hpctrain.host.device import empty_host_tensor, on_host
+from hpctrain.comm.work import CombinedWork, Work
+from hpctrain.host.device import StreamWork, empty_host_tensor, on_host
 from hpctrain.memory.accounts import storage_bytes
 from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer
 from hpctrain.parallel.shard import Parameter
@@ -102,11 +102,24 @@ class Bucket:
         if self._common is not None:
             return group.start_all_gather(own, self._common, self.layout.sizes)
         whole = self.sharding.pool.take(self.length, self.dtype)
-        if self._fetched is not None or own.device != whole.device:
-            # What was read from a file is dropped next: its copy has to be over by then.
-            own = whole[self.slice].copy_(own, non_blocking=self._fetched is None)
-        self.drop_fetched()
+        if not on_host(whole.device) and on_host(own.device):
+            return self._start_upload(own, whole)
+        if self._fetched is not None:
+            own = whole[self.slice].copy_(own)
+            self.drop_fetched()
         return group.start_all_gather(own, whole, self.layout.sizes)
+
+    def _start_upload(self, source: Tensor, target: Tensor) -> Work[Tensor]:
+        """Start to copy the own values to a GPU and gather them there, while its current stream goes on."""
+        works: list[Work[Tensor] | StreamWork] = []
+
+        def move() -> None:
+            part = target[self.slice].copy_(source, non_blocking=True)
+            works.append(self.sharding.group.start_all_gather(part, target, self.layout.sizes))
+
+        works.append(self.sharding.uploads.start(move, [target]))
+        self.drop_fetched()  # torch keeps pinned memory until its copy is complete
+        return CombinedWork(works, target)
 
     def _own_in_memory(self) -> Tensor:
         """The own values, of a file as they have been read: until `drop_fetched`."""

@@ -188,7 +188,7 @@ class EightBitBucket(Bucket):
             if not count:
                 continue
             if key in places:
-                others[places[key] + offset :][:count].copy_(elements)
+                others[places[key] + offset :][:count].copy_(elements, non_blocking=True)
                 continue
             number, place = cast[key]
             into = codes[place + offset :][:count].view(E4M3.dtype)
@@ -210,4 +210,5 @@ def _cast_into(into: Tensor, values: Tensor, scale: Tensor) -> None:
     """As Scaling does it, some elements after others."""
     step = AT_ONCE if into.is_cpu else _AT_ONCE_ON_GPU
     for codes, some in zip(into.split(step), values.split(step), strict=True):
-        codes.view(torch.uint8).copy_(to_format(some.to(into.device) / scale, E4M3).view(torch.uint8))
+        some = some.to(into.device, non_blocking=True)  # noqa: PLW2901
+        codes.view(torch.uint8).copy_(to_format(some / scale, E4M3).view(torch.uint8))

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Protocol
 
 from hpctrain.comm.group import Group
+from hpctrain.host.device import SideStream
 from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.pool import Pool
 
@@ -80,6 +81,11 @@ class ZeroSharding:
     def pool(self) -> Pool:
         """Memory that these buckets take turns in."""
         return Pool(self.group.empty)
+
+    @cached_property
+    def uploads(self) -> SideStream:
+        """Stream on which slices that lie in host memory come to the GPU."""
+        return SideStream()
 
 
 @dataclass(frozen=True)

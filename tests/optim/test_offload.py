@@ -19,9 +19,10 @@ from hpctrain.engine.offload_settings import host_store
 from hpctrain.engine.stage import Stage, plan_stage
 from hpctrain.errors import EXIT_INPUT_OUTPUT, EXIT_USER, HpctrainError, InputOutputError
 from hpctrain.memory.scratch import Flat, ScratchTensor
-from hpctrain.optim.offload import SLOTS, OffloadedOptimizer, piece_elements
+from hpctrain.optim.offload import SLOTS, CopyStreams, OffloadedOptimizer, piece_elements
 from hpctrain.optim.optimizer import ResidentOptimizer
 from hpctrain.sharding.state import MASTER
+from tests.device_double import LateStream
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 STEPS = 3
@@ -228,3 +229,30 @@ def test_memory_of_pieces_is_foretold(world: World, mpi_tmp_path: Path, buffer: 
             assert held == planned(deck, training).optimizer.working_bytes
         assert held <= deck.memory.offload_buffer
         training.engine.close()
+
+
+@pytest.mark.mpi(max_size=1)
+@pytest.mark.parametrize("gradients", ["fp32", "compute"])
+def test_pieces_come_from_a_gpu_and_return_while_others_are_updated(world: World, gradients: str) -> None:
+    """Copies are as late as may be, so that one that nobody waits for gives other bits."""
+    deck = small_deck("precision.compute=bf16", f"precision.gradients={gradients}", "optimizer.clip=0.5")
+    one, other = trainer(world, deck), trainer(world, deck)
+    plain, buckets = one.engine.optimizer, other.engine.buckets
+    assert isinstance(plain, ResidentOptimizer)
+    events: list[str] = []
+    to_host, to_device = LateStream("gradients", events), LateStream("parameters", events)
+    streams = CopyStreams(to_host, to_device)  # type: ignore[arg-type]
+    offloaded = OffloadedOptimizer(plain.rule, buckets, host_store, 40_000, home="gpu", streams=streams)
+    for state, start in zip(offloaded.states, plain.states, strict=True):
+        contents(state[MASTER]).copy_(start[MASTER])
+    other.engine.optimizer = offloaded
+    assert [step.loss for step in one.train(3)] == [step.loss for step in other.train(3)]
+    assert_same_state(one, other)
+    pieces = len(offloaded._pieces)
+    assert pieces > 2 * SLOTS and len(to_host.started) == len(to_device.started) == 3 * pieces
+    last = len(events) - 1 - events[::-1].index("start gradients")
+    assert events[last + 1] == "wait gradients", (
+        "the last piece's gradients come while the one before is updated"
+    )
+    assert events[:3] == ["start gradients", "start gradients", "wait gradients"]
+    assert offloaded.working_bytes <= 40_000

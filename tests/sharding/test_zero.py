@@ -6,9 +6,12 @@ Tests of sharding/bucket.py, sharding/bucket_layout.py, sharding/gather.py and s
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
+from torch import Tensor
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
@@ -16,6 +19,8 @@ from hpctrain.model.count import count
 from hpctrain.model.part import blocks_of
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import ALIGNMENT
+from hpctrain.sharding.pool import Pool
+from tests.device_double import LateStream, on_gpu
 from tests.engines import LLAMA, Trainer, by_rank_0, reference, small_deck, trainer
 
 STEPS = 5
@@ -234,3 +239,23 @@ def test_model_states_take_the_bytes_of_the_closed_forms(world: World, compute: 
             if stage == 3:
                 assert bucket.values is None
                 assert all(s.parameter.untyped_storage().nbytes() <= 8 for s in bucket.segments)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_slices_of_the_host_come_to_a_gpu_and_are_gathered_beside_its_stream(world: World) -> None:
+    """The copy and the gather are as late as may be: both belong to the stream of the uploads."""
+    layout = trainer(world, small_deck("layout.zero=3")).engine.buckets[1].layout
+    sharding, stream = replace(layout.sharding), LateStream()
+    made = Pool(lambda shape, dtype: on_gpu(torch.full(tuple(shape), torch.nan, dtype=dtype)))
+    sharding.__dict__.update(pool=made, uploads=stream)
+    layout = replace(layout, sharding=sharding)
+    bucket = Bucket(layout, torch.float32, store=lambda length, dtype: torch.ones(length, dtype=dtype))
+    assert isinstance(bucket.own_values, Tensor)
+    bucket.own_values += world.rank
+    work = bucket.start_gather()
+    assert len(stream.started) == 1 and not stream.started[0].test()
+    whole = work.wait().as_subclass(Tensor)
+    shares = [
+        torch.full((stop - start,), rank + 1.0) for rank, (start, stop) in enumerate(pairwise(layout.borders))
+    ]
+    assert torch.equal(whole, torch.cat(shares))
