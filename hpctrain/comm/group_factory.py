@@ -11,11 +11,12 @@ import torch
 from hpctrain.comm.call_check import CallChecks
 from hpctrain.comm.group import Group, GroupTransports
 from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.transports.choose import TRANSPORTS, TransportPair, TransportSetting
+from hpctrain.comm.transports.choose import TRANSPORTS, TransportPair
 from hpctrain.comm.transports.emulated import EmulatedLink, EmulatedTransport
 from hpctrain.comm.transports.node_memory import NodeMemory, open_node_memory
 from hpctrain.comm.transports.process_group import GroupStore, open_store
 from hpctrain.comm.transports.reduction import ReductionScratch
+from hpctrain.comm.transports.setting import TransportSetting
 from hpctrain.comm.work import StartedWork
 from hpctrain.host.mpi_library import MPI
 from hpctrain.host.topology import Topology

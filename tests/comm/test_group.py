@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hpctrain.comm.calls import Reduction
 from hpctrain.comm.group import Group
-from hpctrain.comm.transports.gloo import GlooTransport
 from hpctrain.comm.transports.mpi import MpiTransport, StagedTransport
 from hpctrain.comm.transports.node_memory import NodeMemory
 from hpctrain.comm.transports.shared import SharedTransport
@@ -49,11 +48,10 @@ def shared(world: World) -> Transport:
 def gloo(world: World) -> Transport:
     """Return a process group of gloo. It adds in rank order only if there are two ranks."""
     world.open_store()
-    host = world.everyone.host
-    assert isinstance(host, MpiTransport) and world.groups.store is not None
-    return (
-        host if world.size != 2 else GlooTransport(host.communicator, host.scratch, world.groups.store, False)
-    )
+    if world.size != 2:
+        return world.everyone.host
+    place = world.communicator, world.groups.ranks
+    return world.groups.make_transports(("world",), *place, "gloo", torch.device("cpu"))[0]
 
 
 @pytest.fixture(params=["plain", "split", "staged", "shared", "gloo"])

@@ -11,12 +11,9 @@ import torch
 
 from hpctrain.comm.transports.hierarchical import HierarchicalTransport
 from hpctrain.comm.transports.mpi import MpiTransport, StagedTransport
-from hpctrain.comm.transports.node_memory import NodeMemory
-from hpctrain.comm.transports.process_group import GroupStore
-from hpctrain.comm.transports.reduction import ReductionScratch
+from hpctrain.comm.transports.setting import TransportSetting
 from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.transports.transport import Transport
-from hpctrain.host.mpi_library import MPI
 from hpctrain.host.topology import ranks_per_node_of
 from hpctrain.text import ranges
 
@@ -28,30 +25,6 @@ GpuNames = Sequence[str | None]
 
 TransportPair = tuple[Transport, Transport]
 """Transport of tensors in CPU memory, and transport of tensors in GPU memory."""
-
-
-class TransportSetting(NamedTuple):
-    """Arguments of the functions that make the transports of a group.
-
-    Attributes:
-        communicator: Communicator of the group.
-        axes: Names of its axes.
-        device: Device of this rank.
-        nodes: Node of each rank of the group.
-        scratch: Memory that reductions receive into.
-        memory: Shared memory of this rank's node; None if its ranks do not share memory.
-        store: Store in which the ranks of a process group find each other; None if none is open.
-        native_half_sums: True if process groups add 16-bit floats themselves.
-    """
-
-    communicator: MPI.Intracomm
-    axes: tuple[str, ...]
-    device: torch.device
-    nodes: Sequence[int]
-    scratch: ReductionScratch
-    memory: NodeMemory | None
-    store: GroupStore | None
-    native_half_sums: bool = False
 
 
 class TransportChoice(NamedTuple):
@@ -96,9 +69,7 @@ def _make_gloo(setting: TransportSetting) -> TransportPair:
         return _make_mpi(setting)
     from hpctrain.comm.transports.gloo import GlooTransport
 
-    assert setting.store is not None, "World.open_store comes first"
-    halves = setting.native_half_sums
-    host = GlooTransport(setting.communicator, setting.scratch, setting.store, halves)
+    host = GlooTransport(setting)
     return host, StagedTransport(host)
 
 
@@ -107,11 +78,8 @@ def _make_nccl(setting: TransportSetting) -> TransportPair:
         return _make_mpi(setting)
     from hpctrain.comm.transports.nccl import NcclTransport
 
-    assert setting.store is not None, "World.open_store comes first"
     host = MpiTransport(setting.communicator, setting.scratch)
-    place = setting.communicator, setting.scratch, setting.store, setting.device
-    has_channels = setting.axes in WITH_MESSAGES
-    return host, NcclTransport(*place, setting.native_half_sums, has_channels)
+    return host, NcclTransport(setting, setting.axes in WITH_MESSAGES)
 
 
 def _several_on_gpus(gpus: GpuNames) -> bool:

@@ -13,23 +13,20 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.transports.mpi import USER_TAGS
 from hpctrain.comm.transports.process_group import (
     TIMEOUT,
-    GroupStore,
     PieceMessage,
     ProcessGroupTransport,
     ProcessGroupWork,
     bytes_of,
     finish,
 )
-from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.comm.transports.transport import TransportWork
 
 if TYPE_CHECKING:
     from torch.distributed import Work as TorchWork
 
-    from hpctrain.host.mpi_library import MPI
+    from hpctrain.comm.transports.setting import TransportSetting
 
 
 class GlooMessages(ProcessGroupWork):
@@ -75,24 +72,14 @@ class GlooTransport(ProcessGroupTransport):
     """Transport for tensors in CPU memory. The constructor is collective, and connects all ranks.
 
     Args:
-        communicator: MPI communicator of the group.
-        scratch: Memory that reductions in rank order receive into.
-        store: Store of the world.
-        native_half_sums: True if gloo also adds 16-bit floats.
+        setting: Settings of the group of ranks, with a store.
     """
 
-    def __init__(
-        self,
-        communicator: MPI.Intracomm,
-        scratch: ReductionScratch,
-        store: GroupStore,
-        native_half_sums: bool,
-    ) -> None:
+    def __init__(self, setting: TransportSetting) -> None:
         from torch.distributed import ProcessGroupGloo
 
-        place = store.of_group(communicator), communicator.rank, communicator.size
-        super().__init__(communicator, scratch, ProcessGroupGloo(*place, TIMEOUT), native_half_sums)
-        self._operations = 0
+        place = setting.group_store(), setting.communicator.rank, setting.communicator.size
+        super().__init__(setting, ProcessGroupGloo(*place, TIMEOUT))
 
     @override
     def reduce_scatter(self, call: Call) -> TransportWork | None:
@@ -135,13 +122,3 @@ class GlooTransport(ProcessGroupTransport):
             for message in messages
         ]
         return GlooMessages(works, *(message.memory for message in messages))
-
-    @override
-    def next_tag(self) -> int:
-        """Return a message tag for the `exchange` and `share` of one operation. Local: nothing is sent.
-
-        Each call counts further, from USER_TAGS to 2 USER_TAGS - 1 and around. All ranks call it once per
-        operation, in the same order, so that they get the same tag.
-        """
-        self._operations += 1
-        return USER_TAGS + self._operations % USER_TAGS

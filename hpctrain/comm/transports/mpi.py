@@ -22,14 +22,14 @@ from hpctrain.comm.transports.reduction import (
     reduction_scratch_bytes,
 )
 from hpctrain.comm.transports.transport import (
+    USER_TAGS,
     ElementRange,
+    PairwiseTransport,
     PieceExchange,
     Steps,
     Transport,
     TransportWork,
-    flat_view,
     offsets_of,
-    pairwise_ranges,
     run_steps,
 )
 from hpctrain.host.device import empty_host_tensor, synchronize_stream
@@ -73,9 +73,6 @@ The sums have the same bits.
 
 MESSAGE_LIMIT = 2**31 - 1
 """Largest number of elements of one MPI message."""
-
-USER_TAGS = 2**14
-"""Tags below are those of callers; the transport uses those from here to 2**15 - 1."""
 
 Buffer = tuple[MPI.buffer, int | tuple[Sequence[int], list[int]], MPI.Datatype]
 address = MPI.buffer.fromaddress
@@ -122,7 +119,7 @@ def split_buffer(tensor: Tensor, counts: Sequence[int] | None, size: int) -> Buf
     return address(tensor.data_ptr(), tensor.nbytes), elements, MPI_TYPES[tensor.dtype]
 
 
-class MpiTransport(Transport):
+class MpiTransport(PairwiseTransport):
     """Transport for tensors in host memory over one MPI communicator.
 
     Args:
@@ -134,12 +131,10 @@ class MpiTransport(Transport):
     def __init__(
         self, communicator: MPI.Intracomm, scratch: ReductionScratch, limit: int = MESSAGE_LIMIT
     ) -> None:
+        super().__init__(communicator.rank, communicator.size)
         self.communicator = communicator
         self.scratch = scratch
-        self.rank = communicator.rank
-        self.size = communicator.size
         self.limit = limit
-        self._operations = 0
 
     def _messages(self, tensor: Tensor | None) -> list[Buffer]:
         """Return the buffers of a tensor, which must not be None, split into messages within the limit."""
@@ -263,7 +258,7 @@ class MpiTransport(Transport):
         piece, pieces = (call.output, call.tensor) if is_scatter else (call.tensor, call.output)
         assert piece is not None
         if (piece.numel() * self.size if call.counts is None else sum(call.counts)) > self.limit:
-            return self._move_pairwise(call)
+            return self.move_pairwise(call)
         one = MPI.IN_PLACE if pieces is not None and _overlap(piece, pieces) else buffer_of(piece)
         many = None if pieces is None else split_buffer(pieces, call.counts, self.size)
         name = call.operation.replace("_", "").capitalize() + "v" * (call.counts is not None)
@@ -284,7 +279,7 @@ class MpiTransport(Transport):
         assert tensor is not None and output is not None
         # Totals of uneven pieces differ between ranks, so that ranks could not agree on MPI's function.
         if call.counts is not None or tensor.numel() > self.limit:
-            return self._move_pairwise(call)
+            return self.move_pairwise(call)
         buffers = [split_buffer(each, None, self.size) for each in (tensor, output)]
         return self._issue(call, "Alltoall", buffers)
 
@@ -306,23 +301,7 @@ class MpiTransport(Transport):
         """
         return self._issue(call, "Barrier", ())
 
-    def _move_pairwise(self, call: Call) -> TransportWork | None:
-        requests = self.exchange(pairwise_ranges(call, self.size), self.next_tag())
-        if not call.blocking:
-            return requests
-        requests.wait()
-        return None
-
     # PieceMover
-
-    def next_tag(self) -> int:
-        """Return a message tag for the `exchange` and `share` of one operation. Local: nothing is sent.
-
-        Each call counts further, from USER_TAGS to 2 USER_TAGS - 1 and around. All ranks call it once per
-        operation, in the same order, so that they get the same tag.
-        """
-        self._operations += 1
-        return USER_TAGS + self._operations % USER_TAGS
 
     def start_message(self, tensor: Tensor, peer: int, tag: int, sends: bool) -> MpiRequests:
         """Start to send or to receive a contiguous tensor, and return its handle. Local; does not wait.
@@ -346,39 +325,20 @@ class MpiTransport(Transport):
         """
         return self._move_pieces(Call("all_gather", tensor, output, blocking=blocking, start=0.0))
 
+    @override
     def exchange(self, pieces: PieceExchange, tag: int) -> MpiRequests:
-        """Start to send a piece to each rank, and to receive a piece from each rank.
-
-        Collective; does not wait. Each pair of ranks exchanges messages, so that ranks need not start their
-        operations in one order. The piece that this rank keeps is copied at once.
-
-        Args:
-            pieces: Tensors, and the ranges for each rank.
-            tag: Tag of `next_tag`, the same on all ranks.
-
-        Returns:
-            Handle, which keeps both tensors alive. Never None.
-        """
-        source, sends, target, receives = pieces
-        requests = []
-        for step in range(1, self.size):
-            peer = (self.rank - step) % self.size
-            requests += [
-                self.communicator.Irecv(part, peer, tag)
-                for part in self._range_messages(target, *receives[peer])
-            ]
-        for step in range(1, self.size):
-            peer = (self.rank + step) % self.size
-            requests += [
-                self.communicator.Isend(part, peer, tag)
-                for part in self._range_messages(source, *sends[peer])
-            ]
-        (begin, count), (position, _) = sends[self.rank], receives[self.rank]
-        if (
-            count
-            and target.data_ptr() + position * target.itemsize != source.data_ptr() + begin * source.itemsize
-        ):
-            flat_view(target)[position : position + count].copy_(flat_view(source)[begin : begin + count])
+        source, target = pieces.source, pieces.target
+        requests = [
+            self.communicator.Irecv(part, peer, tag)
+            for peer, of_peer in pieces.received_ranges(self.rank)
+            for part in self._range_messages(target, *of_peer)
+        ]
+        requests += [
+            self.communicator.Isend(part, peer, tag)
+            for peer, of_peer in pieces.sent_ranges(self.rank)
+            for part in self._range_messages(source, *of_peer)
+        ]
+        pieces.copy_own(self.rank)
         return MpiRequests(requests, source, target)
 
     def share(

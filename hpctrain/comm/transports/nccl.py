@@ -25,21 +25,20 @@ from typing_extensions import override
 from hpctrain.comm.calls import Call
 from hpctrain.comm.transports.process_group import (
     TIMEOUT,
-    GroupStore,
     PieceMessage,
     ProcessGroupTransport,
     ProcessGroupWork,
     bytes_of,
     finish,
 )
-from hpctrain.comm.transports.reduction import ReductionScratch, reduce_in_rank_order
+from hpctrain.comm.transports.reduction import reduce_in_rank_order
 from hpctrain.comm.transports.transport import TransportWork, run_steps
 from hpctrain.host.device import SideStream
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from hpctrain.host.mpi_library import MPI
+    from hpctrain.comm.transports.setting import TransportSetting
 
 
 def connect_nccl(store: Store, rank: int, size: int, device: torch.device) -> Any:
@@ -70,12 +69,7 @@ class NcclTransport(ProcessGroupTransport):
     """Transport for tensors of one GPU per rank. The constructor is collective, and connects all ranks.
 
     Args:
-        communicator: MPI communicator of the group.
-        scratch: Allocator of temporary tensors of reductions. Those in GPU memory come from torch's own
-            allocator.
-        store: Store of the world.
-        device: GPU of this rank.
-        native_half_sums: True if NCCL also adds 16-bit floats.
+        setting: Settings of the group of ranks, with a store.
         has_channels: True to make channels. Without them, and between ranks that are no neighbors, all ranks
             must start messages in an order in which each one's peer is ready.
         connect: Function that makes and connects a process group.
@@ -85,18 +79,15 @@ class NcclTransport(ProcessGroupTransport):
 
     def __init__(
         self,
-        communicator: MPI.Intracomm,
-        scratch: ReductionScratch,
-        store: GroupStore,
-        device: torch.device,
-        native_half_sums: bool,
+        setting: TransportSetting,
         has_channels: bool,
         connect: Callable[[Store, int, int, torch.device], Any] = connect_nccl,
     ) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        own, rank, size = store.of_group(communicator), communicator.rank, communicator.size
-        super().__init__(communicator, scratch, connect(own, rank, size, device), native_half_sums)
+        rank, size, device = setting.communicator.rank, setting.communicator.size, setting.device
+        own = setting.group_store()
+        super().__init__(setting, connect(own, rank, size, device))
         self._side = SideStream()
         self._channels: dict[tuple[int, int], Any] = {}
         pairs = {pair for first in range(size) for pair in _directions(first, (first + 1) % size)}
@@ -143,11 +134,6 @@ class NcclTransport(ProcessGroupTransport):
     def start_messages(self, messages: Sequence[PieceMessage], tag: int) -> ProcessGroupWork:
         works = [_grouped(self.group, messages)] if messages else []
         return ProcessGroupWork(works, *(message.memory for message in messages))
-
-    @override
-    def next_tag(self) -> int:
-        """Return 0: NCCL matches messages by their order, and needs no tags."""
-        return 0
 
 
 def _directions(first: int, second: int) -> tuple[tuple[int, int], tuple[int, int]]:

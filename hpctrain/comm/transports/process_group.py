@@ -9,7 +9,7 @@ at a first message.
 from __future__ import annotations
 
 import socket
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.transports.reduction import HALVES, ReductionScratch, reduce_in_rank_order
+from hpctrain.comm.transports.reduction import HALVES, reduce_in_rank_order
 from hpctrain.comm.transports.transport import (
     ElementRange,
+    PairwiseTransport,
     PieceExchange,
-    Transport,
     TransportWork,
     flat_view,
-    pairwise_ranges,
     run_steps,
 )
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
     from torch.distributed import Work as TorchWork
 
+    from hpctrain.comm.transports.setting import TransportSetting
     from hpctrain.host.mpi_library import MPI
 
 CONNECT_SECONDS = 300
@@ -132,7 +133,7 @@ class PieceMessage(NamedTuple):
     peer: int
 
 
-class ProcessGroupTransport(Transport, ABC):
+class ProcessGroupTransport(PairwiseTransport):
     """Transport whose collective operations are those of a process group of torch.
 
     The process group computes the sums of numbers of 32 and 64 bits, in the order of its own algorithm, which
@@ -140,25 +141,16 @@ class ProcessGroupTransport(Transport, ABC):
     rank order, since libraries lose NaN in maxima.
 
     Args:
-        communicator: MPI communicator of the group.
-        scratch: Memory that reductions in rank order receive into.
+        setting: Settings of the group of ranks.
         group: torch's process group, of type `torch.distributed.distributed_c10d.Backend`.
-        native_half_sums: True if the process group also adds 16-bit floats, which it rounds at each step;
-            False to add them in rank order in fp32.
     """
 
-    def __init__(
-        self,
-        communicator: MPI.Intracomm,
-        scratch: ReductionScratch,
-        group: Any,
-        native_half_sums: bool,
-    ) -> None:
-        self.rank, self.size = communicator.rank, communicator.size
+    def __init__(self, setting: TransportSetting, group: Any) -> None:
+        super().__init__(setting.communicator.rank, setting.communicator.size)
         self.sums_in_rank_order = self.size == 2
-        self.scratch = scratch
+        self.scratch = setting.scratch
         self.group = group
-        self._summed = SUMMED | HALVES if native_half_sums else SUMMED
+        self._summed = SUMMED | HALVES if setting.native_half_sums else SUMMED
 
     @abstractmethod
     def start_messages(self, messages: Sequence[PieceMessage], tag: int) -> ProcessGroupWork:
@@ -167,13 +159,6 @@ class ProcessGroupTransport(Transport, ABC):
         Args:
             messages: Messages of this rank, at most one to and one from each rank. Receives come first.
             tag: Tag of `next_tag`, the same on all ranks.
-        """
-
-    @abstractmethod
-    def next_tag(self) -> int:
-        """Return the message tag of the next operation, for its `exchange` and `share`. It sends nothing.
-
-        All ranks call it once per operation, in the same order of operations.
         """
 
     def start_reduction(self, call: Call) -> TransportWork | None:
@@ -245,7 +230,7 @@ class ProcessGroupTransport(Transport, ABC):
             None if the call is blocking, otherwise the handle of the operation.
         """
         if call.counts is not None:
-            return self._move_pairwise(call)
+            return self.move_pairwise(call)
         assert call.tensor is not None and call.output is not None
         return self.collect(call.tensor, call.output, call.blocking)
 
@@ -253,14 +238,7 @@ class ProcessGroupTransport(Transport, ABC):
         """Return True if the process group computes the reduction of a call."""
         return call.reduction == "sum" and call.dtype in self._summed
 
-    def _move_pairwise(self, call: Call) -> TransportWork | None:
-        work = self.exchange(pairwise_ranges(call, self.size), self.next_tag())
-        if not call.blocking:
-            return work
-        work.wait()
-        return None
-
-    gather = scatter = all_to_all = _move_pairwise
+    gather = scatter = all_to_all = PairwiseTransport.move_pairwise
 
     # PieceMover
 
@@ -274,36 +252,18 @@ class ProcessGroupTransport(Transport, ABC):
         works = [self.group._allgather_base(target, source)] if len(target) else []
         return finish(blocking, works, source, target)
 
+    @override
     def exchange(self, pieces: PieceExchange, tag: int) -> ProcessGroupWork:
-        """Start to send a piece to each rank, and to receive a piece from each rank.
-
-        Collective; does not wait. The piece that this rank keeps is copied at once.
-
-        Args:
-            pieces: Tensors, and the ranges for each rank.
-            tag: Tag of `next_tag`, the same on all ranks.
-
-        Returns:
-            Handle, which keeps both tensors alive. Never None.
-        """
         source, target = flat_view(pieces.source), flat_view(pieces.target)
-        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         messages = [
             PieceMessage(False, bytes_of(target[begin : begin + length]), peer)
-            for peer in reversed(peers)
-            for begin, length in [pieces.receives[peer]]
-            if length
+            for peer, (begin, length) in pieces.received_ranges(self.rank)
         ]
         messages += [
             PieceMessage(True, bytes_of(source[begin : begin + length]), peer)
-            for peer in peers
-            for begin, length in [pieces.sends[peer]]
-            if length
+            for peer, (begin, length) in pieces.sent_ranges(self.rank)
         ]
-        (begin, length), (position, _) = pieces.sends[self.rank], pieces.receives[self.rank]
-        own, kept = source[begin : begin + length], target[position : position + length]
-        if length and own.data_ptr() != kept.data_ptr():
-            kept.copy_(own)
+        pieces.copy_own(self.rank)
         return self.start_messages(messages, tag)
 
     def share(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -18,6 +19,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.calls import Call
+
+USER_TAGS = 2**14
+"""Message tags below are those of callers; transports use those from here to 2**15 - 1."""
 
 ElementRange = tuple[int, int]
 """Index of the first element, and number of elements."""
@@ -302,6 +306,80 @@ class PieceExchange(NamedTuple):
     sends: list[ElementRange]
     target: Tensor
     receives: list[ElementRange]
+
+    def received_ranges(self, rank: int) -> Iterator[tuple[int, ElementRange]]:
+        """Yield the other ranks from which `rank` receives, with their ranges of `target`. Local."""
+        return self._other_ranks(self.receives, rank, -1)
+
+    def sent_ranges(self, rank: int) -> Iterator[tuple[int, ElementRange]]:
+        """Yield the other ranks to which `rank` sends, with their ranges of `source`. Local."""
+        return self._other_ranks(self.sends, rank, 1)
+
+    def copy_own(self, rank: int) -> None:
+        """Copy the piece that `rank`, which is this rank, keeps for itself. Local."""
+        source, target = flat_view(self.source), flat_view(self.target)
+        (begin, length), (position, _) = self.sends[rank], self.receives[rank]
+        own, kept = source[begin : begin + length], target[position : position + length]
+        if length and own.data_ptr() != kept.data_ptr():
+            kept.copy_(own)
+
+    @staticmethod
+    def _other_ranks(
+        ranges: list[ElementRange], rank: int, direction: int
+    ) -> Iterator[tuple[int, ElementRange]]:
+        # Each rank begins with its neighbor, so that no rank gets the messages of all others at once.
+        size = len(ranges)
+        for peer in ((rank + direction * step) % size for step in range(1, size)):
+            if ranges[peer][1]:
+                yield peer, ranges[peer]
+
+
+class PairwiseTransport(Transport, ABC):
+    """Transport that sends pieces of different sizes as messages between pairs of ranks.
+
+    Args:
+        rank: This rank in the group.
+        size: Number of ranks of the group.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._operations = 0
+
+    @abstractmethod
+    def exchange(self, pieces: PieceExchange, tag: int) -> TransportWork:
+        """Start to send a piece to each rank, and to receive a piece from each rank.
+
+        Collective; does not wait. The piece that this rank keeps is copied at once.
+
+        Args:
+            pieces: Tensors, and the ranges for each rank.
+            tag: Tag of `next_tag`, the same on all ranks.
+
+        Returns:
+            Handle, which keeps both tensors alive.
+        """
+
+    def next_tag(self) -> int:
+        """Return a message tag for the `exchange` and `share` of one operation. Local: nothing is sent.
+
+        Each call counts further, from USER_TAGS to 2 USER_TAGS - 1 and around. All ranks call it once per
+        operation, in the same order, so that they get the same tag.
+        """
+        self._operations += 1
+        return USER_TAGS + self._operations % USER_TAGS
+
+    def move_pairwise(self, call: Call) -> TransportWork | None:
+        """Run or start a call without a reduction as messages between pairs of ranks. Collective.
+
+        Returns:
+            None if the call is blocking, otherwise the handle of the operation.
+        """
+        work = self.exchange(pairwise_ranges(call, self.size), self.next_tag())
+        if not call.blocking:
+            return work
+        work.wait()
+        return None
 
 
 def pairwise_ranges(call: Call, size: int) -> PieceExchange:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
-from hpctrain.comm.transports.choose import TRANSPORTS, WITH_MESSAGES, TransportSetting
+from hpctrain.comm.transports.choose import TRANSPORTS, WITH_MESSAGES
 from hpctrain.comm.transports.mpi import MpiTransport, StagedTransport
 from hpctrain.comm.transports.nccl import NcclTransport
 from hpctrain.comm.transports.process_group import TIMEOUT
+from hpctrain.comm.transports.setting import TransportSetting
 from hpctrain.comm.transports.transport import Transport
 
 
@@ -135,9 +136,7 @@ class NcclRules(NcclTransport):
     """NcclTransport for tensors in CPU memory, over GlooAsNccl. The constructor is collective."""
 
     def __init__(self, setting: TransportSetting, has_channels: bool) -> None:
-        assert setting.store is not None
-        arguments = setting.communicator, setting.scratch, setting.store, setting.device
-        super().__init__(*arguments, setting.native_half_sums, has_channels, GlooAsNccl)
+        super().__init__(setting, has_channels, GlooAsNccl)
         self._side = self.group.stream
         self.barrier = MpiTransport(setting.communicator, setting.scratch).barrier
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.transports.choose import TransportSetting
 from hpctrain.comm.transports.nccl import NcclTransport
 from hpctrain.comm.transports.reduction import HALVES
+from hpctrain.comm.transports.setting import TransportSetting
 from hpctrain.comm.world import World
 from tests.comm.transports.gloo_as_nccl import NcclRules
 
