@@ -45,6 +45,12 @@ class InputOutputError(HpctrainError):
     exit_code = EXIT_INPUT_OUTPUT
 
 
+class CommunicationError(HpctrainError):
+    """Failure of a call among ranks, such as after the loss of another rank, its GPU or its node."""
+
+    exit_code = EXIT_INTERNAL
+
+
 def require_exists(path: Path, kind: str) -> None:
     """Check that a file or folder exists.
 

@@ -142,6 +142,11 @@ class GroupFactory:
             memory.close()
         self.memories.clear()
 
+    def close_store(self) -> None:
+        """Disconnect all process groups, if the store is open. Collective over the world of all processes."""
+        if self.store is not None:
+            self.store.close()
+
     def make(
         self,
         axes: tuple[str, ...],

@@ -436,6 +436,7 @@ class World:
         if leaves_unfinalized:
             self._leave_unfinalized(code)
         self.groups.close_memories()
+        self.groups.close_store()
         if not keeps_mpi:
             MPI.Finalize()
         return code

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 
 from hpctrain.comm.calls import Call, GroupCalls
 from hpctrain.comm.error_messages import name_ranks
+from hpctrain.comm.hangs.flight_recorder import recorded_calls
 from hpctrain.host.process_lifetime import stat_fields
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ class HangReport:
         groups: Number of calls of the rank, by group.
         sleeps: True if the rank's main thread sleeps in the kernel, as while a file system does not answer;
             False if it uses the processor, as MPI does while it waits for other ranks.
+        incomplete: First call of the process groups of torch that is not complete, in words; "" if there is
+            none.
     """
 
     token: str
@@ -122,6 +125,7 @@ class HangReport:
     recent: tuple[CallNote, ...]
     groups: tuple[GroupNote, ...]
     sleeps: bool = False
+    incomplete: str = ""
 
     @property
     def state(self) -> str:
@@ -129,9 +133,10 @@ class HangReport:
 
         An example is "in no communication call, at train/step.py:12 in run".
         """
+        waits = f", and waits for {self.incomplete} to complete" if self.incomplete else ""
         if self.current is None:
-            return f"in no communication call, at {self.where}"
-        return f"in {self.current} for {self.current.seconds:.1f} s, at {self.where}"
+            return f"in no communication call, at {self.where}{waits}"
+        return f"in {self.current} for {self.current.seconds:.1f} s, at {self.where}{waits}"
 
     def entered_calls(self, key: GroupKey) -> int:
         """Return the number of collective calls of a group that the rank has entered; 0 if it has none."""
@@ -167,6 +172,7 @@ def take_report(world: World, token: str, silent: float) -> HangReport:
     current = calls.current
     note = None if current is None else _note(current, now - max(current.start, calls.waiting_since))
     groups = [_group_note(group) for group in list(calls.groups)]
+    incomplete = (str(call) for call in recorded_calls() if not call.is_complete)
     return HangReport(
         token,
         world.rank,
@@ -178,6 +184,7 @@ def take_report(world: World, token: str, silent: float) -> HangReport:
         tuple(_note(call, now - call.start) for call in list(calls.recent)),
         tuple(group for group in groups if group.entered or group.sent or group.received),
         stat_fields(Path(f"/proc/self/task/{os.getpid()}/stat"))[:1] in (["S"], ["D"]),
+        next(incomplete, ""),
     )
 
 
@@ -204,6 +211,7 @@ def write_report(path: Path, report: HangReport, size: int) -> None:
         "",
         "collective calls entered, messages sent and received, by group:",
         *(f"  {line}" for line in _group_lines(report)),
+        *_process_group_lines(),
         *_stacks(),
         "",
         "for the other ranks:",
@@ -417,6 +425,15 @@ def _group_lines(report: HangReport) -> Iterator[str]:
         messages = [f"{count} to rank {rank}" for rank, count in group.sent.items()]
         messages += [f"{count} from rank {rank}" for rank, count in group.received.items()]
         yield f"{made}{name} ({name_ranks(ranks)}): {', '.join([str(group.entered), *messages])}"
+
+
+def _process_group_lines() -> Iterator[str]:
+    """Yield the last calls of torch's process groups, under a title; nothing if there are none."""
+    newest = recorded_calls()[::-1][:SHOWN_CALLS]
+    if newest:
+        yield from ("", f"last calls of torch's process groups, newest first ({SHOWN_CALLS} at most):")
+    for call in newest:
+        yield f"  {call.seconds:9.3f} s ago  {call}{'' if call.is_complete else ', incomplete'}"
 
 
 def _where() -> str:

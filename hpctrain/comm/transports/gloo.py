@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import Event, Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from typing_extensions import override
@@ -19,14 +19,19 @@ from hpctrain.comm.transports.process_group import (
     ProcessGroupTransport,
     ProcessGroupWork,
     bytes_of,
-    finish,
 )
 from hpctrain.comm.transports.transport import TransportWork
+from hpctrain.errors import CommunicationError
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
     from torch.distributed import Work as TorchWork
 
     from hpctrain.comm.transports.setting import TransportSetting
+
+
+THREADS = 2
+"""Number of threads that carry out the operations of a process group, as many as torch makes by default."""
 
 
 class GlooMessages(ProcessGroupWork):
@@ -35,16 +40,16 @@ class GlooMessages(ProcessGroupWork):
     So the first `test` starts a thread.
     """
 
-    def __init__(self, works: Sequence[TorchWork], *tensors: Tensor) -> None:
-        super().__init__(works, *tensors)
+    def __init__(self, name: str, works: Sequence[TorchWork], *tensors: Tensor) -> None:
+        super().__init__(name, works, *tensors)
         self._complete = Event()
         self._thread: Thread | None = None
-        self._error: RuntimeError | None = None
+        self._error: CommunicationError | None = None
 
     def _run(self) -> None:
         try:
             super().wait()
-        except RuntimeError as error:
+        except CommunicationError as error:
             self._error = error
         self._complete.set()
 
@@ -68,6 +73,23 @@ class GlooMessages(ProcessGroupWork):
         return True
 
 
+def connect_gloo(store: Store, rank: int, size: int, name: str) -> Any:
+    """Make a ProcessGroupGloo and connect its ranks. Collective over them.
+
+    Args:
+        store: Part of the store that belongs to these ranks alone.
+        rank: This rank in the process group.
+        size: Number of ranks.
+        name: Name by which torch's flight recorder knows the group.
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined, unused-ignore]
+    options._devices = [ProcessGroupGloo.create_default_device()]
+    options._timeout, options._threads, options.group_name = TIMEOUT, THREADS, name
+    return ProcessGroupGloo(store, rank, size, options)
+
+
 class GlooTransport(ProcessGroupTransport):
     """Transport for tensors in CPU memory. The constructor is collective, and connects all ranks.
 
@@ -76,10 +98,10 @@ class GlooTransport(ProcessGroupTransport):
     """
 
     def __init__(self, setting: TransportSetting) -> None:
-        from torch.distributed import ProcessGroupGloo
-
-        place = setting.group_store(), setting.communicator.rank, setting.communicator.size
-        super().__init__(setting, ProcessGroupGloo(*place, TIMEOUT))
+        store, name = setting.group_store.of_group(setting.communicator, setting.name)
+        super().__init__(
+            setting, connect_gloo(store, setting.communicator.rank, setting.communicator.size, name)
+        )
 
     @override
     def reduce_scatter(self, call: Call) -> TransportWork | None:
@@ -104,7 +126,7 @@ class GlooTransport(ProcessGroupTransport):
 
     def _message(self, call: Call, works: Sequence[TorchWork]) -> TransportWork | None:
         assert call.memory is not None
-        return finish(True, works) if call.blocking else GlooMessages(works, call.memory)
+        return self.finish(True, works) if call.blocking else GlooMessages(self.name, works, call.memory)
 
     def barrier(self, call: Call) -> TransportWork | None:
         """Wait until every rank has made the call, or start that. Collective.
@@ -113,7 +135,7 @@ class GlooTransport(ProcessGroupTransport):
             None if the call is blocking, otherwise a handle that is complete when every rank has made the
             call.
         """
-        return finish(call.blocking, [self.group.barrier()])
+        return self.finish(call.blocking, [self.group.barrier()])
 
     @override
     def start_messages(self, messages: Sequence[PieceMessage], tag: int) -> ProcessGroupWork:
@@ -121,4 +143,4 @@ class GlooTransport(ProcessGroupTransport):
             (self.group.send if message.sends else self.group.recv)([message.memory], message.peer, tag)
             for message in messages
         ]
-        return GlooMessages(works, *(message.memory for message in messages))
+        return GlooMessages(self.name, works, *(message.memory for message in messages))

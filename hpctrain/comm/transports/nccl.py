@@ -29,7 +29,6 @@ from hpctrain.comm.transports.process_group import (
     ProcessGroupTransport,
     ProcessGroupWork,
     bytes_of,
-    finish,
 )
 from hpctrain.comm.transports.reduction import reduce_in_rank_order
 from hpctrain.comm.transports.transport import TransportWork, run_steps
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.transports.setting import TransportSetting
 
 
-def connect_nccl(store: Store, rank: int, size: int, device: torch.device) -> Any:
+def connect_nccl(store: Store, rank: int, size: int, name: str, device: torch.device) -> Any:
     """Make the process group of a type of GPU and connect its ranks. Collective over them.
 
     Once connected, it also uses its communicator for messages, and never creates another one.
@@ -51,12 +50,14 @@ def connect_nccl(store: Store, rank: int, size: int, device: torch.device) -> An
         store: Part of the store that belongs to these ranks alone.
         rank: This rank in the process group.
         size: Number of ranks.
+        name: Name by which torch's flight recorder knows the group.
         device: GPU of this rank.
     """
     is_intel = device.type == "xpu"
     kind: Any = getattr(torch.distributed, "ProcessGroupXCCL" if is_intel else "ProcessGroupNCCL")
     options = kind.Options()
     options._timeout = TIMEOUT
+    options.group_name = name
     group = kind(store, rank, size, options)
     if is_intel:
         group.allreduce([torch.zeros(1, device=device)]).wait()
@@ -81,20 +82,22 @@ class NcclTransport(ProcessGroupTransport):
         self,
         setting: TransportSetting,
         has_channels: bool,
-        connect: Callable[[Store, int, int, torch.device], Any] = connect_nccl,
+        connect: Callable[[Store, int, int, str, torch.device], Any] = connect_nccl,
     ) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         rank, size, device = setting.communicator.rank, setting.communicator.size, setting.device
-        own = setting.group_store()
-        super().__init__(setting, connect(own, rank, size, device))
+        own, name = setting.group_store.of_group(setting.communicator, setting.name)
+        super().__init__(setting, connect(own, rank, size, name, device))
         self._side = SideStream()
         self._channels: dict[tuple[int, int], Any] = {}
         pairs = {pair for first in range(size) for pair in _directions(first, (first + 1) % size)}
         for pair in sorted(pairs) if has_channels and size > 1 else ():
             if rank in pair:
-                name = f"{pair[0]} to {pair[1]}"
-                self._channels[pair] = connect(PrefixStore(name, own), pair.index(rank), 2, device)
+                way = f"{pair[0]} to {pair[1]}"
+                place = PrefixStore(way, own), pair.index(rank), 2
+                self._channels[pair] = channel = connect(*place, f"channel {way} of {name}", device)
+                setting.group_store.keep(channel, self)
 
     @override
     def start_reduction(self, call: Call) -> TransportWork | None:
@@ -128,12 +131,12 @@ class NcclTransport(ProcessGroupTransport):
         channel, sends = self._channels.get(pair), pair[0] == self.rank
         group, peer = (self.group, call.peer) if channel is None else (channel, 1 - pair.index(self.rank))
         works = [_grouped(group, [PieceMessage(sends, memory, peer)])] if len(memory) else []
-        return finish(call.blocking, works, memory)
+        return self.finish(call.blocking, works, memory)
 
     @override
     def start_messages(self, messages: Sequence[PieceMessage], tag: int) -> ProcessGroupWork:
         works = [_grouped(self.group, messages)] if messages else []
-        return ProcessGroupWork(works, *(message.memory for message in messages))
+        return ProcessGroupWork(self.name, works, *(message.memory for message in messages))
 
 
 def _directions(first: int, second: int) -> tuple[tuple[int, int], tuple[int, int]]:

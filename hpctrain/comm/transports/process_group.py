@@ -9,7 +9,9 @@ at a first message.
 from __future__ import annotations
 
 import socket
+import weakref
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
@@ -29,6 +31,7 @@ from hpctrain.comm.transports.transport import (
     flat_view,
     run_steps,
 )
+from hpctrain.errors import CommunicationError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -48,26 +51,55 @@ SUMMED = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 """Types whose sums a process group always computes."""
 
 
-class GroupStore(NamedTuple):
-    """Store of a world in which the ranks of a process group find each other.
+class GroupStore:
+    """Store in which the ranks of process groups find each other, and the process groups of this rank.
 
-    Attributes:
+    Args:
         store: Connection of this rank to the store of rank 0.
-        numbers: Numbers that this rank has not used yet in the prefix of a group.
         world_rank: This rank in the world of all processes.
     """
 
-    store: Store
-    numbers: count[int]
-    world_rank: int
+    def __init__(self, store: Store, world_rank: int) -> None:
+        self._store, self._world_rank = store, world_rank
+        self._numbers = count()
+        self._connected: list[Any] = []
+        self._unused: deque[Any] = deque()
 
-    def of_group(self, communicator: MPI.Intracomm) -> Store:
-        """Return the part of the store that belongs to a new group. Collective over its communicator."""
+    def of_group(self, communicator: MPI.Intracomm, name: str) -> tuple[Store, str]:
+        """Return the part of the store that belongs to a new group, and the name with a unique suffix.
+
+        Collective over the communicator. First, this rank ends its process groups that nobody uses any more.
+        """
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+        self._abort_unused()
         first = communicator.rank == 0
-        prefix = communicator.bcast(f"{self.world_rank}.{next(self.numbers)}" if first else None)
-        return PrefixStore(prefix, self.store)
+        suffix = communicator.bcast(f"{self._world_rank}.{next(self._numbers)}" if first else None)
+        return PrefixStore(suffix, self._store), f"{name} {suffix}"
+
+    def keep(self, group: Any, user: object) -> None:
+        """Keep a process group connected as long as `user` exists. Local.
+
+        The collector of garbage may end `user` at any time, also while this rank is inside a call. So the
+        group is ended later, by the next `of_group` or by `close`.
+        """
+        self._connected.append(group)
+        weakref.finalize(user, self._unused.append, group).atexit = False
+
+    def close(self) -> None:
+        """Disconnect all process groups, whose operations are complete. Collective over the world."""
+        self._abort_unused()
+        for group in self._connected:
+            group.shutdown()
+        self._connected.clear()
+
+    def _abort_unused(self) -> None:
+        if self._unused and torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # their last operations may still be on a stream
+        while self._unused:
+            group = self._unused.popleft()
+            self._connected.remove(group)
+            group.abort()
 
 
 def open_store(communicator: MPI.Intracomm, nodes: int, world_rank: int) -> GroupStore:
@@ -88,7 +120,7 @@ def open_store(communicator: MPI.Intracomm, nodes: int, world_rank: int) -> Grou
     host, port = communicator.bcast(None if store is None else (host, store.port))
     if store is None:
         store = TCPStore(host, port, is_master=False, timeout=limit)
-    return GroupStore(store, count(), world_rank)
+    return GroupStore(store, world_rank)
 
 
 class ProcessGroupWork:
@@ -97,27 +129,35 @@ class ProcessGroupWork:
     For NCCL, `wait` makes the stream that is current then wait for the operations, and not the host.
 
     Args:
+        name: Name of the group, for messages of errors.
         works: torch's handles.
         tensors: Tensors that the operations read and write.
     """
 
-    def __init__(self, works: Sequence[TorchWork], *tensors: Tensor) -> None:
-        self._works, self._tensors = works, tensors
+    def __init__(self, name: str, works: Sequence[TorchWork], *tensors: Tensor) -> None:
+        self._name, self._works, self._tensors = name, works, tensors
 
     def wait(self) -> None:
         """Wait until all operations are complete.
 
         Raises:
-            RuntimeError: One of them has failed, such as after the end of another rank.
+            CommunicationError: One of them has failed, such as after the end of another rank.
         """
-        for work in self._works:
-            work.wait()
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            reason = str(error).strip().split("\n")[0]
+            raise CommunicationError(
+                f"a call of the group {self._name} failed ({reason}); look for the first error of another "
+                "rank, and check its GPU and its node"
+            ) from error
 
     def test(self) -> bool:
         """Return True if all operations are complete, without waiting. Local.
 
         Raises:
-            RuntimeError: One of them has failed.
+            CommunicationError: One of them has failed.
         """
         if not all(work.is_completed() for work in self._works):
             return False
@@ -147,6 +187,8 @@ class ProcessGroupTransport(PairwiseTransport):
 
     def __init__(self, setting: TransportSetting, group: Any) -> None:
         super().__init__(setting.communicator.rank, setting.communicator.size)
+        self.name = setting.name
+        setting.group_store.keep(group, self)
         self.sums_in_rank_order = self.size == 2
         self.scratch = setting.scratch
         self.group = group
@@ -178,7 +220,7 @@ class ProcessGroupTransport(PairwiseTransport):
         flat = flat_view(call.tensor)
         if not self._is_summed(call):
             return self.start_reduction(call)
-        return finish(call.blocking, [self.group.allreduce([flat])] if len(flat) else [], flat)
+        return self.finish(call.blocking, [self.group.allreduce([flat])] if len(flat) else [], flat)
 
     def reduce(self, call: Call) -> TransportWork | None:
         """Reduce `call.tensor` in place on the rank `call.root`, or start that. Collective.
@@ -195,7 +237,7 @@ class ProcessGroupTransport(PairwiseTransport):
             return self.start_reduction(call)
         own = flat if self.rank == call.root else flat.clone()  # gloo adds in the memory of all ranks
         works = [self.group.reduce(own, call.root, ReduceOp.SUM)] if len(flat) else []
-        return finish(call.blocking, works, own)
+        return self.finish(call.blocking, works, own)
 
     def reduce_scatter(self, call: Call) -> TransportWork | None:
         """Reduce `call.tensor` and write this rank's elements into `call.output`, or start that. Collective.
@@ -209,7 +251,7 @@ class ProcessGroupTransport(PairwiseTransport):
         if not self._is_summed(call) or call.counts is not None:
             return self.start_reduction(call)
         works = [self.group._reduce_scatter_base(output, flat)] if len(flat) else []
-        return finish(call.blocking, works, flat, output)
+        return self.finish(call.blocking, works, flat, output)
 
     def broadcast(self, call: Call) -> TransportWork | None:
         """Copy `call.tensor` of the rank `call.root` into `call.output` of every other rank, or start that.
@@ -221,7 +263,7 @@ class ProcessGroupTransport(PairwiseTransport):
         """
         memory = bytes_of(call.memory)
         works = [self.group.broadcast(memory, call.root)] if len(memory) else []
-        return finish(call.blocking, works, memory)
+        return self.finish(call.blocking, works, memory)
 
     def all_gather(self, call: Call) -> TransportWork | None:
         """Gather the pieces `call.tensor` of all ranks into `call.output`, or start that. Collective.
@@ -240,6 +282,20 @@ class ProcessGroupTransport(PairwiseTransport):
 
     gather = scatter = all_to_all = PairwiseTransport.move_pairwise
 
+    def finish(self, blocking: bool, works: Sequence[TorchWork], *tensors: Tensor) -> ProcessGroupWork | None:
+        """Return the handle of started operations; wait for blocking ones and return None.
+
+        Args:
+            blocking: True to wait.
+            works: torch's handles; none if there is nothing to move.
+            tensors: Tensors that the operations read and write.
+        """
+        work = ProcessGroupWork(self.name, works, *tensors)
+        if not blocking:
+            return work
+        work.wait()
+        return None
+
     # PieceMover
 
     def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> TransportWork | None:
@@ -250,7 +306,7 @@ class ProcessGroupTransport(PairwiseTransport):
         """
         source, target = bytes_of(tensor), bytes_of(output)
         works = [self.group._allgather_base(target, source)] if len(target) else []
-        return finish(blocking, works, source, target)
+        return self.finish(blocking, works, source, target)
 
     @override
     def exchange(self, pieces: PieceExchange, tag: int) -> ProcessGroupWork:
@@ -286,21 +342,6 @@ class ProcessGroupTransport(PairwiseTransport):
             Handle, which keeps the tensor alive. Never None.
         """
         return self.exchange(PieceExchange(tensor, [ranges[self.rank]] * self.size, tensor, ranges), tag)
-
-
-def finish(blocking: bool, works: Sequence[TorchWork], *tensors: Tensor) -> ProcessGroupWork | None:
-    """Return the handle of started operations; wait for blocking ones and return None.
-
-    Args:
-        blocking: True to wait.
-        works: torch's handles; none if there is nothing to move.
-        tensors: Tensors that the operations read and write.
-    """
-    work = ProcessGroupWork(works, *tensors)
-    if not blocking:
-        return work
-    work.wait()
-    return None
 
 
 def bytes_of(tensor: Tensor | None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -11,9 +11,6 @@ from hpctrain.comm.transports.node_memory import NodeMemory
 from hpctrain.comm.transports.process_group import GroupStore
 from hpctrain.comm.transports.reduction import ReductionScratch
 from hpctrain.host.mpi_library import MPI
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 class TransportSetting(NamedTuple):
@@ -39,7 +36,13 @@ class TransportSetting(NamedTuple):
     store: GroupStore | None
     native_half_sums: bool = False
 
-    def group_store(self) -> Store:
-        """Return the part of the store that belongs to this group. Collective over its ranks."""
+    @property
+    def name(self) -> str:
+        """Name of the group: its axes."""
+        return " x ".join(self.axes)
+
+    @property
+    def group_store(self) -> GroupStore:
+        """The store, which `World.open_store` must have opened."""
         assert self.store is not None, "World.open_store comes first"
-        return self.store.of_group(self.communicator)
+        return self.store

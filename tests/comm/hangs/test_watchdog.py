@@ -121,6 +121,17 @@ def test_a_rank_that_sleeps_in_a_collective_is_named(hang: Callable[..., tuple[s
         assert all(" s ago  " in line for line in last)
 
 
+def test_the_first_incomplete_call_of_a_process_group_is_named(hang: Callable[..., tuple[str, Path]]) -> None:
+    errors, folder = hang("start_all_reduce", 1, "fall_asleep", "communication.transport=gloo")
+    waiting = next(line for line in errors.splitlines() if ", and waits for gloo:" in line)
+    assert waiting.startswith("error: rank 0 on ")
+    assert waiting.endswith(" of Float) to complete")
+    assert " of data x context ([" in waiting
+    calls = (folder / "hang.0.txt").read_text().split("last calls of torch's process groups")[1].splitlines()
+    assert calls[1].endswith(", incomplete")
+    assert not calls[2].endswith(", incomplete")
+
+
 def test_different_operations_are_both_named(hang: Callable[..., tuple[str, Path]]) -> None:
     errors, _ = hang("start_all_reduce", 1, "meet_instead")
     assert "error: the ranks make different calls: rank 0 called all_reduce " in errors

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo
 
 from hpctrain.comm.transports.choose import TRANSPORTS, WITH_MESSAGES
+from hpctrain.comm.transports.gloo import connect_gloo
 from hpctrain.comm.transports.mpi import MpiTransport, StagedTransport
 from hpctrain.comm.transports.nccl import NcclTransport
-from hpctrain.comm.transports.process_group import TIMEOUT
 from hpctrain.comm.transports.setting import TransportSetting
 from hpctrain.comm.transports.transport import Transport
 
@@ -79,8 +78,9 @@ class Stream:
 class GlooAsNccl:
     """Process group whose operations NcclTransport calls."""
 
-    def __init__(self, store: Any, rank: int, size: int, _: torch.device) -> None:
-        self.gloo: Any = ProcessGroupGloo(store, rank, size, TIMEOUT)  # type: ignore[call-arg, arg-type, unused-ignore]
+    def __init__(self, store: Any, rank: int, size: int, name: str, _: torch.device) -> None:
+        self.gloo: Any = connect_gloo(store, rank, size, name)
+        self.shutdown, self.abort = self.gloo.shutdown, self.gloo.abort
         self.rank, self.size = rank, size
         self.stream = Stream()
         self.grouped: list[Callable[[], Any]] | None = None
