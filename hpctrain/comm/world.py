@@ -81,7 +81,7 @@ class World:
         hang: Settings of the watchdog.
         groups: Factory that makes the groups of this world.
         everyone: Group of all ranks of this world.
-        removed_segments: Files in /dev/shm that killed jobs had left and that `start` has removed.
+        removed_segments: Files in /dev/shm that killed jobs had left and that this rank has removed.
         planned_bytes: Memory that this rank will use according to its plan, in bytes; 0 without a plan.
     """
 
@@ -135,6 +135,7 @@ class World:
         Raises:
             HpctrainError: Launcher and MPI contradict each other, or there is no such device.
         """
+        removed = remove_stale_segments()
         if not MPI.Is_initialized():
             start_mpi()
         if not faulthandler.is_enabled():
@@ -151,17 +152,16 @@ class World:
                     "launcher, and do not set or export its variables yourself"
                 )
         world._set_device(device)
-        world._remove_stale_segments()
+        world.removed_segments = [f"{name} on {world.hostname}" for name in removed]
+        world._mark_segments()
         sys.excepthook = world._on_exception
         threading.excepthook = world._on_thread_exception
         return world
 
-    def _remove_stale_segments(self) -> None:
-        """Remove shared memory of dead jobs on this node, and mark that of this job. Collective."""
+    def _mark_segments(self) -> None:
+        """Mark the shared memory of this job on this node. Collective."""
         node = self.communicator.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
         assert isinstance(node, MPI.Intracomm)
-        if node.rank == 0:
-            self.removed_segments = [f"{name} on {self.hostname}" for name in remove_stale_segments()]
         self._marker = mark_segments(node)
         node.Free()
 

@@ -7,13 +7,14 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hpctrain.host.shared_memory_cleanup import FOLDER, MARKER_PREFIX, remove_stale_segments
+from hpctrain.host.shared_memory_cleanup import FOLDER, LOCK_PREFIX, MARKER_PREFIX, remove_stale_segments
 from tests.conftest import clean_environment, launcher
 
 NAME = "vader_segment.node.0.1a2b0001.0"
@@ -40,7 +41,24 @@ def test_segments_of_a_dead_job_are_removed(tmp_path: Path, dead_job: Callable[.
     marker = dead_job(NAME)
     assert remove_stale_segments(tmp_path) == [NAME]
     assert not marker.exists()
-    assert [path.name for path in tmp_path.iterdir()] == [other.name]
+    assert other.exists()
+    assert not (tmp_path / NAME).exists()
+
+
+def test_a_rank_goes_on_only_when_no_other_removes_files(
+    tmp_path: Path, dead_job: Callable[..., Path]
+) -> None:
+    dead_job(NAME)
+    removed: list[str] = []
+    rank = threading.Thread(target=lambda: removed.extend(remove_stale_segments(tmp_path)))
+    with (tmp_path / f"{LOCK_PREFIX}{os.getuid()}").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        rank.start()
+        rank.join(0.2)
+        assert rank.is_alive()
+        assert (tmp_path / NAME).exists()
+    rank.join()
+    assert removed == [NAME]
 
 
 def test_segments_of_a_living_job_stay(tmp_path: Path, dead_job: Callable[..., Path]) -> None:
@@ -106,8 +124,19 @@ time.sleep(120)
     segments = {path for path in FOLDER.glob("vader_segment.*") if str(path) in maps}
     if not segments:
         pytest.skip("this MPI leaves nothing in /dev/shm")
-    done = launch(0, "-c", "from hpctrain.comm.world import World; World.start('cpu')")
-    assert done.returncode == 0, done.stderr
+    names = [str(path) for path in segments]
+    program = f"""
+from pathlib import Path
+from hpctrain.comm import world
+start_mpi = world.start_mpi
+def start():
+    print("left:", *(name for name in {names} if Path(name).exists()))
+    start_mpi()
+world.start_mpi = start
+world.World.start("cpu")
+"""
+    done = launch(0, "-c", program, own_end=True)
+    assert (done.returncode, done.stdout) == (0, "left:\n"), done.stderr
     assert not [path for path in segments if path.exists()]
     assert not [path for path in FOLDER.glob(f"{MARKER_PREFIX}*") if segments_of(path) & segments]
 
