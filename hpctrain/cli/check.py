@@ -43,17 +43,18 @@ def command(deck: Path, overrides: tuple[str, ...], ranks: int | None, communica
     rules of NCCL: messages have no tags, and each communicator runs its calls in order on a stream. The exit
     code is 70 if a call would hang.
     """
-    from hpctrain.comm.verb import run_verb
-    from hpctrain.host.commands import restart_on_ranks
-    from hpctrain.plan.deck import plan_deck
-    from hpctrain.plan.options import required_ranks
-    from hpctrain.plan.rehearse.rehearsal import rehearsal_text, rehearse_deck
-    from hpctrain.train.check import check
-
     if communication:
+        from hpctrain.plan.deck import plan_deck
+        from hpctrain.plan.options import required_ranks
+        from hpctrain.plan.rehearse.rehearsal import rehearsal_text, rehearse_deck
+
         plan = plan_deck(deck, required_ranks(ranks), (*overrides, "run.device=cuda"), advised=False)
         rehearsal = rehearse_deck(plan)
         click.echo(rehearsal_text(rehearsal), nl=False)
         click.get_current_context().exit(rehearsal.exit_code)
+    from hpctrain.comm.verb import run_verb
+    from hpctrain.host.commands import restart_on_ranks
+    from hpctrain.train.check import check
+
     restart_on_ranks(ranks)
     run_verb(lambda world: check(world, deck, overrides, click.echo))

@@ -12,9 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from hpctrain.plan.rehearse.alike import Classes
+from hpctrain.plan.rehearse.alike import Classes, ClassRelations
 from hpctrain.plan.rehearse.fault import RehearsalFault
 from hpctrain.plan.rehearse.programme import RECEIVE, SEND, WAIT, Programme, RehearsedCall, StepProgrammes
 from hpctrain.text import counted
@@ -78,8 +76,7 @@ class _ProgrammeRun:
             for first in classes.firsts
             for events in [job.programmes[job.programme_of[first]]]
         ]
-        self._members: dict[tuple[int, str], list[int]] = {}
-        self._peers: dict[tuple[int, str, int], int] = {}
+        self.relations = ClassRelations(job, classes)
 
     def go(self) -> None:
         """Let each go on until none can."""
@@ -122,9 +119,8 @@ class _ProgrammeRun:
         meant = state.events[event.of] if event.operation == WAIT else event
         if meant.is_message:
             way, verb = ("to", "send") if meant.operation == SEND else ("from", "receive")
-            first = np.array([self.classes.firsts[number]])
-            peer = int(self.job.groups[meant.group].peers(first, meant.step)[0])
-            return f"{waiting}its {verb} of {meant} along {meant.group} {way} {self.job.place(peer)}"
+            peer = self.job.place(self.relations.peer_rank(number, meant))
+            return f"{waiting}its {verb} of {meant} along {meant.group} {way} {peer}"
         return f"{waiting}{meant} along {meant.group}, call {state.numbers[self._index(state, event)]} there"
 
     def _index(self, state: _State, event: RehearsedCall) -> int:
@@ -139,15 +135,15 @@ class _ProgrammeRun:
                 state.waited.add((meant.group, state.numbers[event.of]))
             # Being here helps all along that this one has started.
             for group in state.begun:
-                yield from self._with(number, group)
+                yield from self.relations.members(number, group)
         elif event.is_message:
             state.posted[event.operation, _channel(event)] += 1
-            yield self._peer(number, event)
+            yield self.relations.peer(number, event)
         else:
             state.entered[event.group] += 1
             if not event.blocking:
                 state.begun.add(event.group)
-            yield from self._with(number, event.group)
+            yield from self.relations.members(number, event.group)
 
     def _lacking(self, number: int, event: RehearsedCall) -> Iterator[int]:
         """Classes without whom the event cannot be completed."""
@@ -157,7 +153,7 @@ class _ProgrammeRun:
             if meant.is_message:
                 yield from self._unposted(number, meant, place)
                 return
-            for other in self._with(number, meant.group):
+            for other in self.relations.members(number, meant.group):
                 if not self._helps(other, meant.group, place):
                     yield other
         elif not event.blocking:
@@ -168,7 +164,7 @@ class _ProgrammeRun:
             place = state.numbers[state.at]
             yield from (
                 each
-                for each in self._with(number, event.group)
+                for each in self.relations.members(number, event.group)
                 if self.states[each].entered[event.group] < place
             )
 
@@ -182,28 +178,12 @@ class _ProgrammeRun:
 
     def _unposted(self, number: int, event: RehearsedCall, place: int) -> Iterator[int]:
         """The peer, where it has not posted its part of a message."""
-        peer = self._peer(number, event)
+        peer = self.relations.peer(number, event)
         other = RECEIVE if event.operation == SEND else SEND
         size = self.job.groups[event.group].size
         back = (event.group, -event.step % size, event.tag)
         if self.states[peer].posted[other, back] < place:
             yield peer
-
-    def _with(self, number: int, group: str) -> list[int]:
-        """The classes of a class's group."""
-        key = number, group
-        if key not in self._members:
-            ranks = self.job.groups[group].of(self.classes.firsts[number])
-            self._members[key] = np.unique(self.classes.of_rank[ranks]).tolist()
-        return self._members[key]
-
-    def _peer(self, number: int, event: RehearsedCall) -> int:
-        key = number, event.group, event.step
-        if key not in self._peers:
-            first = np.array([self.classes.firsts[number]])
-            peer = self.job.groups[event.group].peers(first, event.step)[0]
-            self._peers[key] = int(self.classes.of_rank[peer])
-        return self._peers[key]
 
 
 def _channel(event: RehearsedCall) -> Channel:

@@ -12,9 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-import numpy as np
-
-from hpctrain.plan.rehearse.alike import Classes
+from hpctrain.plan.rehearse.alike import Classes, ClassRelations
 from hpctrain.plan.rehearse.fault import RehearsalFault
 from hpctrain.plan.rehearse.programme import RECEIVE, SEND, WAIT, Programme, RehearsedCall, StepProgrammes
 from hpctrain.text import counted
@@ -139,8 +137,7 @@ class _StreamRun:
             streams = [self._stream(event) for event in events]
             self.streams.append(streams)
             self.states.append(_ClassState(events, streams))
-        self._members: dict[tuple[int, str], list[int]] = {}
-        self._peers: dict[tuple[int, str, int], int] = {}
+        self.relations = ClassRelations(job, classes)
 
     def go(self) -> None:
         """Start and complete events until nothing changes any more."""
@@ -161,9 +158,8 @@ class _StreamRun:
         if not event.is_message:
             return f"{event} along {event.group}, call {place} there"
         verb, way = ("send", "to") if event.operation == SEND else ("receive", "from")
-        first = np.array([self.classes.firsts[number]])
-        peer = int(self.job.groups[event.group].peers(first, event.step)[0])
-        return f"its {verb} of {event} along {event.group} {way} {self.job.place(peer)}"
+        peer = self.job.place(self.relations.peer_rank(number, event))
+        return f"its {verb} of {event} along {event.group} {way} {peer}"
 
     def _stream(self, event: RehearsedCall) -> object:
         if event.operation == WAIT:
@@ -180,26 +176,10 @@ class _StreamRun:
             size = self.job.groups[event.group].size
             other = RECEIVE if event.operation == SEND else SEND
             partner = other, event.group, -event.step % size
-            return self.states[self._peer(number, event)].started[partner] >= place
+            return self.states[self.relations.peer(number, event)].started[partner] >= place
         counter = counter_of(event)
-        return all(self.states[each].started[counter] >= place for each in self._with(number, event.group))
-
-    def _with(self, number: int, group: str) -> list[int]:
-        """Return the classes in the group of a class."""
-        key = number, group
-        if key not in self._members:
-            ranks = self.job.groups[group].of(self.classes.firsts[number])
-            self._members[key] = np.unique(self.classes.of_rank[ranks]).tolist()
-        return self._members[key]
-
-    def _peer(self, number: int, event: RehearsedCall) -> int:
-        """Return the class of the other rank of a message."""
-        key = number, event.group, event.step
-        if key not in self._peers:
-            first = np.array([self.classes.firsts[number]])
-            peer = self.job.groups[event.group].peers(first, event.step)[0]
-            self._peers[key] = int(self.classes.of_rank[peer])
-        return self._peers[key]
+        members = self.relations.members(number, event.group)
+        return all(self.states[each].started[counter] >= place for each in members)
 
 
 def counter_of(event: RehearsedCall) -> _Counter:
