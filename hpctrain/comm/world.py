@@ -30,16 +30,17 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.group_factory import GroupFactory, TransportDecorator
 from hpctrain.comm.hangs.hang_settings import HangSettings
 from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.rank_devices import RankDevice, device_problems
 from hpctrain.comm.transports.emulated import EmulatedLink
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError, UserCodeError
 from hpctrain.host.device import (
     choose_device,
-    gpu_count,
+    device_of_run,
     on_host,
     peak_bytes,
     prepare_device,
-    unusable_gpus,
     used_bytes,
+    visible_gpus,
 )
 from hpctrain.host.launcher import check_launched_size, find_contradictions
 from hpctrain.host.memory import is_out_of_memory
@@ -127,8 +128,8 @@ class World:
         with exit code 70. A fatal signal, such as SIGSEGV, prints the stacks of all threads of its rank.
 
         Args:
-            device: "auto" (the local rank's GPU if there is one, otherwise the CPU), "cpu", "cuda" or
-                "cuda:N".
+            device: "auto" (the local rank's GPU if there is one, otherwise the CPU), or another name that
+                `choose_device` takes.
             begin: Function that is called with the new World as soon as it exists, before the remaining
                 checks. `run_verb` starts the watchdog in it. It may communicate.
 
@@ -151,7 +152,9 @@ class World:
                     f"the launcher's variables contradict MPI ({each[0]}): start all ranks with one "
                     "launcher, and do not set or export its variables yourself"
                 )
-        world._set_device(device)
+        with world.agreement():
+            chosen = choose_device(device, world.local_rank, visible_gpus())
+        world._compute_on(chosen)
         world.removed_segments = [f"{name} on {world.hostname}" for name in removed]
         world._mark_segments()
         sys.excepthook = world._on_exception
@@ -172,23 +175,27 @@ class World:
         exist keep their device.
 
         Args:
-            name: "auto", "cpu", "cuda" or "cuda:N", as `start` takes it.
+            name: Name of the device, as `start` takes it.
 
         Raises:
-            HpctrainError: There is no such device on some rank, or the name is "auto" and torch cannot use
-                the GPUs of a node. It is raised on all ranks.
+            HpctrainError: There is no such device on some rank, torch cannot use the GPUs of a node, or some
+                ranks compute on CPUs and others on GPUs. It is raised on all ranks.
         """
+        device, problem = torch.device("cpu"), ""
+        try:
+            device = device_of_run(name, self.local_rank)
+        except HpctrainError as error:
+            problem = str(error)
+        devices = self.everyone.all_gather_object(RankDevice(self.hostname, device.type, problem))
         with self.agreement():
-            reason = unusable_gpus() if name == "auto" else ""
-            if reason:
-                raise HpctrainError(f'run.device = "auto": {reason}, or use "cpu" to compute on the CPU')
-        self._set_device(name)
+            problems = device_problems(name, devices)
+            if problems:
+                raise HpctrainError(problems)
+        self._compute_on(device)
 
-    def _set_device(self, name: str) -> None:
-        with self.agreement():
-            self.device = choose_device(name, self.local_rank, gpu_count())
-        prepare_device(self.device)
-        self.everyone.device = self.device
+    def _compute_on(self, device: torch.device) -> None:
+        self.device = self.everyone.device = device
+        prepare_device(device)
 
     def compare_calls(self, enabled: bool) -> None:
         """Switch the comparison of calls between ranks on or off. Collective.

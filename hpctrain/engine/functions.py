@@ -45,7 +45,7 @@ def with_functions(deck: Deck, world: World) -> Deck:
     if not deck.machine.compile or deck.runtime_choices.functions is not None:
         return deck
     everyone = world.everyone
-    if not all(everyone.all_gather_object(on_host(world.device))):
+    if not on_host(world.device):
         raise HpctrainError(
             deck.problem("machine.compile", "is supported on CPUs only (leave it out on GPUs)")
         )

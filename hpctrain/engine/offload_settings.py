@@ -15,7 +15,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.memory import HOST_REFUSAL
 from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
-from hpctrain.host.device import choose_device, empty_host_tensor, gpu_count, on_host
+from hpctrain.host.device import choose_device, empty_host_tensor, on_host, visible_gpus
 from hpctrain.memory.offload_folder import check_room
 from hpctrain.memory.scratch import Flat, ScratchFile, ScratchFiles, ScratchTensor
 from hpctrain.optim.blocks import MatrixOptimizer
@@ -96,7 +96,7 @@ def file_store(scratch: ScratchFiles, name: str) -> Store:
 
 def host_store(length: int, dtype: torch.dtype) -> Flat:
     """Makes zeros in host memory that a GPU reads and writes directly."""
-    return empty_host_tensor((length,), dtype, choose_device("auto", 0, gpu_count())).zero_()
+    return empty_host_tensor((length,), dtype, choose_device("auto", 0, visible_gpus())).zero_()
 
 
 def planned_offload(deck: Deck) -> OffloadSettings:

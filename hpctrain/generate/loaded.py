@@ -38,8 +38,8 @@ _SMALL_BYTES = 64 << 20  # for which nobody asks how much memory is free
 
 def load(path: str | os.PathLike[str], *, device: str = "auto") -> GenerationModel:
     """The model of a checkpoint, or of the newest good one in a run's folder, whole in this process, whatever
-    layout wrote it; see GenerationModel. `device` is "auto" (a GPU where there is one), "cpu", "cuda" or
-    "cuda:N".
+    layout wrote it; see GenerationModel. `device` is "auto" (a GPU where there is one), "cpu", "cuda",
+    "cuda:N", "xpu" or "xpu:N".
 
     HpctrainError for what is no checkpoint of a transformer, or has no room in memory; InputOutputError for
     one that is missing or damaged.

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hpctrain.errors import HpctrainError
 from hpctrain.host.memory import keep_freed_memory, peak_rss_bytes, resident_bytes
+
+GPU_KINDS = "cuda", "xpu"
+"""torch's types of GPUs: "cuda" for those of NVIDIA (CUDA) and AMD (ROCm), "xpu" for those of Intel."""
+
+GPU_SELECTORS = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+"""Environment variable by which a process selects among the GPUs of each type."""
 
 _CUBLAS_WORKSPACE, _CUBLAS_BYTES = ":4096:8", 8 * 4096 << 10
 """Workspace of cuBLAS for its environment variable, which torch requires for determinism; in bytes."""
@@ -34,65 +41,138 @@ def device_kind(name: str) -> torch.device:
     Args:
         name: Value of the deck. "auto" gives a CPU; a run that uses GPUs has already replaced it.
     """
-    return torch.device("cuda" if name.startswith("cuda") else "cpu")
+    return torch.device("cpu" if name == "auto" else name.partition(":")[0])
 
 
-def gpu_count() -> int:
-    """Return the number of GPUs that this process sees; 0 if torch cannot use any."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+class VisibleGpus(NamedTuple):
+    """GPUs that torch can use in this process.
+
+    Attributes:
+        kind: torch's type of them, one of GPU_KINDS; "" without GPUs.
+        number: Number of them.
+    """
+
+    kind: str
+    number: int
 
 
-def choose_device(name: str, local_rank: int, count: int) -> torch.device:
+def visible_gpus() -> VisibleGpus:
+    """Return the GPUs that torch can use in this process. Local."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type not in GPU_KINDS:
+        return VisibleGpus("", 0)
+    return VisibleGpus(accelerator.type, torch.accelerator.device_count())
+
+
+def choose_device(name: str, local_rank: int, gpus: VisibleGpus) -> torch.device:
     """Return the device of a rank, without selecting it. Local.
 
     Args:
-        name: "cpu"; "cuda", which gives the GPUs of the node to its ranks in turn, so that ranks share GPUs
-            if there are fewer of them; "auto", which is "cuda" if there is a GPU, otherwise "cpu"; or
-            "cuda:N", the same GPU for all ranks, which decks cannot name.
+        name: "cpu"; one of GPU_KINDS, which gives the GPUs of the node to its ranks in turn, so that ranks
+            share GPUs if there are fewer of them; "auto", which uses GPUs if there are any, otherwise the
+            CPU; or "cuda:N" or "xpu:N", the same GPU for all ranks, which decks cannot name.
         local_rank: Number of the rank among the ranks of its node.
-        count: Number of GPUs that this process sees.
+        gpus: GPUs that this process sees.
 
     Raises:
         HpctrainError: The name is none of these, or there is no such GPU.
     """
-    if name == "cpu" or (name == "auto" and count == 0):
+    if name == "cpu" or (name == "auto" and not gpus.number):
         return torch.device("cpu")
-    if name in {"auto", "cuda"} and count > 0:
-        return torch.device("cuda", local_rank % count)
-    prefix, _, index = name.partition(":")
-    if prefix != "cuda" or not (name == "cuda" or index.isdecimal()):
-        raise HpctrainError(f'run.device = "{name}": must be "auto", "cpu", "cuda" or "cuda:N"')
-    if count == 0:
-        raise HpctrainError(f'run.device = "{name}": torch finds no GPU here; use "cpu" or "auto"')
-    if int(index) >= count:
-        raise HpctrainError(f'run.device = "{name}": there are {count} GPUs, numbered from 0')
-    return torch.device("cuda", int(index))
+    kind, colon, index = (gpus.kind if name == "auto" else name).partition(":")
+    wrong = f'run.device = "{name}": '
+    if kind not in GPU_KINDS or (colon and not index.isdecimal()):
+        raise HpctrainError(f'{wrong}must be "auto", "cpu", "cuda", "xpu", "cuda:N" or "xpu:N"')
+    if not gpus.number:
+        raise HpctrainError(f'{wrong}torch finds no GPU here; use "cpu" or "auto"')
+    if kind != gpus.kind:
+        raise HpctrainError(f'{wrong}the GPUs that torch finds here are "{gpus.kind}"; use that, or "auto"')
+    if colon and int(index) >= gpus.number:
+        raise HpctrainError(f"{wrong}there are {gpus.number} GPUs, numbered from 0")
+    return torch.device(kind, int(index) if colon else local_rank % gpus.number)
 
 
-def unusable_gpus(devices: Path = Path("/dev")) -> str:
+def device_of_run(name: str, local_rank: int) -> torch.device:
+    """Return the device on which a rank of a run computes, without selecting it. Local.
+
+    Args:
+        name: Name of the device, as `choose_device` takes it.
+        local_rank: Number of the rank among the ranks of its node.
+
+    Raises:
+        HpctrainError: The name is wrong, there is no such GPU, or torch cannot use the GPUs of this node.
+    """
+    reason = "" if name == "cpu" else unusable_gpus()
+    if reason:
+        raise HpctrainError(f'run.device = "{name}": {reason}, or use "cpu" to compute on the CPU')
+    return choose_device(name, local_rank, visible_gpus())
+
+
+_HIDING_VARIABLES = {
+    "nvidia[0-9]*": ("CUDA_VISIBLE_DEVICES",),
+    "kfd": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+}
+"""Device files of NVIDIA's and AMD's GPUs, and the environment variables that select among these GPUs."""
+
+_FIRST_DRIVERS = {"11": 450, "12": 525, "13": 580}
+"""First NVIDIA driver for each major version of CUDA."""
+
+
+def unusable_gpus(devices: Path = Path("/dev"), driver: Path = Path("/proc/driver/nvidia/version")) -> str:
     """Return why torch cannot use the GPUs that this process may open, with a remedy; "" without such GPUs.
 
-    There are none if a batch system hides them, or the user does by CUDA_VISIBLE_DEVICES or
-    HIP_VISIBLE_DEVICES.
+    GPUs that a batch system has not given to the job do not count. Unusable GPUs of Intel are not found:
+    their device files are those of graphics that are part of a processor.
 
     Args:
         devices: Folder of device files.
+        driver: File in which NVIDIA's driver shows its version.
     """
-    if torch.cuda.is_available():
+    if visible_gpus().number:
         return ""
-    hidden = {"", "-1", "NoDevFiles"}
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in hidden and any(
-        map(_can_open, devices.glob("nvidia[0-9]*"))
-    ):
-        if torch.version.cuda is None:
-            return "this node has NVIDIA GPUs, but this build of torch has no CUDA; install one that has"
-        return (
-            f"this node has NVIDIA GPUs, but torch cannot use them by CUDA {torch.version.cuda}; install a "
-            "build of torch that suits the driver, whose newest CUDA nvidia-smi shows"
-        )
-    if os.environ.get("HIP_VISIBLE_DEVICES", "0") not in hidden and _can_open(devices / "kfd"):
-        return "this node has AMD GPUs, but torch cannot use them; install a build of torch with ROCm"
+    for files, variables in _HIDING_VARIABLES.items():
+        values = {name: os.environ.get(name, "0") for name in variables}
+        if "NoDevFiles" in values.values() or not any(map(_can_open, devices.glob(files))):
+            continue
+        hiding = [f'{name}="{value}"' for name, value in values.items() if value in {"", "-1"}]
+        if hiding:
+            return f"{hiding[0]} hides the GPUs of this node; unset it"
+        return _amd_problem() if files == "kfd" else _nvidia_problem(driver)
     return ""
+
+
+def _nvidia_problem(driver: Path) -> str:
+    cuda = torch.version.cuda
+    if cuda is None:
+        return (
+            "this node has NVIDIA GPUs, but this build of torch has no CUDA; install one that has "
+            "(`make install GPU=cuda`)"
+        )
+    version, first = _driver_version(driver), _FIRST_DRIVERS.get(cuda.partition(".")[0], 0)
+    if version and int(version.partition(".")[0]) < first:
+        return (
+            f"the NVIDIA driver {version} of this node is too old for CUDA {cuda} of this torch, which needs "
+            f"driver {first} or newer; update it, install a torch for an older CUDA"
+        )
+    return (
+        f"this node has NVIDIA GPUs, but torch cannot use them by CUDA {cuda}; install a "
+        "build of torch that suits the driver, whose newest CUDA nvidia-smi shows"
+    )
+
+
+def _driver_version(driver: Path) -> str:
+    """Return the version of NVIDIA's driver, such as "535.129.03"; "" if it is not known."""
+    with suppress(OSError):
+        match = re.search(r"\s(\d+\.[\d.]+)\s", driver.read_text(encoding="utf-8", errors="replace"))
+        return match[1] if match else ""
+    return ""
+
+
+def _amd_problem() -> str:
+    return (
+        "this node has AMD GPUs, but torch cannot use them; install a build of torch with ROCm "
+        "(`make install GPU=rocm`)"
+    )
 
 
 def _can_open(path: Path) -> bool:
@@ -113,35 +193,42 @@ def prepare_device(device: torch.device) -> None:
     if on_host(device):
         keep_freed_memory()
     else:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams that share one delay each other
+        if device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
+            # Streams that share a connection delay each other.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        torch.cuda.set_device(device)
+        torch.accelerator.set_device_index(device)
 
 
 def synchronize(device: torch.device) -> None:
     """Wait on the host until all work of all streams of a GPU is complete; do nothing on a CPU."""
     if not on_host(device):
-        torch.cuda.synchronize(device)
+        torch.accelerator.synchronize(device)
+
+
+def _module(device: torch.device | None = None) -> Any:
+    """Return torch's module for a GPU, such as torch.cuda; by default for the GPUs that this process uses."""
+    return torch.get_device_module(device)
 
 
 def gpu_name(device: torch.device) -> str | None:
     """Return the product name of a GPU, such as "NVIDIA H100"; None for a CPU."""
-    return None if on_host(device) else torch.cuda.get_device_name(device)
+    return None if on_host(device) else _module(device).get_device_name(device)
 
 
 def gpu_identity(device: torch.device) -> str | None:
     """Return the UUID of a GPU, by which ranks find out whether they share it; None for a CPU."""
-    return None if on_host(device) else str(torch.cuda.get_device_properties(device).uuid)
+    return None if on_host(device) else str(_module(device).get_device_properties(device).uuid)
 
 
 def matmul_workspace_bytes(device: torch.device) -> int:
-    """Return the bytes that cuBLAS keeps on a GPU for matrix products; 0 on a CPU.
+    """Return the bytes that cuBLAS keeps on a GPU for matrix products; 0 on other devices.
 
     It counts the thread of the forward pass and that of the backward pass.
     """
-    return 0 if on_host(device) else 2 * _CUBLAS_BYTES
+    return 2 * _CUBLAS_BYTES if device.type == "cuda" else 0
 
 
 def used_bytes(device: torch.device) -> int:
@@ -149,31 +236,35 @@ def used_bytes(device: torch.device) -> int:
 
     On a CPU this is its resident memory, on a GPU the memory of its tensors, without what torch keeps unused.
     """
-    return resident_bytes() if on_host(device) else torch.cuda.memory_allocated(device)
+    return resident_bytes() if on_host(device) else int(_module(device).memory_allocated(device))
 
 
 def peak_bytes(device: torch.device) -> int:
     """Return the peak of `used_bytes` since the process started, or on a GPU since the last `reset_peak`."""
-    return peak_rss_bytes() if on_host(device) else torch.cuda.max_memory_allocated(device)
+    return peak_rss_bytes() if on_host(device) else int(_module(device).max_memory_allocated(device))
 
 
 def reset_peak(device: torch.device) -> None:
     """Reset `peak_bytes` of a GPU, and release its unused memory to other processes; do nothing on a CPU."""
     if not on_host(device):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+        _module(device).empty_cache()
+        _module(device).reset_peak_memory_stats(device)
 
 
 def gpu_memory_bytes(device: torch.device) -> int | None:
     """Return the size of a GPU's whole memory in bytes, used or not.
 
-    Args:
-        device: The GPU. A CPU is allowed only in a process that sees no GPU.
-
     Returns:
-        The size; None if this process sees no GPU.
+        The size; None if this process sees no GPU of this type.
     """
-    return torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else None
+    if visible_gpus().kind != device.type:
+        return None
+    return int(_module(device).get_device_properties(device).total_memory)
+
+
+def free_gpu_bytes(device: torch.device) -> int:
+    """Return the memory of a GPU that no process uses, in bytes."""
+    return int(_module(device).mem_get_info(device)[0])
 
 
 def empty_host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -188,12 +279,7 @@ def empty_host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.de
 def synchronize_stream(device: torch.device) -> None:
     """Wait on the host until the work of the current stream of a GPU is complete; do nothing on a CPU."""
     if not on_host(device):
-        torch.cuda.current_stream(device).synchronize()
-
-
-def current_stream() -> int:
-    """Return the handle of the current stream of the current GPU, a pointer as GPU libraries take it."""
-    return torch.cuda.current_stream().cuda_stream
+        _module(device).current_stream(device).synchronize()
 
 
 class StreamWork:
@@ -207,7 +293,7 @@ class StreamWork:
 
         The host does not wait; `synchronize` makes it do so.
         """
-        torch.cuda.current_stream().wait_event(self._event)
+        _module().current_stream().wait_event(self._event)
 
     def test(self) -> bool:
         """Return True if the GPU has completed the work. It does not wait."""
@@ -224,7 +310,7 @@ class StreamWork:
             memory: Tensor that `SideStream.copy_to_device` has returned together with this handle.
         """
         self.wait()
-        memory.record_stream(torch.cuda.current_stream())
+        memory.record_stream(_module().current_stream())
         return memory
 
 
@@ -246,8 +332,8 @@ class SideStream:
                 skipped.
         """
         stream = self._make()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        stream.wait_stream(_module().current_stream())
+        with _module().stream(stream):
             action()
         for tensor in tensors:
             if tensor is not None:
@@ -256,7 +342,7 @@ class SideStream:
 
     def follow(self) -> None:
         """Let work that is started here from now on begin after all work that the current stream has."""
-        self._make().wait_stream(torch.cuda.current_stream())
+        self._make().wait_stream(_module().current_stream())
 
     def copy_to_host(self, memory: Tensor, host: Tensor) -> StreamWork:
         """Start to copy a GPU tensor to the host, without waiting for earlier work of the current stream.
@@ -269,12 +355,14 @@ class SideStream:
             host: Pinned tensor of the same shape and dtype.
 
         Returns:
-            Handle of the copy. A thread that waits for it sleeps.
+            Handle of the copy. On a GPU of NVIDIA or AMD, a thread that waits for it sleeps.
         """
         stream = self._make()
-        with torch.cuda.stream(stream):
+        with _module().stream(stream):
             host.copy_(memory, non_blocking=True)
-        return StreamWork(stream.record_event(torch.cuda.Event(blocking=True)))  # type: ignore[no-untyped-call, unused-ignore]
+        # Only events of CUDA let a thread sleep.
+        event = torch.cuda.Event(blocking=True) if memory.is_cuda else None  # type: ignore[no-untyped-call, unused-ignore]
+        return StreamWork(stream.record_event(event))
 
     def copy_to_device(self, host: Tensor, device: torch.device) -> tuple[Tensor, StreamWork]:
         """Start to copy a host tensor to the GPU, without waiting for earlier work of the current stream.
@@ -288,18 +376,18 @@ class SideStream:
             `deliver` of the handle before use.
         """
         stream = self._make()
-        with torch.cuda.stream(stream):
+        with _module().stream(stream):
             memory = torch.empty_like(host, device=device).copy_(host, non_blocking=True)
         return memory, StreamWork(stream.record_event())
 
     def precede(self) -> None:
         """Make the current stream wait for all work that was started on this stream so far, if any."""
         if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            _module().current_stream().wait_stream(self._stream)
 
     def _make(self) -> Any:
         if self._stream is None:
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
+            self._stream = _module().Stream()
         return self._stream
 
 

@@ -38,8 +38,8 @@ class MemoryLimit:
     """Memory limit that some processes of a node share.
 
     Attributes:
-        pool: Identity of the limit: "node", a cgroup, or a variable of Slurm. Processes of a node with the
-            same pool share the limit.
+        pool: Identity of the limit: "node", a cgroup, a GPU, or a variable of Slurm. Processes of a node with
+            the same pool share the limit.
         bytes: The limit in bytes.
         text: Phrase that follows the size in messages, such as "for this job (SLURM_MEM_PER_NODE)".
     """

@@ -16,6 +16,7 @@ from hpctrain.deck.replicas import fit_continued_replicas, fit_initial_replicas
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import tokens_exist
 from hpctrain.errors import HpctrainError
+from hpctrain.host.device import GPU_KINDS
 from hpctrain.job.job_options import JobOptions, Launcher
 from hpctrain.job.words import word_problems
 from hpctrain.plan.deck import plan_deck
@@ -214,9 +215,9 @@ def _choices_to_reconsider(deck: Deck, nodes: int, ranks: int, gpus: int, cores:
             f"communicate between nodes in every layer; use layout.tensor = {gcd(ranks, tensor)} or "
             f"{-(-ranks // tensor) * tensor} ranks per node"
         )
-    if not gpus and deck.run.device == "cuda":
+    if not gpus and deck.run.device in GPU_KINDS:
         warnings.append(
-            'run.device = "cuda", but the job requests no GPUs: add --gpus-per-node, or set '
+            f'run.device = "{deck.run.device}", but the job requests no GPUs: add --gpus-per-node, or set '
             "machine.gpus_per_node in the deck, unless the partition or a --directive requests them"
         )
     if 0 < gpus < ranks:
@@ -239,7 +240,7 @@ def _memory(
         return given, []
     sets = [*overrides, f"run.device={deck.run.device}"]
     plan = plan_deck(path, ranks, sets, ranks_per_node, advised=False)
-    if deck.run.device == "cuda":
+    if deck.run.device in GPU_KINDS:
         room = plan.room
         return given, [] if room is None or room.fits else [f"does not fit into GPU memory: {room}"]
     predicted = plan.memory.largest.memory.total * ranks_per_node

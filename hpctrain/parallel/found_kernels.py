@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hpctrain.host.device import choose_device, gpu_count, on_host, processor_name
+from hpctrain.host.device import choose_device, on_host, processor_name, visible_gpus
 from hpctrain.host.doctor import DoctorFinding
 from hpctrain.parallel.kernel_times import MatmulPass, measure, quickest
 from hpctrain.parallel.kernels import Pass
@@ -22,7 +22,7 @@ def found_kernels(local_rank: int) -> DoctorFinding:
     """Which kernel multiplies matrices of a middling size most quickly, by format and pass, measured by one
     thread of a local rank; nothing of a rank that computes on a GPU.
     """
-    if not on_host(choose_device("auto", local_rank, gpu_count())):
+    if not on_host(choose_device("auto", local_rank, visible_gpus())):
         return DoctorFinding("matrix products", "computed by the library of the GPU")
     before = torch.get_num_threads()
     torch.set_num_threads(1)

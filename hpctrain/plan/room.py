@@ -12,7 +12,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.deck.sections.machine import Machine
 from hpctrain.errors import HpctrainError
-from hpctrain.host.device import gpu_memory_bytes, on_host
+from hpctrain.host.device import gpu_identity, gpu_memory_bytes, on_host
 from hpctrain.host.memory import (
     MemoryLimit,
     available_bytes,
@@ -77,8 +77,12 @@ def limits_of(
     """The limits of what this process may hold on that device: those of the deck, else those it finds."""
     if not on_host(device):
         size = gpu_memory_bytes(device) if machine.gpu_memory is None else machine.gpu_memory
+        if size is None:
+            return ()
         name = f"GPU {device.index or 0}"
-        return () if size is None else (MemoryLimit(name, size, f"on {name}"),)
+        # Ranks that see one GPU each give it the same number, whichever it is. A plan has no GPU.
+        pool = name if device == torch.device(device.type) else str(gpu_identity(device))
+        return (MemoryLimit(pool, size, f"on {name}"),)
     if machine.memory is not None:
         return (MemoryLimit("node", machine.memory, "of memory (machine.memory)"),)
     return tuple(memory_limits(environment))

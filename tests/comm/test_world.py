@@ -1,6 +1,6 @@
 """The World's place, its device, and agreement on errors.
 
-Tests of comm/world.py, host/device.py and host/launcher.py.
+Tests of comm/world.py and host/launcher.py.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +17,8 @@ import hpctrain.comm.world as world_module
 from hpctrain.comm.error_messages import combine_errors
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.host import device
 from hpctrain.host import mpi_library as library
-from hpctrain.host.device import choose_device, unusable_gpus
 from hpctrain.host.launcher import check_launched_size, find_contradictions
 
 
@@ -140,49 +139,29 @@ def test_launchers_variables_are_compared_with_mpi(environment: dict[str, str], 
     assert find_contradictions(environment, rank=3, local_rank=1, nodes=2) == told
 
 
-def test_gpus_that_torch_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("torch can use the GPUs")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
-    assert unusable_gpus(tmp_path) == ""
-    (tmp_path / "kfd").touch()
-    assert "AMD GPUs" in unusable_gpus(tmp_path)
-    (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "this build of torch has no CUDA" in unusable_gpus(tmp_path)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert "cannot use them by CUDA 13.0" in unusable_gpus(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "-1")
-    assert unusable_gpus(tmp_path) == ""
-
-
 @pytest.mark.mpi(min_size=1, max_size=1)
 def test_auto_does_not_pass_over_gpus(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world_module, "unusable_gpus", lambda: "this node has GPUs")
+    monkeypatch.setattr(device, "unusable_gpus", lambda: "this node has GPUs")
     with pytest.raises(HpctrainError, match='this node has GPUs, or use "cpu"'):
         world.use_device("auto")
     world.use_device("cpu")
 
 
-def test_devices() -> None:
-    assert choose_device("auto", 3, 0) == torch.device("cpu")
-    assert choose_device("auto", 5, 4) == torch.device("cuda", 1)
-    assert choose_device("cuda", 2, 4) == torch.device("cuda", 2)
-    assert choose_device("cpu", 2, 4) == torch.device("cpu")
-    assert choose_device("cuda:3", 0, 4) == torch.device("cuda", 3)
-    for name, count in (
-        ("cuda", 0),
-        ("cuda:4", 4),
-        ("cuda:x", 4),
-        ("gpu", 4),
-        ("cuda:", 0),
-        ("cuda:", 4),
-        ("cuda:²", 4),
-    ):
-        with pytest.raises(HpctrainError, match=f'run.device = "{name}"'):
-            choose_device(name, 0, count)
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_the_ranks_of_a_job_compute_on_one_type_of_device(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(_: str, rank: int) -> torch.device:
+        return torch.device("cuda" if rank else "cpu")
+
+    monkeypatch.setattr(world_module, "device_of_run", find)
+    with pytest.raises(HpctrainError) as refused:
+        world.use_device("auto")
+    assert refused.value.exit_code == 2
+    (problem,) = refused.value.problems
+    assert f'"cpu" on rank 0 ({world.hostname}), "cuda" on rank 1 ({world.hostname})' in problem
+    assert world.is_agreed(refused.value)
+    assert world.device.type == "cpu"
 
 
 @pytest.mark.parametrize(

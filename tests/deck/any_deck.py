@@ -33,6 +33,7 @@ WORDS = [
     "interleaved",
     "llama",
     "cuda",
+    "xpu",
     *presets(),
 ]
 SIZES = [

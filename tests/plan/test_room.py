@@ -12,15 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from hpctrain.comm.world import World
+from hpctrain.deck.sections.machine import Machine
 from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.host import memory as host_memory
 from hpctrain.plan import engine as plan_engine
 from hpctrain.plan import room as plan_room
 from hpctrain.plan.engine import build_within_memory
-from hpctrain.plan.room import demand_room
+from hpctrain.plan.room import Claim, demand_room, limits_of, tightest
 from tests.engines import DECK, small_deck
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
@@ -171,3 +173,16 @@ def test_memory_that_ends_all_the_same_is_one_sentence(deck: Path, launch: Launc
     assert done.stderr.count("ran out of memory: it used ") == 1
     assert f"rank {rank} of {size} on " in done.stderr
     assert " (planned: " in done.stderr and ", and an allocation failed (" in done.stderr
+
+
+@pytest.mark.parametrize(("names", "ranks"), [("ab", 1), ("aa", 2)])
+def test_gpus_are_told_apart_by_their_uuid(names: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank sees one GPU, which has the number 0."""
+    monkeypatch.setattr(plan_room, "gpu_memory_bytes", lambda _: 80)
+    claims = []
+    for name in names:
+        monkeypatch.setattr(plan_room, "gpu_identity", lambda _, name=name: name)
+        claims.append(Claim(0, "node", 50, 0, limits_of(Machine(), torch.device("cuda", 0), {})))
+    room = tightest(claims)
+    assert room is not None
+    assert (room.ranks, room.needed, room.limit.text) == (ranks, 50 * ranks, "on GPU 0")

@@ -84,8 +84,9 @@ class RunSection(Section):
         ge=0,
     )
     threads: int = key("Number of CPU threads of each rank.", 1, ge=1, le=MOST_THREADS)
-    device: Literal["auto", "cpu", "cuda"] = key(
-        "Device that computes; auto: GPUs if every rank has one, else the CPU.", "auto"
+    device: Literal["auto", "cpu", "cuda", "xpu"] = key(
+        "Device that computes; auto: GPUs if there are any; cuda: GPUs of NVIDIA and AMD; xpu: of Intel.",
+        "auto",
     )
     trace: bool = key(
         "Record a timeline of every rank, written to trace.json with each checkpoint and drawn by "

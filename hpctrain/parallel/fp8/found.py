@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hpctrain.host.device import choose_device, gpu_count
+from hpctrain.host.device import choose_device, visible_gpus
 from hpctrain.host.doctor import DoctorFinding
 from hpctrain.parallel.fp8.multiply import has_native
 from hpctrain.parallel.fp8.recipes import RECIPES, ScalingRecipe
@@ -19,7 +19,7 @@ WAYS = {
 
 def found_products(local_rank: int) -> DoctorFinding:
     """Which recipes the device of a local rank multiplies in 8 bits, and which are emulated there."""
-    device = choose_device("auto", local_rank, gpu_count())
+    device = choose_device("auto", local_rank, visible_gpus())
     how = {name: native(recipe, device) for name, recipe in RECIPES.items()}
     names = {way: ", ".join(name for name in how if how[name] == way) for way in WAYS}
     return DoctorFinding(

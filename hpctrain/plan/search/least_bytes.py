@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, lcm
 
+import torch
+
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.functions import planned_functions
@@ -77,7 +79,7 @@ class MicroBytes:
     input_present: int
     shared: int
     recompute: Recomputed
-    on_host: bool
+    device: torch.device
     frozen: bool
 
     def spread(self, layers: Mapping[LayerSizes, int]) -> float:
@@ -140,10 +142,9 @@ class MicroBytes:
         kept = [(layer, self.of_kinds[layer.kind]) for layer, _ in alike]
         gone = sum(each.saved for layer, each in kept if layer.is_last)
         passing = max(each.workspace - (gone if layer.is_block else 0) for layer, each in kept)
-        device = device_kind("cpu" if self.on_host else "cuda")
-        ways = (receives_ahead(device) + 1) * neighbours
-        holes = max(each.holes for _, each in kept) if self.on_host else 0
-        return ways * self.hidden + max(0, passing) + holes + matmul_workspace_bytes(device)
+        ways = (receives_ahead(self.device) + 1) * neighbours
+        holes = max(each.holes for _, each in kept) if on_host(self.device) else 0
+        return ways * self.hidden + max(0, passing) + holes + matmul_workspace_bytes(self.device)
 
 
 class LayerBytes:
@@ -166,8 +167,8 @@ class LayerBytes:
 
     def _micro_bytes(self, deck: Deck) -> MicroBytes:
         part, memory = self._part(deck), deck.memory
-        host = on_host(device_kind(deck.run.device))
-        (told,) = part_bytes(deck, [part], not host, memory.recompute)
+        device = device_kind(deck.run.device)
+        (told,) = part_bytes(deck, [part], not on_host(device), memory.recompute)
         at, elsewhere = told.at, memory.activations != "keep"
         # What else is computed again changes nothing that a layer saves.
         key = *_split_of(deck), at.micro_size, at.selective, memory.activations
@@ -183,7 +184,7 @@ class LayerBytes:
             computed - kept,
             part.shared_bytes(at),
             memory.recompute,
-            host,
+            device,
             deck.model.has_frozen_parameters,
         )
 

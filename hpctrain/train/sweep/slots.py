@@ -14,6 +14,7 @@ from types import FrameType
 
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError, failing_as
 from hpctrain.host.commands import module_command, mpirun_command
+from hpctrain.host.device import GPU_SELECTORS, visible_gpus
 from hpctrain.text import counted
 from hpctrain.train.sweep.variants import SweepVariant
 
@@ -133,7 +134,7 @@ def _start(
     if os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     if slot.gpus is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpus)
+        environment[GPU_SELECTORS[visible_gpus().kind]] = ",".join(slot.gpus)
     output = output_of(variant)
     with failing_as(f"{output}: cannot be written"), output.open("ab") as stream, _on(slot.cores):
         return subprocess.Popen(

@@ -136,13 +136,14 @@ def _cores() -> list[int]:
 
 
 def _gpus(device: str) -> list[str]:
-    """Names of the GPUs that runs may use, as CUDA_VISIBLE_DEVICES has them."""
-    if device == "cpu":
-        return []
-    from hpctrain.host.device import gpu_count
+    """Names of the GPUs that runs may use, as the variable that selects among them has them."""
+    from hpctrain.host.device import GPU_SELECTORS, visible_gpus
 
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return given.split(",") if given else [str(number) for number in range(gpu_count())]
+    gpus = visible_gpus()
+    if device == "cpu" or not gpus.number:
+        return []
+    selected = os.environ.get(GPU_SELECTORS[gpus.kind])
+    return selected.split(",") if selected else [str(number) for number in range(gpus.number)]
 
 
 def _told(result: VariantResult) -> dict[str, object]:

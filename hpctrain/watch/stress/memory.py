@@ -7,7 +7,7 @@ import os
 import torch
 from torch import Tensor
 
-from hpctrain.host.device import on_host
+from hpctrain.host.device import free_gpu_bytes, on_host
 from hpctrain.host.memory import is_out_of_memory, obtainable_bytes
 from hpctrain.units import format_bytes
 from hpctrain.watch.stress.difference import difference
@@ -68,7 +68,7 @@ class MemoryTest:
         if on_host(self.place.device):
             free, share = obtainable_bytes(os.environ), SHARE
         else:
-            free, share = torch.cuda.mem_get_info(self.place.device)[0], SHARE
+            free, share = free_gpu_bytes(self.place.device), SHARE
         room = int(share * (0 if free is None else free)) // self.place.sharers
         return room if self.most is None else min(room, self.most)
 

@@ -19,7 +19,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_INTERRUPTED
-from hpctrain.host.device import gpu_count, gpu_name, on_host, processor_name, reset_peak
+from hpctrain.host.device import gpu_identity, gpu_name, on_host, processor_name, reset_peak
 from hpctrain.host.doctor import DoctorFinding
 from hpctrain.text import counted
 from hpctrain.units import format_seconds
@@ -170,10 +170,9 @@ def cores_of(world: World) -> tuple[int, ...]:
 
 
 def _sharers(world: World) -> int:
-    """How many ranks take their memory from where this one does."""
-    if on_host(world.device):
-        return world.local_size
-    return -(-world.local_size // max(1, gpu_count()))
+    """Return the number of ranks that take their memory from where this one does. Collective."""
+    memories = world.everyone.all_gather_object((world.node, gpu_identity(world.device)))
+    return memories.count(memories[world.rank])
 
 
 def _agreed(world: World, wanted: bool) -> bool:
