@@ -50,5 +50,5 @@ def test_the_process_group_is_that_of_the_type_of_gpu(
     monkeypatch.setattr(torch.distributed, name, ProcessGroup, raising=False)
     monkeypatch.setattr(torch, "zeros", lambda _, device: device)
     store: Any = "store"
-    assert isinstance(connect_nccl(store, 1, 2, torch.device(kind, 1)), ProcessGroup)
+    assert isinstance(connect_nccl(store, 1, 2, "world", torch.device(kind, 1)), ProcessGroup)
     assert calls == [("store", 1, 2), call]
