@@ -40,7 +40,16 @@ if TYPE_CHECKING:
     from hpctrain.comm.transports.setting import TransportSetting
 
 
-def connect_nccl(store: Store, rank: int, size: int, name: str, device: torch.device) -> Any:
+CHANNEL_BLOCKS = 8
+"""Largest number of blocks (CTAs) of a message on a channel, of 132 of an H100 that compute meanwhile.
+
+A message that waits for its peer occupies its blocks. NCCL by itself takes up to 32.
+"""
+
+
+def connect_nccl(
+    store: Store, rank: int, size: int, name: str, device: torch.device, is_channel: bool
+) -> Any:
     """Make the process group of a type of GPU and connect its ranks. Collective over them.
 
     Once connected, it also uses its communicator for messages, and never creates another one.
@@ -52,12 +61,15 @@ def connect_nccl(store: Store, rank: int, size: int, name: str, device: torch.de
         size: Number of ranks.
         name: Name by which torch's flight recorder knows the group.
         device: GPU of this rank.
+        is_channel: True if the process group only carries messages, which then take CHANNEL_BLOCKS.
     """
     is_intel = device.type == "xpu"
     kind: Any = getattr(torch.distributed, "ProcessGroupXCCL" if is_intel else "ProcessGroupNCCL")
     options = kind.Options()
     options._timeout = TIMEOUT
     options.group_name = name
+    if is_channel and not is_intel:
+        options.config.max_ctas = CHANNEL_BLOCKS
     group = kind(store, rank, size, options)
     if is_intel:
         group.allreduce([torch.zeros(1, device=device)]).wait()
@@ -82,13 +94,13 @@ class NcclTransport(ProcessGroupTransport):
         self,
         setting: TransportSetting,
         has_channels: bool,
-        connect: Callable[[Store, int, int, str, torch.device], Any] = connect_nccl,
+        connect: Callable[[Store, int, int, str, torch.device, bool], Any] = connect_nccl,
     ) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         rank, size, device = setting.communicator.rank, setting.communicator.size, setting.device
         own, name = setting.group_store.of_group(setting.communicator, setting.name)
-        super().__init__(setting, connect(own, rank, size, name, device))
+        super().__init__(setting, connect(own, rank, size, name, device, False))
         self._side = SideStream()
         self._channels: dict[tuple[int, int], Any] = {}
         pairs = {pair for first in range(size) for pair in _directions(first, (first + 1) % size)}
@@ -96,7 +108,7 @@ class NcclTransport(ProcessGroupTransport):
             if rank in pair:
                 way = f"{pair[0]} to {pair[1]}"
                 place = PrefixStore(way, own), pair.index(rank), 2
-                self._channels[pair] = channel = connect(*place, f"channel {way} of {name}", device)
+                self._channels[pair] = channel = connect(*place, f"channel {way} of {name}", device, True)
                 setting.group_store.keep(channel, self)
 
     @override

@@ -12,7 +12,6 @@ from queue import SimpleQueue
 from threading import Event, Thread, current_thread
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hpctrain.comm.transports.choose import TRANSPORTS, WITH_MESSAGES
@@ -78,7 +77,7 @@ class Stream:
 class GlooAsNccl:
     """Process group whose operations NcclTransport calls."""
 
-    def __init__(self, store: Any, rank: int, size: int, name: str, _: torch.device) -> None:
+    def __init__(self, store: Any, rank: int, size: int, name: str, *_: object) -> None:
         self.gloo: Any = connect_gloo(store, rank, size, name)
         self.shutdown, self.abort = self.gloo.shutdown, self.gloo.abort
         self.rank, self.size = rank, size

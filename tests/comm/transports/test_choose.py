@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpctrain.comm.transports.choose import TRANSPORTS
-from hpctrain.comm.transports.nccl import connect_nccl
+from hpctrain.comm.transports.nccl import CHANNEL_BLOCKS, connect_nccl
 
 
 def test_nccl_is_for_ranks_with_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,10 +34,14 @@ def test_the_process_group_is_that_of_the_type_of_gpu(
     calls: list[object] = []
 
     class ProcessGroup:
-        Options = SimpleNamespace
+        @staticmethod
+        def Options() -> SimpleNamespace:
+            return SimpleNamespace(config=SimpleNamespace())
 
         def __init__(self, store: object, rank: int, size: int, options: Any) -> None:
             assert options._timeout
+            assert options.group_name == "pipeline"
+            assert vars(options.config) == ({"max_ctas": CHANNEL_BLOCKS} if kind == "cuda" else {})
             calls.append((store, rank, size))
 
         def eager_connect_single_device(self, device: torch.device) -> None:
@@ -50,5 +54,5 @@ def test_the_process_group_is_that_of_the_type_of_gpu(
     monkeypatch.setattr(torch.distributed, name, ProcessGroup, raising=False)
     monkeypatch.setattr(torch, "zeros", lambda _, device: device)
     store: Any = "store"
-    assert isinstance(connect_nccl(store, 1, 2, "world", torch.device(kind, 1)), ProcessGroup)
+    assert isinstance(connect_nccl(store, 1, 2, "pipeline", torch.device(kind, 1), True), ProcessGroup)
     assert calls == [("store", 1, 2), call]
