@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run shell test test-full cluster-test browser-test link-bench install lint format bench guide clean
+.PHONY: help run shell test test-full cluster-test browser-test gpu-test link-bench install lint format bench guide clean
 
 RANKS ?= 1 2 4 8
 ARGS ?=
@@ -52,6 +52,8 @@ help:
 	@echo "make test-full every case of every test on every number of RANKS, then the tests marked slow"
 	@echo "make cluster-test  as root: jobs on a virtual Slurm cluster of two nodes; its packages through apt where it may"
 	@echo "make browser-test  reports of runs in headless Chromium, which comes through apt where it may"
+	@echo "make gpu-test  on a GPU: layouts, offload and speed, in 8 minutes, into build/gpu-test; ARGS=\"--device cpu\""
+	@echo "               tries the test itself without a GPU"
 	@echo "make link-bench  as root: tokens/s over a link of 100 Mbit/s between two virtual nodes, measured and planned"
 	@echo "make install   virtual environment with torch, mpi4py and parallel h5py; MPI and HDF5 through apt where it may"
 	@echo "make guide     the user guide as a site, in build/guide/site"
@@ -89,6 +91,9 @@ cluster-test: install
 browser-test: install
 	@tests/packages.sh browser chromium=chromium
 	@$(PYTHON_HERE) -m pytest -q -n 2 tests/report/page/test_browser.py $(ARGS)
+
+gpu-test: install
+	@. $(VENV)/hpctrain.env; $(PYTHON_HERE) tests/gpu/run.py --output build/gpu-test $(ARGS)
 
 link-bench: install
 	@tests/packages.sh cluster $(CLUSTER)
@@ -143,7 +148,7 @@ clean:
 	@rm -f $(QUICK)-data/tokens.h5; if [ -d $(QUICK)-data ]; then rmdir --ignore-fail-on-non-empty $(QUICK)-data; fi
 	@if [ -e .venv/pyvenv.cfg ]; then rm -rf .venv; fi
 	@for each in .venv .venv-*; do if [ -e "$$each/hpctrain.env" ]; then rm -rf "$$each"; fi; done
-	rm -rf build/lib build/bdist.* build/guide hpctrain.egg-info
+	rm -rf build/lib build/bdist.* build/guide build/gpu-test hpctrain.egg-info
 	@if [ -d build ]; then rmdir --ignore-fail-on-non-empty build; fi
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find hpctrain tests -name __pycache__ -type d -prune -exec rm -rf {} +
