@@ -113,7 +113,7 @@ def collectives(device: str) -> str:
 
     cuda, place = device == "cuda", torch.device(device, 0)
     ranks = HashStore(), 0, 1
-    group: Any = connect_nccl(*ranks, place) if cuda else ProcessGroupGloo(*ranks, TIMEOUT)
+    group: Any = connect_nccl(*ranks, "one rank", place, False) if cuda else ProcessGroupGloo(*ranks, TIMEOUT)
     values = torch.arange(6.0, device=place)
 
     def message(values: torch.Tensor, output: torch.Tensor) -> Any:
