@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpctrain.comm.transports.nccl import NcclTransport
 from hpctrain.comm.world import World
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.functions import compiled_functions
@@ -28,6 +29,7 @@ from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.functions import CompiledFunctions, LayerFunctions
 from hpctrain.parallel.library import open_library
+from tests.comm.transports.gloo_as_nccl import use_nccl_rules
 from tests.engines import LLAMA, small_deck
 from tests.generate.test_text import make_checkpoint
 
@@ -113,6 +115,17 @@ def test_stages_give_the_bits_of_one_rank(
         assert seen.keys() == (right.keys() if part.span.predicts else set())
         assert all(torch.equal(seen[key], right[key]) for key in seen)
     assert len({token for tokens in expected.values() for token in tokens}) > 30
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+def test_stages_whose_messages_have_no_tags(
+    world: World, compiled: LayerFunctions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over channels as on GPUs, each of which runs its messages in the order in which they are started."""
+    use_nccl_rules(monkeypatch, "shared")
+    whole, part = of_layouts(world, compiled, (), (1, 1), (1, world.size))
+    assert isinstance(part.groups.pipeline.host, NcclTransport)
+    assert grown_by(part)[0] == grown_by(whole)[0]
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)

@@ -5,17 +5,14 @@ Tests of comm/transports/process_group.py in whole steps: losses, norms, and all
 
 from __future__ import annotations
 
-from typing import cast
-
 import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.comm.transports.choose import TRANSPORTS, TransportChoice
 from hpctrain.comm.transports.hierarchical import HierarchicalTransport
 from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.world import World
-from tests.comm.transports.gloo_as_nccl import make_nccl_rules
+from tests.comm.transports.gloo_as_nccl import use_nccl_rules
 from tests.engines import LLAMA, small_deck, trainer
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -40,6 +37,18 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tied": (4, ("layout.pipeline=4", "model.tied=true")),
     "stages": (4, ("layout.pipeline=2", "layout.tensor=2", "layout.sequence_parallel=true", *LLAMA)),
     "longer ring": (4, ("layout.context=4", "layout.context_form=ring", "layout.zero=3", *LLAMA)),
+}
+
+OVER_PROCESS_GROUPS = LAYOUTS | {
+    "experts": (2, ("layout.expert=2", "model.experts.count=4", "model.experts.mlp=16", *LLAMA)),
+    "offload": (2, ("layout.zero=3", "memory.optimizer=disk", "memory.parameters=disk", *LLAMA)),
+    "local steps": (
+        2,
+        (
+            "layout.local_steps.replicas=2",
+            "layout.local_steps.steps=2",
+        ),
+    ),
 }
 
 OF_NODES: dict[str, tuple[str, ...]] = {
@@ -81,7 +90,7 @@ def test_memory_and_messages_train_alike(world: World, name: str, monkeypatch: p
 @pytest.mark.sampled(4)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("rules", ["gloo", "nccl"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", OVER_PROCESS_GROUPS)
 def test_process_groups_and_messages_train_alike(
     world: World, name: str, rules: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,12 +100,11 @@ def test_process_groups_and_messages_train_alike(
 
     With the rules of NCCL, gloo carries the calls of the transport for GPUs.
     """
-    ranks, keys = LAYOUTS[name]
+    ranks, keys = OVER_PROCESS_GROUPS[name]
     if ranks != world.size:
         pytest.skip(f"for {ranks} ranks")
     if rules == "nccl":
-        choice = TRANSPORTS["gloo"]._replace(make=make_nccl_rules)
-        monkeypatch.setitem(cast("dict[str, TransportChoice]", TRANSPORTS), "gloo", choice)
+        use_nccl_rules(monkeypatch, "gloo")
     gloo = trained(world, (*keys, "communication.transport=gloo"))
     expected = trained(world, (*keys, "communication.transport=mpi"))
     if world.size == 2:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from threading import Event, Thread, current_thread
-from typing import Any
+from typing import Any, cast
 
+import pytest
 from torch import Tensor
 
-from hpctrain.comm.transports.choose import TRANSPORTS, WITH_MESSAGES
+from hpctrain.comm.transports.choose import TRANSPORTS, WITH_MESSAGES, TransportChoice
 from hpctrain.comm.transports.gloo import connect_gloo
 from hpctrain.comm.transports.mpi import MpiTransport, StagedTransport
 from hpctrain.comm.transports.nccl import NcclTransport
@@ -138,6 +139,12 @@ class NcclRules(NcclTransport):
         super().__init__(setting, has_channels, GlooAsNccl)
         self._side = self.group.stream
         self.barrier = MpiTransport(setting.communicator, setting.scratch).barrier
+
+
+def use_nccl_rules(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let the rules of NCCL hold for groups that are made with this transport."""
+    choice = TRANSPORTS[name]._replace(make=make_nccl_rules, uses_store=True)
+    monkeypatch.setitem(cast("dict[str, TransportChoice]", TRANSPORTS), name, choice)
 
 
 def make_nccl_rules(setting: TransportSetting) -> tuple[Transport, Transport]:
