@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from itertools import product
 from math import prod
 
+import torch
+
 from hpctrain.comm.group import Group
 from hpctrain.comm.transports.choose import TRANSPORTS
 from hpctrain.comm.world import World
@@ -171,6 +173,11 @@ class Mesh(GroupSource):
         """
         assert axes in self._groups, f"no group {axes}; there are {list(self._groups)}"
         return self._groups[axes]
+
+    def connect(self) -> None:
+        """Send one number through each group, so that its transport has the memory it needs. Collective."""
+        for group in dict.fromkeys(self._groups.values()):
+            group.all_reduce(torch.zeros(1, device=group.device))
 
     def nodes(self, group: Group) -> list[int]:
         """Return the node of each rank of a group, by rank of the group. Local.

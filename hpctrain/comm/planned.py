@@ -191,6 +191,9 @@ class PlannedMesh(GroupSource):
         place: Number of the rank among the ranks of its pipeline stage, from 0.
         transport: Name of the transport that the ranks would use, as in the deck.
         calls: Behavior of the calls of its groups.
+
+    Attributes:
+        made: All groups that were made so far.
     """
 
     def __init__(
@@ -210,6 +213,7 @@ class PlannedMesh(GroupSource):
         self._ranks_per_node, self._device = ranks_per_node, device
         self._calls = calls or PlannedCalls()
         self._groups: dict[tuple[str, ...], Group] = {}
+        self.made: list[Group] = []
 
     @override
     def group(self, *axes: str) -> Group:
@@ -229,6 +233,7 @@ class PlannedMesh(GroupSource):
         transport = PlannedTransport(rank, size, self._calls, self._shared, self._nodes_of(ranks))
         group = planned_group(axes, rank, size, self.ledger, ranks, transport)
         group.computes_on = self._device
+        self.made.append(group)
         return group
 
     def _nodes_of(self, ranks: Sequence[int]) -> list[int]:

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -184,6 +184,36 @@ def _can_open(path: Path) -> bool:
     return True
 
 
+_ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
+_ALLOCATOR_SETTINGS = "expandable_segments:True", "pinned_max_round_threshold_mb:1"
+
+
+def configure_allocator(environment: Mapping[str, str]) -> bool:
+    """Set how torch allocates memory of a GPU and pinned memory, before it allocates any. Local.
+
+    Segments grow instead of being allocated beside each other, so that few bytes between tensors are lost.
+    Pinned memory of more than 1 MiB is not rounded up to a power of two.
+
+    Args:
+        environment: Environment variables. If one of torch's variables for this purpose is set, nothing
+            happens.
+
+    Returns:
+        True if torch has taken all settings. Old versions of torch do not know all of them, and on AMD GPUs
+        none is set.
+    """
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if configure is None or torch.version.hip or any(map(environment.get, _ALLOCATOR_VARIABLES)):
+        return False
+    known = True
+    for setting in _ALLOCATOR_SETTINGS:
+        try:
+            configure(setting)
+        except (RuntimeError, ValueError):
+            known = False
+    return known
+
+
 def prepare_device(device: torch.device) -> None:
     """Prepare this process for computing on a device, by settings that hold for the whole process. Local.
 
@@ -194,6 +224,7 @@ def prepare_device(device: torch.device) -> None:
         keep_freed_memory()
     else:
         if device.type == "cuda":
+            configure_allocator(os.environ)
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
             # Streams that share a connection delay each other.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -249,6 +280,31 @@ def reset_peak(device: torch.device) -> None:
     if not on_host(device):
         _module(device).empty_cache()
         _module(device).reset_peak_memory_stats(device)
+
+
+def available_bytes_of_gpu(device: torch.device) -> int:
+    """Return the bytes that tensors of this process can have on a GPU now, those that they have included.
+
+    The rest belongs to CUDA, to libraries such as NCCL, to other processes, and to their tensors.
+    """
+    free, _ = _module(device).mem_get_info(device)
+    return free + _module(device).memory_reserved(device)
+
+
+def runtime_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU that no tensors of this process have, for CUDA and libraries; 0 on a CPU.
+
+    What other processes have on the GPU is included.
+    """
+    if on_host(device):
+        return 0
+    _, total = _module(device).mem_get_info(device)
+    return total - available_bytes_of_gpu(device)
+
+
+def fragmented_bytes(device: torch.device) -> int:
+    """Return the most bytes of a GPU that torch has had beside its tensors' peak; 0 on a CPU."""
+    return 0 if on_host(device) else _module(device).max_memory_reserved(device) - peak_bytes(device)
 
 
 def gpu_memory_bytes(device: torch.device) -> int | None:

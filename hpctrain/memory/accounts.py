@@ -9,6 +9,9 @@ from torch import Tensor
 
 from hpctrain.memory.scratch import Flat
 
+OF_GPU = frozenset({"runtime", "fragmented"})
+"""Kinds of memory that only a GPU has."""
+
 
 @dataclass(frozen=True)
 class MemoryAccount:
@@ -21,7 +24,8 @@ class MemoryAccount:
     `activation`: what autograd keeps for backward, at its peak. `cache`: keys and values of the texts that a
     model which learns by rewards writes, while there are no activations. `buffer`: memory that communication
     and gathered or opened buckets take turns in. `other`: what computing needs in passing, and on a CPU the
-    interpreter, its libraries, what the allocator keeps free, and what a checkpoint copies meanwhile.
+    interpreter, its libraries, what the allocator keeps free, and what a checkpoint copies meanwhile. Only a
+    GPU has `runtime`: CUDA's context and buffers of NCCL; and `fragmented`: memory between tensors.
     """
 
     parameter: int = 0
@@ -31,6 +35,8 @@ class MemoryAccount:
     cache: int = 0
     buffer: int = 0
     other: int = 0
+    runtime: int = 0
+    fragmented: int = 0
 
     @property
     def total(self) -> int:
@@ -42,8 +48,9 @@ class MemoryAccount:
         return dict(vars(self))
 
     def row(self) -> dict[str, int]:
-        """As written into JSON: `parameter_bytes` and so on, and `total_bytes`."""
-        return {f"{kind}_bytes": size for kind, size in self.kinds().items()} | {"total_bytes": self.total}
+        """As written into JSON: `parameter_bytes` and so on, and `total_bytes`; a CPU has fewer kinds."""
+        kinds = {kind: size for kind, size in self.kinds().items() if size or kind not in OF_GPU}
+        return {f"{kind}_bytes": size for kind, size in kinds.items()} | {"total_bytes": self.total}
 
 
 def storage_bytes(tensors: Iterable[Flat | None]) -> int:

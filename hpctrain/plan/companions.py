@@ -32,12 +32,13 @@ from hpctrain.engine.shown import build_shown_stage
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import Stage, plan_stage
 from hpctrain.errors import HpctrainError
-from hpctrain.host.device import device_kind
+from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.memory.cached_texts import CachePlan
 from hpctrain.model.build import architecture_of
 from hpctrain.parallel.copies import planned_copies
 from hpctrain.pipeline.action import Schedule
+from hpctrain.plan.gpu_overhead import CONTEXT_BYTES
 from hpctrain.plan.memory import MemoryPlan, StageMemory, plan_memory
 from hpctrain.plan.step_on_meta import rehearse_forward
 from hpctrain.sharding.bucket import pool_bytes, value_bytes
@@ -106,7 +107,8 @@ def plan_run_memory(
     names = [POLICY] if len(stages) == 1 else [f"stage {each.stage} of the {POLICY}" for each in stages]
     roles = [(name, count) for name in names]
     for party in apart:
-        joined = StageMemory(len(stages), 0, 0, MemoryAccount(other=libraries))
+        runtime = 0 if on_host(device) else CONTEXT_BYTES
+        joined = StageMemory(len(stages), 0, 0, MemoryAccount(other=libraries, runtime=runtime))
         for name in party.models:
             if name in others:
                 joined = _joined(joined, others[name].name, others[name].of_stage(0, 1))
@@ -127,6 +129,8 @@ def _joined(stage: StageMemory, name: str, other: StageMemory) -> StageMemory:
         activation=max(one.activation, two.activation),
         buffer=one.buffer - stage.passing + two.buffer - other.passing + passing,
         other=max(one.other - stage.kept, two.other - other.kept) + kept,
+        runtime=max(one.runtime, two.runtime),
+        fragmented=max(one.fragmented, two.fragmented),
     )
     held = two.parameter + two.gradient + two.optimizer
     beside = {**stage.beside, name: held}

@@ -15,6 +15,7 @@ from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.memory import MemoryLimit, shared_resident_bytes
 from hpctrain.pipeline.action import Schedule
 from hpctrain.plan.companions import plan_run_memory
+from hpctrain.plan.gpu_overhead import SEARCH_RESERVE
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.room import Room, limits_of
@@ -125,13 +126,14 @@ class Holding:
         given = deck.machine.memory if on_cpu else deck.machine.gpu_memory
         host = "this machine" if given is None else "a node"
         (most, together), shared = limit, self.shared(deck)
+        reserve = 0.0 if on_cpu else SEARCH_RESERVE
         if not self.kinds:
-            return Room(host, together, memory.node_bytes(together, shared), most)
+            return Room(host, together, memory.node_bytes(together, shared), most, reserve)
         rooms = []
         for number, needed in enumerate(memory.bytes_of_nodes(together, shared)):
             name, size = self._kind_of(number * together // self.together(deck))
             own = MemoryLimit(most.pool, min(most.bytes, int(size * together)), "of memory")
-            rooms.append(Room(f"a node of {name}", together, needed, own))
+            rooms.append(Room(f"a node of {name}", together, needed, own, reserve))
         return max(rooms, key=lambda room: room.needed / room.limit.bytes)
 
     def _kind_of(self, node: int) -> tuple[str, float]:

@@ -10,6 +10,7 @@ import torch
 
 from hpctrain.checkpoint.mirror import COPIES
 from hpctrain.checkpoint.snapshots import copies_held
+from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedCalls, PlannedMesh, ReductionBytes
 from hpctrain.deck.schema import Deck
@@ -30,6 +31,7 @@ from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import receives_ahead
 from hpctrain.pipeline.split import spans_of
 from hpctrain.plan.activations import activation_peak, packing_bytes
+from hpctrain.plan.gpu_overhead import with_gpu_overhead
 from hpctrain.plan.step_on_meta import rehearse
 from hpctrain.sharding.bucket import gradient_bytes, pool_bytes, value_bytes
 from hpctrain.sharding.state import MODEL, state_bytes
@@ -183,7 +185,7 @@ def plan_memory(
         calls = PlannedCalls(reduction_bytes=audited)
         return PlannedMesh(sizes, number, per_node, device, place, transport, calls)
 
-    planned: dict[object, tuple[TrainedStage, MemoryAccount]] = {}
+    planned: dict[object, tuple[TrainedStage, MemoryAccount, Sequence[Group]]] = {}
     stages, of_stage = [], rank_count(sizes) // schedule.stage_count
     unknown: str | None = None
     for number in range(schedule.stage_count):
@@ -208,8 +210,8 @@ def plan_memory(
                 step = accumulation(min(passes, REHEARSED_MICRO_BATCHES)) if alone else schedule
                 for _ in range(2):  # the second step gathers ahead, in the order of the first
                     rehearse(stage, deck.memory.recompute, step, number)
-            planned[kind] = stage, _states(deck, stage, device)
-        stage, states = planned[kind]
+            planned[kind] = stage, _states(deck, stage, device), _communicating(deck, mesh)
+        stage, states, groups = planned[kind]
         parts = part_bytes(deck, stage.models, not on_host(device), deck.memory.recompute)
         unknown = next((part.unknown for part in parts if part.unknown), unknown)
         used = sum(bucket.layout.used for bucket in stage.buckets)
@@ -218,10 +220,12 @@ def plan_memory(
         buffer = (receives_ahead(device) + 1) * len(senders) * parts[0].hidden.bytes
         kept = 0
         other = libraries + matmul_workspace_bytes(device) + _workspace(deck, parts)
-        if on_host(device):
+        halves = parts[0].at.itemsize < torch.float32.itemsize and deck.communication.half_sums == "fp32"
+        if on_host(device) or halves:
             # What the sum of an input gradient receives, while the weight gradient is computed.
             summed = parts[0].at.tokens * parts[0].part.hidden_shape(1)[-1], parts[0].at.itemsize
             buffer += stage.groups.tensor.host.scratch_bytes(*summed, deck.layout.sequence_parallel)
+        if on_host(device):
             other += max(layer.holes(part.at) for part in parts for layer in part.part.layers)
             kept = _snapshot(deck, stage) + held_bytes(deck, stage)
             kept += mirror_bytes(deck, stage) if ranks > per_node else 0
@@ -233,6 +237,7 @@ def plan_memory(
             buffer=states.buffer + buffer,
             other=other + kept,
         )
+        memory = memory if on_host(device) else with_gpu_overhead(memory, groups, transport)
         forwards = Counter(action.chunk for action in schedule.stages[number] if action.kind == "F")
         exchanged = sum(count * parts[chunk].exchanged for chunk, count in forwards.items())
         sharers = max(bucket.sharers for bucket in stage.buckets)
@@ -312,6 +317,11 @@ def _states(deck: Deck, stage: TrainedStage, device: torch.device) -> MemoryAcco
         state_bytes(stage.state(), buckets),
         buffer=turns,
     )
+
+
+def _communicating(deck: Deck, mesh: PlannedMesh) -> list[Group]:
+    """The groups that send tensors: without experts, no sum of a micro-batch's ranks does."""
+    return [group for group in mesh.made if deck.model.experts or group.axes != ("context", "tensor")]
 
 
 def _snapshot(deck: Deck, stage: TrainedStage) -> int:

@@ -39,21 +39,31 @@ class Claim:
 
 @dataclass(frozen=True)
 class Room:
-    """What the ranks of a node that share a limit need together, in bytes, and that limit."""
+    """What the ranks of a node that share a limit need together, in bytes, and that limit.
+
+    A layout that is chosen leaves the share `reserve` of the limit free.
+    """
 
     host: str
     ranks: int
     needed: int
     limit: MemoryLimit
+    reserve: float = 0.0
 
     @property
     def fits(self) -> bool:
         """Whether there is as much as they need."""
         return self.needed <= self.limit.bytes
 
+    @property
+    def leaves_reserve(self) -> bool:
+        """True if the ranks need no more than what the reserve leaves."""
+        return self.needed <= (1 - self.reserve) * self.limit.bytes
+
     def __str__(self) -> str:
         who = "1 rank needs" if self.ranks == 1 else f"{self.ranks} ranks need"
-        return f"{who} {format_bytes(self.needed)} on {self.host}, which has {self.limit}"
+        kept = f", {self.reserve:.0%} of it reserved" if self.fits and not self.leaves_reserve else ""
+        return f"{who} {format_bytes(self.needed)} on {self.host}, which has {self.limit}{kept}"
 
 
 def tightest(claims: Iterable[Claim]) -> Room | None:

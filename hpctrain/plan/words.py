@@ -9,7 +9,7 @@ from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.engine.companions import is_checkpoint, texts_at_a_time
 from hpctrain.engine.deck_kernels import introduce_kernels, kernels_of
 from hpctrain.host.device import device_kind, on_host
-from hpctrain.memory.accounts import MemoryAccount
+from hpctrain.memory.accounts import OF_GPU, MemoryAccount
 from hpctrain.plan.companions import REWARD_MODELS
 from hpctrain.plan.deck import DeckPlan
 from hpctrain.plan.form_words import form_lines, other_lines
@@ -28,6 +28,8 @@ KINDS = {
     "cache": "cache",
     "buffer": "buffers",
     "other": "other",
+    "runtime": "CUDA and NCCL",
+    "fragmented": "fragmented",
 }
 SAVINGS_SHOWN = 4
 
@@ -131,9 +133,9 @@ def comparison_table(plan: MemoryPlan, stage: int, measured: MemoryAccount) -> l
 
 
 def kinds_of(*accounts: MemoryAccount) -> dict[str, str]:
-    """The kinds and their names, without that of what only a model has which writes."""
-    writes = any(account.cache for account in accounts)
-    return {kind: name for kind, name in KINDS.items() if writes or kind != "cache"}
+    """The kinds and their names, without those of models that write and of GPUs where no account has any."""
+    absent = {kind for kind in {"cache", *OF_GPU} if not any(account.kinds()[kind] for account in accounts)}
+    return {kind: name for kind, name in KINDS.items() if kind not in absent}
 
 
 def holder_words(plan: MemoryPlan, stage: int) -> str:

@@ -15,7 +15,7 @@ from hpctrain.engine.build import Engine
 from hpctrain.engine.stage import Stage
 from hpctrain.errors import failing_as
 from hpctrain.files import write_text
-from hpctrain.host.device import on_host
+from hpctrain.host.device import fragmented_bytes, on_host, runtime_bytes
 from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.memory.live import ActivationKeeper, LiveActivations
 from hpctrain.memory.recompute import Recompute
@@ -130,7 +130,12 @@ class MemoryLedger(Hook):
             beside.cache,
             sum(pool_bytes(stage.buckets) for stage in stages) + world.buffer_bytes + working,
         )
-        return replace(known, other=max(0, world.peak_bytes - known.total))
+        return replace(
+            known,
+            other=max(0, world.peak_bytes - known.total),
+            runtime=runtime_bytes(world.device),
+            fragmented=fragmented_bytes(world.device),
+        )
 
     def at_end(self, order: StepDecision) -> None:  # noqa: ARG002
         """Measure, and write it beside what was predicted."""

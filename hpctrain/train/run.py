@@ -41,6 +41,7 @@ from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.control import Control, StepDecision
 from hpctrain.train.dead_experts import DeadExperts
 from hpctrain.train.going_back import GoingBack
+from hpctrain.train.gpu_memory import warn_of_missing_memory
 from hpctrain.train.healing import Healing
 from hpctrain.train.layout import choose_layout
 from hpctrain.train.memory import MemoryLedger
@@ -347,6 +348,7 @@ def open_run(
             stays = clear() if clear is not None and world.rank == 0 else ""
 
     engine, predicted = build_seat_within_memory(deck, seat, ready)
+    warn_of_missing_memory(world, seat.mesh, predicted.stages[seat.stage].memory)
     checkpoints = Checkpoints(deck, engine, known_corpus(world, deck, corpus, checkpoint), world)
     folder = RunFolder(world, deck)
     started_from = ""

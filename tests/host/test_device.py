@@ -12,6 +12,7 @@ from hpctrain.host import device
 from hpctrain.host.device import (
     VisibleGpus,
     choose_device,
+    configure_allocator,
     device_kind,
     device_of_run,
     unusable_gpus,
@@ -140,3 +141,21 @@ def test_runs_do_not_pass_over_unusable_gpus(name: str, monkeypatch: pytest.Monk
     told = f'run.device = "{name}": they are hidden; show them, or use "cpu" to compute on the CPU'
     assert refused.value.problems == (told,)
     assert device_of_run("cpu", 0) == torch.device("cpu")
+
+
+def test_segments_grow_unless_the_user_configures_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False)
+    assert configure_allocator({"PYTORCH_CUDA_ALLOC_CONF": ""})
+    assert settings == ["expandable_segments:True", "pinned_max_round_threshold_mb:1"]
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        assert not configure_allocator({name: "max_split_size_mb:128"})
+    assert len(settings) == 2
+
+
+def test_an_old_torch_that_refuses_a_setting_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: str) -> None:
+        raise RuntimeError("Unrecognized key")
+
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse, raising=False)
+    assert not configure_allocator({})

@@ -113,7 +113,7 @@ def _is_worth_it(tree: Tree, node: LayoutNode) -> bool:
 
 
 def _fits(room: Room | None) -> bool:
-    return room is None or room.fits
+    return room is None or room.leaves_reserve
 
 
 def roomiest(deck: Deck, ranks: int, machine: MachineRates, holding: Holding) -> Missed | None:

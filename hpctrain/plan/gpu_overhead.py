@@ -1,0 +1,84 @@
+"""Memory of a GPU that no tensor takes: CUDA's context, buffers of NCCL, and gaps between tensors.
+
+A run measures the first two when its communicators are connected (`train/gpu_memory.py`), since they depend
+on the GPU, its links and the versions of CUDA and NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from hpctrain.comm.group import Group
+from hpctrain.comm.transports.choose import WITH_MESSAGES
+from hpctrain.memory.accounts import MemoryAccount
+
+_MIB = 1 << 20
+
+CONTEXT_BYTES = 600 * _MIB
+"""CUDA's context with the kernels of torch, cuBLAS and NCCL that a step loads.
+
+`nvidia-smi` shows 500 to 600 MiB for a process on A100 and H100 GPUs before its first large tensor.
+"""
+
+RECEIVE_BYTES, SEND_BYTES = 10 * _MIB, 2 * _MIB
+"""Buffers of one NCCL channel from one peer, and to one peer.
+
+NCCL's `src/init.cc` has 4 MiB for the protocol Simple, 120 x 640 x 8 x 8 bytes for LL128 and 8 x 512 x 8 x 16
+bytes for LL, together 9.2 MiB. Memory is allocated in pages of 2 MiB. These are also the sizes of
+allocations that https://github.com/NVIDIA/nccl/issues/1685 lists.
+"""
+
+COLLECTIVE_CHANNELS, MESSAGE_CHANNELS = 24, 32
+"""Channels of collective operations, and of messages to one peer, on nodes with NVSwitch.
+
+NCCL logs them when it connects: "24 coll channels, ..., 32 p2p channels per peer". GPUs on PCI Express have
+fewer.
+"""
+
+SWITCH_BYTES = 32 * _MIB
+"""Buffers of NVLink SHARP for each GPU of a group on one node: 16 channels, 2 directions, 1 MiB
+(`ncclNvlsBufferSetup` in NCCL's `src/transport/nvls.cc`).
+"""
+
+GPUS_OF_SWITCH = 8
+"""GPUs of a node, at most, to which the buffers of a group are counted."""
+
+FRAGMENTED_SHARE = 1 / 32
+"""Share of memory that is allocated and freed in each step that lies between tensors.
+
+It is an assumption for expandable segments, with which torch's allocator fills pages of 2 MiB.
+"""
+
+SEARCH_RESERVE = 0.05
+"""Share of a GPU's memory that a layout chosen by `layout.auto` leaves free, since plans are not exact."""
+
+
+def with_gpu_overhead(memory: MemoryAccount, groups: Iterable[Group], transport: str) -> MemoryAccount:
+    """Return what a rank holds on a GPU with what no tensor takes.
+
+    Args:
+        memory: What its tensors take.
+        groups: Groups through which the rank sends tensors.
+        transport: Name of the transport in the deck, or "auto", which is NCCL among GPUs.
+    """
+    connected = groups if transport in {"auto", "nccl"} else ()
+    runtime = CONTEXT_BYTES + sum(map(communicator_bytes, connected))
+    changing = memory.activation + memory.buffer + memory.other
+    return replace(memory, runtime=runtime, fragmented=int(FRAGMENTED_SHARE * changing))
+
+
+def communicator_bytes(group: Group) -> int:
+    """Return the bytes of NCCL's buffers for all operations of a group; 0 for one rank.
+
+    Collective operations have connections to two neighbors in a ring, and so do messages of pipelines and of
+    ring attention. Exchanges among experts have connections to all ranks of the node.
+    """
+    others = min(group.size, GPUS_OF_SWITCH) - 1
+    connection = RECEIVE_BYTES + SEND_BYTES
+    if group.axes in WITH_MESSAGES:
+        return MESSAGE_CHANNELS * min(others, 2) * connection
+    collective = COLLECTIVE_CHANNELS * min(others, 2) * connection
+    switch = SWITCH_BYTES * (others + 1) if others > 1 else 0
+    exchanged = MESSAGE_CHANNELS * others * connection if group.axes == ("expert",) else 0
+    return collective + switch + exchanged
