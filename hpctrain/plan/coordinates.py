@@ -9,6 +9,7 @@ from hpctrain.comm.mesh import AXES, coordinates, sizes_text
 from hpctrain.deck.read import read_deck
 from hpctrain.engine.sizes import axis_sizes, crosses
 from hpctrain.errors import HpctrainError
+from hpctrain.host.device import device_of_run
 from hpctrain.host.doctor import DoctorFinding, DoctorReport
 from hpctrain.host.launcher import core_warning
 from hpctrain.host.topology import Topology, ranks_per_node_of
@@ -16,7 +17,10 @@ from hpctrain.text import counted
 
 
 def map_deck(report: DoctorReport, path: Path, overrides: Sequence[str]) -> None:
-    """Add to a report the ranks' coordinates on the deck's mesh, or what of it does not fit. Collective."""
+    """Add to a report the ranks' coordinates on the deck's mesh, or what of it does not fit. Collective.
+
+    A device of the deck that a rank does not have is a fatal finding, as it is an error of a run.
+    """
     ranks = len(report.ranks)
     try:
         deck = read_deck(path, overrides, ranks)
@@ -35,11 +39,22 @@ def map_deck(report: DoctorReport, path: Path, overrides: Sequence[str]) -> None
     topology.emulate(deck.communication.ranks_per_node)
     crossing = crosses(topology.nodes, sizes["tensor"])
     report.add([DoctorFinding("deck", f"{path}: {axes}", remedy if crossing else "")])
+    report.add(_device_problems(deck.run.device, report.ranks[report.rank].local_rank))
     if len(set(topology.nodes)) > 1:
         report.add([DoctorFinding("topology", ways(topology, report.coordinates))])
     threads = deck.run.threads
     crowded = core_warning(threads, [(rank.hostname, rank.cores) for rank in report.ranks])
     report.add([DoctorFinding("threads", f"run.threads = {threads} per rank", crowded)])
+
+
+def _device_problems(name: str, local_rank: int) -> list[DoctorFinding]:
+    """Return why a run could not compute on its device here; an empty list if it can. Local."""
+    try:
+        device_of_run(name, local_rank)
+    except HpctrainError as error:
+        problem, _, remedy = str(error).partition("; ")
+        return [DoctorFinding("deck", problem, remedy, fatal=True)]
+    return []
 
 
 def ways(topology: Topology, places: Sequence[Mapping[str, int]]) -> str:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+import hpctrain.host.device
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.host.device import VisibleGpus
 from hpctrain.host.doctor import DoctorReport, RankPlacement
 from hpctrain.host.launcher import core_warning
 from hpctrain.host.topology import Topology
@@ -208,6 +210,19 @@ def test_doctor_reports_threads_without_cores(tmp_path: Path) -> None:
     assert report.can_run and "rank 0 may use only 1 core" in report.findings[-1].remedy
     map_deck(report, tmp_path / "deck.toml", [])
     assert not report.findings[-1].remedy
+
+
+def test_doctor_refuses_a_device_that_the_machine_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hpctrain.host.device, "unusable_gpus", lambda: "")
+    monkeypatch.setattr(hpctrain.host.device, "visible_gpus", lambda: VisibleGpus("", 0))
+    (tmp_path / "deck.toml").write_text(DECK)
+    report = DoctorReport(ranks=[RankPlacement(0, "n", 0, 0, (), 0)])
+    map_deck(report, tmp_path / "deck.toml", ["run.device=cuda"])
+    (problem,) = [finding for finding in report.findings if finding.fatal]
+    assert problem.statement == 'run.device = "cuda": torch finds no GPU here'
+    assert problem.remedy == 'use "cpu" or "auto"' and not report.can_run
 
 
 ALL_WAYS = "4 nodes, emulated; pipeline over 2 nodes by messages; data over 2 nodes by messages; "

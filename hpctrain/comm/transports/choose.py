@@ -97,6 +97,8 @@ def _shared_obstacles(gpus: GpuNames) -> list[str]:
 
 
 def _nccl_obstacles(gpus: GpuNames) -> list[str]:
+    if set(gpus) == {None}:
+        return ['no rank has a GPU; use "shared", "mpi" or "auto"']
     obstacles = []
     if None in gpus:
         obstacles.append('not every rank has a GPU; use "mpi" or "auto"')

@@ -17,7 +17,8 @@ def test_nccl_is_for_ranks_with_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> N
     suits, obstacles = TRANSPORTS["nccl"].suits, TRANSPORTS["nccl"].obstacles
     assert suits(["a", "b"]) and suits(["a", "a"]) and suits(["a", None])
     assert not suits(["a"]) and not suits([None, None])
-    assert "not every rank has a GPU" in obstacles([None, None])[0]
+    assert obstacles([None, None]) == ['no rank has a GPU; use "shared", "mpi" or "auto"']
+    assert "not every rank has a GPU" in obstacles(["a", None])[0]
     shared = obstacles(["n1 a", "n1 b", "n1 a", "n1 a"])[0]
     assert shared.startswith("ranks 0,2-3 share one GPU (n1 a); start one rank per GPU")
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
