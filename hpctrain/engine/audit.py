@@ -11,7 +11,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.host.device import on_host
 from hpctrain.parallel.audit_kernels import AuditKernels, CompiledAuditKernels, ErrorBounds
-from hpctrain.parallel.compiler import CompilerError, compile_library, try_library
+from hpctrain.parallel.compiler import CompilerError, build_library
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.library import open_library
 from hpctrain.parallel.matmul_audit import MatmulAudit
@@ -40,13 +40,14 @@ def _passes(world: World) -> AuditKernels:
 
 
 def _compiled() -> bytes:
-    """The library of `parallel/audit.c` for this processor. CompilerError where it does not come to one."""
-    room = files("hpctrain.parallel")
-    with as_file(room / "audit.c") as source:
-        content = compile_library(source)
-    with as_file(room / "audit_library.py") as program:
-        try_library(content, program)
-    return content
+    """Return the library of `parallel/audit.c` for this processor. Local.
+
+    Raises:
+        CompilerError: No compiler makes one that runs here.
+    """
+    folder = files("hpctrain.parallel")
+    with as_file(folder / "audit.c") as source, as_file(folder / "audit_library.py") as program:
+        return build_library(source, program)
 
 
 def agree(one: AuditKernels, other: AuditKernels) -> bool:

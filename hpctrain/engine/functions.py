@@ -14,7 +14,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host
-from hpctrain.parallel.compiler import CompilerError, compile_library, try_library
+from hpctrain.parallel.compiler import CompilerError, build_library
 from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions, agrees
 from hpctrain.parallel.library import open_library
 
@@ -25,15 +25,14 @@ _LONGEST_RECORD = 100
 
 
 def compiled_functions() -> bytes:
-    """The library of `parallel/functions.c` for this processor. CompilerError where nothing makes it, or what
-    is made does not run here.
+    """Return the library of `parallel/functions.c` for this processor. Local.
+
+    Raises:
+        CompilerError: No compiler makes one that runs here.
     """
-    room = files("hpctrain.parallel")
-    with as_file(room / "functions.c") as source:
-        content = compile_library(source)
-    with as_file(room / "library.py") as program:
-        try_library(content, program)
-    return content
+    folder = files("hpctrain.parallel")
+    with as_file(folder / "functions.c") as source, as_file(folder / "library.py") as program:
+        return build_library(source, program)
 
 
 def with_functions(deck: Deck, world: World) -> Deck:

@@ -1,8 +1,15 @@
-"""What makes a library of C for the processor that this is, with a compiler that is here, and tries it."""
+"""Shared libraries that a C compiler makes of C sources for this processor, and the cache of them.
+
+A library is compiled for the processor on which it runs, and tried in another process, since a wrong one
+could end this process. Once tried, it is kept in the user's cache folder. The name of the file there depends
+on all that the library depends on: the source, the compiler and the processor.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 import shlex
 import shutil
 import signal
@@ -15,13 +22,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.errors import HpctrainError
-from hpctrain.files import delete_folder, files_named
+from hpctrain.files import delete_folder, files_named, read_bytes, user_cache
 
 COMPILERS = ("cc", "gcc", "clang")
-"""Looked for where $CC names none."""
+"""Commands that are looked for if $CC names none."""
 
 SECONDS = 120.0
-"""After so long a compiler is given up, and what it made."""
+"""Time limit of a compiler, and of the trial of a library."""
+
+MOST_BYTES = 64 << 20
+"""Largest size of a file of the cache."""
 
 _FLAGS = (
     "-O3",
@@ -32,28 +42,87 @@ _FLAGS = (
     "-fPIC",
     "-shared",
 )
-_PROCESSOR = ("-march=native", "-mcpu=native")
-"""Of which the first that a compiler knows is taken: those of ARM's know but the second."""
+_PROCESSOR_FLAGS = ("-march=native", "-mcpu=native")
+"""Flags for the processor, of which the first one that a compiler knows is used. Those for ARM know only the
+second.
+"""
 
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_PROCESSOR_FIELDS = ("model name", "flags", "CPU implementer", "CPU part", "Features")
+"""Fields of /proc/cpuinfo that tell types of processors apart."""
 
-_TOO_LONG = "not finished after {:.0f} s"
+_NOT_FINISHED = "not finished after {:.0f} s"
 
-_FOLDER = "hpctrain-compiler-"
-_OLD = 3600.0
-"""Seconds after which a folder is one that a killed run has left."""
+_FOLDER_PREFIX = "hpctrain-compiler-"
+_OLD_SECONDS = 3600.0
+"""Age of a temporary folder from which on a killed run must have left it."""
 
 _END_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
 )
-"""A program that becomes another one, which Linux kills where the rank that started it is no more."""
+"""Program that becomes another one, which Linux kills when the rank that started it ends."""
 
 
 class CompilerError(HpctrainError):
-    """There is no compiler, or it makes nothing of the source."""
+    """Error of `build_library`: there is no compiler, it fails, or the library does not run here."""
+
+
+def build_library(source: Path, program: Path) -> bytes:
+    """Return the shared library of a C source for this processor, new and tried, or from the cache. Local.
+
+    Without a cache folder that can be written, the library is compiled each time.
+
+    Args:
+        source: File of C.
+        program: Program of Python that calls all functions of the library whose file is its argument.
+
+    Raises:
+        CompilerError: There is no compiler, it fails, or the library does not run on this processor.
+    """
+    path = _cache_path(source, program)
+    with suppress(OSError):
+        content = read_bytes(path, MOST_BYTES)
+        library, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+        if path.stat().st_uid == os.geteuid() and hashlib.sha256(library).digest() == digest:
+            return library
+    library = compile_library(source)
+    try_library(library, program)
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as stream:
+            stream.write(library + hashlib.sha256(library).digest())
+        Path(stream.name).replace(path)
+    return library
+
+
+def _cache_path(source: Path, program: Path) -> Path:
+    """Return the file of the cache for a library."""
+    compiler = find_compiler()
+    status = Path(compiler[0]).resolve().stat()
+    processor = ""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        processor = "\n".join(sorted({line for line in lines if line.startswith(_PROCESSOR_FIELDS)}))
+    parts = (
+        source.read_bytes(),
+        program.read_bytes(),
+        *map(str.encode, (*compiler, *_FLAGS, str(status.st_mtime_ns), str(status.st_size))),
+        platform.machine().encode(),
+        processor.encode(),
+    )
+    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+    return user_cache() / "libraries" / f"{source.stem}-{digest[:32]}.so"
 
 
 def find_compiler(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The words of its command. CompilerError where there is none."""
+    """Return the command of the compiler: its path, and arguments that $CC adds.
+
+    Args:
+        environment: Environment variables; $CC and $PATH are used.
+
+    Raises:
+        CompilerError: There is none.
+    """
     given = environment.get("CC", "").strip()
     for name in [given] if given else COMPILERS:
         try:
@@ -67,14 +136,24 @@ def find_compiler(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def compile_library(source: Path, environment: Mapping[str, str] = os.environ) -> bytes:
-    """The shared library of a file of C, in about a second; leaves no file. CompilerError where it fails."""
+    """Return the shared library of a C source for this processor, which is neither tried nor kept. Local.
+
+    It takes about a second, and leaves no file.
+
+    Args:
+        source: File of C.
+        environment: Environment variables of the compiler.
+
+    Raises:
+        CompilerError: There is no compiler, or it fails.
+    """
     words = find_compiler(environment)
     problem = ""
     try:
-        _sweep()
-        with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
+        _remove_old_folders()
+        with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX) as folder:
             output = Path(folder) / "library.so"
-            for processor in _PROCESSOR:
+            for processor in _PROCESSOR_FLAGS:
                 command = [*words, *_FLAGS, processor, "-o", str(output), str(source), "-lm"]
                 status, lines = _run(command, environment, Path(folder))
                 if status == 0:
@@ -86,21 +165,27 @@ def compile_library(source: Path, environment: Mapping[str, str] = os.environ) -
                 ended = f"exit status {status}" if any(lines) else silent
                 problem = problem or next((line for line in lines if "error" in line), ended)
     except subprocess.TimeoutExpired:
-        problem = _TOO_LONG.format(SECONDS)
+        problem = _NOT_FINISHED.format(SECONDS)
     except OSError as error:
         problem = str(error)
     raise CompilerError(f"{words[0]} cannot compile {source.name}: {problem[:200]}")
 
 
 def try_library(content: bytes, program: Path) -> None:
-    """Have a process of its own run a program of Python, with the name of a file of a library. CompilerError
-    where it does not end well, as where the processor lacks an instruction that the library has.
+    """Run a Python program with the file of a library as its argument, in another process. Local.
+
+    Args:
+        content: The library.
+        program: Program that calls all functions of the library.
+
+    Raises:
+        CompilerError: The program fails or is killed, for example since the processor lacks an instruction.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
+        with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX) as folder:
             library = Path(folder) / "library.so"
             library.write_bytes(content)
-            # Without what is installed beside Python, which takes longer than all the rest.
+            # Without the installed packages, whose import would take longer than all the rest.
             status, lines = _run(
                 [sys.executable, "-I", "-S", str(program), str(library)], os.environ, Path(folder)
             )
@@ -108,34 +193,40 @@ def try_library(content: bytes, program: Path) -> None:
             return
         problem = signal.Signals(-status).name if status < 0 else lines[-1] or f"exit status {status}"
     except subprocess.TimeoutExpired:
-        problem = _TOO_LONG.format(SECONDS)
+        problem = _NOT_FINISHED.format(SECONDS)
     except OSError as error:
         problem = str(error)
     raise CompilerError(f"the compiled library does not run on this processor: {problem[:200]}")
 
 
-def _sweep() -> None:
-    """Remove what killed runs of this user have left of their own folders."""
+def _remove_old_folders() -> None:
+    """Remove the temporary folders of this module that killed runs of this user have left."""
     with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
             with suppress(OSError):
                 status = entry.stat(follow_symlinks=False)
-                ours = entry.name.startswith(_FOLDER) and status.st_uid == os.geteuid()
-                if ours and time.time() - status.st_mtime > _OLD and entry.is_dir(follow_symlinks=False):
-                    delete_folder(Path(entry.path), files_named(r"library\.so|said"))
+                ours = entry.name.startswith(_FOLDER_PREFIX) and status.st_uid == os.geteuid()
+                if (
+                    ours
+                    and time.time() - status.st_mtime > _OLD_SECONDS
+                    and entry.is_dir(follow_symlinks=False)
+                ):
+                    delete_folder(Path(entry.path), files_named(r"library\.so|output"))
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> tuple[int, list[str]]:
-    """The status by which a command ends, and the lines that it says. TimeoutExpired after so many SECONDS:
-    it, and all that it has started, is gone then.
+    """Run a command, and return its exit status and the lines that it prints.
+
+    Raises:
+        subprocess.TimeoutExpired: It does not end within SECONDS. It and all that it started are killed then.
     """
-    with (folder / "said").open("w+b") as said:
+    with (folder / "output").open("w+b") as output:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, *command],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
         )
         try:
@@ -145,5 +236,5 @@ def _run(command: Sequence[str], environment: Mapping[str, str], folder: Path) -
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise
-        said.seek(0)
-        return status, said.read().decode(errors="replace").strip().split("\n")
+        output.seek(0)
+        return status, output.read().decode(errors="replace").strip().split("\n")

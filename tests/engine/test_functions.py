@@ -28,6 +28,7 @@ from hpctrain.engine.functions import (
     with_functions,
 )
 from hpctrain.errors import HpctrainError
+from hpctrain.parallel import compiler
 from hpctrain.parallel.compiler import CompilerError
 from hpctrain.parallel.functions import TORCH, CompiledFunctions
 from hpctrain.plan.memory import plan_memory
@@ -160,10 +161,13 @@ def test_all_fall_back_where_one_cannot(
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
-def test_what_would_end_the_job_is_not_called(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_would_end_the_job_is_not_called(
+    world: World, monkeypatch: pytest.MonkeyPatch, mpi_tmp_path: Path
+) -> None:
     deck, wrong = small_deck(COMPILE), trapping("attend")
     monkeypatch.setattr(module, "compiled_functions", compiled_functions)
-    monkeypatch.setattr(module, "compile_library", lambda _: wrong)
+    monkeypatch.setattr(compiler, "compile_library", lambda _: wrong)
+    monkeypatch.setattr(compiler, "user_cache", lambda: mpi_tmp_path)
     found = functions_of(with_functions(deck, world), CPU)
     assert not found.compiled
     assert "the compiled library does not run on this processor: SIG" in introduce_functions(deck, found)[0]

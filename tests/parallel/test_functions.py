@@ -24,7 +24,13 @@ from torch.nn import functional
 from hpctrain.deck.activations import Activation
 from hpctrain.engine.functions import compiled_functions
 from hpctrain.parallel import compiler, library
-from hpctrain.parallel.compiler import CompilerError, compile_library, find_compiler, try_library
+from hpctrain.parallel.compiler import (
+    CompilerError,
+    build_library,
+    compile_library,
+    find_compiler,
+    try_library,
+)
 from hpctrain.parallel.functions import (
     TORCH,
     CompiledFunctions,
@@ -328,6 +334,34 @@ def test_the_compiler_is_found_and_may_fail(tmp_path: Path, monkeypatch: pytest.
         compile_library(source, {"PATH": f"{tmp_path}:{path}"})
 
 
+def test_a_library_is_compiled_and_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source, program = tmp_path / "small.c", tmp_path / "program.py"
+    source.write_text("int seven(void) { return 7; }\n")
+    program.write_text("")
+    compiled = []
+    monkeypatch.setattr(
+        compiler, "compile_library", lambda source: compiled.append(source) or compile_library(source)
+    )
+    libraries = [build_library(source, program) for _ in range(2)]
+    assert libraries[0] == libraries[1]
+    assert open_library(libraries[1]).seven() == 7
+    assert len(compiled) == 1
+    (cached,) = (tmp_path / "hpctrain" / "libraries").iterdir()
+    cached.write_bytes(cached.read_bytes()[:-100])  # damaged
+    assert build_library(source, program) == libraries[0]
+    source.write_text("int seven(void) { return 8; }\n")
+    assert open_library(build_library(source, program)).seven() == 8
+    program.write_text("raise SystemExit(1)\n")
+    for _ in range(2):  # what does not run is not kept
+        with pytest.raises(CompilerError, match="does not run on this processor"):
+            build_library(source, program)
+    assert len(compiled) == 5
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    program.write_text("")
+    assert open_library(build_library(source, program)).seven() == 8
+
+
 def test_nothing_is_left_of_a_compiler_that_takes_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,14 +410,14 @@ def test_what_killed_runs_left_is_removed(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name, old in (("hpctrain-compiler-old", True), ("hpctrain-compiler-new", False), ("other", True)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "said").write_text("")
+        (tmp_path / name / "output").write_text("")
         if old:
             os.utime(tmp_path / name, (0, 0))
     (tmp_path / "hpctrain-compiler-link").symlink_to(tmp_path / "other")
-    compiled_functions()
+    compile_library(Path(library.__file__).with_name("functions.c"))
     left = {"hpctrain-compiler-new", "hpctrain-compiler-link", "other"}
     assert {each.name for each in tmp_path.iterdir()} == left
-    assert (tmp_path / "other" / "said").exists()
+    assert (tmp_path / "other" / "output").exists()
 
 
 def test_a_silent_compiler_is_said_to_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
