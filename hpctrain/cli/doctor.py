@@ -169,8 +169,13 @@ def problem_lines(findings: list[DoctorFinding], width: int | None) -> Iterator[
 
 
 def gpu(rank: RankPlacement) -> str:
-    """Return the number of the GPU that a run would give to this rank, and how many it sees: "1 of 4"."""
-    return f"{rank.local_rank % rank.gpus} of {rank.gpus}" if rank.gpus else "none"
+    """Return the GPU that a run gives to this rank: its number, how many it sees, and the begin of its UUID.
+
+    The UUID tells GPUs apart if each rank sees one GPU, which has the number 0: "0 of 1 (8a3f02c1)".
+    """
+    if rank.gpu is None:
+        return "none"
+    return f"{rank.gpus.index(rank.gpu)} of {len(rank.gpus)} ({rank.gpu[:8]})"
 
 
 def spans(cores: tuple[int, ...]) -> str:

@@ -152,7 +152,7 @@ def _nvidia_problem(driver: Path) -> str:
     if version and int(version.partition(".")[0]) < first:
         return (
             f"the NVIDIA driver {version} of this node is too old for CUDA {cuda} of this torch, which needs "
-            f"driver {first} or newer; update it, install a torch for an older CUDA"
+            f"driver {first} or newer; update it or install a torch for an older CUDA"
         )
     return (
         f"this node has NVIDIA GPUs, but torch cannot use them by CUDA {cuda}; install a "
@@ -251,7 +251,10 @@ def gpu_name(device: torch.device) -> str | None:
 
 def gpu_identity(device: torch.device) -> str | None:
     """Return the UUID of a GPU, by which ranks find out whether they share it; None for a CPU."""
-    return None if on_host(device) else str(_module(device).get_device_properties(device).uuid)
+    if on_host(device):
+        return None
+    uuid = _module(device).get_device_properties(device).uuid
+    return uuid.hex() if isinstance(uuid, bytes) else str(uuid)
 
 
 def matmul_workspace_bytes(device: torch.device) -> int:

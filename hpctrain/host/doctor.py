@@ -11,7 +11,6 @@ import faulthandler
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -32,7 +31,7 @@ from hpctrain.host.launcher import (
     launcher_name,
     loaded_mpi_libraries,
 )
-from hpctrain.text import ranges
+from hpctrain.text import counted, ranges
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -69,7 +68,7 @@ class RankPlacement:
         node: Lowest rank on the same node, which identifies the node.
         local_rank: Its number among the ranks of its node.
         cores: Cores that it may use; empty if unknown.
-        gpus: Number of GPUs that it sees.
+        gpus: UUIDs of the GPUs that it sees, in torch's order.
     """
 
     rank: int
@@ -77,7 +76,12 @@ class RankPlacement:
     node: int
     local_rank: int
     cores: tuple[int, ...]
-    gpus: int
+    gpus: tuple[str, ...]
+
+    @property
+    def gpu(self) -> str | None:
+        """UUID of the GPU that a run gives to this rank; None without GPUs."""
+        return self.gpus[self.local_rank % len(self.gpus)] if self.gpus else None
 
 
 @dataclass
@@ -200,47 +204,47 @@ def _torch() -> tuple[ModuleType | None, DoctorFinding]:
         import torch
     except (ImportError, OSError) as error:
         return None, DoctorFinding("torch", f"cannot be loaded: {error}", REINSTALL, fatal=True)
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    builds = {
+        "CUDA": torch.version.cuda,
+        "ROCm": torch.version.hip,
+        "XPU": torch.version.xpu,
+    }
+    build = next((f"{name} {number}" for name, number in builds.items() if number), "CPU build")
     threads = "threads per rank: run.threads of the deck, default 1"
     return torch, DoctorFinding("torch", f"{torch.__version__} ({build}), {threads}")
 
 
 def _gpus(torch: ModuleType | None) -> list[DoctorFinding]:
-    count, by_driver = _gpu_count(torch), _driver_gpus()
-    if not count and not by_driver:
+    if torch is None:
+        return []
+    from hpctrain.host.device import gpu_name, unusable_gpus, visible_gpus
+
+    gpus = visible_gpus()
+    if not gpus.number:
+        problem, _, remedy = unusable_gpus().partition("; ")
         return [
-            DoctorFinding("GPUs", "none: ranks compute on the CPU"),
+            DoctorFinding("GPUs", problem or "none: ranks compute on the CPU", remedy),
             DoctorFinding("NCCL", "not needed without GPUs"),
         ]
-    if torch is None or not count:
-        remedy = "torch does not see them: check CUDA_VISIBLE_DEVICES and the driver's CUDA version"
-        if torch is not None and not torch.version.cuda:
-            remedy = f"torch's CPU build cannot use them: {REINSTALL}, on a node where nvidia-smi works"
-        return [DoctorFinding("GPUs", f"{by_driver}, unused", remedy)]
-    names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
-    findings = [DoctorFinding("GPUs", f"{count} on this node: {', '.join(names)}")]
-    if not torch.distributed.is_nccl_available():
-        remedy = "ranks communicate through host memory: install a build of torch with NCCL"
+    names = sorted({str(gpu_name(torch.device(gpus.kind, index))) for index in range(gpus.number)})
+    findings = [DoctorFinding("GPUs", f"rank 0 sees {gpus.number}: {', '.join(names)}")]
+    if gpus.kind == "xpu" and torch.distributed.is_xccl_available():
+        return [*findings, DoctorFinding("NCCL", "torch has XCCL for GPUs of Intel")]
+    if gpus.kind == "xpu" or not torch.distributed.is_nccl_available():
+        remedy = "install a build of torch with NCCL (XCCL for GPUs of Intel), or use MPI, which is slower"
         return [*findings, DoctorFinding("NCCL", "missing in this build of torch", remedy)]
     library = ".".join(map(str, torch.cuda.nccl.version()))
     return [*findings, DoctorFinding("NCCL", f"{library}, in torch")]
 
 
-def _gpu_count(torch: ModuleType | None) -> int:
-    if torch is None or not torch.cuda.is_available():
-        return 0
-    return int(torch.cuda.device_count())
+def _visible_gpus(torch: ModuleType | None) -> tuple[str, ...]:
+    """Return the UUID of each GPU that this process sees, in torch's order."""
+    if torch is None:
+        return ()
+    from hpctrain.host.device import gpu_identity, visible_gpus
 
-
-def _driver_gpus() -> int:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return 0
-    try:
-        listing = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    gpus = visible_gpus()
+    return tuple(str(gpu_identity(torch.device(gpus.kind, index))) for index in range(gpus.number))
 
 
 def _mpi() -> tuple[ModuleType | None, DoctorFinding]:
@@ -306,7 +310,7 @@ def _contradictions(here: RankPlacement, nodes: int) -> list[DoctorFinding]:
 
 def _placement(rank: int, node: int, local_rank: int, torch: ModuleType | None) -> RankPlacement:
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    return RankPlacement(rank, socket.gethostname(), node, local_rank, cores, _gpu_count(torch))
+    return RankPlacement(rank, socket.gethostname(), node, local_rank, cores, _visible_gpus(torch))
 
 
 def _binding(ranks: list[RankPlacement]) -> list[DoctorFinding]:
@@ -330,10 +334,16 @@ def _binding(ranks: list[RankPlacement]) -> list[DoctorFinding]:
             findings.append(
                 DoctorFinding("cores", f"{len(here)} ranks on {cores} cores of {hostname}", remedy)
             )
-        gpus = max(each.gpus for each in here)
-        if 0 < gpus < len(here):
-            remedy = "ranks that share a GPU communicate through host memory: start one rank per GPU"
-            findings.append(DoctorFinding("GPUs", f"{len(here)} ranks on {gpus} GPUs of {hostname}", remedy))
+        users = [each for each in here if each.gpu is not None]
+        gpus = len({each.gpu for each in users})
+        if gpus < len(users):
+            statement = f"{len(users)} ranks on {counted(gpus, 'GPU')} of {hostname}"
+            findings.append(DoctorFinding("GPUs", statement, "start one rank per GPU"))
+    without = [each.rank for each in ranks if not each.gpus]
+    if 0 < len(without) < len(ranks):
+        statement = f"ranks without a GPU: {ranges(without, ',')} of {len(ranks)}"
+        remedy = "give a GPU to each rank, since the ranks of a run compute on one type of device"
+        findings.append(DoctorFinding("GPUs", statement, remedy))
     return findings
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hpctrain.host.device import (
     configure_allocator,
     device_kind,
     device_of_run,
+    gpu_identity,
     unusable_gpus,
     visible_gpus,
 )
@@ -159,3 +161,12 @@ def test_an_old_torch_that_refuses_a_setting_is_no_error(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse, raising=False)
     assert not configure_allocator({})
+
+
+@pytest.mark.parametrize("uuid", [bytes(range(16)), "00010203-0405"])
+def test_the_identity_of_a_gpu(uuid: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(get_device_properties=lambda _: SimpleNamespace(uuid=uuid))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    identity = gpu_identity(torch.device("xpu", 0))
+    assert identity is not None and identity.startswith("00010203") and identity.isprintable()
+    assert gpu_identity(torch.device("cpu")) is None

@@ -205,7 +205,7 @@ def test_fp16_on_a_cpu_gives_a_warning() -> None:
 
 def test_doctor_reports_threads_without_cores(tmp_path: Path) -> None:
     (tmp_path / "deck.toml").write_text(DECK)
-    report = DoctorReport(ranks=[RankPlacement(rank, "n", 0, rank, (rank,), 0) for rank in range(2)])
+    report = DoctorReport(ranks=[RankPlacement(rank, "n", 0, rank, (rank,), ()) for rank in range(2)])
     map_deck(report, tmp_path / "deck.toml", ["run.threads=4"])
     assert report.can_run and "rank 0 may use only 1 core" in report.findings[-1].remedy
     map_deck(report, tmp_path / "deck.toml", [])
@@ -232,14 +232,14 @@ ALL_WAYS += "tensor inside a node"
 def test_the_doctor_tells_of_a_tensor_axis_across_nodes(tmp_path: Path) -> None:
     (tmp_path / "deck.toml").write_text(DECK)
     report = DoctorReport(
-        ranks=[RankPlacement(rank, f"n{rank // 3}", rank // 3, rank % 3, (), 0) for rank in range(6)]
+        ranks=[RankPlacement(rank, f"n{rank // 3}", rank // 3, rank % 3, (), ()) for rank in range(6)]
     )
     map_deck(report, tmp_path / "deck.toml", ["layout.tensor=2", "batch.global_size=12"])
     assert report.coordinates[3] == {"pipeline": 0, "data": 1, "context": 0, "tensor": 1}
     assert report.can_run
     assert "over the network in every layer" in report.findings[0].remedy
     report = DoctorReport(
-        ranks=[RankPlacement(rank, f"n{rank // 2}", rank // 2, rank % 2, (), 0) for rank in range(6)]
+        ranks=[RankPlacement(rank, f"n{rank // 2}", rank // 2, rank % 2, (), ()) for rank in range(6)]
     )
     map_deck(report, tmp_path / "deck.toml", ["layout.tensor=2", "batch.global_size=12"])
     assert not report.findings[0].remedy
@@ -259,7 +259,7 @@ def test_the_doctor_tells_how_ranks_reach_each_other(
     tmp_path: Path, per_node: int, keys: tuple[str, ...], expected: str | None
 ) -> None:
     (tmp_path / "deck.toml").write_text(DECK)
-    report = DoctorReport(ranks=[RankPlacement(rank, "here", 0, rank, (), 0) for rank in range(8)])
+    report = DoctorReport(ranks=[RankPlacement(rank, "here", 0, rank, (), ()) for rank in range(8)])
     map_deck(
         report,
         tmp_path / "deck.toml",
