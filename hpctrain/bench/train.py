@@ -33,7 +33,7 @@ from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.sizes import expert_sizes, on_one_rank
 from hpctrain.errors import HpctrainError
-from hpctrain.host.device import on_host, peak_bytes, processor_name
+from hpctrain.host.device import gpu_name, on_host, peak_bytes, processor_name
 from hpctrain.host.memory import peak_proportional_bytes
 from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.saved import gpt_activation_bytes
@@ -145,7 +145,7 @@ def bench_train(
     own_family = wish.only is None and deck.model.module is None
     activations = _activations(deck, world, mesh) if own_family else ""
     if world.rank == 0:
-        setting = Setting.of(deck, world, peak, processor_name(), load)
+        setting = Setting.of(deck, world, peak, gpu_name(world.device) or processor_name(), load)
         stdout_console().print("\n".join(figure_lines(setting, figures)), markup=False)
         if activations:
             print(activations)

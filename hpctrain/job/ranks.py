@@ -23,7 +23,7 @@ from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.named import named_problems
 from hpctrain.plan.planned_device import assume_planned_device
 from hpctrain.plan.search.deck import laid_out
-from hpctrain.text import command
+from hpctrain.text import command, counted
 from hpctrain.units import format_bytes, parse_bytes, parse_seconds
 
 ON_A_RANGE = ("slurm", "lsf")  # schedulers that start a job on as many nodes of a range as they have
@@ -221,9 +221,9 @@ def _choices_to_reconsider(deck: Deck, nodes: int, ranks: int, gpus: int, cores:
             "machine.gpus_per_node in the deck, unless the partition or a --directive requests them"
         )
     if 0 < gpus < ranks:
-        warnings.append(f"{ranks} ranks share the {gpus} GPUs of a node; one rank per GPU is faster")
+        warnings.append(f"{ranks} ranks share {counted(gpus, 'GPU')} of a node: start one rank per GPU")
     if gpus and deck.run.device == "cpu":
-        warnings.append(f'the {gpus} GPUs of a node are not used, because run.device = "cpu"')
+        warnings.append(f'run.device = "cpu" leaves {counted(gpus, "GPU")} of each node unused')
     return warnings
 
 

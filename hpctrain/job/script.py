@@ -275,7 +275,7 @@ def _summary(job: Job) -> str:
     least, most = job.wish.nodes
     nodes = counted(most, "node") if least == most else f"{least} to {most} nodes"
     has = counted(job.ranks_per_node, "rank")
-    has += f" and {job.gpus_per_node} GPUs" if job.gpus_per_node else ""
+    has += f" and {counted(job.gpus_per_node, 'GPU')}" if job.gpus_per_node else ""
     tasks = f", in {len(job.wish.variants)} variants" if job.wish.variants else ""
     each = " each" if most > 1 else ""
     return f"Trains {job.path} on {nodes} with {has}{each}{tasks}; resumes where an earlier job stopped."

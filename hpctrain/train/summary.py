@@ -17,6 +17,7 @@ from hpctrain.engine.corpus import Corpus
 from hpctrain.engine.deck_kernels import introduce_kernels
 from hpctrain.engine.functions import introduce_functions
 from hpctrain.engine.recompute import introduce_recompute
+from hpctrain.host.device import gpu_name
 from hpctrain.model.count import count
 from hpctrain.parallel.fp8.found import native
 from hpctrain.parallel.fp8.recipes import RECIPES
@@ -59,7 +60,9 @@ def introduction(
         f"on {counted(world.nodes, 'node')}",
         f"{_material(corpus, deck)}; {format_count(deck.batch.global_size * deck.batch.sequence)} per step, "
         f"{taken} epochs in {counted(deck.run.steps, 'step')}; matrix products run at "
-        f"{peak / 1e9:.1f} GFLOP/s per rank" + " (100% MFU)" * (corpus.dataset is None),
+        f"{peak / 1e9:.1f} GFLOP/s per rank on {gpu_name(world.device) or 'the CPU'}"
+        + " (100% MFU)"
+        * (corpus.dataset is None),
     ]
     if deck.data.mixture is not None and corpus.trained is not None:
         lines += mixture_lines(corpus.trained, samples_of(deck.batch, deck.run.steps))

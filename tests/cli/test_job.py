@@ -146,6 +146,9 @@ def test_a_job_for_gpus_is_planned_for_gpus_on_a_machine_without(deck: Path) -> 
     done = job(deck, *few)
     assert "#SBATCH --gpus-per-node=2" in done.stdout
     assert "#SBATCH --mem" not in done.stdout  # what is planned is memory of GPUs
+    one = job(deck, "--ranks-per-node", "2", "--gpus-per-node", "1")
+    assert "with 2 ranks and 1 GPU;" in one.stdout
+    assert "2 ranks share 1 GPU of a node: start one rank per GPU" in one.stderr
     tight = job(deck, *few, "--set", "machine.gpu_memory=1 MB")
     assert "does not fit into GPU memory: 1 rank needs" in tight.stderr
     assert "#SBATCH --mem" in job(deck, "--ranks-per-node", "2").stdout

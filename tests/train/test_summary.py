@@ -40,7 +40,7 @@ def test_epochs_are_said(world: World, tmp_path: Path, steps: int, epochs: str, 
 
 
 @pytest.mark.mpi(min_size=1, max_size=1)
-def test_products_that_are_emulated_are_said(
+def test_the_device_and_emulated_products_are_said(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.txt").write_text("a" * 3200)
@@ -52,6 +52,13 @@ def test_products_that_are_emulated_are_said(
         lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9, TrainState())
         return [line for line in lines if "emulated" in line]
 
+    def device() -> str:
+        engine = trainer(world, deck := small_deck(*keys)).engine
+        return introduction(deck, engine, open_corpus(deck, world), 1e9, TrainState())[1]
+
+    assert "matrix products run at 1.0 GFLOP/s per rank on the CPU (100% MFU)" in device()
+    monkeypatch.setattr("hpctrain.train.summary.gpu_name", lambda _: "Card A")
+    assert "GFLOP/s per rank on Card A (100% MFU)" in device()
     told = 'precision.fp8 = "row" is emulated on this device: same results, but slower than bf16'
     fp8 = ("precision.compute=fp8", "precision.fp8=row")
     assert said(*fp8) == [told] and said("precision.compute=bf16") == []
