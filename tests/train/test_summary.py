@@ -40,7 +40,7 @@ def test_epochs_are_said(world: World, tmp_path: Path, steps: int, epochs: str, 
 
 
 @pytest.mark.mpi(min_size=1, max_size=1)
-def test_the_device_and_emulated_products_are_said(
+def test_the_device_and_how_it_multiplies_are_said(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.txt").write_text("a" * 3200)
