@@ -354,6 +354,15 @@ def test_what_fits(overrides: list[str]) -> None:
                 )
             ],
         ),
+        (
+            ["communication.transport=shared", "run.device=xpu"],
+            [
+                (
+                    'communication.transport=shared: conflicts with run.device = "xpu": it moves tensors in '
+                    'CPU memory only (use "auto", "mpi", "gloo" or "nccl")'
+                )
+            ],
+        ),
     ],
 )
 def test_what_does_not_fit(overrides: list[str], told: list[str]) -> None:

@@ -145,6 +145,13 @@ _COMPRESS, _SERVER = "communication.compress", "communication.server.mode"
 RELATIONS: Relations = (
     Conflicts("communication.transport", "run.device", ("nccl",), ("cpu",), because="it connects GPUs"),
     Conflicts(
+        "communication.transport",
+        "run.device",
+        ("shared",),
+        ("cuda", "xpu"),
+        because="it moves tensors in CPU memory only",
+    ),
+    Conflicts(
         "communication.ranks_per_node",
         "communication.transport",
         None,
