@@ -30,7 +30,7 @@ from hpctrain.engine.functions import with_functions
 from hpctrain.engine.held_out import HeldOut, open_held_out
 from hpctrain.engine.model_placement import take_seat
 from hpctrain.engine.resume_check import keep_vocabulary, require_resumable
-from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
+from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, EXIT_USER, HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.plan.divided import build_seat_within_memory
 from hpctrain.plan.memory import MemoryPlan
@@ -162,6 +162,8 @@ class Run:
             engine.close()
             self.corpus.close()
             self.folder.close()
+        if loop.back.stop:  # a resumed run would stop at the next spike
+            return EXIT_USER
         return EXIT_AGAIN if order.stop else EXIT_DONE
 
 
