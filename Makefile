@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run shell test test-full cluster-test browser-test gpu-test link-bench install lint format bench guide clean
+.PHONY: help run shell test test-full cluster-test browser-test gpu-test link-bench install bundle lint format bench guide clean
 
 RANKS ?= 1 2 4 8
 ARGS ?=
@@ -56,6 +56,7 @@ help:
 	@echo "               tries the test itself without a GPU"
 	@echo "make link-bench  as root: tokens/s over a link of 100 Mbit/s between two virtual nodes, measured and planned"
 	@echo "make install   virtual environment with torch, mpi4py and parallel h5py; MPI and HDF5 through apt where it may"
+	@echo "make bundle    what another machine needs to install hpctrain without network, as one archive in build/"
 	@echo "make guide     the user guide as a site, in build/guide/site"
 	@echo "make lint      ruff, rules of style (tests/style.py), mypy, import-linter"
 	@echo "make format    ruff's formatter and its safe fixes"
@@ -67,6 +68,7 @@ help:
 	@echo "  RANKS=\"1 2 4 8\"    rank counts of make test; from 8 on only what is marked so"
 	@echo "  ARGS=\"-k bucket\"   more arguments for pytest"
 	@echo "  PYTHON=python3.12  interpreter, 3.10 or newer"
+	@echo "  TORCH=yes          torch in the archive of make bundle, which without it uses torch of the other machine"
 	@echo "  HDF5_DIR=/prefix   parallel HDF5, where pkg-config and h5pcc do not lead to it"
 	@echo "  MPIRUN=\"srun\"      launcher, instead of the mpirun beside mpicc"
 	@echo "  TORCH_INDEX=URL    package index that torch may come from as well; default: torch's CPU index where there is"
@@ -75,6 +77,11 @@ help:
 
 install:
 	@containers/install.sh
+
+# Another Python has an environment of its own, so that .venv stays.
+bundle: export VENV := $(if $(PYTHON),.venv-$(notdir $(PYTHON)),$(VENV))
+bundle: install
+	@. $$VENV/hpctrain.env; $$VENV/bin/python containers/bundle.py
 
 test: install
 	@. $(VENV)/hpctrain.env; $(PYTHON_HERE) tests/run.py --ranks "$(RANKS)" $(SLOW) -- $(ARGS)

@@ -3,7 +3,7 @@
 # Asks nothing. Used by the Makefile and by container builds. What it reads from the environment:
 #   MPI          openmpi, mpich or empty (the mpicc of the loaded module or the PATH, else Open MPI)
 #   VENV         folder of the virtual environment (default .venv)
-#   PYTHON       interpreter, 3.10 or newer (default: the first suitable in the PATH)
+#   PYTHON       interpreter or its version, 3.10 or newer (default: the first suitable in the PATH)
 #   HDF5_DIR     prefix of a parallel HDF5 (default: looked for)
 #   TORCH_INDEX  extra package index for torch (default: chosen by whether there is an NVIDIA GPU)
 #   EXTRAS       extras of pyproject.toml to install (default test,lint)
@@ -55,7 +55,9 @@ suits() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
 find_python() {
     local name
     if [ -n "${PYTHON:-}" ]; then
-        has "$PYTHON" && suits "$PYTHON" || stop "PYTHON=$PYTHON: must be Python 3.10 or newer"
+        if [[ $PYTHON =~ ^3\.[0-9]+$ ]]; then PYTHON=python$PYTHON; fi
+        has "$PYTHON" || stop "PYTHON=$PYTHON: there is no such program in the PATH"
+        suits "$PYTHON" || stop "PYTHON=$PYTHON: must be Python 3.10 or newer"
         return
     fi
     for name in python3 python3.11 python3.12 python3.13 python3.10; do
@@ -447,6 +449,7 @@ cat >"$VENV/hpctrain.env" <<END
 : "\${MPIRUN:=$launcher}"
 export MPIRUN
 END
+echo "$wheels" >"$VENV/hpctrain.wheels"
 say "checking"
 "$python" -c 'import h5py, mpi4py, torch; assert h5py.get_config().mpi, "h5py was built without MPI"'
 echo "$state" >"$stamp"

@@ -101,6 +101,12 @@ def test_an_old_python_is_refused(tools: Path) -> None:
     assert "PYTHON=python2: must be Python 3.10 or newer" in done.stderr
 
 
+def test_a_version_names_a_python(tools: Path) -> None:
+    done = install(tools, PYTHON="3.99")
+    assert done.returncode == 1
+    assert done.stderr == "install: PYTHON=python3.99: there is no such program in the PATH\n"
+
+
 def test_an_hdf5_that_is_not_parallel_is_refused(tools: Path, tmp_path: Path) -> None:
     give_compiler(tools)
     (tmp_path / "hdf5" / "include").mkdir(parents=True)
