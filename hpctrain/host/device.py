@@ -291,7 +291,7 @@ def available_bytes_of_gpu(device: torch.device) -> int:
     The rest belongs to CUDA, to libraries such as NCCL, to other processes, and to their tensors.
     """
     free, _ = _module(device).mem_get_info(device)
-    return free + _module(device).memory_reserved(device)
+    return int(free + _module(device).memory_reserved(device))
 
 
 def runtime_bytes(device: torch.device) -> int:
@@ -302,7 +302,7 @@ def runtime_bytes(device: torch.device) -> int:
     if on_host(device):
         return 0
     _, total = _module(device).mem_get_info(device)
-    return total - available_bytes_of_gpu(device)
+    return int(total) - available_bytes_of_gpu(device)
 
 
 def fragmented_bytes(device: torch.device) -> int:
