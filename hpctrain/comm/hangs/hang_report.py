@@ -31,6 +31,9 @@ SHOWN_CALLS = 10
 THREAD_PREFIX = "watchdog"
 """Prefix of the names of the watchdog's threads."""
 
+_PACKAGE = Path(__file__).parents[2]
+"""Folder of hpctrain."""
+
 _MOST_STATES = 20
 """Largest number of different states of ranks that a diagnosis shows."""
 
@@ -131,7 +134,7 @@ class HangReport:
     def state(self) -> str:
         """Text of the call that the rank is in, and of its position in the program, to follow "is".
 
-        An example is "in no communication call, at train/step.py:12 in run".
+        An example is "in no communication call, at hpctrain/train/step.py:12 in run".
         """
         waits = f", and waits for {self.incomplete} to complete" if self.incomplete else ""
         if self.current is None:
@@ -454,7 +457,9 @@ def _is_communication(frame: FrameType) -> bool:
 
 
 def _line(frame: FrameType) -> str:
-    path = "/".join(Path(frame.f_code.co_filename).parts[-3:])
+    path = Path(frame.f_code.co_filename)
+    if path.is_relative_to(_PACKAGE):
+        path = path.relative_to(_PACKAGE.parent)
     return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 

@@ -386,4 +386,6 @@ def test_several_nodes_report_into_a_folder_that_they_share(
 def test_a_report_names_the_caller_of_an_audited_call() -> None:
     names: dict[str, Any] = {"__name__": "hpctrain.audit.audited_transport", "where": hang_report._where}
     exec("def wait():\n    return where()", names)  # noqa: S102
-    assert re.search(r"called at \S*test_watchdog\.py:\d+ in test_a_report_names", names["wait"]())
+    inside, caller = names["wait"]().split(", called at ")
+    assert re.fullmatch(r"hpctrain/comm/hangs/hang_report\.py:\d+ in _where", inside)
+    assert re.fullmatch(rf"{re.escape(__file__)}:\d+ in test_a_report_names_the_caller\w+", caller)
