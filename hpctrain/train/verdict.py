@@ -120,7 +120,8 @@ def verdict_of(found: ComparisonResult) -> tuple[int, list[str]]:
     steps = counted(len(found.second), "step")
     where = "their beginning" if found.start.step == 0 else f"step {found.start.step}"
     same = "are equal, bit for bit" if found.exact else "are equal up to rounding"
-    lines = [f"No difference: the {steps} after {where}, up to step {last}, {same}{_own(found)}."]
+    first = "No difference" if recorded is None or recorded <= last else "Not compared far enough"
+    lines = [f"{first}: the {steps} after {where}, up to step {last}, {same}{_own(found)}."]
     if found.bits and not found.exact:
         each = found.bits[0]
         lines.append(
