@@ -21,6 +21,11 @@ class OnGpu(Tensor):
         """A GPU."""
         return GPU
 
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        """False."""
+        return False
+
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise AssertionError("the host waits for the stream that computes, and copies to pageable memory")
 

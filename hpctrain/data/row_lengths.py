@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from hpctrain.host.device import start_copy
+
 
 @dataclass(frozen=True)
 class RowLengths:
@@ -37,5 +39,8 @@ class RowLengths:
 
     def padding_at(self, positions: Tensor) -> Tensor:
         """Return a mask that is True at padding, bool [n, b] on the device of `positions` (int64 [n])."""
-        lengths = self.values.to(positions.device, non_blocking=True)
-        return positions.unsqueeze(1) >= lengths
+        return positions.unsqueeze(1) >= self.on(positions.device)
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the lengths, int64 [b], on a device, without waiting for it."""
+        return start_copy(self.values, device)

@@ -290,8 +290,7 @@ def available_bytes_of_gpu(device: torch.device) -> int:
 
     The rest belongs to CUDA, to libraries such as NCCL, to other processes, and to their tensors.
     """
-    free, _ = _module(device).mem_get_info(device)
-    return int(free + _module(device).memory_reserved(device))
+    return free_gpu_bytes(device) + int(_module(device).memory_reserved(device))
 
 
 def runtime_bytes(device: torch.device) -> int:
@@ -333,6 +332,17 @@ def empty_host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.de
     torch keeps pinned memory for later tensors, but not before the copies that use it are complete.
     """
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type not in {"cpu", "meta"})
+
+
+def start_copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, copied by the device's current stream while the host goes on.
+
+    A tensor that is there is returned itself. A copy from the host to a GPU is made from pinned memory, since
+    the host would wait for a copy from other memory. Its source may be changed or dropped at once.
+    """
+    if tensor.is_cpu and device.type not in {"cpu", "meta"}:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def synchronize_stream(device: torch.device) -> None:

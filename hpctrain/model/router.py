@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, as_features
+from hpctrain.parallel.experts import count_numbers
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shard import Parameter, Shard
 
@@ -217,13 +218,13 @@ class Router(nn.Module):
         by_sequence = shape.balance_over == "sequence"
         sets = inputs.tokens.shape[1] if by_sequence else 1
         place = experts + (tokens.samples.unsqueeze(1) * shape.experts if by_sequence else 0)
-        counts = torch.bincount(place.flatten(), minlength=sets * shape.experts).float()
+        counts = count_numbers(place.flatten(), sets * shape.experts).float()
         self.groups.micro_batch.all_reduce(counts)
         if not by_sequence:
             return counts / max(1, self._real_tokens(inputs) * shape.experts_per_token)
         of_sequence: int | Tensor = inputs.tokens.shape[0] * self.groups.context.size
         if inputs.lengths is not None:
-            of_sequence = inputs.lengths.values.to(counts.device).clamp_min(1).unsqueeze(1)
+            of_sequence = inputs.lengths.on(counts.device).clamp_min(1).unsqueeze(1)
         return (counts.view(sets, -1) / (of_sequence * shape.experts_per_token))[tokens.samples]
 
     def saved(self, at: ActivationSizes) -> list[SavedStorage]:
@@ -246,7 +247,7 @@ class Router(nn.Module):
         if self.shape.router == "sigmoid":
             scores = scores / (scores.sum(1, keepdim=True) + _LEAST)
         entropy = -torch.special.xlogy(scores, scores).sum(1)
-        counts = torch.bincount(experts.flatten(), minlength=self.shape.experts).double()
+        counts = count_numbers(experts.flatten(), self.shape.experts).double()
         dropped = counts.new_zeros(()) if kept is None else experts.numel() - kept.sum()
         others = torch.stack((dropped.double(), entropy.sum().double()))
         self.groups.noted.sum(self.noted_name, torch.cat((counts, others)))

@@ -51,7 +51,7 @@ class AdamW:
                 [part.updates for part in alike],
                 fused=True,
                 # The kernel divides by it while it reads: no pass over the gradients is added.
-                grad_scale=torch.tensor(gradient_divisor, device=device),
+                grad_scale=torch.full((), gradient_divisor, device=device),
                 found_inf=torch.zeros((), device=device),
                 amsgrad=False,
                 beta1=self.betas[0],

@@ -153,7 +153,7 @@ class _ElementRange:
 
     def part(self, updates: float) -> ElementBatch:
         gradients = self.bucket.own_gradients[self.span].float()
-        count = torch.tensor(updates, device=gradients.device)
+        count = torch.full((), updates, device=gradients.device)
         return ElementBatch(self.state, gradients, count, self.treated.treatment)
 
     def state_tensors(self) -> Iterator[StateTensor]:

@@ -142,7 +142,7 @@ class OwnBlocks:
                 if name not in self.cells
             },
             self._one(gradients, number, self.local),
-            torch.tensor(updates, device=gradients.device),
+            torch.full((), updates, device=gradients.device),
             self.segment.parameter.treatment,
             self.segment.parameter.shard,
         )

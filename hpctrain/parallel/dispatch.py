@@ -19,15 +19,16 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.parallel.activation_sizes import as_features
-from hpctrain.parallel.experts import Segments, compute_later
+from hpctrain.parallel.experts import Segments, compute_later, count_numbers
 
 
 class Dispatch:
     """Where the copies of one rank's rows go in one pass.
 
     `choices` [n, k] int64 are the experts of each row, of `count` in all, `kept` [n, k] says which of them
-    take it (None: all do). `unit` is that of the Segments. Collective over `expert` and `expert_tensor`;
-    where there are several ranks it waits for the device, since the ranks must know how many rows come.
+    take it (None: all do). `unit` is that of the Segments. Collective over `expert` and `expert_tensor`.
+    It waits for the device once where there are several ranks, or a capacity: the host must know how many
+    copies there are.
 
     `segments` are those of the rows that come to this rank, `sent` how many copies leave it.
     """
@@ -47,36 +48,36 @@ class Dispatch:
         self.shape = tuple(choices.shape)
         wanted = choices.flatten() if kept is None else choices.masked_fill(~kept, count).flatten()
         order = wanted.argsort(stable=True)
-        counts = torch.bincount(wanted, minlength=count + 1)[:count]
-        self.sent = order.numel() if kept is None else int(counts.sum())
-        order = order[: self.sent]
-        self.source = order // choices.shape[1]
+        counts = count_numbers(wanted, count + 1)[:count]
         self.kept = kept
-        # Copies that stay away are looked up in the first one's place, and do not count.
-        self.slots = torch.zeros_like(wanted).index_copy_(
-            0, order, torch.arange(len(order), device=order.device)
-        )
-        self.counts = counts
         self.alone = expert.size == expert_tensor.size == 1
         if self.alone:
+            # Without a capacity every copy has room, and nothing waits for the device.
+            self.sent = order.numel() if kept is None else int(counts.sum())
             self.segments = Segments(counts, unit)
             self.places = self.segments.places if unit > 1 else None
-            return
-        self._meet(counts.view(expert.size, -1), unit)
+        else:
+            self._meet(counts.view(expert.size, -1), unit)
+        self.order = order[: self.sent]
+        # Copies that stay away are looked up in the first one's place, and do not count.
+        self.slots = torch.zeros_like(wanted).index_copy_(
+            0, self.order, torch.arange(self.sent, device=order.device)
+        )
 
     def _meet(self, counts: Tensor, unit: int) -> None:
         """Learn what comes, `counts` [expert ranks, local experts] being what goes."""
         coming = self.expert.all_to_all(counts.contiguous())
         table = self.expert_tensor.all_gather(coming.unsqueeze(0)).flatten(0, 1)  # [sources, local experts]
-        self.send_sizes = counts.sum(1).tolist()
-        sizes = table.sum(1).view(self.expert_tensor.size, -1)
-        self.receive_sizes = sizes[self.expert_tensor.rank].tolist()
-        self.gather_sizes = sizes.sum(1).tolist()
+        # The only wait for the device in a pass: the host has to know how many rows travel.
+        sizes: list[int] = torch.cat((counts.sum(1), table.sum(1))).tolist()
+        ranks = self.expert.size
+        self.send_sizes, *sources = (sizes[first : first + ranks] for first in range(0, len(sizes), ranks))
+        self.receive_sizes = sources[self.expert_tensor.rank]
+        self.gather_sizes = [sum(each) for each in sources]
+        self.sent, coming_rows = sum(self.send_sizes), sum(self.gather_sizes)
         self.segments = Segments(table.sum(0), unit)
-        local = table.shape[1]
-        experts = (
-            torch.arange(local, device=table.device).repeat(len(table)).repeat_interleave(table.flatten())
-        )
+        local = torch.arange(table.shape[1], device=table.device).repeat(len(table))
+        experts = local.repeat_interleave(table.flatten(), output_size=coming_rows)
         order = experts.argsort(stable=True)
         places = self.segments.places if unit > 1 else torch.arange(len(order), device=order.device)
         self.places = torch.empty_like(order).index_copy_(0, order, places)
@@ -108,6 +109,11 @@ class Dispatch:
     def copies(self, rows: Tensor) -> Tensor:
         """What leaves: [sent, h]."""
         return rows.index_select(0, self.source)
+
+    @property
+    def source(self) -> Tensor:
+        """The row that each copy is of, int64 [sent]."""
+        return self.order // self.shape[1]
 
     def of_slot(self, copies: Tensor, slot: int) -> Tensor:
         """Of every row the copy [n, h] of one choice, zero where there is none; in fp32."""
@@ -240,12 +246,7 @@ class _Combine(torch.autograd.Function):
         weights_gradient = torch.stack(
             [(dispatch.of_slot(coming, slot) * of_row).sum(1) for slot in range(k)], dim=1
         )
-        factors = weights.new_zeros(dispatch.sent)
-        slots, flat = dispatch.slots, weights.flatten()
-        if dispatch.kept is not None:
-            kept = dispatch.kept.flatten()
-            slots, flat = slots[kept], flat[kept]
-        factors.index_copy_(0, slots, flat)
+        factors = weights.flatten().index_select(0, dispatch.order)
         copies = of_row.index_select(0, dispatch.source).mul_(factors.unsqueeze(1)).to(coming.dtype)
         if not dispatch.alone:
             copies = _in_place_of(dispatch.start_there(copies), dispatch.sent)

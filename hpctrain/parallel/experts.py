@@ -37,6 +37,16 @@ def row_unit(dtype: torch.dtype, device: torch.device) -> int:
     return ROW_UNIT if device.type == "cpu" and dtype.itemsize == 2 else 1
 
 
+def count_numbers(numbers: Tensor, length: int) -> Tensor:
+    """Return how often each number from 0 to `length` - 1 is among int64 `numbers` [n]: int64 [length].
+
+    It never waits for a device. On a GPU `torch.bincount` does, for the largest number.
+    """
+    if numbers.is_cpu or numbers.is_meta:
+        return torch.bincount(numbers, minlength=length)
+    return numbers.new_zeros(length).scatter_add_(0, numbers, torch.ones_like(numbers))
+
+
 @dataclass(frozen=True)
 class Segments:
     """Rows behind each other by expert: `counts` [e] int64 of each, filled up to multiples of `unit`.
@@ -76,9 +86,11 @@ class Segments:
 
 def grouped_product(inputs: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
     """[m, k] times each row's own one of the `matrices` [e, n, k], transposed: [m, n]."""
-    if not inputs.is_cpu:
+    if len(inputs) and not inputs.is_cpu:
         return functional.grouped_mm(inputs, matrices.transpose(1, 2), offs=segments.ends)
     outputs = inputs.new_empty(len(inputs), matrices.shape[1])
+    if not len(inputs):
+        return outputs
     for expert, rows in segments:
         torch.mm(inputs[rows], matrices[expert].t(), out=outputs[rows])
     return outputs
@@ -100,8 +112,13 @@ def add_grouped_gradient(
     into = gradient.view(len(gradient), -1, inputs.shape[1])
     if audit is not None and audit.active:
         audit.adding_grouped(weight, output_gradient, inputs, into, segments, first is not None)
-    if not inputs.is_cpu:
+    if not len(inputs):
+        if first is not None:
+            into.zero_()
+    elif not inputs.is_cpu:
         product = functional.grouped_mm(output_gradient.t(), inputs, offs=segments.ends)
+        # Kernels may leave the memory of an expert without rows as it was.
+        product.masked_fill_((segments.counts == 0).view(-1, 1, 1), 0.0)
         into.add_(product) if first is None else into.copy_(product)
     else:
         if first is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hpctrain.host.device import start_copy
 from hpctrain.parallel.functions import CompiledFunctions, LayerFunctions, turned
 from hpctrain.parallel.library import HIGHEST, PAGE, AttentionArguments, Heads, Paged, padded
 
@@ -24,12 +25,14 @@ class TokenPositions:
     `runs` tells these in numbers: the text (-1: none's, rows that fill up, which stand all at the first
     position: they may be more than there are), the first position, how many.
     The same by row are `texts` and `positions`, int64 [n], and `tables` [texts, pages] are each text's pages.
+    `real` are the rows of texts, int64 [m].
     """
 
     runs: Sequence[tuple[int, int, int]]
     texts: Tensor
     positions: Tensor
     tables: Tensor
+    real: Tensor
 
     @staticmethod
     def of(runs: Sequence[tuple[int, int, int]], tables: Tensor) -> TokenPositions:
@@ -38,7 +41,9 @@ class TokenPositions:
         positions = torch.tensor(
             [first + (n if text >= 0 else 0) for text, first, count in runs for n in range(count)]
         )
-        return TokenPositions(runs, texts.to(tables.device), positions.to(tables.device), tables)
+        device, real = tables.device, (texts >= 0).nonzero().flatten()  # on the host
+        texts, positions, real = (start_copy(each, device) for each in (texts, positions, real))
+        return TokenPositions(runs, texts, positions, tables, real)
 
 
 @dataclass(frozen=True)
@@ -109,20 +114,21 @@ class LayerPages:
                 singles.append((row, text, first))
             elif text >= 0:
                 rows = slice(row, row + count)
-                chosen = torch.tensor([text], device=query.device)
+                chosen = torch.full((1,), text, device=query.device)
                 output[rows, 0] = self._seen(
                     query[rows, 0].unsqueeze(0), chosen, first + count, scale, places
                 )[0]
             row += count
         if singles:
             rows_of, texts, positions = map(list, zip(*singles, strict=True))
-            chosen = torch.tensor(texts, device=query.device)
-            output[rows_of] = self._seen(query[rows_of], chosen, max(positions) + 1, scale, places, positions)
+            ends = max(positions) + 1
+            at_rows, chosen, at = start_copy(torch.tensor([rows_of, texts, positions]), query.device)
+            output[at_rows] = self._seen(query[at_rows], chosen, ends, scale, places, at)
         return output
 
     def _keep(self, key: Tensor, value: Tensor, places: TokenPositions) -> None:
         """Put keys and values [n, heads, d] into their pages."""
-        there = places.texts >= 0
+        there = places.real
         texts, positions = places.texts[there], places.positions[there]
         pages, lanes = places.tables[texts, positions // PAGE], positions % PAGE
         self.keys[pages, :, :, lanes] = key[there]
@@ -135,15 +141,15 @@ class LayerPages:
         ends: int,
         scale: float,
         places: TokenPositions,
-        positions: Sequence[int] | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Of queries [texts, n, heads, d], the last ones before `ends` or one of a text at its position."""
         pages = places.tables[texts, : -(-ends // PAGE)]
         keys = self.keys[pages].permute(0, 2, 1, 4, 3).flatten(2, 3)
         values = self.values[pages].permute(0, 2, 1, 3, 4).flatten(2, 3)
-        last = list(range(ends - query.shape[1], ends)) if positions is None else positions
         columns = torch.arange(keys.shape[2], device=query.device)
-        mask = columns <= torch.tensor(last, device=query.device).unsqueeze(1)
+        last = columns[ends - query.shape[1] : ends] if positions is None else positions
+        mask = columns <= last.unsqueeze(1)
         mask = mask.unsqueeze(0).unsqueeze(0) if positions is None else mask.unsqueeze(1).unsqueeze(1)
         output = functional.scaled_dot_product_attention(
             query.transpose(1, 2),

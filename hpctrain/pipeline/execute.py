@@ -20,7 +20,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.work import Work
 from hpctrain.data.batches import MicroBatch
-from hpctrain.host.device import on_host
+from hpctrain.host.device import on_host, start_copy
 from hpctrain.model.inputs import AuxiliaryLosses, ModelInputs
 from hpctrain.model.part import ModelPart
 from hpctrain.model.routing_choices import RoutingChoices
@@ -60,7 +60,9 @@ class PreparedBatch:
         `choices` go to the routers.
         """
         device = positions.device
-        fields = {name: field.to(device, non_blocking=True) for name, field in micro.fields.items()}
+        fields = dict(micro.fields)
+        if not on_host(device):
+            fields = {name: start_copy(field, device) for name, field in fields.items()}
         if micro.sequences:
             fields = {name: context_piece(field, positions).t() for name, field in fields.items()}
         inputs = ModelInputs(

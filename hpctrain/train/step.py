@@ -216,7 +216,7 @@ class Step:
         measured = micro_batches if engine.synchronizer.first is None else micro_batches[:1]
         self.own_tokens = sum(map(engine.objective.count, measured))
         scale, terms_scale = (
-            torch.tensor(engine.loss_scale.value / count, device=engine.world.device)
+            torch.full((), engine.loss_scale.value / count, device=engine.world.device)
             for count in (max(1, read.predicted), max(1, read.real))
         )
         prepared = [

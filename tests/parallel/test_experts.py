@@ -19,7 +19,9 @@ from hpctrain.parallel.experts import (
 )
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.parallel.weight_grad import compute_all
+from tests.device_double import on_gpu
 from tests.engines import alone
+from tests.host_waits import HostWaits
 
 COUNTS = {"even": (3, 3, 3), "empty ones": (0, 5, 0), "all to the last": (0, 0, 7), "none": (0, 0, 0)}
 
@@ -84,6 +86,45 @@ def test_weight_gradients_are_sums_of_outer_products(name: str, dtype: torch.dty
     allowed = 1e-5 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(weight.gradient, expected, rtol=allowed, atol=allowed)
     assert told == [weight]
+
+
+@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize("name", COUNTS)
+def test_kernels_of_gpus_and_experts_without_rows(
+    name: str, stale: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel gets no empty product, and leaves the memory of an expert without rows as it was: NaN."""
+    torch.manual_seed(0)
+    counts, multiply = torch.tensor(COUNTS[name]), functional.grouped_mm
+
+    def grouped_mm(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+        assert left.numel() and right.numel()
+        product = multiply(
+            *(each.as_subclass(Tensor) for each in (left, right)), offs=offs.as_subclass(Tensor)
+        )
+        if right.dim() == 2:
+            product[counts == 0] = torch.nan
+        return product
+
+    monkeypatch.setattr(functional, "grouped_mm", grouped_mm)
+    segments, host = Segments(on_gpu(counts), 1), Segments(counts, 1)
+    left, right, matrices = rows_of(host, 8), rows_of(host, 16), torch.randn(3, 8, 16)
+    with HostWaits() as found:
+        outputs = grouped_product(on_gpu(right), on_gpu(matrices), segments)
+    assert not found.calls
+    assert torch.equal(outputs.as_subclass(Tensor), grouped_product(right, matrices, host))
+    gradients = []
+    for rows, put in ((host, Tensor.clone), (segments, on_gpu)):
+        weight = Parameter(Shard.whole("w", (3, 8, 16)))
+        weight.gradient = torch.ones(3, 8, 16)
+        weight.on_added = lambda _: None
+        if stale:
+            weight.forget_gradient()
+        add_grouped_gradient(put(left), put(right), weight, rows)
+        assert weight.gradient is not None
+        gradients.append(weight.gradient)
+    torch.testing.assert_close(*gradients)
+    assert torch.all(gradients[1][counts == 0] == (0.0 if stale else 1.0))
 
 
 def test_a_frozen_matrix_takes_no_gradient() -> None:

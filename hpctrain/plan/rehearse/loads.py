@@ -63,9 +63,6 @@ class EvenLoads(Recalling):
         kwargs = kwargs or {}
         if func is torch.ops.aten.bincount.default and args[0].is_meta:
             return self._counts(args[0], kwargs.get("minlength", args[2] if len(args) > 2 else 0))
-        if func is torch.ops.aten.index.Tensor and _is_mask(args[1]):
-            kept = int(args[1][0].numel() * self.taken)
-            return args[0].new_empty((kept, *args[0].shape[args[1][0].dim() :]))
         if "grouped_mm" in func.name():
             return _grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"])
         tensors = tensors_of((*args, *kwargs.values()))
@@ -93,13 +90,6 @@ def _even(many: int, kinds: int) -> Tensor:
     counts = torch.full((kinds,), many // kinds, dtype=torch.int64, device="cpu")
     counts[: many % kinds] += 1
     return counts
-
-
-def _is_mask(indices: Sequence[Any]) -> bool:
-    """Whether these tell which elements are taken, and not where they are."""
-    return (
-        len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool and indices[0].is_meta
-    )
 
 
 def _grouped(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
