@@ -306,7 +306,7 @@ def runtime_bytes(device: torch.device) -> int:
 
 def fragmented_bytes(device: torch.device) -> int:
     """Return the most bytes of a GPU that torch has had beside its tensors' peak; 0 on a CPU."""
-    return 0 if on_host(device) else _module(device).max_memory_reserved(device) - peak_bytes(device)
+    return 0 if on_host(device) else int(_module(device).max_memory_reserved(device)) - peak_bytes(device)
 
 
 def gpu_memory_bytes(device: torch.device) -> int | None:
