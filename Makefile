@@ -71,8 +71,10 @@ help:
 	@echo "  TORCH=yes          torch in the archive of make bundle, which without it uses torch of the other machine"
 	@echo "  HDF5_DIR=/prefix   parallel HDF5, where pkg-config and h5pcc do not lead to it"
 	@echo "  MPIRUN=\"srun\"      launcher, instead of the mpirun beside mpicc"
-	@echo "  TORCH_INDEX=URL    package index that torch may come from as well; default: torch's CPU index where there is"
-	@echo "                     no NVIDIA GPU; empty: only the indexes that pip is configured with"
+	@echo "  GPU=cuda|rocm|xpu|no  build of torch, also for another machine; default: cuda if nvidia-smi finds a GPU,"
+	@echo "                     otherwise no"
+	@echo "  TORCH_INDEX=URL    package index that torch may come from as well; default: torch's own for GPU;"
+	@echo "                     empty: only the indexes that pip is configured with"
 	@echo "  FETCH=no           never use apt"
 
 install:

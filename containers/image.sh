@@ -2,7 +2,8 @@
 # What Dockerfile and hpctrain.def have in common: run as root inside of the image, from the folder with hpctrain's
 # files, it installs Debian's packages and then hpctrain in .venv beside them. What it reads from the environment:
 #   TORCH_INDEX  extra package index for torch (auto: install.sh chooses; empty: only those that pip is configured with)
-#   EXTRAS       extras of pyproject.toml: gpu, test, bench
+#   GPU          build of torch: cuda, rocm or xpu; empty: for CPUs
+#   EXTRAS       extras of pyproject.toml: test, bench
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 umask 022

@@ -5,14 +5,15 @@
 #   VENV         folder of the virtual environment (default .venv)
 #   PYTHON       interpreter or its version, 3.10 or newer (default: the first suitable in the PATH)
 #   HDF5_DIR     prefix of a parallel HDF5 (default: looked for)
-#   TORCH_INDEX  extra package index for torch (default: chosen by whether there is an NVIDIA GPU)
+#   GPU          build of torch: cuda, rocm, xpu or no (default: cuda if nvidia-smi finds a GPU, otherwise no)
+#   TORCH_INDEX  extra package index for torch (default: the one for GPU; empty: only those that pip is configured with)
 #   EXTRAS       extras of pyproject.toml to install (default test,lint)
 #   FETCH        no: never install packages of the operating system
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-MPI=${MPI:-} VENV=${VENV:-.venv} EXTRAS=${EXTRAS-test,lint} FETCH=${FETCH:-yes}
-CPU_INDEX=https://download.pytorch.org/whl/cpu
+MPI=${MPI:-} VENV=${VENV:-.venv} EXTRAS=${EXTRAS-test,lint} FETCH=${FETCH:-yes} GPU=${GPU:-}
+INDEXES=https://download.pytorch.org/whl ROCM=rocm7.2
 constraints=containers/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 DEBIAN_FRONTEND=noninteractive LC_ALL=C
 unset PIP_REQUIRE_VIRTUALENV PYTHONHOME PYTHONPATH
@@ -22,6 +23,7 @@ stop() { printf 'install: %s\n' "$@" >&2; exit 1; }
 has() { command -v "$1" >/dev/null 2>&1; }
 
 case $MPI in "" | openmpi | mpich) ;; *) stop "MPI=$MPI: must be openmpi, mpich or empty" ;; esac
+case $GPU in "" | cuda | rocm | xpu | no) ;; *) stop "GPU=$GPU: must be cuda, rocm, xpu, no or empty" ;; esac
 
 # --- packages of the operating system ---------------------------------------------------------------
 
@@ -251,10 +253,11 @@ launcher=$(find_launcher)
 
 # --- nothing to do? -----------------------------------------------------------------------------------
 
-gpu=no
-if has nvidia-smi && nvidia-smi -L 2>/dev/null | grep -q GPU; then gpu=yes; fi
+asked=$GPU
+if [ -z "$GPU" ] && has nvidia-smi && nvidia-smi -L 2>/dev/null | grep -q GPU; then GPU=cuda; fi
+GPU=${GPU:-no}
 state=$(cat pyproject.toml "$constraints" containers/install.sh | cksum)
-state="$state | $EXTRAS | ${TORCH_INDEX-} | gpu $gpu | $(realpath "$PYTHON") $python_version | $mpicc $mpi_name | $hdf5_library $hdf5_version"
+state="$state | $EXTRAS | ${TORCH_INDEX-} | gpu $GPU | $(realpath "$PYTHON") $python_version | $mpicc $mpi_name | $hdf5_library $hdf5_version"
 stamp=$VENV/hpctrain.stamp
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$state" ] && "$VENV/bin/python" -c "" 2>/dev/null; then
     say "$VENV is up to date ($mpi_name, HDF5 $hdf5_version, Python $python_version)"
@@ -412,12 +415,34 @@ say "torch"
 torch_index=()
 if [ -n "${TORCH_INDEX-}" ]; then
     torch_index=(--extra-index-url "$TORCH_INDEX")
-elif [ $gpu = no ] && [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ] && [ -z "${TORCH_INDEX+set}" ]; then
+elif [ -z "${TORCH_INDEX+set}" ]; then
     # The default index has only the CUDA build, gigabytes that a machine without a GPU has no use for.
-    chosen=$(pip install --dry-run --no-deps --ignore-installed -c "$constraints" torch 2>/dev/null | tail -n 1) || true
-    case $chosen in *+cpu*) ;; *) torch_index=(--extra-index-url "$CPU_INDEX" --retries 1 --timeout 15) ;; esac
+    chosen=
+    if [ $GPU = no ]; then
+        chosen=$(pip install --dry-run --no-deps --ignore-installed -c "$constraints" torch 2>/dev/null | tail -n 1) || true
+    fi
+    case $GPU-$(uname -s)-$(uname -m)-$chosen in
+        rocm-*) torch_index=(--extra-index-url "$INDEXES/$ROCM") ;;
+        xpu-*) torch_index=(--extra-index-url "$INDEXES/xpu") ;;
+        no-*+cpu*) ;;
+        no-Linux-x86_64-*) torch_index=(--extra-index-url "$INDEXES/cpu" --retries 1 --timeout 15) ;;
+    esac
 fi
+
+# The GPUs that the installed torch is built for: cuda, rocm, xpu or no.
+torch_build() {
+    "$python" -c 'from torch import version
+print("cuda" if version.cuda else "rocm" if version.hip else "xpu" if version.xpu else "no")' 2>/dev/null
+}
+
+# pip takes one build of a version for another.
+if [ -n "$asked" ] && build=$(torch_build) && [ "$build" != "$asked" ]; then pip uninstall -qq -y torch; fi
 install "${torch_index[@]}" torch || install torch
+# A torch for GPUs computes on CPUs, too.
+if [ -n "${asked#no}" ] && build=$(torch_build) && [ "$build" != "$asked" ]; then
+    stop "GPU=$asked: pip installed a torch for GPU=$build; name an index that has one for $asked:" \
+        "    make install GPU=$asked TORCH_INDEX=URL    (https://pytorch.org/get-started/locally shows them)"
+fi
 
 say "what hpctrain${EXTRAS:+ with $EXTRAS} needs"
 requirements=$("$python" - "$EXTRAS" <<'PYTHON'

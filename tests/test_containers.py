@@ -64,7 +64,7 @@ def run_post(folder: Path, **arguments: str) -> str:
     values = dict(line.split("=", 1) for line in definition()[1]["arguments"].split()) | arguments
     (folder / "containers").mkdir(exist_ok=True)
     script = folder / "containers" / "image.sh"
-    script.write_text('#!/bin/sh\necho "${TORCH_INDEX-unset}|${EXTRAS-unset}"\n')
+    script.write_text('#!/bin/sh\necho "${TORCH_INDEX-unset}|${EXTRAS-unset}|$GPU"\n')
     script.chmod(0o755)
     post = ARGUMENT.sub(lambda match: values[match[1]], definition()[1]["post"])
     assert str(INSTALLED) in post
@@ -83,9 +83,9 @@ def test_both_take_the_same_arguments_and_run_the_same_script(tmp_path: Path) ->
     assert {name.upper(): value for name, _, value in (line.partition("=") for line in given)} == defaults()
     assert instructions("RUN") == ["containers/image.sh"]
     assert instructions("WORKDIR")[0] == str(INSTALLED)
-    assert run_post(tmp_path) == f"{defaults()['TORCH_INDEX']}|{defaults()['EXTRAS']}"
-    assert run_post(tmp_path, torch_index="", extras="gpu") == "|gpu"
-    assert run_post(tmp_path, torch_index="https://a.b/c?d=e&f") == "https://a.b/c?d=e&f|"
+    assert run_post(tmp_path) == f"{defaults()['TORCH_INDEX']}|{defaults()['EXTRAS']}|"
+    assert run_post(tmp_path, torch_index="", extras="test", gpu="cuda") == "|test|cuda"
+    assert run_post(tmp_path, torch_index="https://a.b/c?d=e&f") == "https://a.b/c?d=e&f||"
 
 
 def test_arguments_reach_the_installation(tmp_path: Path) -> None:
@@ -101,16 +101,21 @@ def test_arguments_reach_the_installation(tmp_path: Path) -> None:
         text = text.replace(path, f"{tmp_path}{path}")
     for folder in ("ssh_config.d", "sshd_config.d"):
         (tmp_path / "etc" / "ssh" / folder).mkdir(parents=True)
-    printed = '#!/bin/sh\necho "${TORCH_INDEX-unset}|${EXTRAS-unset}|$FETCH|$VENV|$TMPDIR"\n'
+    printed = '#!/bin/sh\necho "${TORCH_INDEX-unset}|${EXTRAS-unset}|$GPU|$FETCH|$VENV|$TMPDIR"\n'
     for path, content in (("containers/image.sh", text), ("containers/install.sh", printed)):
         (tmp_path / path).write_text(content)
         (tmp_path / path).chmod(0o755)
     (tmp_path / "bin" / "apt-get").symlink_to("/bin/true")
     (tmp_path / "secret").touch(mode=0o600)
     for given, taken in (("auto", "unset"), ("", ""), ("https://a.b/c", "https://a.b/c")):
-        variables = {"PATH": f"{tmp_path}/bin:{os.defpath}", "TORCH_INDEX": given, "EXTRAS": "gpu"}
+        variables = {
+            "PATH": f"{tmp_path}/bin:{os.defpath}",
+            "TORCH_INDEX": given,
+            "EXTRAS": "test",
+            "GPU": "cuda",
+        }
         out = shell("containers/image.sh", tmp_path, **variables).strip().split("|")
-        assert out[:-1] == [taken, "gpu", "no", f"{tmp_path}/.venv"]
+        assert out[:-1] == [taken, "test", "cuda", "no", f"{tmp_path}/.venv"]
         assert not Path(out[-1]).exists()
     assert (tmp_path / "secret").stat().st_mode & 0o044 == 0o044
 

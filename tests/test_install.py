@@ -18,7 +18,8 @@ TOOLS = (
     "seq sleep sort tail touch uname wc"
 )
 # The environment's Python for scripts that install nothing: it notes what pip is told, and pretends to do it.
-# Building h5py takes until torch is being installed, and torch until h5py is being built.
+# Building h5py takes until torch is being installed, and torch until h5py is being built. The torch that is
+# installed is built for the GPUs $BUILD.
 STAND_IN = """#!/bin/bash
 notes={notes}
 echo "$*" >>"$notes/told"
@@ -34,8 +35,11 @@ case "$*" in
         {build}
         while [ "$1" != --wheel-dir ]; do shift; done
         mkdir -p "$2" && touch "$2/${{3/==/-}}-py3-none-any.whl" ;;
-    "-m pip install "*" torch") meet torch h5py ;;
+    "-m pip install --dry-run "*) ;;
+    "-m pip install "*" torch") meet torch h5py; echo "$BUILD" >"$notes/build" ;;
     "-m pip install "*) ;;
+    "-m pip uninstall "*) rm "$notes/build" ;;
+    "-c from torch import version"*) cat "$notes/build" ;;
     *) exec {python} "$@" ;;
 esac
 """
@@ -190,12 +194,8 @@ def test_what_is_built_ends_with_the_script(
     """Installing torch fails while h5py is being built, for minutes."""
     notes = environment(f'echo $$ >"{tmp_path}/builder"; sleep 300')
     program = tools.parent / "venv" / "bin" / "python"
-    refusing = (
-        f'"-m pip install "*" torch") while [ ! -e "{tmp_path}/builder" ]; do sleep 0.1; done; exit 1 ;;'
-    )
-    write_program(
-        program, program.read_text().replace('"-m pip install "*" torch") meet torch h5py ;;', refusing)
-    )
+    refusing = f'while [ ! -e "{tmp_path}/builder" ]; do sleep 0.1; done; exit 1'
+    write_program(program, program.read_text().replace("meet torch h5py", refusing))
     (notes / "torch").touch()
     done = install(tools, XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert done.returncode == 1
@@ -205,3 +205,41 @@ def test_what_is_built_ends_with_the_script(
         assert time.monotonic() < until
         time.sleep(0.1)
     assert not list((tmp_path / "cache").rglob("build.*"))
+
+
+def test_an_unknown_type_of_gpu_is_refused(tools: Path) -> None:
+    done = install(tools, GPU="amd")
+    assert done.returncode == 1
+    assert done.stderr == "install: GPU=amd: must be cuda, rocm, xpu, no or empty\n"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "index"),
+    [
+        ("cuda", ""),
+        ("rocm", "--extra-index-url https://download.pytorch.org/whl/rocm7.2 "),
+        ("xpu", "--extra-index-url https://download.pytorch.org/whl/xpu "),
+        ("no", "--extra-index-url https://download.pytorch.org/whl/cpu --retries 1 --timeout 15 "),
+    ],
+)
+def test_torch_is_built_for_the_gpus_that_are_asked_for(
+    gpu: str, index: str, tools: Path, environment: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The environment has another build of the same version, which pip would keep."""
+    notes = environment(":")
+    (notes / "build").write_text("no" if gpu != "no" else "cuda")
+    done = install(tools, XDG_CACHE_HOME=str(tmp_path / "cache"), EXTRAS="", GPU=gpu, BUILD=gpu)
+    assert done.returncode == 0, done.stderr
+    told = (notes / "told").read_text().splitlines()
+    (torch,) = (line for line in told if line.endswith(" torch") and "--progress-bar" in line)
+    assert torch.endswith(f" -c containers/constraints.txt {index}torch")
+    assert told.index("-m pip uninstall -qq -y torch") < told.index(torch)
+
+
+def test_a_torch_for_other_gpus_than_asked_for_is_refused(
+    tools: Path, environment: Callable[[str], Path], tmp_path: Path
+) -> None:
+    environment(":")
+    done = install(tools, XDG_CACHE_HOME=str(tmp_path / "cache"), EXTRAS="", GPU="rocm", BUILD="cuda")
+    assert done.returncode == 1
+    assert "GPU=rocm: pip installed a torch for GPU=cuda; name an index that has one for rocm" in done.stderr
