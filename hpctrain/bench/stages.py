@@ -85,7 +85,7 @@ class StageProbe:
         for part in range(schedule.parts):
             for values in passes:
                 assert not isinstance(values, (int, float))
-                seconds[schedule.home(part)[0]] += values[part]
+                seconds[schedule.stage_and_chunk(part)[0]] += values[part]
         return [1e3 * each for each in seconds]
 
 

@@ -179,8 +179,8 @@ def read_schedule(
         HpctrainError: The file cannot be read, has other numbers, or is not a valid schedule.
     """
     from hpctrain.pipeline.action import Schedule, stage_lines
-    from hpctrain.pipeline.check import check, refusal
-    from hpctrain.pipeline.wanted import SCHEDULE_BYTES
+    from hpctrain.pipeline.deck_schedule import SCHEDULE_BYTES
+    from hpctrain.pipeline.schedule_check import check, schedule_error
     from hpctrain.report import picture
 
     try:
@@ -200,7 +200,7 @@ def read_schedule(
         raise HpctrainError(differ)
     problems = check(schedule, memory_limit)
     if problems:
-        sentences = list(refusal(problems[:PROBLEMS_SHOWN], str(path), stage_lines(text)).problems)
+        sentences = list(schedule_error(problems[:PROBLEMS_SHOWN], str(path), stage_lines(text)).problems)
         if len(problems) > PROBLEMS_SHOWN:
             sentences.append(f"{path}: and {len(problems) - PROBLEMS_SHOWN} more")
         if png is not None:

@@ -37,7 +37,7 @@ from hpctrain.model.frozen import freeze_parameters
 from hpctrain.model.part import ModelPart
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
-from hpctrain.objective.choose import make_objective
+from hpctrain.objective.factory import make_objective
 from hpctrain.objective.objective import Objective
 from hpctrain.optim.loss_scale import LossScale
 from hpctrain.optim.noise_scale import NoiseScale
@@ -46,7 +46,7 @@ from hpctrain.optim.spikes import SpikeDetector
 from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.split import spans_of
+from hpctrain.pipeline.split import layer_ranges
 from hpctrain.sharding.state import StateTensor
 from hpctrain.sharding.synchronize import check_replicas
 
@@ -185,7 +185,7 @@ def assemble(
     """As `build_engine`, of what was arranged for this deck; `build` makes the stage."""
     groups, architecture, schedule = arrangement.groups, arrangement.architecture, arrangement.schedule
     number, split = mesh.coordinate("pipeline"), arrangement.placement.split
-    models = build_parts(architecture, groups, spans_of(schedule, split, number))
+    models = build_parts(architecture, groups, layer_ranges(schedule, split, number))
     check_patterns(deck, architecture)
     freeze_parameters(models, deck.model.frozen)
     replications = make_replications(deck, mesh)

@@ -21,7 +21,7 @@ from hpctrain.host.device import synchronize
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import build_parts, initialize_parts, layer_kinds
 from hpctrain.model.part import Layer, LayerRange, ModelPart
-from hpctrain.objective.choose import make_objective
+from hpctrain.objective.factory import make_objective
 from hpctrain.parallel.backward import BackwardStart
 from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.layer_context import LayerContext

@@ -15,9 +15,9 @@ from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import bare_model, split_problems
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.generate import SEARCHED
-from hpctrain.pipeline.split import balanced_split, cut
-from hpctrain.pipeline.wanted import make_schedule, outline
+from hpctrain.pipeline.deck_schedule import make_schedule, outline_schedule
+from hpctrain.pipeline.generate import SEARCHED_SCHEDULES
+from hpctrain.pipeline.split import balanced_split, split_layers
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def placed_by_flops(deck: Deck, architecture: Architecture, data: int) -> Placem
     """
     flops = layer_flops(deck, architecture)
     split = split_by_flops(deck, architecture, pipeline_form(deck, data))
-    times = times_of_parts(cut(flops, split)) if _searched(deck) else None
+    times = times_of_parts(split_layers(flops, split)) if _searched(deck) else None
     _require_parts(deck, architecture, split)
     return Placement(make_schedule(deck, data, times), split)
 
@@ -86,7 +86,7 @@ def place_layers(deck: Deck, architecture: Architecture, groups: LayerContext, m
     else:
         split = split_by_flops(deck, architecture, form)
     _require_parts(deck, architecture, split)
-    of_parts = times.of_parts(cut(layers, split)) if _searched(deck) else None
+    of_parts = times.of_parts(split_layers(layers, split)) if _searched(deck) else None
     return Placement(make_schedule(deck, data, of_parts), split, times)
 
 
@@ -100,7 +100,7 @@ def _balanced(times: Sequence[float], architecture: Architecture, form: Schedule
 
 
 def _require_parts(deck: Deck, architecture: Architecture, split: Sequence[int]) -> None:
-    """HpctrainError where the model cannot be cut so."""
+    """HpctrainError where the model cannot be split so."""
     key = "layout.split" if isinstance(deck.layout.split, tuple) else "layout.pipeline"
     problems = [deck.problem(key, each) for each in dict.fromkeys(split_problems(architecture, split))]
     if problems:
@@ -109,9 +109,9 @@ def _require_parts(deck: Deck, architecture: Architecture, split: Sequence[int])
 
 def pipeline_form(deck: Deck, data: int) -> Schedule:
     """A schedule with the stages, chunks and placement of the deck's. Raises as `make_schedule` does."""
-    return outline(deck) if _searched(deck) else make_schedule(deck, data)(micro_batches(deck, data))
+    return outline_schedule(deck) if _searched(deck) else make_schedule(deck, data)(micro_batches(deck, data))
 
 
 def _searched(deck: Deck) -> bool:
     """Whether the schedule is one that times are needed for."""
-    return deck.layout.pipeline > 1 and deck.layout.schedule in SEARCHED
+    return deck.layout.pipeline > 1 and deck.layout.schedule in SEARCHED_SCHEDULES

@@ -40,7 +40,7 @@ from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.vocabulary import TABLE_ROWS
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.split import spans_of
+from hpctrain.pipeline.split import layer_ranges
 from hpctrain.sharding.bucket import Bucket, Store, value_bytes
 from hpctrain.sharding.bucket_layout import bucket_layouts
 from hpctrain.sharding.compression.between import between_nodes
@@ -303,7 +303,7 @@ def plan_stage(
     """
     groups = make_groups(planned_functions(deck), mesh, Recompute(deck.memory.recompute), device)
     with META:
-        models = build_parts(architecture, groups, spans_of(schedule, split, number))
+        models = build_parts(architecture, groups, layer_ranges(schedule, split, number))
         freeze_parameters(models, deck.model.frozen)
         replications = make_replications(deck, mesh)
         return build(deck, groups, models, replications, planned_offload(deck), device)

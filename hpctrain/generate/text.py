@@ -42,7 +42,7 @@ from hpctrain.model.part import ModelPart
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
-from hpctrain.pipeline.split import cut, even_split
+from hpctrain.pipeline.split import even_split, split_layers
 from hpctrain.plan.room import demand_room
 from hpctrain.text import counted
 from hpctrain.watch.newest import find_checkpoint
@@ -289,7 +289,7 @@ def parameter_bytes(deck: Deck) -> int:
     """Of all parameters of a deck's model, as stored; of its stage that has most, where there are several."""
     assert deck.model.vocabulary is not None
     shape = ModelShape.of(deck, deck.model.vocabulary)
-    stages = cut(bare_model(shape).layers, even_split(shape.layers, deck.layout.pipeline))
+    stages = split_layers(bare_model(shape).layers, even_split(shape.layers, deck.layout.pipeline))
     of_stages = ({parameter for layer in stage for parameter in layer.own} for stage in stages)
     most = max(sum(parameter.shard.elements for parameter in own) for own in of_stages)
     return most * Precision.of(deck).storage.itemsize

@@ -13,7 +13,7 @@ from hpctrain.model.frozen import embedding_trained, silent_blocks
 from hpctrain.model.part import Layer, ModelPart, blocks_of
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
-from hpctrain.objective.choose import make_objective
+from hpctrain.objective.factory import make_objective
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
 
 

@@ -1,1 +1,1 @@
-"""What a model is trained for: from its last hidden states to losses."""
+"""Training objectives: from the last hidden states of a model to losses and metrics."""

@@ -1,7 +1,7 @@
-"""Direct preference optimization (arXiv 2305.18290) of pairs of answers, of which one was preferred.
+"""Direct preference optimization (DPO, arXiv 2305.18290) of pairs of answers, one of which was preferred.
 
-A micro-batch has them as rows next to each other, the chosen answer's first. `targets` are those of answers
-alone, and `reference` has the log-probabilities that the model had of these before it was trained.
+The two answers are neighbouring rows of a micro-batch, the chosen one first. Only tokens of answers are
+targets. The field `reference` has the log-probabilities that the model gave them before training.
 """
 
 from __future__ import annotations
@@ -15,50 +15,61 @@ from torch.nn import functional
 
 from hpctrain.comm.group import Group
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.objective.log_probabilities import OfLogProbabilities, counted_once, whole_sums
-from hpctrain.objective.objective import LossOf
-from hpctrain.objective.pairs import OfPairs
+from hpctrain.objective.log_probabilities import LogProbabilityLoss, count_once, sequence_sums
+from hpctrain.objective.objective import LossFunction
+from hpctrain.objective.pairs import PairObjective
 
 REFERENCE = "reference"
-"""The field of a micro-batch that has the log-probabilities of the reference, fp32 [b, s]."""
+"""Field of a micro-batch with the log-probabilities by the reference, fp32 [batch, seq]."""
 
 
 @dataclass(frozen=True)
-class DirectPreference(OfPairs):
-    """How much more the model has learned to prefer the chosen answer than the reference does, is its margin:
-    the difference of the two differences of log-probabilities, times `beta`.
+class DirectPreference(PairObjective):
+    """DPO, conservative DPO and IPO.
 
-    "sigmoid": -log sigmoid(margin), of labels of which a share `smoothing` is taken to be wrong (conservative
-    DPO). "ipo": (margin / beta - 1 / (2 beta))^2, of means over each answer's tokens (arXiv 2310.12036).
-    Losses are means over pairs.
+    The margin of a pair is `beta` times the difference of (log-probability minus reference log-probability)
+    between the chosen and the rejected answer. With the form "sigmoid" the loss is -log sigmoid(margin). A
+    fraction `smoothing` of the labels is assumed to be wrong (conservative DPO). With "ipo" it is (margin /
+    beta - 1 / (2 beta))^2, of means over the tokens of each answer (arXiv 2310.12036). Losses are means over
+    pairs.
+
+    Attributes:
+        beta: Factor of the margin.
+        form: "sigmoid" or "ipo".
+        smoothing: Fraction of labels that are assumed to be wrong.
     """
 
     beta: float = 0.1
     form: Literal["sigmoid", "ipo"] = "sigmoid"
     smoothing: float = 0.0
 
-    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossOf:
+    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         """Return the function that computes the losses of a micro-batch."""
         targets = inputs.fields["targets"].t()
-        given = inputs.fields.get(REFERENCE)
-        reference = torch.zeros(targets.shape, device=targets.device) if given is None else given.t()
+        stored = inputs.fields.get(REFERENCE)
+        reference = torch.zeros(targets.shape, device=targets.device) if stored is None else stored.t()
 
-        def weigh(log_probabilities: Tensor, context: Group) -> tuple[Tensor, tuple[Tensor, ...]]:
+        def gradient_of(log_probabilities: Tensor, context: Group) -> tuple[Tensor, tuple[Tensor, ...]]:
             predicted = targets >= 0
-            # Of each token, so that sums are of small numbers; twice as long, as rows are of thousands.
-            ahead = whole_sums((log_probabilities.double() - reference) * predicted, context)
-            sizes = whole_sums(predicted.double(), context)
+            # Subtract per token, so that sums are of small numbers; in fp64, as rows are long.
+            ahead = sequence_sums((log_probabilities.double() - reference) * predicted, context)
+            sizes = sequence_sums(predicted.double(), context)
             with torch.enable_grad():
                 ahead.requires_grad_()
-                losses, told = self.of_answers(ahead, sizes)
+                losses, sums = self.pair_losses(ahead, sizes)
                 (gradient,) = torch.autograd.grad(losses, ahead)
-            return (gradient * predicted).float(), counted_once(told, context)
+            return (gradient * predicted).float(), count_once(sums, context)
 
-        return OfLogProbabilities(targets, scale, weigh)
+        return LogProbabilityLoss(targets, scale, gradient_of)
 
-    def of_answers(self, ahead: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of the pairs' losses, and the sums of all figures, fp64; of how far each row's answer is
-        `ahead` [b] of the reference, and of how many tokens it has. Pairs of no tokens are none.
+    def pair_losses(self, ahead: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum of the pairs' losses, and the sums of all metrics, fp64.
+
+        Pairs with an empty answer do not count.
+
+        Args:
+            ahead: For each row, log-probability of its answer minus that of the reference [batch].
+            sizes: Number of tokens of each answer [batch].
         """
         present = (sizes[0::2] > 0) & (sizes[1::2] > 0)
         mean = sizes.clamp_min(1) if self.form == "ipo" else torch.ones_like(sizes)
@@ -67,10 +78,12 @@ class DirectPreference(OfPairs):
         if self.form == "ipo":
             losses = ((chosen - rejected) - 1 / (2 * self.beta)).square()
         else:
-            wrong = self.smoothing
-            losses = -(1 - wrong) * functional.logsigmoid(margin) - wrong * functional.logsigmoid(-margin)
-        # One that is neither ahead nor behind is half right, as one of two alike is by chance.
+            smoothing = self.smoothing
+            losses = -(1 - smoothing) * functional.logsigmoid(margin) - smoothing * functional.logsigmoid(
+                -margin
+            )
+        # A tie counts as half right.
         right = (margin > 0).double() + 0.5 * (margin == 0)
-        told = (losses, right, margin, self.beta * chosen, self.beta * rejected, torch.ones_like(margin))
-        sums = torch.stack([(each.detach() * present).sum() for each in told])
+        metrics = (losses, right, margin, self.beta * chosen, self.beta * rejected, torch.ones_like(margin))
+        sums = torch.stack([(each.detach() * present).sum() for each in metrics])
         return (losses * present).sum(), sums

@@ -1,9 +1,9 @@
-"""Losses that are functions of the log-probabilities that a model gives its targets.
+"""Losses that are functions of the log-probabilities of the targets, as for DPO and policy optimization.
 
-What such a loss has for a gradient is known only once all log-probabilities of a sequence are, and no logits
-are kept: the head computes them twice, first for the log-probabilities, then for the gradient, in which each
-token's own has the weight that the loss gives it. Both passes, and one without gradients, are of the same
-shape and kernels: a policy that has not moved yet is its own reference to the bit.
+The gradient of such a loss is known only once all log-probabilities of a sequence are. Logits are not stored,
+so the head computes them twice: first for the log-probabilities, then for the gradient, in which each token
+has the weight that the loss gives it. Both passes, and one without gradients, have the same shapes and use
+the same kernels. So a policy that has not been updated has exactly the log-probabilities of its reference.
 """
 
 from __future__ import annotations
@@ -22,62 +22,84 @@ from hpctrain.parallel.partition import SplitLogits
 from hpctrain.parallel.vocabulary import VocabularyHead
 
 
-class Weighing(Protocol):
-    """A loss as a function of log-probabilities."""
+class LogProbabilityGradient(Protocol):
+    """Interface of a function that computes the gradient and the metrics of a loss from log-probabilities."""
 
     def __call__(self, log_probabilities: Tensor, context: Group) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Of fp32 [s/c, b], zero where nothing is predicted, a piece of sequences that lie over `context`:
-        the gradient of the sum of losses by them, as large, and this rank's sums of figures.
+        """Return the gradient of the loss and the sums of metrics. Collective over `context` for some losses.
+
+        Args:
+            log_probabilities: Log-probabilities of the targets, fp32 [seq / cp, batch], 0 where nothing is
+                predicted.
+            context: Ranks that hold the other pieces of the sequences.
+
+        Returns:
+            Gradient of the sum of losses with respect to the log-probabilities, and this rank's sums of
+            metrics.
         """
 
 
 @dataclass(frozen=True)
-class OfLogProbabilities:
-    """See LossOf; of `targets` [s/c, b] int64, negative where nothing is predicted. `scale` is the factor of
-    the losses in the gradient. Log-probabilities are by the chances of a `drawing`.
+class LogProbabilityLoss:
+    """Loss function of a micro-batch that depends on the log-probabilities of its targets.
+
+    Attributes:
+        targets: Targets [seq / cp, batch] int64, negative where nothing is predicted.
+        scale: Factor of the losses in the gradient.
+        gradient_of: Function that computes the gradient and the metrics.
+        sampling: If given, distribution whose probabilities are used.
     """
 
     targets: Tensor
     scale: Tensor
-    weigh: Weighing
-    drawing: TokenSampling | None = None
+    gradient_of: LogProbabilityGradient
+    sampling: TokenSampling | None = None
 
     def __call__(self, head: VocabularyHead, hidden: Tensor) -> Losses:
-        """The figures, and what backward begins from, whose value is no loss."""
-        found = log_probabilities(head, hidden, self.targets, self.drawing)
-        gradient, figures = self.weigh(found, head.groups.context)
+        """Return the metrics, and a total from which the backward pass starts. Its value is not the loss."""
+        values = log_probabilities(head, hidden, self.targets, self.sampling)
+        gradient, metrics = self.gradient_of(values, head.groups.context)
         if not torch.is_grad_enabled():
-            return Losses(torch.zeros_like(figures[0]), figures)
-        # The log-probability is the cross-entropy with its sign turned.
+            return Losses(torch.zeros_like(metrics[0]), metrics)
+        # The log-probability is the negative cross-entropy.
         weights = -gradient.reshape(-1) * self.scale
-        entropy = CrossEntropy(self.targets, weights, drawing=self.drawing)
-        return Losses(entropy(head, hidden).total, figures)
+        entropy = CrossEntropy(self.targets, weights, sampling=self.sampling)
+        return Losses(entropy(head, hidden).total, metrics)
 
 
 def log_probabilities(
-    head: VocabularyHead, hidden: Tensor, targets: Tensor, drawing: TokenSampling | None = None
+    head: VocabularyHead, hidden: Tensor, targets: Tensor, sampling: TokenSampling | None = None
 ) -> Tensor:
-    """Of the targets [s, b], zero where these are negative: fp32 [s, b]. No gradient goes through."""
-    flat = targets.reshape(-1)
-    found = torch.zeros(flat.shape, device=flat.device)
-    entropy = CrossEntropy(targets, flat.new_zeros(()), drawing=drawing)
+    """Return the log-probabilities of targets, fp32 [seq, batch], without gradients.
 
-    def note(logits: SplitLogits, rows: slice, learning: bool) -> tuple[Tensor, None]:
-        losses, _ = entropy.of_chunk(head, flat, logits, rows, learning=learning)
-        found[rows] = -losses
+    Collective over the tensor group.
+
+    Args:
+        head: Head of the model.
+        hidden: Last hidden states.
+        targets: Targets [seq, batch]; where they are negative, the result is 0.
+        sampling: If given, distribution whose probabilities are used.
+    """
+    flat = targets.reshape(-1)
+    result = torch.zeros(flat.shape, device=flat.device)
+    entropy = CrossEntropy(targets, flat.new_zeros(()), sampling=sampling)
+
+    def record(logits: SplitLogits, rows: slice, learning: bool) -> tuple[Tensor, None]:
+        losses, _ = entropy.chunk_losses(head, flat, logits, rows, learning=learning)
+        result[rows] = -losses
         return losses, None
 
     with torch.no_grad():
-        head(hidden, note)
-    return found.view(targets.shape)
+        head(hidden, record)
+    return result.view(targets.shape)
 
 
-def whole_sums(values: Tensor, context: Group) -> Tensor:
-    """Sums over whole sequences [b] of a piece of them [s/c, b], the same on all ranks of `context`."""
+def sequence_sums(values: Tensor, context: Group) -> Tensor:
+    """Return sums [batch] over whole sequences of values [seq / cp, batch]. Collective over `context`."""
     sums = values.sum(0)
     return context.all_reduce(sums) if context.size > 1 else sums
 
 
-def counted_once(figures: Tensor, context: Group) -> tuple[Tensor, ...]:
-    """Sums that all ranks of `context` have alike, of which one is to tell them."""
-    return tuple((figures * (context.rank == 0)).unbind())
+def count_once(metrics: Tensor, context: Group) -> tuple[Tensor, ...]:
+    """Return sums that all ranks of `context` have, on the first of these ranks, and zeros on the others."""
+    return tuple((metrics * (context.rank == 0)).unbind())

@@ -1,4 +1,10 @@
-"""Next-token prediction: cross-entropy with z-loss, of logits that are split over the vocabulary."""
+"""Next-token prediction: cross-entropy with z-loss of logits that are split over the vocabulary.
+
+Each tensor-parallel rank computes the logits of its rows of the vocabulary. Only three numbers per token are
+exchanged: the maximum of a rank's logits, the sum of their exponentials relative to it, and the logit of the
+target, on the rank that has it. Logits are computed chunk by chunk of tokens and never stored as a whole; the
+gradient is computed together with the loss.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,7 @@ from torch import Tensor
 
 from hpctrain.data.batches import MicroBatch
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.objective.objective import Losses, LossOf
+from hpctrain.objective.objective import Losses, LossFunction
 from hpctrain.objective.token_sampling import TokenSampling
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.partition import SplitLogits
@@ -19,74 +25,95 @@ from hpctrain.parallel.shard import Parameter
 from hpctrain.parallel.vocabulary import VocabularyHead
 
 
-class SplitTable(Protocol):
-    """A head whose matrix is split over the vocabulary: of a rank's rows the first `rows` are any."""
+class SplitVocabularyHead(Protocol):
+    """Interface of a head whose matrix is split over the vocabulary."""
 
     @property
     def groups(self) -> LayerContext:
-        """Over which it is split."""
+        """Groups of ranks, of which the tensor group splits the matrix."""
 
     @property
     def table(self) -> Parameter:
-        """This rank's rows of the matrix."""
+        """Rows of the matrix on this rank."""
 
     @property
     def rows(self) -> int:
-        """Those that are no padding."""
+        """Number of these rows that are not padding; they come first."""
 
 
 @dataclass(frozen=True)
 class NextToken:
-    """The cross-entropy in nats. `z_loss` weighs the squared logarithm of the partition function (PaLM, arXiv
-    2204.02311), in the gradient alone.
+    """Mean cross-entropy of the next token, in nats.
+
+    Attributes:
+        z_loss: Weight of the squared logarithm of the partition function (PaLM, arXiv 2204.02311). It is part
+            of the gradient, but not of the reported loss.
     """
 
     z_loss: float = 0.0
-    figures: ClassVar[tuple[str, ...]] = ("loss",)
+    metrics: ClassVar[tuple[str, ...]] = ("loss",)
 
     def count(self, micro_batch: MicroBatch) -> int:
-        """Tokens to be predicted."""
+        """Return the number of tokens to predict."""
         return int((micro_batch.targets >= 0).sum())
 
-    def settle(self, figures: dict[str, float]) -> float:  # noqa: ARG002
-        """See Objective: the count is known before."""
+    def normalize(self, metrics: dict[str, float]) -> float:  # noqa: ARG002
+        """Return 1: the count is right before the passes."""
         return 1.0
 
-    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossOf:
+    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         """Return the function that computes the losses of a micro-batch."""
         return CrossEntropy(inputs.fields["targets"].t(), scale, self.z_loss)
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Of `targets` [s, b] int64, negative where nothing is to be predicted; see NextToken. `scale`, 0-dim or
-    one a token [s * b], is the factor of the losses in the gradient. Chances are those of a `drawing`.
+    """Loss function of a micro-batch: cross-entropy of split logits.
+
+    Attributes:
+        targets: Targets [seq, batch] int64, negative where nothing is predicted.
+        scale: Factor of the losses in the gradient: 0-dim, or one per token [seq * batch].
+        z_loss: As in NextToken.
+        sampling: If given, distribution whose probabilities are used.
     """
 
     targets: Tensor
     scale: Tensor
     z_loss: float = 0.0
-    drawing: TokenSampling | None = None
+    sampling: TokenSampling | None = None
 
     def __call__(self, head: VocabularyHead, hidden: Tensor) -> Losses:
-        """Sum over the rank's tokens; the gradients are those of `scale` times it, plus z-loss."""
-        loss = head(hidden, partial(self.of_chunk, head, self.targets.reshape(-1)))
+        """Return the sum of losses over this rank's tokens. Collective over the tensor group.
+
+        Its gradient is that of `scale` times the sum, plus that of the z-loss.
+        """
+        loss = head(hidden, partial(self.chunk_losses, head, self.targets.reshape(-1)))
         return Losses(loss, (loss.detach(),))
 
-    def of_chunk(
-        self, head: SplitTable, targets: Tensor, logits: SplitLogits, rows: slice, learning: bool
+    def chunk_losses(
+        self, head: SplitVocabularyHead, targets: Tensor, logits: SplitLogits, rows: slice, learning: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """See ChunkLoss, of `rows` of the targets."""
+        """Return the losses of a chunk of tokens, and the gradient of their logits.
+
+        Collective over the tensor group.
+
+        Args:
+            head: Head whose matrix is split over the vocabulary.
+            targets: Targets of all tokens, flat.
+            logits: Logits of the chunk on this rank.
+            rows: Tokens of the chunk.
+            learning: If False, the gradient is None.
+        """
         targets = targets[rows]
         tensor, first = head.groups.tensor, head.table.shard.start[0]
-        if self.drawing is not None:
-            logits = self.drawing.of(logits, first)
+        if self.sampling is not None:
+            logits = self.sampling.adjust(logits, first)
         predicted = targets >= 0
         local = targets - first
-        mine = predicted & (local >= 0) & (local < logits.columns)
+        is_local = predicted & (local >= 0) & (local < logits.columns)
 
-        own = head.groups.functions.partition(logits, local.masked_fill(~mine, -1))
-        maximum, total, at_target = own.maximum, own.total, own.at_column
+        local_sums = head.groups.functions.partition(logits, local.masked_fill(~is_local, -1))
+        maximum, total, at_target = local_sums.maximum, local_sums.total, local_sums.at_column
         if tensor.size > 1:
             parts = tensor.all_gather(torch.stack((maximum, total, at_target)).unsqueeze(0))
             maximum = parts[:, 0].amax(0)
@@ -97,7 +124,7 @@ class CrossEntropy:
         if not learning:
             return loss, None
         weight = predicted * (self.scale[rows] if self.scale.dim() else self.scale)
-        probability = (own.maximum - maximum).exp() / total * weight
+        probability = (local_sums.maximum - maximum).exp() / total * weight
         if self.z_loss:
             probability = probability * (1 + 2 * self.z_loss * log_partition)
-        return loss, own.gradient(probability, mine * weight)
+        return loss, local_sums.gradient(probability, is_local * weight)

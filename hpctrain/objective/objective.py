@@ -1,9 +1,9 @@
-"""What an objective is: all that the step, the executor and the log know of it.
+"""Interface of training objectives.
 
-Only an objective knows what the part that predicts hands over; those who run a model pass it on.
-
-Terms that layers add to the losses are in the record that travels with the inputs (model's Terms): they have
-gradients and figures of their own, beside the objective's.
+Only the objective knows what the last part of the model passes to its loss function: the head and hidden
+states, or the outputs of a user's module. The executor and the training step only pass it on. Auxiliary
+losses of layers, such as load balancing, are not part of the objective: they travel with the inputs
+(`hpctrain.model.inputs.AuxiliaryLosses`), and have their own gradients and metrics.
 """
 
 from __future__ import annotations
@@ -20,34 +20,49 @@ from hpctrain.model.inputs import ModelInputs
 
 @dataclass(frozen=True)
 class Losses:
-    """Of one micro-batch on one rank: `total`, fp32 0-dim, from which backward begins with a gradient of one,
-    and the sums of the objective's figures, 0-dim each, in its order.
+    """Loss and metrics of one micro-batch on one rank.
+
+    Attributes:
+        total: Scalar fp32 tensor from which the backward pass starts, with a gradient of 1. Its value may be
+            meaningless.
+        metrics: Sums of the objective's metrics on this rank, 0-dim each, in its order.
     """
 
     total: Tensor
-    figures: tuple[Tensor, ...]
+    metrics: tuple[Tensor, ...]
 
 
-LossOf = Callable[..., Losses]
-"""The losses of one micro-batch, of what the part that predicts hands over: see `Part.predict`."""
+LossFunction = Callable[..., Losses]
+"""Computes the losses of one micro-batch. `ModelPart.predict` of the last part passes the arguments."""
 
 
 class Objective(Protocol):
-    """Training objective. A run has one."""
+    """Interface of a training objective. A run has one.
+
+    A step adds the sums of metrics over all ranks and micro-batches, and divides them by the sum of counts.
+    So a loss does not depend on the layout or on the size of micro-batches.
+    """
 
     @property
-    def figures(self) -> tuple[str, ...]:
+    def metrics(self) -> tuple[str, ...]:
         """Names of the metrics, which include "loss". Each is a sum over all ranks, divided by the count."""
 
     def count(self, micro_batch: MicroBatch) -> int:
         """Return what a micro-batch adds to the count that sums are divided by, such as predicted tokens."""
 
-    def settle(self, figures: dict[str, float]) -> float:
-        """Correct, in place, `figures` that were divided by the count, where only passes tell the real one;
-        by how much this is larger, and gradients are too large so far.
+    def normalize(self, metrics: dict[str, float]) -> float:
+        """Correct metrics, in place, if the true divisor is known only after the forward passes.
+
+        Args:
+            metrics: Metrics of a step or an evaluation, divided by the count. Metrics that only serve this
+                purpose are removed.
+
+        Returns:
+            True divisor relative to the count, by which gradients must still be divided; 1 if the count was
+            right.
         """
 
-    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossOf:
+    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         """Return the function that computes the losses of a micro-batch.
 
         Args:

@@ -1,4 +1,4 @@
-"""What objectives of pairs of answers have in common: what they count, and their figures."""
+"""Base class of objectives for preference pairs: two answers of which one was preferred."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from typing import ClassVar
 from hpctrain.data.batches import MicroBatch
 
 
-class OfPairs:
-    """Losses and figures are means over pairs, whose number the pass tells; see Objective."""
+class PairObjective:
+    """Count and metrics of preference pairs.
 
-    figures: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "chosen", "rejected", "pairs")
+    A pair is two neighbouring rows of a micro-batch, the chosen answer first. Losses and metrics are means
+    over pairs. The count before the passes is that of tokens, since only the passes find pairs with an empty
+    answer.
+    """
+
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "chosen", "rejected", "pairs")
 
     def count(self, micro_batch: MicroBatch) -> int:
-        """Tokens of answers."""
+        """Return the number of tokens of answers."""
         return int((micro_batch.targets >= 0).sum())
 
-    def settle(self, figures: dict[str, float]) -> float:
-        """See Objective: pairs for each token."""
-        pairs = figures.pop("pairs") or 1.0
-        figures |= {name: value / pairs for name, value in figures.items() if name in self.figures}
+    def normalize(self, metrics: dict[str, float]) -> float:
+        """Divide the metrics by the number of pairs per counted token, in place, and return this number."""
+        pairs = metrics.pop("pairs") or 1.0
+        metrics |= {name: value / pairs for name, value in metrics.items() if name in self.metrics}
         return pairs

@@ -1,7 +1,8 @@
-"""Policy optimization: a model is moved towards what it wrote that was better than expected, and not too far.
+"""Policy optimization: PPO's clipped surrogate loss (arXiv 1707.06347) and GRPO (arXiv 2402.03300).
 
-PPO's clipped surrogate (arXiv 1707.06347) of a token's chance now and when it was drawn; GRPO (arXiv
-2402.03300) has the same, with advantages of whole answers, and its divergence from the reference in the loss.
+A model is moved towards its own answers that were better than expected, but not far from the policy that
+wrote them. GRPO uses the same loss, with advantages of whole answers, and adds the divergence from a
+reference model to the loss.
 """
 
 from __future__ import annotations
@@ -17,23 +18,27 @@ from hpctrain.comm.group import Group
 from hpctrain.data.batches import MicroBatch
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.dpo import REFERENCE
-from hpctrain.objective.log_probabilities import OfLogProbabilities, counted_once, whole_sums
-from hpctrain.objective.objective import LossOf
+from hpctrain.objective.log_probabilities import LogProbabilityLoss, count_once, sequence_sums
+from hpctrain.objective.objective import LossFunction
 from hpctrain.objective.token_sampling import TokenSampling
 
 ADVANTAGES, OLD = "advantages", "old"
-"""Fields of a micro-batch, fp32 [b, s]: what each token was worth beyond what was expected, and its
-log-probability when it was drawn.
-"""
+"""Fields of a micro-batch, fp32 [batch, seq]: advantages of tokens, and log-probabilities when sampled."""
 
 Estimate = Literal["k1", "k3"]
 Mean = Literal["tokens", "answers", "constant"]
 
 
 def divergence(log_probabilities: Tensor, reference: Tensor, estimate: Estimate) -> Tensor:
-    """Of the policy from the reference at tokens that the policy drew, by their log-probabilities: "k1", the
-    difference, is right on average; "k3", exp(-k1) - 1 + k1, too, and never negative (Schulman, Approximating
-    KL divergence, 2020).
+    """Return estimates of the KL divergence of a policy from a reference, for tokens that the policy sampled.
+
+    "k1", the difference of log-probabilities, is unbiased. "k3", exp(-k1) - 1 + k1, is unbiased and never
+    negative (Schulman, Approximating KL divergence, 2020).
+
+    Args:
+        log_probabilities: Log-probabilities of the tokens by the policy.
+        reference: Those by the reference, in the same shape.
+        estimate: "k1" or "k3".
     """
     ahead = log_probabilities - reference
     return ahead if estimate == "k1" else torch.expm1(-ahead) + ahead
@@ -41,95 +46,116 @@ def divergence(log_probabilities: Tensor, reference: Tensor, estimate: Estimate)
 
 @dataclass(frozen=True)
 class PolicyOptimization:
-    """The surrogate -min(r A, clip(r, 1 - low, 1 + high) A), r the token's chance by that when it was drawn;
-    plus `beta` times the divergence from the reference.
+    """Clipped surrogate loss, plus `beta` times the divergence from the reference.
 
-    It is a mean over all "tokens"; over "answers", of the mean over each one's tokens; or over answers of
-    "constant": the sum over each one's tokens by `longest` (arXiv 2503.20783).
+    The surrogate is -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), where A is the advantage of a token
+    and r the ratio of its probability to that when it was sampled.
 
-    Figures beside the loss are means over tokens: `clip_share` of those whose gradient is clipped away,
-    `moved` the divergence from the policy that drew them, `entropy` as estimated by their own
-    log-probabilities; `kl` from the reference, where there is one. Chances are those of a `drawing`.
+    Metrics other than the loss are means over tokens: `clip_share`, the fraction whose gradient is clipped
+    away; `moved`, the divergence from the policy that sampled them; `entropy`, estimated by their log-
+    probabilities; and `kl`, the divergence from the reference.
+
+    Attributes:
+        clip_low: See above.
+        clip_high: See above.
+        mean: "tokens": mean over all tokens. "answers": mean over answers of the mean over each one's tokens.
+            "constant": mean over answers of the sum over each one's tokens divided by `max_tokens` (arXiv
+            2503.20783).
+        max_tokens: Longest possible answer, for "constant".
+        beta: Weight of the divergence from the reference.
+        estimate: Estimate of this divergence.
+        has_reference: True if there is a reference model, and so a metric `kl`.
+        sampling: If given, distribution whose probabilities are used.
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.2
     mean: Mean = "tokens"
-    longest: int = 1
+    max_tokens: int = 1
     beta: float = 0.0
     estimate: Estimate = "k3"
-    referenced: bool = False
-    drawing: TokenSampling | None = None
+    has_reference: bool = False
+    sampling: TokenSampling | None = None
 
     @property
-    def figures(self) -> tuple[str, ...]:
-        """See Objective; the last one is what losses are divided by."""
-        return ("loss", "clip_share", "moved", "entropy", *(["kl"] if self.referenced else []), "divisor")
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics. The last one is the divisor of the loss, which `normalize` removes."""
+        return ("loss", "clip_share", "moved", "entropy", *(["kl"] if self.has_reference else []), "divisor")
 
     def count(self, micro_batch: MicroBatch) -> int:
-        """Tokens of answers."""
+        """Return the number of tokens of answers."""
         return int((micro_batch.targets >= 0).sum())
 
-    def settle(self, figures: dict[str, float]) -> float:
-        """See Objective: what the loss is divided by, for each token."""
-        divisor = figures.pop("divisor") or 1.0
-        figures["loss"] /= divisor
+    def normalize(self, metrics: dict[str, float]) -> float:
+        """Divide the loss by its divisor, in place, and return the divisor per counted token."""
+        divisor = metrics.pop("divisor") or 1.0
+        metrics["loss"] /= divisor
         return divisor
 
-    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossOf:
+    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         """Return the function that computes the losses of a micro-batch."""
-        given = (name for name in (OLD, ADVANTAGES, REFERENCE) if name in inputs.fields)
-        fields = {name: inputs.fields[name].t() for name in given}
+        names = (name for name in (OLD, ADVANTAGES, REFERENCE) if name in inputs.fields)
+        fields = {name: inputs.fields[name].t() for name in names}
         targets = inputs.fields["targets"].t()
         predicted = targets >= 0
 
-        def weigh(log_probabilities: Tensor, context: Group) -> tuple[Tensor, tuple[Tensor, ...]]:
+        def gradient_of(log_probabilities: Tensor, context: Group) -> tuple[Tensor, tuple[Tensor, ...]]:
             weights, divisor = self.weights(predicted, context)
             with torch.enable_grad():
-                own = log_probabilities.detach().requires_grad_()
-                each, told = self.of_tokens(own, known(log_probabilities, fields))
+                leaf = log_probabilities.detach().requires_grad_()
+                each, metrics = self.token_losses(leaf, with_defaults(log_probabilities, fields))
                 losses = (each * weights).sum()
-                (gradient,) = torch.autograd.grad(losses, own)
-            sums = [(value * predicted).double().sum() for value in told]
+                (gradient,) = torch.autograd.grad(losses, leaf)
+            sums = [(value * predicted).double().sum() for value in metrics]
             return gradient, (losses.detach().double(), *sums, divisor)
 
-        return OfLogProbabilities(targets, scale, weigh, self.drawing)
+        return LogProbabilityLoss(targets, scale, gradient_of, self.sampling)
 
     def weights(self, predicted: Tensor, context: Group) -> tuple[Tensor, Tensor]:
-        """Of each token [s/c, b] in the sum of losses, and this rank's part of what that is divided by."""
+        """Return the weight of each token in the sum of losses, and the divisor. Collective over `context`.
+
+        Args:
+            predicted: For each token [seq / cp, batch], whether it is predicted.
+            context: Ranks that hold the other pieces of the sequences.
+
+        Returns:
+            Weights [seq / cp, batch], and this rank's part of the divisor of the sum.
+        """
         if self.mean == "tokens":
             return predicted.float(), predicted.sum().double()
-        lengths = whole_sums(predicted.double(), context)
-        (answers,) = counted_once((lengths > 0).double().sum().unsqueeze(0), context)
+        lengths = sequence_sums(predicted.double(), context)
+        (answers,) = count_once((lengths > 0).double().sum().unsqueeze(0), context)
         if self.mean == "constant":
-            return predicted.float() / self.longest, answers
+            return predicted.float() / self.max_tokens, answers
         return predicted.float() / lengths.clamp_min(1).float(), answers
 
-    def of_tokens(
+    def token_losses(
         self, log_probabilities: Tensor, fields: Mapping[str, Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Losses of tokens, and the figures of each, in the order of `figures`."""
-        moved = log_probabilities - fields[OLD]
-        ratio, advantages = moved.exp(), fields[ADVANTAGES]
+        """Return the losses of tokens, and the other metrics of each, in the order of `metrics`."""
+        log_ratio = log_probabilities - fields[OLD]
+        ratio, advantages = log_ratio.exp(), fields[ADVANTAGES]
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages
         losses = -torch.minimum(ratio * advantages, clipped)
         with torch.no_grad():
-            told = [
+            metrics = [
                 (clipped < ratio * advantages).float(),
                 divergence(fields[OLD], log_probabilities, "k3"),
                 -log_probabilities,
             ]
-        if self.referenced:
-            apart = divergence(log_probabilities, fields[REFERENCE], self.estimate)
+        if self.has_reference:
+            from_reference = divergence(log_probabilities, fields[REFERENCE], self.estimate)
             if self.beta:
-                losses = losses + self.beta * apart
-            told.append(apart.detach())
-        return losses, told
+                losses = losses + self.beta * from_reference
+            metrics.append(from_reference.detach())
+        return losses, metrics
 
 
-def known(log_probabilities: Tensor, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The fields, and in place of those that a plan or a check of layouts leaves out: each token was drawn
-    just now, worth 1, and no different by the reference.
+def with_defaults(log_probabilities: Tensor, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the fields of a micro-batch, with defaults for those that are missing.
+
+    Plans and layout checks leave fields out. The defaults are those of tokens that were just sampled, with an
+    advantage of 1 and the reference's log-probabilities equal to the policy's.
     """
-    same = log_probabilities.detach()
-    return {OLD: same, ADVANTAGES: torch.ones_like(same), REFERENCE: same, **fields}
+    current = log_probabilities.detach()
+    return {OLD: current, ADVANTAGES: torch.ones_like(current), REFERENCE: current, **fields}

@@ -1,8 +1,8 @@
-"""A reward model of pairs of answers, of which one was preferred: Bradley and Terry's model of comparisons,
-as InstructGPT (arXiv 2203.02155) and Llama 2 (arXiv 2307.09288, with margins) train it.
+"""Training of a reward model from pairs of answers, one of which was preferred.
 
-A micro-batch has the two answers as rows next to each other, the chosen one's first; `targets` are those of
-answers alone.
+The loss is that of the Bradley-Terry model of comparisons, as in InstructGPT (arXiv 2203.02155) and, with
+margins, in Llama 2 (arXiv 2307.09288). The two answers are neighbouring rows of a micro-batch, the chosen one
+first. Only tokens of answers are targets.
 """
 
 from __future__ import annotations
@@ -16,64 +16,78 @@ from torch.nn import functional
 from hpctrain.comm.group import Group
 from hpctrain.data.conversations import MARGIN
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.objective.log_probabilities import counted_once, whole_sums
-from hpctrain.objective.objective import LossOf
-from hpctrain.objective.pairs import OfPairs
-from hpctrain.objective.scores import OfScores
+from hpctrain.objective.log_probabilities import count_once, sequence_sums
+from hpctrain.objective.objective import LossFunction
+from hpctrain.objective.pairs import PairObjective
+from hpctrain.objective.scores import ScoreLoss
 
 
 @dataclass(frozen=True)
-class PairwiseReward(OfPairs):
-    """The reward of an answer is the score of its last token, see `answer_ends`. A pair's loss is -log
-    sigmoid of the chosen one's reward minus the other's, minus `margin` and what its row asks for besides.
+class PairwiseReward(PairObjective):
+    """Loss of a reward model.
 
-    `centering` weighs the square of their sum, which keeps rewards about zero (arXiv 2312.09244). Losses are
-    means over pairs.
+    The reward of an answer is the score of its last token (see `answer_ends`). The loss of a pair is -log
+    sigmoid(chosen reward - rejected reward - margins). Losses are means over pairs.
+
+    Attributes:
+        margin: Margin of all pairs, to which the margin of a pair's row is added, if any.
+        centering: Weight of the squared sum of both rewards, which keeps rewards around zero (arXiv
+            2312.09244).
     """
 
     margin: float = 0.0
     centering: float = 0.0
 
-    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossOf:
+    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         """Return the function that computes the losses of a micro-batch."""
         targets, margins = inputs.fields["targets"].t(), inputs.fields.get(MARGIN)
-        wanted = None if margins is None else margins[0::2, 0]  # every place of a row has it
+        extra_margins = None if margins is None else margins[0::2, 0]  # all positions of a row have the same
 
-        def weigh(scores: Tensor, context: Group) -> tuple[Tensor, tuple[Tensor, ...]]:
+        def gradient_of(scores: Tensor, context: Group) -> tuple[Tensor, tuple[Tensor, ...]]:
             ends = answer_ends(targets, inputs.positions, context)
-            here = inputs.positions.unsqueeze(1) == ends
-            rewards = whole_sums(scores.double().masked_fill(~here, 0.0), context)
+            at_end = inputs.positions.unsqueeze(1) == ends
+            rewards = sequence_sums(scores.double().masked_fill(~at_end, 0.0), context)
             with torch.enable_grad():
                 rewards.requires_grad_()
-                losses, told = self.of_answers(rewards, ends >= 0, wanted)
+                losses, sums = self.pair_losses(rewards, ends >= 0, extra_margins)
                 (gradient,) = torch.autograd.grad(losses, rewards)
-            return gradient * here, counted_once(told, context)
+            return gradient * at_end, count_once(sums, context)
 
-        return OfScores(scale, weigh)
+        return ScoreLoss(scale, gradient_of)
 
-    def of_answers(self, rewards: Tensor, there: Tensor, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The sum of the pairs' losses, and the sums of all figures, fp64; of each row's reward [b], whether
-        it has an answer, and margins [b / 2] that are `wanted` besides.
+    def pair_losses(
+        self, rewards: Tensor, present: Tensor, extra_margins: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum of the pairs' losses, and the sums of all metrics, fp64.
+
+        Args:
+            rewards: Reward of each row [batch].
+            present: For each row, whether it has an answer.
+            extra_margins: Margins of the pairs [batch / 2] in addition to `margin`, or None.
         """
-        present = there[0::2] & there[1::2]
+        complete = present[0::2] & present[1::2]
         chosen, rejected = rewards[0::2], rewards[1::2]
         ahead = chosen - rejected
-        least = self.margin if wanted is None else self.margin + wanted.double()
-        losses = -functional.logsigmoid(ahead - least)
+        margin = self.margin if extra_margins is None else self.margin + extra_margins.double()
+        losses = -functional.logsigmoid(ahead - margin)
         if self.centering:
             losses = losses + self.centering * (chosen + rejected).square()
         right = (ahead > 0).double() + 0.5 * (ahead == 0)
-        told = (losses, right, ahead, chosen, rejected, torch.ones_like(ahead))
-        sums = torch.stack([each.detach().masked_fill(~present, 0.0).sum() for each in told])
-        return losses.masked_fill(~present, 0.0).sum(), sums
+        metrics = (losses, right, ahead, chosen, rejected, torch.ones_like(ahead))
+        sums = torch.stack([each.detach().masked_fill(~complete, 0.0).sum() for each in metrics])
+        return losses.masked_fill(~complete, 0.0).sum(), sums
 
 
 def answer_ends(targets: Tensor, positions: Tensor, context: Group) -> Tensor:
-    """The place [b] of the last token of each row's answer that is among the inputs, -1 where there is none;
-    of a piece [s/c, b] of targets, and the places [s/c] of it. Collective over `context`.
+    """Return the position [batch] of the last token of each row's answer; -1 if there is none. Collective.
 
-    The last token to be predicted is an answer's last one (its end marker), and stands among the inputs one
-    place further on. Where the row is cut there, it is no input, and the one before it counts as the last.
+    The last target of a row is the end marker of its answer. It is an input one position later. If the row is
+    cut there, it is not an input, and the token before it counts as the last one.
+
+    Args:
+        targets: Targets [seq / cp, batch], negative where nothing is predicted.
+        positions: Positions [seq / cp] of this piece of the sequences.
+        context: Ranks that hold the other pieces, which all call this function.
     """
     last = torch.where(targets >= 0, positions.unsqueeze(1) + 1, -1).amax(0)
     if context.size > 1:

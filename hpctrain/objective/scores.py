@@ -1,4 +1,4 @@
-"""Losses that are functions of one number a token: those of reward models and of critics."""
+"""Losses that are functions of one score per token, as in reward models and critics."""
 
 from __future__ import annotations
 
@@ -12,29 +12,40 @@ from hpctrain.objective.objective import Losses
 from hpctrain.parallel.scalar_head import ScalarHead
 
 
-class OfTheseScores(Protocol):
-    """A loss as a function of scores."""
+class ScoreGradient(Protocol):
+    """Interface of a function that computes the gradient and the metrics of a loss from scores."""
 
     def __call__(self, scores: Tensor, context: Group) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Of fp32 [s/c, b], a piece of sequences that lie over `context`: the gradient of the sum of losses
-        by them, as large, and this rank's sums of figures, fp64.
+        """Return the gradient of the loss and the sums of metrics. Collective over `context` for some losses.
+
+        Args:
+            scores: Scores, fp32 [seq / cp, batch].
+            context: Ranks that hold the other pieces of the sequences.
+
+        Returns:
+            Gradient of the sum of losses with respect to the scores, and this rank's sums of metrics, fp64.
         """
 
 
 @dataclass(frozen=True)
-class OfScores:
-    """See LossOf. `scale` is the factor of the losses in the gradient."""
+class ScoreLoss:
+    """Loss function of a micro-batch whose head computes one score per token.
+
+    Attributes:
+        scale: Factor of the losses in the gradient.
+        gradient_of: Function that computes the gradient and the metrics.
+    """
 
     scale: Tensor
-    weigh: OfTheseScores
+    gradient_of: ScoreGradient
 
     def __call__(self, head: ScalarHead, hidden: Tensor) -> Losses:
-        """The figures, and what backward begins from, whose value is no loss."""
-        figures: tuple[Tensor, ...] = ()
+        """Return the metrics, and a total from which the backward pass starts, whose value is 0."""
+        metrics: tuple[Tensor, ...] = ()
 
         def of_scores(scores: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal figures
-            gradient, figures = self.weigh(scores, head.groups.context)
+            nonlocal metrics
+            gradient, metrics = self.gradient_of(scores, head.groups.context)
             return scores.new_zeros(()), gradient.float() * self.scale
 
-        return Losses(head(hidden, of_scores), figures)
+        return Losses(head(hidden, of_scores), metrics)

@@ -1,4 +1,4 @@
-"""By which chances a policy draws tokens: what it learns from their log-probabilities is of the same ones."""
+"""Distribution from which a policy samples tokens, and to which its log-probabilities belong."""
 
 from __future__ import annotations
 
@@ -9,15 +9,24 @@ from hpctrain.parallel.partition import SplitLogits
 
 @dataclass(frozen=True)
 class TokenSampling:
-    """Of so many `tokens`, the first of a vocabulary, which are those that a tokenizer has (None: of all), by
-    logits that are divided by the `temperature`.
+    """Restriction of the vocabulary and temperature of a policy.
+
+    Attributes:
+        tokens: Number of tokens, from 0, that may be sampled, as many as the tokenizer has; None for the
+            whole vocabulary.
+        temperature: Divisor of the logits.
     """
 
     tokens: int | None = None
     temperature: float = 1.0
 
-    def of(self, logits: SplitLogits, first: int) -> SplitLogits:
-        """Of a rank's logits, whose columns are tokens from the `first` on, those that are drawn by."""
+    def adjust(self, logits: SplitLogits, first: int) -> SplitLogits:
+        """Return a rank's logits, restricted and divided by the temperature.
+
+        Args:
+            logits: Logits of consecutive tokens on this rank.
+            first: Number of the first of these tokens.
+        """
         if self.tokens is not None:
             logits = replace(logits, columns=min(logits.columns, max(0, self.tokens - first)))
         return replace(logits, multiplier=logits.multiplier / self.temperature)

@@ -1,4 +1,4 @@
-"""A critic's loss: what it says of the rewards to come, against what came (PPO, arXiv 1707.06347)."""
+"""Loss of a critic: predicted against observed returns (PPO, arXiv 1707.06347)."""
 
 from __future__ import annotations
 
@@ -11,51 +11,56 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.data.batches import MicroBatch
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.objective.objective import LossOf
-from hpctrain.objective.scores import OfScores
+from hpctrain.objective.objective import LossFunction
+from hpctrain.objective.scores import ScoreLoss
 
 RETURNS, VALUES = "returns", "values"
-"""Fields of a micro-batch, fp32 [b, s]: what came, and what the critic said of it when it came."""
+"""Fields of a micro-batch, fp32 [batch, seq]: observed returns, and values when the answers were sampled."""
 
 
 @dataclass(frozen=True)
 class ClippedValue:
-    """The value of a place whose target, a token of an answer, is to be predicted is the score there. Its
-    loss is half the square of what it is off the return, or would be off, had it moved from the old value by
-    no more than `clip`, whichever is larger. Figures are means over such places; `clip_share` is how
-    often the latter is larger.
+    """Squared error of a critic's values, clipped around the old values.
+
+    The value of a position whose next token belongs to an answer is the head's score there. Its loss is half
+    of the larger one of two squared errors against the return: that of the value, and that of the value
+    clipped to the old value plus or minus `clip`. Metrics are means over such positions: `loss`, `value`, and
+    `clip_share`, the fraction where the clipped error is larger.
+
+    Attributes:
+        clip: Largest change of the value that is not clipped.
     """
 
     clip: float = 0.2
-    figures: ClassVar[tuple[str, ...]] = ("loss", "value", "clip_share")
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "value", "clip_share")
 
     def count(self, micro_batch: MicroBatch) -> int:
-        """Tokens of answers."""
+        """Return the number of tokens of answers."""
         return int((micro_batch.targets >= 0).sum())
 
-    def settle(self, figures: dict[str, float]) -> float:  # noqa: ARG002
-        """See Objective: the count is known before."""
+    def normalize(self, metrics: dict[str, float]) -> float:  # noqa: ARG002
+        """Return 1: the count is right before the passes."""
         return 1.0
 
-    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossOf:
+    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         """Return the function that computes the losses of a micro-batch."""
         predicted = inputs.fields["targets"].t() >= 0
-        # Where scores alone are asked for, nothing has come yet.
-        nothing = torch.zeros(predicted.shape, device=predicted.device).t()
-        returns, before = (inputs.fields.get(name, nothing).t() for name in (RETURNS, VALUES))
+        # Passes that only compute scores have no returns yet.
+        zeros = torch.zeros(predicted.shape, device=predicted.device).t()
+        returns, old_values = (inputs.fields.get(name, zeros).t() for name in (RETURNS, VALUES))
 
-        def weigh(scores: Tensor, context: Group) -> tuple[Tensor, tuple[Tensor, ...]]:  # noqa: ARG001
-            # What stands where nothing is predicted may be anything.
+        def gradient_of(scores: Tensor, context: Group) -> tuple[Tensor, tuple[Tensor, ...]]:  # noqa: ARG001
+            # Scores where nothing is predicted may have any value.
             with torch.enable_grad():
                 scores = scores.requires_grad_()
-                held = before + (scores - before).clamp(-self.clip, self.clip)
-                free, limited = (scores - returns).square(), (held - returns).square()
+                clipped_values = old_values + (scores - old_values).clamp(-self.clip, self.clip)
+                free, limited = (scores - returns).square(), (clipped_values - returns).square()
                 losses = (0.5 * torch.maximum(free, limited)).masked_fill(~predicted, 0.0)
                 (gradient,) = torch.autograd.grad(losses.sum(), scores)
-            # Within the clip both are the same but for rounding.
-            clipped = (limited > free) & ((scores - before).abs() > self.clip)
-            told = (losses, scores, clipped.double())
-            sums = (each.detach().double().masked_fill(~predicted, 0.0).sum() for each in told)
+            # Within the clip both errors are equal except for rounding.
+            clipped = (limited > free) & ((scores - old_values).abs() > self.clip)
+            metrics = (losses, scores, clipped.double())
+            sums = (each.detach().double().masked_fill(~predicted, 0.0).sum() for each in metrics)
             return gradient.masked_fill(~predicted, 0.0), tuple(sums)
 
-        return OfScores(scale, weigh)
+        return ScoreLoss(scale, gradient_of)

@@ -1,1 +1,1 @@
-"""Schedules as data, and their executor."""
+"""Pipeline schedules as data, and their executor."""

@@ -1,4 +1,17 @@
-"""A pipeline schedule is data: per stage a list of actions that prints and parses as text."""
+"""Pipeline schedules as data: for each stage a list of actions, which can be printed and parsed.
+
+A pipeline cuts the layers of a model into parts, and each stage (a rank of the pipeline axis) holds one part
+or several, its chunks. The batch of a step is cut into micro-batches, so that the stages can work at the same
+time. A schedule says in which order each stage runs the forward and backward passes of the micro-batches. For
+example, 1F1B with two stages and three micro-batches is
+
+      # 1f1b: 2 stages, 3 micro-batches, 1 chunk, loop
+      F0 F1 B0 F2 B1 B2
+      F0 B0 F1 B1 F2 B2
+
+Stage 0 waits for B0 of stage 1, and stage 1 waits for each F of stage 0. Which tensors are sent, and to whom,
+follows from the order.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +33,21 @@ _HEADER = re.compile(
     r"(?P<micro_batches>[0-9]{1,7}) micro-batch(?:es)?, (?P<chunks>[0-9]{1,7}) chunks?, (?P<placement>loop|v)"
 )
 _IDLE = "-"
-_MOST_PROBLEMS = 10
+_MAX_PROBLEMS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One piece of work: a kind, a micro-batch and the chunk of the stage; written `F3`, `B3.1`.
+    """Pass of one micro-batch through one chunk of the stage, written as `F3` or `B3.1`.
 
-    Forward `F`, whole backward `B`, or backward in two pieces: the gradient of the input `I`, and of the
-    weights `W`.
+    `F` is the forward pass and `B` the whole backward pass. `I` and `W` are its two halves: the gradient of
+    the chunk's input, which the stage before waits for, and the gradients of its weights, which nobody waits
+    for until the end of the step.
+
+    Attributes:
+        kind: "F", "B", "I" or "W".
+        micro_batch: Number of the micro-batch in the step, from 0.
+        chunk: Number of the chunk on its stage, from 0.
     """
 
     kind: Kind
@@ -40,33 +59,53 @@ class Action:
 
 
 class ActionIndices(NamedTuple):
-    """An action by numbers: the result that it needs and that it gives, the boundary between parts that the
-    first one comes over, -1 for none, and where its time is among those of F, I, W and B of all parts.
+    """Indices of what one action requires and produces, for simulations that use flat lists.
+
+    A result is the output of F, or the gradient that B or I computes, of one micro-batch in one part of the
+    model.
+
+    Attributes:
+        required: Index of the result that the action requires.
+        boundary: Index of the boundary between parts that this result crosses; -1 if none.
+        duration: Index of the action's time in the concatenated times of F, I, W and B of all parts.
+        result: Index of the result that the action produces.
     """
 
-    need: int
-    delay: int
+    required: int
+    boundary: int
     duration: int
     result: int
 
 
 @dataclass(frozen=True)
-class Wires:
-    """Those of all stages, over so many `results`, of which one is `nothing`: known from the beginning."""
+class ScheduleDependencies:
+    """Indices of all actions of a schedule.
 
-    of_stages: tuple[tuple[ActionIndices, ...], ...]
-    results: int
-    nothing: int
+    Attributes:
+        by_stage: For each stage, the indices of its actions in order.
+        result_count: Number of results.
+        always_ready: Index of the result that is ready from the start, for actions that require none.
+    """
+
+    by_stage: tuple[tuple[ActionIndices, ...], ...]
+    result_count: int
+    always_ready: int
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every stage, in the order in which the stage does them.
+    """Actions of every stage, in the order in which the stage runs them.
 
-    The model is cut into `parts`, one for each chunk of each stage. F of a part needs F of the part before
-    it, B or I needs B or I of the part after it (the last part: its own F), W needs its own I, always of the
-    same micro-batch. What is sent and received follows from that, so it is not written. The placement says
-    where the parts are: `loop` goes from the last stage back to the first one, `v` turns around there.
+    The model is cut into `parts`, one for each chunk of each stage. F of a part requires F of the part before
+    it. B and I require B or I of the part after it; on the last part, its own F. W requires its own I. All of
+    these are of the same micro-batch. Messages follow from this, so the schedule does not contain them.
+
+    Attributes:
+        stages: For each stage, its actions.
+        name: Name of the schedule, on one line; "" if it has none.
+        placement: Stages that hold consecutive parts. "loop" continues after the last stage with the first
+            one. "v" turns around: the last stage holds two consecutive parts, and the first stage holds the
+            first and the last part.
     """
 
     stages: tuple[tuple[Action, ...], ...]
@@ -78,32 +117,32 @@ class Schedule:
 
     @property
     def stage_count(self) -> int:
-        """Stages of the pipeline, P."""
+        """Number of stages of the pipeline."""
         return len(self.stages)
 
     @cached_property
     def micro_batches(self) -> int:
-        """Micro-batches of the step."""
+        """Number of micro-batches of the step."""
         return 1 + max((action.micro_batch for stage in self.stages for action in stage), default=-1)
 
     @cached_property
     def chunks(self) -> int:
-        """Model parts a stage holds."""
+        """Number of model parts that each stage holds."""
         return 1 + max((action.chunk for stage in self.stages for action in stage), default=0)
 
     @property
     def parts(self) -> int:
-        """Pieces that the model is cut into: chunks x stages."""
+        """Number of parts into which the model is cut: chunks x stages."""
         return self.chunks * self.stage_count
 
     @cached_property
-    def most_alive(self) -> tuple[int, ...]:
-        """Most chunks' micro-batches whose activations each stage holds at once."""
+    def peak_live_chunks(self) -> tuple[int, ...]:
+        """For each stage, the most (chunk, micro-batch) pairs whose activations it holds at once."""
         return tuple(max(live_activations(actions), default=0) for actions in self.stages)
 
     @cached_property
-    def wires(self) -> Wires:
-        """What each action needs and gives."""
+    def dependencies(self) -> ScheduleDependencies:
+        """Indices of what each action requires and produces."""
         parts, count = self.parts, self.micro_batches
         nothing, last = 2 * parts * count, parts - 1
         stages = []
@@ -124,15 +163,15 @@ class Schedule:
                     need = forward if ends else backward + count
                     wires.append(ActionIndices(need, -1 if ends else part, duration, backward))
             stages.append(tuple(wires))
-        return Wires(tuple(stages), nothing + 1, nothing)
+        return ScheduleDependencies(tuple(stages), nothing + 1, nothing)
 
     def part(self, stage: int, chunk: int) -> int:
-        """Which part of the model, counted from the input, is chunk `chunk` of stage `stage`."""
+        """Return the number of the model part, counted from the input, that is a chunk of a stage."""
         turned = self.placement == "v" and chunk % 2 == 1
         return chunk * self.stage_count + (self.stage_count - 1 - stage if turned else stage)
 
-    def home(self, part: int) -> tuple[int, int]:
-        """Stage and chunk of a part of the model."""
+    def stage_and_chunk(self, part: int) -> tuple[int, int]:
+        """Return the stage that holds a part of the model, and the part's number among the stage's chunks."""
         chunk, stage = divmod(part, self.stage_count)
         turned = self.placement == "v" and chunk % 2 == 1
         return (self.stage_count - 1 - stage if turned else stage), chunk
@@ -145,10 +184,18 @@ class Schedule:
 
     @staticmethod
     def parse(text: str, source: str = "schedule") -> Schedule:
-        """Read what `str` prints: a line a stage, actions with blanks between them, `-` for a stage without.
+        """Return the schedule that a text describes, in the form that `str` prints.
 
-        Lines that start with `#` are comments, but for the header, which gives the name and the placement
-        and may be left out (no name, loop). Raises HpctrainError naming `source`, the line and the word.
+        Each line has the actions of a stage, separated by blanks, or `-` for a stage without actions. Lines
+        that start with `#` are comments, except for the header, which has the name and the placement. Without
+        a header the name is "" and the placement "loop".
+
+        Args:
+            text: The text.
+            source: Name of the text in error messages, such as the path of its file.
+
+        Raises:
+            HpctrainError: The text is not a schedule. Names `source`, the line and the word.
         """
         stages: list[tuple[Action, ...]] = []
         problems: list[str] = []
@@ -168,9 +215,9 @@ class Schedule:
                 f"{source}: contains no stage (write one line of actions, such as F0 B0, for each stage)"
             )
         if problems:
-            left = len(problems) - _MOST_PROBLEMS
+            left = len(problems) - _MAX_PROBLEMS
             more = [f"{source}: and {left} more problems"] if left > 0 else []
-            raise HpctrainError(problems[:_MOST_PROBLEMS] + more)
+            raise HpctrainError(problems[:_MAX_PROBLEMS] + more)
         if header is None:
             return Schedule(tuple(stages))
         line_number, match = header
@@ -180,7 +227,7 @@ class Schedule:
 
 
 def stage_lines(text: str) -> tuple[int, ...]:
-    """The line of each stage, counted from 1, in a text that `Schedule.parse` reads."""
+    """Return the line number of each stage, from 1, in a text that `Schedule.parse` reads."""
     return tuple(
         number
         for number, line in enumerate(text.splitlines(), 1)
@@ -204,7 +251,7 @@ def _parse_stage(words: list[str], where: str, problems: list[str]) -> Iterator[
 
 
 def _check_header(schedule: Schedule, match: re.Match[str], where: str) -> None:
-    """A header that promises other counts than the lines below hold is a mistake in one of the two."""
+    """Raise HpctrainError if the header states other counts than the lines below it have."""
     counts = schedule.stage_count, schedule.micro_batches, schedule.chunks
     problems = [
         f"{where}: the header has {match[key]} {key.replace('_', '-')}, but the lines below have {count}"
@@ -216,9 +263,9 @@ def _check_header(schedule: Schedule, match: re.Match[str], where: str) -> None:
 
 
 def live_activations(actions: Iterable[Action]) -> Iterator[int]:
-    """Chunks' micro-batches whose activations a stage holds after each of its actions.
+    """Yield after each action of a stage how many (chunk, micro-batch) pairs it holds activations of.
 
-    They live from F to the end of B, or of W where backward is split.
+    Activations are live from F to the end of B, or of W if the backward pass is split.
     """
     alive = 0
     for action in actions:
@@ -227,7 +274,7 @@ def live_activations(actions: Iterable[Action]) -> Iterator[int]:
 
 
 def accumulation(micro_batches: int) -> Schedule:
-    """One stage: every micro-batch forward, then backward, before the next."""
+    """Return the schedule of a single stage: gradient accumulation, one micro-batch after another."""
     kinds: tuple[Kind, ...] = ("F", "B")
     actions = tuple(Action(kind, index) for index in range(micro_batches) for kind in kinds)
     return Schedule((actions,), "accumulation")

@@ -1,8 +1,9 @@
-"""DualPipe-V: DualPipe, cut in half, so that each stage holds two parts of the model in the shape of a V.
+"""DualPipe-V: half of DualPipe, in which each stage holds two parts of the model in the shape of a V.
 
-DualPipe is of DeepSeek-V3 (arXiv 2412.19437); Sea AI Lab saw that half of it is enough. Forward and backward
-of different micro-batches stand side by side, for their work and their communication to overlap; backward
-is split only where that lets others go on sooner.
+DualPipe is from DeepSeek-V3 (arXiv 2412.19437); Sea AI Lab found that half of it suffices. In the middle of
+the step, forward and backward passes of different micro-batches alternate, so that the computation of one can
+overlap with the communication of the other. The backward pass is split into I and W only where that lets
+another stage continue earlier.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from hpctrain.pipeline.action import Action, Schedule
 
 
 def dual_pipe_v(stages: int, micro_batches: int) -> Schedule:
-    """Holds 2 p + 1 activations of a chunk, or p + 1/2 of a stage.
+    """Return the DualPipe-V schedule. Each stage holds at most 2 p + 1 activations of a chunk.
 
-    With F, I = F, W the times of a chunk and B = I + W, the bubble is (p - 1)(F + B - 2 W), or DeepSeek's
-    (p - 1)(F&B + B - 3 W) where a forward and a backward side by side end together, after F&B. It is made for
-    2 p micro-batches or more; with fewer, it is the order of 2 p without those that there are not.
+    With F, I and W the times of a chunk, I = F, and B = I + W, the bubble is (p - 1)(F + B - 2 W). It is (p -
+    1)(F&B + B - 3 W) if an overlapped pair of a forward and a backward takes F&B. The schedule is meant for
+    at least 2 p micro-batches. With fewer, it is the order for 2 p without the missing ones.
+
+    Args:
+        stages: Number of stages, p.
+        micro_batches: Number of micro-batches.
     """
     full = max(micro_batches, 2 * stages)
     orders = tuple(
@@ -43,7 +48,7 @@ def _stage(stage: int, stages: int, micro_batches: int) -> list[Action]:
             weights.append(Action("W", micro_batch, chunk))
         done["B", chunk] += 1
 
-    after = stages - stage - 1  # stages that come after this one
+    after = stages - stage - 1  # number of later stages
     for _ in range(2 * after):
         forward(0)
     for _ in range(stage + 1):
@@ -62,7 +67,7 @@ def _stage(stage: int, stages: int, micro_batches: int) -> list[Action]:
         backward(1)
         forward(1)
         backward(0)
-    # Half of these are whole; from then on, weight gradients are put off.
+    # The first half of these are whole; from then on, weight gradients are delayed.
     for number in range(2 * (stage + 1)):
         backward(1 - number % 2, split=number > stage)
     for _ in range(after):

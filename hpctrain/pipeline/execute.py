@@ -1,17 +1,16 @@
-"""The executor: does one stage's actions of a schedule over the stage's parts of the model.
+"""Executor: runs the actions of one stage of a schedule on the stage's parts of the model.
 
-Hidden states go forward and their gradients backward over the pipeline axis. Who sends what to whom, and
-in which order, follows from the schedule, which every rank knows whole: between two stages messages are
-received in the order in which the other one sends them, with receives posted ahead.
+Hidden states go forward and their gradients backward over the pipeline axis. Every rank knows the whole
+schedule, so senders, receivers and the order of messages follow from it. Between two stages, messages are
+received in the order in which they are sent, and some receives are posted ahead.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from hpctrain.host.device import on_host, start_copy
 from hpctrain.model.inputs import AuxiliaryLosses, ModelInputs
 from hpctrain.model.part import ModelPart
 from hpctrain.model.routing_choices import RoutingChoices
-from hpctrain.objective.objective import LossOf, Objective
+from hpctrain.objective.objective import LossFunction, Objective
 from hpctrain.parallel.backward import BackwardStart
 from hpctrain.parallel.context import context_piece
 from hpctrain.parallel.random import DropoutSource
@@ -32,21 +31,22 @@ from hpctrain.parallel.step_statistics import StepStatistics
 from hpctrain.parallel.weight_grad import DeferredGradient, WeightGradientQueue, compute_all
 from hpctrain.pipeline.action import Action, Schedule
 
-AHEAD = 2  # receives posted ahead, for each stage that sends to this one, where they take no part of a GPU
+RECEIVES_AHEAD = 2
+"""Receives posted ahead for each sending stage. On a GPU, a posted receive would occupy part of it."""
 
-Key = tuple[int, int]  # chunk and micro-batch
+ChunkMicroBatch = tuple[int, int]  # numbers of a chunk and a micro-batch
 
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """One micro-batch: what goes in, and how its losses are computed of what comes out."""
+    """Inputs of one micro-batch, and the function that computes its losses from the model's outputs."""
 
     inputs: ModelInputs
-    losses: LossOf
+    losses: LossFunction
 
     @staticmethod
     def of(
-        micro: MicroBatch,
+        micro_batch: MicroBatch,
         objective: Objective,
         scale: Tensor,
         positions: Tensor,
@@ -54,33 +54,45 @@ class PreparedBatch:
         terms_scale: Tensor | None = None,
         choices: RoutingChoices | None = None,
     ) -> PreparedBatch:
-        """That of this rank, which holds `positions` [s/c] of sequences, on their device.
+        """Return a micro-batch on this rank's device, with this rank's piece of the sequences. Local.
 
-        `scale` is the factor of the objective's losses in the gradient, `terms_scale` that of layers' terms;
-        `choices` go to the routers.
+        Args:
+            micro_batch: The micro-batch, with whole sequences.
+            objective: Objective that computes the losses.
+            scale: Factor of the objective's losses in the gradient, 0-dim.
+            positions: Positions [seq / cp] of this rank's piece of the sequences, on its device.
+            dropout: Source of dropout masks; None for no dropout.
+            terms_scale: Factor of the layers' auxiliary losses in the gradient; None if they have none.
+            choices: Recorded choices of experts for the routers, or None.
         """
         device = positions.device
-        fields = dict(micro.fields)
+        fields = dict(micro_batch.fields)
         if not on_host(device):
             fields = {name: start_copy(field, device) for name, field in fields.items()}
-        if micro.sequences:
+        if micro_batch.sequences:
             fields = {name: context_piece(field, positions).t() for name, field in fields.items()}
         inputs = ModelInputs(
             fields,
             positions,
             dropout,
             AuxiliaryLosses(terms_scale),
-            micro.samples,
+            micro_batch.samples,
             choices,
-            micro.documents,
-            lengths=micro.row_lengths,
+            micro_batch.documents,
+            lengths=micro_batch.row_lengths,
         )
         return PreparedBatch(inputs, objective.losses(inputs, scale))
 
 
 @dataclass(frozen=True)
 class BoundaryMessage:
-    """Hidden states (F) or their gradient (B) of a micro-batch, for a chunk of the stage that receives."""
+    """Hidden states, or their gradient, of a micro-batch that cross a boundary between parts.
+
+    Attributes:
+        kind: "F" for hidden states, "B" for their gradient.
+        micro_batch: Number of the micro-batch.
+        chunk: Chunk of the receiving stage that needs them.
+    """
 
     kind: str
     micro_batch: int
@@ -88,10 +100,16 @@ class BoundaryMessage:
 
 
 class Executor:
-    """Runs schedules on this rank's stage; `ledger.phase` says which phase communication belongs to.
+    """Runs schedules on this rank's stage. Sets `ledger.phase` to the phase that communication belongs to.
 
-    `models` are the stage's parts, by chunk; `figures` and `terms` name what objective and layers sum up,
-    `noted` takes what layers note. A schedule of one stage needs no messages.
+    Args:
+        models: Model parts of the stage, by chunk.
+        group: Group of the pipeline axis; a schedule with one stage sends no messages.
+        queue: Queue of weight gradients, which holds those of W back during I.
+        ledger: Ledger of this rank.
+        metrics: Names of the objective's metrics.
+        terms: Names of the layers' auxiliary losses.
+        statistics: Collects what layers record of a step; by default a new one.
     """
 
     def __init__(
@@ -100,71 +118,90 @@ class Executor:
         group: Group,
         queue: WeightGradientQueue,
         ledger: Ledger,
-        figures: Sequence[str] = ("loss",),
+        metrics: Sequence[str] = ("loss",),
         terms: Sequence[str] = (),
-        noted: StepStatistics | None = None,
+        statistics: StepStatistics | None = None,
     ) -> None:
         self.models, self.group, self.queue, self.ledger = models, group, queue, ledger
-        self.figures, self.terms, self.noted = figures, terms, noted or StepStatistics()
+        self.metrics, self.terms, self.statistics = metrics, terms, statistics or StepStatistics()
 
     def run(
         self, schedule: Schedule, micro_batches: Sequence[PreparedBatch], training: bool = True
     ) -> Tensor:
-        """Forward and backward of all micro-batches, or by a schedule of forwards alone, not `training`.
+        """Run forward and backward of all micro-batches. All ranks of the pipeline axis call it.
 
-        This rank's sums of the objective's figures, zero but on the stage that predicts, and of the terms of
-        its layers: fp64 [figures + terms]. Gradients are added to the parameters' buffers. Nothing waits for
-        the device.
+        Gradients are added to the parameters' buffers. It never waits for the device.
+
+        Args:
+            schedule: The schedule; one with only F if not `training`.
+            micro_batches: Micro-batches of the step.
+            training: If False, no gradients are computed.
+
+        Returns:
+            This rank's sums of the objective's metrics, which are 0 except on the stage with the last part,
+            and of its layers' auxiliary losses: fp64 [metrics + auxiliary losses].
         """
         with torch.set_grad_enabled(training):
-            return _Pass(self, schedule, micro_batches).run()
+            return _ScheduleExecution(self, schedule, micro_batches).run()
 
 
-class _Pass:
+class _ScheduleExecution:
+    """State of one run of a schedule.
+
+    Attributes:
+        backward_starts: For each chunk and micro-batch, its input and the output from which its backward pass
+            starts.
+        deferred: For each chunk and micro-batch, the weight gradients that W will compute.
+        local: Hidden states and gradients for another chunk of this stage.
+        sends: Sends that may be incomplete, with their tensors.
+        metrics: Sums of the objective's metrics, fp64.
+    """
+
     def __init__(
         self, executor: Executor, schedule: Schedule, micro_batches: Sequence[PreparedBatch]
     ) -> None:
         self.executor, self.schedule, self.micro_batches = executor, schedule, micro_batches
         self.stage = executor.group.rank
         self.last = schedule.parts - 1
-        self.ends: dict[Key, tuple[Tensor | None, BackwardStart]] = {}
-        self.held: dict[Key, list[DeferredGradient]] = {}
+        self.backward_starts: dict[ChunkMicroBatch, tuple[Tensor | None, BackwardStart]] = {}
+        self.deferred: dict[ChunkMicroBatch, list[DeferredGradient]] = {}
         self.local: dict[BoundaryMessage, Tensor] = {}
         self.sends: list[tuple[Work[None], Tensor]] = []
-        self.mailbox = _Mailbox(executor.group, schedule, self._shape_of)
+        self.mailbox = _Mailbox(executor.group, schedule, self._empty_hidden)
         device = micro_batches[0].inputs.positions.device
-        self.figures = torch.zeros(len(executor.figures), dtype=torch.float64, device=device)
+        self.metrics = torch.zeros(len(executor.metrics), dtype=torch.float64, device=device)
 
     def run(self) -> Tensor:
-        ledger, noted, training = self.executor.ledger, self.executor.noted, torch.is_grad_enabled()
+        """Run all actions, wait for the sends, and return the sums of metrics and auxiliary losses."""
+        ledger, statistics, training = self.executor.ledger, self.executor.statistics, torch.is_grad_enabled()
         for action in self.schedule.stages[self.stage]:
             ledger.phase = "evaluation" if not training else "forward" if action.kind == "F" else "backward"
             received = self._receive(action)
             padding = self.micro_batches[action.micro_batch].inputs.padding
-            noted.begin(action.micro_batch if training else None, padding)
-            began = perf_counter()
-            passed_on = self._compute(action, received)
-            # Before its sending, so that it is over where its message arrives.
+            statistics.begin(action.micro_batch if training else None, padding)
+            start = perf_counter()
+            result = self._compute(action, received)
+            # Before the send, so that the action ends before its message arrives elsewhere.
             if ledger.timeline is not None:
-                ledger.timeline.record_action(str(action), began, training)
-            if passed_on is not None:
-                self._send(action, passed_on)
+                ledger.timeline.record_action(str(action), start, training)
+            if result is not None:
+                self._send(action, result)
             self.sends = [send for send in self.sends if not send[0].test()]
-        noted.begin(None)
+        statistics.begin(None)
         for work, _ in self.sends:
             work.wait()
         ledger.phase = "synchronize" if training else "evaluation"
-        terms = self.figures.new_zeros(len(self.executor.terms))
+        terms = self.metrics.new_zeros(len(self.executor.terms))
         for batch in self.micro_batches:
             batch.inputs.terms.add_to(terms, self.executor.terms)
-        return torch.cat((self.figures, terms))
+        return torch.cat((self.metrics, terms))
 
     def _compute(self, action: Action, received: Tensor | None) -> Tensor | None:
-        """Do an action on what it needs from another part; what the next part needs of it."""
+        """Run an action on its input, and return the output for the next part, if any."""
         if action.kind == "F":
             return self._forward(action, received)
         if action.kind == "W":
-            compute_all(self.held.pop((action.chunk, action.micro_batch)))
+            compute_all(self.deferred.pop((action.chunk, action.micro_batch)))
             return None
         return self._backward(action, received)
 
@@ -175,36 +212,36 @@ class _Pass:
         key = (action.chunk, action.micro_batch)
         if self.schedule.part(self.stage, action.chunk) == self.last:
             losses = model.predict(model(batch.inputs, hidden), batch.losses)
-            self.figures += torch.stack([figure.double() for figure in losses.figures])
+            self.metrics += torch.stack([metric.double() for metric in losses.metrics])
             if losses.total.requires_grad:
-                self.ends[key] = (hidden, BackwardStart(losses.total))
+                self.backward_starts[key] = (hidden, BackwardStart(losses.total))
             return None
         output = model(batch.inputs, hidden)
         if output.requires_grad:
-            # The graph is kept by its end alone, so that the output's memory goes with its sending.
-            self.ends[key] = (hidden, BackwardStart(output))
-        passed_on: Tensor = output.detach()
-        return passed_on
+            # The detached output does not keep the graph alive, so its memory is freed after the send.
+            self.backward_starts[key] = (hidden, BackwardStart(output))
+        result: Tensor = output.detach()
+        return result
 
     def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         key = (action.chunk, action.micro_batch)
-        if key not in self.ends:  # the first part, where nothing of it is trained
-            self.held[key] = []
+        if key not in self.backward_starts:  # the first part, if none of its parameters is trained
+            self.deferred[key] = []
             return None
-        hidden, end = self.ends.pop(key)
+        hidden, end = self.backward_starts.pop(key)
         queue = self.executor.queue
         with queue.backward(deferring=action.kind == "I"):
             end.backward(gradient)
         if action.kind == "I":
-            self.held[key] = queue.take()
+            self.deferred[key] = queue.take()
         if hidden is None:
             return None
         assert hidden.grad is not None
         return hidden.grad
 
     def _send(self, action: Action, tensor: Tensor) -> None:
-        """Hand the result of an action to the part that needs it, on this stage or another."""
-        target = _target(self.schedule, self.stage, action)
+        """Pass the result of an action to the part that needs it, on this stage or another one."""
+        target = _destination(self.schedule, self.stage, action)
         assert target is not None
         stage, message = target
         if stage == self.stage:
@@ -214,45 +251,51 @@ class _Pass:
             self.sends.append((self.executor.group.start_send(tensor, stage), tensor))
 
     def _receive(self, action: Action) -> Tensor | None:
-        """Wait for what an action needs from another part: nothing at the model's ends, and for W."""
+        """Wait for the input of an action. None for W and at the ends of the model."""
         first = 0 if action.kind == "F" else self.last
         if action.kind == "W" or self.schedule.part(self.stage, action.chunk) == first:
             return None
         message = BoundaryMessage("F" if action.kind == "F" else "B", action.micro_batch, action.chunk)
-        here = self.local.pop(message, None)
-        return here if here is not None else self.mailbox.take(message)
+        local_result = self.local.pop(message, None)
+        return local_result if local_result is not None else self.mailbox.take(message)
 
-    def _shape_of(self) -> Tensor:
-        """Fresh memory for hidden states or their gradient; all parts pass the same shape on."""
+    def _empty_hidden(self) -> Tensor:
+        """Return new memory for hidden states or their gradient, whose shape is the same everywhere."""
         model, inputs = self.executor.models[0], self.micro_batches[0].inputs
         return self.executor.group.empty(model.hidden_shape(inputs.rows), model.dtype)
 
 
 class _Mailbox:
-    """Receives this stage's messages, from each other stage in the order in which that one sends them."""
+    """Receives this stage's messages, from each other stage in the order in which it sends them.
 
-    def __init__(self, group: Group, schedule: Schedule, memory: Any) -> None:
-        self.group, self.memory = group, memory
-        self.coming: dict[int, deque[BoundaryMessage]] = {}
+    Args:
+        group: Group of the pipeline axis.
+        schedule: The schedule.
+        allocate: Function that returns memory for one message.
+    """
+
+    def __init__(self, group: Group, schedule: Schedule, allocate: Callable[[], Tensor]) -> None:
+        self.group, self.allocate = group, allocate
+        self.expected: dict[int, deque[BoundaryMessage]] = {}
         self.posted: dict[int, deque[tuple[BoundaryMessage, Work[Tensor]]]] = {}
         self.arrived: dict[BoundaryMessage, Tensor] = {}
-        self.sender: dict[BoundaryMessage, int] = {}
+        self.senders: dict[BoundaryMessage, int] = {}
         self.ahead = receives_ahead(group.computes_on)
         for stage in range(schedule.stage_count):
             if stage != group.rank and (order := deque(messages(schedule, stage, group.rank))):
-                self.sender |= dict.fromkeys(order, stage)
-                self.coming[stage], self.posted[stage] = order, deque()
+                self.senders |= dict.fromkeys(order, stage)
+                self.expected[stage], self.posted[stage] = order, deque()
                 self._post(stage, self.ahead)
 
     def _post(self, stage: int, count: int) -> None:
-        while self.coming[stage] and len(self.posted[stage]) < count:
-            work = self.group.start_recv(self.memory(), stage)
-            self.posted[stage].append((self.coming[stage].popleft(), work))
+        while self.expected[stage] and len(self.posted[stage]) < count:
+            work = self.group.start_recv(self.allocate(), stage)
+            self.posted[stage].append((self.expected[stage].popleft(), work))
 
     def take(self, message: BoundaryMessage) -> Tensor:
-        """Wait for one message; those that its sender sends before it stay."""
+        """Wait for one message and return it. Messages that its sender sends before it are kept for later."""
         while message not in self.arrived:
-            stage = self.sender[message]
+            stage = self.senders[message]
             self._post(stage, self.ahead + 1)
             first, work = self.posted[stage].popleft()
             self.arrived[first] = work.wait()
@@ -260,30 +303,30 @@ class _Mailbox:
 
 
 def receives_ahead(device: torch.device) -> int:
-    """Receives that are posted before they are waited for, for each stage that sends to this one."""
-    return AHEAD if on_host(device) else 0
+    """Return how many receives a stage posts ahead for each sending stage; 0 on a GPU."""
+    return RECEIVES_AHEAD if on_host(device) else 0
 
 
 def messages(schedule: Schedule, sender: int, receiver: int) -> Iterator[BoundaryMessage]:
-    """What one stage sends to another, in its order."""
+    """Yield the messages that one stage sends to another, in order."""
     for action in schedule.stages[sender]:
-        target = _target(schedule, sender, action)
+        target = _destination(schedule, sender, action)
         if target is not None and target[0] == receiver:
             yield target[1]
 
 
-def _target(schedule: Schedule, stage: int, action: Action) -> tuple[int, BoundaryMessage] | None:
-    """The stage that needs the result of an action, and as what; None for W and at the model's ends."""
+def _destination(schedule: Schedule, stage: int, action: Action) -> tuple[int, BoundaryMessage] | None:
+    """Return the stage that needs an action's result, and its message; None if no part needs it."""
     step = 1 if action.kind == "F" else -1
     part = schedule.part(stage, action.chunk) + step
     if action.kind == "W" or not 0 <= part < schedule.parts:
         return None
-    receiver, chunk = schedule.home(part)
+    receiver, chunk = schedule.stage_and_chunk(part)
     return receiver, BoundaryMessage("F" if step > 0 else "B", action.micro_batch, chunk)
 
 
 def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:
-    """A schedule of forward actions over the same placement of parts, for evaluation."""
+    """Return a schedule of only forward passes with the same placement of parts, for evaluation."""
     stages = schedule.stage_count
     order = [
         Action("F", micro_batch, chunk)

@@ -1,7 +1,7 @@
-"""Schedules by name, and the plain ones among them.
+"""Schedules by name, and the simple ones among them.
 
-All of them do the backwards of a chunk in the order of the micro-batches, weight gradients too, so that
-gradients add up in the same order, and to the same bits, whatever the schedule.
+All schedules run the backward passes of a chunk in the order of the micro-batches, and its weight gradients
+too. So gradients are added in the same order, and have the same bits, in every schedule.
 """
 
 from __future__ import annotations
@@ -17,67 +17,68 @@ from hpctrain.pipeline.v_schedule import LIMITS, search
 from hpctrain.pipeline.zero_bubble import zb_h1, zb_h2
 from hpctrain.text import either, nearest
 
-MOST_STAGES, MOST_MICRO_BATCHES, MOST_CHUNKS = 10_000, 1_000_000, 1_000  # what the text form can say
-MOST_WORK = 10_000_000
+MAX_STAGES, MAX_MICRO_BATCHES, MAX_CHUNKS = 10_000, 1_000_000, 1_000  # that the text form can express
+MAX_ACTIONS = 10_000_000
 
 
 def naive(stages: int, micro_batches: int) -> Schedule:
-    """One micro-batch at a time through all stages and back."""
+    """Return the schedule that sends one micro-batch at a time through all stages and back."""
     actions = tuple(Action(kind, index) for index in range(micro_batches) for kind in _FORWARD_BACKWARD)
     return Schedule((actions,) * stages, "naive")
 
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
-    """All forwards, then all backwards (Huang and others, GPipe, arXiv 1811.06965)."""
+    """Return GPipe: all forward passes, then all backward passes (Huang et al., arXiv 1811.06965)."""
     actions = tuple(Action(kind, index) for kind in _FORWARD_BACKWARD for index in range(micro_batches))
     return Schedule((actions,) * stages, "gpipe")
 
 
 def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
-    """A backward as soon as there is one (PipeDream-Flush: Narayanan and others, arXiv 2006.09503).
+    """Return 1F1B: after a warm-up, one forward and one backward pass alternate.
 
-    As quick as GPipe, but a stage holds the activations of at most `stages - stage` micro-batches.
+    This is PipeDream-Flush (Narayanan et al., arXiv 2006.09503). It is as fast as GPipe, but stage i of p
+    holds the activations of at most p - i micro-batches.
     """
     forwards, backwards = (
         [Action(kind, index) for index in range(micro_batches)] for kind in _FORWARD_BACKWARD
     )
-    orders = (_in_turn(forwards, backwards, warm_up=stages - stage - 1) for stage in range(stages))
+    orders = (_alternate(forwards, backwards, warm_up=stages - stage - 1) for stage in range(stages))
     return Schedule(tuple(orders), "1f1b")
 
 
 def interleaved(stages: int, micro_batches: int, chunks: int) -> Schedule:
-    """1F1B over several chunks a stage (Narayanan and others, Megatron-LM, arXiv 2104.04473).
+    """Return interleaved 1F1B, with several chunks per stage (Narayanan et al., arXiv 2104.04473).
 
-    Micro-batches go in rounds of `stages` through all chunks, so that a gap lasts for a chunk, not for a
-    stage. `micro_batches` is to be a multiple of `stages`.
+    Micro-batches pass through all chunks in groups of `stages`, so that a bubble lasts for a chunk, not for a
+    whole stage. `micro_batches` must be a multiple of `stages`.
     """
     rounds = range(0, micro_batches, stages)
     up, down = range(chunks), range(chunks)[::-1]
     forwards = [Action("F", r + i, chunk) for r in rounds for chunk in up for i in range(stages)]
     backwards = [Action("B", r + i, chunk) for r in rounds for chunk in down for i in range(stages)]
     warm_ups = (2 * (stages - stage - 1) + (chunks - 1) * stages for stage in range(stages))
-    return Schedule(tuple(_in_turn(forwards, backwards, each) for each in warm_ups), "interleaved")
+    return Schedule(tuple(_alternate(forwards, backwards, each) for each in warm_ups), "interleaved")
 
 
 _FORWARD_BACKWARD: tuple[Kind, Kind] = ("F", "B")
 
 
-def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:
-    """`warm_up` forwards, one forward and one backward in turn, and the backwards that are left."""
+def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:
+    """Return `warm_up` forwards, then one forward and one backward in turn, then the remaining backwards."""
     left = forwards[warm_up:]
     pairs = (each for pair in zip(left, backwards, strict=False) for each in pair)
     return (*forwards[:warm_up], *pairs, *backwards[len(left) :])
 
 
-# One chunk a stage.
-PLAIN: Mapping[str, Callable[[int, int], Schedule]] = {
+# Schedules with one chunk per stage.
+ONE_CHUNK_SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {
     "naive": naive,
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
 }
-SEARCHED = frozenset(LIMITS)  # with given times, within a limit of activations
+SEARCHED_SCHEDULES = frozenset(LIMITS)  # for given times, within a limit of activations
 
 
 def generate(
@@ -88,21 +89,29 @@ def generate(
     times: StageTimes | None = None,
     memory_limit: float | None = None,
 ) -> Schedule:
-    """The schedule called `name`, one of `SCHEDULE_NAMES`, for a pipeline of `stages`.
+    """Return a schedule by name.
 
-    `chunks` is for "interleaved" (default 2); all others know theirs. Schedules that are searched for use
-    `times` (default: all alike, nothing for communication). `memory_limit` is how many micro-batches'
-    activations a stage may hold, see `peak_activations`; what is not searched for either keeps to it or
-    is refused. Raises HpctrainError for an unknown name, and for numbers that the schedule cannot have.
+    Args:
+        name: One of `SCHEDULE_NAMES`.
+        stages: Number of stages.
+        micro_batches: Number of micro-batches.
+        chunks: Chunks per stage of "interleaved", by default 2. All other schedules have a fixed number.
+        times: Times for the schedules that are searched for; by default all passes are equally long and
+            communication takes no time.
+        memory_limit: Number of micro-batches whose activations a stage may hold, as in `peak_activations`.
+            Searched schedules respect it; others raise an error if they exceed it.
+
+    Raises:
+        HpctrainError: The name is unknown, or the schedule is impossible with these numbers.
     """
-    problems = _mistakes(name, stages, micro_batches, chunks)
+    problems = _argument_problems(name, stages, micro_batches, chunks)
     if problems:
         raise HpctrainError(problems)
-    if name in PLAIN:
-        schedule = PLAIN[name](stages, micro_batches)
+    if name in ONE_CHUNK_SCHEDULES:
+        schedule = ONE_CHUNK_SCHEDULES[name](stages, micro_batches)
     elif name == "interleaved":
         schedule = interleaved(stages, micro_batches, 2 if chunks is None else chunks)
-    elif name in SEARCHED:
+    elif name in SEARCHED_SCHEDULES:
         schedule = search(name, stages, micro_batches, times or StageTimes(), memory_limit)
     else:
         schedule = dual_pipe_v(stages, micro_batches)
@@ -117,7 +126,7 @@ def generate(
     return schedule
 
 
-def _mistakes(name: str, stages: int, micro_batches: int, chunks: int | None) -> list[str]:
+def _argument_problems(name: str, stages: int, micro_batches: int, chunks: int | None) -> list[str]:
     if name not in SCHEDULE_NAMES:
         near = nearest(name.lower(), SCHEDULE_NAMES)
         hint = f"did you mean {near!r}?" if near else f"use {either(SCHEDULE_NAMES)}"
@@ -125,20 +134,20 @@ def _mistakes(name: str, stages: int, micro_batches: int, chunks: int | None) ->
     problems = [
         f"{name}: {what} = {number}: must be from 1 to {most}"
         for what, number, most in (
-            ("stages", stages, MOST_STAGES),
-            ("micro-batches", micro_batches, MOST_MICRO_BATCHES),
-            ("chunks", 1 if chunks is None else chunks, MOST_CHUNKS),
+            ("stages", stages, MAX_STAGES),
+            ("micro-batches", micro_batches, MAX_MICRO_BATCHES),
+            ("chunks", 1 if chunks is None else chunks, MAX_CHUNKS),
         )
         if not 1 <= number <= most
     ]
-    if not problems and stages * micro_batches * (chunks or 1) > MOST_WORK:
+    if not problems and stages * micro_batches * (chunks or 1) > MAX_ACTIONS:
         problems.append(
             f"{name}: {stages} stages with {micro_batches} micro-batches exceed the limit: "
-            f"stages x micro-batches x chunks must be at most {MOST_WORK}"
+            f"stages x micro-batches x chunks must be at most {MAX_ACTIONS}"
         )
     if problems:
         return problems
-    if name in PLAIN and chunks not in {None, 1}:
+    if name in ONE_CHUNK_SCHEDULES and chunks not in {None, 1}:
         problems.append(f"{name}: chunks = {chunks}: must be 1 (use 'interleaved' for more)")
     elif name == "interleaved":
         if chunks == 1:
@@ -150,6 +159,6 @@ def _mistakes(name: str, stages: int, micro_batches: int, chunks: int | None) ->
                 f"interleaved: micro-batches = {micro_batches}: must be a multiple of the {stages} stages "
                 f"(use {right})"
             )
-    elif name not in PLAIN and chunks not in {None, 2}:
+    elif name not in ONE_CHUNK_SCHEDULES and chunks not in {None, 2}:
         problems.append(f"{name}: chunks = {chunks}: must be 2")
     return problems

@@ -1,11 +1,13 @@
-"""List scheduling of V-shaped pipelines: from wishes about the order to an order that keeps stages busy.
+"""List scheduling of V-shaped pipelines: turns priorities of actions into an order that keeps stages busy.
 
-A stage has four streams of work, each done in the order of the micro-batches: forward of chunk 0 and of
-chunk 1, input gradient of chunk 0 and of chunk 1. A plan gives every piece of them a rank. Whenever a stage
-is free it takes the piece of lowest rank that it has not done, and where that one's data is not there yet,
-something that is; weight gradients fill the gaps, and make room where the activations are at their limit.
-A stage that has sent a tensor goes on when the receiver has begun to work on the one before it, so that no
-schedule made here can deadlock, even where sends block.
+Each stage has four streams of actions, each in the order of the micro-batches: F of chunk 0 and of chunk 1, I
+of chunk 0 and of chunk 1. Each action has a priority; lower numbers come first. Whenever a stage is idle, it
+takes the action with the lowest number that it has not run. If the input of this action has not arrived, it
+takes another one that is ready. Weight gradients (W) fill the gaps, and free memory when the activations are
+at their limit.
+
+After a send, a stage continues only when the receiver has started to process the message before. So no
+schedule that is made here can deadlock, even if sends block.
 """
 
 from __future__ import annotations
@@ -21,24 +23,37 @@ from hpctrain.pipeline.action import Action, Schedule
 
 FORWARD_0, FORWARD_1, GRADIENT_0, GRADIENT_1 = range(4)
 STREAMS = range(4)
-_WEIGHT = 4
+_WEIGHT_GRADIENT = 4
 
 
 @dataclass(frozen=True)
 class ListPriorities:
-    """What is wished: a rank for every piece of work, and how to act where the first one must wait."""
+    """Priorities of all actions, and what to do if the first one is not ready.
 
-    ranks: Sequence[Sequence[Sequence[float]]]
-    """Per stage, stream and micro-batch; rising with the micro-batch."""
+    Attributes:
+        priorities: For each stage, stream and micro-batch, the priority; increasing with the micro-batch.
+            Lower numbers come first.
+        patience: The stage waits for its first action, instead of running another one, if the wait is at most
+            this fraction of the other's duration.
+        finish_first: If True, actions that are ready and complete a micro-batch come before F of chunk 0,
+            which starts a new one.
+    """
+
+    priorities: Sequence[Sequence[Sequence[float]]]
     patience: float = 0.5
-    """Wait for the first piece, rather than do another, for at most this part of the other's time."""
-    hasty: bool = False
-    """Do what leads to the end of a micro-batch before a new one is let in, if its data is there."""
+    finish_first: bool = False
 
 
 @dataclass(frozen=True)
 class PartTimes:
-    """Times of every part of the model, and of every boundary between parts."""
+    """Times of every part of the model, and of every boundary between parts, in one unit.
+
+    Attributes:
+        forward: Time of F, for each part.
+        input_gradient: Time of I, for each part.
+        weight_gradient: Time of W, for each part.
+        communication: Time of a message, for each boundary.
+    """
 
     forward: Sequence[float]
     input_gradient: Sequence[float]
@@ -47,52 +62,60 @@ class PartTimes:
 
     @property
     def stages(self) -> int:
-        """Stages of the V."""
+        """Number of stages of the V."""
         return len(self.forward) // 2
 
-    def of_stage(self, stage: int) -> tuple[float, ...]:
-        """Durations of a piece of the four streams, and of the weight gradients of chunks 0 and 1."""
-        parts = stage, 2 * self.stages - 1 - stage  # down, and up again
+    def stage_durations(self, stage: int) -> tuple[float, ...]:
+        """Return the durations of one action of each of the four streams, then of W of chunks 0 and 1."""
+        parts = stage, 2 * self.stages - 1 - stage  # on the way down and up
         kinds = self.forward, self.input_gradient, self.weight_gradient
         return tuple(times[part] for times in kinds for part in parts)
 
 
-class _Stage:
-    """What a stage has done and what has come to it."""
+class _StageProgress:
+    """Actions that a stage has run, and messages that have arrived.
+
+    Args:
+        durations: Durations as from `PartTimes.stage_durations`.
+        micro_batches: Number of micro-batches.
+        priorities: Priorities of this stage, by stream and micro-batch.
+    """
 
     def __init__(
-        self, durations: tuple[float, ...], micro_batches: int, ranks: Sequence[Sequence[float]]
+        self, durations: tuple[float, ...], micro_batches: int, priorities: Sequence[Sequence[float]]
     ) -> None:
         self.durations = durations
-        self.ranks = ranks
+        self.priorities = priorities
         self.micro_batches = micro_batches
         self.arrivals = [[math.inf] * micro_batches for _ in STREAMS]
         self.next = [0, 0, 0, 0]
-        self.heads = sorted((of_stream[0], stream) for stream, of_stream in enumerate(ranks))
-        self.alive = 0  # micro-batches of a chunk whose activations are held
-        self.weights: deque[tuple[int, int]] = deque()  # chunk and micro-batch
-        self.free = 0.0
-        self.begin: float | None = None
+        self.heads = sorted((of_stream[0], stream) for stream, of_stream in enumerate(priorities))
+        self.live = 0  # (chunk, micro-batch) pairs whose activations it holds
+        self.weight_gradients: deque[tuple[int, int]] = deque()  # chunk and micro-batch
+        self.free_at = 0.0
+        self.start: float | None = None
         self.work_left = micro_batches * math.fsum(durations)
-        # Stage, stream and micro-batch of a send that is not known to end.
-        self.sent: tuple[int, int, int] | None = None
+        # Stage, stream and micro-batch of a send that may be incomplete.
+        self.pending_send: tuple[int, int, int] | None = None
         self.actions: list[Action] = []
 
     def choose(self, now: float, limit: int, plan: ListPriorities) -> int | None:
-        """The stream to go on with, `_WEIGHT`, or None to wait."""
+        """Return the stream whose next action to run, `_WEIGHT_GRADIENT`, or None to wait."""
         upcoming, arrivals, heads = self.next, self.arrivals, self.heads
         if not heads:
-            return _WEIGHT if self.weights else None
-        if plan.hasty:
-            by_end = [(head[1] == 0 or arrivals[head[1]][upcoming[head[1]]] > now, head) for head in heads]
-            heads = [head for _, head in sorted(by_end)]
+            return _WEIGHT_GRADIENT if self.weight_gradients else None
+        if plan.finish_first:
+            by_progress = [
+                (head[1] == 0 or arrivals[head[1]][upcoming[head[1]]] > now, head) for head in heads
+            ]
+            heads = [head for _, head in sorted(by_progress)]
         first = heads[0][1]
         ready = arrivals[first][upcoming[first]]
         if ready <= now:
-            if first >= GRADIENT_0 or self.alive < limit:
+            if first >= GRADIENT_0 or self.live < limit:
                 return first
-            if self.weights:
-                return _WEIGHT
+            if self.weight_gradients:
+                return _WEIGHT_GRADIENT
             wait = math.inf
         else:
             wait = ready - now
@@ -101,36 +124,47 @@ class _Stage:
                 continue
             if stream >= GRADIENT_0:
                 return stream
-            if self._fits(stream, rank, limit):
-                return stream if self.alive < limit else _WEIGHT
-        if self.weights and wait > plan.patience * self.durations[_WEIGHT + self.weights[0][0]]:
-            return _WEIGHT
+            if self._leaves_memory(stream, rank, limit):
+                return stream if self.live < limit else _WEIGHT_GRADIENT
+        if (
+            self.weight_gradients
+            and wait > plan.patience * self.durations[_WEIGHT_GRADIENT + self.weight_gradients[0][0]]
+        ):
+            return _WEIGHT_GRADIENT
         return None
 
-    def _fits(self, early: int, rank: float, limit: int) -> bool:
-        """Whether a forward of that rank may go first: the ones before it must still find room."""
-        held = self.alive - len(self.weights) + 1
+    def _leaves_memory(self, stream: int, priority: float, limit: int) -> bool:
+        """Return True if a forward pass leaves memory for the actions of higher priority.
+
+        Args:
+            stream: Stream of the forward pass that would run early.
+            priority: Its priority.
+            limit: Number of (chunk, micro-batch) pairs whose activations the stage may hold.
+        """
+        live = self.live - len(self.weight_gradients) + 1
         following = list(self.next)
-        following[early] += 1
-        while held <= limit:
-            left = [(self.ranks[k][following[k]], k) for k in STREAMS if following[k] < self.micro_batches]
+        following[stream] += 1
+        while live <= limit:
+            left = [
+                (self.priorities[k][following[k]], k) for k in STREAMS if following[k] < self.micro_batches
+            ]
             if not left:
                 return True
             before, stream = min(left)
-            if before >= rank:
+            if before >= priority:
                 return True
             following[stream] += 1
-            held += 1 if stream < GRADIENT_0 else -1
+            live += 1 if stream < GRADIENT_0 else -1
         return False
 
-    def do(self, choice: int, now: float) -> int:
-        """Note the work as done; which micro-batch it was."""
-        if self.begin is None:
-            self.begin = now
-        if choice == _WEIGHT:
-            chunk, micro_batch = self.weights.popleft()
-            duration = self.durations[_WEIGHT + chunk]
-            self.alive -= 1
+    def execute(self, choice: int, now: float) -> int:
+        """Record that the stage runs its next action of a stream, and return the micro-batch."""
+        if self.start is None:
+            self.start = now
+        if choice == _WEIGHT_GRADIENT:
+            chunk, micro_batch = self.weight_gradients.popleft()
+            duration = self.durations[_WEIGHT_GRADIENT + chunk]
+            self.live -= 1
             self.actions.append(Action("W", micro_batch, chunk))
         else:
             chunk, micro_batch = choice % 2, self.next[choice]
@@ -138,69 +172,79 @@ class _Stage:
             self.next[choice] += 1
             heads = [head for head in self.heads if head[1] != choice]
             if micro_batch + 1 < self.micro_batches:
-                insort(heads, (self.ranks[choice][micro_batch + 1], choice))
+                insort(heads, (self.priorities[choice][micro_batch + 1], choice))
             self.heads = heads
             if choice < GRADIENT_0:
-                self.alive += 1
+                self.live += 1
                 self.actions.append(Action("F", micro_batch, chunk))
             else:
-                self.weights.append((chunk, micro_batch))
+                self.weight_gradients.append((chunk, micro_batch))
                 self.actions.append(Action("I", micro_batch, chunk))
-        self.free = now + duration
+        self.free_at = now + duration
         self.work_left -= duration
         return micro_batch
 
 
-def arrange(
+def list_schedule(
     plan: ListPriorities, times: PartTimes, micro_batches: int, limit: int, bound: float = math.inf
 ) -> tuple[float, Schedule] | None:
-    """Cost (longest span of a stage) and schedule that come of the plan.
+    """Return the schedule that results from priorities, and its cost.
 
-    `limit` is the most micro-batches of a chunk whose activations a stage may hold. None if the plan comes
-    to a stop at that limit, or would cost `bound` or more.
+    Args:
+        plan: The priorities.
+        times: Times of all parts.
+        micro_batches: Number of micro-batches.
+        limit: Number of (chunk, micro-batch) pairs whose activations a stage may hold.
+        bound: Cost at which to give up.
+
+    Returns:
+        Cost, which is the longest time that a stage is active, and schedule. None if the priorities block at
+        the limit, or if the cost is at least `bound`.
     """
     count = times.stages
-    stages = [_Stage(times.of_stage(s), micro_batches, plan.ranks[s]) for s in range(count)]
+    stages = [
+        _StageProgress(times.stage_durations(s), micro_batches, plan.priorities[s]) for s in range(count)
+    ]
     stages[0].arrivals[FORWARD_0] = [0.0] * micro_batches
-    following = [[_following(stage, stream, times) for stream in STREAMS] for stage in range(count)]
+    following = [[_successor(stage, stream, times) for stream in STREAMS] for stage in range(count)]
     senders = {target[:2]: s for s in range(count) for target in following[s] if target and target[0] != s}
     events = [(0.0, 0)]
     while events:
         now, number = heapq.heappop(events)
         stage = stages[number]
-        if stage.free > now:
+        if stage.free_at > now:
             continue
-        if stage.sent is not None:
-            receiver, stream, micro_batch = stage.sent
+        if stage.pending_send is not None:
+            receiver, stream, micro_batch = stage.pending_send
             if stages[receiver].next[stream] < micro_batch:
-                continue  # woken by the receiver
-            stage.sent = None
+                continue  # the receiver adds an event for this stage later
+            stage.pending_send = None
         choice = stage.choose(now, limit, plan)
         if choice is None:
             continue
-        micro_batch = stage.do(choice, now)
-        assert stage.begin is not None
-        if stage.free + stage.work_left - stage.begin >= bound:
+        micro_batch = stage.execute(choice, now)
+        assert stage.start is not None
+        if stage.free_at + stage.work_left - stage.start >= bound:
             return None
-        heapq.heappush(events, (stage.free, number))
-        if choice != _WEIGHT:
+        heapq.heappush(events, (stage.free_at, number))
+        if choice != _WEIGHT_GRADIENT:
             if (number, choice) in senders:
                 heapq.heappush(events, (now, senders[number, choice]))
             target = following[number][choice]
             if target is not None:
                 receiver, stream, delay = target
-                stages[receiver].arrivals[stream][micro_batch] = stage.free + delay
+                stages[receiver].arrivals[stream][micro_batch] = stage.free_at + delay
                 if receiver != number:
-                    stage.sent = receiver, stream, micro_batch
-                    heapq.heappush(events, (stage.free + delay, receiver))
+                    stage.pending_send = receiver, stream, micro_batch
+                    heapq.heappush(events, (stage.free_at + delay, receiver))
     if any(len(stage.actions) < 6 * micro_batches for stage in stages):
         return None
-    cost = max(stage.free - (stage.begin or 0.0) for stage in stages)
+    cost = max(stage.free_at - (stage.start or 0.0) for stage in stages)
     return cost, Schedule(tuple(tuple(stage.actions) for stage in stages), placement="v")
 
 
-def _following(stage: int, stream: int, times: PartTimes) -> tuple[int, int, float] | None:
-    """Stage and stream that wait for a piece of this one, and what it takes to get there."""
+def _successor(stage: int, stream: int, times: PartTimes) -> tuple[int, int, float] | None:
+    """Return the stage and stream that wait for a result of this one, and the time that its message takes."""
     forward, final = stream < GRADIENT_0, 2 * times.stages - 1
     part = final - stage if stream % 2 else stage
     if part == (final if forward else 0):

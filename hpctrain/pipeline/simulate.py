@@ -1,4 +1,4 @@
-"""What a schedule costs: when every action starts and ends, the bubble, and the activations it holds."""
+"""Simulation of a schedule: start and end of every action, the bubble, and the activations of stages."""
 
 from __future__ import annotations
 
@@ -13,14 +13,21 @@ from hpctrain.text import either
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds (or any other unit) that a micro-batch takes.
+    """Times that a micro-batch takes, in seconds or any other unit.
 
-    A number is the time of a whole stage, shared evenly by its chunks. A sequence gives every stage its
-    own time, or, with several chunks, every part of the model (`Schedule.parts`). `communication` is what
-    a tensor needs from one stage to the next: a number, or one for each boundary between parts; parts on
-    one stage need none. The whole backward `B` takes `input_gradient + weight_gradient`.
+    A number is the time of a whole stage, shared evenly by its chunks. A sequence has a time for each stage
+    or, if there are several chunks, for each part of the model (`Schedule.parts`). The whole backward pass
+    `B` takes `input_gradient + weight_gradient`.
 
-    Raises HpctrainError for a time that is negative or not finite.
+    Attributes:
+        forward: Time of F.
+        input_gradient: Time of I.
+        weight_gradient: Time of W.
+        communication: Time of a message between stages: a number, or a sequence with a number for each
+            boundary between parts. Between parts on one stage it is 0.
+
+    Raises:
+        HpctrainError: A time is negative or not finite.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -44,32 +51,42 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The schedule in time; the unit is that of the times given. Tuples hold one entry a stage."""
+    """Start and end of all actions of a schedule, in the unit of the given times.
 
-    start: tuple[tuple[float, ...], ...]  # when each action of each stage starts
-    end: tuple[tuple[float, ...], ...]  # when each action of each stage ends
+    Attributes:
+        start: Start of each action of each stage.
+        end: End of each action of each stage.
+        cost: Longest time that a stage is active, from the start of its first action to the end of its last
+            one. This is the time of a step if steps follow one another.
+        finish: End of the last action of all.
+        ideal: Work of the busiest stage: m (T_F + T_B + T_W).
+        idle: Time within `cost` in which each stage does not work.
+        peak_activations: For each stage, as from the function `peak_activations`.
+    """
+
+    start: tuple[tuple[float, ...], ...]
+    end: tuple[tuple[float, ...], ...]
     cost: float
-    """Longest span of a stage, from the start of its first to the end of its last action: what a step takes
-    where steps follow one another."""
-    finish: float  # end of the last action of all
-    ideal: float  # work of the stage that has most: m (T_F + T_B + T_W)
-    idle: tuple[float, ...]  # time out of `cost` in which the stage does not work
+    finish: float
+    ideal: float
+    idle: tuple[float, ...]
     peak_activations: tuple[float, ...]
-    """Most micro-batches whose activations a stage holds at once, see `peak_activations`."""
 
     @property
     def bubble_rate(self) -> float:
-        """Part of `cost` that is lost: 1 - ideal / cost."""
+        """Fraction of `cost` that is lost: 1 - ideal / cost."""
         return max(0.0, 1 - self.ideal / self.cost) if self.cost else 0.0
 
 
 def simulate(schedule: Schedule, times: StageTimes) -> Simulation:
-    """Let every stage do its actions in order, each as soon as its data is there; sends never block.
+    """Simulate a schedule: each stage runs its actions in order, each as soon as its input has arrived.
 
-    The schedule is to be a good one (see `hpctrain.pipeline.check`). Raises HpctrainError where it cannot
-    come to its end, and for sequences of times that do not fit it.
+    Sends never block. The schedule must pass `hpctrain.pipeline.check.check`.
+
+    Raises:
+        HpctrainError: The schedule does not complete, or a sequence of times has the wrong length.
     """
-    starts, ends = reached(schedule, times)
+    starts, ends = simulate_available(schedule, times)
     problems = [
         f"schedule: stage {stage} never starts {actions[len(started)]}, because the actions that it "
         "requires do not complete"
@@ -81,16 +98,16 @@ def simulate(schedule: Schedule, times: StageTimes) -> Simulation:
     return summarize(schedule, starts, ends)
 
 
-def reached(schedule: Schedule, times: StageTimes) -> tuple[list[list[float]], list[list[float]]]:
-    """Start and end of each action of every stage, up to the first one whose data never comes."""
-    forward, input_gradient, weight_gradient, communication = spread(times, schedule)
+def simulate_available(schedule: Schedule, times: StageTimes) -> tuple[list[list[float]], list[list[float]]]:
+    """Return start and end of each action of every stage, up to the first one whose input never arrives."""
+    forward, input_gradient, weight_gradient, communication = times_by_part(times, schedule)
     whole = [one + other for one, other in zip(input_gradient, weight_gradient, strict=True)]
-    durations = [*forward, *input_gradient, *weight_gradient, *whole]  # as a Wire counts them
+    durations = [*forward, *input_gradient, *weight_gradient, *whole]  # as ActionIndices count them
     delays = [*communication, 0.0]
-    wires = schedule.wires
-    ends: list[float | None] = [None] * wires.results
-    ends[wires.nothing] = 0.0
-    waiting: dict[int, int] = {}  # the result that is waited for, and the stage that waits
+    dependencies = schedule.dependencies
+    ends: list[float | None] = [None] * dependencies.result_count
+    ends[dependencies.always_ready] = 0.0
+    waiting: dict[int, int] = {}  # by awaited result, the stage that waits
     starts_by_stage: list[list[float]] = [[] for _ in schedule.stages]
     ends_by_stage: list[list[float]] = [[] for _ in schedule.stages]
     runnable = list(range(schedule.stage_count))
@@ -98,7 +115,7 @@ def reached(schedule: Schedule, times: StageTimes) -> tuple[list[list[float]], l
         stage = runnable.pop()
         starts, finishes = starts_by_stage[stage], ends_by_stage[stage]
         now = finishes[-1] if finishes else 0.0
-        for need, delay, duration, result in wires.of_stages[stage][len(starts) :]:
+        for need, delay, duration, result in dependencies.by_stage[stage][len(starts) :]:
             ready = ends[need]
             if ready is None:
                 waiting[need] = stage
@@ -115,57 +132,63 @@ def reached(schedule: Schedule, times: StageTimes) -> tuple[list[list[float]], l
 
 
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
-    """Most micro-batches of which each stage holds activations at once.
+    """Return for each stage the largest number of micro-batches whose activations it holds at once.
 
-    A micro-batch in one chunk counts 1/chunks, so that the unit is always what one micro-batch leaves in the
+    A micro-batch in one chunk counts 1/chunks, so that the unit is the activations of one micro-batch in the
     whole stage.
     """
-    return tuple(most / schedule.chunks for most in schedule.most_alive)
+    return tuple(most / schedule.chunks for most in schedule.peak_live_chunks)
 
 
-def spread(
+def times_by_part(
     times: StageTimes, schedule: Schedule
 ) -> tuple[list[float], list[float], list[float], list[float]]:
-    """The times of every part, and of every boundary between parts."""
+    """Return the times of every part as four lists: F, I and W of each part, and each boundary between parts.
+
+    Raises:
+        HpctrainError: A sequence of times has the wrong length.
+    """
     problems: list[str] = []
 
-    def of_parts(name: str, value: float | Sequence[float]) -> list[float]:
+    def by_part(name: str, value: float | Sequence[float]) -> list[float]:
         if isinstance(value, (int, float)):
             return [value / schedule.chunks] * schedule.parts
         if len(value) == schedule.parts:
             return list(value)
         if len(value) == schedule.stage_count:
-            return [value[schedule.home(part)[0]] / schedule.chunks for part in range(schedule.parts)]
+            return [
+                value[schedule.stage_and_chunk(part)[0]] / schedule.chunks for part in range(schedule.parts)
+            ]
         right = either(dict.fromkeys((1, schedule.stage_count, schedule.parts)))
         problems.append(f"times: {name}: expected {right} numbers, got {len(value)}")
         return []
 
-    def of_boundaries(value: float | Sequence[float]) -> list[float]:
+    def by_boundary(value: float | Sequence[float]) -> list[float]:
         count = schedule.parts - 1
         numbers = [value] * count if isinstance(value, (int, float)) else value
         if len(numbers) != count:
             problems.append(f"times: communication: expected 1 or {count} numbers, got {len(numbers)}")
             return []
         return [
-            0.0 if schedule.home(part)[0] == schedule.home(part + 1)[0] else number
+            0.0 if schedule.stage_and_chunk(part)[0] == schedule.stage_and_chunk(part + 1)[0] else number
             for part, number in enumerate(numbers)
         ]
 
-    spread = (
-        of_parts("forward", times.forward),
-        of_parts("input gradient", times.input_gradient),
-        of_parts("weight gradient", times.weight_gradient),
-        of_boundaries(times.communication),
+    parts = (
+        by_part("forward", times.forward),
+        by_part("input gradient", times.input_gradient),
+        by_part("weight gradient", times.weight_gradient),
+        by_boundary(times.communication),
     )
     if problems:
         raise HpctrainError(problems)
-    return spread
+    return parts
 
 
 def summarize(
     schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]
 ) -> Simulation:
-    """Cost, ideal and idle times of a schedule whose actions start and end so, simulated or measured."""
+    """Return cost, ideal and idle times of a schedule from measured or simulated start and end of actions."""
     spans = [last[-1] - first[0] for first, last in zip(starts, ends, strict=True) if first]
     work = [
         math.fsum(end - start for start, end in zip(first, last, strict=True))

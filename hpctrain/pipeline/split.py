@@ -1,4 +1,8 @@
-"""Which blocks each part of a pipeline holds."""
+"""Assignment of the model's blocks to the parts of a pipeline.
+
+The layers of a model are the embedding, the blocks, and the head (final norm and loss). The first part always
+has the embedding and the last part the head. A split is the number of blocks of each part.
+"""
 
 from __future__ import annotations
 
@@ -14,85 +18,101 @@ from hpctrain.pipeline.action import Schedule
 Item = TypeVar("Item")
 
 _ROUNDING = 1e-9
-_UNITS = 10**12  # of the longest layer
-_MOST_WAYS = 500
+_UNITS = 10**12  # integer units of the slowest layer's time
+_MAX_PARTIAL_SPLITS = 500
 
 
-def fewest_blocks(parts: int) -> list[int]:
-    """Of each part: the last one may predict alone and the first one embed alone, no other is without any."""
+def minimum_blocks(parts: int) -> list[int]:
+    """Return the least number of blocks of each part.
+
+    It is 0 for the first and the last part, which have other layers, and 1 for all others, and for a single
+    part.
+    """
     return [0, *[1] * (parts - 2), 0] if parts > 1 else [1]
 
 
 def even_split(layers: int, parts: int) -> list[int]:
-    """Blocks of each part, as equal as can be; where they are not, the middle parts get one more.
+    """Return a split with as equal numbers of blocks as possible, in which the middle parts have one more.
 
-    The first part also embeds and the last one predicts, so they get the fewer blocks; where there are fewer
-    than parts, first the last one gets none.
+    The first part also embeds and the last one predicts, so they get fewer blocks. If there are fewer blocks
+    than parts, the last part is the first to have none.
     """
-    assert layers >= sum(fewest_blocks(parts)) and layers > 0, (layers, parts)
+    assert layers >= sum(minimum_blocks(parts)) and layers > 0, (layers, parts)
     if layers < parts:
         return [int(parts - 2 < layers), *[1] * (parts - 2), 0]
-    least, more = divmod(layers, parts)
-    first = (parts - more + 1) // 2
-    return [least + (first <= part < first + more) for part in range(parts)]
+    least, extra = divmod(layers, parts)
+    first = (parts - extra + 1) // 2
+    return [least + (first <= part < first + extra) for part in range(parts)]
 
 
-def cut(layers: Sequence[Item], counts: Sequence[int]) -> list[Sequence[Item]]:
-    """What belongs to each layer of a model, by parts of so many blocks; the first layer is not a block but
-    the first part's, the last one the last part's.
+def split_layers(layers: Sequence[Item], counts: Sequence[int]) -> list[Sequence[Item]]:
+    """Return the layers of each part, or any items that correspond to them.
+
+    Args:
+        layers: One item per layer; the first one is the embedding, the last one the head.
+        counts: Number of blocks of each part.
     """
     ends = [1 + blocks for blocks in accumulate(counts)]
     return [layers[start:end] for start, end in pairwise([0, *ends[:-1], len(layers)])]
 
 
 def balanced_split(times: Sequence[float], schedule: Schedule) -> list[int]:
-    """As `split_over`, where every stage takes as long for a layer."""
-    return split_over([times] * schedule.stage_count, schedule)
+    """Return the split of `split_by_stage_times` for stages that all take the same time for a layer.
+
+    Args:
+        times: Time of the embedding, of each block, and of the head.
+        schedule: Schedule with the stages and parts.
+    """
+    return split_by_stage_times([times] * schedule.stage_count, schedule)
 
 
-def split_over(times: Sequence[Sequence[float]], schedule: Schedule) -> list[int]:
-    """Blocks of each part so that the longest stage, all its chunks together, is as short as can be.
+def split_by_stage_times(times: Sequence[Sequence[float]], schedule: Schedule) -> list[int]:
+    """Return the split whose slowest stage, with all its chunks, is as fast as possible.
 
-    `times` are those of every layer on each stage: what the first part does besides its blocks (it embeds),
-    all blocks, and what the last part does besides (it predicts). Among all such placements, one whose
-    longest part is shortest; the even one where it is as good. Every part has a block at least, but for these
-    two.
+    Among all such splits it is one whose slowest part is fastest. If the even split is as good, it is that
+    one. Every part has at least a block, except for the first and the last. The result is optimal if all
+    blocks take equally long on a stage, and with one chunk; otherwise it is a heuristic of
+    `_split_different_blocks`.
 
-    Exact where blocks are all alike on a stage, and with one chunk; see `_of_unlike` for others.
+    Args:
+        times: For each stage, the times of every layer on it: the embedding, each block, and the head.
+        schedule: Schedule with the stages and parts.
     """
     known = list({id(each): each for each in times}.values())
     blocks = len(times[0]) - 2
-    assert blocks >= sum(fewest_blocks(schedule.parts)), (blocks, schedule.parts)
+    assert blocks >= sum(minimum_blocks(schedule.parts)), (blocks, schedule.parts)
     assert len(times) == schedule.stage_count and min(map(min, known)) >= 0, times
-    alike = all(len(set(each[1:-1])) == 1 for each in known)
-    split = (_of_alike if alike else _of_unlike)(times, schedule)
+    are_equal = all(len(set(each[1:-1])) == 1 for each in known)
+    split = (_split_equal_blocks if are_equal else _split_different_blocks)(times, schedule)
     even = even_split(blocks, schedule.parts)
-    both = zip(_longest(times, even, schedule), _longest(times, split, schedule), strict=True)
+    both = zip(_longest_times(times, even, schedule), _longest_times(times, split, schedule), strict=True)
     return even if all(one <= other * (1 + _ROUNDING) for one, other in both) else split
 
 
-def _longest(
+def _longest_times(
     times: Sequence[Sequence[float]], counts: Sequence[int], schedule: Schedule
 ) -> tuple[float, float]:
-    """Of the longest stage, and of the longest part."""
+    """Return the time of the slowest stage, and the time of the slowest part."""
     stages: list[float] = [0] * schedule.stage_count
     longest = 0.0
-    for part, layers in enumerate(cut(range(len(times[0])), counts)):
-        stage = schedule.home(part)[0]
+    for part, layers in enumerate(split_layers(range(len(times[0])), counts)):
+        stage = schedule.stage_and_chunk(part)[0]
         seconds = sum(times[stage][layer] for layer in layers)
         stages[stage] += seconds
         longest = max(longest, seconds)
     return max(stages), longest
 
 
-def _of_alike(times: Sequence[Sequence[float]], schedule: Schedule) -> list[int]:
-    """Stages take blocks one by one, each time the one that is then the shortest; so do the parts, up to the
-    blocks that their stage has room for. With blocks all alike no other choice is shorter.
+def _split_equal_blocks(times: Sequence[Sequence[float]], schedule: Schedule) -> list[int]:
+    """Return the best split if all blocks take equally long on a stage.
+
+    Blocks are given to stages one by one, each time to the stage that would then be fastest. Then parts take
+    blocks in the same way, up to the number of their stage. With equal blocks no other choice is faster.
     """
-    split = fewest_blocks(schedule.parts)
-    stage_of = [schedule.home(part)[0] for part in range(schedule.parts)]
+    split = minimum_blocks(schedule.parts)
+    stage_of = [schedule.stage_and_chunk(part)[0] for part in range(schedule.parts)]
     block = [of_stage[1] for of_stage in times]
-    parts = [many * block[stage] for many, stage in zip(split, stage_of, strict=True)]
+    parts = [count * block[stage] for count, stage in zip(split, stage_of, strict=True)]
     parts[0] += times[stage_of[0]][0]
     parts[-1] += times[stage_of[-1]][-1]
     stages = [0.0] * schedule.stage_count
@@ -111,7 +131,7 @@ def _of_alike(times: Sequence[Sequence[float]], schedule: Schedule) -> list[int]
     heapify(shortest)
     for _ in blocks_left:
         while stages[stage_of[shortest[0][-1]]] + block[stage_of[shortest[0][-1]]] > limit:
-            heappop(shortest)  # its stage has no room, and will have none
+            heappop(shortest)  # its stage is full
         seconds, _, part = shortest[0]
         stage = stage_of[part]
         split[part] += 1
@@ -120,11 +140,14 @@ def _of_alike(times: Sequence[Sequence[float]], schedule: Schedule) -> list[int]
     return split
 
 
-class _Way(NamedTuple):
-    """How the first parts are placed; the better of two is the smaller one.
+class _PartialSplit(NamedTuple):
+    """Split of the first parts. The better one of two compares as smaller.
 
-    `stage` and `part` are what the longest ones will take at least, `uneven` tells how far the parts are from
-    equal, `split` are their blocks.
+    Attributes:
+        stage: Lower bound for the time of the slowest stage.
+        part: Lower bound for the time of the slowest part.
+        uneven: Sum of squared deviations of the parts' times from the mean.
+        split: Blocks of each of the first parts.
     """
 
     stage: int
@@ -133,55 +156,64 @@ class _Way(NamedTuple):
     split: tuple[int, ...]
 
 
-def _of_unlike(times: Sequence[Sequence[float]], schedule: Schedule) -> list[int]:
-    """Part by part: of all ways to place so many blocks that leave the open stages alike, the best one; of
-    these the `_MOST_WAYS` best, and where there never are more, none has a shorter longest stage.
+def _split_different_blocks(times: Sequence[Sequence[float]], schedule: Schedule) -> list[int]:
+    """Return a good split if blocks take different times, by dynamic programming over the parts.
+
+    Of all partial splits with the same number of blocks and the same loads of stages that get further parts,
+    only the best one is continued. Of these, only the best `_MAX_PARTIAL_SPLITS` are kept. If there are never
+    more, the result is optimal.
     """
-    parts, blocks, fewest = schedule.parts, len(times[0]) - 2, fewest_blocks(schedule.parts)
-    stage_of = [schedule.home(part)[0] for part in range(parts)]
-    # Whole numbers, so that sums are alike in any order.
+    parts, blocks, fewest = schedule.parts, len(times[0]) - 2, minimum_blocks(schedule.parts)
+    stage_of = [schedule.stage_and_chunk(part)[0] for part in range(parts)]
+    # Integers, so that sums do not depend on the order.
     known = {id(each): each for each in times}
     most_seconds = max(map(max, known.values()))
     units = {key: [round(seconds / most_seconds * _UNITS) for seconds in each] for key, each in known.items()}
     layers = [units[id(each)] for each in times]
     even = even_split(blocks, parts)
-    limit = _longest(layers, even, schedule)[0]
-    # With so many blocks, and what comes before them: on each stage, and where each layer is quickest.
+    limit = _longest_times(layers, even, schedule)[0]
+    # Prefix sums of the layers' times: on each stage, and with each layer's fastest stage.
     sums = {key: list(accumulate(each)) for key, each in units.items()}
     until = [sums[id(each)] for each in times]
     least = list(accumulate(map(min, zip(*units.values(), strict=True))))
     mean = least[-1] // parts
-    ways = {(0, (0,) * schedule.stage_count): _Way(0, 0, 0, ())}
+    splits = {(0, (0,) * schedule.stage_count): _PartialSplit(0, 0, 0, ())}
     for part, stage in enumerate(stage_of):
-        following: dict[tuple[int, tuple[int, ...]], _Way] = {}
+        following: dict[tuple[int, tuple[int, ...]], _PartialSplit] = {}
         later = set(stage_of[part + 1 :])
-        for (placed, loads), way in ways.items():
+        for (placed, loads), partial in splits.items():
             before = until[stage][placed] if part else 0
             most = blocks - sum(fewest[part + 1 :])
             for end in range(placed + fewest[part] if later else blocks, most + 1):
                 passed = end if part < parts - 1 else blocks + 1
-                own = until[stage][passed] - before
-                load = loads[stage] + own
+                seconds = until[stage][passed] - before
+                load = loads[stage] + seconds
                 if load > limit:
                     break
                 left = (*loads[:stage], load if stage in later else 0, *loads[stage + 1 :])
                 rest = least[-1] - least[passed]
-                stage_bound = max(way.stage, load, (rest + sum(left)) // max(1, len(later)))
+                stage_bound = max(partial.stage, load, (rest + sum(left)) // max(1, len(later)))
                 if stage_bound <= limit:
-                    part_bound = max(way.part, own, rest // max(1, parts - part - 1))
-                    uneven = way.uneven + (own - mean) ** 2
-                    new = _Way(stage_bound, part_bound, uneven, (*way.split, end - placed))
+                    part_bound = max(partial.part, seconds, rest // max(1, parts - part - 1))
+                    uneven = partial.uneven + (seconds - mean) ** 2
+                    new = _PartialSplit(stage_bound, part_bound, uneven, (*partial.split, end - placed))
                     following[end, left] = min(new, following.get((end, left), new))
-        ways = dict(nsmallest(_MOST_WAYS, following.items(), key=itemgetter(1)))
-    return list(min(ways.values()).split) if ways else even
+        splits = dict(nsmallest(_MAX_PARTIAL_SPLITS, following.items(), key=itemgetter(1)))
+    return list(min(splits.values()).split) if splits else even
 
 
-def spans_of(schedule: Schedule, counts: Sequence[int], stage: int) -> list[LayerRange]:
-    """The parts of one stage, by chunk; `counts` are the blocks of each part of the model, in order."""
+def layer_ranges(schedule: Schedule, counts: Sequence[int], stage: int) -> list[LayerRange]:
+    """Return the layers of each part of one stage, by chunk.
+
+    Args:
+        schedule: Schedule with the stages and parts.
+        counts: Number of blocks of each part of the model, in order.
+        stage: Number of the stage.
+    """
     assert len(counts) == schedule.parts, (counts, schedule.parts)
     ends = list(accumulate(counts))
     last = schedule.parts - 1
-    stages = sorted({schedule.home(0)[0], schedule.home(last)[0]})
+    stages = sorted({schedule.stage_and_chunk(0)[0], schedule.stage_and_chunk(last)[0]})
     spans = []
     for chunk in range(schedule.chunks):
         part = schedule.part(stage, chunk)

@@ -1,9 +1,9 @@
-"""What no V-shaped order undercuts that keeps to a limit of activations.
+"""Lower bound for the cost of V-shaped schedules under a limit of activations.
 
-A stage does all its work. Besides, what it can do before the gradients of the first micro-batch are there
-is bounded by how many it may hold, and so is what is left to do once the last one has been let in: in the
-rest of these times it waits. And all activations that live in a step, each from its forward to its gradient,
-have to live there as many at a time.
+A stage must do all its work. Before the first gradients arrive, the work that it can do is bounded by the
+number of micro-batches that it may hold; so is the work that remains after the last micro-batch has started.
+During the rest of these two times the stage is idle. Besides, the activations of all micro-batches, each from
+its F to its I, must fit below the limit at any time.
 """
 
 from __future__ import annotations
@@ -14,9 +14,15 @@ from math import fsum
 from hpctrain.pipeline.list_scheduling import GRADIENT_0, GRADIENT_1, PartTimes
 
 
-def least_cost(times: PartTimes, micro_batches: int, limit: int) -> float:
-    """Longest span of a stage at the least; each may hold activations of `limit` micro-batches of a chunk."""
-    # When the first micro-batch can be in each part at the earliest, and its gradient.
+def minimum_cost(times: PartTimes, micro_batches: int, limit: int) -> float:
+    """Return a lower bound for the longest time that a stage is active.
+
+    Args:
+        times: Times of all parts.
+        micro_batches: Number of micro-batches.
+        limit: Number of (chunk, micro-batch) pairs whose activations a stage may hold.
+    """
+    # Earliest arrival of the first micro-batch, and of its gradient, in each part.
     hops = zip(times.forward, times.communication, strict=False)
     forward = list(accumulate(map(fsum, hops), initial=0.0))
     hops = zip(times.input_gradient[:0:-1], times.communication[::-1], strict=True)
@@ -25,33 +31,39 @@ def least_cost(times: PartTimes, micro_batches: int, limit: int) -> float:
     for stage in range(times.stages):
         up, begin = 2 * times.stages - 1 - stage, forward[stage]
         waits = forward[up] - begin, gradient[up] - begin, gradient[stage] - begin
-        work = times.of_stage(stage)
-        idle = _least_idle(work, waits, micro_batches, limit)
-        # From a forward to the end of its gradient of inputs, of both chunks.
-        lives = waits[2] + work[GRADIENT_0] + waits[1] - waits[0] + work[GRADIENT_1]
-        longest = max(longest, micro_batches * fsum(work) + idle, micro_batches * lives / limit)
+        work = times.stage_durations(stage)
+        idle = _minimum_idle(work, waits, micro_batches, limit)
+        # Time from F to the end of I, of both chunks.
+        lifetimes = waits[2] + work[GRADIENT_0] + waits[1] - waits[0] + work[GRADIENT_1]
+        longest = max(longest, micro_batches * fsum(work) + idle, micro_batches * lifetimes / limit)
     return longest
 
 
-def _least_idle(
+def _minimum_idle(
     work: tuple[float, ...], waits: tuple[float, float, float], micro_batches: int, limit: int
 ) -> float:
-    """Seconds in which a stage waits, by its `work` as of PartTimes; `waits` for the second forward of a
-    micro-batch, and its second and first gradient, after the first forward.
+    """Return a lower bound for the idle time of a stage.
+
+    Args:
+        work: Durations of the stage, as from `PartTimes.stage_durations`.
+        waits: Earliest times of F of chunk 1, I of chunk 1 and I of chunk 0 of a micro-batch, after the start
+            of its F of chunk 0.
+        micro_batches: Number of micro-batches.
+        limit: Number of (chunk, micro-batch) pairs whose activations a stage may hold.
     """
     forward_0, forward_1, gradient_0, gradient_1, weight_0, weight_1 = work
     second, gradient, last = waits
-    held = min(micro_batches, limit)
-    twice = min(micro_batches, limit // 2 if forward_1 > forward_0 else limit - held)
+    live = min(micro_batches, limit)
+    twice = min(micro_batches, limit // 2 if forward_1 > forward_0 else limit - live)
     once = min(micro_batches, limit - twice)
     chunk_1 = forward_1 + gradient_1 + weight_1
     first = max(
-        second - held * forward_0,
+        second - live * forward_0,
         gradient - once * forward_0 - twice * forward_1,
-        last - held * (forward_0 + chunk_1),
+        last - live * (forward_0 + chunk_1),
         0.0,
     )
-    left = forward_0 + held * chunk_1 + (held - 1) * (gradient_0 + weight_0)
+    left = forward_0 + live * chunk_1 + (live - 1) * (gradient_0 + weight_0)
     final = max(0.0, last - left)
-    # Only when gradients of the first one are there can there be room for the last one.
+    # The last micro-batch fits only after gradients of the first one have arrived.
     return first + final if micro_batches > limit else max(first, final)

@@ -1,13 +1,14 @@
-"""V-shaped schedules: ZB-V (Qi and others, arXiv 2401.10241), V-Half and V-Min (the same, arXiv 2405.15362).
+"""V-shaped schedules: ZB-V (Qi et al., arXiv 2401.10241), V-Half and V-Min (Qi et al., arXiv 2405.15362).
 
-Each stage holds two parts of the model, so that a micro-batch goes down the stages and comes up again: the
-first stage has its loss, and all stages hold about the same activations. The papers give orders for times
-that are all alike, and search for others. So does this, for all three and any times, within a limit of
-activations, which is all in which they differ.
+Each stage holds two parts of the model, so that a micro-batch passes the stages down and then up again. The
+first stage computes the loss, and all stages hold about the same amount of activations. The papers give
+orders for passes that take equally long, and search for others. This module searches for all three, with any
+times. They differ only in their limit of activations.
 
-A schedule grows from one building block, the way of one micro-batch, repeated once in the time of its work.
-The slower it travels down and up, the longer activations live, the fewer they may be. The search draws
-building blocks, always the same ones, lets `list_scheduling` make schedules of them and keeps the quickest.
+A schedule repeats one building block, which is the path of one micro-batch, once per period. The period is
+the time of its work on a stage. The slower the micro-batch moves, the longer its activations are live, and
+the fewer micro-batches fit. The search draws building blocks at random with a fixed seed, makes schedules of
+them with `list_scheduling`, and keeps the fastest one.
 """
 
 from __future__ import annotations
@@ -30,155 +31,178 @@ from hpctrain.pipeline.list_scheduling import (
     STREAMS,
     ListPriorities,
     PartTimes,
-    arrange,
+    list_schedule,
 )
-from hpctrain.pipeline.simulate import StageTimes, peak_activations, simulate, spread
-from hpctrain.pipeline.v_bound import least_cost
+from hpctrain.pipeline.simulate import StageTimes, peak_activations, simulate, times_by_part
+from hpctrain.pipeline.v_bound import minimum_cost
 
-_MOST_CANDIDATES = 320
-_WORK = 320_000  # actions to lay out, over all candidates: about a second
+_MAX_CANDIDATES = 320
+_MAX_PLACED_ACTIONS = 320_000  # over all candidates; takes about a second
 _FINALISTS = 4
 _ROUNDING = 1e-9
 _GAIN = 0.01
-"""Of a known order's time: where no order can spare more than that, none is looked for."""
+"""Relative gain that must be possible for a search: a fraction of the fixed order's cost."""
 
 
 LIMITS: Mapping[str, Callable[[int], int]] = {
-    # No bubble where times are alike and micro-batches 2 p or more; as many as 1F1B's first stage.
+    # As many as stage 0 of 1F1B. No bubble if passes take equally long and micro-batches are 2 p or more.
     "zb-v": lambda stages: stages,
     # About half of 1F1B's bubble.
     "v-half": lambda stages: (stages + 2) // 2,
     # About two thirds of 1F1B's bubble.
     "v-min": lambda stages: (stages + 4) // 3,
 }
-"""Micro-batches whose activations each of so many stages may hold, by the schedule's name."""
+"""By schedule: micro-batches whose activations a stage may hold, as a function of the number of stages."""
 
 
 @dataclass(frozen=True)
-class _Block:
-    """One building block, in parts of what is possible, and how to act where it meets itself (see
-    `ListPriorities`)."""
+class _BuildingBlock:
+    """Path of one micro-batch in relative units, and the parameters of the list scheduling.
 
-    room: tuple[float, float] = (1.0, 1.0)
-    """How much of the time that the limit allows is spent on the way, for chunk 0 and chunk 1."""
+    Attributes:
+        lifetime_share: Fraction of the longest lifetime that the limit allows, for chunk 0 and chunk 1.
+        forward_share: Fraction of the slack in this lifetime that is spent in forward, for chunk 0 and chunk
+            1.
+        rests: Pauses at the last stage, at the first stage, and at the last stage again, in periods.
+        stretch: Time from one micro-batch to the next, divided by the period.
+        patience: As in ListPriorities.
+        finish_first: As in ListPriorities.
+    """
+
+    lifetime_share: tuple[float, float] = (1.0, 1.0)
     forward_share: tuple[float, float] = (0.5, 0.5)
-    """How much of the slack on the way is spent in forward, the rest in backward."""
-    turns: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Rest at the last stage, at the first one, and at the last one again, in periods."""
-    stretch: float = 1.0  # time from one micro-batch to the next over the time of its work
+    rests: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    stretch: float = 1.0
     patience: float = 0.5
-    hasty: bool = False
+    finish_first: bool = False
 
 
 def search(
     name: str, stages: int, micro_batches: int, times: StageTimes, memory_limit: float | None
 ) -> Schedule:
-    """The quickest schedule found within a limit of activations, by default that of LIMITS.
+    """Return the fastest V-shaped schedule that the search finds within a limit of activations.
 
-    Raises HpctrainError for a limit that a single micro-batch would exceed.
+    The result depends only on the arguments, so that all ranks find the same one.
+
+    Args:
+        name: "zb-v", "v-half" or "v-min".
+        stages: Number of stages.
+        micro_batches: Number of micro-batches.
+        times: Times of the stages.
+        memory_limit: Number of micro-batches whose activations a stage may hold; None for that of LIMITS.
+
+    Raises:
+        HpctrainError: A single micro-batch exceeds the limit.
     """
     memory_limit = LIMITS[name](stages) if memory_limit is None else memory_limit
-    limit = math.floor(2 * memory_limit + _ROUNDING)  # a chunk's activations are half of a stage's
+    limit = math.floor(2 * memory_limit + _ROUNDING)  # a chunk has half of a stage's activations
     if limit < 2:
         raise HpctrainError(
             f"{name}: the limit of activations of {memory_limit:g} micro-batches must be 1 or more"
         )
     shape = Schedule(((Action("F", 0, 0), Action("F", 0, 1)),) * stages, name, "v")
-    part_times = PartTimes(*map(tuple, spread(times, shape)))
-    least = least_cost(part_times, micro_batches, limit)
-    best = _by_hand(stages, micro_batches)
+    part_times = PartTimes(*map(tuple, times_by_part(times, shape)))
+    least = minimum_cost(part_times, micro_batches, limit)
+    best = _zb_v(stages, micro_batches)
     if 2 * max(peak_activations(best)) > limit:
-        best = _one_by_one(stages, micro_batches)
+        best = _sequential(stages, micro_batches)
     cost = simulate(best, times).cost
     if cost > least * (1 + _GAIN):
-        # What is good for a few micro-batches more than fill the pipeline is good for many.
+        # Blocks that are good for slightly more micro-batches than fill the pipeline are good for many.
         for block in _explore(part_times, min(micro_batches, 2 * stages + 4), limit):
-            plan = _plan(block, part_times, micro_batches, limit)
-            result = arrange(plan, part_times, micro_batches, limit, cost * (1 - _ROUNDING))
+            plan = _block_priorities(block, part_times, micro_batches, limit)
+            result = list_schedule(plan, part_times, micro_batches, limit, cost * (1 - _ROUNDING))
             if result is not None:
                 cost, best = result
     return replace(best, name=name)
 
 
 @lru_cache(maxsize=64)
-def _explore(times: PartTimes, trial: int, limit: int) -> list[_Block]:
-    """The best building blocks for `trial` micro-batches, best first: half of the candidates at random, half
-    near the best so far.
-    """
-    least = least_cost(times, trial, limit)
-    candidates = max(4, min(_MOST_CANDIDATES, _WORK // (6 * times.stages * trial)))
-    generator = random.Random(0)
-    best: list[tuple[float, int, _Block]] = []
+def _explore(times: PartTimes, trial: int, limit: int) -> list[_BuildingBlock]:
+    """Return the best building blocks for `trial` micro-batches, best first.
 
-    def attempt(number: int, block: _Block) -> None:
+    Half of the candidates are random, the others are perturbations of the best ones so far.
+    """
+    least = minimum_cost(times, trial, limit)
+    candidates = max(4, min(_MAX_CANDIDATES, _MAX_PLACED_ACTIONS // (6 * times.stages * trial)))
+    generator = random.Random(0)
+    best: list[tuple[float, int, _BuildingBlock]] = []
+
+    def attempt(number: int, block: _BuildingBlock) -> None:
         bound = best[-1][0] if len(best) == _FINALISTS else math.inf
-        result = arrange(_plan(block, times, trial, limit), times, trial, limit, bound)
+        result = list_schedule(_block_priorities(block, times, trial, limit), times, trial, limit, bound)
         if result is not None:
             best.append((result[0], number, block))
             best.sort(key=lambda entry: entry[:2])
             del best[_FINALISTS:]
 
-    for number, block in enumerate(_draw(generator, candidates // 2)):
+    for number, block in enumerate(_draw_blocks(generator, candidates // 2)):
         attempt(number, block)
     for number in range(candidates - candidates // 2):
         if not best or best[0][0] <= least * (1 + _ROUNDING):
             break
         parent = best[min(number % 6 // 2, len(best) - 1)][2]
-        attempt(candidates + number, _near(generator, parent))
+        attempt(candidates + number, _perturb(generator, parent))
     return [block for _, _, block in best]
 
 
-def _draw(generator: random.Random, count: int) -> Iterator[_Block]:
-    yield from [_Block(), _Block(room=(0.0, 0.0)), _Block(forward_share=(0.0, 1.0))][:count]
+def _draw_blocks(generator: random.Random, count: int) -> Iterator[_BuildingBlock]:
+    yield from [
+        _BuildingBlock(),
+        _BuildingBlock(lifetime_share=(0.0, 0.0)),
+        _BuildingBlock(forward_share=(0.0, 1.0)),
+    ][:count]
     for _ in range(count - 3):
         draws = [generator.random() for _ in range(12)]
         tight = draws[0] < 0.3
-        yield _Block(
-            room=(0.0, 0.0) if tight else (0.6 + 0.6 * draws[1], 0.6 + 0.6 * draws[2]),
+        yield _BuildingBlock(
+            lifetime_share=(0.0, 0.0) if tight else (0.6 + 0.6 * draws[1], 0.6 + 0.6 * draws[2]),
             forward_share=(draws[3], draws[4]),
-            turns=(max(0.0, 3 * draws[5] - 2), max(0.0, 2 * draws[6] - 1), max(0.0, 3 * draws[7] - 2)),
+            rests=(max(0.0, 3 * draws[5] - 2), max(0.0, 2 * draws[6] - 1), max(0.0, 3 * draws[7] - 2)),
             stretch=1.0 if draws[8] < 0.6 else 0.9 + 0.4 * draws[9],
             patience=draws[10],
-            hasty=draws[11] < 0.5,
+            finish_first=draws[11] < 0.5,
         )
 
 
-def _near(generator: random.Random, block: _Block) -> _Block:
-    def moved(value: float, width: float) -> float:
+def _perturb(generator: random.Random, block: _BuildingBlock) -> _BuildingBlock:
+    def perturb(value: float, width: float) -> float:
         draw = generator.random()
         return value if draw < 0.4 else max(0.0, value + width * (generator.random() - 0.5))
 
     return replace(
         block,
-        room=(moved(block.room[0], 0.3), moved(block.room[1], 0.3)),
+        lifetime_share=(perturb(block.lifetime_share[0], 0.3), perturb(block.lifetime_share[1], 0.3)),
         forward_share=(
-            min(1.0, moved(block.forward_share[0], 0.5)),
-            min(1.0, moved(block.forward_share[1], 0.5)),
+            min(1.0, perturb(block.forward_share[0], 0.5)),
+            min(1.0, perturb(block.forward_share[1], 0.5)),
         ),
-        turns=(moved(block.turns[0], 0.2), moved(block.turns[1], 0.3), moved(block.turns[2], 0.2)),
-        patience=min(1.0, moved(block.patience, 0.3)),
+        rests=(perturb(block.rests[0], 0.2), perturb(block.rests[1], 0.3), perturb(block.rests[2], 0.2)),
+        patience=min(1.0, perturb(block.patience, 0.3)),
     )
 
 
-def _plan(block: _Block, times: PartTimes, micro_batches: int, limit: int) -> ListPriorities:
-    """When everything would happen if the building block were repeated with nothing in its way."""
+def _block_priorities(
+    block: _BuildingBlock, times: PartTimes, micro_batches: int, limit: int
+) -> ListPriorities:
+    """Return the time of each action if the building block were repeated without conflicts, as priority."""
     stages = times.stages
     mean_communication = math.fsum(times.communication) / max(1, 2 * stages - 2)
     fastest_forward = math.fsum(times.forward) / (2 * stages) + mean_communication
     fastest_backward = math.fsum(times.input_gradient) / (2 * stages) + mean_communication
     fastest = fastest_forward + fastest_backward
-    work = max(math.fsum(times.of_stage(stage)) for stage in range(stages))
+    work = max(math.fsum(times.stage_durations(stage)) for stage in range(stages))
     period = max(work, 2 * stages * fastest / limit) * block.stretch
-    # On every stage, the activations of a micro-batch live for 2 p x (time of a step forward and one back).
+    # On every stage, activations are live for 2 p x (time of one step down the stages and one back).
     longest = limit * work / (2 * stages)
-    slack = [max(0.0, longest * room - fastest) for room in block.room]
+    slack = [max(0.0, longest * room - fastest) for room in block.lifetime_share]
     forward = [fastest_forward + s * share for s, share in zip(slack, block.forward_share, strict=True)]
     backward = [
         fastest_backward + s * (1 - share) for s, share in zip(slack, block.forward_share, strict=True)
     ]
-    rise = stages * forward[0] + block.turns[0] * work
-    turn = rise + stages * forward[1] + block.turns[1] * work
-    back = turn + stages * backward[1] + block.turns[2] * work
+    rise = stages * forward[0] + block.rests[0] * work
+    turn = rise + stages * forward[1] + block.rests[1] * work
+    back = turn + stages * backward[1] + block.rests[2] * work
     ranks = []
     for stage in range(stages):
         after = stages - 1 - stage
@@ -188,36 +212,36 @@ def _plan(block: _Block, times: PartTimes, micro_batches: int, limit: int) -> Li
         start[GRADIENT_1] = turn + stage * backward[1]
         start[GRADIENT_0] = back + after * backward[0]
         ranks.append([[start[stream] + m * period for m in range(micro_batches)] for stream in STREAMS])
-    return ListPriorities(ranks, block.patience, block.hasty)
+    return ListPriorities(ranks, block.patience, block.finish_first)
 
 
-def _one_by_one(stages: int, micro_batches: int) -> Schedule:
-    """One micro-batch at a time: possible with any limit."""
+def _sequential(stages: int, micro_batches: int) -> Schedule:
+    """Return the schedule with one micro-batch at a time, which is possible with any limit."""
     kinds: tuple[tuple[Kind, int], ...] = (("F", 0), ("F", 1), ("I", 1), ("W", 1), ("I", 0), ("W", 0))
     actions = tuple(Action(kind, index, chunk) for index in range(micro_batches) for kind, chunk in kinds)
     return Schedule((actions,) * stages, placement="v")
 
 
-def _by_hand(stages: int, micro_batches: int) -> Schedule:
-    """ZB-V as the paper draws it, without a bubble where times are all alike (arXiv 2401.10241).
+def _zb_v(stages: int, micro_batches: int) -> Schedule:
+    """Return ZB-V as in the paper, without a bubble if all passes take equally long (arXiv 2401.10241).
 
-    With fewer than 2 p micro-batches it is the order of 2 p without those that there are not.
+    With fewer than 2 p micro-batches it is the order for 2 p without the missing ones.
     """
     full = max(micro_batches, 2 * stages)
     orders = []
     for stage in range(stages):
-        to_come = stages - stage
-        work: list[str] = ["F0"] * (2 * to_come - 1) + ["F1", "F0"] * stage + ["F1", "I1", "W1"] * to_come
-        let_in = work.count("F0")
+        remaining = stages - stage
+        work: list[str] = ["F0"] * (2 * remaining - 1) + ["F1", "F0"] * stage + ["F1", "I1", "W1"] * remaining
+        started = work.count("F0")
         for number in range(full - stages):
-            work += ["F0"] * (let_in + number < full) + ["I0", "W0", "F1", "I1", "W1"]
-        work += ["I0", "I1"] * stage + ["I0", "W0"] * to_come + ["W1"] * stage + ["W0"] * stage
-        orders.append(_numbered(work, micro_batches))
+            work += ["F0"] * (started + number < full) + ["I0", "W0", "F1", "I1", "W1"]
+        work += ["I0", "I1"] * stage + ["I0", "W0"] * remaining + ["W1"] * stage + ["W0"] * stage
+        orders.append(_number_actions(work, micro_batches))
     return Schedule(tuple(orders), placement="v")
 
 
-def _numbered(work: list[str], micro_batches: int) -> tuple[Action, ...]:
-    """Kinds and chunks with the micro-batches one after the other, without those that there are not."""
+def _number_actions(work: list[str], micro_batches: int) -> tuple[Action, ...]:
+    """Return actions with consecutive micro-batches for kinds and chunks such as "F0", up to the last one."""
     counts: Counter[str] = Counter()
     actions = []
     for piece in work:

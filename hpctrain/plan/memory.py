@@ -29,7 +29,7 @@ from hpctrain.optim.matrix_rule import MatrixRules
 from hpctrain.parallel.copies import planned_copies
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import receives_ahead
-from hpctrain.pipeline.split import spans_of
+from hpctrain.pipeline.split import layer_ranges
 from hpctrain.plan.activations import activation_peak, packing_bytes
 from hpctrain.plan.gpu_overhead import with_gpu_overhead
 from hpctrain.plan.step_on_meta import rehearse
@@ -189,7 +189,7 @@ def plan_memory(
     stages, of_stage = [], rank_count(sizes) // schedule.stage_count
     unknown: str | None = None
     for number in range(schedule.stage_count):
-        spans = spans_of(schedule, counts, number)
+        spans = layer_ranges(schedule, counts, number)
         # Stages in the middle differ, if at all, in the micro-batches whose activations they hold, and in how
         # they lie where nodes cut stages.
         begins = number * of_stage % per_node if of_stage % per_node and per_node % of_stage else 0

@@ -79,7 +79,7 @@ def _require_module(deck: Deck) -> None:
     """Raise HpctrainError with all that keeps a user's code from being run."""
     from hpctrain.checkpoint.exchange.by_name import open_values
     from hpctrain.model.build import architecture_of
-    from hpctrain.objective.choose import make_objective
+    from hpctrain.objective.factory import make_objective
 
     problems: list[str] = []
     source = None if deck.model.source is None else Path(deck.model.source)
@@ -109,12 +109,12 @@ def _patterns(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def _schedule(deck: Deck, ranks: int | None) -> Iterator[DeckProblem]:
-    from hpctrain.pipeline.wanted import make_schedule, schedule_of_file
+    from hpctrain.pipeline.deck_schedule import make_schedule, read_schedule_file
 
     named = deck.problem("layout.schedule", "")
     try:
         if ranks is None or world_problems(deck, ranks):
-            schedule_of_file(deck)
+            read_schedule_file(deck)
         else:
             make_schedule(deck, data_ranks(deck, ranks))
     except HpctrainError as error:

@@ -12,7 +12,7 @@ from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.model.build import architecture_of
 from hpctrain.pipeline.simulate import simulate
-from hpctrain.pipeline.split import cut
+from hpctrain.pipeline.split import split_layers
 from hpctrain.text import counted
 
 
@@ -48,7 +48,9 @@ def plan_pipeline(deck: Deck, ranks: int, vocabulary: int) -> PipelinePlan | Non
     data, architecture = axis_sizes(deck, ranks)["data"], architecture_of(deck, vocabulary)
     placement, passes = placed_by_flops(deck, architecture, data), micro_batches(deck, data)
     schedule = placement.schedule_of(passes)
-    simulation = simulate(schedule, times_of_parts(cut(layer_flops(deck, architecture), placement.split)))
+    simulation = simulate(
+        schedule, times_of_parts(split_layers(layer_flops(deck, architecture), placement.split))
+    )
     work = [simulation.cost - idle for idle in simulation.idle]
     loads = tuple(each / fmean(work) for each in work)
     return PipelinePlan(

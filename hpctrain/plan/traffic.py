@@ -33,12 +33,12 @@ from hpctrain.model.count import count
 from hpctrain.model.foreign.architecture import ModuleArchitecture
 from hpctrain.model.foreign.on_meta import as_with_values
 from hpctrain.model.foreign.twin import example_of
-from hpctrain.objective.choose import make_objective
+from hpctrain.objective.factory import make_objective
 from hpctrain.optim.optimizer import refresh
 from hpctrain.parallel.context import context_positions
 from hpctrain.pipeline.action import Action, Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch
-from hpctrain.pipeline.split import spans_of
+from hpctrain.pipeline.split import layer_ranges
 from hpctrain.plan.silent import SilentPart
 from hpctrain.plan.step_on_meta import rehearse
 
@@ -160,7 +160,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
     noted: dict[object, int] = {}
     stages, of_stages, whole = [], [], True
     for number in range(schedule.stage_count):
-        spans = spans_of(schedule, counts, number)
+        spans = layer_ranges(schedule, counts, number)
         ends = number in {0, schedule.stage_count - 1}
         kind: object = (
             ends and number,
@@ -336,14 +336,14 @@ def _run(
     )
     models: Sequence[Any] = stage.models
     if deck.model.module is not None and groups.tensor.size == 1:
-        models = [SilentPart(part, len(objective.figures)) for part in stage.models]
+        models = [SilentPart(part, len(objective.metrics)) for part in stage.models]
     executor = Executor(
         models,
         mesh.group("pipeline"),
         groups.weight_gradients,
         mesh.ledger,
-        objective.figures,
-        noted=groups.noted,
+        objective.metrics,
+        statistics=groups.noted,
     )
     with META:
         positions = context_positions(groups.context, groups.context_form, architecture.sequence)
@@ -398,7 +398,7 @@ def _exchanges(deck: Deck, stage: TrainedStage, schedule: Schedule, number: int)
 
 def _of_all(deck: Deck, architecture: Architecture, mesh: PlannedMesh, stage: TrainedStage) -> list[Moved]:
     """The counts and figures that all ranks sum, see Step; of a module's own loss it has one."""
-    own = 1 if deck.model.module is not None else len(make_objective(deck).figures)
+    own = 1 if deck.model.module is not None else len(make_objective(deck).metrics)
     figures = len(count(architecture).terms) + own + stage.replica[1]
     everyone = mesh.group(*EVERYONE)
     sums = [(mesh.group("data"), 2), (everyone, figures)]  # predicted and real tokens, then figures

@@ -26,7 +26,7 @@ from hpctrain.engine.build import Engine
 from hpctrain.engine.companions import reference_deck, shares_reference
 from hpctrain.engine.model_placement import ModelPlacement
 from hpctrain.errors import InputOutputError
-from hpctrain.objective.choose import drawing_of
+from hpctrain.objective.factory import make_token_sampling
 from hpctrain.objective.token_sampling import TokenSampling
 from hpctrain.optim.optimizer import refresh
 from hpctrain.post.rollout import AnswerRows
@@ -90,7 +90,7 @@ def open_reference(
     identity = _identity(path, world, checkpoint)
     if own is None:
         start = _start(path, world, buckets)
-        scored = None if seat.idle else partial(_with_start, step, drawing_of(deck), start)
+        scored = None if seat.idle else partial(_with_start, step, make_token_sampling(deck), start)
         return Reference(scored, identity)
     there = seat.of_model(REFERENCE)
     with seat.agreement():
@@ -99,7 +99,9 @@ def open_reference(
         shown = shown_engine(path, own, there)
     rows = Batches(AnswerRows([], own.batch.sequence), 0)
     other = Step(shown, rows, own.batch.micro_size, 0.0, own.run.seed)
-    return Reference(partial(log_probabilities_of, other, drawing=drawing_of(deck)), identity, shown)
+    return Reference(
+        partial(log_probabilities_of, other, sampling=make_token_sampling(deck)), identity, shown
+    )
 
 
 def _identity(path: Path, world: World, checkpoint: Path | None) -> str:
@@ -123,12 +125,12 @@ def _start(path: Path, world: World, buckets: Sequence[Bucket]) -> _Values:
     return begun
 
 
-def _with_start(step: Step, drawing: TokenSampling, start: _Values, batches: Batches) -> Iterator[Tensor]:
+def _with_start(step: Step, sampling: TokenSampling, start: _Values, batches: Batches) -> Iterator[Tensor]:
     """Log-probabilities by the policy as it was at its start; then it has its bits again. Collective."""
     buckets = [bucket for bucket, _ in start]
     present = [(bucket, _own(bucket).clone()) for bucket in buckets]
     _put(start)
-    found = list(log_probabilities_of(step, batches, drawing))
+    found = list(log_probabilities_of(step, batches, sampling))
     _put(present)
     yield from found
 

@@ -36,7 +36,7 @@ from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import Stage
 from hpctrain.engine.weight_transfer import WeightTransfer
 from hpctrain.model.transformer import Transformer
-from hpctrain.objective.choose import drawing_of
+from hpctrain.objective.factory import make_token_sampling
 from hpctrain.objective.value import ClippedValue
 from hpctrain.post.astray import Astray
 from hpctrain.post.experience import Experience, figures_of
@@ -113,7 +113,9 @@ class PolicyTrainer(Trainer):
             self.writer,
             rewards,
             models,
-            old=None if seat.idle else partial(log_probabilities_of, self.step, drawing=drawing_of(deck)),
+            old=None
+            if seat.idle
+            else partial(log_probabilities_of, self.step, sampling=make_token_sampling(deck)),
             reference=None if reference is None else reference.scored,
             values=critic,
         )

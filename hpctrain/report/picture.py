@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from hpctrain.pipeline.check import ScheduleProblem
+    from hpctrain.pipeline.schedule_check import ScheduleProblem
     from hpctrain.pipeline.simulate import Simulation
 
 _MARK = "#d00000"

@@ -87,7 +87,11 @@ class RecordedStep:
         other = part - 1 if forward else part + 1
         if action.kind == "W" or not 0 <= other < self.schedule.parts:
             return None
-        return None if self.schedule.home(other)[0] == stage else ends[forward, other, action.micro_batch]
+        return (
+            None
+            if self.schedule.stage_and_chunk(other)[0] == stage
+            else ends[forward, other, action.micro_batch]
+        )
 
     def _message_times(self) -> list[float]:
         schedule, ends = self.schedule, self._ends()

@@ -15,7 +15,7 @@ from hpctrain.model.foreign.arguments import ModuleCall
 from hpctrain.model.foreign.initial import HOST, seeded
 from hpctrain.model.foreign.passage import seed_draws
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.objective.objective import LossOf
+from hpctrain.objective.objective import LossFunction
 from hpctrain.train.outputs import outputs_of
 from hpctrain.train.trainer import Trainer
 
@@ -61,7 +61,7 @@ def plain_figures(trainer: Trainer, weights: Mapping[str, Tensor], watched: int 
     module = plain_module(engine, weights, trainer.deck.run.seed)
     call = call_in(engine, module)
     read = list(step.batches.step(trainer.state.samples, batch, 0, 1, step.micro_size))
-    sums = torch.zeros(len(engine.objective.figures), dtype=torch.float64)
+    sums = torch.zeros(len(engine.objective.metrics), dtype=torch.float64)
     count = sum(map(engine.objective.count, read))
     outputs = []
     with torch.random.fork_rng(devices=[]):
@@ -72,12 +72,12 @@ def plain_figures(trainer: Trainer, weights: Mapping[str, Tensor], watched: int 
             with outputs_of({module: lambda: True} if number < watched else {}) as given:
                 losses = losses_of(engine, micro)(call(micro.fields))
             outputs += [given] if number < watched else []
-            sums += torch.stack([figure.double() for figure in losses.figures])
+            sums += torch.stack([figure.double() for figure in losses.metrics])
             losses.total.backward()
     figures = {
-        name: total / count for name, total in zip(engine.objective.figures, sums.tolist(), strict=True)
+        name: total / count for name, total in zip(engine.objective.metrics, sums.tolist(), strict=True)
     }
-    counted = engine.objective.settle(figures)
+    counted = engine.objective.normalize(figures)
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / count
         for name, parameter in module.named_parameters()
@@ -93,6 +93,6 @@ def call_in(engine: Engine, module: nn.Module) -> ModuleCall:
     return engine.architecture.call(module)
 
 
-def losses_of(engine: Engine, micro: MicroBatch) -> LossOf:
+def losses_of(engine: Engine, micro: MicroBatch) -> LossFunction:
     """The sums of a micro-batch, of what a module gives."""
     return engine.objective.losses(ModelInputs(micro.fields, engine.positions), torch.ones(()))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.user_code import run_user_code
 from hpctrain.model.foreign.arguments import ModuleCall, tensors_of
-from hpctrain.objective.objective import LossOf
+from hpctrain.objective.objective import LossFunction
 from hpctrain.text import counted
 
 _SEED, _OTHER_SEED = 1, 2
@@ -38,7 +38,7 @@ class ProbeFinding:
 
 
 def probe(
-    call: ModuleCall, micro: MicroBatch, losses: Callable[[MicroBatch], LossOf]
+    call: ModuleCall, micro: MicroBatch, losses: Callable[[MicroBatch], LossFunction]
 ) -> Iterator[ProbeFinding]:
     """All that is found of a module in training, called so on the host, with these `losses` of a micro-batch
     of some samples. Its buffers, and random numbers, are as before when it is over.
@@ -118,7 +118,7 @@ def _passes(call: ModuleCall, micro: MicroBatch) -> Iterator[ProbeFinding]:
 
 
 def _gradients(
-    call: ModuleCall, micro: MicroBatch, losses: Callable[[MicroBatch], LossOf]
+    call: ModuleCall, micro: MicroBatch, losses: Callable[[MicroBatch], LossFunction]
 ) -> Iterator[ProbeFinding]:
     """Parameters that get none."""
     module = call.module
@@ -136,7 +136,7 @@ def _gradients(
 
 @torch.no_grad()
 def _additive(
-    call: ModuleCall, micro: MicroBatch, losses: Callable[[MicroBatch], LossOf]
+    call: ModuleCall, micro: MicroBatch, losses: Callable[[MicroBatch], LossFunction]
 ) -> Iterator[ProbeFinding]:
     """Losses that are no sums over samples, where the module looks at each by itself."""
     module = call.module
@@ -152,7 +152,7 @@ def _additive(
     joined = torch.cat(parts)
     if joined.shape != whole.shape or not torch.allclose(joined, whole, rtol=_EXACT, atol=_EXACT):
         return
-    figures = [losses(each)(made).figures for each, made in zip(batches, given, strict=True)]
+    figures = [losses(each)(made).metrics for each, made in zip(batches, given, strict=True)]
     sums = [float(each[0]) for each in figures]
     apart = sum(sums[1:])
     if abs(sums[0] - apart) > _EXACT * max(map(abs, sums)):

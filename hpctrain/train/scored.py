@@ -42,12 +42,12 @@ class _ScoreRecorder:
 
 
 def log_probabilities_of(
-    step: Step, batches: Batches, drawing: TokenSampling | None = None
+    step: Step, batches: Batches, sampling: TokenSampling | None = None
 ) -> Iterator[Tensor]:
-    """Log-probabilities [n, s] of the targets of all sequences in their order by the chances of `drawing`,
+    """Log-probabilities [n, s] of the targets of all sequences in their order by the chances of `sampling`,
     some at a time, zero where there is no target, the same on all ranks. Collective.
     """
-    return _of_all(step, batches, partial(log_probabilities, drawing=drawing))
+    return _of_all(step, batches, partial(log_probabilities, sampling=sampling))
 
 
 def values_of(step: Step, batches: Batches) -> Iterator[Tensor]:
@@ -73,7 +73,7 @@ def _of_first(step: Step, batches: Batches, sequences: int, find: Finding) -> Te
     engine, data = step.engine, step.engine.mesh
     rank, ranks = data.coordinate("data"), data.size("data")
     micro_batches = step.read(batches.evaluation(sequences, rank, ranks, step.micro_size)).micro_batches
-    one, figures = torch.ones((), device=engine.world.device), len(engine.objective.figures)
+    one, figures = torch.ones((), device=engine.world.device), len(engine.objective.metrics)
     prepared, kept = [], []
     for micro in micro_batches:
         inputs = step.prepare(micro, one, None).inputs

@@ -123,7 +123,7 @@ class Step:
             engine.mesh.group("pipeline"),
             engine.groups.weight_gradients,
             engine.world.ledger,
-            engine.objective.figures,
+            engine.objective.metrics,
             engine.terms,
             engine.groups.noted,
         )
@@ -147,7 +147,7 @@ class Step:
             self.guard.require_sound(totals)
         # In single precision no layout's order of the sum shows.
         roots = [float(np.sqrt(np.float32(total))) if total >= 0 else total for total in totals[-replicas:]]
-        counted = engine.objective.settle(figures)
+        counted = engine.objective.normalize(figures)
         norms = [root / engine.loss_scale.value / counted for root in roots]
         engine.world.ledger.phase = "step"
         finite = all(map(isfinite, (*figures.values(), *norms)))
@@ -296,10 +296,10 @@ class Step:
         ):
             sums = self.executor.run(forward, prepared, training=False)
         figures, _ = self.agree(sums, read)
-        counted = self.engine.objective.settle(figures)
+        counted = self.engine.objective.normalize(figures)
         ledger.phase = "other"
         if not learns(tokens, figures["loss"]):
-            own = set(self.engine.objective.figures)
+            own = set(self.engine.objective.metrics)
             return {name: nan if name in own else value for name, value in figures.items()}, 0, 0.0
         return figures, tokens, max(1, tokens) * counted
 
@@ -358,7 +358,7 @@ class Step:
             Figures, the objective's a mean over the tokens to be predicted, layers' terms a mean over the
             real tokens of what was `read`; and all sums.
         """
-        engine, own = self.engine, self.engine.objective.figures
+        engine, own = self.engine, self.engine.objective.metrics
         if not engine.replications.speaks:
             sums = sums.clone()
             sums[: len(own)] = 0

@@ -83,7 +83,7 @@ class Trainer:
     @property
     def evaluated(self) -> tuple[str, ...]:
         """Names of the figures of an evaluation."""
-        return self.engine.objective.figures
+        return self.engine.objective.metrics
 
     @property
     def world(self) -> World:

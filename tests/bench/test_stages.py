@@ -20,7 +20,7 @@ from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import simulate
-from hpctrain.pipeline.split import spans_of
+from hpctrain.pipeline.split import layer_ranges
 from tests.engines import DECK, LLAMA, small_deck, trainer
 
 
@@ -28,7 +28,7 @@ from tests.engines import DECK, LLAMA, small_deck, trainer
 def test_torch_has_the_same_model(family: tuple[str, ...]) -> None:
     shape = ModelShape.of(small_deck(*family, "model.layers=5", "model.tied=false"), 61)
     schedule = generate("1f1b", 4, 4)
-    parts = [TorchModel(shape, *spans_of(schedule, [0, 2, 3, 0], stage)) for stage in range(4)]
+    parts = [TorchModel(shape, *layer_ranges(schedule, [0, 2, 3, 0], stage)) for stage in range(4)]
     counted = sum(parameter.numel() for part in parts for parameter in part.parameters())
     assert counted == count(shape).parameters
     x = torch.randint(61, (2, 32))

@@ -23,7 +23,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import simulate
-from hpctrain.pipeline.split import cut
+from hpctrain.pipeline.split import split_layers
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.train.run import resume, run_deck
 from tests.engines import LLAMA, small_deck, trainer
@@ -46,7 +46,7 @@ def measure(world: World, *overrides: str) -> LayerTimes:
 def test_times_of_parts_are_those_of_their_layers() -> None:
     given = times_of(PassTimes(1, 2, 3), PassTimes(10, 20, 30), PassTimes(100, 200, 300), communication=0.5)
     layers = bare_model(ModelShape.of(small_deck("model.layers=7"), 61)).layers
-    times = given.of_parts(cut(layers, [2, 1, 4]))
+    times = given.of_parts(split_layers(layers, [2, 1, 4]))
     assert times.forward == [12, 1, 104]
     assert times.input_gradient == [24, 2, 208]
     assert times.weight_gradient == [36, 3, 312]
@@ -78,7 +78,7 @@ def test_each_kind_is_measured_and_told(world: World) -> None:
     assert [each.forward for each in times.of_kind.values()] == [1, 2, 0, 0]
     assert "measured per micro-batch: block " in str(Placement(lambda _: generate("1f1b", 1, 1), (4,), times))
     layers = bare_model(ModelShape.of(small_deck(*deck), 61)).layers
-    first, second = times.of_parts(cut(layers, [1, 3])).forward
+    first, second = times.of_parts(split_layers(layers, [1, 3])).forward
     block, wide, embedding, head = (each.forward for each in times.of_kind.values())
     assert (first, second) == (embedding + block, 2 * wide + block + head) == (1, 5)
 

@@ -85,11 +85,11 @@ def test_losses_and_gradients(
     objective = DirectPreference(BETA, form, smoothing)
     found = objective.losses(inputs_of(targets, reference), torch.tensor(0.25))(layer, mine)
     found.total.backward()
-    figures = dict(zip(objective.figures, map(float, found.figures), strict=True))
-    assert figures["loss"] == pytest.approx(float(total), rel=1e-6)
-    assert figures["chosen"] == pytest.approx(rewards[0], rel=1e-5)
-    assert figures["rejected"] == pytest.approx(rewards[1], rel=1e-5)
-    assert figures["pairs"] == PAIRS
+    metrics = dict(zip(objective.metrics, map(float, found.metrics), strict=True))
+    assert metrics["loss"] == pytest.approx(float(total), rel=1e-6)
+    assert metrics["chosen"] == pytest.approx(rewards[0], rel=1e-5)
+    assert metrics["rejected"] == pytest.approx(rewards[1], rel=1e-5)
+    assert metrics["pairs"] == PAIRS
     assert mine.grad is not None
     assert wide.grad is not None
     assert exact.grad is not None
@@ -109,11 +109,11 @@ def test_one_that_has_not_moved_is_its_own_reference(world: World, form: torch.d
     objective = DirectPreference(BETA)
     losses = objective.losses(inputs_of(targets, reference), torch.tensor(1.0))
     with torch.no_grad():
-        watched = dict(zip(objective.figures, map(float, losses(layer, hidden).figures), strict=True))
+        watched = dict(zip(objective.metrics, map(float, losses(layer, hidden).metrics), strict=True))
     trained = losses(layer, hidden.clone().requires_grad_())
-    assert [float(each) for each in trained.figures] == list(watched.values())
+    assert [float(each) for each in trained.metrics] == list(watched.values())
     settled = {name: value / 7 for name, value in watched.items()}
-    assert objective.settle(settled) == pytest.approx(PAIRS / 7)
+    assert objective.normalize(settled) == pytest.approx(PAIRS / 7)
     assert settled["loss"] == pytest.approx(math.log(2), abs=1e-15)
     assert (settled["margin"], settled["accuracy"]) == (0.0, 0.5)
 
@@ -122,6 +122,6 @@ def test_rows_that_only_fill_up_are_no_pair() -> None:
     targets = torch.full((2, SEQUENCE), -1)
     assert DirectPreference().count(MicroBatch.of_tokens(torch.zeros_like(targets), targets)) == 0
     ahead = torch.tensor([1.0, -1.0, 0.0, 0.0], dtype=torch.float64)
-    losses, told = DirectPreference(BETA).of_answers(ahead, torch.tensor([3.0, 2.0, 0.0, 0.0]))
+    losses, told = DirectPreference(BETA).pair_losses(ahead, torch.tensor([3.0, 2.0, 0.0, 0.0]))
     assert float(told[-1]) == 1
     assert float(losses) == pytest.approx(-math.log(1 / (1 + math.exp(-2 * BETA))))

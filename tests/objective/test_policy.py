@@ -54,7 +54,7 @@ def given(drawing: TokenSampling) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 def by_torch(own: Tensor, fields: dict[str, Tensor], mean: str, estimate: str) -> dict[str, Tensor]:
-    """The loss and figures of log-probabilities [s, b, V], answer by answer and token by token."""
+    """The loss and metrics of log-probabilities [s, b, V], answer by answer and token by token."""
     losses, tokens, kl, clipped, moved = [], 0, 0.0, 0, 0.0
     for row in range(own.shape[1]):
         each = []
@@ -109,20 +109,20 @@ def test_losses_and_gradients(
         LONGEST,
         BETA,
         estimate,  # type: ignore[arg-type]
-        referenced=True,
-        drawing=drawing,
+        has_reference=True,
+        sampling=drawing,
     )
     inputs = ModelInputs({name: each.t() for name, each in fields.items()}, torch.arange(len(hidden)))
     tokens = int((fields["targets"] >= 0).sum())
     found = objective.losses(inputs, torch.tensor(1 / tokens))(layer, mine)
     found.total.backward()
-    figures = {
-        name: float(each) / tokens for name, each in zip(objective.figures, found.figures, strict=True)
+    metrics = {
+        name: float(each) / tokens for name, each in zip(objective.metrics, found.metrics, strict=True)
     }
-    counted = objective.settle(figures)
-    assert set(figures) == {"loss", "clip_share", "moved", "entropy", "kl"}
+    counted = objective.normalize(metrics)
+    assert set(metrics) == {"loss", "clip_share", "moved", "entropy", "kl"}
     for name, value in wanted.items():
-        assert figures[name] == pytest.approx(float(value), rel=1e-5), name
+        assert metrics[name] == pytest.approx(float(value), rel=1e-5), name
     table = layer.table
     assert mine.grad is not None
     assert wide.grad is not None
@@ -144,11 +144,11 @@ def test_what_was_drawn_just_now_has_moved_nowhere(world: World, of: str) -> Non
     exact = exact.gather(1, fields["targets"][there].unsqueeze(1))[:, 0]
     torch.testing.assert_close(fields[OLD][there].double(), exact, rtol=1e-6, atol=1e-6)
     inputs = ModelInputs({name: each.t() for name, each in fields.items()}, torch.arange(len(hidden)))
-    objective = PolicyOptimization(drawing=drawing)
+    objective = PolicyOptimization(sampling=drawing)
     found = objective.losses(inputs, torch.tensor(1.0))(layer, hidden.clone().requires_grad_())
-    figures = dict(zip(objective.figures, map(float, found.figures), strict=True))
-    assert (figures["moved"], figures["clip_share"]) == (0.0, 0.0)
-    assert figures["loss"] == pytest.approx(
+    metrics = dict(zip(objective.metrics, map(float, found.metrics), strict=True))
+    assert (metrics["moved"], metrics["clip_share"]) == (0.0, 0.0)
+    assert metrics["loss"] == pytest.approx(
         -float(fields[ADVANTAGES][fields["targets"] >= 0].sum()), rel=1e-6
     )
 

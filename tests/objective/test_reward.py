@@ -37,20 +37,20 @@ def rewards(*values: float) -> tuple[Tensor, Tensor]:
 
 def test_margins_and_centering() -> None:
     given, there = rewards(1.0, -0.5, 0.2, 0.7, 0.3, 0.3)
-    loss, told = PairwiseReward().of_answers(given, there, None)
+    loss, told = PairwiseReward().pair_losses(given, there, None)
     assert float(loss) == pytest.approx(loss_of(1.5) + loss_of(-0.5) + loss_of(0.0))
-    figures = dict(zip(PairwiseReward.figures, told.tolist(), strict=True))
-    assert figures["accuracy"] == 1.5 and figures["pairs"] == 3
-    assert figures["margin"] == pytest.approx(1.0)
-    assert (figures["chosen"], figures["rejected"]) == pytest.approx((1.5, 0.5))
-    assert figures["loss"] == float(loss)
+    metrics = dict(zip(PairwiseReward.metrics, told.tolist(), strict=True))
+    assert metrics["accuracy"] == 1.5 and metrics["pairs"] == 3
+    assert metrics["margin"] == pytest.approx(1.0)
+    assert (metrics["chosen"], metrics["rejected"]) == pytest.approx((1.5, 0.5))
+    assert metrics["loss"] == float(loss)
 
-    loss, told = PairwiseReward(margin=0.25, centering=0.1).of_answers(
+    loss, told = PairwiseReward(margin=0.25, centering=0.1).pair_losses(
         given, there, torch.tensor([0.5, 0.0, -1.0])
     )
     expected = loss_of(0.75) + loss_of(-0.75) + loss_of(0.75) + 0.1 * (0.25 + 0.81 + 0.36)
     assert float(loss) == pytest.approx(expected)
-    assert told.tolist()[1:] == pytest.approx([figures[name] for name in PairwiseReward.figures[1:]])
+    assert told.tolist()[1:] == pytest.approx([metrics[name] for name in PairwiseReward.metrics[1:]])
 
 
 def test_rows_that_only_fill_up_are_no_pair() -> None:
@@ -58,16 +58,16 @@ def test_rows_that_only_fill_up_are_no_pair() -> None:
     assert PairwiseReward().count(MicroBatch.of_tokens(torch.zeros_like(targets), targets)) == 0
     given, there = rewards(1.0, 0.5, 0.0, 0.0)
     there[2:] = False
-    loss, told = PairwiseReward(margin=1.0).of_answers(given, there, None)
+    loss, told = PairwiseReward(margin=1.0).pair_losses(given, there, None)
     assert float(loss) == pytest.approx(loss_of(-0.5)) and float(told[-1]) == 1
-    figures = dict.fromkeys(PairwiseReward.figures, 0.0)
-    assert PairwiseReward().settle(figures) == 1.0 and "pairs" not in figures
+    metrics = dict.fromkeys(PairwiseReward.metrics, 0.0)
+    assert PairwiseReward().normalize(metrics) == 1.0 and "pairs" not in metrics
 
 
 def test_means_are_of_pairs() -> None:
-    figures = {"loss": 0.3, "accuracy": 0.25, "margin": 1.0, "chosen": 0.5, "rejected": -0.5, "pairs": 0.5}
-    assert PairwiseReward().settle(figures) == 0.5
-    assert figures == {"loss": 0.6, "accuracy": 0.5, "margin": 2.0, "chosen": 1.0, "rejected": -1.0}
+    metrics = {"loss": 0.3, "accuracy": 0.25, "margin": 1.0, "chosen": 0.5, "rejected": -0.5, "pairs": 0.5}
+    assert PairwiseReward().normalize(metrics) == 0.5
+    assert metrics == {"loss": 0.6, "accuracy": 0.5, "margin": 2.0, "chosen": 1.0, "rejected": -1.0}
 
 
 @pytest.mark.parametrize("length", [16, 8, 7, 6, 5])
@@ -113,4 +113,4 @@ def test_only_these_places_learn(world: World) -> None:
     assert exact.grad is not None and weight.grad is not None
     torch.testing.assert_close(hidden.grad.double(), exact.grad, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(head.table.gradient[0].double(), weight.grad, rtol=1e-6, atol=1e-7)
-    assert float(losses.figures[0]) == pytest.approx(float(loss.detach()), rel=1e-6)
+    assert float(losses.metrics[0]) == pytest.approx(float(loss.detach()), rel=1e-6)

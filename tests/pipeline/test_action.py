@@ -93,5 +93,5 @@ def test_mistakes_are_named_with_line_and_word(text: str, problems: list[str]) -
 def test_where_parts_are(placement: Placement, expected: list[tuple[int, int]]) -> None:
     schedule = Schedule(((Action("F", 0), Action("F", 0, 1)),) * 3, "", placement)
     assert schedule.parts == 6
-    assert [schedule.home(part) for part in range(6)] == expected
+    assert [schedule.stage_and_chunk(part) for part in range(6)] == expected
     assert [schedule.part(stage, chunk) for stage, chunk in expected] == list(range(6))

@@ -1,6 +1,6 @@
 """The executor: every schedule computes what one rank computes, and moves what it must.
 
-Tests of pipeline/wanted.py beside pipeline/execute.py.
+Tests of pipeline/deck_schedule.py beside pipeline/execute.py.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.execute import BoundaryMessage, forward_only, messages
-from hpctrain.pipeline.generate import PLAIN, generate
-from hpctrain.pipeline.split import even_split, spans_of
+from hpctrain.pipeline.generate import ONE_CHUNK_SCHEDULES, generate
+from hpctrain.pipeline.split import even_split, layer_ranges
 from hpctrain.train.verify import verify_layout
 from tests.engines import LLAMA, Trainer, reference, small_deck, trainer
 
 
 def pipelined(world: World, name: str, micro_batches: int, *overrides: str) -> Deck | None:
     """A deck with one stage for each rank, or None where the schedule does not take so many micro-batches."""
-    chunks = 1 if name in PLAIN else 2
+    chunks = 1 if name in ONE_CHUNK_SCHEDULES else 2
     try:
         generate(name, world.size, micro_batches, chunks=chunks)
         return small_deck(
@@ -47,7 +47,7 @@ def expected(world: World, micro_batches: int, *overrides: str) -> Trainer:
 
 
 def schedules(world: World, micro_batches: int, *overrides: str) -> Iterator[tuple[str, Deck]]:
-    for name in (*PLAIN, "interleaved", *V_SHAPED):
+    for name in (*ONE_CHUNK_SCHEDULES, "interleaved", *V_SHAPED):
         deck = pipelined(world, name, micro_batches, *overrides)
         if deck is not None:
             yield name, deck
@@ -84,7 +84,7 @@ def test_every_schedule_is_one_rank_bit_for_bit_or_to_rounding(
             same = first.setdefault((deck.layout.chunks * "x", tensor), gradient.clone())
             if tied == "false":
                 assert torch.equal(gradient, same), (name, tensor)
-    assert tried >= len(PLAIN)
+    assert tried >= len(ONE_CHUNK_SCHEDULES)
 
 
 @pytest.mark.mpi(min_size=4)
@@ -140,7 +140,7 @@ def test_bytes_are_b_s_h_a_boundary_micro_batch_and_direction(world: World) -> N
         for chunk in range(schedule.chunks):
             part = schedule.part(stage, chunk)
             for phase, to in (("forward", part + 1), ("backward", part - 1)):
-                if 0 <= to < schedule.parts and schedule.home(to)[0] != stage:
+                if 0 <= to < schedule.parts and schedule.stage_and_chunk(to)[0] != stage:
                     crossings[phase] += 1
         for phase, count in crossings.items():
             assert moved.get(("pipeline", "send", phase), 0) == 4 * count * size, (name, phase)
@@ -175,7 +175,7 @@ def test_even_split() -> None:
 
 def test_parts_know_their_blocks_and_ends() -> None:
     schedule = generate("interleaved", 2, 2, chunks=2)
-    first, second = spans_of(schedule, [1, 2, 3, 4], 0), spans_of(schedule, [1, 2, 3, 4], 1)
+    first, second = layer_ranges(schedule, [1, 2, 3, 4], 0), layer_ranges(schedule, [1, 2, 3, 4], 1)
     assert [(part.first, part.last) for part in first] == [(0, 1), (3, 6)]
     assert [(part.first, part.last) for part in second] == [(1, 3), (6, 10)]
     assert (first[0].embeds, first[0].tied_stage, first[0].tied_stages) == (True, 0, 2)

@@ -6,17 +6,17 @@ from hpctrain.deck import schedules
 from hpctrain.deck.schedules import V_SHAPED
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.check import check
-from hpctrain.pipeline.generate import PLAIN, generate
+from hpctrain.pipeline.generate import ONE_CHUNK_SCHEDULES, generate
+from hpctrain.pipeline.schedule_check import check
 from hpctrain.pipeline.simulate import peak_activations
 from hpctrain.pipeline.v_schedule import LIMITS
 
-NAMES = [*PLAIN, "interleaved", *V_SHAPED]
+NAMES = [*ONE_CHUNK_SCHEDULES, "interleaved", *V_SHAPED]
 
 
 def test_each_name_has_its_generator() -> None:
-    assert (*PLAIN, "interleaved", *LIMITS, "dualpipe-v") == schedules.SCHEDULE_NAMES
-    assert tuple(PLAIN) == schedules.ONE_CHUNK
+    assert (*ONE_CHUNK_SCHEDULES, "interleaved", *LIMITS, "dualpipe-v") == schedules.SCHEDULE_NAMES
+    assert tuple(ONE_CHUNK_SCHEDULES) == schedules.ONE_CHUNK
 
 
 @pytest.mark.parametrize("name", NAMES)

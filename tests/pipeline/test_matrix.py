@@ -11,7 +11,7 @@ from torch import Tensor
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline import v_schedule
-from hpctrain.pipeline.generate import PLAIN, SCHEDULE_NAMES
+from hpctrain.pipeline.generate import ONE_CHUNK_SCHEDULES, SCHEDULE_NAMES
 from hpctrain.train.step import StepResult, TrainState
 from tests.engines import Trainer, by_rank_0, reference, small_deck, trainer
 
@@ -72,7 +72,7 @@ def demand_equality(
 ) -> None:
     """All layouts of the world's size, all schedules, these numbers of micro-batches."""
     model = (*MODEL, f"model.tied={tied}")
-    monkeypatch.setattr(v_schedule, "_MOST_CANDIDATES", 12)  # any order will do, and not only a quick one
+    monkeypatch.setattr(v_schedule, "_MAX_CANDIDATES", 12)  # any order will do, and not only a quick one
     for stages, tensor, data in LAYOUTS[world.size]:
         counts = [count for count in all_counts if tensor * data == 1 or count in SOME]
         unit = 2 * data
@@ -106,7 +106,7 @@ def demand_equality(
                     assert difference <= 1e-5 * scale, (case, key)
                     assert torch.equal(gradient, first.setdefault((count, key), gradient)), (case, key)
             assert tried == [c for c in counts if name != "interleaved" or c % stages == 0]
-            assert len(run.engine.models) == (1 if name in PLAIN else 2)
+            assert len(run.engine.models) == (1 if name in ONE_CHUNK_SCHEDULES else 2)
 
 
 def can_be_had(schedule: Callable[[int], object], micro_batches: int) -> bool:

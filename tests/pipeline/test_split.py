@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import generate
-from hpctrain.pipeline.split import balanced_split, cut, even_split, split_over
+from hpctrain.pipeline.split import balanced_split, even_split, split_by_stage_times, split_layers
 
 SCHEDULES = (
     *(generate("1f1b", stages, 4) for stages in (1, 2, 3, 4)),
@@ -49,13 +49,13 @@ def cost_over(
     """As `cost`, of the times of all layers on each stage."""
     parts, done, stages = [], 1, [0.0] * schedule.stage_count
     for part, count in enumerate(counts):
-        own = times[schedule.home(part)[0]]
+        own = times[schedule.stage_and_chunk(part)[0]]
         parts.append(sum(own[done : done + count]))
         done += count
-    parts[0] += times[schedule.home(0)[0]][0]
-    parts[-1] += times[schedule.home(schedule.parts - 1)[0]][-1]
+    parts[0] += times[schedule.stage_and_chunk(0)[0]][0]
+    parts[-1] += times[schedule.stage_and_chunk(schedule.parts - 1)[0]][-1]
     for part, seconds in enumerate(parts):
-        stages[schedule.home(part)[0]] += seconds
+        stages[schedule.stage_and_chunk(part)[0]] += seconds
     return round(max(stages), 9), round(max(parts), 9)
 
 
@@ -143,7 +143,7 @@ def test_no_other_way_is_shorter_where_stages_differ(schedule: Schedule, form: s
             times = [[seconds * times for seconds in one] for times in slower]
             if form == "any":
                 times = [[generator.uniform(0.0, 5.0) for _ in one] for _ in schedule.stages]
-            counts = split_over(times, schedule)
+            counts = split_by_stage_times(times, schedule)
             assert sum(counts) == layers and tuple(counts) in set(ways(layers, schedule.parts))
             best = min(cost_over(way, times, schedule) for way in ways(layers, schedule.parts))
             stage, part = cost_over(counts, times, schedule)
@@ -154,11 +154,11 @@ def test_no_other_way_is_shorter_where_stages_differ(schedule: Schedule, form: s
 
 def test_stages_that_are_twice_as_fast_get_twice_the_blocks() -> None:
     slow, fast = alike(12, 2.0, 0.0, 0.0), alike(12, 1.0, 0.0, 0.0)
-    assert split_over([slow, slow, fast, fast], generate("1f1b", 4, 4)) == [2, 2, 4, 4]
-    assert split_over([fast, slow], generate("interleaved", 2, 4, 2)) == [4, 2, 4, 2]
-    assert split_over([fast, slow], generate("dualpipe-v", 2, 4)) == [4, 2, 2, 4]
+    assert split_by_stage_times([slow, slow, fast, fast], generate("1f1b", 4, 4)) == [2, 2, 4, 4]
+    assert split_by_stage_times([fast, slow], generate("interleaved", 2, 4, 2)) == [4, 2, 4, 2]
+    assert split_by_stage_times([fast, slow], generate("dualpipe-v", 2, 4)) == [4, 2, 2, 4]
     unlike = [0.0, *[1.0, 1.5] * 6, 0.0]
-    assert split_over([[2 * each for each in unlike], unlike], generate("1f1b", 2, 4)) == [4, 8]
+    assert split_by_stage_times([[2 * each for each in unlike], unlike], generate("1f1b", 2, 4)) == [4, 8]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: f"{schedule.name}-{schedule.parts}")
@@ -167,7 +167,7 @@ def test_stages_that_are_alike_are_split_as_one_time_says(schedule: Schedule) ->
     for other in (1.0, 2.0):
         times = [generator.uniform(0, 9), *[1.0, other] * 6, generator.uniform(0, 9)]
         several = [list(times) for _ in schedule.stages]
-        assert split_over(several, schedule) == balanced_split(times, schedule)
+        assert split_by_stage_times(several, schedule) == balanced_split(times, schedule)
 
 
 @pytest.mark.parametrize("other", [1.0, 3.0], ids=["alike", "unlike"])
@@ -191,5 +191,5 @@ def test_of_more_ways_than_are_kept_one_without_a_longest_stage_is_found() -> No
 
 def test_layers_are_cut_into_parts() -> None:
     layers = ["embedding", *"abcde", "head"]
-    assert cut(layers, [2, 1, 2]) == [["embedding", "a", "b"], ["c"], ["d", "e", "head"]]
-    assert cut(layers, [5]) == [layers]
+    assert split_layers(layers, [2, 1, 2]) == [["embedding", "a", "b"], ["c"], ["d", "e", "head"]]
+    assert split_layers(layers, [5]) == [layers]

@@ -13,8 +13,8 @@ from hpctrain.pipeline import v_schedule
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.list_scheduling import PartTimes
-from hpctrain.pipeline.simulate import StageTimes, peak_activations, simulate, spread
-from hpctrain.pipeline.v_bound import least_cost
+from hpctrain.pipeline.simulate import StageTimes, peak_activations, simulate, times_by_part
+from hpctrain.pipeline.v_bound import minimum_cost
 from hpctrain.pipeline.v_schedule import LIMITS
 
 
@@ -30,19 +30,19 @@ def drawn(random: Random, parts: int) -> StageTimes:
 
 
 def least_of(schedule: Schedule, times: StageTimes, limit: int) -> float:
-    return least_cost(PartTimes(*spread(times, schedule)), schedule.micro_batches, limit)
+    return minimum_cost(PartTimes(*times_by_part(times, schedule)), schedule.micro_batches, limit)
 
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("seed", range(40))
 def test_no_order_that_keeps_to_its_limit_takes_less(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(v_schedule, "_WORK", 20_000)
+    monkeypatch.setattr(v_schedule, "_MAX_PLACED_ACTIONS", 20_000)
     random = Random(seed)
     for _ in range(5):
         stages, name = random.randint(2, 7), random.choice(["dualpipe-v", *LIMITS])
         micro_batches, times = random.randint(1, 4 * stages), drawn(random, 2 * stages)
         schedule = generate(name, stages, micro_batches, times=times)
-        limit = max(schedule.most_alive)
+        limit = max(schedule.peak_live_chunks)
         cost = simulate(schedule, times).cost
         assert least_of(schedule, times, limit) <= cost * (1 + 1e-12), (name, stages, micro_batches, times)
 

@@ -13,8 +13,8 @@ import pytest
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline import v_schedule
 from hpctrain.pipeline.action import Action, Schedule
-from hpctrain.pipeline.check import check
 from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.schedule_check import check
 from hpctrain.pipeline.simulate import StageTimes, simulate
 
 ALIKE = StageTimes()
@@ -28,7 +28,7 @@ NAMES = ("zb-v", "v-half", "v-min", "dualpipe-v")
 @pytest.fixture
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few candidates, where any schedule will do and not only a quick one."""
-    monkeypatch.setattr(v_schedule, "_MOST_CANDIDATES", 12)
+    monkeypatch.setattr(v_schedule, "_MAX_CANDIDATES", 12)
 
 
 def most_activations(name: str, stages: int) -> float:

@@ -74,7 +74,7 @@ def of_draws(head: VocabularyHead, logits: Tensor, tokens: Tensor, drawing: Toke
     first, columns = shard.start[0], head.rows
     own = logits[:, first : first + columns]
     products = functional.pad(own, (0, shard.local[0] - columns)).contiguous()
-    entropy = CrossEntropy(tokens, torch.zeros(()), drawing=drawing)
+    entropy = CrossEntropy(tokens, torch.zeros(()), sampling=drawing)
     losses, _ = entropy.of_chunk(
         head, tokens, SplitLogits(products, columns), slice(0, len(tokens)), learning=False
     )

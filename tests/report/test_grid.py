@@ -13,8 +13,8 @@ import pytest
 
 from hpctrain.errors import InputOutputError
 from hpctrain.pipeline.action import Action, Schedule
-from hpctrain.pipeline.check import ScheduleProblem
 from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.schedule_check import ScheduleProblem
 from hpctrain.pipeline.simulate import Simulation, StageTimes, simulate
 from hpctrain.report.cells import KINDS, arrange, colour_of, rgb
 from hpctrain.report.grid import text

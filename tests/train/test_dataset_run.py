@@ -1,6 +1,6 @@
 """Runs on datasets that users bring take the steps of a plain torch loop over the same samples.
 
-Of engine/corpus.py, objective/choose.py, model/foreign/arguments.py and model/foreign/buffers.py, too.
+Of engine/corpus.py, objective/factory.py, model/foreign/arguments.py and model/foreign/buffers.py, too.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Runs of modules that users bring, by the command: resumed on other numbers of ranks, inspected, planned,
-and refused where something of a user's own is wrong. Of objective/of_module.py, too.
+and refused where something of a user's own is wrong. Of objective/module_loss.py, too.
 """
 
 from __future__ import annotations

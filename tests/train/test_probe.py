@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hpctrain.data.batches import MicroBatch
 from hpctrain.model.foreign.arguments import call_of
-from hpctrain.objective.objective import Losses, LossOf
+from hpctrain.objective.objective import Losses, LossFunction
 from hpctrain.train.probe import probe
 
 WIDTH = 6
@@ -22,7 +22,7 @@ def found(
     """Sentences of a module in double precision that takes fp32 rows of a dataset, and whether they fail."""
     fields = {"x": torch.randn(3, WIDTH), "y": torch.randn(3, 2)}
 
-    def losses(micro: MicroBatch) -> LossOf:
+    def losses(micro: MicroBatch) -> LossFunction:
         def of_outputs(outputs: Tensor) -> Losses:
             total, count = loss(outputs, micro.fields["y"])
             return Losses(total, (total.detach(), torch.as_tensor(count)))

@@ -48,7 +48,7 @@ def measure_fixed(deck: Deck, machine: MachineRates, clock: Clock) -> float:
         engine.mesh.group("pipeline"),
         engine.groups.weight_gradients,
         world.ledger,
-        engine.objective.figures,
+        engine.objective.metrics,
         engine.terms,
         engine.groups.noted,
     )

@@ -26,7 +26,7 @@ from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.step_statistics import How
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.split import spans_of
+from hpctrain.pipeline.split import layer_ranges
 from hpctrain.plan.rehearse.looks import Looks, folds_of
 from hpctrain.plan.rehearse.programme import Membership, Numbers, Programme, StepProgrammes
 from hpctrain.plan.rehearse.recall import Recall
@@ -74,7 +74,7 @@ class RankProgrammes:
         layers = [layer.kind for layer in blocks_of(bare_model(self.shape))]
         found: list[object] = []
         for number in range(self.schedule.stage_count):
-            spans = spans_of(self.schedule, self.split, number)
+            spans = layer_ranges(self.schedule, self.split, number)
             ends = number in {0, self.schedule.stage_count - 1} or self.deck.model.has_frozen_parameters
             parts = tuple((*layers[s.first : s.last], s.embeds, s.predicts) for s in spans)
             found.append((ends and number, parts))

@@ -19,7 +19,7 @@ from hpctrain.engine.stage import plan_stage
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
-from hpctrain.objective.choose import make_objective
+from hpctrain.objective.factory import make_objective
 from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.step_statistics import How, StepStatistics
 from hpctrain.pipeline.action import Action, Kind, Schedule
@@ -71,7 +71,7 @@ class RankStep:
             stage.outer.begin(self.weights)
         self.touches = self._note_touches(schedule)
         self._parts = [
-            StandIn(model, chunk, self.touches, stage.groups.weight_gradients, len(self.objective.figures))
+            StandIn(model, chunk, self.touches, stage.groups.weight_gradients, len(self.objective.metrics))
             for chunk, model in enumerate(stage.models)
         ]
         recorder.events.clear()
@@ -148,7 +148,7 @@ class RankStep:
             for how, numbers in noted.items():
                 if numbers:
                     everyone.all_reduce(torch.empty(numbers, dtype=torch.float64), how)
-            figures = len(self.objective.figures) + len(count(self.shape).terms) + stage.replica[1]
+            figures = len(self.objective.metrics) + len(count(self.shape).terms) + stage.replica[1]
             everyone.all_reduce(torch.empty(figures, dtype=torch.float64))
             if stage.synchronizer.measured and stage.synchronizer.first is None:
                 everyone.all_reduce(torch.empty(2, dtype=torch.float64))
@@ -197,7 +197,7 @@ class RankStep:
 
     def _executor(self, parts: Sequence[Any], mesh: RecordedMesh, noted: StepStatistics | None) -> Executor:
         """The run's own, over these parts, of which layers note what they do there."""
-        figures, terms = self.objective.figures, count(self.shape).terms
+        figures, terms = self.objective.metrics, count(self.shape).terms
         queue = self.stage.groups.weight_gradients
         return Executor(parts, mesh.group("pipeline"), queue, self.mesh.ledger, figures, terms, noted)
 
@@ -226,7 +226,7 @@ class _Labels:
         part = schedule.part(self.number, action.chunk) + (1 if action.kind == "F" else -1)
         if action.kind != "W" and 0 <= part < schedule.parts:
             kind: Kind = "F" if action.kind == "F" else "B"
-            recorder.carried = message_name(kind, action.micro_batch, schedule.home(part)[1])
+            recorder.carried = message_name(kind, action.micro_batch, schedule.stage_and_chunk(part)[1])
 
     def record(self, *_: object, **__: object) -> None:
         """Do nothing; spans are not recorded."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.split import cut
+from hpctrain.pipeline.split import split_layers
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.layers import LayerSizes
 from hpctrain.plan.time.step import waits_of
@@ -118,7 +118,7 @@ class Form:
         form: Schedule, split: tuple[int, ...], layers: Sequence[LayerSizes], groups: Sequence[int]
     ) -> Form:
         """Of a form of schedule with blocks split so, over stages of these groups of a ground."""
-        held, parts, begin = cut(layers, split), [], 0
+        held, parts, begin = split_layers(layers, split), [], 0
         kinds: dict[object, int] = {}
         examples, kind_of = list[PartForm](), list[int]()
         for part in held:
@@ -139,7 +139,7 @@ class Form:
                 of_parts = tuple(kind_of[number] for number in numbers)
                 stages[key] = StageForm(stage, own, _alike(own), of_parts, [])
             stages[key].numbers.append(stage)
-        homes = [form.home(part)[0] for part in range(form.parts)]
+        homes = [form.stage_and_chunk(part)[0] for part in range(form.parts)]
         ends = tuple(waits_of([float(one != other) for one, other in pairwise(homes)]))
         found = tuple(stages.values())
         return Form(form, split, tuple(parts), ends, tuple(examples), tuple(kind_of), found)

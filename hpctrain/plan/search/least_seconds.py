@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from hpctrain.deck.schedules import SCHEDULE_NAMES, V_SHAPED
 from hpctrain.pipeline.list_scheduling import PartTimes
-from hpctrain.pipeline.v_bound import least_cost
+from hpctrain.pipeline.v_bound import minimum_cost
 from hpctrain.pipeline.v_schedule import LIMITS
 
 
@@ -61,7 +61,7 @@ def least_seconds(
         way, most = [message] * (stages - 1), 2 * LIMITS[schedule](stages)
         forward, input_gradient, weight_gradient = zip(*parts, strict=True)
         times = PartTimes(forward, input_gradient, weight_gradient, [*way, 0.0, *way])
-        return least_cost(times, micro_batches, most)
+        return minimum_cost(times, micro_batches, most)
     chunks = len(parts) // stages
     v_shaped = schedule in V_SHAPED
     work = [0.0] * stages

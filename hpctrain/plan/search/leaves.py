@@ -90,7 +90,7 @@ class Leaves:
 
     def _seconds(self, node: Staged, form: Form, waited: float) -> list[PartSeconds]:
         """Of each part of a form, whose messages are `waited` for so long."""
-        homes = [form.schedule.home(part)[0] for part in range(form.schedule.parts)]
+        homes = [form.schedule.stage_and_chunk(part)[0] for part in range(form.schedule.parts)]
         groups = range(len(node.ground.groups))
         prefixes = [node.layers.on(node.ground, group)[0] for group in groups]
         of_parts = [prefixes[node.ground.of_stage[home]] for home in homes]

@@ -10,8 +10,8 @@ from hpctrain.deck.problem import divisors
 from hpctrain.deck.schedules import SCHEDULE_NAMES, TWO_CHUNKS
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.search_keys import SEARCH_KEYS
+from hpctrain.pipeline.deck_schedule import read_schedule_file
 from hpctrain.pipeline.v_schedule import LIMITS
-from hpctrain.pipeline.wanted import schedule_of_file
 from hpctrain.plan.time.machine_rates import MachineRates, Sharing
 
 RECOMPUTED = ("none", "selective", "full", "sqrt")
@@ -103,7 +103,7 @@ class SearchSpace:
             if schedule == "interleaved":
                 return range(2, most + 1)
             if schedule not in SCHEDULE_NAMES:
-                return [schedule_of_file(self.deck).chunks]
+                return [read_schedule_file(self.deck).chunks]
             return [2] if schedule in TWO_CHUNKS else [1]
 
         # On so few stages others may hold as much as one before them, and are that one.

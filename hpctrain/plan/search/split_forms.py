@@ -13,8 +13,8 @@ from hpctrain.engine.place import split_by_flops
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.split import cut, split_over
-from hpctrain.pipeline.wanted import make_schedule, outline, schedule_of_file
+from hpctrain.pipeline.deck_schedule import make_schedule, outline_schedule, read_schedule_file
+from hpctrain.pipeline.split import split_by_stage_times, split_layers
 from hpctrain.plan.search.form import Form
 from hpctrain.plan.search.nodes import Fell, SplitLayers, Staged
 from hpctrain.plan.search.search_space import SearchSpace, Values, with_values
@@ -52,7 +52,7 @@ class SplitForms:
             if self._fell.cannot_be(layout_problems(plain), plain):
                 self._usual[key] = None
             else:
-                form = outline(plain)
+                form = outline_schedule(plain)
                 split = split_by_flops(plain, self._shape, form)
                 self._usual[key] = Form.of(form, split, self._layers, [0] * form.stage_count)
         return self._usual[key]
@@ -76,7 +76,7 @@ class SplitForms:
 
     def _by_seconds(self, form: Schedule, layers: SplitLayers, ground: Ground) -> Form:
         times = [layers.on(ground, group)[1] for group in range(len(ground.groups))]
-        split = tuple(split_over([times[group] for group in ground.of_stage], form))
+        split = tuple(split_by_stage_times([times[group] for group in ground.of_stage], form))
         key = form.stage_count, form.chunks, form.placement, split, tuple(ground.of_stage)
         if key not in self._splits:
             self._splits[key] = Form.of(form, split, self._layers, ground.of_stage)
@@ -87,7 +87,7 @@ class SplitForms:
         if schedule in SCHEDULE_NAMES:
             return True
         deck = with_values(node.deck, {"layout.schedule": schedule, "layout.chunks": chunks})
-        stages = schedule_of_file(deck).stage_count
+        stages = read_schedule_file(deck).stage_count
         if node.at.pipeline == 1 and stages > 1:  # a run would not look into the file
             problem = f"has {stages} stages, expected layout.pipeline = 1"
             return not self._fell.cannot_be([DeckProblem("layout.schedule", problem)], deck)
@@ -103,8 +103,8 @@ class SplitForms:
 def _longest(seconds: Sequence[float], split: Sequence[int], form: Schedule) -> float:
     """Of the stage that has most."""
     stages = [0.0] * form.stage_count
-    for part, held in enumerate(cut(seconds, split)):
-        stages[form.home(part)[0]] += sum(held)
+    for part, held in enumerate(split_layers(seconds, split)):
+        stages[form.stage_and_chunk(part)[0]] += sum(held)
     return max(stages)
 
 

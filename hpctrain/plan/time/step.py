@@ -19,7 +19,7 @@ from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.simulate import Simulation, StageTimes, simulate
-from hpctrain.pipeline.split import split_over
+from hpctrain.pipeline.split import split_by_stage_times
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.ground import Ground, ranks_of_kinds
 from hpctrain.plan.time.layers import LayerSeconds, LayerSizes, added, layer_sizes, times
@@ -165,7 +165,7 @@ def busiest_seconds(
     ground = Ground(machine, at)
     of_groups = [ground.layers(layers, group) for group in range(len(ground.groups))]
     parts = _parts(layers, split)
-    homes = [schedule.home(part)[0] for part in range(schedule.parts)]
+    homes = [schedule.stage_and_chunk(part)[0] for part in range(schedule.parts)]
     passes = [
         _part_seconds(part, of_groups[ground.of_stage[home]]) for part, home in zip(parts, homes, strict=True)
     ]
@@ -239,13 +239,13 @@ def split_by_seconds(layers: Sequence[LayerSizes], ground: Ground, schedule: Sch
     for group in range(len(ground.groups)):
         of_layers = {layer: each.total for layer, each in ground.layers(layers, group).items()}
         times.append([of_layers[layer] for layer in layers])
-    return tuple(split_over([times[group] for group in ground.of_stage], schedule))
+    return tuple(split_by_stage_times([times[group] for group in ground.of_stage], schedule))
 
 
 def messages_of(schedule: Schedule, hidden: int, ground: Ground) -> list[float]:
     """Seconds of hidden states from each part to the next, none where both are on one stage."""
     found = dict[tuple[int, int], float]()
-    homes = [schedule.home(part)[0] for part in range(schedule.parts)]
+    homes = [schedule.stage_and_chunk(part)[0] for part in range(schedule.parts)]
     for pair in dict.fromkeys(pairwise(homes)):
         one, other = pair
         crosses = ground.at.crosses(one, other)

@@ -1,7 +1,7 @@
 """Modules that a plan splits over tensor ranks take the steps of a plain torch loop on one.
 
 Of model/foreign/layers.py, model/foreign/split.py, model/foreign/parallel.py, model/foreign/across.py,
-model/foreign/experts.py, model/foreign/own_plan.py, and objective/of_module.py: losses of split logits.
+model/foreign/experts.py, model/foreign/own_plan.py, and objective/module_loss.py: losses of split logits.
 """
 
 from __future__ import annotations

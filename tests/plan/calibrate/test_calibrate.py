@@ -20,7 +20,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.pipeline.wanted import make_schedule
+from hpctrain.pipeline.deck_schedule import make_schedule
 from hpctrain.plan.calibrate.calibrate import CalibrateOptions, calibrate, measure_machine
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.decks import measured_decks, on_data_ranks, variants

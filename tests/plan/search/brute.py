@@ -14,8 +14,8 @@ from hpctrain.deck.search_keys import SEARCH_KEYS
 from hpctrain.engine.place import placed_by_flops
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
-from hpctrain.pipeline.split import cut
-from hpctrain.pipeline.wanted import outline
+from hpctrain.pipeline.deck_schedule import outline_schedule
+from hpctrain.pipeline.split import split_layers
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.ground import Ground
@@ -148,13 +148,13 @@ class Brute:
         shape = ModelShape.of(deck, vocabulary)
         at = LayoutSizes.of(deck, self.ranks, deck.machine.ranks_per_node or self.machine.ranks_per_node)
         layers, ground = layer_sizes(shape, ()), Ground(self.machine, at)
-        form = outline(deck)
+        form = outline_schedule(deck)
         seconds = {layer: each.total for layer, each in ground.layers(layers, 0).items()}
 
         def longest(split: Sequence[int]) -> float:
             stages = [0.0] * form.stage_count
-            for part, held in enumerate(cut(layers, split)):
-                stages[form.home(part)[0]] += sum(seconds[layer] for layer in held)
+            for part, held in enumerate(split_layers(layers, split)):
+                stages[form.stage_and_chunk(part)[0]] += sum(seconds[layer] for layer in held)
             return max(stages)
 
         usual = placed_by_flops(deck, shape, at.data).split

@@ -93,7 +93,7 @@ def test_all_gradients_are_there_at_once_where_that_is_said(
 def test_so_they_are_in_orders_that_are_looked_for(
     name: str, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(v_schedule, "_WORK", 10_000)
+    monkeypatch.setattr(v_schedule, "_MAX_PLACED_ACTIONS", 10_000)
     random, many = Random(stages), 2 * LIMITS[name](stages)
     assert opened(name, stages, many + 1) == "all"
     for micro_batches in range(max(2, many // 2), many + 2):

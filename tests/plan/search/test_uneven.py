@@ -142,7 +142,7 @@ def longest(tree: Tree, layout: LayoutNode, split: tuple[int, ...]) -> float:
     for number, count in enumerate(split):
         part = [blocks.pop(0) for _ in range(count)]
         part += [first] * (number == 0) + [last] * (number == len(split) - 1)
-        stage = tree.schedule(layout).home(number)[0]
+        stage = tree.schedule(layout).stage_and_chunk(number)[0]
         seconds[stage] += sum(alone(tree, layout, layer, stage) for layer in part)
     return max(seconds)
 

@@ -62,7 +62,7 @@ def faults() -> list[LayoutFault]:
         fault(
             "micro-batches in another order",
             PIPELINE,
-            wrapped(execute._Pass, "__init__", _swap_micro_batches, on_rank_1),
+            wrapped(execute._ScheduleExecution, "__init__", _swap_micro_batches, on_rank_1),
         ),
         fault(
             "masks of another block",

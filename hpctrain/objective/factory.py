@@ -1,4 +1,4 @@
-"""The objective that a deck asks for."""
+"""Choice of the objective by the deck."""
 
 from __future__ import annotations
 
@@ -8,62 +8,70 @@ from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import ANSWERS
 from hpctrain.objective.dpo import DirectPreference
+from hpctrain.objective.module_loss import ModuleClassification, ModuleNextToken, load_user_loss
 from hpctrain.objective.next_token import NextToken
 from hpctrain.objective.objective import Objective
-from hpctrain.objective.of_module import ClassesOfLogits, NextTokenOfLogits, users_loss
 from hpctrain.objective.policy import PolicyOptimization
 from hpctrain.objective.reward import PairwiseReward
 from hpctrain.objective.token_sampling import TokenSampling
 
 
 def make_objective(deck: Deck) -> Objective:
-    """The deck's objective. HpctrainError where it names a function that is not to be found."""
+    """Return the deck's objective.
+
+    Raises:
+        HpctrainError: The deck names a function that cannot be imported, or a dataset without targets.
+    """
     if deck.model.loss is not None:
         try:
-            return users_loss(deck.code(deck.model.loss), of_samples=deck.data.dataset is not None)
+            return load_user_loss(deck.code(deck.model.loss), of_samples=deck.data.dataset is not None)
         except HpctrainError as error:
             first, *frames = error.problems
             raise HpctrainError([deck.problem("model.loss", first), *frames]) from error
     if deck.data.dataset is not None:
-        return _of_answers(deck)
+        return _classification_objective(deck)
     if deck.model.module is not None:
-        return NextTokenOfLogits(deck.stability.z_loss)
+        return ModuleNextToken(deck.stability.z_loss)
     if deck.objective.kind == "dpo":
         return DirectPreference(deck.objective.beta, deck.objective.loss, deck.objective.smoothing)
     if deck.objective.kind == "reward":
         return PairwiseReward(deck.objective.margin, deck.objective.centering)
     if deck.objective.kind in POLICY_KINDS:
-        return _policy(deck)
+        return _policy_objective(deck)
     return NextToken(deck.stability.z_loss)
 
 
-def _policy(deck: Deck) -> Objective:
-    """PPO has the divergence in its rewards, GRPO in its loss."""
-    keys, in_loss = deck.policy, deck.objective.kind == "grpo"
+def _policy_objective(deck: Deck) -> Objective:
+    """Return the objective of PPO or GRPO. PPO has the divergence in its rewards, GRPO in its loss."""
+    keys, divergence_in_loss = deck.policy, deck.objective.kind == "grpo"
     return PolicyOptimization(
         keys.clip_low,
         keys.clip_low if keys.clip_high is None else keys.clip_high,
         keys.mean or "tokens",
         keys.tokens,
-        deck.objective.beta if in_loss else 0.0,
+        deck.objective.beta if divergence_in_loss else 0.0,
         keys.kl or "k3",
-        referenced=deck.objective.beta > 0,
-        drawing=drawing_of(deck),
+        has_reference=deck.objective.beta > 0,
+        sampling=make_token_sampling(deck),
     )
 
 
-def drawing_of(deck: Deck) -> TokenSampling:
-    """By which chances a policy draws, whose reference tells chances of the same."""
+def make_token_sampling(deck: Deck) -> TokenSampling:
+    """Return the distribution from which the deck's policy samples; its reference uses the same one."""
     return TokenSampling(deck.runtime_choices.tokenizer_tokens, deck.policy.temperature)
 
 
-def _of_answers(deck: Deck) -> Objective:
-    """The cross-entropy of what a dataset names as targets. HpctrainError where it has none of classes."""
+def _classification_objective(deck: Deck) -> Objective:
+    """Return the cross-entropy of the classes that a dataset names as targets.
+
+    Raises:
+        HpctrainError: The dataset has no classes.
+    """
     forms = dataset_of(deck).forms
     name = next((name for name in ANSWERS if name in forms), None)
-    own = "add one, or set model.loss"
+    remedy = "add one, or set model.loss"
     if name is None:
-        sentence = f"has no entry {' or '.join(ANSWERS)} in its batches ({', '.join(forms)}) ({own})"
+        sentence = f"has no entry {' or '.join(ANSWERS)} in its batches ({', '.join(forms)}) ({remedy})"
         raise HpctrainError(deck.problem("data.dataset", sentence))
     form = forms[name]
     if form.dtype.is_floating_point or form.dtype.is_complex or len(form.shape) > 1:
@@ -71,4 +79,4 @@ def _of_answers(deck: Deck) -> Objective:
             f"has {name} of {form}, expected whole numbers for each sample or token (or set model.loss)"
         )
         raise HpctrainError(deck.problem("data.dataset", sentence))
-    return ClassesOfLogits(name, deck.stability.z_loss)
+    return ModuleClassification(name, deck.stability.z_loss)

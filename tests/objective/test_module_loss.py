@@ -12,15 +12,15 @@ from torch import Tensor
 
 from hpctrain.errors import HpctrainError
 from hpctrain.model.inputs import ModelInputs
+from hpctrain.objective.module_loss import UserLoss
 from hpctrain.objective.objective import Losses
-from hpctrain.objective.of_module import UsersLoss
 
 OUTPUTS = torch.tensor([0.5, -1.5], requires_grad=True)
 
 
 def losses_of(made: Any) -> Losses:
     inputs = ModelInputs.of_tokens(torch.zeros(3, 2, dtype=torch.int64), torch.arange(3), None)
-    return UsersLoss(lambda *_: made).losses(inputs, torch.tensor(0.25))(OUTPUTS)
+    return UserLoss(lambda *_: made).losses(inputs, torch.tensor(0.25))(OUTPUTS)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def losses_of(made: Any) -> Losses:
 )
 def test_a_count_is_any_number(count: Any) -> None:
     made = losses_of((OUTPUTS.square().sum(), count))
-    loss, counted = made.figures
+    loss, counted = made.metrics
     assert made.total.item() == 0.625 and loss.item() == 2.5 and counted.item() == 2
     assert counted.shape == () and not counted.requires_grad and made.total.requires_grad
 
@@ -60,12 +60,12 @@ def test_what_is_no_sum_and_no_count_is_told(kind: str) -> None:
 
 def test_a_sum_needs_no_gradient_where_none_is_taken() -> None:
     with torch.no_grad():
-        assert losses_of((OUTPUTS.sum(), 0)).figures[1].item() == 0
+        assert losses_of((OUTPUTS.sum(), 0)).metrics[1].item() == 0
 
 
 def test_what_nothing_can_be_divided_by_is_told() -> None:
-    loss = UsersLoss(lambda *_: None)
-    assert loss.settle(figures := {"loss": 3.0, "counted": 0.5}) == 0.5 and figures == {"loss": 6.0}
+    loss = UserLoss(lambda *_: None)
+    assert loss.normalize(metrics := {"loss": 3.0, "counted": 0.5}) == 0.5 and metrics == {"loss": 6.0}
     for counted, told in {
         0.0: "0",
         -1.0: "a negative",
@@ -73,6 +73,6 @@ def test_what_nothing_can_be_divided_by_is_told() -> None:
         inf: "a number",
     }.items():
         with pytest.raises(HpctrainError, match=f"counts of its function add up to {told}"):
-            loss.settle({"loss": 3.0, "counted": counted})
+            loss.normalize({"loss": 3.0, "counted": counted})
         # Of a step that is skipped counts, too, may be anything.
-        loss.settle({"loss": nan, "counted": counted})
+        loss.normalize({"loss": nan, "counted": counted})

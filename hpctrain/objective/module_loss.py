@@ -1,4 +1,4 @@
-"""The losses of a module that users bring: of its logits, or by a function of theirs."""
+"""Losses of modules that users bring: cross-entropy of their logits, or a user's own loss function."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpctrain.model.foreign.arguments import logits_of
 from hpctrain.model.foreign.split import SplitHead, SplitOutputs
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.next_token import CrossEntropy, NextToken
-from hpctrain.objective.objective import Losses, LossOf
+from hpctrain.objective.objective import Losses, LossFunction
 from hpctrain.parallel.partition import SplitLogits
 from hpctrain.parallel.vocabulary import chunk_rows
 from hpctrain.text import article
@@ -29,11 +29,14 @@ from hpctrain.text import article
 _IGNORED = -100
 
 
-class NextTokenOfLogits(NextToken):
-    """As NextToken, in fp32, of logits [b, s, V], whole or split over tensor ranks."""
+class ModuleNextToken(NextToken):
+    """NextToken for logits [batch, seq, vocabulary] of a module, computed in fp32.
+
+    The logits are whole, or split over tensor ranks.
+    """
 
     @override
-    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossOf:
+    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         targets = inputs.fields["targets"]
 
         def losses(outputs: Any) -> Losses:
@@ -43,24 +46,30 @@ class NextTokenOfLogits(NextToken):
 
 
 @dataclass(frozen=True)
-class ClassesOfLogits:
-    """The cross-entropy in nats, in fp32, of logits [b, C] or [b, s, C] and the classes that a dataset has
-    under `name`, [b] or [b, s], negative where nothing is to be predicted. `z_loss` as of NextToken.
+class ModuleClassification:
+    """Cross-entropy of a module's logits and the classes of a dataset, in nats, computed in fp32.
+
+    Logits are [batch, classes] or [batch, seq, classes]. Targets are [batch] or [batch, seq], negative where
+    nothing is predicted.
+
+    Attributes:
+        name: Field of the dataset that has the classes.
+        z_loss: As in NextToken.
     """
 
     name: str
     z_loss: float = 0.0
-    figures: ClassVar[tuple[str, ...]] = ("loss",)
+    metrics: ClassVar[tuple[str, ...]] = ("loss",)
 
     def count(self, micro_batch: MicroBatch) -> int:
-        """Classes to be predicted."""
+        """Return the number of classes to predict."""
         return int((micro_batch.fields[self.name][: micro_batch.present] >= 0).sum())
 
-    def settle(self, figures: dict[str, float]) -> float:  # noqa: ARG002
-        """See Objective: the count is known before."""
+    def normalize(self, metrics: dict[str, float]) -> float:  # noqa: ARG002
+        """Return 1: the count is right before the passes."""
         return 1.0
 
-    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossOf:
+    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         """Return the function that computes the losses of a micro-batch."""
         targets = inputs.fields[self.name].long()
         if inputs.present < inputs.rows:
@@ -80,9 +89,10 @@ class ClassesOfLogits:
         return losses
 
 
-class _SplitLoss(torch.autograd.Function):
-    """The sum of losses of a rank's logits [b, s, V/t], whose gradient, of the loss in a step, is computed
-    with it, in the format of the logits.
+class _SplitLossAutograd(torch.autograd.Function):
+    """Sum of losses of a rank's logits [batch, seq, vocabulary / tp].
+
+    The gradient is computed together with the loss, in the dtype of the logits.
     """
 
     @staticmethod
@@ -94,8 +104,10 @@ class _SplitLoss(torch.autograd.Function):
         count = chunk_rows(len(rows), rows.shape[1], not rows.is_cpu)
         for start in range(0, len(rows), count):
             part = slice(start, start + count)
-            # In the memory of its products lies the gradient afterwards.
-            losses, _ = entropy.of_chunk(head, targets, SplitLogits(rows[part], head.rows), part, learning)
+            # The gradient overwrites the copied logits.
+            losses, _ = entropy.chunk_losses(
+                head, targets, SplitLogits(rows[part], head.rows), part, learning
+            )
             loss += losses.sum()
         return loss
 
@@ -105,61 +117,69 @@ class _SplitLoss(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class UsersLoss:
-    """What `function` makes of outputs and a batch, all fields [b, ...]: a sum, and the count that a step's
-    sums are divided by. Of a token file these are `tokens` and `targets`, negative where there is none.
+class UserLoss:
+    """Objective that calls a user's loss function.
 
-    Before the real count is known, sums are divided by samples, or by tokens to be predicted.
+    The function receives the module's outputs and a batch, whose fields are [batch, ...]. It returns a sum of
+    losses and the count that sums of a step are divided by. For token files the fields are `tokens` and
+    `targets`, negative where nothing is predicted. Before this count is known, sums are divided by samples or
+    by tokens to predict.
+
+    Attributes:
+        function: The user's function.
+        of_samples: True to count samples, False to count tokens.
     """
 
     function: Callable[..., Any]
     of_samples: bool = False
-    figures: ClassVar[tuple[str, ...]] = ("loss", "counted")
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "counted")
 
     def count(self, micro_batch: MicroBatch) -> int:
-        """Return what a micro-batch adds to the count that sums are divided by, such as predicted tokens."""
+        """Return the number of samples, or of tokens to predict, of a micro-batch."""
         return micro_batch.present if self.of_samples else int((micro_batch.targets >= 0).sum())
 
-    def settle(self, figures: dict[str, float]) -> float:
-        """See Objective: how many were counted for each of those that were expected. HpctrainError where that
-        is nothing to divide by.
+    def normalize(self, metrics: dict[str, float]) -> float:
+        """Divide the loss by the actual count per expected one, in place, and return this ratio.
+
+        Raises:
+            HpctrainError: The counts add up to 0, a negative number, or one that is not finite.
         """
-        share = figures.pop("counted")
-        if isfinite(figures["loss"]) and not 0 < share < inf:
+        share = metrics.pop("counted")
+        if isfinite(metrics["loss"]) and not 0 < share < inf:
             total = "0" if share == 0 else "a negative number" if share < 0 else "a number that is not finite"
             raise HpctrainError(
                 f"model.loss: the counts of its function add up to {total} over a step or an evaluation "
                 "(return the number of samples or tokens that the sum contains)"
             )
-        figures["loss"] /= share or 1.0
+        metrics["loss"] /= share or 1.0
         return share or 1.0
 
-    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossOf:
+    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         """Return the function that computes the losses of a micro-batch."""
         batch = {name: field.contiguous() for name, field in inputs.fields.items()}
-        # Of a dataset rows are samples, or none is: then one stands in, and is not counted.
+        # If no row is a sample of the dataset, one row only keeps ranks in step, and is not counted.
         weight = 0.0 if self.of_samples and not inputs.present else 1.0
 
         def losses(outputs: Any) -> Losses:
             with run_user_code("model.loss fails"):
                 made = self.function(outputs, batch)
             total, count = _sum_and_count(made)
-            loss, counted = total.float() * weight, count * weight
-            return Losses(loss * scale, (loss.detach(), counted))
+            loss, weighted_count = total.float() * weight, count * weight
+            return Losses(loss * scale, (loss.detach(), weighted_count))
 
         return losses
 
 
-def users_loss(code: NamedCode, of_samples: bool = False) -> UsersLoss:
-    """Return the objective that calls the function of a deck; errors as in `import_function`."""
-    return UsersLoss(import_function(code), of_samples)
+def load_user_loss(code: NamedCode, of_samples: bool = False) -> UserLoss:
+    """Return the objective that calls the function of a deck. Errors are those of `import_function`."""
+    return UserLoss(import_function(code), of_samples)
 
 
 def _sum_and_count(made: Any) -> tuple[Tensor, Tensor]:
-    """What a user's loss gave, both without dims; values are not looked at, as that would wait for them."""
+    """Return sum and count of a user's loss function, both 0-dim. Does not wait for their values."""
     if not isinstance(made, tuple | list) or len(made) != 2 or not isinstance(made[0], Tensor):
         raise HpctrainError("model.loss: its function must return a sum, which is a tensor, and a count")
-    total, given = made
+    total, given_count = made
     if total.dim():
         shape = list(total.shape)
         raise HpctrainError(
@@ -173,9 +193,9 @@ def _sum_and_count(made: Any) -> tuple[Tensor, Tensor]:
             "outputs of the module (check for .detach(), .item() and torch.no_grad())"
         )
     try:
-        count = torch.as_tensor(given, device=total.device).detach()
+        count = torch.as_tensor(given_count, device=total.device).detach()
     except (TypeError, ValueError, RuntimeError):
-        kind = article(type(given).__name__)
+        kind = article(type(given_count).__name__)
         raise HpctrainError(
             f"model.loss: its function must return a number as the count, not {kind}"
         ) from None
@@ -186,36 +206,39 @@ def _sum_and_count(made: Any) -> tuple[Tensor, Tensor]:
 
 
 def _cross_entropy(outputs: Any, targets: Tensor, scale: Tensor, z_loss: float) -> Losses:
-    """Of logits [..., C], whole or split over tensor ranks, and targets [...]; negative ones are left out."""
+    """Return the losses of logits [..., classes], whole or split over tensor ranks, and targets [...].
+
+    Negative targets are left out.
+    """
     if isinstance(outputs, SplitOutputs):
         logits = _require_split(outputs, targets)
         entropy = CrossEntropy(targets.contiguous(), scale, z_loss)
-        loss = _SplitLoss.apply(logits, entropy, outputs.head, logits.requires_grad)
+        loss = _SplitLossAutograd.apply(logits, entropy, outputs.head, logits.requires_grad)
         return Losses(loss, (loss.detach(),))
     logits = _require_logits(outputs, targets)
-    of_rows, wanted = logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    silent = wanted < 0
-    known = wanted.masked_fill(silent, _IGNORED)
-    loss = functional.cross_entropy(of_rows, known, ignore_index=_IGNORED, reduction="sum")
+    rows, flat_targets = logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    ignored = flat_targets < 0
+    classes = flat_targets.masked_fill(ignored, _IGNORED)
+    loss = functional.cross_entropy(rows, classes, ignore_index=_IGNORED, reduction="sum")
     total = loss * scale
     if z_loss:
-        squares = of_rows.logsumexp(-1).square().masked_fill(silent, 0.0)
+        squares = rows.logsumexp(-1).square().masked_fill(ignored, 0.0)
         total = total + z_loss * squares.sum() * scale
     return Losses(total, (loss.detach(),))
 
 
 def _require_logits(outputs: Any, targets: Tensor) -> Tensor:
-    """The logits among what a module gives, with a row for each target."""
+    """Return the logits among the outputs of a module, after checking that there is a row for each target."""
     logits, shape = logits_of(outputs), targets.shape
     if logits is None:
         kind = type(outputs).__name__
         raise HpctrainError(f"model.module: returns {kind} without logits (set model.loss)")
     if logits.dim() != len(shape) + 1 or logits.shape[:-1] != shape:
-        of_tokens = len(shape) == 2
+        per_token = len(shape) == 2
         raise HpctrainError(
             f"model.module: returns logits of shape {list(logits.shape)} for {shape[0]} "
-            + (f"sequences of {shape[1]} tokens" if of_tokens else "samples")
-            + (", not [sequences, tokens, vocabulary]" if of_tokens else ", not [samples, classes]")
+            + (f"sequences of {shape[1]} tokens" if per_token else "samples")
+            + (", not [sequences, tokens, vocabulary]" if per_token else ", not [samples, classes]")
         )
     return logits
 

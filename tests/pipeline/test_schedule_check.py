@@ -5,8 +5,8 @@ import random
 import pytest
 
 from hpctrain.pipeline.action import Action, Schedule, stage_lines
-from hpctrain.pipeline.check import ScheduleProblem, check, refusal
 from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.schedule_check import ScheduleProblem, check, schedule_error
 
 GOOD = [
     "F0 B0",
@@ -171,7 +171,7 @@ def _comes_to_its_end(stages: list[list[Action]], good: Schedule, dice: random.R
 def test_a_refusal_names_file_and_line() -> None:
     text = "# mine\nF0 B0\n\nF0\n"
     problems = check(Schedule.parse(text))
-    assert refusal(problems, "mine.txt", stage_lines(text)).problems == (
+    assert schedule_error(problems, "mine.txt", stage_lines(text)).problems == (
         "mine.txt:4: stage 1, B0: is missing, as are I0 and W0",
     )
-    assert refusal(problems).problems[0].startswith("schedule: stage 1, B0: is missing")
+    assert schedule_error(problems).problems[0].startswith("schedule: stage 1, B0: is missing")

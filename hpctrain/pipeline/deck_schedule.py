@@ -1,4 +1,4 @@
-"""The pipeline schedule that a deck asks for: one by name, or one that a user wrote into a file."""
+"""The pipeline schedule that a deck specifies, by name or by the path of a file that a user wrote."""
 
 from __future__ import annotations
 
@@ -11,59 +11,72 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.files import read_text
 from hpctrain.pipeline.action import Action, Placement, Schedule, accumulation, stage_lines
-from hpctrain.pipeline.check import check, refusal
 from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.schedule_check import check, schedule_error
 from hpctrain.pipeline.simulate import StageTimes
 from hpctrain.text import either, nearest
 
-SCHEDULE_BYTES = 64 << 20  # of a schedule's file at most
+SCHEDULE_BYTES = 64 << 20  # largest size of a schedule file
 
 
-def outline(deck: Deck) -> Schedule:
-    """The stages, chunks and placement of a deck's schedule, which are known before any times are."""
+def outline_schedule(deck: Deck) -> Schedule:
+    """Return a schedule with the stages, chunks and placement of the deck's schedule.
+
+    It contains only F of micro-batch 0, and is for code that needs to know where parts are before times are
+    known.
+    """
     layout = deck.layout
     forward = tuple(Action("F", 0, chunk) for chunk in range(layout.chunks))
     placement: Placement = "v" if layout.schedule in V_SHAPED else "loop"
     if layout.schedule not in SCHEDULE_NAMES:
-        placement = schedule_of_file(deck).placement
+        placement = read_schedule_file(deck).placement
     return Schedule((forward,) * layout.pipeline, "outline", placement)
 
 
 def make_schedule(deck: Deck, data_ranks: int, times: StageTimes | None = None) -> Callable[[int], Schedule]:
-    """The deck's schedule as a function of the number of micro-batches.
+    """Return a function that builds the deck's schedule for a number of micro-batches.
 
-    `times`, the same on all ranks, are for schedules that are searched for (default: all alike).
+    Args:
+        deck: The deck.
+        data_ranks: Number of data-parallel ranks.
+        times: Times for schedules that are searched for, the same on all ranks; by default all passes are
+            equally long.
 
-    HpctrainError, the same on all ranks, where the schedule cannot be had for the deck's batch (or for the
-    batches of its ramp), or where a file's schedule is wrong or would deadlock.
+    Raises:
+        HpctrainError: The schedule is impossible for the deck's batch or for those of its ramp, or the
+            schedule in a file is wrong or would deadlock. All ranks raise the same error.
     """
     layout, batch = deck.layout, deck.batch
-    at_once = batch.micro_size * data_ranks
+    rows_per_pass = batch.micro_size * data_ranks
     if layout.pipeline == 1:
         if layout.schedule not in SCHEDULE_NAMES:
-            schedule_of_file(deck)  # a slip is one on a single stage too
+            read_schedule_file(deck)  # report errors in the file even if there is a single stage
         return accumulation
     if layout.schedule not in SCHEDULE_NAMES:
-        schedule = _from_file(deck, batch.global_size // at_once)
+        schedule = _from_file(deck, batch.global_size // rows_per_pass)
         return lambda _: schedule
 
     @lru_cache(maxsize=64)
-    def by_name(micro_batches: int) -> Schedule:
+    def build(micro_batches: int) -> Schedule:
         chunks = layout.chunks if layout.schedule == "interleaved" else None
         return generate(layout.schedule, layout.pipeline, micro_batches, chunks, times)
 
     sizes = {batch.global_size, *((batch.ramp_from,) if batch.ramp_from else ())}
     for size in sorted(sizes):
         try:
-            by_name(-(-size // at_once))
+            build(-(-size // rows_per_pass))
         except HpctrainError as error:
             reasons = [problem.removeprefix(f"{layout.schedule}: ") for problem in error.problems]
             raise HpctrainError([deck.problem("layout.schedule", each) for each in reasons]) from None
-    return by_name
+    return build
 
 
-def schedule_of_file(deck: Deck) -> Schedule:
-    """The schedule in the deck's file; HpctrainError where there is none to be read."""
+def read_schedule_file(deck: Deck) -> Schedule:
+    """Return the schedule in the file that the deck names.
+
+    Raises:
+        HpctrainError: The file cannot be read or is not a schedule.
+    """
     return Schedule.parse(_text(deck), deck.layout.schedule)
 
 
@@ -79,7 +92,7 @@ def _text(deck: Deck) -> str:
 
 
 def _from_file(deck: Deck, micro_batches: int) -> Schedule:
-    """Read and check a schedule file; its numbers must be those of the deck."""
+    """Return the schedule of a file, after checking it and comparing its counts with those of the deck."""
     path, layout = Path(deck.layout.schedule), deck.layout
     text = _text(deck)
     schedule = Schedule.parse(text, str(path))
@@ -90,9 +103,9 @@ def _from_file(deck: Deck, micro_batches: int) -> Schedule:
         "micro-batches": (schedule.micro_batches, share, micro_batches),
     }
     differing = [
-        deck.problem("layout.schedule", f"has {there} {what}, expected {name} = {wanted}")
-        for what, (there, name, wanted) in numbers.items()
-        if there != wanted
+        deck.problem("layout.schedule", f"has {actual} {what}, expected {name} = {expected}")
+        for what, (actual, name, expected) in numbers.items()
+        if actual != expected
     ]
     if deck.batch.ramp_from:
         differing.append(
@@ -105,5 +118,5 @@ def _from_file(deck: Deck, micro_batches: int) -> Schedule:
         raise HpctrainError(differing)
     problems = check(schedule)
     if problems:
-        raise refusal(problems, str(path), stage_lines(text))
+        raise schedule_error(problems, str(path), stage_lines(text))
     return schedule
