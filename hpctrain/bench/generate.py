@@ -31,7 +31,7 @@ from hpctrain.generate.continuing import ForwardPasses, GeneratedText, continue_
 from hpctrain.generate.passes import CachedPasses, can_cache, least_rows
 from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.generate.text import TEXTS_AT_A_TIME
-from hpctrain.memory.cached_texts import CachePlan
+from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.text import counted, table

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.host.device import empty_host_tensor, synchronize_stream
-from hpctrain.memory.scratch import to_fill, to_read
+from hpctrain.memory.scratch import fill_pieces, read_pieces
 from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.sharding.state import StateTensor
 
@@ -34,7 +34,7 @@ class StateSnapshot:
             else:
                 memory = empty_host_tensor((values.numel(),), values.dtype, values.device)
             assert (memory.numel(), memory.dtype) == (values.numel(), values.dtype), tensor.shard.name
-            for first, piece in to_read(values):
+            for first, piece in read_pieces(values):
                 memory[first : first + piece.numel()].copy_(piece, non_blocking=True)
             if isinstance(values, Tensor):
                 devices.add(values.device)
@@ -52,7 +52,7 @@ class StateSnapshot:
     def give_back(self, tensors: Iterable[StateTensor]) -> None:
         """Have them hold again what they held."""
         for tensor, memory in zip(tensors, self._values, strict=True):
-            for first, piece in to_fill(tensor.values):
+            for first, piece in fill_pieces(tensor.values):
                 piece.copy_(memory[first : first + piece.numel()])
 
 

@@ -29,7 +29,7 @@ from hpctrain.engine.stage import (
 )
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
-from hpctrain.memory.scratch import ScratchFiles, to_fill
+from hpctrain.memory.scratch import ScratchFiles, fill_pieces
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import architecture_of, build_parts, initialize_parts
 from hpctrain.model.count import count
@@ -251,7 +251,7 @@ def _initialize(
         for bucket, master in zip(optimizer.buckets, optimizer.masters, strict=True)
         for segment, values, offset in bucket.owned(master)
         if values.numel()
-        for first, piece in to_fill(values)
+        for first, piece in fill_pieces(values)
     )
     with world.agreement():
         initialize_parts(architecture, stage.models, targets, seed, roughness)

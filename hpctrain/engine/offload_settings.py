@@ -16,7 +16,7 @@ from hpctrain.deck.sections.memory import HOST_REFUSAL
 from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import choose_device, empty_host_tensor, on_host, visible_gpus
-from hpctrain.memory.offload_folder import check_room
+from hpctrain.memory.offload_folder import check_disk_space
 from hpctrain.memory.scratch import Flat, ScratchFile, ScratchFiles, ScratchTensor
 from hpctrain.optim.blocks import MatrixOptimizer
 from hpctrain.optim.matrix_rule import MatrixRules
@@ -78,7 +78,7 @@ def open_scratch(deck: Deck, world: World, need: int) -> ScratchFiles:
     folder = offload_folder(deck)
     with world.agreement():
         if world.local_rank == 0:
-            check_room(folder, of_node)
+            check_disk_space(folder, of_node)
     with world.agreement():
         return ScratchFiles(folder, world.rank)
 

@@ -11,10 +11,10 @@ from hpctrain.deck.sections.memory import HOST_ACTIVATIONS_REFUSAL
 from hpctrain.engine.offload_settings import open_scratch
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host
-from hpctrain.memory.activations import ActivationStore
+from hpctrain.memory.activation_store import ActivationStore
 from hpctrain.memory.offload_store import DiskOffloadStore, HostOffloadStore
 from hpctrain.memory.recompute import Recompute
-from hpctrain.memory.saved import PartBytes, part_bytes
+from hpctrain.memory.saved_bytes import PartBytes, part_bytes
 from hpctrain.memory.scratch import ScratchFiles
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.count import count
@@ -51,14 +51,14 @@ def open_shelf(
     if where == "keep" or store is None:
         return None
     if where == "host":
-        store.shelf = HostOffloadStore(world.device)
+        store.offload_store = HostOffloadStore(world.device)
         return None
     parts = part_bytes(deck, models, not on_host(world.device), deck.memory.recompute)
-    most = max((part.of_blocks for part in parts), default=0)
+    most = max((part.block_bytes for part in parts), default=0)
     need = ceil(peak_activations(schedule)[stage] * schedule.chunks) * most
     scratch = open_scratch(deck, world, need)
     with world.agreement():
-        store.shelf = DiskOffloadStore(scratch, need, world.device)
+        store.offload_store = DiskOffloadStore(scratch, need, world.device)
     return scratch
 
 
@@ -73,7 +73,7 @@ def introduce_recompute(
         return part_bytes(deck, models, not on_host(device), recompute)
 
     def saved(recompute: Recomputed) -> int:
-        return int(alive * sum(part.of_part for part in placed(recompute)))
+        return int(alive * sum(part.total_bytes for part in placed(recompute)))
 
     now = saved(memory.recompute)
     if memory.recompute != "none":
@@ -81,7 +81,7 @@ def introduce_recompute(
         extra = flops.recomputed_flops_per_token(memory.recompute)
         tokens = deck.batch.global_size * deck.batch.sequence
         kept = ""
-        if not any(part.unknown for part in placed(memory.recompute)):
+        if not any(part.unknown_reason for part in placed(memory.recompute)):
             instead = f"instead of {format_bytes(saved('none'))}"
             kept = f"; this rank keeps {format_bytes(now)} of activations {instead}"
         lines.append(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hpctrain.memory.cached_texts import CachePlan
+from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.attention import Rotary
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.library import PAGE
@@ -31,7 +31,7 @@ class KeyValueCache:
         if plan.form.turned:
             positions = torch.arange(plan.window, device=device)
             self.turning = Rotary(positions, plan.form.head, shape.rope_base, plan.form.dtype).tables
-        self.tables = torch.zeros((plan.places, plan.pages_of_text), dtype=torch.int64, device=device)
+        self.tables = torch.zeros((plan.sequences, plan.pages_per_sequence), dtype=torch.int64, device=device)
         self._free = list(range(plan.pages))[::-1]
         self._held: dict[int, list[int]] = {}
         self._users = [0] * plan.pages
@@ -49,7 +49,7 @@ class KeyValueCache:
 
     def open(self) -> int:
         """A place that no text has, one of those that there are."""
-        free = next(place for place in range(self.plan.places) if place not in self._held)
+        free = next(place for place in range(self.plan.sequences) if place not in self._held)
         self._held[free] = []
         return free
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hpctrain.generate.cache import KeyValueCache
 from hpctrain.generate.continuing import Draw, Drawn, GeneratedText, PassTokens
 from hpctrain.generate.stages import Stages
-from hpctrain.memory.cached_texts import CachePlan
+from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.functions import CompiledFunctions
@@ -127,7 +127,7 @@ class CachedPasses:
         self.model, self.least, self.rows = model, least, rows
         self.cache, self.stages = KeyValueCache(model, plan), Stages(model)
         self.turns = self.stages.count
-        self.window, self.places = model.shape.sequence, plan.places
+        self.window, self.places = model.shape.sequence, plan.sequences
         self.reach = self.window if can_cache(model) else 0
 
     def open(self) -> int:

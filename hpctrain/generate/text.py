@@ -36,7 +36,7 @@ from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.generate.stopping import Continuation
 from hpctrain.host.device import on_host
 from hpctrain.host.memory import available_bytes, resident_bytes
-from hpctrain.memory.cached_texts import CachePlan
+from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.build import bare_model
 from hpctrain.model.part import ModelPart
 from hpctrain.model.precision import Precision

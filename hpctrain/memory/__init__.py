@@ -1,1 +1,1 @@
-"""What backward needs kept: recomputation, offload, scratch files, and the ledger of the bytes held."""
+"""Activations, cache and other tensors: recomputation, offload, and accounts of bytes."""

@@ -1,4 +1,4 @@
-"""The memory of a rank by kind: what a plan predicts and what a run holds are told in the same words."""
+"""Memory of a rank by kind, in the same terms for what a plan predicts and what a run measures."""
 
 from __future__ import annotations
 
@@ -17,15 +17,22 @@ OF_GPU = frozenset({"runtime", "fragmented"})
 class MemoryAccount:
     """Bytes of one rank by kind.
 
-    `parameter`: values that layers compute with, in the compute format, and matrices of these that stay
-    converted to fp32; of values that ranks of a node have in common, a part as large for each.
-    `gradient`: their sums. `optimizer`:
-    moments, master weights where these are not the parameters themselves, and what else belongs to them.
-    `activation`: what autograd keeps for backward, at its peak. `cache`: keys and values of the texts that a
-    model which learns by rewards writes, while there are no activations. `buffer`: memory that communication
-    and gathered or opened buckets take turns in. `other`: what computing needs in passing, and on a CPU the
-    interpreter, its libraries, what the allocator keeps free, and what a checkpoint copies meanwhile. Only a
-    GPU has `runtime`: CUDA's context and buffers of NCCL; and `fragmented`: memory between tensors.
+    If ranks of a node share memory, each rank counts an equal part of it.
+
+    Attributes:
+        parameter: Values that layers compute with, in the compute format, and matrices that are kept
+            converted to fp32.
+        gradient: Accumulated gradients.
+        optimizer: Moments, master weights unless they are the parameters themselves, and other state of the
+            optimizer.
+        activation: Tensors that autograd keeps for the backward pass, at their peak.
+        cache: Keys and values of sequences that a model generates in training with rewards. They do not exist
+            at the same time as activations.
+        buffer: Memory that communication and gathered buckets use in turn.
+        other: Temporary memory of computations. On a CPU also the interpreter, its libraries, free memory of
+            the allocator, and copies for checkpoints.
+        runtime: On a GPU, CUDA's context and buffers of NCCL.
+        fragmented: On a GPU, unused memory between tensors.
     """
 
     parameter: int = 0
@@ -40,20 +47,23 @@ class MemoryAccount:
 
     @property
     def total(self) -> int:
-        """All kinds together, of activations and cache the larger one."""
+        """Bytes of all kinds; of activations and cache only the larger one counts."""
         return sum(self.kinds().values()) - min(self.activation, self.cache)
 
     def kinds(self) -> dict[str, int]:
-        """Bytes by kind, in order."""
+        """Return the bytes by kind, in order."""
         return dict(vars(self))
 
     def row(self) -> dict[str, int]:
-        """As written into JSON: `parameter_bytes` and so on, and `total_bytes`; a CPU has fewer kinds."""
+        """Return the account as in JSON files: `parameter_bytes` and so on, and `total_bytes`.
+
+        Kinds that only a GPU has are left out if they are 0.
+        """
         kinds = {kind: size for kind, size in self.kinds().items() if size or kind not in OF_GPU}
         return {f"{kind}_bytes": size for kind, size in kinds.items()} | {"total_bytes": self.total}
 
 
 def storage_bytes(tensors: Iterable[Flat | None]) -> int:
-    """Bytes of the memory behind tensors, each storage once; what lies in files takes none."""
+    """Return the bytes of the memory of tensors. Each storage counts once; tensors in files count 0."""
     storages = (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor))
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -1,4 +1,4 @@
-"""What is held for backward, counted while it is held: by autograd, and by weight gradients that wait."""
+"""Count of the bytes kept for the backward pass, by autograd and by delayed weight gradients."""
 
 from __future__ import annotations
 
@@ -12,28 +12,39 @@ from torch import Tensor
 
 
 class ActivationKeeper(Protocol):
-    """What keeps tensors for backward in a way of its own, and tells its watch of them."""
+    """Interface of objects that keep tensors for the backward pass outside of autograd.
+
+    They call `watch`, if it is not None, for each tensor, and keep the result as long as the tensor.
+    """
 
     watch: Any
 
 
 class LiveActivations:
-    """Counts the bytes that are kept for backward while this is active: now, and at the most.
+    """Context that counts the bytes kept for the backward pass: `bytes` now, and `peak` at most.
 
-    A storage that is kept several times counts once. Those of the tensors that `without` returns, such as
-    parameters, do not count. What `others` keep in memory counts as long as they say.
+    A storage that is kept several times counts once.
+
+    Args:
+        excluded: Function that returns tensors that do not count, such as parameters.
+        keepers: Objects that keep tensors outside of autograd; None is ignored.
+
+    Attributes:
+        bytes: Bytes that are kept now.
+        peak: Largest number of bytes kept at once.
+        save: Function that counts a tensor for as long as its result exists.
     """
 
     def __init__(
         self,
-        without: Callable[[], Iterable[Tensor]],
-        *others: ActivationKeeper | None,
+        excluded: Callable[[], Iterable[Tensor]],
+        *keepers: ActivationKeeper | None,
     ) -> None:
         self.bytes = self.peak = 0
-        self._without = without
-        self._watched = [each for each in others if each is not None]
+        self._excluded = excluded
+        self._watched = [each for each in keepers if each is not None]
         self._saved: Counter[int] = Counter()
-        self.save = partial(SavedTensor, self)  # counts a tensor for as long as its result is there
+        self.save = partial(SavedTensor, self)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.save, SavedTensor.unpack)
 
     def __enter__(self) -> LiveActivations:
@@ -47,19 +58,19 @@ class LiveActivations:
         for each in self._watched:
             each.watch = None
 
-    def enter(self, storage: torch.UntypedStorage) -> bool:
-        """Count a storage that is kept once more; whether it counts at all."""
+    def add(self, storage: torch.UntypedStorage) -> bool:
+        """Count one more reference to a storage. Return True if the storage counts."""
         address = storage.data_ptr()
         if not self._saved[address]:
-            if any(address == other.untyped_storage().data_ptr() for other in self._without()):
+            if any(address == tensor.untyped_storage().data_ptr() for tensor in self._excluded()):
                 return False
             self.bytes += storage.nbytes()
             self.peak = max(self.peak, self.bytes)
         self._saved[address] += 1
         return True
 
-    def leave(self, storage: torch.UntypedStorage) -> None:
-        """A storage is kept once less."""
+    def remove(self, storage: torch.UntypedStorage) -> None:
+        """Count one reference to a storage less."""
         address = storage.data_ptr()
         self._saved[address] -= 1
         if not self._saved[address]:
@@ -67,19 +78,19 @@ class LiveActivations:
 
 
 class SavedTensor:
-    """One tensor that is kept, for as long as this is there."""
+    """Tensor that is counted as long as this object exists."""
 
     def __init__(self, owner: LiveActivations, tensor: Tensor) -> None:
-        # A Parameter is kept as itself: its memory changes hands while it is not gathered. Anything else is
-        # kept by an alias, as an output of the node that keeps it would keep itself alive.
+        # A Parameter is kept itself, since its memory is replaced while it is not gathered. Other tensors are
+        # kept as an alias: an output of the node that saves it would keep itself alive.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.owner = owner
-        self.counted = owner.enter(self.tensor.untyped_storage())
+        self.counted = owner.add(self.tensor.untyped_storage())
 
     def unpack(self) -> Tensor:
-        """The tensor as it was saved."""
+        """Return the tensor as it was saved."""
         return self.tensor
 
     def __del__(self) -> None:
         if self.counted:
-            self.owner.leave(self.tensor.untyped_storage())
+            self.owner.remove(self.tensor.untyped_storage())

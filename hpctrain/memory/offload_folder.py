@@ -1,8 +1,8 @@
-"""The folder where ranks put what is not to stay in memory, and what is deleted there when.
+"""Folder for the files of offloaded tensors, and when it is deleted.
 
-Every rank has a folder of its own in it, named after its host and process. It goes when the rank leaves; what
-a crash leaves behind goes when the next run starts there. The offload folder goes with the last of them,
-where it was made for them. Nothing else that lies in these folders is deleted.
+Every rank makes a folder of its own in it, named after its host and process, and deletes it at its end. The
+next run deletes folders that a crash left. The offload folder itself is deleted with the last of them if it
+was made for offloading. Nothing else in these folders is deleted.
 """
 
 from __future__ import annotations
@@ -23,62 +23,69 @@ from hpctrain.units import format_bytes
 
 _PREFIX = "offload"
 _FOLDER = re.compile(rf"{_PREFIX}-.+-\d+-\d+-rank\d+-\w+")
-FILE_NAME = r"[a-z]+(-\d+)?"  # of a file with what a rank has put out of memory
+FILE_NAME = r"[a-z]+(-\d+)?"  # name of a file with offloaded memory
 
-_MADE = ".hpctrain-offload"  # name of an empty file in an offload folder that was made for offloading
-_ENDED = ("Z", "X")  # how /proc calls processes that are no more
+_MARKER = ".hpctrain-offload"  # name of an empty file in an offload folder that was made for offloading
+_ENDED_STATES = ("Z", "X")  # states in /proc of processes that have ended
 
 
 def make_scratch(folder: Path, rank: int) -> Path:
-    """A new folder of this process in the offload folder, which is made where it is not there yet.
+    """Make and return a new folder of this process in the offload folder, which is made if it does not exist.
 
-    HpctrainError where that cannot be.
+    Raises:
+        HpctrainError: The folder cannot be made.
     """
-    with _reported(folder):
+    with _as_user_error(folder):
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
             if not folder.is_dir():
                 raise
         else:
-            (folder / _MADE).touch()
+            (folder / _MARKER).touch()
         process = f"{_PREFIX}-{_host()}-{os.getpid()}-{_start_time(os.getpid())}"
         return Path(tempfile.mkdtemp(prefix=f"{process}-rank{rank}-", dir=folder))
 
 
-def check_room(folder: Path, need: int) -> None:
-    """Look whether `need` bytes will fit into a folder that may not be there yet; nothing is made.
+def check_disk_space(folder: Path, required_bytes: int) -> None:
+    """Check that `required_bytes` fit on the disk of a folder, which may not exist yet. Makes nothing.
 
-    `need` is what all ranks that share the disk will ask for. HpctrainError if the folder cannot be written
-    to or is too small. What earlier processes left there is removed first.
+    Files that earlier processes left there are deleted first.
+
+    Args:
+        folder: Offload folder.
+        required_bytes: Bytes that all ranks that share the disk will write.
+
+    Raises:
+        HpctrainError: The folder cannot be written to, or the disk is too small.
     """
-    with _reported(folder):
+    with _as_user_error(folder):
         remove_leftovers(folder)
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not there.is_dir():
-            raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(there))
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise PermissionError(EACCES, os.strerror(EACCES), str(there))
-        status = os.statvfs(there)
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(existing))
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise PermissionError(EACCES, os.strerror(EACCES), str(existing))
+        status = os.statvfs(existing)
         free = status.f_bavail * status.f_frsize
-        if free < need:
+        if free < required_bytes:
             raise HpctrainError(
-                f"{folder}: offloading requires {format_bytes(need)} on this disk, which has "
+                f"{folder}: offloading requires {format_bytes(required_bytes)} on this disk, which has "
                 f"{format_bytes(free)} free (use another folder in memory.offload_dir)"
             )
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the files of processes of this host that are no more."""
+    """Delete the files of processes of this host that have ended."""
     process = re.compile(rf"{_PREFIX}-{re.escape(_host())}-(\d+)-([^-]*)-.*")
-    for left in folder.glob(f"{_PREFIX}-*"):
-        match = process.fullmatch(left.name)
+    for leftover in folder.glob(f"{_PREFIX}-*"):
+        match = process.fullmatch(leftover.name)
         if match and _start_time(int(match[1])) != match[2]:
-            delete_scratch(left)
+            delete_scratch(leftover)
 
 
 def delete_scratch(folder: Path) -> bool:
-    """Delete the files of one process and their folder; whether it was such a folder and is gone."""
+    """Delete the files of one process and their folder. Return True if it was such a folder and is gone."""
     if not _FOLDER.fullmatch(folder.name):
         return False
     with suppress(OSError):
@@ -87,20 +94,20 @@ def delete_scratch(folder: Path) -> bool:
 
 
 def is_scratch(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry of an offload folder was made here, by its name."""
-    return entry.name == _MADE or bool(_FOLDER.fullmatch(entry.name))
+    """Return True if the name of an entry of an offload folder is one that this module gives."""
+    return entry.name == _MARKER or bool(_FOLDER.fullmatch(entry.name))
 
 
 def delete_offload_folder(folder: Path) -> None:
-    """Delete an offload folder, if it was made for offloading and nothing is in it any more."""
+    """Delete an offload folder, if it was made for offloading and is empty."""
     with suppress(OSError):
-        if os.listdir(folder) == [_MADE]:  # noqa: PTH208  (names are all that is wanted)
-            delete_folder(folder, files_named(re.escape(_MADE)))
+        if os.listdir(folder) == [_MARKER]:  # noqa: PTH208  (only names are needed)
+            delete_folder(folder, files_named(re.escape(_MARKER)))
 
 
 @contextmanager
-def _reported(folder: Path) -> Iterator[None]:
-    """What the system refuses, as the user's mistake."""
+def _as_user_error(folder: Path) -> Iterator[None]:
+    """Turn an OSError into an HpctrainError."""
     try:
         yield
     except OSError as error:
@@ -115,12 +122,14 @@ def _host() -> str:
 
 
 def _start_time(pid: int) -> str | None:
-    """When a process of this host started, so that a later one of the same number is another one; None where
-    there is none, or one that has ended and waits for its parent to look."""
+    """Return when a process of this host started; None if it does not exist or has ended.
+
+    With it, a later process with the same number is recognized as another one.
+    """
     try:
         # The second field, the command's name in parentheses, may hold blanks.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        return None if fields[0] in _ENDED else fields[19]
+        return None if fields[0] in _ENDED_STATES else fields[19]
     except (OSError, IndexError):
         pass
     try:

@@ -1,4 +1,4 @@
-"""Where bytes wait outside of the device's memory: in pinned host memory, or in a file."""
+"""Stores for offloaded tensors, in pinned host memory or in files."""
 
 from __future__ import annotations
 
@@ -7,38 +7,39 @@ from collections import defaultdict
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.host.device import SideStream, StreamWork, empty_host_tensor, on_host
 from hpctrain.memory.scratch import ScratchFile, ScratchFiles, Transfer
 
 
 class OffloadHandle(ABC):
-    """One tensor's stay on a Shelf, from its putting there until `release`."""
+    """Handle of one tensor in an OffloadStore, from `put` until `release`. All methods are local."""
 
     @abstractmethod
     def advance(self) -> None:
-        """Go on with the way there, as far as goes without much waiting."""
+        """Let the offload make progress, with little waiting."""
 
     @abstractmethod
-    def settle(self) -> None:
-        """Wait until it is there; the memory it came from may go."""
+    def finish_offload(self) -> None:
+        """Wait until the tensor is stored. Its memory may then be freed."""
 
     @abstractmethod
     def start_fetch(self) -> None:
-        """Start to bring it back, after `settle`; nothing where that is under way."""
+        """Start to fetch the tensor, after `finish_offload`. Does nothing if that has been started."""
 
     @abstractmethod
     def fetch(self) -> Tensor:
-        """The bytes, back on their device."""
+        """Return the tensor on its device."""
 
     @property
     def memory(self) -> Tensor | None:
-        """Memory of the device into which the bytes are coming back, if there is such."""
+        """Memory of the device into which the tensor is being fetched, or None."""
         return None
 
     @abstractmethod
     def release(self) -> None:
-        """Give up its place. Never waits, never fails."""
+        """Free the space of the tensor in the store. Never waits and never fails."""
 
 
 class DeviceCopies:
@@ -81,7 +82,7 @@ class HostOffloadStore(DeviceCopies):
     """Pinned memory of a GPU's host, for flat tensors of bytes [n] uint8."""
 
     def put(self, memory: Tensor) -> OffloadHandle:
-        """Start to take a tensor in, which must not be changed any more."""
+        """Start to store a tensor, which must not be changed any more."""
         return _HostHandle(self, memory)
 
 
@@ -90,30 +91,41 @@ class _HostHandle(OffloadHandle):
         self.copies = copies
         self.host = copies.take(memory.numel())
         self.out = copies.start_out(memory, self.host)
-        self.coming: tuple[Tensor, StreamWork] | None = None
+        self.fetching: tuple[Tensor, StreamWork] | None = None
 
+    @override
     def advance(self) -> None:
         pass
 
-    def settle(self) -> None:
+    @override
+    def finish_offload(self) -> None:
         self.out.synchronize()
 
+    @override
     def start_fetch(self) -> None:
-        if self.coming is None:
-            self.coming = self.copies.stream.copy_to_device(self.host, self.copies.device)
+        if self.fetching is None:
+            self.fetching = self.copies.stream.copy_to_device(self.host, self.copies.device)
 
+    @override
     def fetch(self) -> Tensor:
         self.start_fetch()
-        assert self.coming is not None
-        memory, copy = self.coming
+        assert self.fetching is not None
+        memory, copy = self.fetching
         return copy.deliver(memory)
 
+    @override
     def release(self) -> None:
         self.copies.give(self.host)
 
 
 class Region:
-    """A piece of a file; `busy` are transfers that may not have ended."""
+    """Piece of a file.
+
+    Attributes:
+        file: The file.
+        offset: First byte of the piece.
+        busy: Transfers that may not be complete.
+    """
 
     def __init__(self, file: ScratchFile, offset: int) -> None:
         self.file, self.offset = file, offset
@@ -121,7 +133,13 @@ class Region:
 
 
 class DiskOffloadStore:
-    """Files of a ScratchFiles: one of `capacity` bytes at once, further ones where that does not do."""
+    """Files for flat tensors of bytes [n] uint8.
+
+    Args:
+        scratch: Makes the files.
+        capacity: Bytes of the first file; more files are made when it is full.
+        device: Device of the tensors.
+    """
 
     def __init__(self, scratch: ScratchFiles, capacity: int, device: torch.device) -> None:
         self.scratch, self.capacity = scratch, max(1, capacity)
@@ -137,11 +155,15 @@ class DiskOffloadStore:
         return sum(file.size for file in self._files)
 
     def put(self, memory: Tensor) -> OffloadHandle:
-        """Store a tensor, and return the handle by which it is read again."""
+        """Start to store a tensor, and return its handle."""
         return _DiskHandle(self, memory)
 
     def take(self, size: int) -> Region:
-        """A free piece of a file. InputOutputError where the disk is full, or a transfer there failed."""
+        """Return a free piece of a file.
+
+        Raises:
+            InputOutputError: The disk is full, or an earlier transfer of the piece failed.
+        """
         free = self._free[size]
         if free:
             region = free.pop(0)
@@ -156,7 +178,7 @@ class DiskOffloadStore:
         return region
 
     def give(self, region: Region, size: int) -> None:
-        """Give a piece back, maybe before its last transfer has ended."""
+        """Give a piece back, possibly before its last transfer is complete."""
         self._free[size].append(region)
 
     def _grow(self, size: int) -> None:
@@ -164,70 +186,76 @@ class DiskOffloadStore:
         self._end = 0
 
 
-Shelf = HostOffloadStore | DiskOffloadStore
+OffloadStore = HostOffloadStore | DiskOffloadStore
 
 
 class _DiskHandle(OffloadHandle):
-    """Bytes in a file; those of a GPU go there, and come back, by pinned host memory."""
+    """Handle of bytes in a file. Those of a GPU pass through pinned host memory."""
 
-    def __init__(self, shelf: DiskOffloadStore, memory: Tensor) -> None:
-        self.shelf, self.size = shelf, memory.numel()
-        self.region = shelf.take(self.size)
+    def __init__(self, store: DiskOffloadStore, memory: Tensor) -> None:
+        self.store, self.size = store, memory.numel()
+        self.region = store.take(self.size)
         self.host: Tensor | None = None
         self.out: StreamWork | None = None
         self.writing: Transfer | None = None
         self.reading: Transfer | None = None
-        if shelf.copies is None:
+        if store.copies is None:
             self._write(memory)
         else:
-            self.host = shelf.copies.take(self.size)
-            self.out = shelf.copies.start_out(memory, self.host)
+            self.host = store.copies.take(self.size)
+            self.out = store.copies.start_out(memory, self.host)
 
     def _write(self, memory: Tensor) -> None:
         self.writing = self.region.file.start_write(self.region.offset, memory)
         self.region.busy.append(self.writing)
 
+    @override
     def advance(self) -> None:
         if self.out is not None and self.host is not None:
             self.out.synchronize()
             self.out = None
             self._write(self.host)
 
-    def settle(self) -> None:
+    @override
+    def finish_offload(self) -> None:
         self.advance()
         assert self.writing is not None
         self.writing.result()
         self._give_host()
 
+    @override
     def start_fetch(self) -> None:
         if self.reading is None:
-            copies = self.shelf.copies
+            copies = self.store.copies
             self.host = copies.take(self.size) if copies else torch.empty(self.size, dtype=torch.uint8)
             self.reading = self.region.file.start_read(self.region.offset, self.host)
             self.region.busy.append(self.reading)
 
+    @override
     def fetch(self) -> Tensor:
         self.start_fetch()
         assert self.reading is not None and self.host is not None
         self.reading.result()
-        host, copies = self.host, self.shelf.copies
+        host, copies = self.host, self.store.copies
         if copies is None:
-            self.host = None  # from now on the caller's
+            self.host = None  # it belongs to the caller now
             return host
         memory, copy = copies.stream.copy_to_device(host, copies.device)
         self._give_host(copy)
         return copy.deliver(memory)
 
     @property
+    @override
     def memory(self) -> Tensor | None:
-        return self.host if self.shelf.copies is None else None
+        return self.host if self.store.copies is None else None
 
+    @override
     def release(self) -> None:
-        # Pinned memory that a transfer may still use is not given to others.
+        # Pinned memory that a transfer may still use is not reused.
         self.host = None
-        self.shelf.give(self.region, self.size)
+        self.store.give(self.region, self.size)
 
     def _give_host(self, copy: StreamWork | None = None) -> None:
-        if self.host is not None and self.shelf.copies is not None:
-            self.shelf.copies.give(self.host, copy)
+        if self.host is not None and self.store.copies is not None:
+            self.store.copies.give(self.host, copy)
         self.host = None

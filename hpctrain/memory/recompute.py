@@ -1,4 +1,9 @@
-"""Recomputation: what backward needs is computed again instead of kept (arXiv 1604.06174, 2205.05198)."""
+"""Recomputation of activations in the backward pass (arXiv 1604.06174, 2205.05198).
+
+Instead of all intermediate tensors, only the inputs of segments of layers are kept. The backward pass of a
+segment first repeats its forward pass. "full" has segments of one layer, "sqrt" of sqrt(layers) layers.
+"selective" repeats only the core of attention, which saves much memory for few FLOPs.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
-from hpctrain.memory.activations import ActivationStore, PackedActivation, SavedSegment, Watch
+from hpctrain.memory.activation_store import ActivationStore, PackedActivation, SavedSegment, Watch
 from hpctrain.model.foreign.arguments import tensors_of
 from hpctrain.model.shape import Recomputed
 from hpctrain.parallel.backward import BackwardStart
@@ -21,7 +27,7 @@ from hpctrain.parallel.saved_policy import LayerPass, SavedPolicy
 
 
 def segment_size(recompute: Recomputed, layers: int) -> int:
-    """Layers of one segment, of which only the input is kept; 0 where all layers keep what they save."""
+    """Return the number of layers of a segment; 0 if layers keep all that they save."""
     if recompute in {"none", "selective"} or not layers:
         return 0
     if recompute == "full":
@@ -29,96 +35,105 @@ def segment_size(recompute: Recomputed, layers: int) -> int:
     return ceil(sqrt(layers)) if recompute == "sqrt" else min(int(recompute), layers)
 
 
-Within = Callable[[], AbstractContextManager[None]]
-"""What surrounds that which is computed again."""
+RecomputeContext = Callable[[], AbstractContextManager[None]]
+"""Returns a context in which a recomputation runs, such as one that counts its time."""
 
 
 class Recompute(SavedPolicy):
-    """Keeps the inputs of segments of layers, or of the core of attention ("selective").
+    """SavedPolicy that keeps the inputs of segments, or of the core of attention, and recomputes the rest.
 
-    Dropout's masks are functions of their place, so no random state is needed. Weight gradients may be held
-    back, and parameters gathered for a while, inside of a segment as outside. With a `store`, what segments
-    (or blocks, where these are kept) save waits there. What is computed again is so `within`. `watch`, if
-    set, is told of what `call` keeps, and of what is computed again.
+    Dropout masks are functions of their position, so no state of random generators is kept. Weight gradients
+    may be delayed, and parameters gathered temporarily, within a segment as elsewhere. Set `watch` to be
+    called for each tensor that `call` keeps or recomputes.
+
+    Args:
+        recompute: Kind of recomputation.
+        store: If given, keeps what segments (or blocks, without recomputation) save.
+        context: Returns the context in which a recomputation runs.
     """
 
     def __init__(
-        self, recompute: Recomputed, store: ActivationStore | None = None, within: Within = nullcontext
+        self,
+        recompute: Recomputed,
+        store: ActivationStore | None = None,
+        context: RecomputeContext = nullcontext,
     ) -> None:
-        self.recompute, self.store, self.within = recompute, store, within
+        self.recompute, self.store, self.context = recompute, store, context
         self.keeps_core = recompute != "selective"
         self.repeats = recompute == "full"
         self.watch: Watch | None = None
 
+    @override
     def run(self, layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor] = ()) -> Tensor:
-        """All layers of x; each segment again in its backward."""
+        """Run layers on x; the backward pass of each segment recomputes it."""
         size = segment_size(self.recompute, len(layers))
         if not torch.is_grad_enabled() or (not size and self.store is None):
             return super().run(layers, x, shared)
-        compute = partial(again, shared=shared, within=self.within) if size else super().run
+        compute = partial(recompute_layers, shared=shared, context=self.context) if size else super().run
         segment: SavedSegment | None = None
         for first in range(0, len(layers), size or 1):
-            layer = layers[first : first + (size or 1)]
+            segment_layers = layers[first : first + (size or 1)]
             if self.store is None:
-                x = compute(layer, x)
+                x = compute(segment_layers, x)
             else:
-                with self.store.saving(x, shared, before=segment) as segment:
-                    x = compute(layer, x)
+                with self.store.saving(x, shared, previous=segment) as segment:
+                    x = compute(segment_layers, x)
         return x
 
-    def call(self, compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """See SavedPolicy; with "full", again in its backward, with the same random numbers."""
+    @override
+    def call(self, compute: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         if self.recompute != "full" or not torch.is_grad_enabled():
-            return compute(*given, **named)
+            return compute(*arguments, **options)
 
-        def around() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), _EachTime(self._again)
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), _FreshContext(self._recomputing)
 
         if self.watch is not None:
-            compute = partial(_keeping, [self.watch(each) for each in tensors_of((given, named))], compute)
-        # In a plan tensors say that they are on a CPU, but not in the backward pass.
-        check = "none" if any(each.is_meta for each in tensors_of((given, named))) else "default"
-        how: dict[str, Any] = {
+            compute = partial(
+                _call_and_keep, [self.watch(each) for each in tensors_of((arguments, options))], compute
+            )
+        # Meta tensors of a plan report another device in the backward pass, which the check would refuse.
+        check = "none" if any(each.is_meta for each in tensors_of((arguments, options))) else "default"
+        checkpoint_options: dict[str, Any] = {
             "use_reentrant": False,
-            "context_fn": around,
+            "context_fn": contexts,
             "determinism_check": check,
         }
-        return checkpoint(compute, *given, **how, **named)
+        return checkpoint(compute, *arguments, **checkpoint_options, **options)
 
     @contextmanager
-    def _again(self) -> Iterator[None]:
-        """What `call` computes again is so within, and the watch is told of it, all of which is there at the
-        end.
-        """
+    def _recomputing(self) -> Iterator[None]:
+        """Context of a recomputation by `call`. It keeps the results of `watch` until its end."""
         watch = self.watch
-        with self.within():
+        with self.context():
             if watch is None:
                 yield
                 return
-            # Checkpoint's own hooks, which would be hidden by others.
+            # The hooks of torch's checkpoint, which ours would hide.
             pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
-            there: list[PackedActivation] = []
+            packed: list[PackedActivation] = []
 
-            def told(tensor: Tensor) -> Any:
-                there.append(watch(tensor))
+            def pack_and_watch(tensor: Tensor) -> Any:
+                packed.append(watch(tensor))
                 return pack(tensor)
 
-            with saved_tensors_hooks(told, unpack):
+            with saved_tensors_hooks(pack_and_watch, unpack):
                 yield
 
+    @override
     def attend(
         self, compute: Callable[..., Tensor], inputs: Sequence[Tensor], shared: Sequence[Tensor] = ()
     ) -> Tensor:
-        """The core of attention; with "selective", again in its backward."""
         if self.keeps_core or not torch.is_grad_enabled():
             return compute(*inputs, *shared)
-        result: Tensor = _RecomputeAutograd.apply(compute, self.within, *inputs, *shared)
+        result: Tensor = _RecomputeAutograd.apply(compute, self.context, *inputs, *shared)
         return result
 
 
-class _EachTime(AbstractContextManager[None]):
-    """What `make` makes, anew each time that it is entered: a block that takes a gradient in its forward pass
-    is computed again for that, too.
+class _FreshContext(AbstractContextManager[None]):
+    """Context that is made by `make` each time that it is entered.
+
+    A block that computes a gradient in its forward pass is recomputed for that one, too.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
@@ -132,31 +147,44 @@ class _EachTime(AbstractContextManager[None]):
         return self._entered.pop().__exit__(*raised)
 
 
-def _keeping(_: Sequence[PackedActivation], compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """What `compute` gives; what is held meanwhile is so for as long as this may be called again."""
-    return compute(*given, **named)
+def _call_and_keep(
+    _: Sequence[PackedActivation], compute: Callable[..., Any], *arguments: Any, **options: Any
+) -> Any:
+    """Return the result of `compute`. The first argument lives as long as this call can be repeated."""
+    return compute(*arguments, **options)
 
 
-def again(layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor], within: Within) -> Tensor:
-    """The layers of x, computed again in backward, `within`."""
+def recompute_layers(
+    layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor], context: RecomputeContext
+) -> Tensor:
+    """Return the output of layers, which are recomputed in the backward pass.
+
+    Args:
+        layers: Layers of the segment.
+        x: Input.
+        shared: Tensors that the layers share.
+        context: Returns the context of the recomputation.
+    """
     if not x.requires_grad and any(p.requires_grad for layer in layers for p in layer.parameters):
-        x = x.detach().requires_grad_()  # so that backward comes by
+        x = x.detach().requires_grad_()  # so that autograd calls backward
 
     def compute(x: Tensor, *_: Tensor) -> Tensor:
         for layer in layers:
             x = layer.compute(x)
         return x
 
-    result: Tensor = _RecomputeAutograd.apply(compute, within, x, *shared)
+    result: Tensor = _RecomputeAutograd.apply(compute, context, x, *shared)
     return result
 
 
 class _RecomputeAutograd(torch.autograd.Function):
-    """`compute(*tensors)`, of which only the tensors are kept; again `within`."""
+    """`compute(*tensors)` that keeps only the tensors, and is recomputed in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, compute: Callable[..., Tensor], within: Within, *tensors: Tensor) -> Tensor:
-        ctx.compute, ctx.within = compute, within
+    def forward(
+        ctx: Any, compute: Callable[..., Tensor], context: RecomputeContext, *tensors: Tensor
+    ) -> Tensor:
+        ctx.compute, ctx.context = compute, context
         ctx.save_for_backward(*tensors)
         return compute(*tensors)
 
@@ -167,7 +195,7 @@ class _RecomputeAutograd(torch.autograd.Function):
             tensor.detach().requires_grad_(needed)
             for tensor, needed in zip(saved, ctx.needs_input_grad[2:], strict=True)
         ]
-        with ctx.within(), torch.enable_grad():
+        with ctx.context(), torch.enable_grad():
             end = BackwardStart(ctx.compute(*tensors))
         end.backward(gradient)
         return (None, None, *(tensor.grad for tensor in tensors))

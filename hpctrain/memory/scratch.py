@@ -1,6 +1,7 @@
-"""Files that stand in for memory: flat tensors that wait on a disk, read and written by threads of their own.
+"""Flat tensors in temporary files, which threads read and write.
 
-Every rank has them in a folder of its own (`memory/offload_folder.py`), which goes when the rank leaves.
+Every rank has its files in a folder of its own (`memory/offload_folder.py`), which is deleted when the rank
+ends.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.errors import InputOutputError
 from hpctrain.host.device import on_host
@@ -26,23 +28,23 @@ _LARGEST_CALL = 1 << 30
 
 
 Transfer = Future[None]
-"""A read or write under way; `result` waits for it: InputOutputError, with file and cause, if it failed."""
+"""Started read or write. `result` waits for it, and raises InputOutputError if it failed."""
 
 
 class ScratchFile:
-    """A file of a ScratchFiles, whose space is taken. Its tensors are contiguous, in host memory."""
+    """File of a ScratchFiles, with allocated disk space. Tensors must be contiguous and in host memory."""
 
     def __init__(self, path: Path, size: int, threads: ThreadPoolExecutor, descriptor: int) -> None:
         self.path, self.size = path, size
         self._threads, self._descriptor = threads, descriptor
 
     def start_read(self, offset: int, tensor: Tensor) -> Transfer:
-        """Start to fill a tensor from the file's byte `offset` on; it is not to be used until then."""
-        return self._threads.submit(self._move, offset, _memory(tensor), writing=False)
+        """Start to fill a tensor from the byte `offset` on. The tensor must not be used before the end."""
+        return self._threads.submit(self._move, offset, _bytes_of(tensor), writing=False)
 
     def start_write(self, offset: int, tensor: Tensor) -> Transfer:
-        """Start to write a tensor at the file's byte `offset`; it is not to be changed until then."""
-        return self._threads.submit(self._move, offset, _memory(tensor), writing=True)
+        """Start to write a tensor at the byte `offset`. The tensor must not be changed before the end."""
+        return self._threads.submit(self._move, offset, _bytes_of(tensor), writing=True)
 
     def _move(self, offset: int, memory: memoryview, *, writing: bool) -> None:
         self._check(offset, memory.nbytes)
@@ -51,24 +53,27 @@ class ScratchFile:
             while memory:
                 count = move(self._descriptor, [memory[:_LARGEST_CALL]], offset)
                 if count == 0:
-                    raise self._lost("was truncated during the run")
+                    raise self._file_error("was truncated during the run")
                 memory, offset = memory[count:], offset + count
         except OSError as error:
-            raise self._lost(f"cannot be {'written' if writing else 'read'}", error) from None
+            raise self._file_error(f"cannot be {'written' if writing else 'read'}", error) from None
 
     def _check(self, offset: int, count: int) -> None:
-        """A file that was removed can still be read here, yet its contents would vanish with this process."""
+        """Raise InputOutputError if the file was removed or truncated.
+
+        This process can still read a file that was removed, but its contents would vanish with the process.
+        """
         assert offset >= 0 and offset + count <= self.size, (self.path, offset, count, self.size)
         try:
             status = os.fstat(self._descriptor)
         except OSError as error:
-            raise self._lost("cannot be read", error) from None
+            raise self._file_error("cannot be read", error) from None
         if status.st_nlink == 0:
-            raise self._lost("was removed during the run")
+            raise self._file_error("was removed during the run")
         if status.st_size < self.size:
-            raise self._lost("was truncated during the run")
+            raise self._file_error("was truncated during the run")
 
-    def _lost(self, what: str, error: OSError | None = None) -> InputOutputError:
+    def _file_error(self, what: str, error: OSError | None = None) -> InputOutputError:
         why = "" if error is None else f": {error.strerror or error}"
         return InputOutputError(
             f"{self.path}: the file of offloaded memory {what}{why} (continue from the last checkpoint "
@@ -77,7 +82,7 @@ class ScratchFile:
 
 
 class ScratchSlice(ABC):
-    """A flat tensor in a file: `length` elements of type `dtype`. Slices, with step 1, lie there too."""
+    """Flat tensor of `length` elements of type `dtype` in a file. Slices with step 1 are also in the file."""
 
     length: int
     dtype: torch.dtype
@@ -87,14 +92,14 @@ class ScratchSlice(ABC):
 
     @abstractmethod
     def load(self) -> Tensor:
-        """Read into new memory."""
+        """Return the tensor in new memory."""
 
     def numel(self) -> int:
-        """Elements."""
+        """Return the number of elements."""
         return self.length
 
     def element_size(self) -> int:
-        """Bytes of one element."""
+        """Return the bytes of one element."""
         return self.dtype.itemsize
 
     @property
@@ -104,16 +109,17 @@ class ScratchSlice(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where `load` puts it."""
+        """Device on which `load` puts the tensor."""
         return torch.device("cpu")
 
 
 class ScratchTensor(ScratchSlice):
-    """A flat tensor in a ScratchFile, from the byte `offset` on. Empty ones are never read or written."""
+    """Flat tensor in a ScratchFile, from the byte `offset` on. Empty ones are never read or written."""
 
     def __init__(self, file: ScratchFile, offset: int, length: int, dtype: torch.dtype) -> None:
         self.file, self.offset, self.length, self.dtype = file, offset, length, dtype
 
+    @override
     def __getitem__(self, part: slice) -> ScratchTensor:
         first, last, step = part.indices(self.length)
         assert step == 1
@@ -121,40 +127,40 @@ class ScratchTensor(ScratchSlice):
         return ScratchTensor(self.file, start, max(0, last - first), self.dtype)
 
     def start_read(self, tensor: Tensor) -> Transfer:
-        """Start to fill a tensor of this length and type; as ScratchFile.start_read."""
+        """Start to fill a tensor of the same length and dtype. The tensor must not be used before the end."""
         assert (tensor.numel(), tensor.dtype) == (self.length, self.dtype)
         return self.file.start_read(self.offset, tensor)
 
     def start_write(self, tensor: Tensor) -> Transfer:
-        """Start to write a tensor of this length and type; as ScratchFile.start_write."""
+        """Start to write a tensor of the same length and dtype, which must not be changed before the end."""
         assert (tensor.numel(), tensor.dtype) == (self.length, self.dtype)
         return self.file.start_write(self.offset, tensor)
 
     def zero_(self) -> None:
-        """Write zeros, as torch's `zero_` does."""
-        for _, tensor in to_fill(self):
+        """Write zeros, like torch's `zero_`."""
+        for _, tensor in fill_pieces(self):
             tensor.zero_()
 
+    @override
     def load(self) -> Tensor:
-        """Read into new memory."""
         tensor = torch.empty(self.length, dtype=self.dtype)
         self.start_read(tensor).result()
         return tensor
 
     def copy_(self, values: Tensor) -> None:
-        """Write them, as torch's `copy_` does."""
+        """Write values, like torch's `copy_`."""
         self.start_write(values.to(self.dtype)).result()
 
 
-Flat = Tensor | ScratchTensor  # a flat tensor, in memory or in a file
+Flat = Tensor | ScratchTensor  # flat tensor, in memory or in a file
 
-PIECE_BYTES = 16 << 20  # memory for what is read or written a piece at a time, where speed does not matter
+PIECE_BYTES = 16 << 20  # memory to read or write a file piece by piece, where speed does not matter
 
 
-def to_fill(flat: Flat) -> Iterator[tuple[int, Tensor]]:
-    """First element and memory of all pieces of a flat tensor, to be overwritten.
+def fill_pieces(flat: Flat) -> Iterator[tuple[int, Tensor]]:
+    """Yield first element and memory of each piece of a flat tensor, for the caller to overwrite.
 
-    What is in a file is written when the next piece is asked for. What is in memory is one piece.
+    A piece in a file is written when the next one is requested. A tensor in memory is one piece.
     """
     for first, tensor, part in _pieces(flat):
         yield first, tensor
@@ -162,8 +168,8 @@ def to_fill(flat: Flat) -> Iterator[tuple[int, Tensor]]:
             part.copy_(tensor)
 
 
-def to_read(flat: Flat) -> Iterator[tuple[int, Tensor]]:
-    """First element and contents of all pieces of a flat tensor, each valid until the next is asked for."""
+def read_pieces(flat: Flat) -> Iterator[tuple[int, Tensor]]:
+    """Yield first element and contents of each piece of a flat tensor, valid until the next is requested."""
     for first, tensor, part in _pieces(flat):
         if part is not None:
             part.start_read(tensor).result()
@@ -171,7 +177,7 @@ def to_read(flat: Flat) -> Iterator[tuple[int, Tensor]]:
 
 
 def _pieces(flat: Flat) -> Iterator[tuple[int, Tensor, ScratchTensor | None]]:
-    """First element, memory and, of what is in a file, the pieces of it."""
+    """Yield first element and memory of each piece, and its place in the file or None."""
     if isinstance(flat, Tensor):
         yield 0, flat, None
         return
@@ -183,10 +189,17 @@ def _pieces(flat: Flat) -> Iterator[tuple[int, Tensor, ScratchTensor | None]]:
 
 
 class ScratchFiles:
-    """This rank's files in the offload folder, gone after `close` and at the process's end."""
+    """Files of this rank in the offload folder, deleted by `close` and at the end of the process.
+
+    Args:
+        folder: Offload folder; a folder for this rank is made in it.
+        rank: Number of this rank.
+
+    Raises:
+        HpctrainError: The folder cannot be made.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """Make a folder for this rank's files. HpctrainError where that cannot be."""
         self.folder = make_scratch(folder, rank)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="offload")
         self._descriptors: list[int] = []
@@ -195,9 +208,10 @@ class ScratchFiles:
         )
 
     def file(self, name: str, size: int) -> ScratchFile:
-        """A new file of `size` bytes, zeros, whose space on the disk is taken at once.
+        """Return a new file of `size` zero bytes, whose disk space is allocated.
 
-        InputOutputError where the disk does not have it.
+        Raises:
+            InputOutputError: The disk is full.
         """
         path = self.folder / name
         if not re.fullmatch(FILE_NAME, name):
@@ -215,7 +229,7 @@ class ScratchFiles:
         return ScratchFile(path, size, self._threads, descriptor)
 
     def close(self) -> None:
-        """Wait for what is under way and remove all files."""
+        """Wait for started transfers, and delete all files."""
         self._end()
 
 
@@ -223,7 +237,7 @@ def _remove(
     parent: Path, folder: Path, threads: ThreadPoolExecutor, descriptors: list[int], owner: int
 ) -> None:
     if os.getpid() != owner:
-        return  # a forked child, which leaves its parent's files alone
+        return  # a forked child must not delete the files of its parent
     threads.shutdown()
     for descriptor in descriptors:
         os.close(descriptor)
@@ -231,7 +245,7 @@ def _remove(
     delete_offload_folder(parent)
 
 
-def _memory(tensor: Tensor) -> memoryview:
+def _bytes_of(tensor: Tensor) -> memoryview:
     assert on_host(tensor.device) and tensor.is_contiguous()
-    # A view of bytes, since numpy does not know all of torch's types.
+    # View it as bytes, since numpy lacks some of torch's dtypes.
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

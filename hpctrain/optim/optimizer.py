@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.memory.scratch import Flat, to_read
+from hpctrain.memory.scratch import Flat, read_pieces
 from hpctrain.parallel.shard import Shard, UpdateSettings
 from hpctrain.sharding.bucket import Bucket, await_readers
 from hpctrain.sharding.bucket_layout import UpdateRange
@@ -197,9 +197,9 @@ class Optimizer(ABC):
 def _weights(state: BucketState, averaged: Averaged | None) -> Iterator[tuple[int, Tensor]]:
     """First element and values of all pieces of a bucket's own weights: see `Optimizer._publish`."""
     if averaged is None:
-        yield from to_read(state[MASTER])
+        yield from read_pieces(state[MASTER])
         return
-    both = zip(to_read(state[MASTER]), to_read(state[averaged.lead]), strict=True)
+    both = zip(read_pieces(state[MASTER]), read_pieces(state[averaged.lead]), strict=True)
     for (first, masters), (_, lead) in both:
         for at in range(0, masters.numel(), _PIECE):
             piece = slice(at, at + _PIECE)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hpctrain.deck.schema import Deck
-from hpctrain.memory.activations import SMALLEST, UNDER_WAY
+from hpctrain.memory.activation_store import MIN_STORED_BYTES, SEGMENTS_IN_FLIGHT
 from hpctrain.memory.compress import compress_peak
-from hpctrain.memory.saved import PartBytes, packed_bytes
+from hpctrain.memory.saved_bytes import PartBytes, packed_bytes
 from hpctrain.model.frozen import embedding_trained, silent_blocks
 from hpctrain.parallel.activation_sizes import SavedStorage, total
 from hpctrain.pipeline.action import Action
@@ -49,9 +49,9 @@ def activation_peak(deck: Deck, parts: Sequence[PartBytes], actions: Sequence[Ac
         pieces, before = part.pieces, alive - part.head
         if action.kind == "F":
             # The present segment as it is, those before it still leaving; the head comes after them.
-            leaving = min(UNDER_WAY, stored + pieces - 1) if elsewhere and pieces else 0
+            leaving = min(SEGMENTS_IN_FLIGHT, stored + pieces - 1) if elsewhere and pieces else 0
             forward = before + part.waiting + part.present + leaving * moving
-            left = min(UNDER_WAY, stored + pieces) if elsewhere else 0
+            left = min(SEGMENTS_IN_FLIGHT, stored + pieces) if elsewhere else 0
             alive += part.waiting
             stored += pieces
             peak = max(peak, forward, alive + left * moving)
@@ -65,7 +65,7 @@ def activation_peak(deck: Deck, parts: Sequence[PartBytes], actions: Sequence[Ac
         if elsewhere and pieces:
             extra += moving * min(1, pieces - 1)
             if latest != (action.chunk, action.micro_batch):
-                extra += min(UNDER_WAY, stored - pieces) * moving
+                extra += min(SEGMENTS_IN_FLIGHT, stored - pieces) * moving
         peak = max(peak, alive, before + extra + (part.coming if action.kind == "I" else part.again))
         alive += deferred - part.waiting
         peak = max(peak, alive)
@@ -75,7 +75,10 @@ def activation_peak(deck: Deck, parts: Sequence[PartBytes], actions: Sequence[Ac
 
 def _figures(deck: Deck, part: PartBytes) -> _PartFigures:
     silent = silent_blocks(part.part)
-    seen, segments = part.seen(silent), [segment_bytes(deck, each) for each in part.segments(silent)]
+    seen, segments = (
+        part.saved_blocks(silent),
+        [segment_bytes(deck, each) for each in part.saved_segments(silent)],
+    )
     elsewhere, exact = deck.memory.activations != "keep", deck.memory.activation_format == "exact"
     rests = [staying + (0 if elsewhere else packed) for staying, packed, _ in segments]
     presents = [computed - (0 if elsewhere else packed) for _, packed, computed in segments]
@@ -83,7 +86,7 @@ def _figures(deck: Deck, part: PartBytes) -> _PartFigures:
     waiting += part.embedding if embedding_trained(part.part) else 0
     needs = [block.waiting(part.at) for block in seen]
     held, size = [each.held for each in needs], part.segment_size
-    again, passing = part.again, [each.passing for each in needs]
+    again, passing = part.recompute_bytes, [each.passing for each in needs]
     # By when a segment is computed again, those behind it are gone.
     kept = enumerate(again[len(again) - len(rests) :])
     most = max((besides - sum(rests[number + 1 :]) for number, besides in kept), default=0)
@@ -112,7 +115,7 @@ def segment_bytes(deck: Deck, segment: Sequence[SavedStorage]) -> tuple[int, int
     form = deck.memory.activation_format
     if deck.memory.activations == "keep" and form == "exact":
         return total(segment), 0, 0
-    leaving = [storage for storage in segment if storage.bytes >= SMALLEST]
+    leaving = [storage for storage in segment if storage.bytes >= MIN_STORED_BYTES]
     packed = sum(packed_bytes(storage, form) for storage in leaving)
     return total(segment) - total(leaving), packed, total(leaving)
 
@@ -124,7 +127,7 @@ def packing_bytes(deck: Deck, segment: Sequence[SavedStorage]) -> int:
         return 0
     peak = saved = 0
     for storage in segment:
-        if storage.features and storage.bytes >= SMALLEST:
+        if storage.features and storage.bytes >= MIN_STORED_BYTES:
             length = storage.bytes // storage.itemsize
             peak = max(peak, compress_peak(length, storage.itemsize, form) - saved)
             saved += storage.bytes - packed_bytes(storage, form)

@@ -34,7 +34,7 @@ from hpctrain.engine.stage import Stage, plan_stage
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.accounts import MemoryAccount
-from hpctrain.memory.cached_texts import CachePlan
+from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.build import architecture_of
 from hpctrain.parallel.copies import planned_copies
 from hpctrain.pipeline.action import Schedule

@@ -22,7 +22,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind, matmul_workspace_bytes, on_host
 from hpctrain.host.topology import ranks_per_node_of
 from hpctrain.memory.accounts import MemoryAccount
-from hpctrain.memory.saved import PartBytes, part_bytes
+from hpctrain.memory.saved_bytes import PartBytes, part_bytes
 from hpctrain.model.build import architecture_of, layer_kinds
 from hpctrain.model.count import count
 from hpctrain.optim.matrix_rule import MatrixRules
@@ -213,7 +213,7 @@ def plan_memory(
             planned[kind] = stage, _states(deck, stage, device), _communicating(deck, mesh)
         stage, states, groups = planned[kind]
         parts = part_bytes(deck, stage.models, not on_host(device), deck.memory.recompute)
-        unknown = next((part.unknown for part in parts if part.unknown), unknown)
+        unknown = next((part.unknown_reason for part in parts if part.unknown_reason), unknown)
         used = sum(bucket.layout.used for bucket in stage.buckets)
         senders = {number - 1, number + 1} & set(range(schedule.stage_count))
         # Hidden states and their gradients on their way between stages.
@@ -239,7 +239,7 @@ def plan_memory(
         )
         memory = memory if on_host(device) else with_gpu_overhead(memory, groups, transport)
         forwards = Counter(action.chunk for action in schedule.stages[number] if action.kind == "F")
-        exchanged = sum(count * parts[chunk].exchanged for chunk, count in forwards.items())
+        exchanged = sum(count * parts[chunk].exchanged_bytes for chunk, count in forwards.items())
         sharers = max(bucket.sharers for bucket in stage.buckets)
         blocks = sum(span.blocks for span in spans)
         passing = buffer + stage.synchronizer.scratch_bytes
@@ -355,4 +355,6 @@ def _workspace(deck: Deck, parts: Sequence[PartBytes]) -> int:
     gone = sum(part.head for part in parts)
     placed = [(layer, part.at) for part in parts for layer in part.part.layers]
     layers = [layer.workspace(at) - (gone if layer.is_block else 0) for layer, at in placed]
-    return max(*layers, *(packing_bytes(deck, segment) for part in parts for segment in part.segments()), 0)
+    return max(
+        *layers, *(packing_bytes(deck, segment) for part in parts for segment in part.saved_segments()), 0
+    )

@@ -26,7 +26,7 @@ from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import TrainedStage, plan_stage
 from hpctrain.host.device import device_kind, on_host
-from hpctrain.memory.saved import part_bytes
+from hpctrain.memory.saved_bytes import part_bytes
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import architecture_of, layer_kinds
 from hpctrain.model.count import count
@@ -389,7 +389,7 @@ def _exchanges(deck: Deck, stage: TrainedStage, schedule: Schedule, number: int)
     """Return what goes to the experts of other ranks and back if all experts have the same number of rows."""
     parts = part_bytes(deck, stage.models, False, deck.memory.recompute)
     forwards = Counter(action.chunk for action in schedule.stages[number] if action.kind == "F")
-    exchanged = sum(count * parts[chunk].exchanged for chunk, count in forwards.items())
+    exchanged = sum(count * parts[chunk].exchanged_bytes for chunk, count in forwards.items())
     calls = (
         4 * forwards.total() * sum(layer.kind == "mixture" for part in stage.models for layer in part.layers)
     )

@@ -19,7 +19,7 @@ from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.generate.stopping import Continuation
 from hpctrain.generate.text import share_of_memory
 from hpctrain.host.memory import resident_bytes
-from hpctrain.memory.cached_texts import CachePlan
+from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.transformer import Transformer
 from hpctrain.plan.room import demand_room
 from hpctrain.post.rollout import Answer

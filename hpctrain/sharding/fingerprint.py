@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.audit.bits import word_sum as of_tensor
-from hpctrain.memory.scratch import Flat, to_read
+from hpctrain.memory.scratch import Flat, read_pieces
 
 WORDS = 1 << 32
 """Sums of fingerprints of parts are those of the whole but for multiples of it, if parts begin with words."""
@@ -18,7 +18,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def fingerprint(values: Flat) -> Tensor:
     """The sum of a flat tensor's words of 32 bits, an int64 0-dim on its device: that of memory wraps."""
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for _, piece in to_read(values):
+    for _, piece in read_pieces(values):
         total += of_tensor(piece)
     return total
 
@@ -40,7 +40,7 @@ class PlacedFingerprints:
             self._rooms[values.device] = odd, torch.empty_like(odd)
         odd, room = self._rooms[values.device]
         total = torch.zeros((), dtype=torch.int64, device=values.device)
-        for _, read in to_read(values):
+        for _, read in read_pieces(values):
             for piece in read.reshape(-1).split(_PIECE):
                 bits = room[: piece.numel()]
                 bits.copy_(piece.view(_BITS[piece.element_size()]))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpctrain.comm.work import Work
 from hpctrain.errors import HpctrainError
-from hpctrain.memory.activations import PackedActivation, Watch
+from hpctrain.memory.activation_store import PackedActivation, Watch
 from hpctrain.parallel.residency import ParameterResidency, Result
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpctrain.memory.scratch import Flat, to_read
+from hpctrain.memory.scratch import Flat, read_pieces
 from hpctrain.parallel.shard import Shard
 from hpctrain.splitmix import GOLDEN, mix
 
@@ -62,7 +62,7 @@ class Fingerprint:
 
     def add_piece(self, shard: Shard, values: Flat, offset: int, weight: float = 1.0) -> None:
         """Add elements of a Shard's local piece, from number `offset` of it on, without their padding."""
-        for first, read in to_read(values):
+        for first, read in read_pieces(values):
             for start, piece in _pieces(read.detach().reshape(-1)):
                 indices, there = global_indices(shard, offset + first + start, piece.numel())
                 self.add(piece if there is None else piece.cpu()[torch.from_numpy(there)], indices, weight)

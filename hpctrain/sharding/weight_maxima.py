@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
-from hpctrain.memory.scratch import to_read
+from hpctrain.memory.scratch import read_pieces
 from hpctrain.parallel.fp8.formats import agreed_maximum
 from hpctrain.parallel.fp8.quantized_matmul import WEIGHTS, Dims, QuantizedMatmul
 from hpctrain.parallel.linear import SplitLinear
@@ -75,7 +75,7 @@ class WeightMaxima:
                 number = numbers.get(segment.parameter)
                 if number is None or not own.numel():
                     continue
-                for _, values in to_read(own):
+                for _, values in read_pieces(own):
                     most = agreed_maximum(values.abs().amax()).to(group.device)
                     found[number] = torch.maximum(found[number], most)
         found = group.all_reduce(found, "max") if group.size > 1 else found

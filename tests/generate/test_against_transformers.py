@@ -18,7 +18,7 @@ from hpctrain.engine.functions import compiled_functions
 from hpctrain.generate.continuing import GeneratedText, continue_texts
 from hpctrain.generate.passes import CachedPasses, least_rows
 from hpctrain.generate.sampling import KeyedSampler, Sampling
-from hpctrain.memory.cached_texts import CachePlan
+from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.part import LayerRange
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions

@@ -25,7 +25,7 @@ from hpctrain.generate.passes import CachedPasses, least_rows
 from hpctrain.generate.prompts import PromptOptions
 from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.generate.text import TextModel, generate, load_model
-from hpctrain.memory.cached_texts import CachePlan
+from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.functions import CompiledFunctions, LayerFunctions
 from hpctrain.parallel.library import open_library

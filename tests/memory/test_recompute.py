@@ -8,7 +8,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.live import LiveActivations
-from hpctrain.memory.saved import part_bytes
+from hpctrain.memory.saved_bytes import part_bytes
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 STEPS = 2
@@ -90,7 +90,7 @@ def saved_bytes(training: Trainer) -> list[int]:
 def predicted(training: Trainer) -> list[int]:
     """What is planned of it."""
     deck, models = training.deck, training.engine.models
-    return [part.of_part for part in part_bytes(deck, models, False, deck.memory.recompute)]
+    return [part.total_bytes for part in part_bytes(deck, models, False, deck.memory.recompute)]
 
 
 @pytest.mark.sampled(4)

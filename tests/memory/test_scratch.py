@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from hpctrain.errors import EXIT_INPUT_OUTPUT, EXIT_USER, HpctrainError, InputOutputError
-from hpctrain.memory.offload_folder import check_room
+from hpctrain.memory.offload_folder import check_disk_space
 from hpctrain.memory.scratch import ScratchFiles, ScratchTensor
 
 
@@ -107,13 +107,13 @@ def test_leftovers_of_a_crash_go_at_the_next_start_and_those_of_the_living_stay(
     ) as child:
         assert child.stdin is not None and child.stdout is not None
         left = folder / child.stdout.readline().strip()
-        check_room(folder, 0)
+        check_disk_space(folder, 0)
         assert (left / "state").exists()
         child.stdin.write("\n")
         child.stdin.flush()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, and not taken note of
         assert left.exists() == (ending == "crash")
-        check_room(folder, 0)
+        check_disk_space(folder, 0)
         assert not left.exists()
         assert child.wait() == (-signal.SIGKILL if ending == "crash" else 0)
     assert foreign.exists()
@@ -124,17 +124,17 @@ def test_a_process_of_the_same_number_is_another_one(tmp_path: Path) -> None:
 
     left = tmp_path / f"offload-{socket.gethostname()}-{os.getpid()}-1-rank0-x"
     left.mkdir()
-    check_room(tmp_path, 0)
+    check_disk_space(tmp_path, 0)
     assert not left.exists()
 
 
 def test_a_folder_too_small_or_not_writable_is_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(HpctrainError, match=r"requires 1000 PB on this disk, which has .* free") as caught:
-        check_room(tmp_path / "new" / "offload", 10**18)
+        check_disk_space(tmp_path / "new" / "offload", 10**18)
     assert caught.value.exit_code == EXIT_USER
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("")
-    for refused in (lambda folder: check_room(folder, 0), lambda folder: ScratchFiles(folder, 0)):
+    for refused in (lambda folder: check_disk_space(folder, 0), lambda folder: ScratchFiles(folder, 0)):
         with pytest.raises(HpctrainError, match="Not a directory") as caught:
             refused(tmp_path / "file" / "offload")
         assert caught.value.exit_code == EXIT_USER
@@ -196,5 +196,5 @@ def test_what_others_put_there_stays(tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "state").touch()
     (folder / f"offload-{socket.gethostname()}-{os.getpid()}-1-rank0-x").symlink_to(tmp_path / "precious")
-    check_room(folder, 0)
+    check_disk_space(folder, 0)
     assert (tmp_path / "precious" / "state").exists()

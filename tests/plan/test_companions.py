@@ -1,6 +1,6 @@
 """What a run holds that learns by rewards, planned to the byte: critic, reference, the copy that writes.
 
-Tests of plan/companions.py, engine/companions.py, engine/shown.py and memory/cached_texts.py.
+Tests of plan/companions.py, engine/companions.py, engine/shown.py and memory/cache_plan.py.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.stage import SUMMATIONS, build_stage, load_parameters
-from hpctrain.memory.scratch import to_fill, to_read
+from hpctrain.memory.scratch import fill_pieces, read_pieces
 from hpctrain.model.build import build_model
 from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.products import PRODUCTS
@@ -161,7 +161,9 @@ def path_of(folder: Path, step: int) -> Path:
 def contents(training: Trainer) -> dict[tuple[str, str], Tensor]:
     """This rank's state by kind and name."""
     return {
-        (tensor.kind, tensor.shard.name): torch.cat([piece.clone() for _, piece in to_read(tensor.values)])
+        (tensor.kind, tensor.shard.name): torch.cat(
+            [piece.clone() for _, piece in read_pieces(tensor.values)]
+        )
         for tensor in training.engine.state()
         if tensor.values.numel()
     }
@@ -170,7 +172,7 @@ def contents(training: Trainer) -> dict[tuple[str, str], Tensor]:
 def ruin(training: Trainer, all_kinds: bool = True) -> None:
     """But what of another number of ranks may leave to others."""
     for tensor in training.engine.state():
-        for _, piece in to_fill(tensor.values):
+        for _, piece in fill_pieces(tensor.values):
             piece.fill_(float("nan") if all_kinds or tensor.kind != "reducer/residual" else 0.0)
 
 

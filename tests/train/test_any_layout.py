@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.memory.scratch import to_fill, to_read
+from hpctrain.memory.scratch import fill_pieces, read_pieces
 from hpctrain.train.checkpoints import Checkpoints
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 from tests.selection import ALL_CASES
@@ -62,11 +62,11 @@ class Ranks:
             for _, values, _ in bucket.owned(flat)
         ]
         for flat in flats:
-            for _, piece in to_fill(flat):
+            for _, piece in fill_pieces(flat):
                 piece.fill_(float("nan"))
         self.training.state = self.checkpoints.restore(source)
         for flat in flats:
-            assert not any(bool(piece.isnan().any()) for _, piece in to_read(flat))
+            assert not any(bool(piece.isnan().any()) for _, piece in read_pieces(flat))
         self.checkpoints.save(self.training.state)
         self.checkpoints.finish()
 

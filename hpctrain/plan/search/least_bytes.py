@@ -19,7 +19,7 @@ from hpctrain.engine.rules import RULES
 from hpctrain.engine.stage import make_groups
 from hpctrain.host.device import device_kind, matmul_workspace_bytes, on_host
 from hpctrain.memory.recompute import Recompute, segment_size
-from hpctrain.memory.saved import PartBytes, part_bytes
+from hpctrain.memory.saved_bytes import PartBytes, part_bytes
 from hpctrain.model.build import build_parts
 from hpctrain.model.part import Layer, LayerRange, ModelPart
 from hpctrain.model.precision import Precision

@@ -13,7 +13,7 @@ from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import plan_stage
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind
-from hpctrain.memory.saved import part_bytes
+from hpctrain.memory.saved_bytes import part_bytes
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.activation_sizes import total
 from hpctrain.plan.time.arrangement import LayoutSizes
@@ -55,7 +55,7 @@ def test_what_lies_on_a_disk_goes_and_comes_back(ranks: int, keys: tuple[str, ..
     schedule, device = placement.schedule_of(1), device_kind(deck.run.device)
     stage = plan_stage(deck, shape, mesh, schedule, placement.split, 0, device)
     (part,) = part_bytes(deck, stage.models, True, deck.memory.recompute)
-    moving = total(part.segments()[0]) / BANDWIDTH
+    moving = total(part.saved_segments()[0]) / BANDWIDTH
     machine = parse_machine(DISK, "")
     kept = seconds_of(machine, ranks, *keys)
     there = seconds_of(machine, ranks, *keys, "memory.activations=disk")

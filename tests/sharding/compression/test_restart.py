@@ -17,7 +17,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.sections.communication import Communication
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import plan_stage
-from hpctrain.memory.scratch import to_fill, to_read
+from hpctrain.memory.scratch import fill_pieces, read_pieces
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import accumulation
 from hpctrain.sharding.synchronize import check_replicas
@@ -54,7 +54,7 @@ def contents(training: Trainer) -> dict[tuple[str, str, tuple[int, ...]], Tensor
     """This rank's state by kind, name and place."""
     return {
         (tensor.kind, tensor.shard.name, tuple(tensor.shard.start)): torch.cat(
-            [piece.clone() for _, piece in to_read(tensor.values)]
+            [piece.clone() for _, piece in read_pieces(tensor.values)]
         )
         for tensor in training.engine.state()
         if tensor.values.numel()
@@ -99,7 +99,7 @@ def test_the_same_layout_goes_on_bit_for_bit(
     losses = [step.loss for step in training.train(3)]
     again, checkpoints = made(world, mpi_tmp_path / "b", *LAYOUTS[layout])
     for tensor in again.engine.state():
-        for _, piece in to_fill(tensor.values):
+        for _, piece in fill_pieces(tensor.values):
             piece.fill_(7.0)
     again.state = checkpoints.restore(path)
     after = contents(again)

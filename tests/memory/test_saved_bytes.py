@@ -7,7 +7,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.memory.live import LiveActivations
-from hpctrain.memory.saved import gpt_activation_bytes
+from hpctrain.memory.saved_bytes import gpt_activation_bytes
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape

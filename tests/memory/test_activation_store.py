@@ -1,6 +1,6 @@
 """Saved activations in files, and in fewer bits: the same training, and memory that is free meanwhile.
 
-Tests of memory/offload_store.py, memory/activations.py and engine/recompute.py.
+Tests of memory/offload_store.py, memory/activation_store.py and engine/recompute.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import InputOutputError
-from hpctrain.memory.activations import UNDER_WAY, ActivationStore, SavedSegment, StoredActivation
+from hpctrain.memory.activation_store import (
+    SEGMENTS_IN_FLIGHT,
+    ActivationStore,
+    SavedSegment,
+    StoredActivation,
+)
 from hpctrain.memory.offload_store import DeviceCopies, DiskOffloadStore
 from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.scratch import ScratchFiles
@@ -60,9 +65,9 @@ def storing(world: World, deck: Deck, store: ActivationStore | None) -> Trainer:
     return training
 
 
-def in_file(shelf: DiskOffloadStore) -> ActivationStore:
+def in_file(store_on_disk: DiskOffloadStore) -> ActivationStore:
     store = ActivationStore(smallest=16)
-    store.shelf = shelf
+    store.offload_store = store_on_disk
     return store
 
 
@@ -74,7 +79,7 @@ def test_pinned_memory_is_not_read_into_before_its_copy_is_complete(tmp_path: Pa
     values = [torch.full((1000,), number, dtype=torch.uint8) for number in (1, 2, 3)]
     handles = [store.put(each) for each in values]
     for handle in handles:
-        handle.settle()
+        handle.finish_offload()
     fetched = [handle.fetch() for handle in handles]
     stream.precede()
     for found, expected in zip(fetched, values, strict=True):
@@ -128,7 +133,7 @@ def test_only_the_last_segments_stay_in_memory(world: World, disk: DiskOffloadSt
         of_segment[id(stored.segment)] += stored.length * stored.dtype.itemsize
     assert len(of_segment) == 8 and len(set(of_segment.values())) == 1
     in_memory = sum(stored.values.nbytes for stored in held if stored.values is not None)
-    assert in_memory == UNDER_WAY * next(iter(of_segment.values()))
+    assert in_memory == SEGMENTS_IN_FLIGHT * next(iter(of_segment.values()))
     regions = disk.bytes
     del held, stored
     loss.backward()
@@ -161,7 +166,7 @@ def test_fewer_bits_change_training_a_little(
     assert in_memory[1:] != exact[1:]
     assert in_memory == pytest.approx(exact, abs=1e-3 if form == "bf16" else 1e-2)
     store = ActivationStore(form, 16)
-    store.shelf = disk
+    store.offload_store = disk
     assert [step.loss for step in storing(world, deck, store).train(4)] == in_memory
 
 

@@ -1,0 +1,56 @@
+"""Size of the key and value cache for generation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.library import PAGE
+from hpctrain.parallel.paged import PageLayout
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """Size of a paged key and value cache on one rank.
+
+    Attributes:
+        sequences: Number of sequences that have space in the cache.
+        tokens: Largest number of tokens of each.
+        blocks: Number of blocks of the model on this rank.
+        form: Layout of a page.
+        window: Number of positions of the model, for which there are shared tables of rotary embeddings.
+    """
+
+    sequences: int
+    tokens: int
+    blocks: int
+    form: PageLayout
+    window: int
+
+    @staticmethod
+    def of(model: Transformer, sequences: int, tokens: int) -> CachePlan:
+        """Return a model's cache for sequences of at most `tokens` tokens, limited by its window."""
+        shape, groups = model.shape, model.groups
+        heads = max(1, shape.key_value_heads // groups.tensor.size)
+        compiled, has_rotary = groups.functions.compiled, shape.family == "llama"
+        form = PageLayout(heads, shape.head_size, model.dtype, has_rotary, compiled)
+        return CachePlan(sequences, min(tokens, shape.sequence), model.span.blocks, form, shape.sequence)
+
+    @property
+    def pages_per_sequence(self) -> int:
+        """Largest number of pages of one sequence."""
+        return -(-self.tokens // PAGE)
+
+    @property
+    def pages(self) -> int:
+        """Number of pages of all sequences."""
+        return self.sequences * self.pages_per_sequence
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of keys, values, the table of pages, and tables of rotary embeddings.
+
+        Keys and values have 2 x blocks x tokens x heads x features elements.
+        """
+        rotary = 2 * self.window * self.form.head * self.form.dtype.itemsize if self.form.turned else 0
+        return self.pages * (self.blocks * self.form.bytes + 8) + rotary
