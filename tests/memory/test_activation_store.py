@@ -1,4 +1,4 @@
-"""Saved activations in files, and in fewer bits: the same training, and memory that is free meanwhile.
+"""Saved activations in files, and in fewer bits: training is the same, and memory is freed meanwhile.
 
 Tests of memory/offload_store.py, memory/activation_store.py and engine/recompute.py.
 """
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def disk(mpi_tmp_path: Path, world: World) -> Iterator[DiskOffloadStore]:
-    """Too small at first, so that it has to grow."""
+    """Return a store that is too small at first, so that it must grow."""
     scratch = ScratchFiles(mpi_tmp_path / "offload", world.rank)
     yield DiskOffloadStore(scratch, 100_000, CPU)
     scratch.close()

@@ -12,7 +12,7 @@ from hpctrain.memory.compress import BLOCK, compress, compress_peak, compressed_
 
 
 def values(length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Of very different sizes, as an outlier among activations makes them."""
+    """Return values of very different sizes, as with outliers among activations."""
     generator = torch.Generator().manual_seed(length)
     plain = torch.randn(length, generator=generator, dtype=torch.float64)
     return (plain * 10.0 ** (3 * torch.randn(length, generator=generator, dtype=torch.float64))).to(dtype)

@@ -1,4 +1,4 @@
-"""Recomputation: the same training bit for bit, from the bytes that are predicted."""
+"""Recomputation: training is the same bit for bit, and saves the predicted bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODELS = {"gpt2": ("model.dropout=0.1",), "llama": LLAMA}
 
 
 def layouts(ranks: int) -> list[tuple[str, ...]]:
-    """Data ranks alone do what one does."""
+    """Return layouts; those with data ranks alone are as on one rank."""
     found: list[tuple[str, ...]] = [()]
     if ranks >= 2:
         found = [
@@ -66,7 +66,7 @@ def test_recomputation_gives_the_same_bits(world: World, model: str, compute: st
 
 
 def saved_bytes(training: Trainer) -> list[int]:
-    """What autograd saves of one micro-batch in each part of the model on this rank."""
+    """Return what autograd saves of one micro-batch in each part of the model on this rank."""
     engine, micro = training.engine, training.deck.batch.micro_size
     micro_batch = next(training.step.batches.step(0, micro, 0, 1, micro))
     one = torch.ones(())
@@ -88,7 +88,7 @@ def saved_bytes(training: Trainer) -> list[int]:
 
 
 def predicted(training: Trainer) -> list[int]:
-    """What is planned of it."""
+    """Return the bytes that are predicted for it."""
     deck, models = training.deck, training.engine.models
     return [part.total_bytes for part in part_bytes(deck, models, False, deck.memory.recompute)]
 

@@ -1,4 +1,4 @@
-"""Saved activations against the published formulas, on every layout."""
+"""Bytes of saved activations compared with the published formulas, on every layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engines import small_deck, trainer
 
 
 def statistics_bytes(shape: ModelShape, micro_size: int, tensor: int, sequence_parallel: bool) -> int:
-    """Bytes that the formula leaves out: means and deviations of two norms, log-sum-exps of attention.
+    """Return the bytes that the formula leaves out: statistics of two norms, and log-sum-exps of attention.
 
     The former are saved in the activations' 16-bit format on the CPU, the latter in fp32.
     """

@@ -1,6 +1,6 @@
-"""Files in place of memory: what is written is read, faults are told, and nothing stays behind.
+"""Temporary files: reading returns what was written, faults are reported, and all files are deleted.
 
-Tests of memory/offload_folder.py beside memory/scratch.py.
+Also tests of memory/offload_folder.py.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def test_a_folder_too_small_or_not_writable_is_the_users_mistake(tmp_path: Path)
 
 @contextmanager
 def limited_files(size: int) -> Iterator[None]:
-    """No file may grow beyond `size` bytes: what a full disk is, from within a process."""
+    """Limit files to `size` bytes, which a process sees like a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -178,7 +178,7 @@ def test_a_file_that_vanishes_or_shrinks(scratch: ScratchFiles) -> None:
 
 
 def test_what_others_put_there_stays(tmp_path: Path) -> None:
-    """A folder that was there, files beside ours, and whatever links lead to."""
+    """This holds for an existing folder, files beside ours, and the targets of links."""
     folder = tmp_path / "mine"
     folder.mkdir()
     scratch = ScratchFiles(folder, 0)

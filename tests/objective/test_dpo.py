@@ -28,7 +28,7 @@ BETA = 0.3
 def by_torch(
     logits: Tensor, reference: Tensor, targets: Tensor, form: str, smoothing: float
 ) -> tuple[Tensor, list[float]]:
-    """The sum of the pairs' losses of logits [s, b, V], and rewards of chosen and rejected answers."""
+    """Return the sum of the pairs' losses of logits [s, b, V], and rewards of chosen and rejected answers."""
     own = torch.log_softmax(logits, -1).gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1)
     predicted = targets >= 0
     total, rewards = torch.zeros((), dtype=logits.dtype), [0.0, 0.0]
@@ -51,7 +51,7 @@ def by_torch(
 
 
 def case() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Weight [V, h], hidden [s, b, h], targets and reference [s, b]."""
+    """Return weight [V, h], hidden [s, b, h], targets and reference [s, b]."""
     generator = torch.Generator().manual_seed(4)
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator)
     hidden = torch.randn(SEQUENCE, 2 * PAIRS, HIDDEN, generator=generator)
@@ -102,7 +102,7 @@ def test_losses_and_gradients(
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("form", [torch.float32, torch.bfloat16])
 def test_one_that_has_not_moved_is_its_own_reference(world: World, form: torch.dtype) -> None:
-    """To the bit, so that the first loss is ln 2."""
+    """Log-probabilities have the same bits, so that the first loss is ln 2."""
     weight, hidden, targets, _ = case()
     layer, hidden = head(world, weight.to(form)), hidden.to(form)
     reference = log_probabilities(layer, hidden, targets)

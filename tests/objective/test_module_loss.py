@@ -1,4 +1,4 @@
-"""A user's loss: what its function may give, and what is wrong with it in a sentence."""
+"""User's loss functions: what they may return, and the message if they return something else."""
 
 from __future__ import annotations
 

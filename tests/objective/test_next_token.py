@@ -90,7 +90,7 @@ def test_compiled_losses_are_those_of_torch(
     vocabulary_size: int,
     form: torch.dtype,
 ) -> None:
-    """Of a vocabulary of one, a second rank holds only what is filled up."""
+    """With a vocabulary of one token, a second rank has only padding."""
     monkeypatch.setattr(vocabulary, "CHUNK_ELEMENTS", 7)
     monkeypatch.setattr(vocabulary, "CHUNK_ROWS", 7)
     generator = torch.Generator().manual_seed(3)
@@ -113,7 +113,7 @@ def test_compiled_losses_are_those_of_torch(
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
-    """What it holds of torch's memory at the most, beside what it leaves."""
+    """Return the most memory of torch that a call holds, beyond what it leaves."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         kept = function()
     assert kept is not None

@@ -25,12 +25,12 @@ DRAWINGS = {"whole": TokenSampling(), "some": TokenSampling(30), "warm": TokenSa
 
 
 def drawn_by(logits: Tensor, drawing: TokenSampling) -> Tensor:
-    """Log-probabilities of logits [s, b, V]."""
+    """Return log-probabilities of logits [s, b, V]."""
     return torch.log_softmax(logits[..., : drawing.tokens] / drawing.temperature, -1)
 
 
 def given(drawing: TokenSampling) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Weight [V, h], hidden [s, b, h], and fields [s, b]: chances have moved, some beyond the clip."""
+    """Return weight [V, h], hidden [s, b, h], and fields [s, b] whose ratios are partly beyond the clip."""
     weight, hidden, targets, reference = case()
     if drawing.tokens is not None:
         targets = torch.where(targets < 0, targets, targets % drawing.tokens)
@@ -54,7 +54,7 @@ def given(drawing: TokenSampling) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 def by_torch(own: Tensor, fields: dict[str, Tensor], mean: str, estimate: str) -> dict[str, Tensor]:
-    """The loss and metrics of log-probabilities [s, b, V], answer by answer and token by token."""
+    """Return loss and metrics of log-probabilities [s, b, V], answer by answer and token by token."""
     losses, tokens, kl, clipped, moved = [], 0, 0.0, 0, 0.0
     for row in range(own.shape[1]):
         each = []
@@ -154,7 +154,7 @@ def test_what_was_drawn_just_now_has_moved_nowhere(world: World, of: str) -> Non
 
 
 def test_divergences_are_what_they_estimate() -> None:
-    """Of many draws the means are the divergence itself, and k3 is never negative."""
+    """The mean over many samples is the divergence itself, and k3 is never negative."""
     generator = torch.Generator().manual_seed(2)
     policy, reference = torch.randn(2, 5, generator=generator, dtype=torch.float64).log_softmax(-1)
     exact = float((policy.exp() * (policy - reference)).sum())

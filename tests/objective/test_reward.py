@@ -1,6 +1,6 @@
-"""The loss of pairs by their rewards, and where rewards are taken; beside arithmetic by hand.
+"""Loss of pairs by their rewards, and positions of rewards, compared with arithmetic by hand.
 
-Tests of objective/reward.py; tests/train/test_reward.py has the same through the run's own step.
+Tests of objective/reward.py; tests/train/test_reward.py runs the same through a run's own step.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_means_are_of_pairs() -> None:
 
 @pytest.mark.parametrize("length", [16, 8, 7, 6, 5])
 def test_rewards_are_those_of_the_last_tokens_of_answers(world: World, tmp_path: Path, length: int) -> None:
-    """The end of the text, or where the row is cut before it, the last token that is left."""
+    """It is the end of the text or, if the row is cut before it, the last token that is left."""
     answers = [("ab", "abc"), ("abcd", "a")]
     rows = [{"prompt": "pq", "chosen": one, "rejected": other} for one, other in answers]
     source = write_rows(tmp_path / "rows.jsonl", rows)

@@ -1,4 +1,4 @@
-"""A rank that dies in the middle of a step takes the job with it, soon and with a word."""
+"""Death of a rank in the middle of a step: the job ends soon, and says why."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DEATHS = {
 
 @pytest.fixture
 def dies(tmp_path: Path, launch: Launch) -> Callable[[int, int, str, str], tuple[str, int, float]]:
-    """Let a run's rank die: what the job says on stderr, its exit code, seconds from death to the end."""
+    """Kill a rank of a run. Return the job's stderr, its exit code, and the seconds from death to the end."""
 
     def run(ranks: int, rank: int, death: str, schedule: str) -> tuple[str, int, float]:
         layout = {"pipeline": 2, "schedule": schedule, "split": [1, 1]}

@@ -1,6 +1,6 @@
-"""The executor: every schedule computes what one rank computes, and moves what it must.
+"""Executor: every schedule computes what one rank computes, and sends only what it must.
 
-Tests of pipeline/deck_schedule.py beside pipeline/execute.py.
+Also tests of pipeline/deck_schedule.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.engines import LLAMA, Trainer, reference, small_deck, trainer
 
 
 def pipelined(world: World, name: str, micro_batches: int, *overrides: str) -> Deck | None:
-    """A deck with one stage for each rank, or None where the schedule does not take so many micro-batches."""
+    """Return a deck with one stage per rank; None if the schedule does not allow the micro-batches."""
     chunks = 1 if name in ONE_CHUNK_SCHEDULES else 2
     try:
         generate(name, world.size, micro_batches, chunks=chunks)
@@ -59,7 +59,7 @@ def schedules(world: World, micro_batches: int, *overrides: str) -> Iterator[tup
 def test_every_schedule_is_one_rank_bit_for_bit_or_to_rounding(
     world: World, micro_batches: int, tied: str
 ) -> None:
-    """Without tied embeddings nothing is summed in another order, so that every bit is the same.
+    """Without tied embeddings all sums have the same order, so every bit is equal.
 
     test_matrix.py has other numbers of micro-batches, and larger bounds.
     """

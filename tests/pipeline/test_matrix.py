@@ -1,4 +1,4 @@
-"""Every schedule with every number of micro-batches, alone and with tensor and data ranks, is one rank."""
+"""Comparison of every schedule and number of micro-batches, with tensor and data ranks, with one rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SOME = {1, 4}
 
 
 def first_step(run: Trainer, batch: int) -> tuple[StepResult, dict[str, Tensor]]:
-    """Figures and gradients of a first step at `batch`; parameters stay as they are."""
+    """Return metrics and gradients of a first step at `batch`; the parameters do not change."""
     result = run.step(TrainState(), batch)
     return result, {name: gradient.clone() for name, gradient in run.gradients().items()}
 
@@ -41,7 +41,7 @@ def frozen(run: Trainer) -> Trainer:
 def alone(
     world: World, model: Sequence[str], unit: int, counts: Sequence[int]
 ) -> dict[int, tuple[StepResult, dict[str, Tensor]]]:
-    """The first step of one rank, by the number of micro-batches, of which one is so many sequences."""
+    """Return the first step of one rank, by number of micro-batches."""
     single = frozen(reference(world, small_deck(*model)))
     return {count: first_step(single, unit * count) for count in counts}
 
@@ -52,8 +52,10 @@ def alone(
 def test_every_schedule_is_one_rank_and_bit_for_bit_the_others(
     world: World, monkeypatch: pytest.MonkeyPatch, tied: str
 ) -> None:
-    """Tied embeddings lie on two stages, or with V-shaped schedules in two chunks of one; on four ranks fewer
-    numbers of micro-batches: below, at and above that of the stages."""
+    """Tied embeddings are on two stages or, with V-shaped schedules, in two chunks of one stage.
+
+    On four ranks there are fewer numbers of micro-batches: below, at and above the number of stages.
+    """
     if world.size not in LAYOUTS or world.size == 8:
         pytest.skip(f"has no layout of {world.size} ranks")
     demand_equality(world, monkeypatch, tied, COUNTS[world.size] if tied == "false" else (1, 4))
@@ -70,7 +72,7 @@ def test_eight_ranks_are_one_rank(world: World, monkeypatch: pytest.MonkeyPatch)
 def demand_equality(
     world: World, monkeypatch: pytest.MonkeyPatch, tied: str, all_counts: Sequence[int]
 ) -> None:
-    """All layouts of the world's size, all schedules, these numbers of micro-batches."""
+    """Compare all layouts of the world's size, all schedules, and these numbers of micro-batches."""
     model = (*MODEL, f"model.tied={tied}")
     monkeypatch.setattr(v_schedule, "_MAX_CANDIDATES", 12)  # any order will do, and not only a quick one
     for stages, tensor, data in LAYOUTS[world.size]:

@@ -114,7 +114,7 @@ def test_a_number_far_too_large_is_told_shortly() -> None:
 
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"])
 def test_any_change_of_a_good_schedule_that_breaks_it_is_found(name: str) -> None:
-    """Dropping and doubling always are; a swap where a run action by action stops, too."""
+    """Removed and repeated actions are always found, a swap if the simulation blocks."""
     dice = random.Random(3)
     good = generate(name, 3, 6)
     for _ in range(60):
@@ -139,7 +139,7 @@ def test_any_change_of_a_good_schedule_that_breaks_it_is_found(name: str) -> Non
 
 
 def _comes_to_its_end(stages: list[list[Action]], good: Schedule, dice: random.Random) -> bool:
-    """Whether all can be done with sends that never block, told by doing it, one action at a time."""
+    """Return True if all actions can run with sends that never block, by running them one at a time."""
     done: set[tuple[str, int, int]] = set()
     at = [0] * len(stages)
     while True:

@@ -1,4 +1,4 @@
-"""Where layers go: balanced by time, against every way there is."""
+"""Assignment of layers to parts: balanced by time, compared with all possible splits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCHEDULES = (
 
 
 def ways(layers: int, parts: int, is_first: bool = True) -> Iterator[tuple[int, ...]]:
-    """All lists of so many numbers with this sum, positive but for the first and the last one."""
+    """Return all lists of `parts` numbers with a sum, positive except for the first and the last one."""
     if parts == 1:
         if layers or not is_first:
             yield (layers,)
@@ -34,19 +34,19 @@ def ways(layers: int, parts: int, is_first: bool = True) -> Iterator[tuple[int, 
 
 
 def parts_of(layers: int, schedule: Schedule) -> bool:
-    """Whether so many blocks are enough for its parts."""
+    """Return True if there are enough blocks for the parts."""
     return layers > 0 and layers >= schedule.parts - 2
 
 
 def cost(counts: Sequence[int], times: Sequence[float], schedule: Schedule) -> tuple[float, float]:
-    """The longest stage, and the longest part, of the times of all layers."""
+    """Return the times of the slowest stage and the slowest part, from the times of all layers."""
     return cost_over(counts, [times] * schedule.stage_count, schedule)
 
 
 def cost_over(
     counts: Sequence[int], times: Sequence[Sequence[float]], schedule: Schedule
 ) -> tuple[float, float]:
-    """As `cost`, of the times of all layers on each stage."""
+    """Return the same from the times of all layers on each stage."""
     parts, done, stages = [], 1, [0.0] * schedule.stage_count
     for part, count in enumerate(counts):
         own = times[schedule.stage_and_chunk(part)[0]]
@@ -131,7 +131,7 @@ def test_what_the_longest_stage_leaves_is_shared_out_evenly() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: f"{schedule.name}-{schedule.parts}")
 @pytest.mark.parametrize("form", ["alike", "kinds", "any"])
 def test_no_other_way_is_shorter_where_stages_differ(schedule: Schedule, form: str) -> None:
-    """Blocks alike on each stage; of several kinds, on stages that are faster or slower in all; any times."""
+    """Cases: equal blocks on each stage; blocks of several kinds on faster and slower stages; any times."""
     generator = random.Random(schedule.parts)
     for layers in filter(partial(parts_of, schedule=schedule), range(schedule.parts - 2, schedule.parts + 4)):
         for _ in range(5):

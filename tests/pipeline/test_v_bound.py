@@ -1,4 +1,4 @@
-"""What no V-shaped order undercuts: orders of every kind, and the least that some take.
+"""Lower bound of V-shaped schedules: no order of any kind costs less, and some reach it.
 
 Tests of pipeline/v_bound.py.
 """
@@ -19,7 +19,7 @@ from hpctrain.pipeline.v_schedule import LIMITS
 
 
 def drawn(random: Random, parts: int) -> StageTimes:
-    """Of parts that are alike, nearly alike or not at all; some take nothing."""
+    """Draw times of parts that are equal, nearly equal or different; some are 0."""
     low, high = random.choice([(0.9, 1.1), (0.2, 2.0), (0.0, 5.0)])
     kinds = []
     for _ in range(3):
@@ -56,7 +56,7 @@ def test_zb_v_takes_no_more_where_times_are_alike(stages: int, rounds: int) -> N
 
 
 def test_one_micro_batch_goes_all_the_way_and_waits() -> None:
-    """Down and up four parts, and back, of 2 + 3 each, with messages of one; then gradients of weights."""
+    """It passes four parts down and up, and back, with 2 + 3 each and messages of 1; then W."""
     times = StageTimes([2.0] * 4, [3.0] * 4, [1.0] * 4, 1.0)
     schedule = generate("v-half", 2, 1, times=times)
     assert least_of(schedule, times, 2) == pytest.approx(4 * (2 + 3) + 4 * 1 + 1)

@@ -1,6 +1,6 @@
-"""The V schedules: complete, within the papers' activations, with the papers' bubbles.
+"""V-shaped schedules: complete, and with the activations and bubbles of the papers.
 
-Tests of pipeline/list_scheduling.py beside pipeline/v_schedule.py.
+Also tests of pipeline/list_scheduling.py.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ NAMES = ("zb-v", "v-half", "v-min", "dualpipe-v")
 
 @pytest.fixture
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few candidates, where any schedule will do and not only a quick one."""
+    """Limit the search to few candidates, for tests in which any schedule will do."""
     monkeypatch.setattr(v_schedule, "_MAX_CANDIDATES", 12)
 
 
 def most_activations(name: str, stages: int) -> float:
-    """The papers' tables, in micro-batches of a whole stage."""
+    """Return the values of the papers' tables, in micro-batches of a whole stage."""
     return {
         "zb-v": stages,
         "v-half": (stages + 2) // 2,
@@ -73,7 +73,7 @@ def test_good_for_any_times(name: str, times: StageTimes) -> None:
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_add_up_in_the_order_of_the_micro_batches(name: str) -> None:
-    """So that all schedules give the same gradients, bit for bit."""
+    """Therefore all schedules give the same gradients, bit for bit."""
     for actions in generate(name, 4, 9, times=SMALL).stages:
         for chunk, kinds in itertools.product((0, 1), ("F", "BI", "BW")):
             order = [a.micro_batch for a in actions if a.chunk == chunk and a.kind in kinds]
@@ -88,7 +88,7 @@ def test_zb_v_has_no_bubble_where_times_are_alike(stages: int) -> None:
 
 @pytest.mark.parametrize("stages", [3, 4])
 def test_v_half_and_v_min_have_parts_of_the_bubble_of_1f1b(stages: int) -> None:
-    """The paper: about p / 2m and 2p / 3m, where 1F1B has p / m, and no more with more micro-batches."""
+    """The paper states about p / 2m and 2p / 3m, where 1F1B has p / m; no more with more micro-batches."""
     plain = bubble("1f1b", stages, 4 * stages)
     assert plain == pytest.approx(3 * (stages - 1))
     assert bubble("v-half", stages, 4 * stages) <= 0.5 * plain
@@ -100,7 +100,7 @@ def test_v_half_and_v_min_have_parts_of_the_bubble_of_1f1b(stages: int) -> None:
     ("name", "times", "known"), [("zb-v", LARGE, 0.0446), ("v-half", SMALL, 0.1719), ("v-min", LARGE, 0.2061)]
 )
 def test_better_than_1f1b_with_published_times(name: str, times: StageTimes, known: float) -> None:
-    """ZB-V also than ZB-H2, with half of its activations. `known` is what this search reaches."""
+    """ZB-V is also better than ZB-H2, with half of its activations. `known` is what this search finds."""
     plain, h2, found = (
         simulate(generate(other, 8, 24, times=times), times) for other in ("1f1b", "zb-h2", name)
     )
@@ -134,7 +134,7 @@ def test_bubble_and_activations_of_dualpipe_v(stages: int, times: StageTimes) ->
 def test_bubble_of_dualpipe_v_is_deepseeks_where_pairs_end_together(
     stages: int, forward: float, weight: float, together: float
 ) -> None:
-    """Their table, for PP = 2 p parts: (PP/2 - 1)(F&B + B - 3W)."""
+    """DeepSeek's table has, for PP = 2 p parts, (PP/2 - 1)(F&B + B - 3W)."""
     schedule = generate("dualpipe-v", stages, 3 * stages)
     finish, work = run_in_pairs(schedule, forward, weight, together)
     expected = (stages - 1) * (together + (forward + weight) - 3 * weight)
@@ -142,7 +142,7 @@ def test_bubble_of_dualpipe_v_is_deepseeks_where_pairs_end_together(
 
 
 def run_in_pairs(schedule: Schedule, forward: float, weight: float, together: float) -> tuple[float, float]:
-    """Finish, and work of the stage that has least, where F and the B after it are one piece of work."""
+    """Return end of the step and least work of a stage, if F and the B after it are one action."""
     duration = {"F": forward, "I": forward, "W": weight, "B": forward + weight}
     last = schedule.parts - 1
     pieces = [list(in_pairs(schedule, stage)) for stage in range(schedule.stage_count)]
@@ -171,7 +171,7 @@ def run_in_pairs(schedule: Schedule, forward: float, weight: float, together: fl
 
 
 def in_pairs(schedule: Schedule, stage: int) -> Iterator[tuple[Action, ...]]:
-    """The last stage has nothing to overlap with its first backward."""
+    """Group actions into overlapped pairs. The last stage has nothing to overlap with its first backward."""
     left, single = list(schedule.stages[stage]), stage == schedule.stage_count - 1
     while left:
         action = left.pop(0)

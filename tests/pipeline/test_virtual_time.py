@@ -1,4 +1,4 @@
-"""The executor keeps the time that the simulator promises, with every schedule."""
+"""The executor takes the time that the simulator predicts, with every schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages that take the time they are given by a clock that only they move: as exact on a busy machine.
+"""Stages with given times, on a clock that only they advance: exact even on a busy machine.
 
 Every message carries the time at which it was sent: hidden states and gradients are filled with it.
 """
@@ -27,13 +27,13 @@ from hpctrain.pipeline.simulate import StageTimes
 
 @dataclass
 class Clock:
-    """The time of one stage, and when it worked, as (start, end)."""
+    """Time of one stage, and its periods of work as (start, end)."""
 
     now: float = 0.0
     work: list[tuple[float, float]] = field(default_factory=list)
 
     def spend(self, seconds: float, since: Tensor | None = None) -> None:
-        """Work on what was sent at a time that stands in `since`."""
+        """Work for some seconds on a message that was sent at the time in `since`."""
         start = self.now if since is None else max(self.now, float(since.flatten()[0]))
         self.now = start + seconds
         self.work.append((start, self.now))
@@ -48,7 +48,7 @@ class Clock:
 
 
 class LateWork:
-    """A receive; what comes was under way for some seconds."""
+    """Handle of a receive whose message takes some seconds."""
 
     def __init__(self, work: Work[Tensor], seconds: float) -> None:
         self.work, self.seconds = work, seconds
@@ -58,7 +58,7 @@ class LateWork:
 
 
 class SentWork:
-    """A send; takes down how much work had been done when it was waited for."""
+    """Handle of a send that records how much work had been done when it was waited for."""
 
     def __init__(self, work: Work[None], clock: Clock, waits: list[int]) -> None:
         self.work, self.clock, self.waits = work, clock, waits
@@ -72,7 +72,7 @@ class SentWork:
 
 
 class LateGroup:
-    """The pipeline axis, as far as the executor makes use of it, with messages that take `seconds`."""
+    """Pipeline group, as far as the executor uses it, whose messages take `seconds`."""
 
     def __init__(self, group: Group, clock: Clock, seconds: float) -> None:
         self.group, self.rank, self.size, self.empty = group, group.rank, group.size, group.empty
@@ -88,7 +88,7 @@ class LateGroup:
 
 
 class _Spend(torch.autograd.Function):
-    """Takes time: F in forward, I in backward, W through the queue."""
+    """Autograd function that takes time: F in forward, I in backward, W through the queue."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, part: TimedPart) -> Tensor:
@@ -105,7 +105,7 @@ class _Spend(torch.autograd.Function):
 
 
 class TimedPart(nn.Module):
-    """One part of a model, with what the executor asks of a ModelPart."""
+    """Part of a model with the interface that the executor needs."""
 
     def __init__(
         self, times: Sequence[float], shape: tuple[int, int, int], clock: Clock, queue: WeightGradientQueue
@@ -127,16 +127,16 @@ class TimedPart(nn.Module):
 
 
 def no_losses(_: VocabularyHead, hidden: Tensor) -> Losses:
-    """Of no weight, so that the gradient that comes back is the beginning of time."""
+    """Return losses with weight 0, so that the gradient that comes back is the start of time."""
     total = 0.0 * hidden.sum()
     return Losses(total, (total.detach(),))
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a schedule, the same on all ranks: seconds by stage.
+    """Times of one run of a schedule, the same on all ranks: seconds by stage.
 
-    `prompt` tells whether no stage waited for a message of its own to be taken before all its work was done.
+    `prompt` is True if no stage waited for the receiver of its messages before all its work was done.
     """
 
     spans: tuple[float, ...]
@@ -155,9 +155,9 @@ class Run:
 def run_in_virtual_time(
     world: World, schedule: Schedule, times: StageTimes, shape: tuple[int, int, int] = (4, 1, 8)
 ) -> Run:
-    """Run a schedule, a stage a rank, through the executor; `times` are seconds of whole stages, one for all.
+    """Run a schedule with one stage per rank through the executor.
 
-    `shape` is that of the hidden states.
+    `times` are seconds of whole stages, with one number for all. `shape` is that of the hidden states.
     """
     whole = (times.forward, times.input_gradient, times.weight_gradient)
     seconds = [cast(float, of_stage) / schedule.chunks for of_stage in whole]
