@@ -89,7 +89,7 @@ def copy_open_mpi(modules: Iterable[Path], launcher: Path, folder: Path) -> None
     """Copy Open MPI: programs, libraries, plug-ins and texts.
 
     Args:
-        modules: Libraries that use MPI.
+        modules: Modules of mpi4py.
         launcher: Its mpirun.
         folder: Folder that becomes its prefix.
     """
@@ -178,6 +178,7 @@ def collect_wheels(folder: Path, with_torch: bool) -> None:
     index = ["--extra-index-url", f"https://download.pytorch.org/whl/{local}"] if local else []
     pinned = [f"{name}=={version}" for name, version in versions.items()]
     run(*PIP, "download", "-q", "--no-deps", "--only-binary=:all:", "-d", folder, *index, *pinned)
+    shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)  # modules of earlier versions
     run(*PIP, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT)
 
 
@@ -243,7 +244,7 @@ def copy_runtime(wheels: Path, folder: Path, work: Path) -> str:
     launcher = Path(shutil.which(os.environ["MPIRUN"].split()[0]) or os.environ["MPIRUN"])
     version = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=False).stdout
     if re.search(r"\((Open MPI|OpenRTE)\) 4\.", version):
-        copy_open_mpi(modules, launcher, folder / "mpi")
+        copy_open_mpi([each for each in modules if each.parent.name == "mpi4py"], launcher, folder / "mpi")
     else:
         print(f"bundle: without MPI, since only Open MPI 4 can be moved; the machine needs {mpi}")
     return mpi
