@@ -114,7 +114,7 @@ def bench_checkpoint(
         if not wish.folder.is_dir():
             raise HpctrainError(f"--dir {wish.folder}: must be an existing folder")
     torch.set_num_threads(deck.run.threads)
-    world.use_device(deck.run.device)
+    world.use_device(deck.run.device, deck.machine.deterministic)
     if wish.dcp:
         start_gloo(world)
     bench = _Bench(world, deck, wish)

@@ -75,7 +75,7 @@ def bench_communication(
         if unknown:
             raise HpctrainError(f"--only {unknown[0]}: must be {either(forms)}")
     torch.set_num_threads(deck.run.threads)
-    world.use_device(deck.run.device)
+    world.use_device(deck.run.device, deck.machine.deterministic)
     corpus = open_corpus(deck, world)
     if corpus.validation is None:
         raise HpctrainError(deck.problem("data.validation", "must be above 0 for the evaluation (use 0.01)"))

@@ -70,7 +70,7 @@ def bench_mixture(
             asked = "must be 1, as layout.context and layout.pipeline: only expert axes are measured"
             raise HpctrainError(deck.problem("layout.tensor", asked))
     torch.set_num_threads(deck.run.threads)
-    world.use_device(deck.run.device)
+    world.use_device(deck.run.device, deck.machine.deterministic)
     figures = _measure(world, deck, steps, rounds)
     if world.rank == 0:
         _show(deck, world, figures)

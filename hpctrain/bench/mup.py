@@ -117,7 +117,7 @@ def bench_mup(
         if wish.random_tokens and wish.rates:
             raise HpctrainError("--rates conflicts with --random-tokens, from which nothing can be learned")
     torch.set_num_threads(deck.run.threads)
-    world.use_device(deck.run.device)
+    world.use_device(deck.run.device, deck.machine.deterministic)
     if wish.random_tokens:
         deck = with_vocabulary(deck)
         batches = Batches(SyntheticSource(deck.batch.sequence, deck.model.vocabulary or 0), deck.run.seed)

@@ -63,7 +63,7 @@ def bench_offload(
     there = next(above for above in (*folder.parents, folder) if above.exists())
     deck = deck.with_keys(memory={"offload_dir": str(there / folder.name)})
     torch.set_num_threads(deck.run.threads)
-    world.use_device(deck.run.device)
+    world.use_device(deck.run.device, deck.machine.deterministic)
     files, memory = (_engine(deck, world, device) for device in ("disk", "device"))
     assert files.offload.scratch is not None
     size = sum(file.stat().st_size for file in files.offload.scratch.folder.glob("optimizer-*"))

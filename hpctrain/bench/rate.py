@@ -134,7 +134,7 @@ def bench_rate(
         wanted = parse_metric_name(deck, wish.figure)
     deck, _ = choose_layout(world, deck)
     torch.set_num_threads(deck.run.threads)
-    world.use_device(deck.run.device)
+    world.use_device(deck.run.device, deck.machine.deterministic)
     world.compare_calls(deck.communication.check)
     run_folder = Path(deck.run.dir)
     new = [path for path in (run_folder / "offload", run_folder, *run_folder.parents) if not path.exists()]

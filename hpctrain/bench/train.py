@@ -94,7 +94,7 @@ def bench_train(
         _require_tokens(deck)
         architecture_of(deck, deck.model.vocabulary or 0)  # which refuses what cannot be built
     torch.set_num_threads(deck.run.threads)
-    world.use_device(deck.run.device)
+    world.use_device(deck.run.device, deck.machine.deterministic)
     mesh = make_mesh(deck, world)
     with world.agreement():
         names = wish.chosen()

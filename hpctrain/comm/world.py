@@ -168,7 +168,7 @@ class World:
         self._marker = mark_segments(node)
         node.Free()
 
-    def use_device(self, name: str) -> None:
+    def use_device(self, name: str, deterministic: bool = True) -> None:
         """Set the device of a deck, on which this rank and `everyone` compute. Collective.
 
         It prepares the process for the device. It may be called before any Mesh is made, since groups that
@@ -176,6 +176,7 @@ class World:
 
         Args:
             name: Name of the device, as `start` takes it.
+            deterministic: True for kernels of GPUs that always add in the same order.
 
         Raises:
             HpctrainError: There is no such device on some rank, torch cannot use the GPUs of a node, or some
@@ -191,11 +192,11 @@ class World:
             problems = device_problems(name, devices)
             if problems:
                 raise HpctrainError(problems)
-        self._compute_on(device)
+        self._compute_on(device, deterministic)
 
-    def _compute_on(self, device: torch.device) -> None:
+    def _compute_on(self, device: torch.device, deterministic: bool = True) -> None:
         self.device = self.everyone.device = device
-        prepare_device(device)
+        prepare_device(device, deterministic)
 
     def compare_calls(self, enabled: bool) -> None:
         """Switch the comparison of calls between ranks on or off. Collective.

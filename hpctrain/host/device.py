@@ -214,11 +214,15 @@ def configure_allocator(environment: Mapping[str, str]) -> bool:
     return known
 
 
-def prepare_device(device: torch.device) -> None:
+def prepare_device(device: torch.device, deterministic: bool = True) -> None:
     """Prepare this process for computing on a device, by settings that hold for the whole process. Local.
 
-    A GPU becomes the current one, with kernels that always add in the same order, so that two runs and
-    recomputed activations have the same bits. On a CPU freed memory is kept for later allocations.
+    A GPU becomes the current one. On a CPU freed memory is kept for later allocations.
+
+    Args:
+        device: The device.
+        deterministic: True for kernels of GPUs that always add in the same order, so that two runs and
+            recomputed activations have the same bits; torch refuses operations that have no such kernel.
     """
     if on_host(device):
         keep_freed_memory()
@@ -228,7 +232,7 @@ def prepare_device(device: torch.device) -> None:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
             # Streams that share a connection delay each other.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.accelerator.set_device_index(device)
 

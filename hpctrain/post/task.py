@@ -130,7 +130,7 @@ def evaluate_task(
             number: ChoiceRows(rows, tokenizer, length, f"--task {files[number]}")
             for number, rows in of_choices.items()
         }
-    world.use_device(deck.run.device)
+    world.use_device(deck.run.device, deck.machine.deterministic)
     torch.set_num_threads(deck.run.threads)
     world.hang.set_limit(deck.stability.hang_seconds)
     found, layout = dict[int, dict[str, Any]](), ""

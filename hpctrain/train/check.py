@@ -50,7 +50,7 @@ def check(world: World, source: Path | Deck, overrides: Sequence[str], show: Cal
     deck, chose = choose_layout(world, deck)
     world.ledger.activity = "comparing the layout with one rank"
     torch.set_num_threads(deck.run.threads)
-    world.use_device(deck.run.device)
+    world.use_device(deck.run.device, deck.machine.deterministic)
     # What a module calls on a rank is its own to say: where ranks differ, this has a name instead of no end.
     world.compare_calls(deck.communication.check or deck.model.module is not None)
     deck = with_functions(deck, world)

@@ -85,7 +85,7 @@ def evaluate(
     require_alike(world, opened)
     torch.set_num_threads(deck.run.threads)
     world.hang.set_limit(deck.stability.hang_seconds)
-    world.use_device(deck.run.device)
+    world.use_device(deck.run.device, deck.machine.deterministic)
     counted = [counted_out(deck, world, each, tokenizer) for each in sets]
     reference: Step | None = None
     if deck.objective.kind in REFERENCE_KINDS:

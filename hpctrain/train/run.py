@@ -323,7 +323,7 @@ def open_run(
     limit = TimeLimit.find(deck, os.environ, time.monotonic())
     torch.set_num_threads(deck.run.threads)
     world.hang.set_limit(deck.stability.hang_seconds)
-    world.use_device(deck.run.device)
+    world.use_device(deck.run.device, deck.machine.deterministic)
     world.compare_calls(deck.communication.check)
     corpus = open_corpus(deck, world)
     deck = settle_vocabulary(deck, corpus)

@@ -147,6 +147,15 @@ def test_auto_does_not_pass_over_gpus(world: World, monkeypatch: pytest.MonkeyPa
     world.use_device("cpu")
 
 
+@pytest.mark.mpi(min_size=1, max_size=1)
+def test_the_deck_decides_on_deterministic_kernels(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[object] = []
+    monkeypatch.setattr(world_module, "prepare_device", lambda *arguments: prepared.append(arguments))
+    world.use_device("cpu")
+    world.use_device("cpu", deterministic=False)
+    assert prepared == [(torch.device("cpu"), True), (torch.device("cpu"), False)]
+
+
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_the_ranks_of_a_job_compute_on_one_type_of_device(
     world: World, monkeypatch: pytest.MonkeyPatch

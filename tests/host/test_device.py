@@ -17,6 +17,7 @@ from hpctrain.host.device import (
     device_kind,
     device_of_run,
     gpu_identity,
+    prepare_device,
     unusable_gpus,
     visible_gpus,
 )
@@ -170,3 +171,15 @@ def test_the_identity_of_a_gpu(uuid: object, monkeypatch: pytest.MonkeyPatch) ->
     identity = gpu_identity(torch.device("xpu", 0))
     assert identity is not None and identity.startswith("00010203") and identity.isprintable()
     assert gpu_identity(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_users_can_allow_operations_without_deterministic_kernels(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", calls.append)
+    prepare_device(torch.device("xpu", 1), deterministic)
+    assert calls == [deterministic, torch.device("xpu", 1)]

@@ -40,6 +40,10 @@ class Machine(Section):
         "Whether attention, activations, norms and losses run on CPUs as functions compiled at the start.",
         False,
     )
+    deterministic: bool = key(
+        "Whether GPUs add in a fixed order; operations that cannot do so (in modules of users) are an error.",
+        True,
+    )
     ranks_per_node: int | None = key(
         "Ranks that `hpctrain job` starts on a node.", None, unit="ranks", derived="gpus_per_node", ge=1
     )
@@ -86,6 +90,7 @@ RELATIONS: Relations = (
     ),
     Conflicts("machine.compile", "run.threads", because="compiled functions have one thread for each rank"),
     HasEffectWith("machine.compile", "run.device", ("auto", "cpu")),
+    HasEffectWith("machine.deterministic", "run.device", ("auto", "cuda", "xpu")),
     Conflicts("machine.compile", "model.module", because="compiled functions support built-in models only"),
     Conflicts("machine.rates", "model.module", because="step times are predicted for built-in models only"),
     HasEffectWith(
