@@ -48,7 +48,8 @@ def command(deck: Path, overrides: tuple[str, ...], ranks: int | None, communica
         from hpctrain.plan.options import required_ranks
         from hpctrain.plan.rehearse.rehearsal import rehearsal_text, rehearse_deck
 
-        plan = plan_deck(deck, required_ranks(ranks), (*overrides, "run.device=cuda"), advised=False)
+        on_gpus = "run.device=cuda", "communication.transport=auto"
+        plan = plan_deck(deck, required_ranks(ranks), (*overrides, *on_gpus), advised=False)
         rehearsal = rehearse_deck(plan)
         click.echo(rehearsal_text(rehearsal), nl=False)
         click.get_current_context().exit(rehearsal.exit_code)

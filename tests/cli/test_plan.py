@@ -115,7 +115,9 @@ def test_a_rehearsal_tells_what_it_matched(deck: Path) -> None:
 
 def test_communication_is_checked_by_the_rules_of_nccl(deck: Path) -> None:
     arguments = [str(deck), "--set", "layout.pipeline=2", "--communication"]
-    result = CliRunner().invoke(check, [*arguments, "--ranks", "4"])
+    result = CliRunner().invoke(
+        check, [*arguments, "--ranks", "4", "--set", "communication.transport=shared"]
+    )
     assert result.exit_code == EXIT_DONE, result.output
     text = " ".join(result.stdout.split())
     assert "Rehearsed a step of 4 ranks" in text
