@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from hpctrain.deck.key import Bytes, PathText, Section, key
 from hpctrain.deck.relations import Conflicts, HasEffectWith, OtherThan, Relations
-
-if TYPE_CHECKING:
-    pass
 
 MOST_THREADS = 4096
 
