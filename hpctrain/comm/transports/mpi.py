@@ -338,7 +338,7 @@ class MpiTransport(PairwiseTransport):
             for peer, of_peer in pieces.sent_ranges(self.rank)
             for part in self._range_messages(source, *of_peer)
         ]
-        pieces.copy_kept_piece(self.rank)
+        pieces.copy_local_piece(self.rank)
         return MpiRequests(requests, source, target)
 
     def share(

@@ -319,7 +319,7 @@ class ProcessGroupTransport(PairwiseTransport):
             PieceMessage(True, bytes_of(source[begin : begin + length]), peer)
             for peer, (begin, length) in pieces.sent_ranges(self.rank)
         ]
-        pieces.copy_kept_piece(self.rank)
+        pieces.copy_local_piece(self.rank)
         return self.start_messages(messages, tag)
 
     def share(

@@ -315,7 +315,7 @@ class PieceExchange(NamedTuple):
         """Yield the other ranks to which `rank` sends, with their ranges of `source`. Local."""
         return self._other_ranks(self.sends, rank, 1)
 
-    def copy_kept_piece(self, rank: int) -> None:
+    def copy_local_piece(self, rank: int) -> None:
         """Copy the piece that `rank`, which is this rank, keeps for itself. Local."""
         source, target = flat_view(self.source), flat_view(self.target)
         (begin, length), (position, _) = self.sends[rank], self.receives[rank]
