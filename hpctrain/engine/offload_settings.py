@@ -18,9 +18,9 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.device import choose_device, empty_host_tensor, on_host, visible_gpus
 from hpctrain.memory.offload_folder import check_disk_space
 from hpctrain.memory.scratch import Flat, ScratchFile, ScratchFiles, ScratchTensor
-from hpctrain.optim.blocks import MatrixOptimizer
-from hpctrain.optim.matrix_rule import MatrixRules
-from hpctrain.optim.offload import CopyStreams, Home, OffloadedOptimizer
+from hpctrain.optim.matrix.matrix_optimizer import MatrixOptimizer
+from hpctrain.optim.matrix.matrix_rule import MatrixRules
+from hpctrain.optim.offload import CopyStreams, MemoryLocation, OffloadedOptimizer
 from hpctrain.optim.optimizer import Agreement, Optimizer, ResidentOptimizer
 from hpctrain.sharding.bucket import Bucket, Store
 from hpctrain.units import format_bytes
@@ -125,6 +125,6 @@ def make_optimizer(
     if store is None:
         return ResidentOptimizer(rule, buckets)
     streams = None if on_host(device) else CopyStreams()
-    computing: Home = "gpu" if streams else "host"
-    home = computing if memory.parameters == "device" else memory.parameters
-    return OffloadedOptimizer(rule, buckets, store, memory.offload_buffer, agreement, home, streams)
+    computing: MemoryLocation = "gpu" if streams else "host"
+    location = computing if memory.parameters == "device" else memory.parameters
+    return OffloadedOptimizer(rule, buckets, store, memory.offload_buffer, agreement, location, streams)

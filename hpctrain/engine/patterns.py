@@ -23,7 +23,7 @@ from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import bare_model
 from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.model.precision import Precision
-from hpctrain.optim.matrix_rule import MatrixRules
+from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.parallel.fp8_settings import names
 from hpctrain.parallel.linear import SplitLinear
 from hpctrain.parallel.shard import Parameter

@@ -22,7 +22,7 @@ from hpctrain.engine.offload_settings import OffloadSettings
 from hpctrain.engine.rules import RULES
 from hpctrain.engine.stage import TrainedStage, build_stage, build_trained_stage
 from hpctrain.model.part import ModelPart
-from hpctrain.optim.matrix_rule import MatrixRules
+from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.optimizer import Agreement, Optimizer
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.sharding.reducer import make_reducer

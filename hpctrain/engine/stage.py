@@ -33,7 +33,7 @@ from hpctrain.model.frozen import freeze_parameters
 from hpctrain.model.part import ModelPart, blocks_of, parameter_list
 from hpctrain.model.precision import Precision
 from hpctrain.model.width_scaling import set_rates
-from hpctrain.optim.matrix_rule import MatrixRules
+from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.optimizer import Agreement, Optimizer, refresh
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.residency import ParameterResidency

@@ -1,4 +1,4 @@
-"""AdamW (arXiv 1711.05101), by torch's fused kernel."""
+"""AdamW (arXiv 1711.05101), computed by torch's fused kernel."""
 
 from __future__ import annotations
 
@@ -10,47 +10,55 @@ from typing import ClassVar
 import torch
 from torch.optim.adamw import adamw
 
-from hpctrain.optim.optimizer import ElementBatch, by_treatment
+from hpctrain.optim.optimizer import ElementBatch, group_by_settings
 from hpctrain.sharding.state import MASTER
 
 _PIECE = 1 << 20
-"""Elements that are updated at a time where no kernel of torch's does it, which takes memory for each."""
+"""Elements that are updated at a time if torch has no kernel for it, to bound temporary memory."""
 
 
 @dataclass(frozen=True)
 class AdamW:
-    """Weight decay of decayed elements only. Its kernel and not torch's class: that imports torch's compiler,
-    which takes a second and memory on every rank.
+    """Update rule with decoupled weight decay. It calls torch's kernel, to the same bits as torch's class.
 
-    After `given_after` updates, if any, gradients come as their running mean: the square's stays as it is
-    (1-bit Adam, arXiv 2102.02888), and what has never had a gradient by then stays, too.
+    torch's class imports its compiler, which takes a second and memory on every rank.
+
+    Attributes:
+        betas: Decays of the first and the second moment.
+        epsilon: Number that is added to the root of the second moment.
+        weight_decay: Decoupled weight decay of the elements that have it.
+        momentum_after: Number of updates after which the gradients are the first moment itself, because the
+            ranks reduce compressed momentum (1-bit Adam, arXiv 2102.02888); None for never. From then on the
+            second moment stays as it is, and elements where it is zero are not updated.
     """
 
     betas: tuple[float, float]
     epsilon: float
     weight_decay: float
-    given_after: int | None = None
+    momentum_after: int | None = None
 
     names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     @torch.no_grad()
     def update(self, parts: Sequence[ElementBatch], learning_rate: float, gradient_divisor: float) -> None:
-        """Update in place, all that is treated alike in one call."""
-        if self.given_after is not None and parts and parts[0].updates.item() >= self.given_after:
+        """Update the elements in place, those with the same settings in one call of the kernel."""
+        if self.momentum_after is not None and parts and parts[0].updates.item() >= self.momentum_after:
             for part in parts:
-                self._follow(part, learning_rate, gradient_divisor, 1 - self.betas[1] ** self.given_after)
+                self._apply_momentum(
+                    part, learning_rate, gradient_divisor, 1 - self.betas[1] ** self.momentum_after
+                )
             return
-        for (decayed, factor, _), alike in by_treatment(parts).items():
-            device = alike[0].gradients.device
+        for (decayed, factor, _), group in group_by_settings(parts).items():
+            device = group[0].gradients.device
             adamw(
-                [part.state[MASTER] for part in alike],
-                [part.gradients for part in alike],
-                [part.state["exp_avg"] for part in alike],
-                [part.state["exp_avg_sq"] for part in alike],
+                [part.state[MASTER] for part in group],
+                [part.gradients for part in group],
+                [part.state["exp_avg"] for part in group],
+                [part.state["exp_avg_sq"] for part in group],
                 [],
-                [part.updates for part in alike],
+                [part.updates for part in group],
                 fused=True,
-                # The kernel divides by it while it reads: no pass over the gradients is added.
+                # The kernel divides the gradients by it while it reads them.
                 grad_scale=torch.full((), gradient_divisor, device=device),
                 found_inf=torch.zeros((), device=device),
                 amsgrad=False,
@@ -62,15 +70,17 @@ class AdamW:
                 maximize=False,
             )
 
-    def _follow(self, part: ElementBatch, learning_rate: float, divisor: float, grown: float) -> None:
-        """Update with the mean that is given, and a square's mean that has `grown` to that share."""
+    def _apply_momentum(
+        self, part: ElementBatch, learning_rate: float, divisor: float, second_correction: float
+    ) -> None:
+        """Update with gradients that are the first moment, and the bias correction of the second moment."""
         weights, mean, square = part.state[MASTER], part.state["exp_avg"], part.state["exp_avg_sq"]
-        begun = 1 - self.betas[0] ** part.updates.add_(1)
+        first_correction = 1 - self.betas[0] ** part.updates.add_(1)
         mean.copy_(part.gradients.div_(divisor))
         if part.treatment.decayed:
             weights.mul_(1 - learning_rate * self.weight_decay)
         for first in range(0, weights.numel(), _PIECE):
             piece = slice(first, first + _PIECE)
-            size = (square[piece] / grown).sqrt_().add_(self.epsilon).mul_(begun)
+            size = (square[piece] / second_correction).sqrt_().add_(self.epsilon).mul_(first_correction)
             size.masked_fill_(square[piece] == 0, inf)
             weights[piece].addcdiv_(mean[piece], size, value=-learning_rate * part.treatment.rate)

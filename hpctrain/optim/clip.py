@@ -1,4 +1,4 @@
-"""The global gradient norm, which counts every logical element once, and clipping by it."""
+"""Global gradient norm, which counts each element of the model once, and the clip coefficient."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from hpctrain.sharding.measured_reduction import square_sum
 
 
 def local_square_norm(buckets: Sequence[Bucket]) -> Tensor:
-    """Sum of squares, fp64 0-dim, of the gradients that this rank counts.
+    """Return the sum of squares of the gradients that this rank counts, as an fp64 scalar tensor.
 
-    The ranks that share a bucket count a slice each, whatever they hold besides.
+    Each rank that shares a bucket counts one slice of it, even if it holds all of its gradients. So the sum
+    over all ranks counts each element once. Local.
     """
     return square_sum(_counted(buckets), buckets[0].own_gradients.device)
 
 
 def _counted(buckets: Sequence[Bucket]) -> Iterator[Tensor]:
-    """The gradients that this rank counts, by parameter."""
+    """Yield the gradients that this rank counts, by parameter."""
     for bucket in buckets:
-        own = bucket.own_gradients
-        counted = own if bucket.own == bucket.slice else own[bucket.slice]
+        gradients = bucket.own_gradients
+        counted = gradients if bucket.own == bucket.slice else gradients[bucket.slice]
         for segment, elements, _ in bucket.cut(counted, bucket.slice):
             if segment.parameter.requires_grad and segment.replication.counted:
                 yield elements
 
 
 def clip_coefficient(norm: float, limit: float) -> float:
-    """The factor that brings a gradient of norm `norm` down to `limit`; 1 with limit 0 (off)."""
+    """Return the factor that reduces a gradient of norm `norm` to `limit`; 1 if limit is 0 (off)."""
     return min(1.0, limit / (norm + 1e-6)) if limit > 0.0 else 1.0

@@ -1,4 +1,4 @@
-"""Lion (arXiv 2302.06675): steps of one size, whose signs are those of a mean of gradients."""
+"""Lion (arXiv 2302.06675): each element moves by the learning rate, in the sign of a mean of gradients."""
 
 from __future__ import annotations
 
@@ -14,15 +14,23 @@ from hpctrain.sharding.state import MASTER
 MEAN = "exp_avg"
 
 _PIECE = 1 << 20
-"""Elements that are updated at a time, since their signs take memory."""
+"""Elements that are updated at a time, to bound the memory of their signs."""
 
 
 @dataclass(frozen=True)
 class Lion:
-    """p -= rate (sign(b1 m + (1 - b1) g) + weight_decay p), then m = b2 m + (1 - b2) g, with `betas` b1, b2.
+    """Update rule of signs.
 
-    Decay is of decayed elements only. What has no gradient, and never had one, stays where it is but for
-    that.
+    With gradient g, momentum m and parameter p:
+
+        p = p - rate (sign(b1 m + (1 - b1) g) + weight_decay p)
+        m = b2 m + (1 - b2) g
+
+    Elements that never had a gradient only decay.
+
+    Attributes:
+        betas: Decays b1 and b2.
+        weight_decay: Decoupled weight decay of the elements that have it.
     """
 
     betas: tuple[float, float]
@@ -33,7 +41,7 @@ class Lion:
     @torch.no_grad()
     def update(self, parts: Sequence[ElementBatch], learning_rate: float, gradient_divisor: float) -> None:
         """Update the elements in place. The gradients are divided by `gradient_divisor` in place."""
-        ahead, kept = self.betas
+        first, second = self.betas
         for part in parts:
             part.updates.add_(1)
             rate = learning_rate * part.treatment.rate
@@ -41,8 +49,8 @@ class Lion:
             gradients = part.gradients.div_(gradient_divisor)
             if part.treatment.decayed and self.weight_decay:
                 weights.mul_(1 - learning_rate * self.weight_decay)
-            for first in range(0, weights.numel(), _PIECE):
-                piece = slice(first, first + _PIECE)
-                step = (mean[piece] * ahead).add_(gradients[piece], alpha=1 - ahead).sign_()
+            for start in range(0, weights.numel(), _PIECE):
+                piece = slice(start, start + _PIECE)
+                step = (mean[piece] * first).add_(gradients[piece], alpha=1 - first).sign_()
                 weights[piece].sub_(step, alpha=rate)
-                mean[piece].mul_(kept).add_(gradients[piece], alpha=1 - kept)
+                mean[piece].mul_(second).add_(gradients[piece], alpha=1 - second)

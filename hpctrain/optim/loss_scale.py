@@ -1,4 +1,7 @@
-"""Dynamic loss scale for fp16 (arXiv 1710.03740); constant 1 for the other formats."""
+"""Dynamic loss scale for fp16 (arXiv 1710.03740); it is 1 for all other formats.
+
+Losses are multiplied by it before the backward pass, so that small gradients do not vanish in fp16.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ from hpctrain.deck.sections.precision import LARGEST_LOSS_SCALE, SMALLEST_LOSS_S
 
 
 class LossScale:
-    """Halves after a step with a non-finite gradient, doubles after `window` good ones in a row.
+    """Factor that is halved after a non-finite gradient and doubled after `window` finite ones in a row.
 
-    A `window` of 0 keeps the scale constant.
+    Attributes:
+        value: Current factor.
+        window: Number of steps after which it is doubled. With 0 it is constant.
+        good_steps: Steps with finite gradients since the last change.
     """
 
     def __init__(self, initial: float, window: int) -> None:
@@ -21,7 +27,7 @@ class LossScale:
         return self.window > 0 and self.value > SMALLEST_LOSS_SCALE
 
     def update(self, finite: bool) -> None:
-        """Learn whether the step's gradients were finite."""
+        """Adapt the factor to a step, whose gradients were all finite on all ranks or not. Local."""
         if not self.window:
             return
         if not finite:

@@ -1,8 +1,8 @@
-"""The gradient noise scale (arXiv 1812.06162, appendix A.1), from the norms at two batch sizes of a step.
+"""Gradient noise scale (arXiv 1812.06162, appendix A.1), from gradient norms at two batch sizes of a step.
 
-A mean gradient over B sequences has E |G_B|^2 = |G|^2 + S / B, where G is the true gradient, and S the trace
-of the covariance of a single sequence's. Two sizes give both without bias; what a step gives is rough, and is
-averaged over steps before the two are divided, since their ratio is not without bias.
+A mean gradient over B sequences has E |G_B|^2 = |G|^2 + S / B, where G is the true gradient and S is the
+trace of the covariance of one sequence's gradient. Norms at two batch sizes give unbiased estimates of |G|^2
+and S. Both are averaged over steps before they are divided, because the ratio of two estimates is biased.
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ from typing import Any
 
 
 def estimates(small: float, big: float, batch: float, ratio: float) -> tuple[float, float]:
-    """Estimates without bias of (|G|^2, S), of the square norms `small` and `big` of mean gradients over
-    `batch` / `ratio` and over `batch` sequences. `ratio` is above 1.
+    """Return unbiased estimates of |G|^2 and S.
+
+    Args:
+        small: Square norm of the mean gradient over `batch / ratio` sequences.
+        big: Square norm of the mean gradient over `batch` sequences.
+        batch: Number of sequences of the step.
+        ratio: Ratio of the two batch sizes, above 1.
     """
     signal = (ratio * big - small) / (ratio - 1)
     noise = (small - big) * batch / (ratio - 1)
@@ -21,9 +26,13 @@ def estimates(small: float, big: float, batch: float, ratio: float) -> tuple[flo
 
 
 class NoiseScale:
-    """Exponential averages of |G|^2 and S over about the last `steps` updates; with 0 nothing is measured.
+    """Exponential averages of |G|^2 and S.
 
-    `weight` is what the weights of all updates so far add up to, by which sums are divided: 1 in the end.
+    Attributes:
+        steps: Number of updates over which the averages extend. With 0 nothing is measured.
+        signal: Weighted sum of estimates of |G|^2.
+        noise: Weighted sum of estimates of S.
+        weight: Sum of the weights, which approaches 1. Sums are divided by it.
     """
 
     def __init__(self, steps: int) -> None:
@@ -31,32 +40,38 @@ class NoiseScale:
         self.signal = self.noise = self.weight = 0.0
 
     def update(self, small: float, big: float, batch: float, ratio: float) -> None:
-        """Learn of an update; arguments as in `estimates`."""
+        """Add the norms of an update, as in `estimates`."""
         signal, noise = estimates(small, big, batch, ratio)
         new = 1 / self.steps
         self.signal += new * (signal - self.signal)
         self.noise += new * (noise - self.noise)
         self.weight += new * (1 - self.weight)
 
-    def figures(self, tokens: float) -> dict[str, float]:
-        """By name: "gradient_signal" is |G|^2, "gradient_noise" S of a sequence, "noise_scale" S / |G|^2 in
-        sequences, and in tokens, of which a sequence has so many. It is there where both are above zero.
+    def metrics(self, tokens: float) -> dict[str, float]:
+        """Return the averages and the noise scale by name; nothing before the first update.
+
+        Args:
+            tokens: Number of tokens of a sequence.
+
+        Returns:
+            "gradient_signal" is |G|^2, and "gradient_noise" is S. If both are positive, "noise_scale" is
+            S / |G|^2 in sequences, and "noise_scale_tokens" is the same in tokens.
         """
         if not self.weight:
             return {}
-        found = {"gradient_signal": self.signal / self.weight, "gradient_noise": self.noise / self.weight}
+        averages = {"gradient_signal": self.signal / self.weight, "gradient_noise": self.noise / self.weight}
         if self.signal > 0 and self.noise > 0:
             scale = self.noise / self.signal
-            return {"noise_scale": scale, "noise_scale_tokens": scale * tokens, **found}
-        return found
+            return {"noise_scale": scale, "noise_scale_tokens": scale * tokens, **averages}
+        return averages
 
     def state(self) -> dict[str, dict[str, float]]:
-        """What a checkpoint stores, as JSON; nothing where nothing is measured."""
-        kept = {"signal": self.signal, "noise": self.noise, "weight": self.weight}
-        return {"noise_scale": kept} if self.steps else {}
+        """Return the state for a checkpoint, as JSON; empty if nothing is measured."""
+        averages = {"signal": self.signal, "noise": self.noise, "weight": self.weight}
+        return {"noise_scale": averages} if self.steps else {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on from the averages in the state of a checkpoint, or begin where it has none."""
-        kept = state.get("noise_scale")
-        if self.steps and kept:
-            self.signal, self.noise, self.weight = (float(kept[k]) for k in ("signal", "noise", "weight"))
+        """Restore the averages from the state of a checkpoint, if it has any."""
+        averages = state.get("noise_scale")
+        if self.steps and averages:
+            self.signal, self.noise, self.weight = (float(averages[k]) for k in ("signal", "noise", "weight"))

@@ -1,10 +1,10 @@
-"""An optimizer whose state lies in host memory or in files, updated on the CPU a piece at a time.
+"""Optimizer whose state is in host memory or in files, updated by the CPU in pieces.
 
-ZeRO-Offload (arXiv 2101.06840) and ZeRO-Infinity (arXiv 2104.07857): while one piece is updated, the next is
-read and the last one is written, so that a step takes as long as the slowest of the three.
+This is ZeRO-Offload (arXiv 2101.06840) and ZeRO-Infinity (arXiv 2104.07857). While one piece is updated, the
+next one is read and the last one is written, so a step takes as long as the slowest of the three.
 
-Where a GPU computes, gradients come from it and parameters go to it through pinned memory, each on a stream
-of its own. The host waits for the events of these copies alone.
+If a GPU computes, gradients come from it and parameters return to it through pinned memory, each on a stream
+of its own. The host only waits for the events of these copies.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from hpctrain.optim.optimizer import (
     ElementBatch,
     Optimizer,
     UpdateRule,
-    computed,
     is_master,
     refresh,
+    training_weights,
 )
 from hpctrain.parallel.shard import UpdateSettings
 from hpctrain.sharding.bucket import Bucket, Store
 from hpctrain.sharding.bucket_layout import ALIGNMENT
 from hpctrain.sharding.state import MASTER
 
-Home = Literal["gpu", "host", "disk"]
-"""Where memory lies."""
+MemoryLocation = Literal["gpu", "host", "disk"]
+"""Memory of a GPU or the host, or files."""
 
 SLOTS = 3
-"""Pieces in memory at a time: being read, being updated, being written."""
+"""Number of pieces in memory: one is read, one is updated, one is written."""
 
 _VALUES, _GRADIENTS = "values", "gradients"
 
 
 @dataclass(frozen=True)
 class CopyStreams:
-    """Streams of a GPU on which gradients come to the host and parameters return, both at the same time."""
+    """GPU streams that copy gradients to the host and parameters to the GPU at the same time."""
 
     to_host: SideStream = field(default_factory=SideStream)
     to_device: SideStream = field(default_factory=SideStream)
@@ -55,7 +55,14 @@ class CopyStreams:
 
 @dataclass(frozen=True)
 class OffloadSlice:
-    """Neighbouring elements of one bucket's own that are updated at a time, and alike."""
+    """Neighbouring elements of a bucket that are updated together.
+
+    Attributes:
+        bucket: The bucket.
+        state: State of all elements of the bucket that this rank updates.
+        part: These elements in that state.
+        treatment: Update settings of the elements.
+    """
 
     bucket: Bucket
     state: BucketState
@@ -64,11 +71,9 @@ class OffloadSlice:
 
 
 class OffloadedOptimizer(Optimizer):
-    """As ResidentOptimizer, whose results are the same bits where gradients and parameters are on the CPU.
+    """Optimizer whose state is in host memory or files.
 
-    `store` makes the memory of the state. Where it is files, at most `buffer_bytes` of it are in memory.
-    `home` is that of the parameters' own values, or what it would be of those that a plan does not have.
-    `streams` are those of the GPU that computes the gradients, None where the host does; "gpu" requires them.
+    If the CPU computes the gradients, its results have the bits of ResidentOptimizer.
     """
 
     def __init__(
@@ -78,11 +83,24 @@ class OffloadedOptimizer(Optimizer):
         store: Store,
         buffer_bytes: int,
         agreement: Agreement = nullcontext,
-        home: Home = "host",
+        location: MemoryLocation = "host",
         streams: CopyStreams | None = None,
     ) -> None:
-        assert home != "gpu" or streams is not None
-        states = [_state(rule, bucket, store, home) for bucket in buckets]
+        """Make the state and the memory of the pieces. Local.
+
+        Args:
+            rule: Elementwise update rule.
+            buckets: Buckets whose parameters are updated.
+            store: Makes flat memory for the state.
+            buffer_bytes: Bytes of the pieces in memory at a time, if the state is in files.
+            agreement: Context of operations that may fail on one rank alone.
+            location: Location of the parameters that this rank updates. A plan, which has no memory, passes
+                that of the run.
+            streams: Copy streams of the GPU that computes the gradients; None if the host computes them.
+                "gpu" requires them.
+        """
+        assert location != "gpu" or streams is not None
+        states = [_state(rule, bucket, store, location) for bucket in buckets]
         super().__init__(rule, buckets, states, agreement)
         self.rule, self.updates, self._streams = rule, 0, streams
         state_bytes = max(sum(flat.element_size() for flat in state.values()) for state in states)
@@ -95,7 +113,7 @@ class OffloadedOptimizer(Optimizer):
             for part in [treated.part]
             for first in range(part.start, part.stop, most)
         ]
-        self._slots = [_Slot(self._pieces[first::SLOTS], home, streams) for first in range(SLOTS)]
+        self._slots = [_Slot(self._pieces[first::SLOTS], location, streams) for first in range(SLOTS)]
 
     @property
     @override
@@ -103,7 +121,11 @@ class OffloadedOptimizer(Optimizer):
         return sum(slot.bytes for slot in self._slots)
 
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
-        """See Optimizer. InputOutputError on all ranks where a file of one fails; the state is then lost."""
+        """Update the parameters. Collective over the ranks that share buckets.
+
+        Raises:
+            InputOutputError: On all ranks if a file of one rank fails. The state is lost then.
+        """
         if self._averaged is not None:
             self._averaged.begin(learning_rate)
         with self._agreement():
@@ -112,7 +134,7 @@ class OffloadedOptimizer(Optimizer):
             except HpctrainError:
                 for slot in self._slots:
                     with suppress(HpctrainError):
-                        slot.settle()  # nothing goes on behind the error
+                        slot.wait()  # no transfer may be in progress after the error
                 raise
         self.updates += 1
         if self._streams is not None:
@@ -127,13 +149,13 @@ class OffloadedOptimizer(Optimizer):
                 slot.read(piece)
             if index + 1 < len(self._pieces):
                 following = slots[(index + 1) % SLOTS]
-                following.settle()
+                following.wait()
                 following.read(self._pieces[index + 1])
-            slot.settle()
+            slot.wait()
             self._update(piece, slot, learning_rate, divisor)
-            slot.write(piece, computed(self._averaged, slot.state))
+            slot.write(piece, training_weights(self._averaged, slot.state))
         for slot in slots:
-            slot.settle()
+            slot.wait()
 
     def _update(self, piece: OffloadSlice, slot: _Slot, learning_rate: float, divisor: float) -> None:
         updates = torch.tensor(float(self.updates))
@@ -142,14 +164,19 @@ class OffloadedOptimizer(Optimizer):
 
 
 class _Slot:
-    """Room for one of `pieces` after the other: views of state in memory, copies of what lies elsewhere.
+    """Memory for one piece at a time.
 
-    The parameters' own values lie in `memory`.
+    It has views of state that is in host memory, and copies of all that is in files or on a GPU.
+
+    Attributes:
+        state: State of the piece by name, in host memory.
     """
 
-    def __init__(self, pieces: Sequence[OffloadSlice], memory: Home, streams: CopyStreams | None) -> None:
+    def __init__(
+        self, pieces: Sequence[OffloadSlice], location: MemoryLocation, streams: CopyStreams | None
+    ) -> None:
         longest = max((piece.part.stop - piece.part.start for piece in pieces), default=0)
-        self._of_values, self._streams = memory, streams
+        self._values_location, self._streams = location, streams
         self._memory: dict[str, Tensor] = {}
         for piece in pieces:
             gradients, values = piece.bucket.own_gradients, piece.bucket.own_values
@@ -157,7 +184,7 @@ class _Slot:
             copied = {
                 name: flat.dtype
                 for name, flat in flats.items()
-                if (memory != "host" if flat is values else isinstance(flat, ScratchTensor))
+                if (location != "host" if flat is values else isinstance(flat, ScratchTensor))
             }
             if streams is not None:
                 copied[_GRADIENTS] = gradients.dtype
@@ -172,12 +199,12 @@ class _Slot:
 
     @property
     def bytes(self) -> int:
-        """What it takes beside memory that the state has anyway."""
+        """Bytes of the copies."""
         return sum(tensor.nbytes for tensor in self._memory.values())
 
     def read(self, piece: OffloadSlice) -> None:
-        """Start to have the piece here; `settle` completes its state, and `gradients` waits for them."""
-        self.state = {name: self._bring(name, flat[piece.part]) for name, flat in piece.state.items()}
+        """Start to read a piece. `wait` waits for its state, and `gradients` for its gradients."""
+        self.state = {name: self._start_read(name, flat[piece.part]) for name, flat in piece.state.items()}
         self._gradients = part = piece.bucket.own_gradients[piece.part]
         if self._streams is not None:
             host = self._gradients = self._memory[_GRADIENTS][: part.numel()]
@@ -190,19 +217,19 @@ class _Slot:
         return self._gradients.float()
 
     def write(self, piece: OffloadSlice, weights: Tensor) -> None:
-        """Start to bring the piece's state back, and these weights to where its parameters belong."""
-        for name, home in piece.state.items():
-            if isinstance(home, ScratchTensor):
-                self._transfers.append(home[piece.part].start_write(self.state[name]))
+        """Start to write the state of the piece, and its new weights to its parameters."""
+        for name, stored in piece.state.items():
+            if isinstance(stored, ScratchTensor):
+                self._transfers.append(stored[piece.part].start_write(self.state[name]))
         values = piece.bucket.own_values
         if values is piece.state[MASTER]:
             return
         part = values[piece.part]
-        if self._of_values == "host":
+        if self._values_location == "host":
             part.copy_(weights)
             return
         if self._return is not None:
-            self._return.synchronize()  # it reads the memory that is written next
+            self._return.synchronize()  # it reads the memory that the next line overwrites
         rounded = self._memory[_VALUES][: part.numel()].copy_(weights)
         if isinstance(part, ScratchTensor):
             self._transfers.append(part.start_write(rounded))
@@ -210,8 +237,12 @@ class _Slot:
             assert self._streams is not None
             self._return = self._streams.to_device.start(lambda: _copy(part, rounded), [part])
 
-    def settle(self) -> None:
-        """Wait for transfers of files. InputOutputError of the first that has failed."""
+    def wait(self) -> None:
+        """Wait for all transfers of files.
+
+        Raises:
+            InputOutputError: If a transfer has failed: the error of the first of them.
+        """
         failed: HpctrainError | None = None
         for transfer in self._transfers:
             try:
@@ -222,26 +253,33 @@ class _Slot:
         if failed is not None:
             raise failed
 
-    def _bring(self, name: str, part: Flat) -> Tensor:
+    def _start_read(self, name: str, part: Flat) -> Tensor:
         if isinstance(part, Tensor):
             return part
-        room = self._memory[name][: part.numel()]
-        self._transfers.append(part.start_read(room))
-        return room
+        target = self._memory[name][: part.numel()]
+        self._transfers.append(part.start_read(target))
+        return target
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def _state(rule: UpdateRule, bucket: Bucket, store: Store, home: Home) -> BucketState:
-    own, values = bucket.own.stop - bucket.own.start, bucket.own_values
-    names = [*rule.names, *([] if is_master(bucket.dtype, home != "gpu", rule) else [MASTER])]
-    memory = store(len(names) * own, torch.float32)
-    state = {name: memory[index * own : (index + 1) * own] for index, name in enumerate(names)}
+def _state(rule: UpdateRule, bucket: Bucket, store: Store, location: MemoryLocation) -> BucketState:
+    elements, values = bucket.own.stop - bucket.own.start, bucket.own_values
+    names = [*rule.names, *([] if is_master(bucket.dtype, location != "gpu", rule) else [MASTER])]
+    memory = store(len(names) * elements, torch.float32)
+    state = {name: memory[index * elements : (index + 1) * elements] for index, name in enumerate(names)}
     return {MASTER: values} | state
 
 
 def piece_elements(element_bytes: int, buffer_bytes: int) -> int:
-    """Elements of a piece, of which SLOTS fit into the buffer; pieces begin where vector instructions do."""
+    """Return the elements of a piece, so that SLOTS of them fit into the buffer.
+
+    They are a multiple of ALIGNMENT, so that vector instructions start at the same elements in any piece.
+
+    Args:
+        element_bytes: Bytes of all state and copies of one element.
+        buffer_bytes: Bytes of the buffer.
+    """
     return max(ALIGNMENT, buffer_bytes // (SLOTS * element_bytes) // ALIGNMENT * ALIGNMENT)

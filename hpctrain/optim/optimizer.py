@@ -1,4 +1,12 @@
-"""The optimizer: what belongs to parameters, by name, and what updates them by a rule."""
+"""Optimizers update the parameters of buckets by a rule. They differ in where they keep the state.
+
+An `UpdateRule` is the formula, such as AdamW. It receives an `ElementBatch`: master weights, further state
+and gradients of some elements. An `Optimizer` owns the state of all elements that this rank updates, and
+calls the rule. `ResidentOptimizer` keeps the state on the device that computes, `OffloadedOptimizer`
+(`offload.py`) in host memory or files, and `MatrixOptimizer` (`matrix/`) distributes whole matrices.
+
+With ZeRO each data rank updates its slice of a bucket, and `refresh` then gathers the new parameters.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +28,32 @@ from hpctrain.sharding.bucket_layout import UpdateRange
 from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER, StateTensor, own_state
 
 BucketState = Mapping[str, Flat]
-"""What belongs to the elements of a bucket that are this rank's (`Bucket.own`), by name: flat, fp32, a value
-for each, which lies where the element lies in its Shard. MASTER are the weights that are updated, which
-all of them have."""
+"""State of the elements of a bucket that this rank updates (`Bucket.own`), by name.
+
+Each is a flat fp32 tensor with one number for each element. MASTER, the master weights, is always among them.
+"""
 
 _PIECE = 1 << 20
-"""Elements whose weights are computed at a time, which takes memory."""
+"""Elements whose weights are computed at a time, to bound temporary memory."""
 
 Agreement = Callable[[], AbstractContextManager[None]]
+"""Makes a context in which an error on one rank is raised on all ranks (`World.agreement`)."""
 
 
 @dataclass(frozen=True)
 class ElementBatch:
-    """Elements that are updated alike: state by name and gradients, fp32 tensors of one shape on one device,
-    flat or, of a MatrixRule, in the shape of a piece of a block.
+    """Elements with the same update settings, with their state and gradients.
 
-    `updates` is a scalar there that counts the updates before this one; the rule adds it. They are moved by
-    `treatment.rate` times the learning rate, but what decays does so by the learning rate itself times the
-    weight decay. Of a block, `shard` is its parameter's.
+    All tensors are on one device, in fp32 and of one shape: flat, or for a MatrixRule the shape of a piece of
+    a block.
+
+    Attributes:
+        state: State by name, among it the master weights. The rule changes it in place.
+        gradients: Reduced gradients, not yet divided by the gradient divisor.
+        updates: Scalar tensor with the number of updates before this one. An elementwise rule adds 1.
+        treatment: Update settings. The learning rate is multiplied by `treatment.rate`; weight decay, if
+            `treatment.decayed`, takes the learning rate without this factor.
+        shard: Shard of the parameter of a block; None for flat elements.
     """
 
     state: Mapping[str, Tensor]
@@ -47,19 +63,19 @@ class ElementBatch:
     shard: Shard | None = None
 
 
-def by_treatment(parts: Sequence[ElementBatch]) -> dict[UpdateSettings, list[ElementBatch]]:
-    """Those that are updated alike together, decayed ones first."""
-    found: dict[UpdateSettings, list[ElementBatch]] = {}
+def group_by_settings(parts: Sequence[ElementBatch]) -> dict[UpdateSettings, list[ElementBatch]]:
+    """Return the batches by their update settings, those with weight decay first."""
+    groups: dict[UpdateSettings, list[ElementBatch]] = {}
     for part in sorted(parts, key=lambda part: (not part.treatment.decayed, part.treatment.rate)):
-        found.setdefault(part.treatment, []).append(part)
-    return found
+        groups.setdefault(part.treatment, []).append(part)
+    return groups
 
 
 class UpdateRule(Protocol):
     """Elementwise update rule of parameters.
 
     An update of an element needs only its own state and gradient, so tensors may be split anywhere. Rules
-    that need whole matrices are a `MatrixRule`.
+    that need whole matrices are a `MatrixRule`. All methods are local.
     """
 
     @property
@@ -71,7 +87,7 @@ class UpdateRule(Protocol):
 
 
 @runtime_checkable
-class Averaged(UpdateRule, Protocol):
+class AveragedRule(UpdateRule, Protocol):
     """Update rule whose master weights are an average, and whose gradients belong to other weights.
 
     The layers compute with these other weights in training (schedule-free optimizers).
@@ -87,28 +103,33 @@ class Averaged(UpdateRule, Protocol):
     def begin(self, learning_rate: float) -> None:
         """Prepare for an update, which follows in any number of parts."""
 
-    def computed(self, masters: Tensor, lead: Tensor) -> Tensor:
+    def training_weights(self, masters: Tensor, lead: Tensor) -> Tensor:
         """Return the weights that layers compute with in training, in new memory."""
 
 
-def computed(averaged: Averaged | None, state: Mapping[str, Tensor]) -> Tensor:
-    """The weights that layers compute with, by this rule, or else the masters, of some elements' state."""
-    return averaged.computed(state[MASTER], state[averaged.lead]) if averaged else state[MASTER]
+def training_weights(averaged: AveragedRule | None, state: Mapping[str, Tensor]) -> Tensor:
+    """Return the weights that layers compute with in training: the master weights, unless a rule averages."""
+    return averaged.training_weights(state[MASTER], state[averaged.lead]) if averaged else state[MASTER]
 
 
 def is_master(dtype: torch.dtype, updated_there: bool, rule: UpdateRule | None = None) -> bool:
-    """Whether parameters of this format are the master weights themselves: in fp32, where the update is
-    computed where they lie, if gradients are theirs.
+    """Return True if parameters are their own master weights, so that no copy is needed.
+
+    Args:
+        dtype: dtype of the parameters.
+        updated_there: True if the update is computed where the parameters are.
+        rule: Update rule. If it averages, parameters differ from master weights.
     """
-    return dtype == torch.float32 and updated_there and not isinstance(rule, Averaged)
+    return dtype == torch.float32 and updated_there and not isinstance(rule, AveragedRule)
 
 
 class Optimizer(ABC):
-    """Updates the parameters of buckets by a rule, wherever it has its `states`, one for each bucket.
+    """State of the elements that this rank updates, and their update.
 
-    The `rule` is that of elements, if one updates them all.
-    `updates` counts those done so far, as the bias correction does. `agreement` surrounds what may fail on
-    one rank alone (`World.agreement`).
+    Attributes:
+        updates: Number of updates so far, as the bias correction of rules counts them.
+        buckets: Buckets whose parameters are updated.
+        states: State of each bucket.
     """
 
     updates: int
@@ -120,32 +141,44 @@ class Optimizer(ABC):
         states: Sequence[BucketState],
         agreement: Agreement = nullcontext,
     ) -> None:
+        """Store the buckets and their states.
+
+        Args:
+            rule: Rule that updates all elements, or None if there are several rules.
+            buckets: Buckets whose parameters are updated.
+            states: State of each bucket.
+            agreement: Context of operations that may fail on one rank alone.
+        """
         self.buckets, self.states, self._agreement = buckets, states, agreement
-        self._averaged = rule if isinstance(rule, Averaged) else None
+        self._averaged = rule if isinstance(rule, AveragedRule) else None
 
     @abstractmethod
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
-        """Update with gradients divided by `gradient_divisor` (loss scale over clip coefficient).
+        """Update the parameters. Collective over the ranks that share buckets.
 
-        Gradient buffers in fp32 that lie where the update is computed hold the divided gradients afterwards.
+        Gradient buffers in fp32 on the device of the update contain the divided gradients afterwards.
+
+        Args:
+            learning_rate: Learning rate of the step.
+            gradient_divisor: Number by which the gradients are divided (loss scale over clip coefficient).
         """
 
     def rehearse(self) -> None:  # noqa: B027
-        """Send what a step sends before its weights are published, without values; of a plan's buckets."""
+        """Send the messages of a step, up to `publish`, without values. Used by plans."""
 
     @property
     def masters(self) -> Sequence[Flat]:
-        """The weights that are updated, of each bucket this rank's own."""
+        """Master weights of the elements that this rank updates, for each bucket."""
         return [state[MASTER] for state in self.states]
 
     @property
     def working_bytes(self) -> int:
-        """Host memory that state which lies elsewhere passes through."""
+        """Bytes of temporary memory of an update."""
         return 0
 
     @property
     def totals(self) -> dict[str, float]:
-        """What the rule has learned of all updates, if it learns anything; stored beside their number."""
+        """Sums over all updates that an AveragedRule needs. Checkpoints store them with `updates`."""
         return self._averaged.totals if self._averaged else {}
 
     @totals.setter
@@ -154,8 +187,9 @@ class Optimizer(ABC):
             self._averaged.totals = totals
 
     def state(self) -> Iterator[StateTensor]:
-        """The parameters too; where these are fp32, or only computed with, the master weights, wherever they
-        lie, stand for them.
+        """Yield the parameters and their optimizer state.
+
+        Master weights are stored as the parameters if these are in fp32 or an AveragedRule computes them.
         """
         for bucket, state in zip(self.buckets, self.states, strict=True):
             single = bucket.dtype == torch.float32 or self._averaged is not None or not bucket.trained
@@ -167,14 +201,22 @@ class Optimizer(ABC):
                 yield from own_state(kind, flat, bucket, "always", False)
 
     def publish(self, updated: bool = False) -> None:
-        """Copy the master weights, or what else is computed with, into the parameters, where these are whole
-        on all ranks; of what is trained alone where it was `updated`. Collective.
+        """Copy the master weights, or the training weights of an AveragedRule, into the parameters.
+
+        Then gather the parameters that other ranks have updated. Collective over the ranks that share
+        buckets.
+
+        Args:
+            updated: True to gather only the buckets that are trained.
         """
         self._publish(self._averaged, updated)
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """The parameters are the model's within, and the same bits as before afterwards. Collective."""
+    def evaluation_weights(self) -> Iterator[None]:
+        """Set the parameters to the weights of the model inside the context, and back to the same bits after.
+
+        This matters only for an AveragedRule, which trains with other weights. Collective.
+        """
         if self._averaged is None:
             yield
             return
@@ -184,8 +226,8 @@ class Optimizer(ABC):
         await_readers(self.buckets)
         self.publish()
 
-    def _publish(self, averaged: Averaged | None, updated: bool = False) -> None:
-        """Copy what is computed with by this rule, or else the master weights, into the parameters."""
+    def _publish(self, averaged: AveragedRule | None, updated: bool = False) -> None:
+        """Copy the training weights of a rule, or without a rule the master weights, into the parameters."""
         with self._agreement():
             for bucket, state in zip(self.buckets, self.states, strict=True):
                 if state[MASTER] is not bucket.own_values:
@@ -194,8 +236,8 @@ class Optimizer(ABC):
         refresh([bucket for bucket in self.buckets if bucket.trained or not updated])
 
 
-def _weights(state: BucketState, averaged: Averaged | None) -> Iterator[tuple[int, Tensor]]:
-    """First element and values of all pieces of a bucket's own weights: see `Optimizer._publish`."""
+def _weights(state: BucketState, averaged: AveragedRule | None) -> Iterator[tuple[int, Tensor]]:
+    """Yield the first element and the values of pieces of the weights that `_publish` copies."""
     if averaged is None:
         yield from read_pieces(state[MASTER])
         return
@@ -203,12 +245,12 @@ def _weights(state: BucketState, averaged: Averaged | None) -> Iterator[tuple[in
     for (first, masters), (_, lead) in both:
         for at in range(0, masters.numel(), _PIECE):
             piece = slice(at, at + _PIECE)
-            yield first + at, averaged.computed(masters[piece], lead[piece])
+            yield first + at, averaged.training_weights(masters[piece], lead[piece])
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Elements of one bucket's own that are updated alike, and views of their state."""
+class _SettingsRange:
+    """Elements of one bucket with the same update settings, and views of their state."""
 
     bucket: Bucket
     treated: UpdateRange
@@ -217,21 +259,23 @@ class _Part:
 
 
 class ResidentOptimizer(Optimizer):
-    """Keeps the state where it is updated, and updates all buckets in one call."""
+    """Optimizer that keeps the state on the device and updates all buckets in one call of the rule."""
 
     def __init__(self, rule: UpdateRule, buckets: Sequence[Bucket]) -> None:
         states = [resident_state(rule, bucket) for bucket in buckets]
         super().__init__(rule, buckets, states)
         self.rule = rule
         self._parts = [
-            _Part(bucket, treated, {name: flat[treated.part] for name, flat in state.items()}, updates)
+            _SettingsRange(
+                bucket, treated, {name: flat[treated.part] for name, flat in state.items()}, updates
+            )
             for bucket, state in zip(buckets, states, strict=True)
             for treated in (bucket.layout.own_treated if bucket.trained else ())
             for updates in [torch.zeros((), device=state[MASTER].device)]
         ]
         self._updates = 0
         single = all(bucket.gradient_dtype == torch.float32 for bucket in buckets)
-        # Of another type, one bucket after the other has its gradients in fp32, for as long.
+        # Gradients of another dtype are copied to fp32, for one bucket at a time.
         by_bucket = [list(parts) for _, parts in groupby(self._parts, lambda part: part.bucket)]
         self._together = [self._parts] if single else by_bucket
 
@@ -263,14 +307,17 @@ class ResidentOptimizer(Optimizer):
 
 
 def refresh(buckets: Sequence[Bucket]) -> None:
-    """Bring the other ranks' slices, which they have updated, into whole values. Collective."""
+    """Gather the parameters that other ranks have updated. Collective over the ranks that share buckets."""
     for work in [bucket.start_refresh() for bucket in buckets]:
         if work is not None:
             work.wait()
 
 
 def resident_state(rule: UpdateRule, bucket: Bucket) -> dict[str, Tensor]:
-    """Where the update is computed: of the rule's names zeros; of what is not trained the values alone."""
+    """Return new state on the device: master weights, and zeros for each name of the rule.
+
+    A bucket that is not trained only has its parameters as master weights.
+    """
     values = bucket.own_values
     assert isinstance(values, Tensor)
     if not bucket.trained:

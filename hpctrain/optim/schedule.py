@@ -9,10 +9,17 @@ from hpctrain.deck.decays import DECAYS, DecaySpan
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Linear warm-up from 0 to `peak` over `warmup` steps, then a decay to `floor` x peak.
+    """Linear warm-up, then a decay.
 
-    The forms of the decay are those of `DECAYS`, by name; its steps and bounds are told by `DecaySpan`. With
-    a `reference_batch` the rate is multiplied by the step's batch over it (linear scaling, arXiv 1706.02677).
+    Attributes:
+        peak: Largest learning rate, at the end of the warm-up.
+        warmup: Steps of the warm-up from 0.
+        decay: Name of the decay, a key of `DECAYS`.
+        decay_steps: Step at which the decay ends.
+        floor: Final learning rate as a fraction of `peak`.
+        reference_batch: If it is not 0, the rate is multiplied by the batch of a step over this number
+            (linear scaling, arXiv 1706.02677).
+        cooldown: Steps of the final decay of decays that have one.
     """
 
     peak: float
@@ -24,7 +31,7 @@ class LearningRate:
     cooldown: int = 0
 
     def at(self, step: int, batch: int) -> float:
-        """Return the rate of step `step` (from 0) with `batch` sequences."""
+        """Return the learning rate of step `step` (from 0) with `batch` sequences."""
         scale = batch / self.reference_batch if self.reference_batch else 1.0
         return self.peak * scale * self._factor(step)
 

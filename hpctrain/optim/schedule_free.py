@@ -1,4 +1,8 @@
-"""Schedule-Free AdamW (arXiv 2405.15682): in place of a decay of the rate, the model is an average."""
+"""Schedule-Free AdamW (arXiv 2405.15682): an average of weights replaces the decay of the learning rate.
+
+Three sequences of weights take part: z makes the steps of AdamW, x is a running average of z and is the model
+that is evaluated and stored, and gradients are computed at y, which lies between them.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +19,29 @@ from hpctrain.sharding.state import MASTER
 LEAD, SQUARE = "lead", "exp_avg_sq"
 
 _PIECE = 1 << 20
-"""Elements that are updated at a time, which takes memory for each."""
+"""Elements that are updated at a time, to bound temporary memory."""
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 @dataclass
 class ScheduleFree:
-    """With b1, b2 the `betas`, gradients g are those at y = (1 - b1) z + b1 x, of which z makes the steps of
-    AdamW without momentum, and x is their average:
+    """Update rule with an average of weights.
 
-        v = b2 v + (1 - b2) g^2,  z -= rate (g / (sqrt(v / (1 - b2^k)) + epsilon) + weight_decay y),
+    Update number k, with gradient g at y = (1 - b1) z + b1 x, is:
+
+        v = b2 v + (1 - b2) g^2
+        z = z - rate (g / (sqrt(v / (1 - b2^k)) + epsilon) + weight_decay y)
         x = (1 - c) x + c z,  c = rate_k^2 / (rate_1^2 + ... + rate_k^2)
 
-    in the k-th update, where for c each rate is the largest so far, and y has decay where elements are
-    decayed. The masters are x; the state has the lead z - x of z, so that all begins at the weights.
+    For c, each rate is the largest one so far. The master weights are x. The state "lead" is z - x, which is
+    zero at the start.
 
-    `totals` are the largest rate so far, and the sum of its square over updates in units of the newest one,
-    which neither grows nor vanishes with the rate.
+    Attributes:
+        betas: Numbers b1 and b2.
+        epsilon: Number that is added to the root of the second moment.
+        weight_decay: Weight decay of the elements that have it.
+        totals: "largest_rate" so far, and "weights", the sum of squared rates over the newest square.
     """
 
     betas: tuple[float, float]
@@ -44,7 +53,7 @@ class ScheduleFree:
     lead: ClassVar[str] = LEAD
 
     def begin(self, learning_rate: float) -> None:
-        """Prepare for an update, which follows in any number of parts."""
+        """Prepare for an update, which follows in any number of calls of `update`."""
         before = self.totals["largest_rate"]
         largest = max(learning_rate, before)
         smaller = before / largest if largest else 1.0
@@ -53,25 +62,25 @@ class ScheduleFree:
     @torch.no_grad()
     def update(self, parts: Sequence[ElementBatch], learning_rate: float, gradient_divisor: float) -> None:
         """Update the elements in place. The gradients are divided by `gradient_divisor` in place."""
-        share, kept = 1 / self.totals["weights"], self.betas[1]
+        share, decay = 1 / self.totals["weights"], self.betas[1]
         for part in parts:
             decayed, factor = part.treatment.decayed, part.treatment.rate
-            grown = 1 - kept ** part.updates.add_(1).double()
+            correction = 1 - decay ** part.updates.add_(1).double()
             gradients = part.gradients.div_(gradient_divisor)
             for first in range(0, gradients.numel(), _PIECE):
                 piece = slice(first, first + _PIECE)
                 state = {name: flat[piece] for name, flat in part.state.items()}
                 average, lead, square = state[MASTER], state[LEAD], state[SQUARE]
-                square.mul_(kept).addcmul_(gradients[piece], gradients[piece], value=1 - kept)
-                # Single precision knows no smaller size, by which what has no gradient stays where it is.
-                size = (square / grown).sqrt_().add_(max(self.epsilon, _SMALLEST))
+                square.mul_(decay).addcmul_(gradients[piece], gradients[piece], value=1 - decay)
+                # The smallest fp32 number prevents 0 / 0 for elements without gradients, which stay in place.
+                size = (square / correction).sqrt_().add_(max(self.epsilon, _SMALLEST))
                 step = torch.div(gradients[piece], size, out=size)
                 if decayed and self.weight_decay:
-                    step.add_(self.computed(average, lead), alpha=self.weight_decay / factor)
+                    step.add_(self.training_weights(average, lead), alpha=self.weight_decay / factor)
                 lead.sub_(step, alpha=learning_rate * factor)
                 average.add_(lead, alpha=share)
                 lead.mul_(1 - share)
 
-    def computed(self, masters: Tensor, lead: Tensor) -> Tensor:
+    def training_weights(self, masters: Tensor, lead: Tensor) -> Tensor:
         """Return the weights that layers compute with in training, in new memory."""
         return masters.add(lead, alpha=1 - self.betas[0])

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent, with momentum or without."""
+"""Stochastic gradient descent with or without momentum."""
 
 from __future__ import annotations
 
@@ -15,22 +15,33 @@ VELOCITY = "momentum"
 
 @dataclass(frozen=True)
 class SGD:
-    """v = momentum v + g; p -= rate (v, or g + momentum v with `nesterov`), as torch's SGD without dampening.
+    """Update rule like torch's SGD without dampening.
 
-    After `given_after` updates, if any, gradients come with their momentum, as DGC's (arXiv 1712.01887).
-    Weight decay is decoupled, p -= rate * weight_decay * p, as AdamW's, and of decayed elements only. Without
-    momentum there is no state beside the weights.
+    With gradient g, velocity v and parameter p:
+
+        p = p (1 - rate weight_decay)
+        v = momentum v + g
+        p = p - rate (g + momentum v if nesterov else v)
+
+    Without momentum, the master weights are the only state.
+
+    Attributes:
+        momentum: Decay of the velocity.
+        nesterov: True for Nesterov momentum.
+        weight_decay: Decoupled weight decay of the elements that have it.
+        momentum_after: Number of updates after which the gradients include the momentum, because the ranks
+            compress it (deep gradient compression, arXiv 1712.01887); None for never.
     """
 
     momentum: float
     nesterov: bool
     weight_decay: float
-    given_after: int | None = None
+    momentum_after: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the optimizer state other than the master weights. It is initialized with zeros."""
-        return (VELOCITY,) if self.momentum and self.given_after != 0 else ()
+        return (VELOCITY,) if self.momentum and self.momentum_after != 0 else ()
 
     @torch.no_grad()
     def update(self, parts: Sequence[ElementBatch], learning_rate: float, gradient_divisor: float) -> None:
@@ -41,9 +52,11 @@ class SGD:
             weights, gradients = part.state[MASTER], part.gradients.div_(gradient_divisor)
             if part.treatment.decayed and self.weight_decay:
                 weights.mul_(1 - learning_rate * self.weight_decay)
-            follows = self.momentum and (self.given_after is None or part.updates.item() <= self.given_after)
-            if follows:
+            uses_velocity = self.momentum and (
+                self.momentum_after is None or part.updates.item() <= self.momentum_after
+            )
+            if uses_velocity:
                 velocity = part.state[VELOCITY].mul_(self.momentum).add_(gradients)
                 weights.sub_(velocity, alpha=rate * (self.momentum if self.nesterov else 1.0))
-            if self.nesterov or not follows:
+            if self.nesterov or not uses_velocity:
                 weights.sub_(gradients, alpha=rate)

@@ -1,8 +1,9 @@
-"""Spikes: steps whose loss or gradient norm is far above what the steps before had.
+"""Spikes: steps whose loss or gradient norm is far above those of the steps before.
 
-Far is told by a median and a deviation that single outliers do not move: 1.4826 times the median absolute
-deviation, which of normal values is the standard deviation (Rousseeuw and Croux, JASA 1993). What is done
-about spikes, PaLM did by hand (arXiv 2204.02311, section 5.1): go back and leave out the batches between.
+A value is compared with the median of recent steps. The unit is 1.4826 times the median absolute deviation,
+which single outliers do not change; for normal values it is the standard deviation (Rousseeuw and Croux,
+JASA 1993). A run may skip the update of such a step, or return to an earlier state and skip the batches since
+then, as was done by hand for PaLM (arXiv 2204.02311, section 5.1).
 """
 
 from __future__ import annotations
@@ -16,23 +17,30 @@ from typing import Any, Literal
 
 from hpctrain.files import finite
 
-Treatment = Literal["off", "skip", "rollback"]
+SpikeAction = Literal["off", "skip", "rollback"]
 
 LEAST_DEVIATION = 0.01
-"""Of the median: below it a deviation is that of a run which hardly moves."""
+"""Smallest deviation as a fraction of the median, for runs whose values hardly change."""
 
 RECORDED = 1000
-"""Spikes of which a run keeps a record, at most: the newest."""
+"""Largest number of spikes that a run records: the newest ones."""
 
 _NORMAL = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A step whose update was left out: the number it had, loss and norm (None where not finite), and `why`.
+    """Step whose update was skipped. Checkpoints and `metrics.jsonl` store it.
 
-    The `samples` behind `first_sample` are left out of the training; where the run went `back_to` the state
-    after an earlier step, those of all steps since.
+    Attributes:
+        step: Number of the step.
+        loss: Loss of the step, or None if it is not finite.
+        grad_norm: Gradient norm of the step, or None if it is not finite.
+        why: Reason, as text.
+        first_sample: Number of samples of the run before the skipped ones.
+        samples: Number of skipped samples.
+        back_to: Step to whose state the run returned, or None. Then all samples since that step are skipped.
     """
 
     step: int
@@ -45,27 +53,35 @@ class Spike:
 
     @staticmethod
     def of(row: object) -> Spike | None:
-        """The spike of a stored object; None where it is none."""
+        """Return the spike of a stored JSON object, or None if the object is no spike."""
         if not isinstance(row, dict) or {field.name for field in fields(Spike)} - set(row):
             return None
         return Spike(**{field.name: row[field.name] for field in fields(Spike)})
 
 
 class SpikeDetector:
-    """What tells spikes, and remembers them. All ranks have the same, as they learn the same figures.
+    """Finds spikes and records them. All ranks have the same state, because they receive the same values.
 
-    A step is judged after `warmup` steps, by the last `window` steps that made an update. With `most` spikes
-    found, a run is to stop at the next one. Where the loss `scales`, a norm that is not finite is its matter.
+    Attributes:
+        action: Reaction of the run to a spike.
+        factor: Number of deviations above the median from which a value is a spike.
+        limit: Number of spikes after which the run stops at the next one.
+        warmup: Number of steps at the start in which only values that are not finite are spikes.
+        enabled: False if the action is "off".
+        window: Number of recent steps with an update that a step is compared with.
+        scales: True if there is a loss scale, which handles gradient norms that are not finite.
+        count: Number of spikes of the run.
+        recorded: The newest spikes, the oldest first.
     """
 
     def __init__(
-        self, treatment: Treatment, window: int, factor: float, most: int, warmup: int, scales: bool = False
+        self, action: SpikeAction, window: int, factor: float, limit: int, warmup: int, scales: bool = False
     ) -> None:
-        self.treatment, self.factor, self.most, self.warmup = treatment, factor, most, warmup
-        self.enabled = treatment != "off"
+        self.action, self.factor, self.limit, self.warmup = action, factor, limit, warmup
+        self.enabled = action != "off"
         self.window, self.scales = window, scales
         self.count = 0
-        self.found: deque[Spike] = deque(maxlen=RECORDED)
+        self.recorded: deque[Spike] = deque(maxlen=RECORDED)
         self._last: deque[tuple[float, float]] = deque(maxlen=window)
 
     def judge(self, step: int, loss: float, norm: float, first_sample: int, samples: int) -> Spike | None:
@@ -80,56 +96,58 @@ class SpikeDetector:
             first_sample: Number of samples of the run before this step.
             samples: Number of samples of this step.
         """
-        why = self._why(step, loss, norm)
+        why = self._reason(step, loss, norm)
         if not why:
             return None
         return Spike(step, finite(loss), finite(norm), why, first_sample, samples)
 
-    def learn(self, loss: float, norm: float) -> None:
+    def add_step(self, loss: float, norm: float) -> None:
         """Add a step that made its update to the window. It is called only if `enabled`."""
         self._last.append((loss, norm))
 
-    def remember(self, spike: Spike) -> None:
-        """One was found."""
+    def record_spike(self, spike: Spike) -> None:
+        """Count and record a spike."""
         self.count += 1
-        self.found.append(spike)
+        self.recorded.append(spike)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint stores, as JSON; nothing where nothing is known."""
+        """Return the state for a checkpoint, as JSON; empty if it is off and there were no spikes."""
         if not self.enabled and not self.count:
             return {}
-        found = [asdict(spike) for spike in self.found]
+        found = [asdict(spike) for spike in self.recorded]
         return {"spikes": {"count": self.count, "window": list(map(list, self._last)), "found": found}}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on from what the state of a checkpoint tells, or begin where it tells nothing."""
-        kept = state.get("spikes") or {}
-        self.count = int(kept.get("count", 0))
-        self._last = deque(((float(a), float(b)) for a, b in kept.get("window", ())), maxlen=self.window)
-        self.found = deque(recorded_spikes(state), maxlen=RECORDED)
+        """Restore the state of a checkpoint. Without one, start empty."""
+        stored = state.get("spikes") or {}
+        self.count = int(stored.get("count", 0))
+        self._last = deque(((float(a), float(b)) for a, b in stored.get("window", ())), maxlen=self.window)
+        self.recorded = deque(recorded_spikes(state), maxlen=RECORDED)
 
     @property
     def record(self) -> tuple[int, tuple[Spike, ...]]:
-        """How many there were, and the newest of them."""
-        return self.count, tuple(self.found)
+        """Number of spikes, and the newest of them."""
+        return self.count, tuple(self.recorded)
 
-    def went_back(self, record: tuple[int, tuple[Spike, ...]], spike: Spike) -> None:
-        """The state is again an earlier one: the record is what it was before that, and this spike."""
-        self.count, self.found = record[0], deque(record[1], maxlen=RECORDED)
-        self.remember(spike)
+    def restore_record(self, record: tuple[int, tuple[Spike, ...]], spike: Spike) -> None:
+        """Restore the record after the run has returned to an earlier state, and add the spike."""
+        self.count, self.recorded = record[0], deque(record[1], maxlen=RECORDED)
+        self.record_spike(spike)
 
-    def _why(self, step: int, loss: float, norm: float) -> str:
+    def _reason(self, step: int, loss: float, norm: float) -> str:
         values = {"loss": loss, "gradient norm": norm}
-        wrong = [f"{name} {value:g} is not finite" for name, value in values.items() if not isfinite(value)]
-        if wrong:
-            return "" if self.scales and isfinite(loss) else " and ".join(wrong)
+        problems = [
+            f"{name} {value:g} is not finite" for name, value in values.items() if not isfinite(value)
+        ]
+        if problems:
+            return "" if self.scales and isfinite(loss) else " and ".join(problems)
         if step <= self.warmup or len(self._last) < self.window:
             return ""
         columns = zip(values.items(), zip(*self._last, strict=True), strict=True)
-        judged = (self._far(name, value, column) for (name, value), column in columns)
-        return " and ".join(filter(None, judged))
+        reasons = (self._distance(name, value, column) for (name, value), column in columns)
+        return " and ".join(filter(None, reasons))
 
-    def _far(self, name: str, value: float, column: Sequence[float]) -> str:
+    def _distance(self, name: str, value: float, column: Sequence[float]) -> str:
         middle = median(column)
         deviation = _NORMAL * median(abs(each - middle) for each in column)
         deviation = max(deviation, LEAST_DEVIATION * abs(middle))
@@ -137,30 +155,42 @@ class SpikeDetector:
         if above <= self.factor * deviation:
             return ""
         times = above / deviation if deviation else inf
-        far = f"{times:.3g} deviations above {middle:.4g}"
-        return f"{name} {value:.4g} is {far}, the median of {len(column)} steps"
+        distance = f"{times:.3g} deviations above {middle:.4g}"
+        return f"{name} {value:.4g} is {distance}, the median of {len(column)} steps"
 
 
 def recorded_spikes(state: Mapping[str, Any]) -> list[Spike]:
-    """Those that the state of a checkpoint tells of, the oldest first."""
-    kept = state.get("spikes")
-    rows = kept.get("found") if isinstance(kept, dict) else None
+    """Return the spikes that the state of a checkpoint contains, the oldest first."""
+    stored = state.get("spikes")
+    rows = stored.get("found") if isinstance(stored, dict) else None
     return [spike for row in rows or () if (spike := Spike.of(row)) is not None]
 
 
-def turns(spikes: Iterable[Spike]) -> list[int]:
-    """The steps to which a run went back without ever going behind them, of all its spikes in their order."""
-    found: list[int] = []
+def rollback_steps(spikes: Iterable[Spike]) -> list[int]:
+    """Return the steps to which a run returned and which it still has passed, in ascending order.
+
+    A step drops out if the run later returned to that step or an earlier one.
+
+    Args:
+        spikes: All spikes of the run, in their order.
+    """
+    steps: list[int] = []
     for spike in spikes:
         if spike.back_to is not None:
-            found = [*(step for step in found if step < spike.back_to), spike.back_to]
-    return found
+            steps = [*(step for step in steps if step < spike.back_to), spike.back_to]
+    return steps
 
 
-def left_behind(state: Mapping[str, Any], known: Iterable[Spike]) -> int | None:
-    """The step to which a run went back, behind the `state` that it had stored or to that step, after it had
-    done so, by the spikes that are `known` of it; None where the run as it is now went on from there.
+def find_rollback(state: Mapping[str, Any], known: Iterable[Spike]) -> int | None:
+    """Return the step to which a run returned after it had stored a state, if that discards this state.
+
+    Args:
+        state: State of a checkpoint.
+        known: All known spikes of the run.
+
+    Returns:
+        The earliest such step, which is at most the state's; None if the run continued from this state.
     """
-    own, step = recorded_spikes(state), state.get("step", 0)
-    later = [each.back_to for each in known if each.back_to is not None and each not in own]
+    recorded, step = recorded_spikes(state), state.get("step", 0)
+    later = [each.back_to for each in known if each.back_to is not None and each not in recorded]
     return min((back for back in later if back <= step), default=None)

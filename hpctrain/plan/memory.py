@@ -25,7 +25,7 @@ from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.memory.saved_bytes import PartBytes, part_bytes
 from hpctrain.model.build import architecture_of, layer_kinds
 from hpctrain.model.count import count
-from hpctrain.optim.matrix_rule import MatrixRules
+from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.parallel.copies import planned_copies
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import receives_ahead
@@ -292,7 +292,7 @@ def fullest_place(deck: Deck, stage: TrainedStage, sizes: Mapping[str, int], num
                 total += elements * (kept + 4 * rules.numbers(treated.treatment))
             for segment in bucket.segments:
                 elements = min(last, segment.start + segment.length) - max(first, segment.start)
-                total += 4 * rules.cell_numbers(segment.parameter, max(0, elements))
+                total += 4 * rules.cell_state_elements(segment.parameter, max(0, elements))
         return total
 
     ranks = rank_count(sizes) // sizes["pipeline"]

@@ -19,7 +19,7 @@ from hpctrain.deck.read import read_stored_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError, require_exists
 from hpctrain.hdf5 import format_of
-from hpctrain.optim.spikes import Spike, left_behind, recorded_spikes, turns
+from hpctrain.optim.spikes import Spike, find_rollback, recorded_spikes, rollback_steps
 from hpctrain.report.rows import METRICS_FILE, Row, read_metrics
 
 _DECK = "deck.toml"
@@ -64,7 +64,7 @@ class ComparedRun:
     def turns(self) -> list[int]:
         """The steps to which it went back, to go on from there with other samples."""
         newest = self.stored[max(self.stored)].state if self.stored else {}
-        return turns(known_spikes(newest, self.rows.values()))
+        return rollback_steps(known_spikes(newest, self.rows.values()))
 
     def turn(self, step: int) -> int | None:
         """The first of these behind `step`."""
@@ -105,7 +105,7 @@ def load_run(
     newest = next((each.state for each in stored.values() if each.path != path), {})
     spikes = known_spikes(newest, rows)
     for step, structure in list(stored.items()):
-        if (back := left_behind(structure.state, spikes)) is not None:
+        if (back := find_rollback(structure.state, spikes)) is not None:
             damaged.append(left_sentence(structure.path, back))
             del stored[step]
     if folder is not None and path.is_dir() and stored:

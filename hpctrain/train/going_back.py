@@ -23,7 +23,7 @@ class GoingBack(Hook):
         self.trainer, self.way = trainer, way
         self.wanted: Spike | None = None
         self.stop = ""
-        newest = self.spikes.found[-1] if self.spikes.found else None
+        newest = self.spikes.recorded[-1] if self.spikes.recorded else None
         # One that was killed on the way tells of it in its next row.
         self._told = newest if newest is not None and newest.back_to == trainer.state.step else None
 
@@ -39,14 +39,14 @@ class GoingBack(Hook):
         if spike is None:
             return
         log, spikes = logging.getLogger("hpctrain"), self.spikes
-        if spikes.count >= spikes.most:
-            spikes.remember(spike)
-            self.stop = f"step {spike.step}: {spike.why}; {_more_than(spikes.most)}"
+        if spikes.count >= spikes.limit:
+            spikes.record_spike(spike)
+            self.stop = f"step {spike.step}: {spike.why}; {_more_than(spikes.limit)}"
             log.warning("%s", self.stop)
-        elif spikes.treatment == "rollback":
+        elif spikes.action == "rollback":
             self.wanted = spike
         else:
-            spikes.remember(spike)
+            spikes.record_spike(spike)
             so_far = counted(spikes.count, "spike")
             log.warning("step %d: %s; update skipped (%s so far)", spike.step, spike.why, so_far)
 
@@ -62,13 +62,13 @@ class GoingBack(Hook):
         samples = self.trainer.used_up(state.samples)
         source = way.newest(state.step - self.trainer.deck.stability.spike_back) or way.oldest(state.step - 1)
         if source is None:
-            spikes.remember(spike)
+            spikes.record_spike(spike)
             log.warning("step %d: %s; no earlier state is left, update skipped", spike.step, spike.why)
             return
         before = way.take(source)
         state.samples, left = samples, samples - before.samples
         spike = replace(spike, first_sample=before.samples, samples=left, back_to=before.step)
-        spikes.went_back(record, spike)
+        spikes.restore_record(record, spike)
         log.warning(
             "step %d: %s; returns to step %d and skips the %s since then (%s so far)",
             *(spike.step, spike.why, before.step, counted(left, "sample"), counted(spikes.count, "spike")),

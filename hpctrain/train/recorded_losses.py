@@ -16,7 +16,7 @@ from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.hdf5 import format_of
-from hpctrain.optim.spikes import left_behind
+from hpctrain.optim.spikes import find_rollback
 from hpctrain.report.rows import METRICS_FILE, read_metrics
 from hpctrain.text import counted
 from hpctrain.train.compared_run import known_spikes, left_sentence
@@ -94,14 +94,14 @@ def _look(path: Path, state: Mapping[str, Any], against: Path | None) -> Recorde
             metrics = None
     rows = [] if metrics is None else [row for row in read_metrics(metrics) if "loss" in row]
     spikes = known_spikes(states[0] if states else {}, rows)
-    if (back := left_behind(state, spikes)) is not None:
+    if (back := find_rollback(state, spikes)) is not None:
         there = (
             f"; {checkpoint_path(folder, back)} is the one from which the run continued"
             if against is None
             else ""
         )
         raise HpctrainError(f"{left_sentence(path, back)}, so no recorded step continues from it{there}")
-    beside = _in_states((each for each in states if left_behind(each, spikes) is None), step, source)
+    beside = _in_states((each for each in states if find_rollback(each, spikes) is None), step, source)
     following = _following(losses({"losses": rows}), step)
     if metrics is None or (beside.losses and not following):
         return beside

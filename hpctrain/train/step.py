@@ -159,7 +159,7 @@ class Step:
         rate = engine.learning_rate.at(state.step, batch)
         if updated:
             if engine.spikes.enabled:
-                engine.spikes.learn(loss, norm)
+                engine.spikes.add_step(loss, norm)
             figures |= self.noise_scale(totals[-1], tokens, batch)
             before_update()
             clipped = clip_coefficient(norms[replica], self.clip)
@@ -263,7 +263,7 @@ class Step:
         if parts > 1 and isfinite(small):
             square = engine.loss_scale.value**2
             average.update(small / square, squares / square, batch, parts)
-        return average.figures(tokens / batch)
+        return average.metrics(tokens / batch)
 
     def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
         """Figures of the first `sequences` sequences, the same on all ranks, of the outer model."""
@@ -289,7 +289,7 @@ class Step:
         forward = forward_only(self.engine.schedule, len(prepared))
         with (
             self.engine.outer.shown(self.engine.optimizer),
-            self.engine.optimizer.shown(),
+            self.engine.optimizer.evaluation_weights(),
             self.engine.weight_maxima.known(),
             self.engine.groups.kernels.matrices_stay(),
             self.engine.residency.step(("evaluate", len(prepared))),

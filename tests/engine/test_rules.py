@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from hpctrain.engine.rules import RULES
-from hpctrain.optim.adafactor import Adafactor
-from hpctrain.optim.adam_mini import AdamMini
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.lion import Lion
-from hpctrain.optim.matrix_rule import MatrixRules
-from hpctrain.optim.muon import Muon
+from hpctrain.optim.matrix.adafactor import Adafactor
+from hpctrain.optim.matrix.adam_mini import AdamMini
+from hpctrain.optim.matrix.matrix_rule import MatrixRules
+from hpctrain.optim.matrix.muon import Muon
 from hpctrain.optim.optimizer import UpdateRule
 from hpctrain.optim.schedule_free import ScheduleFree
 from hpctrain.optim.sgd import SGD

@@ -95,7 +95,7 @@ def compared(world: World, path: Path, *keys: str) -> None:
             file = path / f"{tensor}-{pipeline}-{step}.h5"
             save(file, world.everyone, training_entries(engine.state(), writing=True), {})
             load_parameters(file, expected, world.everyone)
-            with engine.optimizer.shown():
+            with engine.optimizer.evaluation_weights():
                 begun = world.ledger.bytes
                 transfer.move()
                 assert world.ledger.bytes - begun == transfer.sent_bytes

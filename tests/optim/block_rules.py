@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.optim.blocks import MatrixOptimizer
-from hpctrain.optim.matrix_rule import MatrixRules
+from hpctrain.optim.matrix.matrix_optimizer import MatrixOptimizer
+from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.sharding.replication import Replications
 from tests.engines import alone, make_buckets

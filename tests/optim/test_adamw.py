@@ -80,7 +80,7 @@ def test_a_mean_that_is_given_is_divided_by_the_mean_square_of_before(
     """By the formula of 1-bit Adam in fp64, whatever the pieces that are updated at a time."""
     monkeypatch.setattr(adamw, "_PIECE", piece)
     parameters, buckets = setup(world, torch.float32)
-    ours = ResidentOptimizer(AdamW((0.9, 0.95), 1e-8, 0.1, given_after=1), buckets)
+    ours = ResidentOptimizer(AdamW((0.9, 0.95), 1e-8, 0.1, momentum_after=1), buckets)
     weights = {name: parameter.detach().double() for name, parameter in parameters.items()}
     before = {name: torch.randn(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     for gradient in before.values():

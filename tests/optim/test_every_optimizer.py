@@ -22,8 +22,8 @@ from hpctrain.engine.build import make_mesh
 from hpctrain.engine.rules import RULES
 from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import HpctrainError
-from hpctrain.optim.matrix_rule import MatrixRules
-from hpctrain.optim.optimizer import Averaged
+from hpctrain.optim.matrix.matrix_rule import MatrixRules
+from hpctrain.optim.optimizer import AveragedRule
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.savings import find_savings
 from hpctrain.sharding.bucket import gradient_bytes, value_bytes
@@ -163,7 +163,7 @@ def test_layouts_train_as_one_rank_and_hold_what_is_planned(
             assert name in ELSEWHERE or not other.any(), shard.name
             apart, elements = apart + int(other.sum()), elements + other.numel()
     assert apart <= ELSEWHERE.get(name, 0.0) * elements
-    if isinstance(RULES[name](deck), Averaged):
+    if isinstance(RULES[name](deck), AveragedRule):
         shown = training.evaluate(training.step.batches, 8)["loss"]
         assert shown == pytest.approx(alone.shown, rel=1e-5)
     assert_planned(world, trainer(world, small_deck(*keys_of(name), *keys, "precision.compute=bf16")))
@@ -234,7 +234,7 @@ def test_a_layout_is_verified(world: World, name: str) -> None:
     deck = small_deck(f"optimizer.name={name}", "layout.tensor=2", "layout.sequence_parallel=true")
     small = miniature(deck)
     standing = RULES[small.optimizer.name](small), RULES[name](deck)
-    for kind in (MatrixRules, Averaged):
+    for kind in (MatrixRules, AveragedRule):
         assert len({isinstance(rule, kind) for rule in standing}) == 1
     assert verify_layout(deck, world, make_mesh(deck, world))
 
@@ -244,7 +244,7 @@ def test_a_layout_is_verified(world: World, name: str) -> None:
 def test_replicas_have_state_of_their_own_and_meet(world: World, name: str) -> None:
     """Or are refused."""
     keys = (*keys_of(name), "layout.local_steps.replicas=2")
-    if isinstance(RULES[name](small_deck(*keys_of(name))), Averaged):
+    if isinstance(RULES[name](small_deck(*keys_of(name))), AveragedRule):
         with pytest.raises(HpctrainError, match=r"conflicts with \[layout.local_steps\]"):
             small_deck(*keys)
         return

@@ -38,17 +38,17 @@ def test_estimates_are_without_bias() -> None:
     average = NoiseScale(draws)
     for pair in zip(small, big, strict=True):
         average.update(*pair, batch=16, ratio=4)
-    assert average.figures(tokens=10)["noise_scale"] == pytest.approx(400 / 13, rel=0.05)
+    assert average.metrics(tokens=10)["noise_scale"] == pytest.approx(400 / 13, rel=0.05)
 
 
 def test_averages_are_of_the_newest_steps_with_weights_that_add_up_to_one() -> None:
     average, every = NoiseScale(3), [(5.0, 2.0), (4.0, 2.5), (9.0, 3.0), (1.0, 2.0)]
-    assert average.figures(1) == {}
+    assert average.metrics(1) == {}
     for count in range(1, 5):
         average.update(*every[count - 1], batch=8, ratio=2)
         weights = np.array([(2 / 3) ** (count - 1 - n) for n in range(count)])
         signals, noises = np.array([(2 * big - small, 8 * (small - big)) for small, big in every[:count]]).T
-        figures, total = average.figures(7), weights.sum()
+        figures, total = average.metrics(7), weights.sum()
         assert figures["gradient_signal"] == pytest.approx(weights @ signals / total)
         assert figures["gradient_noise"] == pytest.approx(weights @ noises / total)
         scale = weights @ noises / (weights @ signals)
@@ -62,7 +62,7 @@ def test_averages_are_of_the_newest_steps_with_weights_that_add_up_to_one() -> N
 def test_there_is_a_scale_where_signal_and_noise_are_above_zero(small: float, there: bool) -> None:
     average = NoiseScale(3)
     average.update(small, 2.0, batch=8, ratio=2)
-    figures = average.figures(1)
+    figures = average.metrics(1)
     assert (figures["gradient_signal"] > 0, figures["gradient_noise"] > 0) == (small < 4, small > 2)
     assert ("noise_scale" in figures) == there
 
@@ -71,12 +71,12 @@ def test_what_is_off_stores_and_takes_nothing() -> None:
     off, on = NoiseScale(0), NoiseScale(5)
     on.update(3.0, 2.0, 8, 2)
     off.resume(on.state())
-    assert (off.state(), off.figures(1)) == ({}, {})
+    assert (off.state(), off.metrics(1)) == ({}, {})
     other = NoiseScale(9)
     other.resume({"step": 3})
     assert other.state() == NoiseScale(9).state()
     other.resume(on.state())
-    assert other.figures(4) == on.figures(4) != {}
+    assert other.metrics(4) == on.metrics(4) != {}
 
 
 NOT_OF_TRAINING = ("seconds", "tokens_per_s", "mfu", "peak_rss_bytes", "payload_bytes")

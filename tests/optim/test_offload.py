@@ -242,7 +242,7 @@ def test_pieces_come_from_a_gpu_and_return_while_others_are_updated(world: World
     events: list[str] = []
     to_host, to_device = LateStream("gradients", events), LateStream("parameters", events)
     streams = CopyStreams(to_host, to_device)  # type: ignore[arg-type]
-    offloaded = OffloadedOptimizer(plain.rule, buckets, host_store, 40_000, home="gpu", streams=streams)
+    offloaded = OffloadedOptimizer(plain.rule, buckets, host_store, 40_000, location="gpu", streams=streams)
     for state, start in zip(offloaded.states, plain.states, strict=True):
         contents(state[MASTER]).copy_(start[MASTER])
     other.engine.optimizer = offloaded

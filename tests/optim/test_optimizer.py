@@ -118,7 +118,7 @@ def test_what_is_updated_alike_lies_together() -> None:
     "make",
     [
         lambda decay: AdamW((0.9, 0.95), 1e-8, decay),
-        lambda decay: AdamW((0.9, 0.95), 1e-8, decay, given_after=1),
+        lambda decay: AdamW((0.9, 0.95), 1e-8, decay, momentum_after=1),
         lambda decay: SGD(0.9, True, decay),
         lambda decay: Lion((0.9, 0.95), decay),
         lambda decay: ScheduleFree((0.9, 0.95), 1e-8, decay),

@@ -72,7 +72,7 @@ def test_ten_updates_are_those_of_the_authors(
             )
             np.testing.assert_allclose(master(ours, parameter).numpy(), average, rtol=1e-5, atol=1e-5)
         assert master(ours, parameters["norm.weight"])[0] == unmoved  # never had a gradient
-        with ours.shown():
+        with ours.evaluation_weights():
             for parameter in parameters.values():
                 assert torch.equal(parameter.detach(), master(ours, parameter).to(dtype))
     assert ours.updates == 10

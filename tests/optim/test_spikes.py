@@ -12,9 +12,9 @@ from hpctrain.optim.spikes import (
     LEAST_DEVIATION,
     Spike,
     SpikeDetector,
-    left_behind,
+    find_rollback,
     recorded_spikes,
-    turns,
+    rollback_steps,
 )
 
 
@@ -25,7 +25,7 @@ def watching(window: int = 16, factor: float = 6.0, most: int = 3, scales: bool 
 def fed(spikes: SpikeDetector, steps: int, seed: int = 0) -> SpikeDetector:
     draw = random.Random(seed)
     for _ in range(steps):
-        spikes.learn(3.0 + 0.05 * draw.gauss(0, 1), 1.0 + 0.1 * draw.gauss(0, 1))
+        spikes.add_step(3.0 + 0.05 * draw.gauss(0, 1), 1.0 + 0.1 * draw.gauss(0, 1))
     return spikes
 
 
@@ -54,7 +54,7 @@ def test_the_factor_counts_deviations_of_normal_values() -> None:
     """1.4826 times the median absolute deviation of many normal values is their standard deviation."""
     spikes, draw = SpikeDetector("skip", 10_000, 6.0, 3, warmup=0), random.Random(5)
     for _ in range(10_000):
-        spikes.learn(draw.gauss(10.0, 2.0), draw.gauss(5.0, 0.5))
+        spikes.add_step(draw.gauss(10.0, 2.0), draw.gauss(5.0, 0.5))
     assert spikes.judge(20_000, 10.0 + 5.7 * 2.0, 5.0, 0, 1) is None
     assert spikes.judge(20_000, 10.0 + 6.3 * 2.0, 5.0, 0, 1) is not None
     assert spikes.judge(20_000, 10.0, 5.0 + 5.7 * 0.5, 0, 1) is None
@@ -64,14 +64,14 @@ def test_the_factor_counts_deviations_of_normal_values() -> None:
 def test_outliers_that_were_let_through_move_neither_median_nor_deviation_much() -> None:
     spikes = fed(watching(32), 26)
     for _ in range(6):
-        spikes.learn(1e6, 1e9)
+        spikes.add_step(1e6, 1e9)
     assert spikes.judge(50, 4.0, 1.0, 0, 8) is not None
 
 
 def test_a_run_that_hardly_moves_has_a_least_deviation() -> None:
     spikes = watching()
     for _ in range(16):
-        spikes.learn(2.0, 1.0)
+        spikes.add_step(2.0, 1.0)
     assert spikes.judge(30, 2.0 + 5.9 * LEAST_DEVIATION * 2.0, 1.0, 0, 8) is None
     assert spikes.judge(30, 2.0 + 6.1 * LEAST_DEVIATION * 2.0, 1.0, 0, 8) is not None
 
@@ -98,7 +98,7 @@ def test_what_is_known_comes_back_from_a_file() -> None:
     spikes = fed(watching(), 40)
     spike = spikes.judge(41, nan, 5.0, 320, 8)
     assert spike is not None
-    spikes.remember(spike)
+    spikes.record_spike(spike)
     stored = json.loads(json.dumps(spikes.state()))
     again = watching()
     again.resume(stored)
@@ -116,13 +116,13 @@ def test_the_record_stays_where_a_run_goes_back() -> None:
     spikes = fed(watching(), 40)
     before = json.loads(json.dumps(spikes.state()))
     first, second = (Spike(step, 9.0, 1.0, "far", 0, 8) for step in (41, 45))
-    spikes.remember(first)
+    spikes.record_spike(first)
     fed(spikes, 5, seed=1)
     record = spikes.record
     spikes.resume(before)
-    spikes.went_back(record, second)
+    spikes.restore_record(record, second)
     assert spikes.state()["spikes"]["window"] == before["spikes"]["window"]
-    assert (spikes.count, list(spikes.found)) == (2, [first, second])
+    assert (spikes.count, list(spikes.recorded)) == (2, [first, second])
 
 
 def test_what_a_run_left_behind_is_told_by_its_spikes() -> None:
@@ -134,13 +134,13 @@ def test_what_a_run_left_behind_is_told_by_its_spikes() -> None:
         Spike(step, 9.0, 1.0, "far", 0, 8, back) for step, back in ((17, 12), (16, 10), (30, 26))
     )
     known = [first, second, skipped, third]
-    assert turns(known) == [10, 26]
-    assert turns([first, skipped, Spike(20, 9.0, 1.0, "far", 0, 8, 12)]) == [12]
+    assert rollback_steps(known) == [10, 26]
+    assert rollback_steps([first, skipped, Spike(20, 9.0, 1.0, "far", 0, 8, 12)]) == [12]
 
     def stored(step: int, *spikes: Spike) -> dict[str, object]:
         spiking = SpikeDetector("rollback", 8, 3.0, 9, 0)
         for spike in spikes:
-            spiking.remember(spike)
+            spiking.record_spike(spike)
         return {"step": step, **spiking.state()}
 
     cases = {
@@ -149,4 +149,4 @@ def test_what_a_run_left_behind_is_told_by_its_spikes() -> None:
         26: [stored(26, *known[:3]), stored(29, *known[:3])],
     }
     for back, states in cases.items():
-        assert [left_behind(state, known) for state in states] == [back] * len(states)
+        assert [find_rollback(state, known) for state in states] == [back] * len(states)

@@ -107,7 +107,7 @@ def test_evaluation_scales_by_the_weights_that_it_shows(
 
     monkeypatch.setattr(QuantizedMatmul, "_forward", watched)
     trained = [float(each.weight().abs().max()) for each in products(run)]
-    with run.engine.optimizer.shown():
+    with run.engine.optimizer.evaluation_weights():
         shown = [float(each.weight().abs().max()) for each in products(run)]
     assert trained != shown
     run.evaluate(run.step.batches, 4)

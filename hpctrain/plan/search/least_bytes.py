@@ -24,7 +24,7 @@ from hpctrain.model.build import build_parts
 from hpctrain.model.part import Layer, LayerRange, ModelPart
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
-from hpctrain.optim.matrix_rule import MatrixRules
+from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.parallel.activation_sizes import DeferredBytes, total
 from hpctrain.pipeline.execute import receives_ahead
 from hpctrain.plan.activations import segment_bytes

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.rules import RULES
-from hpctrain.optim.matrix_rule import MatrixRules
-from hpctrain.optim.muon import Muon
+from hpctrain.optim.matrix.matrix_rule import MatrixRules
+from hpctrain.optim.matrix.muon import Muon
 from hpctrain.parallel.shard import Shard, UpdateSettings
 from hpctrain.plan.time.machine_rates import MachineRates, Sharing, collective_seconds
 

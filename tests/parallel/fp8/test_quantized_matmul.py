@@ -26,7 +26,7 @@ from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.shard import Parameter, Shard
 from tests.engines import small_deck, trainer
-from tests.optim.test_blocks import Held
+from tests.optim.matrix.test_matrix_optimizer import Held
 from tests.parallel.fp8.given import normal, quantized
 from tests.parallel.fp8.scales import DELAYED, KEYS
 

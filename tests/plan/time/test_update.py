@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpctrain.engine.rules import RULES
-from hpctrain.optim.muon import orthogonalized
+from hpctrain.optim.matrix.muon import orthogonalize
 from hpctrain.plan.time.machine_rates import parse_machine
 from hpctrain.plan.time.step import plan_step
 from hpctrain.plan.time.update import ADAMW, UpdateNumbers
@@ -60,7 +60,7 @@ def test_muon_multiplies_as_often_as_its_iterations_do() -> None:
     muon = UpdateNumbers.of(deck).muon
     assert muon is not None
     with FlopCounterMode(display=False) as counter:
-        orthogonalized(torch.ones(512, 1024), muon.steps)
+        orthogonalize(torch.ones(512, 1024), muon.steps)
     # A CPU computes the lower half of what is symmetric alone; the plan, as devices do, all of it.
     assert muon.steps * 2 * 512 * 512 * (2 * 1024 + 512) > counter.get_total_flops() > 0
     once, twice = (

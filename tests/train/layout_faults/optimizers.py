@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import hpctrain.optim.muon as muon
+import hpctrain.optim.matrix.muon as muon
 import hpctrain.train.step as step_module
-from hpctrain.optim.adam_mini import SQUARE, AdamMini
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.muon import Muon
+from hpctrain.optim.matrix.adam_mini import SQUARE, AdamMini
+from hpctrain.optim.matrix.muon import Muon
 from hpctrain.optim.optimizer import ResidentOptimizer
 from hpctrain.optim.sgd import SGD
 from tests.train.layout_faults.deck_keys import ADAM_MINI, MUON, PIPELINE, TENSOR
@@ -45,9 +45,9 @@ def faults() -> list[LayoutFault]:
         fault(
             "matrices that are orthogonal in parts",
             MUON,
-            wrapped(muon, "orthogonalized", _orthogonalize_halves),
+            wrapped(muon, "orthogonalize", _orthogonalize_halves),
         ),
-        fault("the size of a matrix's steps", MUON, wrapped(Muon, "follow", _enlarge_step, on_rank_1)),
+        fault("the size of a matrix's steps", MUON, wrapped(Muon, "apply", _enlarge_step, on_rank_1)),
         fault(
             "momentum of a piece of a matrix",
             MUON,
@@ -66,17 +66,17 @@ def faults() -> list[LayoutFault]:
         fault(
             "means of squares of other cells",
             ADAM_MINI,
-            wrapped(AdamMini, "transformed", _divide_by_next_cell),
+            wrapped(AdamMini, "transform", _divide_by_next_cell),
         ),
         fault(
             "a mean of squares of one rank's half of a cell",
             (*ADAM_MINI, *TENSOR),
-            wrapped(AdamMini, "transformed", _average_first_half),
+            wrapped(AdamMini, "transform", _average_first_half),
         ),
         fault(
             "means of squares of one rank",
             (*ADAM_MINI, "layout.zero=1"),
-            wrapped(AdamMini, "transformed", _shrink_means, in_last_update),
+            wrapped(AdamMini, "transform", _shrink_means, in_last_update),
         ),
         fault(
             "Lion's momentum",

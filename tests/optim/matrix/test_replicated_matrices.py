@@ -8,10 +8,10 @@ import pytest
 from torch import Tensor
 
 from hpctrain.comm.world import World
-from hpctrain.optim.handed_blocks import HandedBlocks
-from hpctrain.optim.muon import Muon
+from hpctrain.optim.matrix.muon import Muon
+from hpctrain.optim.matrix.replicated_matrices import ReplicatedMatrices
 from tests.engines import LLAMA, small_deck, trainer
-from tests.optim.test_muon import MUON, give_gradients
+from tests.optim.matrix.test_muon import MUON, give_gradients
 
 
 @pytest.mark.mpi(min_size=2, max_size=4)
@@ -20,19 +20,19 @@ def test_what_is_handed_is_under_way_while_the_next_is_transformed(
 ) -> None:
     """Of 14 matrices in several buckets each is transformed by one rank, and followed by all."""
     training, events = trainer(world, small_deck(*LLAMA, *MUON, "layout.zero=0")), list[str]()
-    transformed, follow = Muon.transformed, Muon.follow
+    transformed, follow = Muon.transform, Muon.apply
 
     def noted(name: str) -> None:
-        method = getattr(HandedBlocks, name)
+        method = getattr(ReplicatedMatrices, name)
 
-        def call(handed: HandedBlocks, *arguments: Any) -> None:
+        def call(handed: ReplicatedMatrices, *arguments: Any) -> None:
             events.append(name)
             method(handed, *arguments)
 
-        monkeypatch.setattr(HandedBlocks, name, call)
+        monkeypatch.setattr(ReplicatedMatrices, name, call)
 
     def counted(rule: Muon, directions: Tensor, cells: Any) -> Tensor:
-        events.append("transformed")
+        events.append("transform")
         return transformed(rule, directions, cells)
 
     def followed(rule: Muon, *arguments: Any) -> None:
@@ -41,12 +41,12 @@ def test_what_is_handed_is_under_way_while_the_next_is_transformed(
 
     noted("start")
     noted("finish")
-    monkeypatch.setattr(Muon, "transformed", counted)
-    monkeypatch.setattr(Muon, "follow", followed)
+    monkeypatch.setattr(Muon, "transform", counted)
+    monkeypatch.setattr(Muon, "apply", followed)
     give_gradients(training, 0)
     training.engine.optimizer.step(1e-2, 1.0)
     assert events.count("follow") == 14
-    assert sum(world.everyone.all_gather_object(events.count("transformed"))) == 14
+    assert sum(world.everyone.all_gather_object(events.count("transform"))) == 14
     order = [each for each in events if each in {"start", "finish"}]
     buckets = order.count("start")
     assert buckets > 1

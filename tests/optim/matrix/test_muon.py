@@ -12,11 +12,11 @@ from torch import Tensor
 from hpctrain.comm.world import World
 from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
-from hpctrain.optim import own_blocks
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.blocks import MatrixOptimizer
-from hpctrain.optim.matrix_rule import MatrixRules
-from hpctrain.optim.muon import Match, Muon, orthogonalized
+from hpctrain.optim.matrix import local_matrices
+from hpctrain.optim.matrix.matrix_optimizer import MatrixOptimizer
+from hpctrain.optim.matrix.matrix_rule import MatrixRules
+from hpctrain.optim.matrix.muon import Match, Muon, orthogonalize
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.named import named_problems
@@ -105,13 +105,13 @@ def test_a_matrix_is_orthogonalized_in_single_precision(shape: tuple[int, int]) 
     """Symmetric products are computed in parts of 192 rows; singular values come near 1."""
     torch.manual_seed(2)
     matrix = torch.randn(shape)
-    found = orthogonalized(matrix.clone(), 5)
+    found = orthogonalize(matrix.clone(), 5)
     wide = matrix if shape[0] <= shape[1] else matrix.t()
     expected = plain(wide, 5) if shape[0] <= shape[1] else plain(wide, 5).t()
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     values = torch.linalg.svdvals(found)
     assert (values < 1.3).all() and (values > 0.3).float().mean() > 0.95
-    assert orthogonalized(torch.zeros(shape), 5).abs().max() == 0
+    assert orthogonalize(torch.zeros(shape), 5).abs().max() == 0
 
 
 EXPERTS = ("model.experts.count=4", "model.experts.per_token=2", "model.experts.mlp=48")
@@ -202,7 +202,7 @@ def test_the_layout_check_sees_pieces_orthogonalized(
     verify_layout(deck, world, made)
     if key == "layout.zero=1":
         return
-    monkeypatch.setattr(own_blocks.SplitMatrix, "of", lambda *_: None)
+    monkeypatch.setattr(local_matrices.SplitMatrix, "of", lambda *_: None)
     with pytest.raises(LayoutError, match="in the second step"):
         verify_layout(deck, world, made)
 
@@ -246,8 +246,8 @@ def test_a_deck_makes_its_rule() -> None:
     rules = RULES["muon"](deck)
     assert isinstance(rules, MatrixRules)
     assert rules.blocks == Muon(0.95, True, 0.2, 5, torch.bfloat16, "adamw-rms")
-    assert rules.others == RULES["adamw"](deck)
-    assert (rules.patterns, rules.others_rate) == (("blocks.*",), 1.0)
+    assert rules.element_rule == RULES["adamw"](deck)
+    assert (rules.patterns, rules.element_rate) == (("blocks.*",), 1.0)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -1,4 +1,9 @@
-"""Adafactor (arXiv 1804.04235): squares of gradients kept as means of a matrix's rows and columns."""
+"""Adafactor (arXiv 1804.04235): AdamW with factored second moments.
+
+In place of the mean square of each element's gradients, a matrix [n, m] has the mean squares of its n rows
+and of its m columns, which take n + m numbers. Their product, over the mean of all, approximates the full
+matrix of mean squares.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +21,35 @@ from hpctrain.sharding.state import MASTER
 MEAN, ROW, COLUMN, SQUARE, UPDATES = "exp_avg", "row", "column", "exp_avg_sq", "updates"
 
 _WORK = 64.0
-"""FLOPs that make as long as the update of one element."""
+"""FLOPs that take as long as the update of one element."""
 
 _DECAY = -0.8
-"""The t-th update of a parameter has the share t to this power in the means of squares."""
+"""Update number t has the weight t to this power in the mean squares."""
 
 _SMALLEST_SQUARE = 1e-30
 _LARGEST_UPDATE = 1.0
-"""Root of the mean square of what is multiplied by the rate, above which it is scaled down."""
+"""Root mean square of an update before the learning rate, above which it is scaled down."""
 
 
 @dataclass(frozen=True)
 class Adafactor:
-    """In the t-th update, with s = t^-0.8, of a matrix R = (1 - s) R + s mean(g^2 + 1e-30) of each row, C the
-    same of each column, V = R C / mean(R); of a vector V = (1 - s) V + s (g^2 + 1e-30). Then u = g / sqrt(V),
-    u = u / max(1, rms(u)), and p = p (1 - rate decay) - rate u, or with `momentum` M = momentum M +
-    (1 - momentum) rate u, and p less that.
+    """Update rule with the mean squares of rows and columns.
 
-    The rate is that of the schedule: the paper's relative step sizes, times a parameter's own size, would
-    take its place. Experts have rows and columns each.
+    With gradient g and parameter p, update number t of a matrix is, with s = t^-0.8:
+
+        R = (1 - s) R + s mean(g^2 + 1e-30)  for each row
+        C = (1 - s) C + s mean(g^2 + 1e-30)  for each column
+        V = R C / mean(R)
+        u = g / sqrt(V),  u = u / max(1, rms(u))
+        p = p (1 - rate weight_decay) - rate u
+
+    A vector has V = (1 - s) V + s (g^2 + 1e-30). With momentum, M = momentum M + (1 - momentum) rate u is
+    subtracted in place of rate u. The learning rate is that of the schedule, not the paper's relative step
+    size. Each expert is a matrix of its own.
+
+    Attributes:
+        momentum: Decay of the mean of updates. With 0 there is none.
+        weight_decay: Decoupled weight decay.
     """
 
     momentum: float
@@ -43,36 +58,37 @@ class Adafactor:
     format = torch.float32
 
     def block(self, shard: Shard) -> UpdateBlock:
-        """See MatrixRule: whole matrices, or each of those that are stacked, and whole vectors."""
+        """Return the last two dims as the block, or a whole vector."""
         shape = (1,) * (len(shard.shape) - 2) + shard.shape[-2:]
         return UpdateBlock(shape, _WORK * prod(shape))
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
         """Return the names and shapes of the optimizer state of a parameter other than its master weights."""
         shape = shard.shape
-        leading, whole = (1,) * (len(shape) - 2), (1,) * (len(shape) - 2) + shape[-2:]
+        leading = (1,) * (len(shape) - 2)
+        block = leading + shape[-2:]
         means: dict[str, Sequence[int] | None] = {MEAN: None} if self.momentum else {}
         if len(shape) < 2:
-            return {**means, SQUARE: (1,) * len(shape), UPDATES: whole}
+            return {**means, SQUARE: (1,) * len(shape), UPDATES: block}
         return {
             **means,
             ROW: (*leading, 1, shape[-1]),
             COLUMN: (*leading, shape[-2], 1),
-            UPDATES: whole,
+            UPDATES: block,
         }
 
     def working_bytes(self, shape: Sequence[int]) -> int:
-        """See MatrixRule: of a number for each row and column, those of the last update and what scales."""
+        """Return the bytes of four numbers for each row and column: new means and factors."""
         return 4 * 4 * sum(shape[-2:])
 
     @torch.no_grad()
     def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:
-        """Return the divided gradients of a piece of a block, and update the state of its elements."""
+        """Return a copy of the divided gradients of a piece of a block."""
         return part.gradients.div_(gradient_divisor).clone()
 
     @torch.no_grad()
-    def transformed(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
-        """See MatrixRule: updates before the rate."""
+    def transform(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
+        """Return the updates of a whole block before the learning rate, and update its mean squares."""
         count = cells[UPDATES].add_(1).reshape(())
         share = count.double().pow(_DECAY).float()
         if SQUARE in cells:
@@ -86,7 +102,7 @@ class Adafactor:
         return directions.div_((size / _LARGEST_UPDATE).clamp_(min=1.0))
 
     @torch.no_grad()
-    def follow(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
+    def apply(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
         """Update the weights of a piece of a block with its transformed directions."""
         weights, treatment = part.state[MASTER], part.treatment
         if treatment.decayed and self.weight_decay:
@@ -100,6 +116,6 @@ class Adafactor:
 
 
 def _mean_square(values: Tensor, dim: int) -> Tensor:
-    """Of each row or column, without a copy of all."""
+    """Return the mean square along a dim, without a copy of the matrix."""
     norms: Tensor = torch.linalg.vector_norm(values, dim=dim, keepdim=True)
     return norms.square_().div_(values.shape[dim]).add_(_SMALLEST_SQUARE)

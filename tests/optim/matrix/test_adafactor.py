@@ -13,8 +13,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.engine.resume_check import replaced_optimizer_state
 from hpctrain.errors import HpctrainError
-from hpctrain.optim.adafactor import Adafactor
-from hpctrain.optim.matrix_rule import MatrixRules
+from hpctrain.optim.matrix.adafactor import Adafactor
+from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.plan.memory import plan_memory
 from hpctrain.train.control import StepDecision
 from hpctrain.train.memory import MemoryLedger

@@ -1,6 +1,6 @@
-"""A rule of blocks trains the same model on any layout as on one rank: whole matrices, experts one by one.
+"""A matrix rule trains the same model on any layout as on one rank: whole matrices, each expert by itself.
 
-Tests of optim/blocks.py, and of sharding/ownership.py beside tests/sharding/test_ownership.py.
+Tests of optim/matrix/matrix_optimizer.py and of sharding/ownership.py (also in test_ownership.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hpctrain.comm.world import World
 from hpctrain.engine.rules import RULES
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.blocks import MatrixOptimizer
-from hpctrain.optim.matrix_rule import MatrixRules
+from hpctrain.optim.matrix.matrix_optimizer import MatrixOptimizer
+from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.parallel.shard import Shard, UpdateBlock
 from hpctrain.sharding.state import MASTER
@@ -61,13 +61,13 @@ class Orthogonalized:
     def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:
         return part.state["velocity"].mul_(0.9).add_(part.gradients.div_(gradient_divisor))
 
-    def transformed(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
+    def transform(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
         self.seen.add(tuple(directions.shape))
         row = cells["row"].mul_(0.5).add_(0.5 * directions.square().mean(-1, keepdim=True)).sqrt()
         matrix = directions.view(directions.shape[-2:])
         return orthogonal(matrix).view(directions.shape) * (row / row.mean())
 
-    def follow(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
+    def apply(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
         decayed = 1 - 0.1 * learning_rate * part.treatment.decayed
         part.state[MASTER].mul_(decayed).sub_(learning_rate * part.treatment.rate * directions)
 
@@ -194,10 +194,10 @@ class InPlace(Orthogonalized):
     def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:
         return part.gradients.div_(gradient_divisor).clone()
 
-    def transformed(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
+    def transform(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
         return directions
 
-    def follow(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
+    def apply(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
         part.state[MASTER].sub_(directions, alpha=learning_rate)
 
 

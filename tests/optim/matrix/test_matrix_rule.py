@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.matrix_rule import Cells, MatrixRules
+from hpctrain.optim.matrix.matrix_rule import CellLayout, MatrixRules
 from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.parallel.shard import Parameter, Shard, UpdateBlock
 
@@ -36,10 +36,10 @@ class Rows:
     def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:
         return part.gradients
 
-    def transformed(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
+    def transform(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
         return directions
 
-    def follow(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None: ...
+    def apply(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None: ...
 
 
 def parameters() -> dict[str, Parameter]:
@@ -77,9 +77,9 @@ def test_numbers_of_state_are_those_of_either_rule() -> None:
     assert alone.names == ("velocity", "row")
     assert [rules.numbers(found[name].treatment) for name in ("a.weight", "a.bias")] == [1, 2]
     assert alone.numbers(found["a.weight"].treatment) == 1
-    of_cells = {name: rules.cell_numbers(each, each.shard.elements) for name, each in found.items()}
+    of_cells = {name: rules.cell_state_elements(each, each.shard.elements) for name, each in found.items()}
     assert of_cells == {"a.weight": 5, "a.bias": 0, "b.weight": 2 * 3}
-    assert rules.cell_numbers(found["b.weight"], 12) == 3  # one of the two matrices
+    assert rules.cell_state_elements(found["b.weight"], 12) == 3  # one of the two matrices
 
 
 def test_cells_of_stacked_matrices_are_each_ones() -> None:
@@ -91,16 +91,16 @@ def test_cells_of_stacked_matrices_are_each_ones() -> None:
         ((1, 1, 4, 5), (1, 1, 1, 1), (3, 2, 1, 1)),
         ((1, 1, 3, 5), (1, 1, 2, 1), (3, 2, 2, 1)),  # the last cells are smaller
     ):
-        cells = Cells.of(shard, block, cell)
-        assert (cells.of_block, cells.shard.shape, cells.shard.local) == (of_block, whole, whole)
+        cells = CellLayout.of(shard, block, cell)
+        assert (cells.block_shape, cells.shard.shape, cells.shard.local) == (of_block, whole, whole)
 
 
 def test_pieces_of_a_block_have_its_cells_whole_and_blocks_of_a_piece_their_own() -> None:
     """Rows 4 to 8 of eight: of one block of all rows, or of four blocks of two."""
     piece = replace(Shard.whole("m", (8, 6)), start=(4, 0), local=(4, 6), split=frozenset({"tensor"}))
-    whole = Cells.of(piece, UpdateBlock((8, 6), 1.0), (1, 6))
-    assert (whole.of_block, whole.shard.shape, whole.shard.local) == ((8, 1), (8, 1), (8, 1))
+    whole = CellLayout.of(piece, UpdateBlock((8, 6), 1.0), (1, 6))
+    assert (whole.block_shape, whole.shard.shape, whole.shard.local) == ((8, 1), (8, 1), (8, 1))
     assert (whole.shard.start, whole.shard.split) == ((0, 0), frozenset())
-    own = Cells.of(piece, UpdateBlock((2, 6), 1.0), (1, 6))
-    assert (own.of_block, own.shard.shape, own.shard.local) == ((2, 1), (8, 1), (4, 1))
+    own = CellLayout.of(piece, UpdateBlock((2, 6), 1.0), (1, 6))
+    assert (own.block_shape, own.shard.shape, own.shard.local) == ((2, 1), (8, 1), (4, 1))
     assert (own.shard.start, own.shard.split) == ((4, 0), frozenset({"tensor"}))

@@ -13,8 +13,8 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
 from hpctrain.engine.stage import make_groups
-from hpctrain.optim.matrix_rule import MatrixRules
-from hpctrain.optim.own_blocks import OwnBlocks
+from hpctrain.optim.matrix.local_matrices import LocalMatrices
+from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
@@ -23,7 +23,7 @@ from hpctrain.sharding.bucket_layout import BucketLayout
 from hpctrain.sharding.replication import Replications, ZeroSharding
 from hpctrain.sharding.state import MASTER
 from tests.engines import LLAMA, alone, make_buckets, small_deck, trainer
-from tests.optim.test_matrix_rule import Rows
+from tests.optim.matrix.test_matrix_rule import Rows
 
 SHAPES = {"matrix": (5, 7), "experts": (3, 2, 4, 5), "last": (6, 4)}
 COUNTS = {"matrix": 1, "experts": 6, "last": 1}
@@ -36,12 +36,12 @@ class WithoutCells(Rows):
         return {"velocity": None}
 
 
-def own_blocks(rule: Rows, buckets: Sequence[Bucket]) -> list[OwnBlocks]:
+def make_local_matrices(rule: Rows, buckets: Sequence[Bucket]) -> list[LocalMatrices]:
     found = []
     for bucket in buckets:
         assert isinstance(bucket.own_values, torch.Tensor)
         master = bucket.own_values.float()
-        found += [OwnBlocks.of(rule, bucket, segment, master) for segment in bucket.segments]
+        found += [LocalMatrices.of(rule, bucket, segment, master) for segment in bucket.segments]
     return found
 
 
@@ -66,12 +66,12 @@ def test_every_block_is_transformed_once_or_by_all_that_have_its_cells(
         )
         leaves = [[each] for each in parameters(rule)]
         layout = BucketLayout.of(leaves, ZeroSharding(zero, group, one), Replications.alone(one))
-        for each in own_blocks(rule, [Bucket(layout, torch.float32)]):
+        for each in make_local_matrices(rule, [Bucket(layout, torch.float32)]):
             elements = prod(each.segment.parameter.shape[-2:])
             for number in range(each.count):
                 first = each.segment.start + (each.first + number) * elements
-                assert each.place(number) == slice(first, first + elements)
-                if each.owned(number):
+                assert each.element_range(number) == slice(first, first + elements)
+                if each.is_assigned(number):
                     found.append((each.segment.parameter.shard.name, each.first + number))
     once = [(name, number) for name, count in COUNTS.items() for number in range(count)]
     assert sorted(found) == sorted(once * (ranks if cells and not zero else 1))
@@ -88,13 +88,13 @@ def test_what_a_block_is_updated_with_is_its_own(world: World) -> None:
         parameter.data.copy_(torch.randn(parameter.shape))
         assert parameter.gradient is not None
         parameter.gradient.copy_(torch.randn(parameter.shape))
-    found = {each.segment.parameter.shard.name: each for each in own_blocks(rule, buckets)}
+    found = {each.segment.parameter.shard.name: each for each in make_local_matrices(rule, buckets)}
     assert {name: each.count for name, each in found.items()} == COUNTS
     for parameter in made:
         each, matrix = found[parameter.shard.name], parameter.shape[-2:]
         assert parameter.gradient is not None
         for number in range(each.count):
-            part = each.part(number, 4.0)
+            part = each.element_batch(number, 4.0)
             assert (part.shard, float(part.updates)) == (parameter.shard, 4.0)
             assert part.gradients.shape == (1,) * (parameter.dim() - 2) + matrix
             assert torch.equal(part.gradients.view(matrix), parameter.gradient.view(-1, *matrix)[number])

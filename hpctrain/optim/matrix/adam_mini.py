@@ -1,4 +1,8 @@
-"""Adam-mini (arXiv 2406.16793): AdamW with one mean of squares for many elements."""
+"""Adam-mini (arXiv 2406.16793): AdamW with one second moment for many elements.
+
+The paper observes that the Hessian of a Transformer is nearly block-diagonal, and that one learning rate for
+each block is enough. So the second moment has one number for each block in place of one for each element.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +20,23 @@ from hpctrain.sharding.state import MASTER
 MEAN, SQUARE = "exp_avg", "exp_avg_sq"
 
 _WORK = 64.0
-"""FLOPs that make as long as the update of one element."""
+"""FLOPs that take as long as the update of one element."""
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
 class AdamMini:
-    """AdamW, with b1, b2 the `betas`, whose v is one of a cell of elements: v = b2 v + (1 - b2) mean(g^2).
+    """AdamW with one second moment for each cell of elements: v = b2 v + (1 - b2) mean(g^2).
 
-    Cells are the dense blocks of the second derivatives, as the paper divides Transformers: a head of queries
-    or keys (`Shard.unit`), else a row, which makes one output of values, output projections and feed-forward
-    parts, and is one token of embedding and head. Norms and biases are a cell each.
+    Cells are those of the paper: one head of the query and key matrices (`Shard.unit`), one row of all other
+    matrices (one output of values, projections and feed-forward layers; one token of the embedding and the
+    output layer), and a whole norm or bias.
+
+    Attributes:
+        betas: Decays b1 and b2 of the first and the second moment.
+        epsilon: Number that is added to the root of the second moment.
+        weight_decay: Decoupled weight decay.
     """
 
     betas: tuple[float, float]
@@ -37,7 +46,10 @@ class AdamMini:
     format = torch.float32
 
     def block(self, shard: Shard) -> UpdateBlock:
-        """See MatrixRule: as many rows as a rank holds, where all hold as many; experts one by one."""
+        """Return the rows that each rank holds as the block, if ranks cut between cells, or else all rows.
+
+        Then no rank needs rows of another one.
+        """
         if len(shard.shape) < 2:
             return UpdateBlock(shard.shape, _WORK * prod(shard.shape))
         *leading, rows, columns = shard.shape
@@ -53,19 +65,19 @@ class AdamMini:
         return {MEAN: None, SQUARE: cell}
 
     def working_bytes(self, shape: Sequence[int]) -> int:
-        """See MatrixRule: a number for each row, and those that are added to it."""
+        """Return the bytes of three numbers for each row."""
         return 4 * 3 * prod(shape[:-1])
 
     @torch.no_grad()
     def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:
-        """Return the divided gradients of a piece of a block, and update the state of its elements."""
+        """Return a copy of the divided gradients of a piece of a block, and update its first moment."""
         gradients = part.gradients.div_(gradient_divisor)
         part.state[MEAN].mul_(self.betas[0]).add_(gradients, alpha=1 - self.betas[0])
         return gradients.clone()
 
     @torch.no_grad()
-    def transformed(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
-        """See MatrixRule: of each element the root of its cell's mean of squares."""
+    def transform(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
+        """Return the root of the second moment of each element's cell, in the shape of the block."""
         square = cells[SQUARE].view(-1, 1)
         by_cell = directions.view(square.numel(), -1)
         means = torch.linalg.vector_norm(by_cell, dim=-1, keepdim=True).square_().div_(by_cell.shape[-1])
@@ -74,7 +86,7 @@ class AdamMini:
         return directions
 
     @torch.no_grad()
-    def follow(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
+    def apply(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
         """Update the weights of a piece of a block with its transformed directions."""
         weights, treatment, count = part.state[MASTER], part.treatment, part.updates.double() + 1
         first, second = (1 - beta**count for beta in self.betas)

@@ -11,8 +11,8 @@ from torch import Tensor
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
-from hpctrain.optim.split_matrices import SplitMatrices, SplitMatrix
-from tests.optim.test_blocks import Held
+from hpctrain.optim.matrix.split_matrices import MatrixExchange, SplitMatrix
+from tests.optim.matrix.test_matrix_optimizer import Held
 
 
 def blocks_of(world: World) -> list[SplitMatrix]:
@@ -61,7 +61,7 @@ def piece(whole: Tensor, block: SplitMatrix, rank: int, padding: float = 0.0) ->
 def test_each_block_is_transformed_by_one_rank(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bits of all of it; the next round's pieces are sent before this one is transformed."""
     blocks, events = blocks_of(world), list[Any]()
-    division = SplitMatrices(world.everyone, blocks, range(len(blocks)), torch.float32)
+    division = MatrixExchange(world.everyone, blocks, range(len(blocks)), torch.float32)
     start = world.everyone.start_all_to_all
 
     def noted(*arguments: Any, **named: Any) -> Any:
@@ -95,7 +95,7 @@ def test_each_block_is_transformed_by_one_rank(world: World, monkeypatch: pytest
 def test_memory_in_passing_is_what_is_told(world: World) -> None:
     """With the largest ones in three rounds, which are under way at once."""
     blocks = [each for each in blocks_of(world) for _ in range(8)]
-    division = SplitMatrices(world.everyone, blocks, range(len(blocks)), torch.float32)
+    division = MatrixExchange(world.everyone, blocks, range(len(blocks)), torch.float32)
     told = division.working_bytes(
         lambda number: 4 * blocks[number].elements, lambda number: 8 * blocks[number].shape[0]
     )
@@ -112,12 +112,12 @@ def test_who_has_done_least_has_the_longest_of_a_round() -> None:
     group = planned_group(("tensor",), 0, 2, Ledger())
     works = [500.0, 960.0, 700.0, 800.0]
     blocks = [SplitMatrix((4, 4), (2, 4), group, [[0, 0], [2, 0]], work) for work in works]
-    assert SplitMatrices(group, blocks, range(4), torch.float32).rounds == [[1, 3], [0, 2]]
+    assert MatrixExchange(group, blocks, range(4), torch.float32).rounds == [[1, 3], [0, 2]]
 
 
 @pytest.mark.mpi(min_size=2, max_size=4)
 def test_pieces_of_other_blocks_are_found(world: World) -> None:
     blocks = blocks_of(world)
-    SplitMatrices(world.everyone, [], [], torch.float32)
+    MatrixExchange(world.everyone, [], [], torch.float32)
     with pytest.raises(RuntimeError, match="pieces of different matrices"):
-        SplitMatrices(world.everyone, blocks, [number * world.rank for number in range(7)], torch.float32)
+        MatrixExchange(world.everyone, blocks, [number * world.rank for number in range(7)], torch.float32)

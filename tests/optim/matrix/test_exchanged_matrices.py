@@ -8,9 +8,9 @@ import pytest
 from torch import Tensor
 
 from hpctrain.comm.world import World
-from hpctrain.optim.muon import Muon
+from hpctrain.optim.matrix.muon import Muon
 from tests.engines import LLAMA, small_deck, trainer
-from tests.optim.test_muon import MUON, give_gradients
+from tests.optim.matrix.test_muon import MUON, give_gradients
 
 
 @pytest.mark.mpi(min_size=2, max_size=4)
@@ -23,13 +23,13 @@ def test_ranks_of_a_layout_transform_their_share(
         *LLAMA, *MUON, "layout.tensor=2", f"layout.zero={zero}", "communication.bucket_bytes=1000000"
     )
     training, calls = trainer(world, deck), list[int]()
-    transformed = Muon.transformed
+    transformed = Muon.transform
 
     def counted(rule: Muon, directions: Tensor, cells: Any) -> Tensor:
         calls.append(directions.numel())
         return transformed(rule, directions, cells)
 
-    monkeypatch.setattr(Muon, "transformed", counted)
+    monkeypatch.setattr(Muon, "transform", counted)
     give_gradients(training, 0)
     training.engine.optimizer.step(1e-2, 1.0)
     numbers = world.everyone.all_gather_object(len(calls))

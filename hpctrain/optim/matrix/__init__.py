@@ -1,0 +1,1 @@
+"""Optimizers that update whole matrices, and how these are distributed among ranks."""

@@ -1,0 +1,155 @@
+"""Interface of update rules that need whole matrices, and the choice of the parameters that they update.
+
+What a rule updates together is an `UpdateBlock`: for Muon a matrix, for Adafactor a matrix or a vector, for
+Adam-mini some rows of a matrix. This package calls all of them matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import prod
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hpctrain.optim.optimizer import ElementBatch, UpdateRule
+from hpctrain.parallel.shard import Parameter, Shard, UpdateBlock, UpdateSettings
+
+
+class MatrixRule(Protocol):
+    """Update rule of matrices that may be split between ranks.
+
+    An update has three steps: elementwise on the pieces (`direction`), on the gathered matrix (`transform`),
+    and elementwise on the pieces again (`apply`). So a rule sees whole matrices, and each rank keeps the
+    state of its own pieces. All methods are local.
+    """
+
+    def block(self, shard: Shard) -> UpdateBlock | None:
+        """Return the blocks of a parameter; None if this rule does not apply to it."""
+
+    def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
+        """Return the names and shapes of the optimizer state of a parameter other than its master weights.
+
+        The state is initialized with zeros. None stands for one number per element. A shape stands for one
+        number per cell of this shape, which has as many dims as the parameter: (1, m) is one number per row
+        of a block [n, m]. All cells of a block are full, except the last ones.
+        """
+
+    def working_bytes(self, shape: Sequence[int]) -> int:
+        """Return the bytes of temporary memory that `transform` needs for a block of a shape."""
+
+    @property
+    def format(self) -> torch.dtype:
+        """dtype of the directions that are gathered, and of the transformed ones."""
+
+    def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:
+        """Return the direction of a piece of a block, in its shape, and update the state of its elements.
+
+        The gradients are divided by `gradient_divisor` in place.
+        """
+
+    def transform(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
+        """Return the transformed directions of a whole block, and update the state of its cells.
+
+        The given directions may be overwritten.
+        """
+
+    def apply(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
+        """Update the weights of a piece of a block with its transformed directions."""
+
+
+@dataclass(frozen=True)
+class MatrixRules:
+    """Update rule of the parameters whose names match patterns, and update rule of all other elements.
+
+    Attributes:
+        blocks: Rule of the parameters that match one of the patterns and that it applies to.
+        patterns: Patterns of parameter names, with the wildcards of `fnmatch`.
+        element_rule: Rule of the other elements. It may be None if `blocks` applies to all parameters.
+        element_rate: Factor of the learning rate of `element_rule`.
+    """
+
+    blocks: MatrixRule
+    patterns: Sequence[str] = ("*",)
+    element_rule: UpdateRule | None = None
+    element_rate: float = 1.0
+
+    @property
+    def element_state_names(self) -> tuple[str, ...]:
+        """Names of the optimizer state of elements that `element_rule` updates."""
+        return self.element_rule.names if self.element_rule is not None else ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the optimizer state of all parameters other than the master weights."""
+        return (*self.element_state_names, *self.blocks.cells(Shard.whole("", (1, 1))))
+
+    def numbers(self, treatment: UpdateSettings) -> int:
+        """Return how many numbers of state each element has, without master weights and state of cells."""
+        if not treatment.in_blocks:
+            return len(self.element_state_names)
+        return sum(cell is None for cell in self.blocks.cells(Shard.whole("", (1, 1))).values())
+
+    def cell_state_elements(self, parameter: Parameter, elements: int) -> int:
+        """Return how many numbers the state of cells has for some elements of a parameter.
+
+        Args:
+            parameter: The parameter, after `assign`.
+            elements: Number of elements, a multiple of those of a block.
+        """
+        shard, block = parameter.shard, parameter.block
+        if block is None:
+            return 0
+        cells = (cell for cell in self.blocks.cells(shard).values() if cell is not None)
+        each = sum(prod(CellLayout.of(shard, block, cell).block_shape) for cell in cells)
+        return elements // block.elements(shard) * each
+
+    def assign(self, parameters: Sequence[Parameter]) -> None:
+        """Set `block` of the parameters that the rule of matrices updates. Local, before buckets are made."""
+        for parameter in parameters:
+            if any(fnmatchcase(parameter.shard.name, pattern) for pattern in self.patterns):
+                parameter.block = self.blocks.block(parameter.shard)
+            updated = parameter.block is not None or self.element_rule is not None
+            assert updated, f"{parameter.shard.name}: no rule updates it"
+
+
+class CellLayout(NamedTuple):
+    """Layout of state that has one number for each cell of a parameter.
+
+    Attributes:
+        shard: Shard of the tensor that consists of these numbers.
+        block_shape: Shape of the numbers of one block.
+    """
+
+    shard: Shard
+    block_shape: tuple[int, ...]
+
+    @staticmethod
+    def of(shard: Shard, block: UpdateBlock, cell: Sequence[int]) -> CellLayout:
+        """Return the layout of cells of a shape. Ranks that hold pieces of one block all hold its cells.
+
+        Args:
+            shard: Shard of the parameter.
+            block: Block of the parameter.
+            cell: Shape of a cell.
+        """
+        block_shape = tuple(-(-size // each) for size, each in zip(block.shape, cell, strict=True))
+
+        def blocks(elements: Sequence[int]) -> list[int]:
+            return [-(-number // size) for number, size in zip(elements, block.shape, strict=True)]
+
+        def numbers(elements: Sequence[int]) -> tuple[int, ...]:
+            return tuple(count * each for count, each in zip(blocks(elements), block_shape, strict=True))
+
+        start = tuple(
+            at // size * each for at, size, each in zip(shard.start, block.shape, block_shape, strict=True)
+        )
+        same_blocks = blocks(shard.held) == blocks(shard.shape) and not shard.is_longer
+        split = frozenset[str]() if same_blocks else shard.split
+        cells = replace(
+            shard, shape=numbers(shard.shape), start=start, local=numbers(shard.held), split=split
+        )
+        return CellLayout(cells, block_shape)
