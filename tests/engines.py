@@ -15,7 +15,7 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
-from hpctrain.engine.sizes import on_one_rank
+from hpctrain.engine.mesh_sizes import on_one_rank
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket

@@ -21,7 +21,7 @@ from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
+from hpctrain.engine.corpus import Corpus, open_corpus, resolve_vocabulary
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.choices import other_forms
 from hpctrain.report.terminal import stdout_console
@@ -90,7 +90,7 @@ def bench_communication(
             if world.rank == 0:
                 print(f"{name}: skipped: {error.problems[0]}", flush=True)
             continue
-        figures.append(_train(world, settle_vocabulary(changed, corpus), corpus, name, changes))
+        figures.append(_train(world, resolve_vocabulary(changed, corpus), corpus, name, changes))
         if world.rank == 0:
             print(f"{name}: validation loss {figures[-1].validation:.4f}", flush=True)
     if not figures:

@@ -24,8 +24,8 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import SCORE_KINDS
 from hpctrain.engine.build import build_engine, make_mesh
-from hpctrain.engine.functions import with_functions
-from hpctrain.engine.sizes import on_one_rank
+from hpctrain.engine.function_choice import with_functions
+from hpctrain.engine.mesh_sizes import on_one_rank
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.continuing import ForwardPasses, GeneratedText, continue_texts
 from hpctrain.generate.passes import CachedPasses, can_cache, least_rows

@@ -23,7 +23,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh
-from hpctrain.engine.sizes import expert_sizes, on_one_rank
+from hpctrain.engine.mesh_sizes import expert_sizes, on_one_rank
 from hpctrain.errors import HpctrainError
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.inputs import ModelInputs

@@ -31,8 +31,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.model import parametrization_problems
 from hpctrain.deck.sections.objective import POLICY_KINDS, SCORE_KINDS
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.corpus import open_corpus, settle_vocabulary
-from hpctrain.engine.sizes import on_one_rank
+from hpctrain.engine.corpus import open_corpus, resolve_vocabulary
+from hpctrain.engine.mesh_sizes import on_one_rank
 from hpctrain.errors import HpctrainError, require
 from hpctrain.model.part import ModelPart, blocks_of, logits_of
 from hpctrain.model.transformer import TransformerBlock
@@ -123,7 +123,7 @@ def bench_mup(
         batches = Batches(SyntheticSource(deck.batch.sequence, deck.model.vocabulary or 0), deck.run.seed)
     else:
         corpus = open_corpus(deck, world)
-        deck, batches = settle_vocabulary(deck, corpus), corpus.train
+        deck, batches = resolve_vocabulary(deck, corpus), corpus.train
     figures = WidthsFigures()
     check_coordinates(world, deck, batches, wish, figures)
     if wish.rates:

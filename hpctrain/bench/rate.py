@@ -25,8 +25,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.evaluation import TRAINING_LOSS, MetricName, parse_metric_name
-from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
-from hpctrain.engine.functions import with_functions
+from hpctrain.engine.corpus import Corpus, open_corpus, resolve_vocabulary
+from hpctrain.engine.function_choice import with_functions
 from hpctrain.engine.held_out import open_held_out
 from hpctrain.errors import HpctrainError, require
 from hpctrain.optim.schedule import LearningRate
@@ -139,7 +139,7 @@ def bench_rate(
     run_folder = Path(deck.run.dir)
     new = [path for path in (run_folder / "offload", run_folder, *run_folder.parents) if not path.exists()]
     corpus = open_corpus(deck, world)
-    deck = with_functions(settle_vocabulary(steady(deck), corpus), world)
+    deck = with_functions(resolve_vocabulary(steady(deck), corpus), world)
     trainer = new_trainer(world, deck, corpus.train)
     try:
         judge = _judge(deck, trainer, corpus, wanted, wish.figure) if wanted.evaluation_set else None
@@ -171,9 +171,9 @@ def _judge(
     """What evaluates the figure. Collective, as are its calls; HpctrainError where there is none."""
     world = trainer.engine.world
     [held_out] = [each for each in open_held_out(deck, world, corpus) if each.name == wanted.evaluation_set]
-    if wanted.kind not in held_out.figures(1.0):
+    if wanted.kind not in held_out.metrics(1.0):
         raise HpctrainError(f"--figure {name}: the number of bytes of text in the set is unknown")
-    return lambda: held_out.figures(trainer.evaluate(held_out.batches, held_out.sequences)["loss"])[
+    return lambda: held_out.metrics(trainer.evaluate(held_out.batches, held_out.sequences)["loss"])[
         wanted.kind
     ]
 

@@ -9,7 +9,7 @@ from statistics import median
 import torch
 
 from hpctrain.engine.build import Engine
-from hpctrain.engine.layer_times import ActionTimer, share_parts
+from hpctrain.engine.layer_times import ActionTimer, gather_part_times
 from hpctrain.pipeline.simulate import StageTimes, simulate
 from hpctrain.text import table
 from hpctrain.train.step import Step, TrainState
@@ -58,7 +58,7 @@ class StageProbe:
         engine.synchronizer.start(schedule.micro_batches + 1)
         world.everyone.barrier()
         alone = self.replay.run(schedule.stages[engine.mesh.coordinate("pipeline")])
-        times = share_parts(alone, schedule, engine.mesh, self.replay.hidden)
+        times = gather_part_times(alone, schedule, engine.mesh, self.replay.hidden)
         # The stage that ends last does not wait for others before it synchronizes.
         synchronize, *others = (phases.get(name, 0.0) for name in ("synchronize", "step", "other"))
         figures = [-synchronize, *others, measured]

@@ -31,7 +31,7 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.engine.build import build_engine, make_mesh
-from hpctrain.engine.sizes import expert_sizes, on_one_rank
+from hpctrain.engine.mesh_sizes import expert_sizes, on_one_rank
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import gpu_name, on_host, peak_bytes, processor_name
 from hpctrain.host.memory import peak_proportional_bytes

@@ -1,1 +1,1 @@
-"""From a deck to the objects that compute: model, buckets, optimizer, groups."""
+"""Construction of the objects that compute from a deck: groups, model, buckets and optimizer."""

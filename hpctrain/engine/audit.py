@@ -1,4 +1,7 @@
-"""What checks the matrix products of a run's steps: the same on all ranks but for what it computes by."""
+"""Choice of the kernels that check the matrix products of a run.
+
+All ranks make the same checks, but they may compute them with different kernels.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ from hpctrain.parallel.library import open_library
 from hpctrain.parallel.matmul_audit import MatmulAudit
 
 
-def audited(groups: LayerContext, world: World, seed: int) -> LayerContext:
-    """Groups of layers whose products are checked. Collective."""
+def with_matmul_audit(groups: LayerContext, world: World, seed: int) -> LayerContext:
+    """Return a layer context whose matrix products are checked. Collective over all ranks."""
     audit = MatmulAudit(seed, world.rank, lambda: world.ledger.phase, _passes(world))
     return replace(groups, audit=audit)
 
 
 def _passes(world: World) -> AuditKernels:
-    """Compiled once a node on CPUs; torch's where that cannot be, which find the same and take longer."""
+    """Return compiled kernels, built once on each node with CPUs, or else torch's, which are slower."""
     content = None
     if on_host(world.device) and world.local_rank == 0:
         with suppress(CompilerError):
@@ -51,14 +54,14 @@ def _compiled() -> bytes:
 
 
 def agree(one: AuditKernels, other: AuditKernels) -> bool:
-    """Whether both find the same of a few numbers, but for rounding."""
+    """Return True if two kinds of kernels have the same results on a few numbers, up to rounding."""
     generator = torch.Generator().manual_seed(0)
-    found: list[list[torch.Tensor]] = [[], []]
+    values: list[list[torch.Tensor]] = [[], []]
     for rows, columns in ((9, 70), (4, 64)):
         matrix = torch.randn(rows, columns, generator=generator)
         along, across = torch.randn(columns, generator=generator), torch.randn(rows, generator=generator)
         for form in (torch.float32, torch.bfloat16):
-            for passes, results in zip((one, other), found, strict=True):
+            for passes, results in zip((one, other), values, strict=True):
                 sums = [torch.ones(columns), torch.ones(columns)]
                 passes.add_columns(matrix.to(form), across, across.square(), *sums)
                 worst = torch.zeros(())
@@ -72,4 +75,4 @@ def agree(one: AuditKernels, other: AuditKernels) -> bool:
                     *sums,
                     worst,
                 ]
-    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in zip(*found, strict=True))
+    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in zip(*values, strict=True))

@@ -1,4 +1,8 @@
-"""From a deck to the objects of a run."""
+"""Construction of an engine, which has everything that computes, from a deck.
+
+The order is: `make_mesh` arranges the ranks, `arrange` decides where layers go, and `assemble` builds the
+model, its buckets, the optimizer and what belongs to them. `build_engine` does the last two.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,15 @@ from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.rank_partition import require_no_dedicated_ranks
-from hpctrain.engine.audit import audited
-from hpctrain.engine.kernels import choose_kernels
+from hpctrain.engine.audit import with_matmul_audit
+from hpctrain.engine.kernel_choice import choose_kernels
+from hpctrain.engine.layer_placement import LayerPlacement, place_layers
+from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
+from hpctrain.engine.name_patterns import check_patterns
 from hpctrain.engine.offload_settings import OffloadSettings, open_offload
-from hpctrain.engine.patterns import check_patterns
-from hpctrain.engine.place import Placement, place_layers
-from hpctrain.engine.recompute import make_recompute, open_shelf
-from hpctrain.engine.sizes import axis_sizes, micro_batches
+from hpctrain.engine.recompute_settings import make_recompute, open_activation_store
 from hpctrain.engine.stage import (
+    PipelinePosition,
     TrainedStage,
     build_trained_stage,
     make_groups,
@@ -53,23 +58,43 @@ from hpctrain.sharding.synchronize import check_replicas
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """Who computes what, before anything large is there: what is saved for backward, the layers' groups, the
-    model's architecture, where its layers go, and the pipeline schedule of the deck's batch.
+    """Decisions that are made before any large memory is allocated.
+
+    Attributes:
+        recompute: What is saved for the backward pass.
+        groups: Context of the layers, with their groups and kernels.
+        architecture: Architecture of the model.
+        placement: Number of blocks of each pipeline part, and schedules for any number of micro-batches.
+        schedule: Pipeline schedule of the deck's batch.
     """
 
     recompute: Recompute
     groups: LayerContext
     architecture: Architecture
-    placement: Placement
+    placement: LayerPlacement
     schedule: Schedule
 
 
 @dataclass
 class Engine(TrainedStage):
-    """Everything that computes, on one mesh.
+    """Everything that computes a model on one mesh.
 
-    `terms` names what layers add to the losses; `schedule` is the pipeline schedule of the deck's batch.
-    `companions` are engines of the same run that are trained beside it, by name: their state is its own.
+    Attributes:
+        world: All ranks of the engine.
+        mesh: Arrangement of these ranks.
+        architecture: Architecture of the model.
+        objective: Losses and metrics.
+        terms: Names of the auxiliary losses that layers add.
+        offload: Memory of state and parameters that are not on the device.
+        activation_files: Files of offloaded activations, if there are any.
+        loss_scale: Factor of losses in fp16.
+        noise_scale: Estimate of the gradient noise scale.
+        spikes: Detector of loss spikes.
+        learning_rate: Learning rate by step.
+        positions: Positions of this rank's tokens in a sequence, on the device.
+        placement: Number of blocks of each pipeline part.
+        schedule: Pipeline schedule of the deck's batch.
+        auxiliary_engines: Engines of models that are trained in the same run, such as a critic, by name.
     """
 
     world: World
@@ -84,35 +109,35 @@ class Engine(TrainedStage):
     spikes: SpikeDetector
     learning_rate: LearningRate
     positions: torch.Tensor
-    placement: Placement
+    placement: LayerPlacement
     schedule: Schedule
-    companions: dict[str, Engine] = field(default_factory=dict)
+    auxiliary_engines: dict[str, Engine] = field(default_factory=dict)
 
-    def own_state(self) -> Iterator[StateTensor]:
-        """Its state without that of companions."""
+    def engine_state(self) -> Iterator[StateTensor]:
+        """Yield the state of this engine without that of auxiliary engines."""
         return super().state()
 
     def state(self) -> Iterator[StateTensor]:
-        """See TrainedStage; of a companion by names that begin with its own."""
-        yield from self.own_state()
-        for name, engine in self.companions.items():
+        """Yield all state. Tensors of an auxiliary engine have its name as a prefix."""
+        yield from self.engine_state()
+        for name, engine in self.auxiliary_engines.items():
             for each in engine.state():
                 yield replace(each, shard=replace(each.shard, name=f"{name}.{each.shard.name}"))
 
     @property
     def shape(self) -> ModelShape:
-        """The sizes of its transformer; of no other model."""
+        """Sizes of the transformer. There is none for a user's module."""
         assert isinstance(self.architecture, ModelShape)
         return self.architecture
 
     @property
     def model(self) -> ModelPart:
-        """The stage's first part: all of the model where there is one stage."""
+        """First model part of this stage, which is the whole model if there is one stage with one chunk."""
         return self.models[0]
 
     def close(self) -> None:
-        """Remove the files in place of memory; nothing can be computed afterwards."""
-        for engine in self.companions.values():
+        """Remove the files of offloaded tensors. Nothing can be computed afterwards. Local."""
+        for engine in self.auxiliary_engines.values():
             engine.close()
         for scratch in (self.offload.scratch, self.activation_files):
             if scratch is not None:
@@ -120,8 +145,10 @@ class Engine(TrainedStage):
 
 
 def make_mesh(deck: Deck, world: World) -> Mesh:
-    """The mesh of a deck; HpctrainError on all ranks where it does not fit the world, has servers, or models
-    on ranks of their own.
+    """Return the mesh of a deck that has neither servers nor models on dedicated ranks. Collective.
+
+    Raises:
+        HpctrainError: On all ranks if the deck does not fit the world, or has such ranks.
     """
     if deck.communication.server is not None:
         sentence = 'is supported by `hpctrain run` and `hpctrain resume` only (expected "none" here)'
@@ -132,8 +159,9 @@ def make_mesh(deck: Deck, world: World) -> Mesh:
 
 
 def choose_link(deck: Deck, world: World) -> str:
-    """The deck's transport, of a world that from now on emulates the deck's nodes and link, if any.
-    Collective.
+    """Set up the world's communication by the deck, and return the name of its transport. Collective.
+
+    This includes emulated nodes and links, and audits of messages.
     """
     keys = deck.communication
     if keys.emulate is not None and world.nodes > 1:
@@ -152,23 +180,27 @@ def choose_link(deck: Deck, world: World) -> str:
 
 
 def arrange(deck: Deck, world: World, mesh: Mesh) -> EngineLayout:
-    """The arrangement of a deck whose vocabulary is settled. Collective; may measure layers."""
+    """Decide where the layers of a deck with a known vocabulary go. Collective; may measure layers."""
     assert deck.model.vocabulary is not None
     with world.agreement():
         recompute = make_recompute(deck, world)
         architecture = architecture_of(deck, deck.model.vocabulary)
     groups = make_groups(deck, mesh, recompute, world.device)
     if deck.stability.corruption == "full":
-        groups = audited(groups, world, deck.run.seed)
+        groups = with_matmul_audit(groups, world, deck.run.seed)
     placement = place_layers(deck, architecture, groups, mesh)
     schedule = placement.schedule_of(micro_batches(deck, mesh.size("data")))
     return EngineLayout(recompute, groups, architecture, placement, schedule)
 
 
 def build_engine(deck: Deck, world: World, mesh: Mesh, roughness: float = 0.0) -> Engine:
-    """Model, buckets, optimizer of a deck whose vocabulary is settled, initialized from the seed.
+    """Build the engine of a deck with a known vocabulary, initialized from the seed. Collective.
 
-    `roughness` is what `initialize` adds to biases and norm weights.
+    Args:
+        deck: The deck.
+        world: All ranks of the engine.
+        mesh: Arrangement of the ranks.
+        roughness: Deviation of the noise that is added to biases and norm weights, for tests of layouts.
     """
     deck = choose_kernels(deck, world, mesh)
     return assemble(deck, world, mesh, arrange(deck, world, mesh), roughness)
@@ -182,7 +214,16 @@ def assemble(
     roughness: float = 0.0,
     build: Callable[..., TrainedStage] = build_trained_stage,
 ) -> Engine:
-    """As `build_engine`, of what was arranged for this deck; `build` makes the stage."""
+    """Build the engine of a deck from its arrangement. Collective.
+
+    Args:
+        deck: The deck, with its choice of kernels.
+        world: All ranks of the engine.
+        mesh: Arrangement of the ranks.
+        arrangement: Result of `arrange` for this deck.
+        roughness: As in `build_engine`.
+        build: Function that builds the stage, with the parameters of `build_trained_stage`.
+    """
     groups, architecture, schedule = arrangement.groups, arrangement.architecture, arrangement.schedule
     number, split = mesh.coordinate("pipeline"), arrangement.placement.split
     models = build_parts(architecture, groups, layer_ranges(schedule, split, number))
@@ -192,7 +233,9 @@ def assemble(
     offload = OffloadSettings()
     if {deck.memory.optimizer, deck.memory.parameters} != {"device"}:
         planned = PlannedMesh(mesh.sizes, number, world.topology.ranks_per_node)
-        stage = plan_stage(deck, architecture, planned, schedule, split, number, world.device)
+        stage = plan_stage(
+            deck, architecture, planned, PipelinePosition(schedule, split, number), world.device
+        )
         offload = open_offload(deck, world, offloaded_bytes(deck, stage))
     with world.agreement():
         objective = make_objective(deck)
@@ -214,13 +257,13 @@ def assemble(
         placement=arrangement.placement,
         schedule=schedule,
         offload=offload,
-        activation_files=open_shelf(deck, world, arrangement.recompute, models, schedule, number),
+        activation_files=open_activation_store(deck, world, arrangement.recompute, models, schedule, number),
         loss_scale=LossScale(
             deck.precision.initial_loss_scale if scaled else 1.0,
             deck.precision.loss_scale_window if scaled else 0,
         ),
         noise_scale=NoiseScale(deck.run.noise_scale_steps),
-        spikes=make_spikes(deck),
+        spikes=make_spike_detector(deck),
         learning_rate=LearningRate(**deck.learning_rate.model_dump()),
         positions=context_positions(groups.context, groups.context_form, architecture.sequence).to(
             world.device
@@ -228,8 +271,8 @@ def assemble(
     )
 
 
-def make_spikes(deck: Deck) -> SpikeDetector:
-    """What tells the spikes of a run."""
+def make_spike_detector(deck: Deck) -> SpikeDetector:
+    """Return the spike detector of a run."""
     keys = deck.stability
     return SpikeDetector(
         keys.spike,

@@ -1,4 +1,4 @@
-"""What a run learns from: a token file, or a dataset that users bring, on every rank, in splits."""
+"""Training and held-out samples of a run, from token files or a user's dataset."""
 
 from __future__ import annotations
 
@@ -22,8 +22,15 @@ from hpctrain.errors import HpctrainError
 
 @dataclass(frozen=True)
 class Corpus:
-    """The samples of a run: to train on, and held out (None where nothing is); of the token files, or of the
-    dataset, which may have processes that load its items. Of a mixture `file` is the first entry's.
+    """Samples of a run.
+
+    Attributes:
+        file: Token file, or that of the first entry of a mixture; None for a user's dataset.
+        train: Training samples.
+        validation: Held-out samples, or None.
+        dataset: The user's dataset, or None.
+        workers: Processes that load items of the dataset, or None.
+        trained: Splits of the token files by entry; None for a user's dataset.
     """
 
     file: Tokens | None
@@ -32,16 +39,19 @@ class Corpus:
     dataset: UserDataset | None = None
     workers: WorkerPool | None = None
     trained: SplitDatasets | None = None
-    """What is known of token files by entry."""
 
     def close(self) -> None:
-        """End the processes that load."""
+        """End the processes that load items. Local."""
         if self.workers is not None:
             self.workers.close()
 
 
 def open_corpus(deck: Deck, world: World) -> Corpus:
-    """Open what the deck names on every rank and settle its split; errors are agreed over all ranks."""
+    """Open the data of the deck and split it. Collective.
+
+    Raises:
+        HpctrainError: On all ranks if the data of one rank is missing, invalid or different.
+    """
     world.ledger.activity = "opening the training data"
     if deck.data.dataset is not None:
         return _open_dataset(deck, world)
@@ -51,29 +61,31 @@ def open_corpus(deck: Deck, world: World) -> Corpus:
         if problems:
             raise HpctrainError(problems)
         trained = SplitDatasets.of(deck, tokens)
-    require_alike(world, tokens)
+    require_same_tokens(world, tokens)
     validation = trained.validation if deck.data.validation else None
     return Corpus(tokens[0], trained.train, validation, trained=trained)
 
 
-def require_alike(world: World, tokens: Sequence[Tokens]) -> None:
-    """HpctrainError on all ranks that names what some of them do not find the same by a name. Collective."""
+def require_same_tokens(world: World, tokens: Sequence[Tokens]) -> None:
+    """Raise HpctrainError on all ranks if some of them read different tokens from a path. Collective."""
     with world.agreement():
-        known = [(each.tokens, each.fingerprint) for each in tokens]
-    others = world.everyone.all_gather_object(known)
+        contents = [(each.tokens, each.fingerprint) for each in tokens]
+    of_ranks = world.everyone.all_gather_object(contents)
     with world.agreement():
         problems = [
             f"{each.where}: not all ranks read the same tokens from this path (use one file for all nodes)"
             for number, each in enumerate(tokens)
-            if any(other[number] != known[number] for other in others)
+            if any(other[number] != contents[number] for other in of_ranks)
         ]
         if problems:
             raise HpctrainError(problems)
 
 
-def settle_vocabulary(deck: Deck, corpus: Corpus) -> Deck:
-    """The deck with its vocabulary: the one given, or the token file's; and with document_mask, where there
-    are conversations. How many tokens that has is found, then.
+def resolve_vocabulary(deck: Deck, corpus: Corpus) -> Deck:
+    """Return the deck with its vocabulary: that of the deck, or else of the token file. Local.
+
+    The result also stores the size of the file's tokenizer, and masks documents if the data has
+    conversations.
     """
     if corpus.file is not None:
         deck = deck.with_runtime_choices(
@@ -91,10 +103,10 @@ def _open_dataset(deck: Deck, world: World) -> Corpus:
     with world.agreement():
         dataset = dataset_of(deck)
     counts = world.everyone.all_gather_object(dataset.count)
-    others = [rank for rank, count in enumerate(counts) if count != counts[0]]
+    deviating = [rank for rank, count in enumerate(counts) if count != counts[0]]
     with world.agreement():
-        if others:
-            sentence = f"has {counts[0]} samples on rank 0, but {counts[others[0]]} on rank {others[0]}"
+        if deviating:
+            sentence = f"has {counts[0]} samples on rank 0, but {counts[deviating[0]]} on rank {deviating[0]}"
             raise HpctrainError(
                 deck.problem("data.dataset", f"{sentence}; all ranks must have the same number")
             )
@@ -103,7 +115,7 @@ def _open_dataset(deck: Deck, world: World) -> Corpus:
         train = Batches(DatasetSource(dataset, fraction, "train", workers), seed)
         validation = DatasetSource(dataset, fraction, "validation", workers)
         if fraction and deck.layout.pipeline > 1:
-            # What passes between stages has one shape.
+            # Tensors between pipeline stages have one shape, so all micro-batches need the same size.
             taken = min(deck.run.evaluate_sequences, validation.count)
             sizes = {"run.evaluate_sequences": taken}
             problems = batch_size_problems(deck, data_ranks(deck, world.size), sizes)

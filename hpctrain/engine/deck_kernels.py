@@ -1,4 +1,4 @@
-"""Which kernels compute the products of a deck's layers, of what it says and of what was found for it."""
+"""Kernels of the matrix products of a deck: names of measurements, stored choices, and their description."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.functions import functions_before
-from hpctrain.engine.sizes import micro_batches
+from hpctrain.engine.function_choice import with_stored_functions
+from hpctrain.engine.mesh_sizes import micro_batches
 from hpctrain.errors import InputOutputError
 from hpctrain.host.device import on_host
 from hpctrain.model.precision import Precision
@@ -36,28 +36,34 @@ _NAME = re.compile(r"([a-z ]{1,30}), (\w{1,10}), (\d{1,12}) x (\d{1,12}) x (\d{1
 _IN_16_BITS = " in 16 bits"
 
 
-def name_of(measured: MatmulPass, deck: Deck) -> str:
-    """What is measured, told by what decides what is quickest."""
+def matmul_name(measured: MatmulPass, deck: Deck) -> str:
+    """Return the name of a measured product: everything that decides which kernel is the fastest."""
     size = f"{measured.rows} x {measured.outputs} x {measured.inputs}"
     return f"{_WORDS[measured.kind]}{_sums(deck)}, {deck.precision.compute}, {size}"
 
 
-def are_measured(deck: Deck, device: torch.device) -> bool:
-    """Whether it is measured what computes products on a device."""
+def chooses_kernels(deck: Deck, device: torch.device) -> bool:
+    """Return True if kernels for a device are chosen by measurement."""
     return deck.machine.products == "auto" and deck.precision.compute != "fp8" and on_host(device)
 
 
-def tokens_of(deck: Deck) -> int:
-    """Of a micro-batch, on a rank."""
+def micro_batch_tokens(deck: Deck) -> int:
+    """Return the number of tokens of a micro-batch on one rank."""
     return deck.batch.micro_size * deck.batch.sequence // deck.layout.context
 
 
 def kernels_of(deck: Deck, device: torch.device, data: int) -> KernelTable:
-    """The kernels of a deck on so many data ranks: those that were found for it, where it leaves it open."""
+    """Return the kernels of a deck: those that were measured for it, if it does not name one.
+
+    Args:
+        deck: The deck.
+        device: Device that computes.
+        data: Number of data ranks.
+    """
     storage = Precision.of(deck).product
     other = kernel_named(deck.machine.products, storage) if on_host(device) else LIBRARY
     keeps = deck.layout.zero < 3 and micro_batches(deck, data) > 1
-    if not are_measured(deck, device):
+    if not chooses_kernels(deck, device):
         return KernelTable(other, keeps)
     return KernelTable(
         other, keeps, _chosen(deck, storage), deck.runtime_choices.kernels, deck.runtime_choices.kernels_note
@@ -65,35 +71,38 @@ def kernels_of(deck: Deck, device: torch.device, data: int) -> KernelTable:
 
 
 def _chosen(deck: Deck, storage: torch.dtype) -> dict[Matrix, MatmulKernel]:
-    """By pass and shape what was found for the deck's formats and rows; where it was found for other rows
-    alone, as may be in a plan, for the nearest number of them.
+    """Return the measured kernels for the deck's formats, by pass and matrix.
+
+    If there are several numbers of rows, as in a plan, the nearest one counts.
     """
-    tokens = tokens_of(deck)
+    tokens = micro_batch_tokens(deck)
     nearest: dict[Matrix, tuple[int, MatmulKernel]] = {}
     for name, how in deck.runtime_choices.kernels.items():
         read, kernel = _read(name, deck), KERNELS[how]
         if read is None or not kernel.multiplies(storage):
             continue
-        apart = min(abs(read.rows - each) for each in (tokens, chunk_rows(tokens, read.outputs, gpu=False)))
-        if read.matrix not in nearest or apart < nearest[read.matrix][0]:
-            nearest[read.matrix] = apart, kernel
+        difference = min(
+            abs(read.rows - each) for each in (tokens, chunk_rows(tokens, read.outputs, gpu=False))
+        )
+        if read.matrix not in nearest or difference < nearest[read.matrix][0]:
+            nearest[read.matrix] = difference, kernel
     return {matrix: kernel for matrix, (_, kernel) in nearest.items()}
 
 
 def matrix_of(name: str, deck: Deck) -> Matrix | None:
-    """The pass and matrix of what was measured by that name; None where that is of other formats."""
+    """Return the pass and the matrix of a measurement's name, or None if it has other formats."""
     read = _read(name, deck)
     return None if read is None else read.matrix
 
 
 def _read(name: str, deck: Deck) -> MatmulPass | None:
-    """What was measured by that name, if it is of the deck's formats."""
+    """Return the product of a measurement's name, or None if it does not have the deck's formats."""
     match = _NAME.fullmatch(name)
     kind = None if match is None else _PASSES.get(match[1].removesuffix(_IN_16_BITS))
     if match is None or kind is None:
         return None
     read = MatmulPass(kind, *map(int, match.groups()[2:]))
-    return read if name == name_of(read, deck) else None
+    return read if name == matmul_name(read, deck) else None
 
 
 def _sums(deck: Deck) -> str:
@@ -101,8 +110,8 @@ def _sums(deck: Deck) -> str:
     return _IN_16_BITS if stored else ""
 
 
-def introduce_kernels(deck: Deck, kernels: KernelTable) -> list[str]:
-    """What a run, or a plan, says of them, where there is anything to say."""
+def describe_kernels(deck: Deck, kernels: KernelTable) -> list[str]:
+    """Return the lines in which a run or a plan describes its kernels; empty if it uses the default."""
     if deck.machine.products != "auto":
         return [f'matrix products use "{deck.machine.products}" (machine.products)']
     if not kernels.chosen:
@@ -117,7 +126,7 @@ def introduce_kernels(deck: Deck, kernels: KernelTable) -> list[str]:
 
 
 def computed_by(groups: LayerContext) -> dict[str, str]:
-    """What tells by what a run computes its "products" and "functions"."""
+    """Return identifiers of the kernels that compute "products" and "functions", to compare runs."""
     kernels = groups.kernels
     choice = crc32(json.dumps(kernels.record, sort_keys=True).encode()) if kernels.record else None
     return {
@@ -126,26 +135,25 @@ def computed_by(groups: LayerContext) -> dict[str, str]:
     }
 
 
-def as_before(deck: Deck, before: Deck, state: Mapping[str, Any], path: Path) -> Deck:
-    """Return the deck of a run that goes on, with what the run before it measured.
+def with_stored_choices(deck: Deck, before: Deck, state: Mapping[str, Any], path: Path) -> Deck:
+    """Return the deck of a resumed run with the choices that its checkpoint stores.
 
-    That is the split of its pipeline, where the layout is the same, the kernels of its products, and whether
-    its functions are compiled. Products are the library's, unless the deck says otherwise, where the run was
-    begun when there was nothing to choose.
+    These are the split of the pipeline (if the layout is the same), the kernels of matrix products, and
+    whether functions are compiled. A checkpoint from before kernels were chosen implies the library's.
 
     Args:
-        deck: Deck of the run that goes on.
+        deck: Deck of the resumed run.
         before: Deck of the run that wrote the checkpoint.
         state: State that the checkpoint stores.
         path: File of the checkpoint, for errors.
 
     Raises:
-        InputOutputError: The state holds what no run of this deck can have measured.
+        InputOutputError: The state contains a split that does not fit the deck.
     """
     is_same = deck.layout == before.layout and deck.model.layers == before.model.layers
     split = _stored_split(deck, state, path) if is_same else None
-    found = RuntimeChoices(split, known_kernels(state.get("products")))
-    deck = functions_before(deck.with_runtime_choices(found), before, state.get("compiled"))
+    choices = RuntimeChoices(split, known_kernels(state.get("products")))
+    deck = with_stored_functions(deck.with_runtime_choices(choices), before, state.get("compiled"))
     if "products" in state or "machine.products" in deck.sources.places:
         return deck
     return deck.with_keys(machine={"products": "library"})
@@ -164,12 +172,12 @@ def _stored_split(deck: Deck, state: Mapping[str, Any], path: Path) -> tuple[int
 
 
 MOST_KNOWN, LONGEST_NAME = 500, 1000
-"""Choices that are kept of a processor, or of a run, and characters of a name."""
+"""Largest number of stored choices of a processor or run, and length of a name."""
 
 
-def known_kernels(found: object) -> dict[str, str]:
-    """What of it may be choices by name: anybody may have written it."""
-    rows = list(found.items())[-MOST_KNOWN:] if isinstance(found, Mapping) else []
+def known_kernels(stored: object) -> dict[str, str]:
+    """Return the valid choices of a stored object, by name. It may come from a file that anybody wrote."""
+    rows = list(stored.items())[-MOST_KNOWN:] if isinstance(stored, Mapping) else []
     return {
         name: how
         for name, how in rows

@@ -1,4 +1,4 @@
-"""A model that generates, in memory and without weights yet: its deck's layout, its mesh and its stage."""
+"""Construction of a model that generates text: its layout, its mesh and its stage, without weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.functions import planned_functions, with_functions
-from hpctrain.engine.sizes import expert_sizes
+from hpctrain.engine.function_choice import planned_functions, with_functions
+from hpctrain.engine.mesh_sizes import expert_sizes
 from hpctrain.engine.stage import Stage, build_stage, make_groups
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host
@@ -27,41 +27,53 @@ from hpctrain.text import counted
 
 
 def generation_deck(deck: Deck, tensor: int, pipeline: int = 1, of: str = "the model") -> Deck:
-    """The deck with each copy of its model over so many ranks, and the others along the data axis.
+    """Return the deck with a layout for generation, in which all other ranks are data ranks.
 
-    HpctrainError with all that keeps these from splitting it; `of` says what is split.
+    Args:
+        deck: Deck of the model.
+        tensor: Number of tensor ranks.
+        pipeline: Number of pipeline stages.
+        of: Name of the model, for messages.
+
+    Raises:
+        HpctrainError: The model cannot be split over these ranks. The error names all problems.
     """
     layout: dict[str, object] = {"data": None, "context": 1, "tensor": tensor, "sequence_parallel": False}
-    # Experts lie spread over as many of the ranks as divide them.
+    # The expert axis has the largest number of ranks that divides both.
     layout |= {
         "expert": gcd(tensor, deck.model.experts.count) if deck.model.experts else 1,
         "expert_tensor": 1,
     }
     layout |= {"pipeline": pipeline, "chunks": 1, "schedule": "1f1b", "split": None}
-    # In 8 bits a row would take longer, and its text would depend on those beside it.
+    # In 8 bits a row would be slower, and its text would depend on the other rows of the batch.
     compute = "bf16" if deck.precision.compute == "fp8" else deck.precision.compute
-    memory = {
-        "optimizer": "device",
-        "parameters": "device",
-    }  # it has its parameters alone, and has them there
-    others: dict[str, dict[str, object]] = {"run": {"noise_scale_steps": 0}, "memory": {**memory}}
-    split = deck.with_keys(layout=layout, precision={"compute": compute}, **others)
+    memory = {"optimizer": "device", "parameters": "device"}
+    changes: dict[str, dict[str, object]] = {"run": {"noise_scale_steps": 0}, "memory": {**memory}}
+    split = deck.with_keys(layout=layout, precision={"compute": compute}, **changes)
     problems = [problem for problem in check_deck(split) if not (problem.for_new_decks or problem.no_effect)]
     if problems:
         if pipeline > 1:
-            begin = f"{of}, over {pipeline} stages of {counted(tensor, 'rank')}:"
-            raise HpctrainError([f"{begin} {problem.key} {problem.sentence}" for problem in problems])
-        begin = f"{tensor} ranks: {of} is split over all of them, and their number"
-        raise HpctrainError([f"{begin} {problem.sentence}" for problem in problems])
+            prefix = f"{of}, over {pipeline} stages of {counted(tensor, 'rank')}:"
+            raise HpctrainError([f"{prefix} {problem.key} {problem.sentence}" for problem in problems])
+        prefix = f"{tensor} ranks: {of} is split over all of them, and their number"
+        raise HpctrainError([f"{prefix} {problem.sentence}" for problem in problems])
     return split
 
 
 def generation_stage(deck: Deck, world: World, tensor: int, pipeline: int = 1) -> tuple[Transformer, Stage]:
-    """The model of a deck of transformers whose vocabulary is settled, or this rank's part of it, to compute
-    with what `load_parameters` or a Transfer fills in: `pipeline` x `tensor` ranks share a copy of it.
+    """Return this rank's part of a transformer for generation, and its stage. Collective over all ranks.
 
-    It has no gradients. It computes by the kernels and functions that were found for the deck, or that are
-    found now. Collective; HpctrainErrors as of `generation_deck`.
+    It has no gradients, and no weights until `load_parameters` or a WeightTransfer fills them in. It uses the
+    kernels of the deck, and compiles functions if the deck asks for them and has none yet.
+
+    Args:
+        deck: Deck of the model, with a known vocabulary.
+        world: All ranks.
+        tensor: Number of tensor ranks.
+        pipeline: Number of pipeline stages. `pipeline x tensor` ranks share a copy of the model.
+
+    Raises:
+        HpctrainError: On all ranks, as in `generation_deck`.
     """
     assert deck.model.vocabulary is not None and world.size % (pipeline * tensor) == 0
     with world.agreement():
@@ -75,7 +87,10 @@ def generation_stage(deck: Deck, world: World, tensor: int, pipeline: int = 1) -
 def plan_generation_stage(
     deck: Deck, ranks: int, tensor: int, ranks_per_node: int, device: torch.device
 ) -> tuple[Transformer, Stage]:
-    """As `generation_stage` on so many ranks, where each has all blocks, without its memory."""
+    """Return what `generation_stage` returns on a number of ranks with one pipeline stage, without memory.
+
+    Local.
+    """
     deck = planned_functions(generation_deck(deck, tensor))
     mesh = PlannedMesh(_sizes(deck, ranks, tensor, 1), 0, ranks_per_node, device=device)
     with META:
@@ -90,7 +105,7 @@ def _sizes(deck: Deck, ranks: int, tensor: int, pipeline: int) -> dict[str, int]
 def _stage(
     deck: Deck, mesh: MeshQueries, device: torch.device, number: int = 0, pipeline: int = 1
 ) -> tuple[Transformer, Stage]:
-    """The stage of this number of a pipeline."""
+    """Return stage `number` of a pipeline."""
     groups = make_groups(deck, mesh, SavedPolicy(), device)
     assert deck.model.vocabulary is not None
     shape = ModelShape.of(deck, deck.model.vocabulary)

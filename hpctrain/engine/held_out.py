@@ -1,4 +1,4 @@
-"""What a run is evaluated on: the share that it holds out of what it is trained on, and sets of their own."""
+"""Data on which a run is evaluated: the held-out share of its training data, and further sets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hpctrain.deck.rows import row_message
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.evaluation import VALIDATION, EvaluationSet
 from hpctrain.deck.sections.objective import LANGUAGE_KINDS
-from hpctrain.engine.corpus import Corpus, require_alike
+from hpctrain.engine.corpus import Corpus, require_same_tokens
 from hpctrain.errors import HpctrainError
 from hpctrain.text import counted
 
@@ -32,8 +32,15 @@ _SETS = "evaluation.sets"
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The first `sequences` of these batches. In `tokens` that are to be predicted there are so many bytes of
-    text, None where nobody knows; `in_nats` says whether the loss is that of the next token.
+    """Sequences of one evaluation.
+
+    Attributes:
+        name: Name of the evaluation set.
+        batches: Batches of the set.
+        sequences: Number of sequences to evaluate, from the start of the batches.
+        tokens: Number of target tokens, if it was counted.
+        text_bytes: Bytes of text of the target tokens; None if unknown.
+        in_nats: True if the loss is that of next-token prediction.
     """
 
     name: str
@@ -43,75 +50,89 @@ class HeldOut:
     text_bytes: int | None = None
     in_nats: bool = False
 
-    def figures(self, loss: float, **others: float) -> dict[str, float]:
-        """What is told of a mean loss: itself, and where it is one of text, its exponential, the perplexity,
-        and bits per byte; of another, what its objective has beside it.
+    def metrics(self, loss: float, **further: float) -> dict[str, float]:
+        """Return the metrics of a mean loss: for next-token prediction also perplexity and bits per byte.
+
+        Args:
+            loss: Mean loss.
+            **further: Further metrics of the objective, which are returned as they are.
         """
-        found = {"loss": loss, **others}
+        metrics = {"loss": loss, **further}
         if self.in_nats:
-            found["perplexity"] = math.inf if loss >= _LARGEST else math.exp(loss)
+            metrics["perplexity"] = math.inf if loss >= _LARGEST else math.exp(loss)
             if self.text_bytes:
-                found["bits_per_byte"] = loss * self.tokens / (math.log(2) * self.text_bytes)
-        return found
+                metrics["bits_per_byte"] = loss * self.tokens / (math.log(2) * self.text_bytes)
+        return metrics
 
 
-_LARGEST = 709.0  # of what exp is a finite number
+_LARGEST = 709.0
+"""Largest number whose exponential is finite."""
 
 
 def open_held_out(deck: Deck, world: World, corpus: Corpus) -> tuple[HeldOut, ...]:
-    """All that a deck is evaluated on, the held-out share first. Collective.
+    """Open all data on which a deck is evaluated, the held-out share first. Collective.
 
-    HpctrainError on all ranks where a set's file is too short, or of another tokenizer.
+    Raises:
+        HpctrainError: On all ranks if the file of a set is too short or has another tokenizer.
     """
-    found: list[HeldOut] = []
+    evaluations: list[HeldOut] = []
     if corpus.validation is not None:
-        found.append(HeldOut(VALIDATION, corpus.validation, deck.run.evaluate_sequences))
+        evaluations.append(HeldOut(VALIDATION, corpus.validation, deck.run.evaluate_sequences))
     files: list[TokenFile] = []
     with world.agreement():
         problems: list[str] = []
         for number, each in enumerate(deck.evaluation.sets):
-            file = open_set(each)
-            wrong = list(unfit(deck, file, "" if corpus.file is None else corpus.file.tokenizer_text))
-            problems += [row_message(deck, _SETS, number, "tokens", sentence) for sentence in wrong]
-            if not wrong:
+            file = open_evaluation_set(each)
+            reasons = list(
+                unfit_reasons(deck, file, "" if corpus.file is None else corpus.file.tokenizer_text)
+            )
+            problems += [row_message(deck, _SETS, number, "tokens", sentence) for sentence in reasons]
+            if not reasons:
                 sequences = each.sequences or deck.run.evaluate_sequences
-                found.append(HeldOut(each.name, batches_of(deck, file), sequences))
+                evaluations.append(HeldOut(each.name, batches_of(deck, file), sequences))
                 files.append(file)
         if problems:
             raise HpctrainError(problems)
-    require_alike(world, files)
+    require_same_tokens(world, files)
     if corpus.file is None:
-        return tuple(found)
-    return tuple(counted_out(deck, world, each, corpus.file.tokenizer) for each in found)
+        return tuple(evaluations)
+    return tuple(with_token_counts(deck, world, each, corpus.file.tokenizer) for each in evaluations)
 
 
-def open_set(given: EvaluationSet) -> TokenFile:
-    """The file of a set; InputOutputError as of TokenFile."""
-    return TokenFile(given.tokens, f"evaluation.tokens of {given.name}")
+def open_evaluation_set(evaluation_set: EvaluationSet) -> TokenFile:
+    """Open the token file of an evaluation set. Local; raises InputOutputError if it is invalid."""
+    return TokenFile(evaluation_set.tokens, f"evaluation.tokens of {evaluation_set.name}")
 
 
 def set_problems(deck: Deck, tokenizer: str | None) -> Iterator[DeckProblem]:
-    """Everything in the files of sets that a run would refuse; a file that is missing may still be made, and
-    so may the one that has the tokenizer, then None.
+    """Yield the problems of the files of evaluation sets. Missing files are skipped. Local.
+
+    Args:
+        deck: The deck.
+        tokenizer: Text of the tokenizer of the training data; None if it is unknown.
     """
     for number, each in enumerate(deck.evaluation.sets):
         if not os.path.lexists(each.tokens):
             continue
         try:
-            wrong = list(unfit(deck, open_set(each), tokenizer))
+            reasons = list(unfit_reasons(deck, open_evaluation_set(each), tokenizer))
         except HpctrainError as error:
-            begin = f"evaluation.tokens of {each.name} = {each.tokens}: "
-            wrong = [problem.removeprefix(begin) for problem in error.problems]
-        yield from (DeckProblem(_SETS, sentence, row=(number, "tokens")) for sentence in wrong)
+            prefix = f"evaluation.tokens of {each.name} = {each.tokens}: "
+            reasons = [problem.removeprefix(prefix) for problem in error.problems]
+        yield from (DeckProblem(_SETS, sentence, row=(number, "tokens")) for sentence in reasons)
 
 
-def unfit(deck: Deck, file: TokenFile, tokenizer: str | None) -> Iterator[str]:
-    """What keeps a model with this tokenizer (its text), if it is known, from being evaluated on a file, in
-    words.
+def unfit_reasons(deck: Deck, file: TokenFile, tokenizer: str | None) -> Iterator[str]:
+    """Yield the reasons why a model cannot be evaluated on a token file.
+
+    Args:
+        deck: Deck of the model.
+        file: The token file.
+        tokenizer: Text of the model's tokenizer; None if it is unknown.
     """
     sequence = deck.batch.sequence
-    if unfit := unfit_kind(deck, file):
-        yield unfit
+    if reason := unfit_kind(deck, file):
+        yield reason
     elif file.kind == TEXT_KIND and file.tokens <= sequence:
         yield (
             f"has {counted(file.tokens, 'token')}, but requires at least {sequence + 1}, one more than "
@@ -128,17 +149,20 @@ def unfit(deck: Deck, file: TokenFile, tokenizer: str | None) -> Iterator[str]:
 
 
 def batches_of(deck: Deck, file: TokenFile) -> Batches:
-    """All sequences of a file."""
+    """Return batches of all sequences of a token file."""
     mask, pack = deck.data.document_mask, deck.data.pack
     margins = deck.objective.kind == "reward"
     source = sequences_of(file, deck.batch.sequence, 0.0, "train", mask, pack, margins)
     return Batches(source, deck.run.seed)
 
 
-def counted_out(deck: Deck, world: World, held_out: HeldOut, tokenizer: Tokenizer) -> HeldOut:
-    """The same, with its tokens and their bytes, each rank having read a part of them. Collective.
+def with_token_counts(deck: Deck, world: World, held_out: HeldOut, tokenizer: Tokenizer) -> HeldOut:
+    """Return an evaluation with the number of its target tokens and their bytes. Collective.
 
-    HpctrainError on all ranks where there is no token to be predicted.
+    Each rank counts a part of the sequences.
+
+    Raises:
+        HpctrainError: On all ranks if there is no target token.
     """
     if deck.model.loss is not None or deck.objective.kind not in LANGUAGE_KINDS:
         return held_out

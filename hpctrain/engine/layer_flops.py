@@ -1,4 +1,4 @@
-"""What layers of a deck compute, by arithmetic: the same figures on every machine."""
+"""FLOPs of the layers of a deck, which are the same on every machine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from hpctrain.model.shape import Recomputed
 
 
 def layer_flops(deck: Deck, architecture: Architecture) -> tuple[PassTimes, ...]:
-    """FLOPs of one token in every layer of a deck's model, the first one embeds and the last one predicts.
+    """Return the FLOPs of one token in each layer, from the embedding to the output layer.
 
-    2 for every matrix element in the forward pass, in the input gradient and in the weight gradient each;
-    products of queries, keys and values have two gradients of inputs. What is frozen has no weight gradient,
-    what backward never comes to no gradient at all, and what is computed again counts as input gradient. Of
-    the head all is forward, where it is computed. A lookup is none.
+    A matrix has 2 FLOPs per element in the forward pass, in the input gradient and in the weight gradient.
+    Products of queries, keys and values have two input gradients. Frozen matrices have no weight gradient,
+    and blocks that the backward pass does not reach have no gradients. Recomputation counts as input
+    gradient. All passes of the output layer count as forward, where they are computed. An embedding has 0
+    FLOPs.
     """
     return _of_model(architecture, deck.memory.recompute, tuple(deck.model.frozen))
 
@@ -30,7 +31,7 @@ def _of_model(
     architecture: Architecture, recompute: Recomputed, frozen: tuple[str, ...]
 ) -> tuple[PassTimes, ...]:
     flops = []
-    for is_block, silent, products, core, weight in _figures(architecture, frozen):
+    for is_block, silent, products, core, weight in _count_flops(architecture, frozen):
         forward, gradient = products + core, products + 2 * core
         if not is_block:
             flops.append(PassTimes(forward + gradient + weight, 0, 0))
@@ -43,11 +44,12 @@ def _of_model(
 
 
 @lru_cache
-def _figures(
+def _count_flops(
     architecture: Architecture, frozen: tuple[str, ...]
 ) -> tuple[tuple[bool, bool, int, int, int], ...]:
-    """Of each layer whether it is a block, and one that no gradient comes to; FLOPs of products with its
-    matrices, of its core, and of its matrices' gradients.
+    """Return for each layer: is it a block, does no gradient reach it, and three numbers of FLOPs of a token.
+
+    These are the FLOPs of the products with its matrices, of its attention, and of its weight gradients.
     """
     model = bare_model(architecture)
     freeze_parameters([model], frozen)
@@ -65,8 +67,9 @@ def _figures(
 
 
 def _weight_gradient(layer: Layer) -> int:
-    """FLOPs of one token in the gradients of a layer's matrices, by the share of them that is trained: all,
-    where they belong to another layer.
+    """Return the FLOPs of one token in a layer's weight gradients, by the share of trained elements.
+
+    Matrices that belong to another layer count as trained.
     """
     matrices = [p for p in {*layer.own, *layer.added_in_forward} if p.dim() > 1]
     sizes = [(prod(p.shard.shape), p.requires_grad) for p in matrices]

@@ -1,4 +1,4 @@
-"""How long layers, and the parts of a pipeline, take on this machine: measured, without waits."""
+"""Measured times of layers and pipeline parts on this machine, without waiting for messages."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from hpctrain.pipeline.execute import PreparedBatch
 from hpctrain.pipeline.simulate import StageTimes
 from hpctrain.sharding.replication import Replications
 
-_SECONDS = 1.0  # what the repetitions of one measurement may take, about
+_SECONDS = 1.0  # of all repetitions of a measurement, about
 _MOST_REPETITIONS = 7
 _PINGS = 5
-_DEVIATION = 0.02  # of random weights
+_DEVIATION = 0.02  # standard deviation of random weights
 
 Measured = Mapping[tuple[Kind, int], float]
 """Median seconds of a micro-batch by kind of action and chunk."""
 
 
 class PassTimes(NamedTuple):
-    """Seconds of one micro-batch; a whole backward takes `input_gradient + weight_gradient`."""
+    """Seconds of one micro-batch. A whole backward pass takes `input_gradient + weight_gradient`."""
 
     forward: float
     input_gradient: float
@@ -50,41 +50,46 @@ class PassTimes(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Forward and backward."""
+        """Seconds of the forward and the backward pass."""
         return sum(self)
 
     def without(self, other: PassTimes) -> PassTimes:
-        """What is left of it, if anything, without others."""
-        return PassTimes(*(max(0.0, own - theirs) for own, theirs in zip(self, other, strict=True)))
+        """Return the times without those of another layer, at least 0."""
+        return PassTimes(*(max(0.0, both - one) for both, one in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of one micro-batch in a layer of each kind, the same figures on all ranks.
+    """Seconds of one micro-batch in a layer of each kind, the same on all ranks.
 
-    That of the head is final norm and loss; its weight gradient counts as forward, where it is computed.
-    `communication` is what hidden states need from one stage to the next.
+    Attributes:
+        of_kind: Times by kind of layer. That of the head includes the final norm and the loss; its weight
+            gradient counts as forward, where it is computed.
+        communication: Seconds of sending hidden states from one stage to the next.
     """
 
     of_kind: Mapping[str, PassTimes]
     communication: float
 
     def of_parts(self, parts: Iterable[Sequence[Layer]]) -> StageTimes:
-        """The times of every part of a pipeline whose parts have these layers."""
+        """Return the times of each part of a pipeline, given the layers of each part."""
         passes = ([self.of_kind[layer.kind] for layer in part] for part in parts)
         return times_of_parts(passes, self.communication)
 
 
 def times_of_parts(parts: Iterable[Sequence[PassTimes]], communication: float = 0.0) -> StageTimes:
-    """The times of every part of a pipeline, from those of its layers."""
+    """Return the times of each part of a pipeline, given the times of the layers of each part."""
     sums = zip(*(map(sum, zip(*part, strict=True)) for part in parts), strict=True)
     forward, input_gradient, weight_gradient = map(list, sums)
     return StageTimes(forward, input_gradient, weight_gradient, communication)
 
 
-def alone(kinds: Sequence[str], with_block: bool = False) -> dict[str, LayerRange]:
-    """Of layers of these kinds one of each, by itself: blocks, then what embeds and what predicts; these
-    `with_block` together with the one next to them.
+def single_layers(kinds: Sequence[str], with_block: bool = False) -> dict[str, LayerRange]:
+    """Return a range of one layer for each kind: blocks, then embedding and output layer.
+
+    Args:
+        kinds: Kind of each layer of the model, from the embedding to the output layer.
+        with_block: True if the embedding and the output layer need the block next to them in their range.
     """
     spans: dict[str, LayerRange] = {}
     first, *blocks, last = kinds
@@ -103,20 +108,28 @@ def alone(kinds: Sequence[str], with_block: bool = False) -> dict[str, LayerRang
 def measure_layers(
     deck: Deck, architecture: Architecture, groups: LayerContext, mesh: Mesh, ends: bool = True
 ) -> LayerTimes:
-    """Time one layer of each kind, the head with its loss, at full size on this rank; blocks alone without
-    `ends`.
+    """Measure one layer of each kind, the output layer with its loss, at full size on this rank.
 
-    Collective: all ranks work at the same time, and all get the slowest one's figures. Takes about a second,
-    or a few repetitions where they take longer, and the memory of these layers.
+    Collective: all ranks measure at the same time and get the times of the slowest one. It takes about a
+    second, or a few repetitions if they take longer, and the memory of these layers.
+
+    Args:
+        deck: The deck.
+        architecture: Architecture of the model.
+        groups: Context of the layers.
+        mesh: Arrangement of the ranks.
+        ends: False to measure only blocks.
     """
     world = mesh.world
     kinds, with_block = layer_kinds(architecture), architecture.begins_with_block
-    spans = {kind: span for kind, span in alone(kinds, with_block).items() if ends or kind in kinds[1:-1]}
+    spans = {
+        kind: span for kind, span in single_layers(kinds, with_block).items() if ends or kind in kinds[1:-1]
+    }
     models = [part for span in spans.values() for part in build_parts(architecture, groups, [span])]
     chunks = range(len(models))
     generator = torch.Generator(world.device).manual_seed(0)
-    alone_here = Replications.alone(mesh.new_subgroup("data", 1))
-    for bucket in build_stage(deck, groups, models, alone_here, trained=True).buckets:
+    replications = Replications.alone(mesh.new_subgroup("data", 1))
+    for bucket in build_stage(deck, groups, models, replications, trained=True).buckets:
         assert bucket.values is not None
         bucket.values.normal_(std=_DEVIATION, generator=generator)
     initialize_parts(architecture, models, (), 0)
@@ -127,10 +140,10 @@ def measure_layers(
 
     replay = ActionTimer(models, groups, _random_batch(deck, architecture, groups, world.device))
     replay.run(repeated(1))
-    started = perf_counter()
+    start = perf_counter()
     world.everyone.barrier()
     replay.run(repeated(1))
-    (longest,) = _slowest(world, [perf_counter() - started])
+    (longest,) = _slowest(world, [perf_counter() - start])
     count = max(2, min(_MOST_REPETITIONS, int(_SECONDS / max(longest, 1e-6))))
     measured = replay.run(repeated(count))
     figures = [measured[kind, chunk] for chunk in chunks for kind in ("F", "I", "W")]
@@ -144,9 +157,17 @@ def measure_layers(
 
 
 class ActionTimer:
-    """Does actions on parts of a model, the stand-ins of neighbours' messages at hand, and times each.
+    """Runs pipeline actions on parts of a model without messages, and times each of them.
 
-    `models` are the parts by chunk; every micro-batch is `batch`.
+    Random tensors replace the messages of neighbouring stages.
+
+    Attributes:
+        models: Parts of the model by chunk.
+        queue: Queue of deferred weight gradients.
+        batch: Micro-batch of all actions.
+        device: Device of the model.
+        hidden: Hidden states that replace those of the previous stage.
+        gradient: Gradient that replaces that of the next stage.
     """
 
     def __init__(self, models: Sequence[ModelPart], groups: LayerContext, batch: PreparedBatch) -> None:
@@ -158,29 +179,29 @@ class ActionTimer:
         self.gradient = self.hidden * 1e-3
 
     def run(self, actions: Iterable[Action]) -> Measured:
-        """Do the actions in their order."""
+        """Run the actions in their order, and return the median time of each kind and chunk. Local."""
         seconds: dict[tuple[Kind, int], list[float]] = {}
         ends: dict[tuple[int, int], tuple[Tensor | None, BackwardStart, Tensor | None]] = {}
-        held: dict[tuple[int, int], list[DeferredGradient]] = {}
+        deferred: dict[tuple[int, int], list[DeferredGradient]] = {}
         for action in actions:
             key = (action.chunk, action.micro_batch)
-            began = _now(self.device)
+            start = _now(self.device)
             if action.kind == "F":
                 ends[key] = self._forward(self.models[action.chunk])
             elif action.kind == "W":
-                compute_all(held.pop(key))
+                compute_all(deferred.pop(key))
             else:
                 hidden, end, gradient = ends.pop(key)
                 with self.queue.backward(deferring=action.kind == "I"):
                     end.backward(gradient)
                 if action.kind == "I":
-                    held[key] = self.queue.take()
+                    deferred[key] = self.queue.take()
                 del hidden, end
-            seconds.setdefault((action.kind, action.chunk), []).append(_now(self.device) - began)
+            seconds.setdefault((action.kind, action.chunk), []).append(_now(self.device) - start)
         return {key: median(values) for key, values in seconds.items()}
 
     def _forward(self, model: ModelPart) -> tuple[Tensor | None, BackwardStart, Tensor | None]:
-        """As the executor does it: the input, the end of the graph, and the gradient to start from there."""
+        """Return the input, the start of the backward pass and its gradient, as the executor does."""
         hidden = None if model.span.embeds else self.hidden.detach().requires_grad_()
         if model.span.predicts:
             last = model(self.batch.inputs, hidden)
@@ -193,16 +214,22 @@ def _now(device: torch.device) -> float:
     return perf_counter()
 
 
-def share_parts(measured: Measured, schedule: Schedule, mesh: Mesh, hidden: Tensor) -> StageTimes:
-    """The times of every part, from what each stage measured of its own; the slowest rank's of each.
+def gather_part_times(measured: Measured, schedule: Schedule, mesh: Mesh, hidden: Tensor) -> StageTimes:
+    """Return the times of all parts of a pipeline, from the measurements of each stage. Collective.
 
-    A schedule without `I` and `W` counts the whole backward as input gradient. Collective.
+    The slowest rank of each stage counts.
+
+    Args:
+        measured: Result of `ActionTimer.run` for the parts of this stage.
+        schedule: Pipeline schedule. Without actions "I" and "W", backward passes count as input gradient.
+        mesh: Arrangement of the ranks.
+        hidden: Hidden states of a micro-batch, to measure messages between stages.
     """
     stage = mesh.coordinate("pipeline")
     figures = [0.0] * (3 * schedule.parts)
     for chunk in range(schedule.chunks):
         forward, both, first, second = (measured.get((kind, chunk), 0.0) for kind in ("F", "B", "I", "W"))
-        # Where a schedule has both, the pieces tell more.
+        # If both were measured, separate times of the two halves are more exact.
         backward = (first, second) if first else (both, 0.0)
         part = schedule.part(stage, chunk)
         figures[3 * part : 3 * part + 3] = (forward, *backward)
@@ -227,24 +254,24 @@ def _random_batch(
 
 
 def _ping(pipeline: Group, hidden: Tensor) -> float:
-    """Seconds of a message to the next stage and back, halved; 0 for one stage. Collective."""
+    """Return half the seconds of a message to the next stage and back; 0 for one stage. Collective."""
     seconds = [0.0]
     for first in range(min(2, pipeline.size)):
-        there = pipeline.rank % 2 == first
-        other = pipeline.rank + (1 if there else -1)
-        if not 0 <= other < pipeline.size:
+        is_first = pipeline.rank % 2 == first
+        peer = pipeline.rank + (1 if is_first else -1)
+        if not 0 <= peer < pipeline.size:
             continue
         memory = hidden.clone()
         times = []
         for _ in range(_PINGS):
-            began = _now(hidden.device)
-            if there:
-                pipeline.send(memory, other)
-                pipeline.recv(memory, other)
+            start = _now(hidden.device)
+            if is_first:
+                pipeline.send(memory, peer)
+                pipeline.recv(memory, peer)
             else:
-                pipeline.recv(memory, other)
-                pipeline.send(memory, other)
-            times.append((_now(hidden.device) - began) / 2)
+                pipeline.recv(memory, peer)
+                pipeline.send(memory, peer)
+            times.append((_now(hidden.device) - start) / 2)
         seconds.append(min(times))  # a busy machine only adds to it
     return max(seconds)
 

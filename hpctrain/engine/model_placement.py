@@ -1,4 +1,4 @@
-"""What a rank is in a run whose models may have ranks of their own (`deck/sections/rank_partition.py`)."""
+"""Model that a rank holds, if models of a run have dedicated ranks (`deck/sections/rank_partition.py`)."""
 
 from __future__ import annotations
 
@@ -13,23 +13,33 @@ from hpctrain.deck.check import check_world
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.rank_partition import RankPartition, without_dedicated_ranks
 from hpctrain.engine.build import choose_link, make_mesh
-from hpctrain.engine.shown import build_shown_stage
-from hpctrain.engine.sizes import axis_sizes, on_one_rank
+from hpctrain.engine.inference_stage import build_inference_stage
+from hpctrain.engine.mesh_sizes import axis_sizes, on_one_rank
 from hpctrain.engine.stage import TrainedStage, build_trained_stage
 from hpctrain.text import counted
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class ModelPlacement:
-    """A rank's place among `whole`, the ranks of a run. `deck`, `world` and `mesh` are of ranks that have the
-    policy, or of all others, whose engine has no parts (`idle`). In an undivided run they are the run's. The
-    policy's pipeline has so many `stages`.
+    """Place of this rank in a run.
+
+    A run with dedicated ranks has two worlds: the ranks of the policy, and all other ranks, whose engine has
+    no model parts. All ranks of a run without them are in one world.
+
+    Attributes:
+        run_world: All ranks of the run.
+        partition: Ranks of each model.
+        deck: Deck of this rank's engine.
+        world: Ranks of this rank's engine.
+        mesh: Arrangement of these ranks.
+        stages: Number of pipeline stages of the policy.
+        idle: True if this rank's engine has no model parts.
     """
 
-    whole: World
-    division: RankPartition
+    run_world: World
+    partition: RankPartition
     deck: Deck
     world: World
     mesh: Mesh
@@ -37,71 +47,82 @@ class ModelPlacement:
     idle: bool = False
 
     @property
-    def divided(self) -> bool:
-        """Whether other ranks have other models."""
-        return bool(self.division.dedicated)
+    def has_dedicated_ranks(self) -> bool:
+        """True if some models have ranks of their own."""
+        return bool(self.partition.dedicated)
 
     @property
     def build(self) -> Callable[..., TrainedStage]:
-        """What builds its stage."""
+        """Function that builds this rank's stage."""
         return _build_no_parts if self.idle else build_trained_stage
 
     @property
     def stage(self) -> int:
-        """Which of the stages of a plan it is in: those of the policy's pipeline come first."""
-        party = self.division.rank_set_index(self.whole.rank)
-        return self.stages + party - 1 if party else self.mesh.coordinate("pipeline")
+        """Number of this rank's stage in a plan, in which the policy's stages come first."""
+        index = self.partition.rank_set_index(self.run_world.rank)
+        return self.stages + index - 1 if index else self.mesh.coordinate("pipeline")
 
     def of_model(self, model: str) -> World | None:
-        """The ranks that have a model, if this is one of them. Collective."""
-        if model not in self.division.dedicated:
+        """Return the ranks that hold a model, or None if this rank does not. Collective over the run."""
+        if model not in self.partition.dedicated:
             return None if self.idle else self.world
-        own = self.division.dedicated[model]
-        here = self.whole.rank in own
-        part = self.whole.subworld(
-            own if here else [rank for rank in range(self.whole.size) if rank not in own]
+        ranks = self.partition.dedicated[model]
+        is_member = self.run_world.rank in ranks
+        part = self.run_world.subworld(
+            ranks if is_member else [rank for rank in range(self.run_world.size) if rank not in ranks]
         )
-        return part if here else None
+        return part if is_member else None
 
     def agreement(self) -> AbstractContextManager[None]:
-        """As World.agreement of the whole, where only some of it agree within."""
-        return self.whole.agreement() if self.divided else nullcontext()
+        """Return a context that raises an error of one world on all ranks of the run."""
+        return self.run_world.agreement() if self.has_dedicated_ranks else nullcontext()
 
-    def tell(self, model: str, found: Found) -> Found:
-        """What those who have a model have `found`, on all ranks. Collective."""
-        if not self.divided:
-            return found
-        told: Found = self.whole.everyone.broadcast_object(found, self.division.of_model(model)[0])
-        return told
+    def broadcast_from(self, model: str, value: Value) -> Value:
+        """Return the value of the first rank that holds a model on all ranks. Collective over the run.
+
+        Args:
+            model: Name of the model.
+            value: Value of this rank, which counts only on the ranks of the model.
+        """
+        if not self.has_dedicated_ranks:
+            return value
+        received: Value = self.run_world.everyone.broadcast_object(value, self.partition.of_model(model)[0])
+        return received
 
     @property
-    def words(self) -> str:
-        """Who has what."""
-        text = f"{counted(self.whole.size, 'rank')} ({sizes_text(self.mesh.sizes)}"
-        parties = self.division.rank_sets[1:]
-        others = [f"{' and '.join(each.models)} on {counted(len(each.ranks), 'other')}" for each in parties]
-        return f"{'; '.join([text, *others])})"
+    def description(self) -> str:
+        """Number of ranks of each model, for the log."""
+        text = f"{counted(self.run_world.size, 'rank')} ({sizes_text(self.mesh.sizes)}"
+        further = [
+            f"{' and '.join(each.models)} on {counted(len(each.ranks), 'other')}"
+            for each in self.partition.rank_sets[1:]
+        ]
+        return f"{'; '.join([text, *further])})"
 
 
-def take_seat(deck: Deck, world: World) -> ModelPlacement:
-    """That of this rank of a run. Collective; HpctrainError on all ranks where the deck does not fit them."""
-    division, stages = RankPartition.of(deck, world.size), deck.layout.pipeline
-    if not division.dedicated:
-        return ModelPlacement(world, division, deck, world, make_mesh(deck, world), stages)
+def place_models(deck: Deck, world: World) -> ModelPlacement:
+    """Return this rank's place in a run. Collective over all ranks.
+
+    Raises:
+        HpctrainError: On all ranks if the deck does not fit the ranks.
+    """
+    partition, stages = RankPartition.of(deck, world.size), deck.layout.pipeline
+    if not partition.dedicated:
+        return ModelPlacement(world, partition, deck, world, make_mesh(deck, world), stages)
     with world.agreement():
         check_world(deck, world.size)
-    transport, idle = choose_link(deck, world), world.rank in division.other_ranks
-    part = world.subworld(division.other_ranks if idle else division.policy)
-    own = without_dedicated_ranks(deck)
+    transport, idle = choose_link(deck, world), world.rank in partition.other_ranks
+    part = world.subworld(partition.other_ranks if idle else partition.policy)
+    engine_deck = without_dedicated_ranks(deck)
     if idle:
         stability = {"check_parameters": False}
-        own = on_one_rank(own).with_keys(memory={"activations": "keep"}, stability=stability)
+        engine_deck = on_one_rank(engine_deck).with_keys(memory={"activations": "keep"}, stability=stability)
     with world.agreement():
-        # Of ranks without parts the batch does not matter.
-        sizes = {"data": part.size} if idle else axis_sizes(own, part.size)
-    return ModelPlacement(world, division, own, part, Mesh(part, sizes, transport), stages, idle)
+        # The batch does not matter on ranks without model parts.
+        sizes = {"data": part.size} if idle else axis_sizes(engine_deck, part.size)
+    return ModelPlacement(world, partition, engine_deck, part, Mesh(part, sizes, transport), stages, idle)
 
 
-def _build_no_parts(deck: Deck, groups: Any, _models: Any, *others: Any) -> TrainedStage:
-    """In place of `build_trained_stage`."""
-    return build_shown_stage(deck, groups, [], *others)
+def _build_no_parts(deck: Deck, groups: Any, _models: Any, *arguments: Any) -> TrainedStage:
+    """Build a stage without model parts, with the parameters of `build_trained_stage`."""
+    return build_inference_stage(deck, groups, [], *arguments)

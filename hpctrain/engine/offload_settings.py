@@ -1,4 +1,4 @@
-"""Where a run's optimizer state and parameters live: on the device, in host memory, or in files."""
+"""Location of optimizer state and parameters: on the device, in host memory, or in files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.memory import HOST_REFUSAL
-from hpctrain.engine.rules import RULES
+from hpctrain.engine.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import choose_device, empty_host_tensor, on_host, visible_gpus
 from hpctrain.memory.offload_folder import check_disk_space
@@ -28,9 +28,13 @@ from hpctrain.units import format_bytes
 
 @dataclass(frozen=True)
 class OffloadSettings:
-    """What makes the memory of what does not live on the device, None where it does.
+    """Functions that make memory outside the device.
 
-    `scratch` holds the files; `introduction` says what is where, for the log.
+    Attributes:
+        optimizer: Makes memory of the optimizer state; None if it is on the device.
+        parameters: Makes memory of the parameters; None if they are on the device.
+        scratch: Files of this rank, if there are any.
+        introduction: Description for the log.
     """
 
     optimizer: Store | None = None
@@ -40,38 +44,50 @@ class OffloadSettings:
 
 
 def open_offload(deck: Deck, world: World, sizes: Mapping[str, int]) -> OffloadSettings:
-    """The stores of a deck, for `sizes` bytes of this rank's "optimizer" state and "parameters"; collective.
+    """Return the offload settings of a deck. Collective over all ranks.
 
-    HpctrainError on all ranks where what the deck asks for cannot be.
+    Args:
+        deck: The deck.
+        world: All ranks.
+        sizes: Bytes of this rank's "optimizer" state and "parameters".
+
+    Raises:
+        HpctrainError: On all ranks if the device does not support it, or if files have no space.
     """
-    where = {"optimizer": deck.memory.optimizer, "parameters": deck.memory.parameters}
+    location = {"optimizer": deck.memory.optimizer, "parameters": deck.memory.parameters}
     with world.agreement():
-        refused = [key for key in where if where[key] == "host" and on_host(world.device)]
+        refused = [key for key in location if location[key] == "host" and on_host(world.device)]
         if refused:
             raise HpctrainError([deck.problem(f"memory.{key}", HOST_REFUSAL) for key in refused])
-    on_disk = [key for key in where if where[key] == "disk"]
+    on_disk = [key for key in location if location[key] == "disk"]
     scratch = open_scratch(deck, world, sum(sizes[key] for key in on_disk)) if on_disk else None
-    stores: dict[str, Store] = {key: host_store for key in where if where[key] == "host"}
+    stores: dict[str, Store] = {key: host_store for key in location if location[key] == "host"}
     if scratch is not None:
         stores |= {key: file_store(scratch, key) for key in on_disk}
     words = {"optimizer": "optimizer state", "disk": str(offload_folder(deck)), "host": "host memory"}
-    said = [
-        f"{words.get(key, key)} ({format_bytes(sizes[key])} per rank) in {words[where[key]]}"
-        for key in where
+    lines = [
+        f"{words.get(key, key)} ({format_bytes(sizes[key])} per rank) in {words[location[key]]}"
+        for key in location
         if key in stores
     ]
-    return OffloadSettings(stores.get("optimizer"), stores.get("parameters"), scratch, ", ".join(said))
+    return OffloadSettings(stores.get("optimizer"), stores.get("parameters"), scratch, ", ".join(lines))
 
 
 def offload_folder(deck: Deck) -> Path:
-    """The folder of a run's files in place of memory."""
+    """Return the folder of the files of offloaded tensors."""
     return Path(deck.memory.offload_dir or f"{deck.run.dir}/offload")
 
 
 def open_scratch(deck: Deck, world: World, need: int) -> ScratchFiles:
-    """This rank's files in the deck's offload folder, for `need` bytes; collective.
+    """Open this rank's files in the deck's offload folder. Collective over all ranks.
 
-    HpctrainError on all ranks where the folder cannot be written to or has no room for all ranks of a node.
+    Args:
+        deck: The deck.
+        world: All ranks.
+        need: Bytes that this rank needs.
+
+    Raises:
+        HpctrainError: On all ranks if the folder of one node is not writable or too small for its ranks.
     """
     needs = world.everyone.all_gather_object((world.node, need))
     of_node = sum(bytes_ for node, bytes_ in needs if node == world.node)
@@ -84,7 +100,7 @@ def open_scratch(deck: Deck, world: World, need: int) -> ScratchFiles:
 
 
 def file_store(scratch: ScratchFiles, name: str) -> Store:
-    """Makes zeros in files of that name, numbered."""
+    """Return a function that makes flat tensors of zeros in new files, whose names start with `name`."""
     numbers = count()
 
     def make(length: int, dtype: torch.dtype) -> Flat:
@@ -95,12 +111,12 @@ def file_store(scratch: ScratchFiles, name: str) -> Store:
 
 
 def host_store(length: int, dtype: torch.dtype) -> Flat:
-    """Makes zeros in host memory that a GPU reads and writes directly."""
+    """Return a flat tensor of zeros in host memory that a GPU reads and writes directly. Local."""
     return empty_host_tensor((length,), dtype, choose_device("auto", 0, visible_gpus())).zero_()
 
 
 def planned_offload(deck: Deck) -> OffloadSettings:
-    """Stores of state alone, which has no memory: of the host, or of files that are not there."""
+    """Return offload settings for a plan, whose optimizer state has neither memory nor files. Local."""
 
     def make(length: int, dtype: torch.dtype) -> Flat:
         if deck.memory.optimizer == "host":
@@ -114,9 +130,14 @@ def planned_offload(deck: Deck) -> OffloadSettings:
 def make_optimizer(
     deck: Deck, buckets: Sequence[Bucket], store: Store | None, device: torch.device, agreement: Agreement
 ) -> Optimizer:
-    """The deck's optimizer, with its state where `store` makes it or, without one, on the device.
+    """Return the deck's optimizer. Collective over the ranks of the mesh.
 
-    `device` is the run's, where a plan's buckets are not.
+    Args:
+        deck: The deck.
+        buckets: Buckets whose parameters are updated.
+        store: Makes the memory of the state; None for the device.
+        device: Device of the run, also in a plan, whose buckets have no device.
+        agreement: Context of operations that may fail on one rank alone.
     """
     rule, memory = RULES[deck.optimizer.name](deck), deck.memory
     if store is None and isinstance(rule, MatrixRules):

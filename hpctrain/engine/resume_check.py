@@ -17,8 +17,8 @@ from hpctrain.deck.sections.local_steps import has_outer_model
 from hpctrain.deck.sections.objective import POLICY_KINDS, REFERENCE_KINDS, SCORE_KINDS
 from hpctrain.deck.sections.optimizer import MuonTable
 from hpctrain.deck.sources import clipped, toml_value
-from hpctrain.engine.companions import critic_deck
-from hpctrain.engine.rules import RULES
+from hpctrain.engine.auxiliary_decks import critic_deck
+from hpctrain.engine.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.model.width_scaling import WidthScaling
 from hpctrain.sharding.compression.warmed import momentum_given_after

@@ -1,5 +1,7 @@
-"""Ranks of two roles: servers, which own slices of parameters and optimizer state, and workers, which compute
-gradients of a whole model and leave sums and updates to these.
+"""Roles of ranks in a run with parameter servers.
+
+Servers hold slices of the parameters and the optimizer state. Workers compute gradients of the whole model;
+servers reduce them and update the parameters.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.server import server_ranks
 from hpctrain.engine.build import choose_link
 from hpctrain.engine.offload_settings import OffloadSettings
-from hpctrain.engine.rules import RULES
 from hpctrain.engine.stage import TrainedStage, build_stage, build_trained_stage
+from hpctrain.engine.update_rules import RULES
 from hpctrain.model.part import ModelPart
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.optimizer import Agreement, Optimizer
@@ -31,25 +33,25 @@ from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import GradientSynchronizer
 
 
-class OwnGradients:
-    """A Summation that leaves each rank its own: what servers add up."""
+class UnreducedGradients:
+    """GradientReduction that does nothing, because servers reduce the gradients."""
 
     scratch_bytes = 0
 
     def begin(self, updates: int) -> None:
-        """Every step is like every other."""
+        """Do nothing: all steps are alike."""
 
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """Start to sum the gradients of the bucket over the ranks of its group."""
-        assert sums is gradients, "only what is not cut stays where it is"
+        """Return the gradients of this rank."""
+        assert sums is gradients, "buckets of workers are not sharded"
         return Work(sums)
 
     def after_step(self, updated: bool, factor: float) -> None:
-        """Nothing is left of it."""
+        """Do nothing: there is no state."""
 
 
-class Elsewhere(Optimizer):
-    """Stands for one that other ranks have: no state is here, and nothing is updated."""
+class RemoteOptimizer(Optimizer):
+    """Optimizer of a worker, which has neither state nor updates, because servers have them."""
 
     def __init__(self, deck: Deck) -> None:
         rule = RULES[deck.optimizer.name](deck)
@@ -71,47 +73,47 @@ def build_worker_stage(
     device: torch.device,  # noqa: ARG001
     agreement: Agreement = nullcontext,  # noqa: ARG001
 ) -> TrainedStage:
-    """As `build_trained_stage`, of a worker."""
+    """Build the stage of a worker, with the parameters of `build_trained_stage`."""
     stage = build_stage(deck, groups, models, replications, trained=True)
     outer = SyncEveryStep()
-    reducers = [make_reducer(bucket, OwnGradients()) for bucket in stage.buckets]
+    reducers = [make_reducer(bucket, UnreducedGradients()) for bucket in stage.buckets]
     synchronizer = GradientSynchronizer(reducers, outer)
     return TrainedStage(
-        **vars(stage), synchronizer=synchronizer, outer=outer, optimizer=Elsewhere(deck), stateful=[]
+        **vars(stage), synchronizer=synchronizer, outer=outer, optimizer=RemoteOptimizer(deck), stateful=[]
     )
 
 
 @dataclass(frozen=True)
 class ServerRoles:
-    """The first `servers` ranks of a world serve, the `workers` others work."""
+    """Numbers of servers and workers. The first ranks of a world are the servers."""
 
     servers: int
     workers: int
 
     @staticmethod
     def of(deck: Deck, ranks: int) -> ServerRoles:
-        """Those of a deck on so many ranks."""
+        """Return the roles of a deck on a number of ranks."""
         return ServerRoles(server_ranks(deck), ranks - server_ranks(deck))
 
     def serves(self, rank: int) -> bool:
-        """Whether a rank is a server."""
+        """Return True if a rank is a server."""
         return rank < self.servers
 
     def place(self, deck: Deck, world: World) -> tuple[Deck, World, Mesh]:
-        """The deck of this rank's role, the world of the ranks that have it, and their mesh. Collective."""
+        """Return the deck, the world and the mesh of the ranks with this rank's role. Collective."""
         ranks = range(self.servers) if self.serves(world.rank) else range(self.servers, world.size)
-        own = serving(deck) if self.serves(world.rank) else deck
+        role_deck = server_deck(deck) if self.serves(world.rank) else deck
         transport = choose_link(deck, world)
         part = world.subworld(ranks)
-        return own, part, Mesh(part, {"data": part.size}, transport)
+        return role_deck, part, Mesh(part, {"data": part.size}, transport)
 
     def stage(self, rank: int) -> Callable[..., TrainedStage]:
-        """What builds the stage of a rank."""
+        """Return the function that builds the stage of a rank."""
         return build_trained_stage if self.serves(rank) else build_worker_stage
 
 
-def serving(deck: Deck) -> Deck:
-    """The deck as its servers hold the model: slices of all, cut over them."""
+def server_deck(deck: Deck) -> Deck:
+    """Return the deck of the servers, which hold the model in slices (ZeRO)."""
     return deck.with_keys(
         layout={"zero": 3 if server_ranks(deck) > 1 else 2},
         memory={"keep_gathered": 0, "accumulate": "whole"},

@@ -1,4 +1,7 @@
-"""What a rank holds of a pipeline stage, built in one way for a run and, without memory, for a plan."""
+"""Construction of a pipeline stage: model parts, buckets, gradient reduction, replicas and optimizer.
+
+A run builds a stage in memory. A plan builds the same stage on torch's device "meta", which has no memory.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.local_steps import has_outer_model
 from hpctrain.engine.deck_kernels import kernels_of
-from hpctrain.engine.functions import functions_of, planned_functions
-from hpctrain.engine.nodes import NodeMesh, cut_by_node, ranks_of_node
+from hpctrain.engine.function_choice import functions_of, planned_functions
+from hpctrain.engine.node_groups import NodeMesh, cut_by_node, ranks_of_node
 from hpctrain.engine.offload_settings import OffloadSettings, make_optimizer, planned_offload
-from hpctrain.engine.rules import RULES
+from hpctrain.engine.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host
 from hpctrain.memory.recompute import Recompute
@@ -64,7 +67,7 @@ from hpctrain.sharding.state import ModuleState, Stateful, StateTensor
 from hpctrain.sharding.synchronize import GradientSynchronizer
 from hpctrain.sharding.weight_maxima import WeightMaxima, quantized_products
 
-SUMMATIONS: Mapping[str, Callable[[Deck, Bucket], GradientReduction]] = {
+REDUCTIONS: Mapping[str, Callable[[Deck, Bucket], GradientReduction]] = {
     "none": lambda _, bucket: ExactReduction(bucket),
     "bf16": exact_at_first(CompressedReduction.of(RoundedCodec("bf16"))),
     "int8": exact_at_first(CompressedReduction.of(RoundedCodec("int8"))),
@@ -73,24 +76,24 @@ SUMMATIONS: Mapping[str, Callable[[Deck, Bucket], GradientReduction]] = {
     "topk": between_nodes(TopK.of, of_gradients=False),
     "powersgd": exact_at_first(PowerSgd.of),
 }
-"""What makes the GradientReduction of a deck and a bucket, by `communication.compress`."""
+"""Functions that make the GradientReduction of a bucket, by `communication.compress`."""
 
 
-class OuterChoice(NamedTuple):
-    """What makes an ReplicaSync of a deck and a stage, and whether it lets replicas be apart."""
+class ReplicaSyncChoice(NamedTuple):
+    """Function that makes a ReplicaSync of a deck and a stage, and True if replicas diverge under it."""
 
     make: Callable[[Deck, Stage], ReplicaSync]
     apart: bool = False
 
     @staticmethod
-    def of(deck: Deck) -> OuterChoice:
-        """The deck's."""
+    def of(deck: Deck) -> ReplicaSyncChoice:
+        """Return the choice of a deck."""
         steps = deck.layout.local_steps
-        return OUTERS["every_step" if steps is None or not steps.has_outer_model else steps.outer]
+        return REPLICA_SYNCS["every_step" if steps is None or not steps.has_outer_model else steps.outer]
 
 
 def make_local_steps(deck: Deck, stage: Stage) -> LocalSteps:
-    """What replicas do that part for some steps: both outers of a deck, by their rules."""
+    """Return the synchronization of replicas that diverge for some steps (Local SGD or DiLoCo). Local."""
     keys = deck.layout.local_steps
     assert keys is not None
     blocks = {
@@ -106,19 +109,28 @@ def make_local_steps(deck: Deck, stage: Stage) -> LocalSteps:
     return LocalSteps(stage.buckets, fragments, timing, rule, keys.blend, FORMATS[keys.format])
 
 
-OUTERS: Mapping[str, OuterChoice] = {
-    "every_step": OuterChoice(lambda *_: SyncEveryStep()),
-    "average": OuterChoice(make_local_steps, apart=True),
-    "diloco": OuterChoice(make_local_steps, apart=True),
+REPLICA_SYNCS: Mapping[str, ReplicaSyncChoice] = {
+    "every_step": ReplicaSyncChoice(lambda *_: SyncEveryStep()),
+    "average": ReplicaSyncChoice(make_local_steps, apart=True),
+    "diloco": ReplicaSyncChoice(make_local_steps, apart=True),
 }
-"""Each ReplicaSync by its name: "every_step" where replicas are not to part, or else
-`layout.local_steps.outer`."""
+"""Choices by `layout.local_steps.outer`; "every_step" if replicas do not diverge."""
 
 
 @dataclass
 class Stage:
-    """What this rank holds of a pipeline stage: its parts of the model by chunk, in buckets, what gathers
-    their parameters, and what modules keep. Several, of one mesh or of several, live beside each other.
+    """Model parts that this rank holds, without training.
+
+    A rank may hold several stages, of one mesh or of several.
+
+    Attributes:
+        groups: Context of the layers.
+        models: Model parts by chunk.
+        replications: Ranks that hold each shard.
+        buckets: Buckets of all parameters.
+        residency: Brings parameters to the device before they are used.
+        modules: State of layers that is no parameter.
+        weight_maxima: Largest weights of 8-bit products.
     """
 
     groups: LayerContext
@@ -132,8 +144,13 @@ class Stage:
 
 @dataclass
 class TrainedStage(Stage):
-    """A Stage with gradients, what sums them, what keeps replicas together, what updates parameters, and who
-    else keeps state of them.
+    """Stage that is trained.
+
+    Attributes:
+        synchronizer: Reduces gradients.
+        outer: Synchronizes replicas.
+        optimizer: Updates parameters.
+        stateful: Further owners of state.
     """
 
     synchronizer: GradientSynchronizer
@@ -143,12 +160,12 @@ class TrainedStage(Stage):
 
     @property
     def replica(self) -> tuple[int, int]:
-        """(number, count) of this rank's replica, where these are apart."""
+        """Number of this rank's replica and number of replicas; (0, 1) if replicas do not diverge."""
         parted = self.buckets[0].sharding.parted
         return (parted[0].rank, parted[0].size) if parted else (0, 1)
 
     def state(self) -> Iterator[StateTensor]:
-        """All that belongs to parameters, and they themselves."""
+        """Yield the parameters and all state that belongs to them."""
         for each in (self.optimizer, *self.stateful):
             yield from each.state()
 
@@ -156,7 +173,14 @@ class TrainedStage(Stage):
 def make_groups(
     deck: Deck, mesh: MeshQueries, saved_policy: SavedPolicy, device: torch.device
 ) -> LayerContext:
-    """The groups of the deck's layers, for a run on `device`."""
+    """Return the context of a deck's layers: their groups, formats, kernels and functions.
+
+    Args:
+        deck: The deck.
+        mesh: Arrangement of the ranks, or a planned one.
+        saved_policy: Decides what layers save for the backward pass.
+        device: Device of the run.
+    """
     formats = Precision.of(deck)
     return LayerContext(
         tensor=mesh.group("tensor"),
@@ -178,20 +202,23 @@ def make_groups(
 
 
 def make_replications(deck: Deck, mesh: NodeMesh) -> Replications:
-    """Who holds which pieces, by the deck's ZeRO."""
+    """Return which ranks hold each shard, with the deck's ZeRO stage and groups. Collective."""
     dense, nodes = mesh.group("data", "context"), cut_by_node(deck, mesh)
-    apart = OuterChoice.of(deck).apart
+    apart = ReplicaSyncChoice.of(deck).apart
 
     def shard(everyone: Group) -> ZeroSharding:
         parted = has_outer_model(deck)
         size = everyone.size // deck.layout.replicas if parted else zero_group_size(deck, mesh, everyone)
-        # Of experts that no other rank of the group has, nothing is to be cut, or to be gathered.
-        whole = size == 1 and everyone is not dense and deck.memory.parameters == "device"
+        # Experts that no other rank of the group holds are neither sharded nor gathered.
+        is_unsharded = size == 1 and everyone is not dense and deck.memory.parameters == "device"
         if parted:
             return ZeroSharding(
-                0 if whole else deck.layout.zero, *mesh.split_group(everyone, size), apart, nodes(everyone)
+                0 if is_unsharded else deck.layout.zero,
+                *mesh.split_group(everyone, size),
+                apart,
+                nodes(everyone),
             )
-        if whole:
+        if is_unsharded:
             return ZeroSharding(0, everyone, mesh.new_subgroup("data", 1))
         if size == everyone.size:
             return ZeroSharding(
@@ -203,16 +230,22 @@ def make_replications(deck: Deck, mesh: NodeMesh) -> Replications:
 
 
 def zero_group_size(deck: Deck, mesh: NodeMesh, everyone: Group) -> int:
-    """Over how many of `everyone`, who train on other tokens, ZeRO cuts. Collective.
+    """Return the number of ranks over which ZeRO shards. Collective over `everyone`.
 
-    HpctrainError on all of them where `layout.zero_group = "node"` and their nodes do not have as many each.
+    Args:
+        deck: The deck.
+        mesh: Arrangement of the ranks.
+        everyone: All ranks that hold the same parameters and train on different tokens.
+
+    Raises:
+        HpctrainError: On all ranks if `layout.zero_group = "node"` and nodes have different numbers of them.
     """
-    wish = deck.layout.zero_group
-    if deck.layout.zero == 0 or wish is None:
+    requested = deck.layout.zero_group
+    if deck.layout.zero == 0 or requested is None:
         return everyone.size
-    if wish != "node":
-        assert everyone.size % wish == 0, (wish, everyone.size)
-        return wish
+    if requested != "node":
+        assert everyone.size % requested == 0, (requested, everyone.size)
+        return requested
     size = ranks_of_node(mesh, everyone)
     if not size:
         among = everyone.name.replace("_", " ")
@@ -229,15 +262,24 @@ def build_stage(
     store: Store | None = None,
     trained: bool = False,
 ) -> Stage:
-    """Give the parts of a stage their memory. `store` makes that of slices, `trained` as in Bucket."""
-    size, own = deck.communication.bucket_bytes, Precision.of(deck)
-    # Beside adapters nothing is trained: it has neither gradients nor state.
+    """Put the parameters of model parts into buckets, which allocates their memory.
+
+    Args:
+        deck: The deck.
+        groups: Context of the layers.
+        models: Model parts by chunk, without memory.
+        replications: Ranks that hold each shard.
+        store: Makes the memory of ZeRO slices outside the device; None for the device.
+        trained: True if parameters have gradients.
+    """
+    size, precision = deck.communication.bucket_bytes, Precision.of(deck)
+    # With adapters, all other parameters have neither gradients nor state, so they have buckets of their own.
     apart = deck.model.adapters is not None
     layouts = (each for part in models for each in bucket_layouts(part.units(), replications, size, apart))
     layers = [layer for model in models for layer in model.layers]
     make = bucket_maker(layers)
     buckets = [
-        make(layout, own.storage, own.gradient, trained and (layout.trained or not apart), store)
+        make(layout, precision.storage, precision.gradient, trained and (layout.trained or not apart), store)
         for layout in layouts
     ]
     blocks = [block.held for model in models for block in blocks_of(model)]
@@ -259,58 +301,86 @@ def build_trained_stage(
     device: torch.device,
     agreement: Agreement = nullcontext,
 ) -> TrainedStage:
-    """As `build_stage`, to be trained; what is to be frozen is frozen already. `offload` makes the memory of
-    what does not live on the run's `device`.
+    """Build a stage with gradients and an optimizer. Collective over the ranks of the mesh.
+
+    Args:
+        deck: The deck.
+        groups: Context of the layers.
+        models: Model parts by chunk, without memory, in which parameters are already frozen.
+        replications: Ranks that hold each shard.
+        offload: Makes memory outside the device.
+        device: Device of the run.
+        agreement: Context of operations that may fail on one rank alone.
     """
     set_rates(models, deck)
     rule = RULES[deck.optimizer.name](deck)
     if isinstance(rule, MatrixRules):
         rule.assign([parameter for model in models for parameter in parameter_list(model)])
     stage = build_stage(deck, groups, models, replications, offload.parameters, trained=True)
-    summed = [bucket for bucket in stage.buckets if bucket.trained]
-    summations = [SUMMATIONS[deck.communication.compress](deck, bucket) for bucket in summed]
-    summing, first = summations, None
+    trained = [bucket for bucket in stage.buckets if bucket.trained]
+    reductions = [REDUCTIONS[deck.communication.compress](deck, bucket) for bucket in trained]
+    measured, first = reductions, None
     if deck.run.noise_scale_steps and all(bucket.sharding.ranks == 1 for bucket in stage.buckets):
         first = FirstMicroBatch(stage.buckets[0].sharding.group.device)
     elif deck.run.noise_scale_steps:
-        summing = list(map(MeasuredReduction, summed, summations))
-    reducers = list(map(make_reducer, summed, summing))
-    outer, in_order = OuterChoice.of(deck).make(deck, stage), deck.model.module is not None
+        measured = list(map(MeasuredReduction, trained, reductions))
+    reducers = list(map(make_reducer, trained, measured))
+    outer, in_order = ReplicaSyncChoice.of(deck).make(deck, stage), deck.model.module is not None
     sliced = deck.memory.accumulate == "sliced"
     return TrainedStage(
         **vars(stage),
         synchronizer=GradientSynchronizer(reducers, outer, sliced, first, in_order),
         outer=outer,
         optimizer=make_optimizer(deck, stage.buckets, offload.optimizer, device, agreement),
-        stateful=[each for each in (outer, *summations, stage.modules) if isinstance(each, Stateful)],
+        stateful=[each for each in (outer, *reductions, stage.modules) if isinstance(each, Stateful)],
     )
+
+
+class PipelinePosition(NamedTuple):
+    """Stage of a pipeline.
+
+    Attributes:
+        schedule: Pipeline schedule.
+        split: Number of blocks of each pipeline part.
+        number: Number of the stage.
+    """
+
+    schedule: Schedule
+    split: Sequence[int]
+    number: int
 
 
 def plan_stage(
     deck: Deck,
     architecture: Architecture,
     mesh: PlannedMesh,
-    schedule: Schedule,
-    split: Sequence[int],
-    number: int,
+    position: PipelinePosition,
     device: torch.device,
     build: Callable[..., TrainedStage] = build_trained_stage,
 ) -> TrainedStage:
-    """A stage of the pipeline as its first rank along the other axes builds it, without its memory.
+    """Return a stage as its first rank along all other axes builds it, but without memory. Local.
 
-    The others of the stage hold as much: what does not divide is padded alike. The tensors that a run has
-    on its `device` lie on torch's device "meta", which keeps shapes alone. `build` is what makes it of these.
+    The other ranks of the stage hold the same amount, because of padding. Tensors that a run has on its
+    device are on torch's device "meta".
+
+    Args:
+        deck: The deck.
+        architecture: Architecture of the model.
+        mesh: Planned mesh, at the first rank of the stage.
+        position: Stage of the pipeline.
+        device: Device of the run.
+        build: Function that builds the stage, with the parameters of `build_trained_stage`.
     """
     groups = make_groups(planned_functions(deck), mesh, Recompute(deck.memory.recompute), device)
     with META:
-        models = build_parts(architecture, groups, layer_ranges(schedule, split, number))
+        models = build_parts(architecture, groups, layer_ranges(*position))
         freeze_parameters(models, deck.model.frozen)
         replications = make_replications(deck, mesh)
         return build(deck, groups, models, replications, planned_offload(deck), device)
 
 
 def offloaded_bytes(deck: Deck, stage: TrainedStage) -> dict[str, int]:
-    """Bytes of a planned stage's "optimizer" state and "parameters" that do not live on the device."""
+    """Return the bytes of "optimizer" state and "parameters" of a planned stage outside the device."""
     state = (
         flat.nbytes
         for bucket, state in zip(stage.buckets, stage.optimizer.states, strict=True)
@@ -324,27 +394,27 @@ def offloaded_bytes(deck: Deck, stage: TrainedStage) -> dict[str, int]:
 
 
 def load_parameters(path: Path, stage: Stage, everyone: Group) -> None:
-    """Fill a stage that is not trained from a checkpoint; collective.
+    """Load the parameters of a stage that is not trained from a checkpoint. Collective over `everyone`.
 
-    Weights that are not finite are logged as a warning, so that such a model can still be examined. Errors as
-    in `checkpoint.read.load`.
+    Weights that are not finite cause a warning in the log, so that such a model can still be examined. It
+    raises what `checkpoint.read.load` raises.
     """
     structure = examine(path, everyone)
-    kept, left = resumed_entries(stage.modules.state(), structure.datasets)
-    wanted = [(entry, structure.datasets.get(entry.dataset)) for entry in model_entries(stage.buckets)]
-    # What replicas have in common is stored in fp32, whatever the format of the parameters.
+    module_entries, left = resumed_entries(stage.modules.state(), structure.datasets)
+    entries = [(entry, structure.datasets.get(entry.dataset)) for entry in model_entries(stage.buckets)]
+    # The common weights of replicas are stored in fp32, even if parameters have another dtype.
     read = [
         replace(entry, values=torch.empty(entry.values.numel()))
-        if found is not None and found.kind == "float32" and entry.kind != found.kind
+        if stored is not None and stored.kind == "float32" and entry.kind != stored.kind
         else entry
-        for entry, found in wanted
+        for entry, stored in entries
     ]
-    load(structure, everyone, [*read, *kept], left=left)
+    load(structure, everyone, [*read, *module_entries], left=left)
     weight = nonfinite_weight(everyone, read)
     if weight is not None and everyone.rank == 0:
         sentence = nonfinite_sentence(path, weight, "the results of this model may be NaN or infinite")
         logging.getLogger("hpctrain").warning("%s", sentence)
-    for (entry, _), each in zip(wanted, read, strict=True):
+    for (entry, _), each in zip(entries, read, strict=True):
         if each is not entry:
             assert isinstance(entry.values, torch.Tensor) and isinstance(each.values, torch.Tensor)
             entry.values.copy_(each.values)

@@ -1,8 +1,8 @@
-"""Weights from one layout to another over the same ranks, without a file: as from training to generation.
+"""Transfer of weights between two layouts on the same ranks without a file, such as training and generation.
 
-Every rank tells which boxes of which tensors it holds, and which it is to hold. From that all ranks find the
-same plan: who sends what to whom, in rounds of bounded size, so that no rank ever has more of a model at once
-than its two stages and a round.
+Each rank sends all ranks the boxes (rectangular parts of tensors) that it holds and those that it needs. From
+these all ranks compute the same plan: which rank sends which box to which rank, in rounds of bounded size. So
+no rank needs more memory than its two stages and one round.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from hpctrain.sharding.bucket import Bucket, await_readers
 from hpctrain.sharding.state import MODEL
 
 BYTES_AT_A_TIME = 64 << 20
-"""Of a round: a rank that has sent or is to get as many in it takes part in it no further."""
+"""Bytes that a rank sends or receives in one round, about."""
 
 _MODEL = f"/{MODEL}/"
 
 
 class Box(NamedTuple):
-    """A rectangle of a global tensor."""
+    """Rectangular part of a global tensor."""
 
     start: Index
     shape: Index
 
     @property
     def elements(self) -> int:
-        """All of it."""
+        """Number of elements."""
         return prod(self.shape)
 
     def common(self, other: Box) -> Box | None:
-        """What lies in both, if anything."""
+        """Return the intersection of two boxes, or None if it is empty."""
         both = list(zip(self.start, self.shape, other.start, other.shape, strict=True))
         start = tuple(max(a, b) for a, _, b, _ in both)
         shape = tuple(min(a + n, b + m) - first for (a, n, b, m), first in zip(both, start, strict=True))
         return Box(start, shape) if min(shape) > 0 else None
 
     def cut(self, limit: int) -> Iterator[Box]:
-        """In boxes of at most so many elements."""
+        """Yield the box in pieces of at most `limit` elements."""
         for part in TensorBox(self.start, self.shape, 0, (0,) * len(self.shape)).cut(limit):
             yield Box(part.start, part.shape)
 
 
 class TransferMessage(NamedTuple):
-    """A box of a tensor that goes from one rank to another, or stays on one."""
+    """Box of a tensor that one rank sends to another one, or copies locally if both are the same."""
 
     sender: int
     receiver: int
@@ -66,100 +66,115 @@ class TransferMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class TransferTensor:
-    """What a rank holds of a tensor: rectangles of its values."""
+    """Elements of a tensor that a rank holds, as rectangles."""
 
     values: Flat
     rectangles: list[TensorBox]
 
     @staticmethod
     def of(entry: TensorRange) -> TransferTensor:
-        """All that an TensorRange does, without padding."""
+        """Return the elements of a TensorRange without padding."""
         return TransferTensor(entry.values, rectangles_of(entry))
 
     @property
     def boxes(self) -> list[Box]:
-        """Of the rectangles."""
+        """Boxes of the rectangles."""
         return [Box(each.start, each.shape) for each in self.rectangles]
 
     def at(self, box: Box) -> TensorBox:
-        """The part of a rectangle that is this box, all of which is in one of them."""
-        for whole in self.rectangles:
-            if Box(whole.start, whole.shape).common(box) == box:
-                steps = zip(box.start, whole.start, whole.strides, strict=True)
-                at = whole.at + sum((here - first) * stride for here, first, stride in steps)
-                return replace(whole, start=box.start, shape=box.shape, at=at)
+        """Return the part of a rectangle that is a box, which must be inside of one rectangle."""
+        for rectangle in self.rectangles:
+            if Box(rectangle.start, rectangle.shape).common(box) == box:
+                steps = zip(box.start, rectangle.start, rectangle.strides, strict=True)
+                at = rectangle.at + sum((index - first) * stride for index, first, stride in steps)
+                return replace(rectangle, start=box.start, shape=box.shape, at=at)
         raise AssertionError((box, self.rectangles))
 
     def read(self, box: Box) -> Tensor:
-        """Its elements, flat, as they are stored."""
+        """Return the elements of a box, flat, in their dtype."""
         return self.at(box).load(self.values).reshape(-1).view(self.values.dtype)
 
     def write(self, box: Box, elements: Tensor) -> None:
-        """The other way round."""
-        assert isinstance(self.values, Tensor), "what is filled by a transfer lies in memory"
+        """Overwrite the elements of a box with flat elements of the same dtype."""
+        assert isinstance(self.values, Tensor), "the target of a transfer is in memory"
         assert elements.dtype == self.values.dtype, (elements.dtype, self.values.dtype)
-        there = self.at(box).view(self.values)
-        there.copy_(elements.view(there.dtype).view(box.shape))
+        target = self.at(box).view(self.values)
+        target.copy_(elements.view(target.dtype).view(box.shape))
 
 
 class WeightTransfer:
-    """The way of a model's weights from the stage `source` into `target`, of any other layout over the same
-    ranks of `world`, found once. Collective.
+    """Plan by which the weights of a stage move into a stage with another layout on the same ranks.
 
-    The source may train in any way in which all ranks have one model (ZeRO of any kind, experts, chunks,
-    memory elsewhere); what modules keep besides goes, too, where the target's keep it as well. The target
-    does not train, and its parameters lie in memory. HpctrainError where replicas are apart.
+    The source may have any layout in which all ranks share one model: ZeRO, experts, chunks, offloaded
+    memory. State of modules moves as well if the target has it. The target does not train, and its parameters
+    are in memory.
     """
 
     def __init__(
         self, world: World, source: Stage, target: Stage, bytes_at_a_time: int = BYTES_AT_A_TIME
     ) -> None:
+        """Plan the transfer. Collective over the world.
+
+        Args:
+            world: Ranks of both stages.
+            source: Stage with the weights.
+            target: Stage to fill.
+            bytes_at_a_time: Bytes of a round.
+
+        Raises:
+            HpctrainError: On all ranks if the replicas of the source diverge.
+        """
         self._group, self._target = world.everyone, target
         if any(bucket.sharding.apart and bucket.sharding.replicas.size > 1 for bucket in source.buckets):
             raise HpctrainError(
                 "layout.local_steps: weights cannot be transferred from replicas that diverge "
                 "(use replicas = 1)"
             )
-        self._having, self._wanting = dict(_held(source)), dict(_wanted(target))
-        told = self._group.all_gather_object((_told(self._having), _told(self._wanting)))
+        self._source_tensors, self._target_tensors = dict(_sources(source)), dict(_targets(target))
+        boxes = self._group.all_gather_object(
+            (_boxes_of(self._source_tensors), _boxes_of(self._target_tensors))
+        )
         nodes = world.nodes_of(self._group.ranks)
-        messages = _messages([each for each, _ in told], [each for _, each in told], nodes)
-        own = self._group.rank
-        self._kept = [
+        messages = _messages([each for each, _ in boxes], [each for _, each in boxes], nodes)
+        rank = self._group.rank
+        self._local_messages = [
             each._replace(box=box)
             for each in messages
-            if each.sender == each.receiver == own
+            if each.sender == each.receiver == rank
             for box in each.box.cut(max(1, bytes_at_a_time // 8))
         ]
-        types = {name: dtype for each, _ in told for name, (dtype, _) in each.items()}
+        types = {name: dtype for each, _ in boxes for name, (dtype, _) in each.items()}
         self._rounds: list[_TransferRound] = []
         for kind in dict.fromkeys(types.values()):
             dtype: torch.dtype = getattr(torch, kind)
             sent = [m for m in messages if m.sender != m.receiver and types[m.name] == kind]
             limit = max(1, bytes_at_a_time // dtype.itemsize)
-            rounds = _in_rounds(sent, self._group.size, limit)
-            self._rounds += [_TransferRound.of(each, dtype, own) for each in rounds]
+            rounds = _divide_into_rounds(sent, self._group.size, limit)
+            self._rounds += [_TransferRound.of(each, dtype, rank) for each in rounds]
 
     @property
     def sent_bytes(self) -> int:
-        """That this rank sends to others, each time."""
-        sent = ((each.box.elements, around.dtype) for around in self._rounds for each in around.sent)
+        """Bytes that this rank sends to other ranks in each transfer."""
+        sent = (
+            (each.box.elements, each_round.dtype) for each_round in self._rounds for each in each_round.sent
+        )
         return sum(elements * dtype.itemsize for elements, dtype in sent)
 
     @torch.no_grad()
     def move(self) -> None:
-        """Fill the target's parameters from the source's present ones. Collective."""
+        """Copy the current weights of the source into the target. Collective over the world."""
         await_readers(self._target.buckets)
-        for each in self._kept:
-            self._wanting[each.name].write(each.box, self._having[each.name].read(each.box))
-        for around in self._rounds:
-            around.run(self._group, self._having, self._wanting)
+        for each in self._local_messages:
+            elements = self._source_tensors[each.name].read(each.box)
+            self._target_tensors[each.name].write(each.box, elements)
+        for each_round in self._rounds:
+            each_round.run(self._group, self._source_tensors, self._target_tensors)
         refresh(self._target.buckets)
 
 
 @dataclass(frozen=True)
 class _TransferRound:
-    """Messages of one round that this rank sends and receives, by peer."""
+    """Messages of one round that this rank sends and receives, sorted by peer."""
 
     dtype: torch.dtype
     sent: list[TransferMessage]
@@ -167,15 +182,15 @@ class _TransferRound:
 
     @staticmethod
     def of(messages: Sequence[TransferMessage], dtype: torch.dtype, rank: int) -> _TransferRound:
-        """A rank's part in a round."""
+        """Return the messages of a round that a rank takes part in."""
         sent = sorted((each for each in messages if each.sender == rank), key=lambda each: each.receiver)
-        got = sorted((each for each in messages if each.receiver == rank), key=lambda each: each.sender)
-        return _TransferRound(dtype, sent, got)
+        received = sorted((each for each in messages if each.receiver == rank), key=lambda each: each.sender)
+        return _TransferRound(dtype, sent, received)
 
     def run(
-        self, group: Group, having: Mapping[str, TransferTensor], wanting: Mapping[str, TransferTensor]
+        self, group: Group, sources: Mapping[str, TransferTensor], targets: Mapping[str, TransferTensor]
     ) -> None:
-        """Send and receive them."""
+        """Send and receive the messages. Collective over the group."""
         sending, receiving = [0] * group.size, [0] * group.size
         for each in self.sent:
             sending[each.receiver] += each.box.elements
@@ -185,40 +200,45 @@ class _TransferRound:
         end = 0
         for each in self.sent:
             end += each.box.elements
-            buffer[end - each.box.elements : end] = having[each.name].read(each.box)
+            buffer[end - each.box.elements : end] = sources[each.name].read(each.box)
         output = group.empty((sum(receiving),), self.dtype)
         group.all_to_all(buffer, output, sending, receiving)
         end = 0
         for each in self.received:
             end += each.box.elements
-            wanting[each.name].write(each.box, output[end - each.box.elements : end])
+            targets[each.name].write(each.box, output[end - each.box.elements : end])
 
 
-def _held(stage: Stage) -> Iterator[tuple[str, TransferTensor]]:
-    """What this rank has of all tensors, by name: all that it computes with, or with ZeRO-3 its slices."""
+def _sources(stage: Stage) -> Iterator[tuple[str, TransferTensor]]:
+    """Yield this rank's elements of all tensors by name: all that it computes with, or its ZeRO-3 slices."""
     for bucket in stage.buckets:
-        for entry in _entries(bucket, whole=bucket.sharding.zero < 3):
+        for entry in _entries(bucket, gathered=bucket.sharding.zero < 3):
             yield entry.dataset, TransferTensor.of(entry)
     yield from _of_modules(stage)
 
 
-def _wanted(stage: Stage) -> Iterator[tuple[str, TransferTensor]]:
-    """What it is to have."""
+def _targets(stage: Stage) -> Iterator[tuple[str, TransferTensor]]:
+    """Yield the elements that this rank needs of all tensors, by name."""
     for bucket in stage.buckets:
-        for entry in _entries(bucket, whole=bucket.sharding.zero == 0, all_of_it=True):
+        for entry in _entries(bucket, gathered=bucket.sharding.zero == 0, both_stages=True):
             yield entry.dataset, TransferTensor.of(entry)
     yield from _of_modules(stage)
 
 
-def _entries(bucket: Bucket, whole: bool, all_of_it: bool = False) -> Iterator[TensorRange]:
-    """Of the whole values of a bucket, or of its own. Unless `all_of_it`, of slices of a table that lies on
-    two stages only the first one's, as other places are cut on the second.
+def _entries(bucket: Bucket, gathered: bool, both_stages: bool = False) -> Iterator[TensorRange]:
+    """Yield the parameters of a bucket.
+
+    Args:
+        bucket: The bucket.
+        gathered: True for all of its elements, False for those that this rank updates.
+        both_stages: True to include the slices of the second stage of a tied embedding, which two stages hold
+            and shard in different places.
     """
-    values: Flat | None = bucket.values if whole else bucket.own_values
+    values: Flat | None = bucket.values if gathered else bucket.own_values
     assert values is not None
-    part = slice(0, bucket.length) if whole else bucket.own
+    part = slice(0, bucket.length) if gathered else bucket.own
     for segment, elements, offset in bucket.cut(values, part):
-        if whole or all_of_it or segment.replication.written:
+        if gathered or both_stages or segment.replication.written:
             shard = segment.parameter.shard
             yield TensorRange(f"{_MODEL}{shard.name}", shard, elements, offset)
 
@@ -229,34 +249,39 @@ def _of_modules(stage: Stage) -> Iterator[tuple[str, TransferTensor]]:
         yield entry.dataset, TransferTensor.of(entry)
 
 
-_Told = dict[str, tuple[str, list[tuple[Index, Index]]]]
-"""The element type of tensors and a rank's boxes of them, by name."""
+_RankBoxes = dict[str, tuple[str, list[tuple[Index, Index]]]]
+"""Type of the elements of tensors, and a rank's boxes of them, by name."""
 
 
-def _told(held: Mapping[str, TransferTensor]) -> _Told:
+def _boxes_of(tensors: Mapping[str, TransferTensor]) -> _RankBoxes:
     return {
         name: (str(each.values.dtype).removeprefix("torch."), [(box.start, box.shape) for box in each.boxes])
-        for name, each in held.items()
+        for name, each in tensors.items()
     }
 
 
 def _messages(
-    having: Sequence[_Told], wanting: Sequence[_Told], nodes: Sequence[int]
+    sources: Sequence[_RankBoxes], targets: Sequence[_RankBoxes], nodes: Sequence[int]
 ) -> list[TransferMessage]:
-    """All that is to be sent, or stays, for each rank to have what it wants.
+    """Return the messages that give each rank all its boxes.
 
-    Of those who have it, it comes from the rank itself, or else from one on its node, or else from any: from
-    the one who sends least so far.
+    A box comes from the rank itself if it holds it, or else from a rank on its node, or else from any rank:
+    among several, from the one that sends the least so far.
+
+    Args:
+        sources: Boxes that each rank holds.
+        targets: Boxes that each rank needs.
+        nodes: Node of each rank.
     """
-    holders, receivers, sends = _by_box(having), _by_box(wanting), [0] * len(nodes)
+    holders, receivers, sends = _by_box(sources), _by_box(targets), [0] * len(nodes)
     messages: list[TransferMessage] = []
     for name, boxes in receivers.items():
         if name not in holders:
             assert not name.startswith(_MODEL), name
             continue
         for box, ranks in boxes.items():
-            every = ((box.common(each), have) for each, have in holders[name].items())
-            parts = [(common, have) for common, have in every if common is not None]
+            common_boxes = ((box.common(each), have) for each, have in holders[name].items())
+            parts = [(common, have) for common, have in common_boxes if common is not None]
             assert sum(part.elements for part, _ in parts) == box.elements, (name, box, parts)
             for receiver in ranks:
                 for part, have in parts:
@@ -268,19 +293,22 @@ def _messages(
     return messages
 
 
-def _by_box(told: Sequence[_Told]) -> dict[str, dict[Box, list[int]]]:
-    """The ranks that have each box of each tensor."""
-    found: dict[str, dict[Box, list[int]]] = {}
-    for rank, tensors in enumerate(told):
+def _by_box(boxes_of_ranks: Sequence[_RankBoxes]) -> dict[str, dict[Box, list[int]]]:
+    """Return the ranks with each box of each tensor."""
+    ranks: dict[str, dict[Box, list[int]]] = {}
+    for rank, tensors in enumerate(boxes_of_ranks):
         for name, (_, boxes) in tensors.items():
             for start, shape in boxes:
-                found.setdefault(name, {}).setdefault(Box(tuple(start), tuple(shape)), []).append(rank)
-    return found
+                ranks.setdefault(name, {}).setdefault(Box(tuple(start), tuple(shape)), []).append(rank)
+    return ranks
 
 
-def _in_rounds(messages: Sequence[TransferMessage], ranks: int, limit: int) -> list[list[TransferMessage]]:
-    """Each message, cut where it is long, in the first round in which neither its sender nor its receiver has
-    `limit` elements yet.
+def _divide_into_rounds(
+    messages: Sequence[TransferMessage], ranks: int, limit: int
+) -> list[list[TransferMessage]]:
+    """Return messages in rounds. Long messages are cut.
+
+    Each piece is in the first round in which neither its sender nor its receiver has `limit` elements yet.
     """
     rounds: list[list[TransferMessage]] = []
     loads: list[tuple[list[int], list[int]]] = []

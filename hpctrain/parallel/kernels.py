@@ -2,7 +2,7 @@
 
 Which library is fastest depends on the processor: MKL leaves AVX-512 to Intel's own, oneDNN does not, and
 where the processor has no instructions for 16-bit numbers, a product of these takes longer than one of the
-same numbers in fp32. `engine/kernels.py` measures and chooses.
+same numbers in fp32. `engine/kernel_choice.py` measures and chooses.
 """
 
 from __future__ import annotations

@@ -17,20 +17,20 @@ from hpctrain.comm.planned import PlannedMesh
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.deck.sections.rank_partition import CRITIC, POLICY, REFERENCE, REWARD, RankPartition
-from hpctrain.engine.companions import (
+from hpctrain.engine.auxiliary_decks import (
     COPY,
+    concurrent_texts,
     critic_deck,
+    generates_itself,
     is_checkpoint,
     reference_deck,
-    texts_at_a_time,
-    writes_itself,
 )
-from hpctrain.engine.evaluated import evaluated_deck
+from hpctrain.engine.evaluation_deck import evaluation_deck
 from hpctrain.engine.generation import plan_generation_stage
-from hpctrain.engine.place import placed_by_flops
-from hpctrain.engine.shown import build_shown_stage
-from hpctrain.engine.sizes import axis_sizes, micro_batches
-from hpctrain.engine.stage import Stage, plan_stage
+from hpctrain.engine.inference_stage import build_inference_stage
+from hpctrain.engine.layer_placement import placed_by_flops
+from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
+from hpctrain.engine.stage import PipelinePosition, Stage, plan_stage
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.accounts import MemoryAccount
@@ -91,9 +91,9 @@ def plan_run_memory(
     beside = [others[model] for model in first.models if model in others]
     device, tensor = device_kind(deck.run.device), deck.layout.tensor
     model, stage = plan_generation_stage(deck, len(first.ranks), tensor, per_node, device)
-    if not writes_itself(deck):
+    if not generates_itself(deck):
         beside.append(_Beside(COPY, [_held(stage)]))
-    texts, longest = texts_at_a_time(deck, len(first.ranks) // tensor), deck.batch.sequence
+    texts, longest = concurrent_texts(deck, len(first.ranks) // tensor), deck.batch.sequence
     cache, least = (CachePlan.of(model, places, longest).bytes for places in (texts, 1))
     stages = []
     for each in plan.stages:
@@ -145,7 +145,7 @@ def _reward_models(deck: Deck, ranks: int, ranks_per_node: int) -> list[StageMem
     for name in filter(is_checkpoint, deck.policy.reward):
         try:
             path = _newest(Path(name))
-            own = evaluated_deck(read_state(path), path, [], ranks)
+            own = evaluation_deck(read_state(path), path, [], ranks)
         except (HpctrainError, OSError):
             return []
         own = own.with_keys(run={"device": deck.run.device})
@@ -173,8 +173,8 @@ def _shown(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int) -> list
     stages = []
     for number in range(schedule.stage_count):
         mesh = PlannedMesh(sizes, number, ranks_per_node, device=device, transport=transport)
-        numbers = schedule, placement.split, number, device
-        stage = plan_stage(deck, architecture, mesh, *numbers, build_shown_stage)
+        position = PipelinePosition(schedule, placement.split, number)
+        stage = plan_stage(deck, architecture, mesh, position, device, build_inference_stage)
         if deck.layout.zero > 2:
             for _ in range(2):  # the second time it gathers ahead, in the order of the first
                 rehearse_forward(stage, schedule, number)

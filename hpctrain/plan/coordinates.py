@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpctrain.comm.mesh import AXES, coordinates, sizes_text
 from hpctrain.deck.read import read_deck
-from hpctrain.engine.sizes import axis_sizes, crosses
+from hpctrain.engine.mesh_sizes import axis_sizes, crosses
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_of_run
 from hpctrain.host.doctor import DoctorFinding, DoctorReport

@@ -16,8 +16,8 @@ import torch
 
 from hpctrain.comm.planned import PlannedCalls, PlannedMesh
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.engine.offload_settings import OffloadSettings
-from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import TrainedStage, build_trained_stage, make_groups, make_replications
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.recompute import Recompute

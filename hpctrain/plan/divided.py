@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, arrange, assemble
-from hpctrain.engine.kernels import choose_kernels
+from hpctrain.engine.kernel_choice import choose_kernels
+from hpctrain.engine.layer_placement import with_split
 from hpctrain.engine.model_placement import ModelPlacement
-from hpctrain.engine.place import with_split
 from hpctrain.host.device import on_host
 from hpctrain.plan.companions import plan_run_memory
 from hpctrain.plan.engine import build_within_memory
@@ -21,8 +21,8 @@ def build_seat_within_memory(
     deck: Deck, seat: ModelPlacement, ready: Callable[[], None] = lambda: None
 ) -> tuple[Engine, MemoryPlan]:
     """As `build_within_memory`, the engine of this rank's seat, and the plan of all ranks. Collective."""
-    world = seat.whole
-    if not seat.divided:
+    world = seat.run_world
+    if not seat.has_dedicated_ranks:
         return build_within_memory(deck, world, seat.mesh, ready)
     with seat.agreement():
         own = choose_kernels(with_split(seat.deck, seat.deck.runtime_choices.split), seat.world, seat.mesh)

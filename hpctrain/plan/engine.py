@@ -9,8 +9,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import changed_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, arrange, assemble
-from hpctrain.engine.kernels import choose_kernels
-from hpctrain.engine.place import with_split
+from hpctrain.engine.kernel_choice import choose_kernels
+from hpctrain.engine.layer_placement import with_split
 from hpctrain.host.device import on_host
 from hpctrain.model.build import architecture_of
 from hpctrain.model.count import count

@@ -10,7 +10,7 @@ from itertools import accumulate
 from math import inf
 
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.kernels import with_kept_kernels
+from hpctrain.engine.kernel_choice import with_cached_kernels
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.memory import MemoryLimit, shared_resident_bytes
 from hpctrain.pipeline.action import Schedule
@@ -63,7 +63,7 @@ class Holding:
 
     def with_products(self, deck: Deck) -> Deck:
         """The deck with what is known to multiply quickest here."""
-        return with_kept_kernels(deck.with_keys(model={"vocabulary": self.vocabulary}), self.ranks)
+        return with_cached_kernels(deck.with_keys(model={"vocabulary": self.vocabulary}), self.ranks)
 
     def memory(self, deck: Deck) -> MemoryPlan:
         """What every rank holds. HpctrainError as a run would."""

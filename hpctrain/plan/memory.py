@@ -14,10 +14,10 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedCalls, PlannedMesh, ReductionBytes
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.place import placed_by_flops
-from hpctrain.engine.rules import RULES
-from hpctrain.engine.sizes import axis_sizes, micro_batches
-from hpctrain.engine.stage import TrainedStage, build_trained_stage, plan_stage
+from hpctrain.engine.layer_placement import placed_by_flops
+from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
+from hpctrain.engine.stage import PipelinePosition, TrainedStage, build_trained_stage, plan_stage
+from hpctrain.engine.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind, matmul_workspace_bytes, on_host
 from hpctrain.host.topology import ranks_per_node_of
@@ -198,13 +198,17 @@ def plan_memory(
             kind = number
         if kind not in planned:
             mesh = planned_mesh(number)
-            stage = plan_stage(deck, architecture, mesh, schedule, counts, number, device, build)
+            stage = plan_stage(
+                deck, architecture, mesh, PipelinePosition(schedule, counts, number), device, build
+            )
             place = loneliest_place(stage, sizes, number, per_node) or fullest_place(
                 deck, stage, sizes, number
             )
             if place:
                 mesh = planned_mesh(number, place)
-                stage = plan_stage(deck, architecture, mesh, schedule, counts, number, device, build)
+                stage = plan_stage(
+                    deck, architecture, mesh, PipelinePosition(schedule, counts, number), device, build
+                )
             if deck.layout.zero > 1:
                 alone = schedule.stage_count == 1
                 step = accumulation(min(passes, REHEARSED_MICRO_BATCHES)) if alone else schedule

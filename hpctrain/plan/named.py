@@ -102,7 +102,7 @@ def _require_module(deck: Deck) -> None:
 
 
 def _patterns(deck: Deck) -> Iterator[DeckProblem]:
-    from hpctrain.engine.patterns import pattern_problems
+    from hpctrain.engine.name_patterns import pattern_problems
     from hpctrain.model.build import architecture_of
 
     yield from pattern_problems(deck, architecture_of(deck, deck.model.vocabulary or 2))
@@ -123,7 +123,7 @@ def _schedule(deck: Deck, ranks: int | None) -> Iterator[DeckProblem]:
 
 def _companions(deck: Deck, ranks: int | None) -> Iterator[DeckProblem]:
     """What is wrong with the keys of a critic and of a reference."""
-    from hpctrain.engine.companions import critic_deck, reference_deck
+    from hpctrain.engine.auxiliary_decks import critic_deck, reference_deck
 
     for key, own_deck in (("policy.critic", critic_deck), ("policy.reference", reference_deck)):
         try:

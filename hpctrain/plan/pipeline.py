@@ -7,9 +7,9 @@ from statistics import fmean
 
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layer_flops import layer_flops
+from hpctrain.engine.layer_placement import placed_by_flops
 from hpctrain.engine.layer_times import times_of_parts
-from hpctrain.engine.place import placed_by_flops
-from hpctrain.engine.sizes import axis_sizes, micro_batches
+from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
 from hpctrain.model.build import architecture_of
 from hpctrain.pipeline.simulate import simulate
 from hpctrain.pipeline.split import split_layers

@@ -10,11 +10,11 @@ from hpctrain.comm.transports.traffic import Traffic
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, arrange, assemble
-from hpctrain.engine.functions import with_functions
-from hpctrain.engine.kernels import choose_kernels
-from hpctrain.engine.server_roles import ServerRoles, build_worker_stage, serving
-from hpctrain.engine.sizes import micro_batches
-from hpctrain.engine.stage import plan_stage
+from hpctrain.engine.function_choice import with_functions
+from hpctrain.engine.kernel_choice import choose_kernels
+from hpctrain.engine.mesh_sizes import micro_batches
+from hpctrain.engine.server_roles import ServerRoles, build_worker_stage, server_deck
+from hpctrain.engine.stage import PipelinePosition, plan_stage
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.model.count import count
@@ -98,7 +98,9 @@ def plan_served(
     mesh = PlannedMesh(
         {"pipeline": 1, "data": roles.servers, "context": 1, "tensor": 1}, 0, ranks, device=device
     )
-    stage = plan_stage(serving(deck), shape, mesh, accumulation(1), [deck.model.layers], 0, device)
+    stage = plan_stage(
+        server_deck(deck), shape, mesh, PipelinePosition(accumulation(1), [deck.model.layers], 0), device
+    )
     buckets = stage.buckets
     own = sum(bucket.own.stop - bucket.own.start for bucket in buckets)
     value, gradient = buckets[0].dtype.itemsize, buckets[0].gradient_dtype.itemsize

@@ -22,9 +22,9 @@ from hpctrain.comm.planned import META, PlannedCalls, PlannedMesh
 from hpctrain.comm.transports.traffic import Traffic, traffic_of
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.place import placed_by_flops
-from hpctrain.engine.sizes import axis_sizes, micro_batches
-from hpctrain.engine.stage import TrainedStage, plan_stage
+from hpctrain.engine.layer_placement import placed_by_flops
+from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
+from hpctrain.engine.stage import PipelinePosition, TrainedStage, plan_stage
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.saved_bytes import part_bytes
 from hpctrain.model.architecture import Architecture
@@ -173,7 +173,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
             mesh = PlannedMesh(
                 sizes, number, ranks_per_node, transport=transport, calls=PlannedCalls(listener)
             )
-            stage = plan_stage(deck, architecture, mesh, schedule, counts, number, device)
+            stage = plan_stage(deck, architecture, mesh, PipelinePosition(schedule, counts, number), device)
             layers = _layers(deck, architecture, mesh, stage, schedule, passes, listener)
             whole = whole and layers is not None
             steps, of_update = _steps(deck, stage, schedule, number, listener)

@@ -6,8 +6,8 @@ from itertools import starmap
 
 from hpctrain.comm.mesh import rank_count, sizes_text
 from hpctrain.deck.sections.objective import POLICY_KINDS
-from hpctrain.engine.companions import is_checkpoint, texts_at_a_time
-from hpctrain.engine.deck_kernels import introduce_kernels, kernels_of
+from hpctrain.engine.auxiliary_decks import concurrent_texts, is_checkpoint
+from hpctrain.engine.deck_kernels import describe_kernels, kernels_of
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.accounts import OF_GPU, MemoryAccount
 from hpctrain.plan.companions import REWARD_MODELS
@@ -74,9 +74,7 @@ def plan_text(plan: DeckPlan) -> str:
         lines += advice_lines(plan.step, plan.advice)
     if deck.runtime_choices.kernels_note:
         kernels = kernels_of(deck, device_kind(deck.run.device), memory.sizes["data"])
-        told = introduce_kernels(deck, kernels) or [
-            f"matrix products are {deck.runtime_choices.kernels_note}"
-        ]
+        told = describe_kernels(deck, kernels) or [f"matrix products are {deck.runtime_choices.kernels_note}"]
         lines += [f"{line[0].upper()}{line[1:]}." for line in told]
     if deck.layout.split == "balanced":
         lines += ['layout.split = "balanced" is measured when the run starts; this plan splits by FLOPs.']
@@ -174,7 +172,7 @@ def _beside(plan: DeckPlan) -> list[str]:
     if deck.objective.kind not in POLICY_KINDS:
         return []
     held = [f"{name} {format_bytes(size)}" for name, size in stage.beside.items()]
-    texts = texts_at_a_time(deck, rank_count(plan.memory.sizes) // deck.layout.tensor)
+    texts = concurrent_texts(deck, rank_count(plan.memory.sizes) // deck.layout.tensor)
     lines = [f"This includes other models: {', '.join(held)}."] if held else []
     lines.append(
         f"The cache holds keys and values of {counted(texts, 'answer')} that a copy of the model generates "

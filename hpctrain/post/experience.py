@@ -73,7 +73,7 @@ class Experience:
         with self.seat.agreement():
             own = {name: torch.cat(list(by(batches))) for name, by in each_by.items() if by is not None}
             judged = self._judged(answers)
-        found = {name: self.seat.tell(name, own.get(name)) for name in each_by}
+        found = {name: self.seat.broadcast_from(name, own.get(name)) for name in each_by}
         fields = {
             name: values
             for name, values in {OLD: found[POLICY], REFERENCE: found[REFERENCE_MODEL]}.items()
@@ -126,7 +126,7 @@ class Experience:
     ) -> tuple[list[Answer], list[Mapping[str, Any]]]:
         """So many answers to each prompt, and for each of them what its row has besides the prompt."""
         keys = self.deck.policy
-        with self.seat.whole.agreement():
+        with self.seat.run_world.agreement():
             rows = [prompts.prompt(index) for index in indices]
         asked = [NumberedPrompt(number, tuple(ids)) for number, (ids, _) in zip(numbers, rows, strict=True)]
         sampling = Sampling(
@@ -135,7 +135,7 @@ class Experience:
         with self.seat.agreement():
             answers = [] if self.writer is None else self.writer.write(asked, sampling)
         others: list[Mapping[str, Any]] = [other for _, other in rows for _ in range(samples)]
-        return self.seat.tell(POLICY, answers), others
+        return self.seat.broadcast_from(POLICY, answers), others
 
     def _judged(self, answers: Sequence[Answer]) -> dict[str, list[float]]:
         """The scores of those reward models that this rank has."""
@@ -152,10 +152,10 @@ class Experience:
         if self.rewards is not None:
             samples = [self._sample(answer, other) for answer, other in zip(answers, others, strict=True)]
             at_once = CALLS_AT_ONCE * TOGETHER * self.deck.policy.processes
-            found = agreed_scores(self.seat.whole, self.rewards, samples, at_once)
+            found = agreed_scores(self.seat.run_world, self.rewards, samples, at_once)
             parts, totals = dict(found.parts), list(found.totals)
         if self.models:
-            parts |= self.seat.tell(REWARD, judged)
+            parts |= self.seat.broadcast_from(REWARD, judged)
         for name, (_, weight) in self.models.items():
             totals = [total + weight * score for total, score in zip(totals, parts[name], strict=True)]
         return Scores(totals, parts)

@@ -22,8 +22,8 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.rank_partition import REFERENCE
+from hpctrain.engine.auxiliary_decks import reference_deck, shares_reference
 from hpctrain.engine.build import Engine
-from hpctrain.engine.companions import reference_deck, shares_reference
 from hpctrain.engine.model_placement import ModelPlacement
 from hpctrain.errors import InputOutputError
 from hpctrain.objective.factory import make_token_sampling
@@ -63,7 +63,7 @@ def open_reference(
     one that the checkpoint is of. InputOutputError on all ranks where that cannot be, or is another one.
     """
     engine = step.engine
-    world, path = seat.whole, Path(deck.run.dir) / FILE
+    world, path = seat.run_world, Path(deck.run.dir) / FILE
     with world.agreement():
         own = reference_deck(deck, world.size)
     shared = shares_reference(deck)

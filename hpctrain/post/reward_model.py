@@ -13,7 +13,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_difference import tokenizer_difference
-from hpctrain.engine.evaluated import evaluated_deck
+from hpctrain.engine.evaluation_deck import evaluation_deck
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.post.rollout import Answer, AnswerRows
 from hpctrain.train.evaluate import known_tokenizer
@@ -51,7 +51,7 @@ def open_reward_model(world: World, name: str, tokenizer: Tokenizer, longest: in
         raise InputOutputError([f"{where}: {each}" for each in error.problems]) from None
     state = read_state(path, world.everyone)
     with world.agreement():
-        deck = evaluated_deck(state, path, [], world.size)
+        deck = evaluation_deck(state, path, [], world.size)
         if deck.objective.kind != "reward":
             raise HpctrainError(
                 f'{where}: {path} is not a reward model (objective.kind = "reward" trains one)'

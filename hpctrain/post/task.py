@@ -22,7 +22,7 @@ from hpctrain.comm.mesh import sizes_text
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches, SequenceSource
 from hpctrain.data.tokenizer import Tokenizer
-from hpctrain.engine.evaluated import evaluated_deck
+from hpctrain.engine.evaluation_deck import evaluation_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.files import strict_json
 from hpctrain.generate.prompts import Prompt
@@ -120,7 +120,7 @@ def evaluate_task(
     path = find_checkpoint(world, target)
     state = read_state(path, world.everyone)
     with world.agreement():
-        deck = evaluated_deck(state, path, overrides, world.size)
+        deck = evaluation_deck(state, path, overrides, world.size)
         tokenizer = known_tokenizer(state, path)
         require_logits(deck, path)
         if deck.model.module is not None:

@@ -27,12 +27,12 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.deck.sections.policy import reward_weights
 from hpctrain.deck.sections.rank_partition import CRITIC, POLICY, REWARD
+from hpctrain.engine.auxiliary_decks import concurrent_texts, critic_deck, generates_itself, is_checkpoint
 from hpctrain.engine.build import Engine, build_engine
-from hpctrain.engine.companions import critic_deck, is_checkpoint, texts_at_a_time, writes_itself
 from hpctrain.engine.generation import generation_stage
+from hpctrain.engine.layer_placement import with_split
+from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.engine.model_placement import ModelPlacement
-from hpctrain.engine.place import with_split
-from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import Stage
 from hpctrain.engine.weight_transfer import WeightTransfer
 from hpctrain.model.transformer import Transformer
@@ -70,7 +70,7 @@ class PolicyTrainer(Trainer):
     def __init__(self, beginning: TrainerParts) -> None:
         deck, engine, corpus = beginning.deck, beginning.engine, beginning.corpus
         self.seat = seat = beginning.seat
-        world, prompts = seat.whole, corpus.train.source
+        world, prompts = seat.run_world, corpus.train.source
         assert isinstance(prompts, PromptSequences) and corpus.file is not None
         self.tokenizer = corpus.file.tokenizer
         rewards, models = self._rewards(deck)
@@ -85,7 +85,7 @@ class PolicyTrainer(Trainer):
                 rewards.start()
         self.closing = [] if rewards is None else [rewards.close]
         if deck.objective.kind == "ppo":
-            engine.companions |= _critic(deck, seat, fresh=beginning.checkpoint is None)
+            engine.auxiliary_engines |= _critic(deck, seat, fresh=beginning.checkpoint is None)
         state = beginning.fill()
         rollout = deck.policy.rollout or deck.batch.global_size
         self.answers = OfRollouts(rollout)
@@ -130,17 +130,17 @@ class PolicyTrainer(Trainer):
     @property
     @override
     def world(self) -> World:
-        return self.seat.whole
+        return self.seat.run_world
 
     @property
     def computing(self) -> int:
         """See Trainer: those that have the policy."""
-        return len(self.seat.division.policy)
+        return len(self.seat.partition.policy)
 
     @property
     @override
     def ranks(self) -> str:
-        return self.seat.words
+        return self.seat.description
 
     @property
     @override
@@ -223,7 +223,7 @@ class PolicyTrainer(Trainer):
                 models[f"model_{len(models) + 1}" if models else "model"] = model, weight
         if not functions:
             return None, models
-        with self.seat.whole.agreement():
+        with self.seat.run_world.agreement():
             rewards = open_rewards(
                 functions, where, keys.answer, keys.seconds, keys.processes, taken=list(models)
             )
@@ -246,8 +246,8 @@ class PolicyStep(Step):
         super().__init__(engine, batches, deck.batch.micro_size, deck.optimizer.clip, deck.run.seed)
         self.gather, self.seat = gather, seat
         self.critic: Step | None = None
-        if (critic := engine.companions.get(CRITIC)) is not None:
-            own = critic_deck(deck, seat.whole.size)
+        if (critic := engine.auxiliary_engines.get(CRITIC)) is not None:
+            own = critic_deck(deck, seat.run_world.size)
             assert own is not None
             self.critic = step_of(own, critic, batches)
 
@@ -269,11 +269,11 @@ class PolicyStep(Step):
                 result = super().__call__(state, batch, before_update)
             if self.critic is not None:
                 of_critic = self.critic(before, batch, before_update)
-        result, reached = self.seat.tell(POLICY, (result, state))
+        result, reached = self.seat.broadcast_from(POLICY, (result, state))
         assert result is not None
         vars(state).update(vars(reached))
         figures |= result.figures
-        if (of_critic := self.seat.tell(CRITIC, of_critic)) is not None:
+        if (of_critic := self.seat.broadcast_from(CRITIC, of_critic)) is not None:
             figures |= {f"{CRITIC}_{name}": value for name, value in of_critic.figures.items()}
             figures[f"{CRITIC}_grad_norm"] = of_critic.grad_norm
         return replace(result, figures=figures)
@@ -283,8 +283,8 @@ def _critic(deck: Deck, seat: ModelPlacement, fresh: bool) -> dict[str, Engine]:
     """The engine of a critic in its layout, by its name, on ranks that have it; with the weights that it
     starts from where the run is `fresh`. Collective.
     """
-    with seat.whole.agreement():
-        own = critic_deck(deck, seat.whole.size)
+    with seat.run_world.agreement():
+        own = critic_deck(deck, seat.run_world.size)
         assert own is not None
     world = seat.of_model(CRITIC)
     with seat.agreement():
@@ -306,7 +306,7 @@ def make_writer(deck: Deck, engine: Engine, tokenizer: Tokenizer) -> tuple[Answe
     Collective.
     """
     world, mesh, name = engine.world, engine.mesh, deck.run.title
-    if writes_itself(deck):
+    if generates_itself(deck):
         part = engine.models[0]
         assert isinstance(part, Transformer)
 
@@ -318,7 +318,7 @@ def make_writer(deck: Deck, engine: Engine, tokenizer: Tokenizer) -> tuple[Answe
                 yield
 
         copies, copy = mesh.size("data"), mesh.coordinate("data")
-        places = texts_at_a_time(deck, copies)
+        places = concurrent_texts(deck, copies)
         return AnswerWriter(world, part, tokenizer, copies, copy, name, ready, places), []
     part, stage = generation_stage(deck, world, deck.layout.tensor)
     transfer = WeightTransfer(world, engine, stage)
@@ -330,5 +330,5 @@ def make_writer(deck: Deck, engine: Engine, tokenizer: Tokenizer) -> tuple[Answe
 
     tensor = part.groups.tensor
     copies, copy = world.size // tensor.size, world.rank // tensor.size
-    places = texts_at_a_time(deck, copies)
+    places = concurrent_texts(deck, copies)
     return AnswerWriter(world, part, tokenizer, copies, copy, name, moved, places), [stage]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.sections.machine import Machine
-from hpctrain.engine.companions import TEXTS_AT_A_TIME
+from hpctrain.engine.auxiliary_decks import MOST_CONCURRENT_TEXTS
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.continuing import GeneratedText, continue_texts
 from hpctrain.generate.passes import CachedPasses, least_rows
@@ -46,7 +46,7 @@ class AnswerWriter:
     copy: int
     name: str
     ready: Callable[[], AbstractContextManager[object]] = nullcontext
-    places: int = TEXTS_AT_A_TIME
+    places: int = MOST_CONCURRENT_TEXTS
     cache: int = 0
 
     @cached_property

@@ -237,7 +237,7 @@ class Checkpoints(Hook):
     def _resume(self, state: Mapping[str, Any], replicas: int, origin: str, anew: bool = False) -> TrainState:
         """Go on with what is there besides tensors, which are there by now; `replicas` were stored apart."""
         _resume_engine(self.engine, state, replicas, anew)
-        for name, engine in self.engine.companions.items():
+        for name, engine in self.engine.auxiliary_engines.items():
             _resume_engine(engine, state[COMPANIONS][name], replicas, anew)
         self.provenance.go_on(state, origin)
         self.best.resume(state.get(RECORD))
@@ -288,7 +288,7 @@ class Checkpoints(Hook):
     def stored(self, state: TrainState) -> dict[str, Any]:
         """Return the content of a checkpoint without its tensors."""
         engine = self.engine
-        companions = {name: _stored_engine(each) for name, each in engine.companions.items()}
+        companions = {name: _stored_engine(each) for name, each in engine.auxiliary_engines.items()}
         if self.world is not engine.world:  # others may have them
             told = self.world.everyone.all_gather_object(companions)
             companions = {name: each for some in told for name, each in some.items()}

@@ -17,8 +17,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.check import check_world, world_problems
 from hpctrain.deck.code import CodeTrust
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.deck_kernels import as_before, computed_by
-from hpctrain.engine.sizes import on_one_rank
+from hpctrain.engine.deck_kernels import computed_by, with_stored_choices
+from hpctrain.engine.mesh_sizes import on_one_rank
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
 from hpctrain.files import finite
 from hpctrain.report.contents import layout_text
@@ -224,7 +224,9 @@ def _replay(
     # What was measured is the checkpoint's, whose run may have been on another layout than the steps behind.
     earlier = stored_deck(state, known.path)
     with world.agreement():
-        changed = as_before(deck.with_keys(run={"noise_scale_steps": 0}), earlier, state, known.path)
+        changed = with_stored_choices(
+            deck.with_keys(run={"noise_scale_steps": 0}), earlier, state, known.path
+        )
     path = known.path if start.step in run.stored else None
     following = [each for step, each in run.figures.items() if step > start.step]
     recorded = Recorded(start.step, following, "", run.segments(start.step + 1, start.step + count))

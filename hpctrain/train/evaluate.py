@@ -24,9 +24,9 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import PREFERENCE_KINDS, REFERENCE_KINDS
-from hpctrain.engine.corpus import require_alike
-from hpctrain.engine.evaluated import evaluated_deck
-from hpctrain.engine.held_out import HeldOut, batches_of, counted_out, unfit
+from hpctrain.engine.corpus import require_same_tokens
+from hpctrain.engine.evaluation_deck import evaluation_deck
+from hpctrain.engine.held_out import HeldOut, batches_of, unfit_reasons, with_token_counts
 from hpctrain.errors import HpctrainError
 from hpctrain.files import strict_json
 from hpctrain.report.terminal import columns
@@ -70,7 +70,7 @@ def evaluate(
     with world.agreement():
         opened = [TokenFile(path, "--tokens") for path in files]
         pairs = [file for file in opened if file.kind == contents.PREFERENCES]
-        deck = evaluated_deck(state, path, overrides, world.size, pairs=bool(pairs))
+        deck = evaluation_deck(state, path, overrides, world.size, pairs=bool(pairs))
         if deck.objective.kind in REFERENCE_KINDS and len(pairs) < len(opened):
             raise HpctrainError(
                 f"{pairs[0].where}: holds preferences, whose loss cannot be compared with that of other "
@@ -82,11 +82,11 @@ def evaluate(
                 f"--sequences {sequences}: must be even, as a pair of answers is two sequences"
             )
         sets = _sets(deck, opened, sequences, tokenizer.text)
-    require_alike(world, opened)
+    require_same_tokens(world, opened)
     torch.set_num_threads(deck.run.threads)
     world.hang.set_limit(deck.stability.hang_seconds)
     world.use_device(deck.run.device, deck.machine.deterministic)
-    counted = [counted_out(deck, world, each, tokenizer) for each in sets]
+    counted = [with_token_counts(deck, world, each, tokenizer) for each in sets]
     reference: Step | None = None
     if deck.objective.kind in REFERENCE_KINDS:
         begun = initial_engine(path, state, deck, world)
@@ -101,7 +101,7 @@ def evaluate(
         found = mean_figures(step, each, deck.model.loss is None, tell, reference)
         told = {"tokens": str(file), "sequences": each.sequences}
         told |= {} if deck.objective.kind in PREFERENCE_KINDS else {"predicted": each.tokens}
-        rows.append(told | each.figures(**found))
+        rows.append(told | each.metrics(**found))
     if world.rank == 0:
         facts = {
             "checkpoint": str(path),
@@ -171,7 +171,7 @@ def _sets(deck: Deck, files: Sequence[TokenFile], sequences: int | None, tokeniz
     """What is evaluated; HpctrainError with all files that will not do."""
     found, problems = [], []
     for file in files:
-        wrong = [f"{file.where}: {sentence}" for sentence in unfit(deck, file, tokenizer)]
+        wrong = [f"{file.where}: {sentence}" for sentence in unfit_reasons(deck, file, tokenizer)]
         problems += wrong
         if not wrong:
             batches = batches_of(deck, file)

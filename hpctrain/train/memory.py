@@ -61,7 +61,7 @@ class ActivationPeak(Hook):
 
 def trained_engines(engine: Engine) -> list[Engine]:
     """An engine with those that are trained beside it."""
-    return [engine, *engine.companions.values()]
+    return [engine, *engine.auxiliary_engines.values()]
 
 
 def _keeping(engine: Engine) -> Iterator[ActivationKeeper | None]:
@@ -125,7 +125,7 @@ class MemoryLedger(Hook):
         known = MemoryAccount(
             sum(value_bytes(stage.buckets) for stage in stages) + copied_bytes(layers),
             sum(gradient_bytes(each.buckets) for each in engines),
-            sum(state_bytes(each.own_state(), each.buckets) for each in engines),
+            sum(state_bytes(each.engine_state(), each.buckets) for each in engines),
             self.activations.bytes or 0,
             beside.cache,
             sum(pool_bytes(stage.buckets) for stage in stages) + world.buffer_bytes + working,

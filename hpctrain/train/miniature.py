@@ -28,8 +28,8 @@ from hpctrain.deck.sections.optimizer import (
     ScheduleFreeTable,
     SgdTable,
 )
-from hpctrain.engine.patterns import check_patterns
-from hpctrain.engine.place import pipeline_form, split_by_flops
+from hpctrain.engine.layer_placement import pipeline_form, split_by_flops
+from hpctrain.engine.name_patterns import check_patterns
 from hpctrain.errors import HpctrainError
 from hpctrain.model.build import bare_model
 from hpctrain.model.foreign.architecture import META, ModuleArchitecture

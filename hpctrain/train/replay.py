@@ -21,8 +21,8 @@ from hpctrain.checkpoint.versions import library_versions
 from hpctrain.comm.world import World
 from hpctrain.deck.code import trust_of
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.deck_kernels import as_before, computed_by
-from hpctrain.engine.functions import record_of
+from hpctrain.engine.deck_kernels import computed_by, with_stored_choices
+from hpctrain.engine.function_choice import record_of
 from hpctrain.engine.resume_check import require_same_model
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
 from hpctrain.parallel.layer_context import LayerContext
@@ -78,7 +78,7 @@ def replay(
         refuse_other_order(deck)
     count = _steps(path, recorded, steps)
     with world.agreement():
-        deck = as_before(deck, original, state, path)
+        deck = with_stored_choices(deck, original, state, path)
     with engine_of(world, deck, path, make) as run:
         with world.agreement():
             if not same_corpus(state, run.corpus):

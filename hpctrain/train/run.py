@@ -24,11 +24,11 @@ from hpctrain.deck.code import trust_of
 from hpctrain.deck.replicas import fit_continued_replicas, fit_initial_replicas
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import REFERENCE_KINDS
-from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
-from hpctrain.engine.deck_kernels import as_before
-from hpctrain.engine.functions import with_functions
+from hpctrain.engine.corpus import Corpus, open_corpus, resolve_vocabulary
+from hpctrain.engine.deck_kernels import with_stored_choices
+from hpctrain.engine.function_choice import with_functions
 from hpctrain.engine.held_out import HeldOut, open_held_out
-from hpctrain.engine.model_placement import take_seat
+from hpctrain.engine.model_placement import place_models
 from hpctrain.engine.resume_check import keep_vocabulary, require_resumable
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, EXIT_USER, HpctrainError
 from hpctrain.model.shape import ModelShape
@@ -326,7 +326,7 @@ def open_run(
     world.use_device(deck.run.device, deck.machine.deterministic)
     world.compare_calls(deck.communication.check)
     corpus = open_corpus(deck, world)
-    deck = settle_vocabulary(deck, corpus)
+    deck = resolve_vocabulary(deck, corpus)
     world.ledger.activity = "opening the files for evaluation"
     held_out = open_held_out(deck, world, corpus)
     compared = compare_corpus(world, deck, corpus, checkpoint)
@@ -334,7 +334,7 @@ def open_run(
         return _open_served(world, deck, corpus, held_out, checkpoint, clear, limit, compared)
     world.ledger.activity = "planning the layout"
     deck = with_functions(deck, world)
-    seat = take_seat(deck, world)
+    seat = place_models(deck, world)
     planned, seconds = plan_seconds(world, deck, goes_on=checkpoint is not None)
     given = None
     if replayed is not None:
@@ -537,7 +537,7 @@ def _go_on(
             print(*fit(sentence, columns()), sep="\n", flush=True)
         return EXIT_DONE
     with world.agreement():
-        deck = as_before(deck, before, state, path)
+        deck = with_stored_choices(deck, before, state, path)
         if world.rank == 0:
             refuse_other_folder(deck, path)
     opening = prepare_ranks(world, deck), rate_change(deck, before, step), makes, *said

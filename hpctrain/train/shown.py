@@ -14,7 +14,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.machine import Machine
 from hpctrain.engine.build import Engine, arrange, assemble, make_mesh
-from hpctrain.engine.shown import InferenceOptimizer, build_initial_stage, build_shown_stage
+from hpctrain.engine.inference_stage import InferenceOptimizer, build_inference_stage, build_initial_stage
 from hpctrain.engine.stage import TrainedStage, load_parameters
 from hpctrain.host.memory import resident_bytes
 from hpctrain.model.architecture import Architecture
@@ -33,7 +33,7 @@ def shown_engine(path: Path, deck: Deck, world: World) -> Engine:
     """
     world.ledger.activity = "loading the model"
     size = Precision.of(deck).storage.itemsize
-    engine = _assemble_within_memory(path, deck, world, size, build_shown_stage)
+    engine = _assemble_within_memory(path, deck, world, size, build_inference_stage)
     load_parameters(path, engine, world.everyone)
     return engine
 

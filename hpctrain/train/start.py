@@ -30,8 +30,8 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
     if deck.model.module is not None:
         return _start_module(path, engine)
     optimizer, shape = engine.optimizer, engine.shape
-    biases = training_entries(tensor for tensor in engine.own_state() if tensor.kind == ROUTER_BIAS)
-    entries = [*master_entries(engine.own_state()), *biases]
+    biases = training_entries(tensor for tensor in engine.engine_state() if tensor.kind == ROUTER_BIAS)
+    entries = [*master_entries(engine.engine_state()), *biases]
     source = load_source(path, engine.world, entries, shape.head, deck.model.adapters)
     optimizer.publish()
     engine.outer.begin(optimizer)
@@ -54,10 +54,10 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
 
 def _start_module(path: Path, engine: Engine) -> str:
     """The same of a module that users bring, whose parameters and buffers have the same names there."""
-    buffers = training_entries(tensor for tensor in engine.own_state() if tensor.kind == BUFFER)
+    buffers = training_entries(tensor for tensor in engine.engine_state() if tensor.kind == BUFFER)
     parts = [part for part in engine.models if isinstance(part, ModulePart)]
     names = {own.shard.name: known for part in parts for own, known in part.names.items()}
-    left = load_by_name(path, engine.world, [*master_entries(engine.own_state()), *buffers], names)
+    left = load_by_name(path, engine.world, [*master_entries(engine.engine_state()), *buffers], names)
     engine.optimizer.publish()
     engine.outer.begin(engine.optimizer)
     return f"initialized from the values of {path}" + (f"; {left}" if left else "")

@@ -21,7 +21,7 @@ from hpctrain.deck.read import changed_deck, read_deck
 from hpctrain.deck.schema import Deck, require_trusted_code
 from hpctrain.deck.toml import MAX_DECK_BYTES
 from hpctrain.deck.toml_text import deck_text
-from hpctrain.engine.sizes import crosses
+from hpctrain.engine.mesh_sizes import crosses
 from hpctrain.errors import HpctrainError
 from hpctrain.files import read_bytes, write_text
 from hpctrain.host.device import on_host

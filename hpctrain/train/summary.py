@@ -14,9 +14,9 @@ from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import Engine
 from hpctrain.engine.corpus import Corpus
-from hpctrain.engine.deck_kernels import introduce_kernels
-from hpctrain.engine.functions import introduce_functions
-from hpctrain.engine.recompute import introduce_recompute
+from hpctrain.engine.deck_kernels import describe_kernels
+from hpctrain.engine.function_choice import describe_functions
+from hpctrain.engine.recompute_settings import describe_recompute
 from hpctrain.host.device import gpu_name
 from hpctrain.model.count import count
 from hpctrain.parallel.fp8.found import native
@@ -92,12 +92,12 @@ def introduction(
             f"{deck.batch.sequence} tokens is trained on {epochs:,.0f} times, and the model memorizes it; "
             "use more text or fewer steps"
         )
-    lines += introduce_kernels(deck, engine.groups.kernels)
-    lines += introduce_functions(deck, engine.groups.functions)
+    lines += describe_kernels(deck, engine.groups.kernels)
+    lines += describe_functions(deck, engine.groups.functions)
     if mesh.size("pipeline") > 1:
         lines.append(f"{deck.layout.schedule}: {engine.placement}")
     lines += _sums(deck, engine) + _meetings(deck, engine) + _gathers(engine)
-    lines += introduce_recompute(
+    lines += describe_recompute(
         deck, architecture, engine.models, engine.schedule, mesh.coordinate("pipeline")
     )
     return lines + ([engine.offload.introduction] if engine.offload.introduction else [])

@@ -41,7 +41,7 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.local_steps import has_outer_model
 from hpctrain.engine.build import Engine, build_engine
-from hpctrain.engine.sizes import on_one_rank
+from hpctrain.engine.mesh_sizes import on_one_rank
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.model.foreign.part import ModulePart
 from hpctrain.model.precision import DOUBLE_FP8

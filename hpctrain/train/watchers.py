@@ -73,7 +73,7 @@ class Evaluation(Hook):
         started = time.perf_counter()
         names = self.trainer.evaluated
         done.evaluated = {
-            each.name: each.figures(**{name: value for name, value in found.items() if name in names})
+            each.name: each.metrics(**{name: value for name, value in found.items() if name in names})
             for each in self.sets
             for found in [self.trainer.evaluate(each.batches, each.sequences)]
         }

@@ -19,7 +19,7 @@ from hpctrain.deck.code import CODE_KEYS, CodeEntry, CodeTrust, NamedCode, Untru
 from hpctrain.deck.read import changed_deck, parse_deck, read_code_entries, read_stored_deck
 from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.user_code import import_function
-from hpctrain.engine.evaluated import evaluated_deck
+from hpctrain.engine.evaluation_deck import evaluation_deck
 from hpctrain.errors import EXIT_DONE, HpctrainError
 from hpctrain.optim.spikes import Spike
 from hpctrain.post.rewards.in_processes import UsersReward
@@ -173,7 +173,7 @@ def test_rewards_of_a_stored_deck_need_trust() -> None:
     with pytest.raises(UntrustedCodeError, match=r"policy\.reward"):
         UsersReward(code)
     state = deck_state(parse_deck(POLICY))
-    assert evaluated_deck(state, FILE, [], 1).objective.kind == "next-token"
+    assert evaluation_deck(state, FILE, [], 1).objective.kind == "next-token"
     assert not read_from_checkpoint(f'policy.reward=["{reward.target}"]', text=POLICY).untrusted_code
 
 

@@ -14,7 +14,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.build import build_engine, make_mesh
-from hpctrain.engine.patterns import check_patterns
+from hpctrain.engine.name_patterns import check_patterns
 from hpctrain.errors import HpctrainError
 from hpctrain.model.build import architecture_of
 from hpctrain.model.part import logits_of

@@ -63,16 +63,16 @@ def test_tokens_and_bytes_of_sets(world: World, mpi_tmp_path: Path) -> None:
 
 
 def test_figures_of_a_loss() -> None:
-    figures = HeldOut("x", None, 1, tokens=100, text_bytes=400, in_nats=True).figures(2.0)  # type: ignore[arg-type]
+    figures = HeldOut("x", None, 1, tokens=100, text_bytes=400, in_nats=True).metrics(2.0)  # type: ignore[arg-type]
     assert figures == {
         "loss": 2.0,
         "perplexity": pytest.approx(math.e**2),
         "bits_per_byte": pytest.approx(2.0 / math.log(2) / 4),
     }
-    assert HeldOut("x", None, 1).figures(2.0) == {"loss": 2.0}  # type: ignore[arg-type]
-    endless = HeldOut("x", None, 1, tokens=1, in_nats=True).figures(1e4)  # type: ignore[arg-type]
+    assert HeldOut("x", None, 1).metrics(2.0) == {"loss": 2.0}  # type: ignore[arg-type]
+    endless = HeldOut("x", None, 1, tokens=1, in_nats=True).metrics(1e4)  # type: ignore[arg-type]
     assert endless == {"loss": 1e4, "perplexity": math.inf}
-    lost = HeldOut("x", None, 1, in_nats=True).figures(math.nan)  # type: ignore[arg-type]
+    lost = HeldOut("x", None, 1, in_nats=True).metrics(math.nan)  # type: ignore[arg-type]
     assert math.isnan(lost["perplexity"])
 
 

@@ -14,8 +14,8 @@ from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import read_deck
 from hpctrain.engine import layer_times
 from hpctrain.engine.build import make_mesh
-from hpctrain.engine.layer_times import LayerTimes, PassTimes, measure_layers, share_parts
-from hpctrain.engine.place import Placement, with_split
+from hpctrain.engine.layer_placement import LayerPlacement, with_split
+from hpctrain.engine.layer_times import LayerTimes, PassTimes, gather_part_times, measure_layers
 from hpctrain.errors import HpctrainError
 from hpctrain.model.build import bare_model
 from hpctrain.model.feed_forward import FeedForward
@@ -76,7 +76,9 @@ def test_each_kind_is_measured_and_told(world: World) -> None:
     times = measure(world.single_rank_world(), *deck)
     assert list(times.of_kind) == ["block", "wide block", "embedding", "head"]
     assert [each.forward for each in times.of_kind.values()] == [1, 2, 0, 0]
-    assert "measured per micro-batch: block " in str(Placement(lambda _: generate("1f1b", 1, 1), (4,), times))
+    assert "measured per micro-batch: block " in str(
+        LayerPlacement(lambda _: generate("1f1b", 1, 1), (4,), times)
+    )
     layers = bare_model(ModelShape.of(small_deck(*deck), 61)).layers
     first, second = times.of_parts(split_layers(layers, [1, 3])).forward
     block, wide, embedding, head = (each.forward for each in times.of_kind.values())
@@ -166,7 +168,7 @@ def test_the_slowest_stage_takes_no_longer_than_it_must(
 ) -> None:
     """Of given times: seconds of the ends, where a block takes one."""
     times = times_of(*(PassTimes(total, 0.0, 0.0) for total in (1.0, embedding, head)))
-    monkeypatch.setattr("hpctrain.engine.place.measure_layers", lambda *_: times)
+    monkeypatch.setattr("hpctrain.engine.layer_placement.measure_layers", lambda *_: times)
     deck = small_deck("layout.pipeline=2", "model.layers=9", "layout.split=balanced")
     engine = trainer(world, deck).engine
     assert engine.placement.split == split
@@ -179,7 +181,7 @@ def test_stages_balance_blocks_of_two_kinds(
 ) -> None:
     seconds = {"block": 1.0, "wide block": 9.0, "embedding": 0.0, "head": 3.0}
     times = LayerTimes({kind: PassTimes(total, 0.0, 0.0) for kind, total in seconds.items()}, 0.0)
-    monkeypatch.setattr("hpctrain.engine.place.measure_layers", lambda *_: times)
+    monkeypatch.setattr("hpctrain.engine.layer_placement.measure_layers", lambda *_: times)
     run = trainer(world, small_deck("layout.pipeline=2", "model.layers=6", "layout.split=balanced"))
     # 1 9 1 9 and 1 9 3; were all blocks alike, it would be three and three.
     assert run.engine.placement.split == (4, 2)
@@ -204,7 +206,7 @@ def test_parts_are_told_by_the_stages_that_have_them(world: World) -> None:
         for chunk in range(2)
         for number, kind in enumerate("FBIW")
     }
-    times = share_parts(mine, schedule, mesh, torch.zeros(4, 1, 2))  # type: ignore[arg-type]
+    times = gather_part_times(mine, schedule, mesh, torch.zeros(4, 1, 2))  # type: ignore[arg-type]
     assert times.forward == [1.0 + part for part in range(schedule.parts)]
     assert times.input_gradient == [3.0 + part for part in range(schedule.parts)]
     assert times.weight_gradient == [4.0 + part for part in range(schedule.parts)]

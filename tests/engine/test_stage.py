@@ -14,8 +14,7 @@ from hpctrain.checkpoint.write import save
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.sections.optimizer import OptimizerSection
-from hpctrain.engine.rules import RULES
-from hpctrain.engine.sizes import axis_sizes
+from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.engine.stage import (
     build_stage,
     load_parameters,
@@ -23,6 +22,7 @@ from hpctrain.engine.stage import (
     make_replications,
     zero_group_size,
 )
+from hpctrain.engine.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.model.build import build_model
 from hpctrain.model.part import logits_of

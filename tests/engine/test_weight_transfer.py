@@ -16,7 +16,13 @@ from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.engine.generation import generation_deck, generation_stage
 from hpctrain.engine.stage import Stage, build_stage, load_parameters, make_groups, make_replications
-from hpctrain.engine.weight_transfer import Box, TransferMessage, WeightTransfer, _in_rounds, _messages
+from hpctrain.engine.weight_transfer import (
+    Box,
+    TransferMessage,
+    WeightTransfer,
+    _divide_into_rounds,
+    _messages,
+)
 from hpctrain.errors import HpctrainError
 from hpctrain.model.build import build_model
 from hpctrain.model.part import logits_of
@@ -217,7 +223,7 @@ def test_rounds_are_bounded_and_few() -> None:
         if sender != receiver
     ]
     limit = 200
-    rounds = _in_rounds(messages, 4, limit)
+    rounds = _divide_into_rounds(messages, 4, limit)
     total = sum(each.box.elements for each in messages)
     assert sum(each.box.elements for around in rounds for each in around) == total
     for around in rounds:

@@ -14,7 +14,7 @@ from hpctrain.checkpoint.exchange.source import source_shape
 from hpctrain.checkpoint.read import load
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
-from hpctrain.engine.functions import compiled_functions
+from hpctrain.engine.function_choice import compile_functions
 from hpctrain.generate.continuing import GeneratedText, continue_texts
 from hpctrain.generate.passes import CachedPasses, least_rows
 from hpctrain.generate.sampling import KeyedSampler, Sampling
@@ -67,7 +67,7 @@ def of_transformers(family: str, tied: bool = False) -> torch.nn.Module:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("by", ["torch", "compiled"])
 def test_greedy_text_is_that_of_transformers(world: World, mpi_tmp_path: Path, family: str, by: str) -> None:
-    functions = TORCH if by == "torch" else CompiledFunctions(open_library(compiled_functions()))
+    functions = TORCH if by == "torch" else CompiledFunctions(open_library(compile_functions()))
     compare(world, mpi_tmp_path, of_transformers(family), functions, {"tensor": world.size})
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpctrain.comm.world import World
 from hpctrain.engine.build import build_engine, make_mesh
-from hpctrain.engine.functions import compiled_functions
+from hpctrain.engine.function_choice import compile_functions
 from hpctrain.generate.continuing import GeneratedText, PassTokens, continue_texts
 from hpctrain.generate.passes import CachedPasses, can_cache, least_rows, telling_rows
 from hpctrain.generate.sampling import KeyedSampler, Sampling
@@ -40,7 +40,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def compiled() -> LayerFunctions:
-    return CompiledFunctions(open_library(compiled_functions()))
+    return CompiledFunctions(open_library(compile_functions()))
 
 
 def model_of(world: World, *overrides: str, functions: LayerFunctions = TORCH) -> Transformer:

@@ -16,7 +16,7 @@ from torch import Tensor
 from hpctrain.comm.transports.nccl import NcclTransport
 from hpctrain.comm.world import World
 from hpctrain.engine.build import build_engine, make_mesh
-from hpctrain.engine.functions import compiled_functions
+from hpctrain.engine.function_choice import compile_functions
 from hpctrain.engine.generation import generation_stage
 from hpctrain.engine.weight_transfer import WeightTransfer
 from hpctrain.errors import HpctrainError
@@ -52,7 +52,7 @@ Seen = dict[tuple[int, int], Tensor]
 
 @pytest.fixture(scope="module")
 def compiled() -> LayerFunctions:
-    return CompiledFunctions(open_library(compiled_functions()))
+    return CompiledFunctions(open_library(compile_functions()))
 
 
 def of_layouts(

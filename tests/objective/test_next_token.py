@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
-from hpctrain.engine.functions import compiled_functions
+from hpctrain.engine.function_choice import compile_functions
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.parallel import vocabulary
 from hpctrain.parallel.activation_sizes import ActivationSizes
@@ -29,7 +29,7 @@ VOCABULARY, HIDDEN, SEQUENCE, BATCH = 37, 8, 12, 3
 
 @pytest.fixture(scope="module")
 def compiled() -> CompiledFunctions:
-    return CompiledFunctions(open_library(compiled_functions()))
+    return CompiledFunctions(open_library(compile_functions()))
 
 
 def head(

@@ -16,7 +16,7 @@ from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.offload_settings import host_store
-from hpctrain.engine.stage import Stage, plan_stage
+from hpctrain.engine.stage import PipelinePosition, Stage, plan_stage
 from hpctrain.errors import EXIT_INPUT_OUTPUT, EXIT_USER, HpctrainError, InputOutputError
 from hpctrain.memory.scratch import Flat, ScratchTensor
 from hpctrain.optim.offload import SLOTS, CopyStreams, OffloadedOptimizer, piece_elements
@@ -164,7 +164,7 @@ def planned(deck: Deck, training: Trainer) -> Stage:
     engine = training.engine
     mesh = PlannedMesh(engine.mesh.sizes, 0, 1)
     split, device = engine.placement.split, torch.device("cpu")
-    return plan_stage(deck, engine.shape, mesh, engine.schedule, split, 0, device)
+    return plan_stage(deck, engine.shape, mesh, PipelinePosition(engine.schedule, split, 0), device)
 
 
 def test_pieces_fit_into_the_buffer_and_begin_where_vector_instructions_do() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.documents import Documents
-from hpctrain.engine.functions import compiled_functions
+from hpctrain.engine.function_choice import compile_functions
 from hpctrain.parallel.document_attention import document_attention
 from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions
 from hpctrain.parallel.library import open_library
@@ -27,7 +27,7 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 @pytest.fixture(scope="module")
 def compiled() -> CompiledFunctions:
-    return CompiledFunctions(open_library(compiled_functions()))
+    return CompiledFunctions(open_library(compile_functions()))
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

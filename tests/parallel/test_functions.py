@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.deck.activations import Activation
-from hpctrain.engine.functions import compiled_functions
+from hpctrain.engine.function_choice import compile_functions
 from hpctrain.parallel import compiler, library
 from hpctrain.parallel.compiler import (
     CompilerError,
@@ -46,7 +46,7 @@ FORMATS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 
 @pytest.fixture(scope="module")
 def compiled() -> CompiledFunctions:
-    return CompiledFunctions(open_library(compiled_functions()))
+    return CompiledFunctions(open_library(compile_functions()))
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -283,7 +283,7 @@ def trapping(before: str, instead: str = "__builtin_trap();") -> bytes:
 
 def test_a_library_is_tried_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = Path(library.__file__)
-    try_library(compiled_functions(), program)
+    try_library(compile_functions(), program)
     for name in ("gelu_gradient", "partition_gradient", "attend_gradient"):
         with pytest.raises(CompilerError, match=r"does not run on this processor: SIG(ILL|TRAP)$"):
             try_library(trapping(name), program)
@@ -389,7 +389,7 @@ def test_a_compiler_ends_with_the_process_that_started_it(tmp_path: Path) -> Non
     compiler = tmp_path / "cc"
     compiler.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
     compiler.chmod(0o755)
-    program = "from hpctrain.engine.functions import compiled_functions; compiled_functions()"
+    program = "from hpctrain.engine.function_choice import compile_functions; compile_functions()"
     process = subprocess.Popen(
         [sys.executable, "-c", program], env=os.environ | {"CC": str(compiler), "TMPDIR": str(tmp_path)}
     )
@@ -423,4 +423,4 @@ def test_what_killed_runs_left_is_removed(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_silent_compiler_is_said_to_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "false")
     with pytest.raises(CompilerError, match=r"exit status 1 without a message"):
-        compiled_functions()
+        compile_functions()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.engine.functions import compiled_functions
+from hpctrain.engine.function_choice import compile_functions
 from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions
 from hpctrain.parallel.library import PAGE, open_library
 from hpctrain.parallel.paged import LayerPages, PageLayout, TokenPositions
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def compiled() -> CompiledFunctions:
-    return CompiledFunctions(open_library(compiled_functions()))
+    return CompiledFunctions(open_library(compile_functions()))
 
 
 def tables_of(head: int, form: torch.dtype) -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpctrain.engine.functions import compiled_functions
+from hpctrain.engine.function_choice import compile_functions
 from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions
 from hpctrain.parallel.library import open_library
 from hpctrain.parallel.partition import SplitLogits
@@ -22,7 +22,7 @@ ROWS = 5
 
 @pytest.fixture(scope="module", params=["torch", "compiled"])
 def functions(request: pytest.FixtureRequest) -> LayerFunctions:
-    return TORCH if request.param == "torch" else CompiledFunctions(open_library(compiled_functions()))
+    return TORCH if request.param == "torch" else CompiledFunctions(open_library(compile_functions()))
 
 
 def products_of(columns: int, width: int, form: torch.dtype, size: float = 3.0) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.engine.functions import compiled_functions
+from hpctrain.engine.function_choice import compile_functions
 from hpctrain.parallel.functions import CompiledFunctions
 from hpctrain.parallel.kernels import LIBRARY, MatmulKernel
 from hpctrain.parallel.library import open_library
@@ -18,7 +18,7 @@ from hpctrain.parallel.small_batch_kernel import FEW, SmallBatchKernel, block_of
 
 @pytest.fixture(scope="module")
 def compiled() -> CompiledFunctions:
-    return CompiledFunctions(open_library(compiled_functions()))
+    return CompiledFunctions(open_library(compile_functions()))
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

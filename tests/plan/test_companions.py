@@ -1,6 +1,6 @@
 """What a run holds that learns by rewards, planned to the byte: critic, reference, the copy that writes.
 
-Tests of plan/companions.py, engine/companions.py, engine/shown.py and memory/cache_plan.py.
+Tests of plan/companions.py, engine/auxiliary_decks.py, engine/inference_stage.py and memory/cache_plan.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.deck.toml_text import deck_text
+from hpctrain.engine.auxiliary_decks import CRITIC, MOST_CONCURRENT_TEXTS, REFERENCE, concurrent_texts
 from hpctrain.engine.build import make_mesh
-from hpctrain.engine.companions import CRITIC, REFERENCE, TEXTS_AT_A_TIME, texts_at_a_time
 from hpctrain.errors import HpctrainError
 from hpctrain.plan import engine as plan_engine
 from hpctrain.plan.companions import plan_run_memory
@@ -149,8 +149,8 @@ GIVEN = ("policy.reward=", "policy.tokens=", "policy.epochs=", "policy.samples="
 def test_texts_of_a_rollout_share_the_cache(tmp_path: Path) -> None:
     many = copying(tmp_path, "policy.rollout=1024", "policy.samples=4", "policy.epochs=1", "run.steps=128")
     few = copying(tmp_path, "policy.rollout=24", "policy.samples=4", "policy.epochs=1", "run.steps=3")
-    assert texts_at_a_time(many, 2) == TEXTS_AT_A_TIME
-    assert [texts_at_a_time(few, copies) for copies in (1, 2, 4, 8)] == [24, 12, 8, 4]
+    assert concurrent_texts(many, 2) == MOST_CONCURRENT_TEXTS
+    assert [concurrent_texts(few, copies) for copies in (1, 2, 4, 8)] == [24, 12, 8, 4]
 
 
 @pytest.mark.mpi(max_size=2)

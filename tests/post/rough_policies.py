@@ -16,10 +16,10 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.rank_partition import CRITIC
 from hpctrain.engine.build import Engine, _initialize, arrange, assemble, build_engine, make_mesh
-from hpctrain.engine.corpus import open_corpus, settle_vocabulary
-from hpctrain.engine.functions import with_functions
-from hpctrain.engine.kernels import choose_kernels
-from hpctrain.engine.model_placement import take_seat
+from hpctrain.engine.corpus import open_corpus, resolve_vocabulary
+from hpctrain.engine.function_choice import with_functions
+from hpctrain.engine.kernel_choice import choose_kernels
+from hpctrain.engine.model_placement import place_models
 from hpctrain.parallel.shard import Shard
 from hpctrain.post.rewards.reward import Sample
 from hpctrain.post.rewards.rewards import Rewards
@@ -137,7 +137,7 @@ def policy_trainer(world: World, deck: Deck) -> PolicyTrainer:
     """
     corpus = open_corpus(deck, world)
     deck = settled(world, deck)
-    seat = take_seat(deck, world)
+    seat = place_models(deck, world)
     own = choose_kernels(seat.deck, seat.world, seat.mesh)
     arrangement = arrange(own, seat.world, seat.mesh)
     engine = assemble(own, seat.world, seat.mesh, arrangement, ROUGHNESS, seat.build)
@@ -151,7 +151,7 @@ def policy_trainer(world: World, deck: Deck) -> PolicyTrainer:
 
 def settled(world: World, deck: Deck) -> Deck:
     """With what is known of it once its run begins."""
-    return with_functions(settle_vocabulary(deck, open_corpus(deck, world)), world)
+    return with_functions(resolve_vocabulary(deck, open_corpus(deck, world)), world)
 
 
 def first_engine(world: World, deck: Deck) -> Engine:
@@ -162,7 +162,7 @@ def first_engine(world: World, deck: Deck) -> Engine:
 def engines(trainer: PolicyTrainer) -> dict[str, Engine]:
     """Those that this rank has of those that are trained, by name."""
     own = {} if trainer.seat.idle else {"policy": trainer.engine}
-    return {**own, **trainer.engine.companions}
+    return {**own, **trainer.engine.auxiliary_engines}
 
 
 Pieces = list[tuple[Shard, Tensor]]

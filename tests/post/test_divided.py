@@ -15,7 +15,7 @@ import pytest
 from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.comm.world import World
 from hpctrain.data.prepare_rows import prepare_rows
-from hpctrain.engine.evaluated import evaluated_deck
+from hpctrain.engine.evaluation_deck import evaluation_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.post.trainer import make_trainer
 from hpctrain.train.run import resume, run_deck
@@ -90,7 +90,7 @@ def test_a_divided_run_is_the_same_run(world: World, mpi_tmp_path: Path, mode: s
     with pytest.raises(HpctrainError, match=r"critic_ranks=2-3: contains rank 3, but the run has 2 ranks"):
         goes_on(world, middles[1], "none", ["policy.critic_ranks=2-3"])
     # Whoever only reads the model needs no such ranks.
-    assert evaluated_deck(structures[1].state, middles[1], [], 1).policy.critic_ranks == "1"
+    assert evaluation_deck(structures[1].state, middles[1], [], 1).policy.critic_ranks == "1"
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

@@ -23,7 +23,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.policy import steps_per_rollout
 from hpctrain.deck.sections.rank_partition import CRITIC
 from hpctrain.engine.build import Engine
-from hpctrain.engine.sizes import on_one_rank
+from hpctrain.engine.mesh_sizes import on_one_rank
 from hpctrain.post.rollout import Answer
 from hpctrain.post.trainer import PolicyTrainer
 from tests.engines import by_rank_0
@@ -393,7 +393,7 @@ def test_models_have_ranks_of_their_own(world: World, folder: Path) -> None:
     right = by_rank_0(world, lambda: expected(world, policy_deck(folder, "alone", *CASES["ppo"])))
     for name, keys in DIVIDED[world.size].items():
         trainer = policy_trainer(world, policy_deck(folder, name, *CASES["ppo"], *keys))
-        assert trainer.seat.idle == (world.rank in trainer.seat.division.other_ranks)
+        assert trainer.seat.idle == (world.rank in trainer.seat.partition.other_ranks)
         assert bool(trainer.engine.buckets) != trainer.seat.idle
         assert_alike(trainer, right, name)
         trainer.engine.close()

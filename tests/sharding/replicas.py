@@ -10,7 +10,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
-from hpctrain.engine.sizes import on_one_rank
+from hpctrain.engine.mesh_sizes import on_one_rank
 from hpctrain.sharding.local_steps import LocalSteps
 from hpctrain.train.verify import ROUGHNESS
 from tests.engines import Trainer

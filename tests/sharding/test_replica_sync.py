@@ -11,8 +11,8 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.engine.build import build_engine, make_mesh
-from hpctrain.engine.sizes import on_one_rank
-from hpctrain.engine.stage import OUTERS, OuterChoice, build_stage, load_parameters
+from hpctrain.engine.mesh_sizes import on_one_rank
+from hpctrain.engine.stage import REPLICA_SYNCS, ReplicaSyncChoice, build_stage, load_parameters
 from hpctrain.model.build import build_model
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.replica_sync import SyncEveryStep, Weights
@@ -73,8 +73,8 @@ def alone_with(world: World, rank: int, batches: Batches) -> Trainer:
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas part for a step each time."""
-    choice = OuterChoice(lambda *_: LocalSteps(), apart=True)
-    monkeypatch.setitem(OUTERS, "every_step", choice)  # type: ignore[misc]
+    choice = ReplicaSyncChoice(lambda *_: LocalSteps(), apart=True)
+    monkeypatch.setitem(REPLICA_SYNCS, "every_step", choice)  # type: ignore[misc]
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -165,13 +165,13 @@ def test_what_replicas_have_in_common_is_the_model_of_the_checkpoint(
     """Runs with and without replicas go on from each other, and start from each other's weights."""
     keys = ("optimizer.clip=0.1", f"precision.compute={compute}", "layout.zero=1", f"run.dir={mpi_tmp_path}")
     plain_deck, apart_deck = small_deck(*keys), small_deck(*keys, "layout.zero_group=1")
-    averaged = OuterChoice(lambda _, stage: Averaged(stage.buckets), apart=True)
+    averaged = ReplicaSyncChoice(lambda _, stage: Averaged(stage.buckets), apart=True)
     plain = trainer(world, plain_deck, masked=0.0)
     plain.train(1)
     checkpoints = Checkpoints(plain_deck, plain.engine, {})
     checkpoints.save(plain.state)
 
-    monkeypatch.setitem(OUTERS, "every_step", averaged)  # type: ignore[misc]
+    monkeypatch.setitem(REPLICA_SYNCS, "every_step", averaged)  # type: ignore[misc]
     training = trainer(world, apart_deck, masked=0.0)
     assert checkpoints.newest is not None
     training.state = Checkpoints(apart_deck, training.engine, {}).restore(checkpoints.newest)

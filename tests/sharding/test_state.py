@@ -19,7 +19,7 @@ from torch import Tensor
 from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.stage import SUMMATIONS, build_stage, load_parameters
+from hpctrain.engine.stage import REDUCTIONS, build_stage, load_parameters
 from hpctrain.memory.scratch import fill_pieces, read_pieces
 from hpctrain.model.build import build_model
 from hpctrain.parallel.matmul import Matmul
@@ -114,7 +114,7 @@ def rows_shard(weight: Parameter) -> Shard:
 @pytest.fixture
 def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
     """All reducers and products keep state."""
-    monkeypatch.setitem(SUMMATIONS, "none", Rounding)  # type: ignore[misc]
+    monkeypatch.setitem(REDUCTIONS, "none", Rounding)  # type: ignore[misc]
     for product_format in PRODUCTS:
         monkeypatch.setitem(PRODUCTS, product_format, Remembering)  # type: ignore[misc]
 

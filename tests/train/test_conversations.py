@@ -20,10 +20,10 @@ from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
-from hpctrain.engine.corpus import open_corpus, settle_vocabulary
-from hpctrain.engine.functions import with_functions
+from hpctrain.engine.corpus import open_corpus, resolve_vocabulary
+from hpctrain.engine.function_choice import with_functions
 from hpctrain.engine.held_out import open_held_out
-from hpctrain.engine.sizes import on_one_rank
+from hpctrain.engine.mesh_sizes import on_one_rank
 from hpctrain.errors import HpctrainError
 from hpctrain.train.trainer import Trainer
 from hpctrain.train.verify import ROUGHNESS, _pieces
@@ -71,7 +71,7 @@ def prepared(world: World, folder: Path) -> str:
 def make_trainer(world: World, deck: Deck) -> Trainer:
     """That of a run."""
     corpus = open_corpus(deck, world)
-    deck = with_functions(settle_vocabulary(deck, corpus), world)
+    deck = with_functions(resolve_vocabulary(deck, corpus), world)
     assert deck.data.document_mask and deck.model.vocabulary == 257
     engine = build_engine(deck, world, make_mesh(deck, world), roughness=ROUGHNESS)
     return Trainer(deck, engine, corpus.train)
@@ -146,7 +146,7 @@ def test_what_a_run_is_evaluated_on(world: World, mpi_tmp_path: Path) -> None:
     sets = f'evaluation.sets=[{{name="own", {tokens.replace("data.", "").replace("=", "=" + chr(34))}"}}]'
     deck = small_deck(*LLAMA, *KEYS, tokens, sets)
     corpus = open_corpus(deck, world)
-    deck = settle_vocabulary(deck, corpus)
+    deck = resolve_vocabulary(deck, corpus)
     shares = {each.name: each for each in open_held_out(deck, world, corpus)}
     file = TokenFile(mpi_tmp_path / "chat.h5")
     trainer = make_trainer(world, deck)

@@ -23,7 +23,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.optimizer import AdamWTable
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import build_engine, make_mesh
-from hpctrain.engine.corpus import open_corpus, settle_vocabulary
+from hpctrain.engine.corpus import open_corpus, resolve_vocabulary
 from hpctrain.train.verify import ROUGHNESS
 from tests.engines import Trainer, by_rank_0
 from tests.model.foreign.test_split import whole_parameters
@@ -143,7 +143,7 @@ def deck_of(kind: str, *overrides: str) -> Deck:
 
 def trainer(world: World, deck: Deck) -> Trainer:
     corpus = open_corpus(deck, world)
-    deck = settle_vocabulary(deck, corpus)
+    deck = resolve_vocabulary(deck, corpus)
     engine = build_engine(deck, world, make_mesh(deck, world), roughness=ROUGHNESS)
     return Trainer(deck, engine, corpus.train)
 

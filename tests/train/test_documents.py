@@ -20,8 +20,8 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch, SequenceSource
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
-from hpctrain.engine.functions import with_functions
-from hpctrain.engine.sizes import on_one_rank
+from hpctrain.engine.function_choice import with_functions
+from hpctrain.engine.mesh_sizes import on_one_rank
 from hpctrain.parallel.shard import Shard
 from hpctrain.train.hook import Hook
 from hpctrain.train.miniature import miniature

@@ -93,12 +93,12 @@ def test_in_parts_it_finds_the_same(
 def test_a_layout_that_does_not_fit_makes_data_ranks(world: World, run: Path) -> None:
     state = read_state(run / "checkpoints" / "step-00000002.h5")
     path = Path("x.h5")
-    deck = module.evaluated_deck(
+    deck = module.evaluation_deck(
         state | {"deck": state["deck"].replace("\ntensor = 1\n", "\ntensor = 2\n")}, path, (), 3
     )
     assert deck.layout.tensor == 1
     with pytest.raises(HpctrainError, match="must divide the number of ranks, 3"):
-        module.evaluated_deck(state, path, ["layout.tensor=2"], 3)
+        module.evaluation_deck(state, path, ["layout.tensor=2"], 3)
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)

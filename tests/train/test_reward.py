@@ -21,8 +21,8 @@ from hpctrain.data.order import Integers, SampleOrder
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
-from hpctrain.engine.functions import with_functions
-from hpctrain.engine.sizes import on_one_rank
+from hpctrain.engine.function_choice import with_functions
+from hpctrain.engine.mesh_sizes import on_one_rank
 from hpctrain.objective.objective import Objective
 from hpctrain.objective.value import ClippedValue
 from hpctrain.train.scored import values_of

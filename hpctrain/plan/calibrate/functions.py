@@ -14,7 +14,7 @@ from hpctrain.comm.mesh import AXES
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.deck.activations import ACTIVATIONS, Activation
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.functions import functions_of, with_functions
+from hpctrain.engine.function_choice import functions_of, with_functions
 from hpctrain.engine.stage import make_groups
 from hpctrain.model.attention import Rotary
 from hpctrain.model.build import build_parts

@@ -11,8 +11,8 @@ from torch import Tensor
 from hpctrain.comm.mesh import Mesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.deck_kernels import kernels_of
-from hpctrain.engine.kernels import choose_kernels
-from hpctrain.engine.sizes import axis_sizes
+from hpctrain.engine.kernel_choice import choose_kernels
+from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.host.device import on_host
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape

@@ -8,7 +8,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, build_engine
-from hpctrain.engine.sizes import axis_sizes
+from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.optim.clip import local_square_norm

@@ -16,8 +16,8 @@ import torch
 
 from hpctrain.comm.mesh import coordinates, expert_sizes, rank_count
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.place import placed_by_flops
-from hpctrain.engine.sizes import axis_sizes, micro_batches
+from hpctrain.engine.layer_placement import placed_by_flops
+from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import TrainedStage
 from hpctrain.host.device import device_kind
 from hpctrain.host.topology import ranks_per_node_of

@@ -15,7 +15,7 @@ import torch
 from hpctrain.comm.planned import META
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.stage import plan_stage
+from hpctrain.engine.stage import PipelinePosition, plan_stage
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
@@ -59,7 +59,9 @@ class RankStep:
         self._mesh_of = sizes, ranks_per_node, device, place, transport
         self.recorder = recorder = Recorder(BalancedLoads.of_deck(deck, shape).of if shape.experts else None)
         self.mesh = self._mesh(number)
-        self.stage = stage = plan_stage(deck, shape, self.mesh, schedule, split, number, device)
+        self.stage = stage = plan_stage(
+            deck, shape, self.mesh, PipelinePosition(schedule, split, number), device
+        )
         self.weights = PlannedWeights(stage)
         self.objective = make_objective(deck)
         with META:

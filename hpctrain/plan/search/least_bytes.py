@@ -14,9 +14,9 @@ import torch
 
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.functions import planned_functions
-from hpctrain.engine.rules import RULES
+from hpctrain.engine.function_choice import planned_functions
 from hpctrain.engine.stage import make_groups
+from hpctrain.engine.update_rules import RULES
 from hpctrain.host.device import device_kind, matmul_workspace_bytes, on_host
 from hpctrain.memory.recompute import Recompute, segment_size
 from hpctrain.memory.saved_bytes import PartBytes, part_bytes

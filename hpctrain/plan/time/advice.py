@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hpctrain.deck.schedules import SCHEDULE_NAMES, TWO_CHUNKS
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.sizes import axis_sizes, micro_batches
+from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.time.machine_rates import (
     AttentionRates,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.sizes import axis_sizes, micro_batches
+from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import Recomputed
 from hpctrain.plan.time.machine_rates import Home, Sharing

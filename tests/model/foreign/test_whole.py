@@ -1,6 +1,6 @@
 """Linear layers in a module, computed by our products: used in every way, and differentiated within a pass.
 
-Of model/foreign/whole.py, and what engine/kernels.py and parallel/copies.py know of such layers.
+Of model/foreign/whole.py, and what engine/kernel_choice.py and parallel/copies.py know of such layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import make_mesh
-from hpctrain.engine.kernels import products_of
+from hpctrain.engine.kernel_choice import products_of
 from hpctrain.errors import HpctrainError
 from hpctrain.parallel.copies import copied_bytes, planned_copies
 from hpctrain.parallel.kernel_times import MatmulPass
@@ -212,7 +212,7 @@ def test_converted_matrices_are_planned(world: World) -> None:
 
 @pytest.mark.mpi(max_size=1)
 def test_what_is_measured_is_what_is_multiplied(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.engine.kernels.LEAST_FLOPS", 0)
+    monkeypatch.setattr("hpctrain.engine.kernel_choice.LEAST_FLOPS", 0)
     deck = gpt2()
     found = products_of(deck, make_mesh(deck, world.single_rank_world()), world.device)
     # Conv1D has its matrices transposed, and what is forward of one is an input gradient of that.
@@ -265,7 +265,7 @@ micro_size = 4
 
 @pytest.mark.mpi(max_size=1)
 def test_rows_are_those_of_the_samples(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.engine.kernels.LEAST_FLOPS", 0)
+    monkeypatch.setattr("hpctrain.engine.kernel_choice.LEAST_FLOPS", 0)
     deck = parse_deck(PICTURES)
     found = by_rank_0(
         world, lambda: products_of(deck, make_mesh(deck, world.single_rank_world()), world.device)

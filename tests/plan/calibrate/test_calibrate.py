@@ -18,7 +18,7 @@ import torch
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
-from hpctrain.engine.sizes import axis_sizes
+from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.pipeline.deck_schedule import make_schedule
 from hpctrain.plan.calibrate.calibrate import CalibrateOptions, calibrate, measure_machine

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from hpctrain.cli.plan import command
 from hpctrain.deck.read import parse_deck, read_deck
-from hpctrain.engine.sizes import axis_sizes
+from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.errors import HpctrainError
 from hpctrain.plan import holding
 from hpctrain.plan.deck import plan_deck

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.place import Placement, placed_by_flops
+from hpctrain.engine.layer_placement import LayerPlacement, placed_by_flops
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
@@ -46,7 +46,7 @@ class Published:
         return ModelShape.of(self.deck, self.vocabulary)
 
     @cached_property
-    def placement(self) -> Placement:
+    def placement(self) -> LayerPlacement:
         return placed_by_flops(self.deck, self.shape, self.arrangement.data)
 
     @cached_property

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.comm.planned import PlannedMesh
-from hpctrain.engine.place import placed_by_flops
-from hpctrain.engine.sizes import axis_sizes
-from hpctrain.engine.stage import plan_stage
+from hpctrain.engine.layer_placement import placed_by_flops
+from hpctrain.engine.mesh_sizes import axis_sizes
+from hpctrain.engine.stage import PipelinePosition, plan_stage
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind
 from hpctrain.memory.saved_bytes import part_bytes
@@ -53,7 +53,7 @@ def test_what_lies_on_a_disk_goes_and_comes_back(ranks: int, keys: tuple[str, ..
     shape, sizes = ModelShape.of(deck, VOCABULARY), axis_sizes(deck, ranks)
     placement, mesh = placed_by_flops(deck, shape, sizes["data"]), PlannedMesh(sizes, 0, 8)
     schedule, device = placement.schedule_of(1), device_kind(deck.run.device)
-    stage = plan_stage(deck, shape, mesh, schedule, placement.split, 0, device)
+    stage = plan_stage(deck, shape, mesh, PipelinePosition(schedule, placement.split, 0), device)
     (part,) = part_bytes(deck, stage.models, True, deck.memory.recompute)
     moving = total(part.saved_segments()[0]) / BANDWIDTH
     machine = parse_machine(DISK, "")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.engine.stage import SUMMATIONS
+from hpctrain.engine.stage import REDUCTIONS
 from tests.engines import small_deck, trainer
 from tests.sharding.compression.given import ODD, Array, fill, given, own_of
 from tests.sharding.compression.test_compressed_reduction import sign
@@ -54,7 +54,7 @@ def test_updates_are_those_of_numpy(world: World, keys: tuple[str, ...]) -> None
     training = trainer(world, deck)
     engine = training.engine
     before = {name: values.numpy().reshape(-1).copy() for name, values in training.parameters().items()}
-    summations = [SUMMATIONS["onebit"](deck, bucket) for bucket in engine.buckets]
+    summations = [REDUCTIONS["onebit"](deck, bucket) for bucket in engine.buckets]
     for step in range(STEPS):
         for bucket, summation in zip(engine.buckets, summations, strict=True):
             whole = bucket.final_gradients()
@@ -82,7 +82,7 @@ def test_a_rank_alone_has_exact_momentum(world: World) -> None:
     deck = small_deck(*KEYS)
     training = trainer(world, deck)
     bucket = training.engine.buckets[0]
-    summation = SUMMATIONS["onebit"](deck, bucket)
+    summation = REDUCTIONS["onebit"](deck, bucket)
     mean = np.zeros(bucket.length, np.float32)
     for step in range(6):
         flat = fill(bucket, 0, step)

@@ -15,8 +15,8 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.sections.communication import Communication
-from hpctrain.engine.sizes import axis_sizes
-from hpctrain.engine.stage import plan_stage
+from hpctrain.engine.mesh_sizes import axis_sizes
+from hpctrain.engine.stage import PipelinePosition, plan_stage
 from hpctrain.memory.scratch import fill_pieces, read_pieces
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import accumulation
@@ -250,7 +250,9 @@ def test_a_plan_knows_what_a_form_takes_beside_gradients(world: World, name: str
     for device, transport in (("cpu", "auto"), ("cpu", "mpi"), ("cuda", "mpi")):
         place = torch.device(device)
         mesh = PlannedMesh(axis_sizes(deck, 2), 0, 2, device=place, transport=transport)
-        stage = plan_stage(deck, shape, mesh, schedule, [deck.model.layers], 0, torch.device("cpu"))
+        stage = plan_stage(
+            deck, shape, mesh, PipelinePosition(schedule, [deck.model.layers], 0), torch.device("cpu")
+        )
         scratch.append(stage.synchronizer.scratch_bytes)
     assert scratch[0] == max(world.everyone.all_gather_object(engine.synchronizer.scratch_bytes))
     assert (scratch[1] < scratch[2]) == (name in {"bf16", "int8", "sign", "onebit", "powersgd"})

@@ -1,4 +1,4 @@
-"""The rule by which a deck's optimizer updates parameters."""
+"""Update rules of the optimizers that a deck can name."""
 
 from __future__ import annotations
 
@@ -83,4 +83,4 @@ RULES: Mapping[str, Callable[[Deck], UpdateRule | MatrixRules]] = {
     "adafactor": _adafactor,
     "adam-mini": _adam_mini,
 }
-"""What makes each optimizer of a deck, by its name."""
+"""Functions that make the update rule of a deck, by `optimizer.name`."""

@@ -20,10 +20,16 @@ from hpctrain.data.prepare import prepare
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.deck.toml_text import deck_text
-from hpctrain.engine import kernels as module
+from hpctrain.engine import kernel_choice as module
 from hpctrain.engine.build import arrange, make_mesh
-from hpctrain.engine.deck_kernels import as_before
-from hpctrain.engine.kernels import cache_file, choose_kernels, read_cache, with_kept_kernels, write_cache
+from hpctrain.engine.deck_kernels import with_stored_choices
+from hpctrain.engine.kernel_choice import (
+    cache_file,
+    choose_kernels,
+    read_cache,
+    with_cached_kernels,
+    write_cache,
+)
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.host.device import processor_identity, processor_name
 from hpctrain.parallel.copies import copied_bytes
@@ -68,7 +74,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, mpi_tmp_path: Path) -> Measuring:
 
 def chosen(world: World, *overrides: str, before: object = None) -> KernelTable:
     deck = small_deck(*overrides)
-    deck, mesh = as_before(deck, deck, {"products": before}, Path()), make_mesh(deck, world)
+    deck, mesh = with_stored_choices(deck, deck, {"products": before}, Path()), make_mesh(deck, world)
     return arrange(choose_kernels(deck, world, mesh), world, mesh).groups.kernels
 
 
@@ -187,13 +193,13 @@ def test_plans_count_what_such_processors_multiply_by(
     measuring.seconds = {"forward": {"fp32": 0.1}, "weight_gradient": {"fp32-onednn": 0.1}}
     bf16 = "precision.compute=bf16"
     deck, one = small_deck(bf16), world.single_rank_world()
-    unknown = with_kept_kernels(deck, 1)
+    unknown = with_cached_kernels(deck, 1)
     assert (unknown.runtime_choices.kernels, unknown.runtime_choices.kernels_note.split(" until")[0]) == (
         {},
         "assumed to use the library",
     )
     engine, plan = build_within_memory(deck, one, make_mesh(deck, one))
-    kept = with_kept_kernels(deck, 1)
+    kept = with_cached_kernels(deck, 1)
     assert kept.runtime_choices.kernels == engine.groups.kernels.record
     assert kept.runtime_choices.kernels_note == f"from {cache_file()}"
     planned, held = plan_memory(kept, 1, 61).largest.memory, plan.largest.memory
@@ -206,18 +212,18 @@ def test_plans_count_what_such_processors_multiply_by(
     assert copies > 0
     assert planned.parameter == value_bytes(engine.buckets) + copies
     # Those of another number of rows stand in, others of other formats or matrices do not.
-    fewer = with_kept_kernels(small_deck(bf16, "batch.micro_size=1"), 1)
+    fewer = with_cached_kernels(small_deck(bf16, "batch.micro_size=1"), 1)
     assert plan_memory(fewer, 1, 61).largest.memory.parameter == planned.parameter
-    wider = with_kept_kernels(small_deck(bf16, "model.mlp=80"), 1)
+    wider = with_cached_kernels(small_deck(bf16, "model.mlp=80"), 1)
     assert (
         wider.runtime_choices.kernels_note
         == f"from {cache_file()}; others {unknown.runtime_choices.kernels_note}"
     )
     assert set(wider.runtime_choices.kernels) < set(kept.runtime_choices.kernels)
     for other in ("precision.gradients=compute", "precision.compute=fp32", "machine.products=library"):
-        assert not with_kept_kernels(small_deck(bf16, other), 1).runtime_choices.kernels
+        assert not with_cached_kernels(small_deck(bf16, other), 1).runtime_choices.kernels
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert not with_kept_kernels(deck, 1).runtime_choices.kernels
+    assert not with_cached_kernels(deck, 1).runtime_choices.kernels
 
 
 @pytest.mark.mpi(max_size=1)
@@ -360,17 +366,17 @@ def test_a_run_goes_on_with_its_products_bit_for_bit(
 @pytest.mark.parametrize("split", [[2, 2], [1, 0, 1], [2, 1], [1]])
 def test_a_stored_split_that_does_not_fit_the_deck_names_its_file(split: list[int]) -> None:
     deck, path = small_deck("layout.pipeline=2", "model.layers=2"), Path("step-00000004.h5")
-    assert as_before(deck, deck, {"split": [0, 2]}, path).runtime_choices.split == (0, 2)
+    assert with_stored_choices(deck, deck, {"split": [0, 2]}, path).runtime_choices.split == (0, 2)
     with pytest.raises(InputOutputError, match=r"step-00000004\.h5: its state has an invalid split"):
-        as_before(deck, deck, {"split": split}, path)
+        with_stored_choices(deck, deck, {"split": split}, path)
 
 
 @pytest.mark.mpi(max_size=1)
 def test_runs_from_before_there_was_a_choice_go_on_by_the_library() -> None:
     old, given = small_deck(), small_deck("machine.products=auto")
-    assert as_before(old, old, {"step": 1}, Path()).machine.products == "library"
-    assert as_before(old, old, {"products": {}}, Path()).machine.products == "auto"
-    assert as_before(given, old, {"step": 1}, Path()).machine.products == "auto"
+    assert with_stored_choices(old, old, {"step": 1}, Path()).machine.products == "library"
+    assert with_stored_choices(old, old, {"products": {}}, Path()).machine.products == "auto"
+    assert with_stored_choices(given, old, {"step": 1}, Path()).machine.products == "auto"
 
 
 @pytest.mark.mpi(max_size=1)

@@ -1,4 +1,4 @@
-"""A stage of a model that is only looked at: its parameters on any layout, without gradients or optimizer."""
+"""Stage of a model that is only evaluated: its parameters on any layout, without gradients or optimizer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.offload_settings import OffloadSettings
@@ -22,7 +23,7 @@ from hpctrain.sharding.synchronize import GradientSynchronizer
 
 
 class InferenceOptimizer(Optimizer):
-    """An optimizer that never updates; it holds the weights in `states`, if any, while they are filled."""
+    """Optimizer that never updates. It may hold the weights in `states` while they are initialized."""
 
     updates = 0
 
@@ -34,12 +35,12 @@ class InferenceOptimizer(Optimizer):
     ) -> None:
         super().__init__(None, buckets, states, agreement)
 
-    def step(self, learning_rate: float, gradient_divisor: float) -> None:  # noqa: ARG002
-        """There is nothing to update."""
-        raise AssertionError("a model that is only looked at")
+    @override
+    def step(self, learning_rate: float, gradient_divisor: float) -> None:
+        raise AssertionError("a model that is only evaluated")
 
 
-def build_shown_stage(
+def build_inference_stage(
     deck: Deck,
     groups: LayerContext,
     models: Sequence[ModelPart],
@@ -48,12 +49,12 @@ def build_shown_stage(
     device: torch.device,  # noqa: ARG001
     agreement: Agreement = nullcontext,  # noqa: ARG001
 ) -> TrainedStage:
-    """In place of `build_trained_stage`."""
+    """Build a stage without gradients, with the parameters of `build_trained_stage`."""
     stage, outer = build_stage(deck, groups, models, replications, offload.parameters), SyncEveryStep()
-    nothing = GradientSynchronizer([], outer)
+    synchronizer = GradientSynchronizer([], outer)
     return TrainedStage(
         **vars(stage),
-        synchronizer=nothing,
+        synchronizer=synchronizer,
         outer=outer,
         optimizer=InferenceOptimizer(),
         stateful=[stage.modules],
@@ -69,12 +70,12 @@ def build_initial_stage(
     device: torch.device,
     agreement: Agreement = nullcontext,
 ) -> TrainedStage:
-    """Build a stage without gradients whose weights are filled as those of a run that begins.
+    """Build a stage without gradients whose weights are initialized as those of a new run.
 
-    Its optimizer holds the weights in the format in which the run holds them at that time, so that both round
-    alike. Replace it by `InferenceOptimizer()` once the weights are published, which frees that memory.
+    Its optimizer holds the weights in the dtype in which the run initializes them, so that both round them in
+    the same way. Replace it by `InferenceOptimizer()` once the weights are published, to free that memory.
     """
-    stage = build_shown_stage(deck, groups, models, replications, offload, device)
+    stage = build_inference_stage(deck, groups, models, replications, offload, device)
     adapted = deck.model.adapters is not None
     states = [{MASTER: _initial_weights(bucket, adapted)} for bucket in stage.buckets]
     stage.optimizer = InferenceOptimizer(stage.buckets, states, agreement)
@@ -82,7 +83,7 @@ def build_initial_stage(
 
 
 def _initial_weights(bucket: Bucket, adapted: bool) -> Tensor:
-    """Return the bucket's own values, or new memory in fp32 if the run trains them in another format."""
+    """Return the bucket's parameters, or new fp32 memory if the run trains them in another dtype."""
     values = bucket.own_values
     assert isinstance(values, Tensor)
     frozen = adapted and not bucket.layout.trained

@@ -1,4 +1,7 @@
-"""Where the layers of a deck go, and the schedule that runs them: by FLOPs, or by measured times."""
+"""Division of a model's layers into pipeline parts, and the schedule that runs them.
+
+Parts are balanced by FLOPs or by measured times.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layer_flops import layer_flops
 from hpctrain.engine.layer_times import LayerTimes, measure_layers, times_of_parts
-from hpctrain.engine.sizes import micro_batches
+from hpctrain.engine.mesh_sizes import micro_batches
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import bare_model, split_problems
@@ -21,10 +24,13 @@ from hpctrain.pipeline.split import balanced_split, split_layers
 
 
 @dataclass(frozen=True)
-class Placement:
-    """The schedule of any number of micro-batches, and the blocks of each part of the model, in order.
+class LayerPlacement:
+    """Division of a model into pipeline parts.
 
-    `times` are those that were measured for them, None where none were needed.
+    Attributes:
+        schedule_of: Returns the schedule for a number of micro-batches.
+        split: Number of blocks of each part, in the order of the model.
+        times: Measured times of layers; None if none were needed.
     """
 
     schedule_of: Callable[[int], Schedule]
@@ -41,27 +47,32 @@ class Placement:
 
 
 def with_split(deck: Deck, split: Sequence[int] | None) -> Deck:
-    """The deck with a split that was found before, where it does not give one."""
+    """Return the deck with a split of an earlier run, unless the deck has one."""
     if split is None or isinstance(deck.layout.split, tuple):
         return deck
     return deck.with_keys(layout={"split": tuple(split)})
 
 
-def placed_by_flops(deck: Deck, architecture: Architecture, data: int) -> Placement:
-    """The deck's schedule on so many data ranks and its split, as the deck alone tells them.
+def placed_by_flops(deck: Deck, architecture: Architecture, data: int) -> LayerPlacement:
+    """Return the deck's schedule and split without measuring. Local.
 
-    A split that is not given makes the heaviest stage, and then the heaviest part, as light as can be by
-    FLOPs; so does what stands in for one that would be measured. Raises as `make_schedule` does.
+    Without a split in the deck, the result minimizes the FLOPs of the largest stage, and then of the largest
+    part. It also replaces a split that a run would measure. It raises what `make_schedule` raises.
+
+    Args:
+        deck: The deck.
+        architecture: Architecture of the model.
+        data: Number of data ranks.
     """
     flops = layer_flops(deck, architecture)
     split = split_by_flops(deck, architecture, pipeline_form(deck, data))
     times = times_of_parts(split_layers(flops, split)) if _searched(deck) else None
     _require_parts(deck, architecture, split)
-    return Placement(make_schedule(deck, data, times), split)
+    return LayerPlacement(make_schedule(deck, data, times), split)
 
 
 def split_by_flops(deck: Deck, architecture: Architecture, form: Schedule) -> tuple[int, ...]:
-    """Blocks of every part of a schedule, as in `placed_by_flops`."""
+    """Return the number of blocks of each part of a schedule, as in `placed_by_flops`."""
     if isinstance(deck.layout.split, tuple):
         return deck.layout.split
     if form.parts == 1:
@@ -69,11 +80,12 @@ def split_by_flops(deck: Deck, architecture: Architecture, form: Schedule) -> tu
     return _balanced([passes.total for passes in layer_flops(deck, architecture)], architecture, form)
 
 
-def place_layers(deck: Deck, architecture: Architecture, groups: LayerContext, mesh: Mesh) -> Placement:
-    """The deck's schedule and split, the same on all ranks. Collective.
+def place_layers(deck: Deck, architecture: Architecture, groups: LayerContext, mesh: Mesh) -> LayerPlacement:
+    """Return the deck's schedule and split, which are the same on all ranks. Collective.
 
-    Measures for `layout.split = "balanced"` and for schedules that are searched for; the latter's order
-    then varies from run to run, but not what it computes. Raises as `make_schedule` does.
+    It measures layers for `layout.split = "balanced"` and for schedules that a search finds. The order of
+    actions of the latter may then differ between runs, but not what they compute. It raises what
+    `make_schedule` raises.
     """
     layout, data = deck.layout, mesh.size("data")
     form = pipeline_form(deck, data)
@@ -87,20 +99,20 @@ def place_layers(deck: Deck, architecture: Architecture, groups: LayerContext, m
         split = split_by_flops(deck, architecture, form)
     _require_parts(deck, architecture, split)
     of_parts = times.of_parts(split_layers(layers, split)) if _searched(deck) else None
-    return Placement(make_schedule(deck, data, of_parts), split, times)
+    return LayerPlacement(make_schedule(deck, data, of_parts), split, times)
 
 
 def _balanced(times: Sequence[float], architecture: Architecture, form: Schedule) -> tuple[int, ...]:
-    """As `balanced_split`; a block that the first part has to have is of what it does besides."""
+    """Return the balanced split. A block that the first part must have counts as part of its embedding."""
     if not architecture.begins_with_block:
         return tuple(balanced_split(times, form))
     first, block, *rest = times
-    others = balanced_split([first + block, *rest], form) if len(rest) > 1 else [0] * form.parts
-    return 1 + others[0], *others[1:]
+    split = balanced_split([first + block, *rest], form) if len(rest) > 1 else [0] * form.parts
+    return 1 + split[0], *split[1:]
 
 
 def _require_parts(deck: Deck, architecture: Architecture, split: Sequence[int]) -> None:
-    """HpctrainError where the model cannot be split so."""
+    """Raise HpctrainError if the model cannot be split like this."""
     key = "layout.split" if isinstance(deck.layout.split, tuple) else "layout.pipeline"
     problems = [deck.problem(key, each) for each in dict.fromkeys(split_problems(architecture, split))]
     if problems:
@@ -108,10 +120,10 @@ def _require_parts(deck: Deck, architecture: Architecture, split: Sequence[int])
 
 
 def pipeline_form(deck: Deck, data: int) -> Schedule:
-    """A schedule with the stages, chunks and placement of the deck's. Raises as `make_schedule` does."""
+    """Return a schedule with the stages, chunks and placement of the deck's, without a search."""
     return outline_schedule(deck) if _searched(deck) else make_schedule(deck, data)(micro_batches(deck, data))
 
 
 def _searched(deck: Deck) -> bool:
-    """Whether the schedule is one that times are needed for."""
+    """Return True if a search with layer times finds the schedule."""
     return deck.layout.pipeline > 1 and deck.layout.schedule in SEARCHED_SCHEDULES

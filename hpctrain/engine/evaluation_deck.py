@@ -1,4 +1,4 @@
-"""The deck by which the model of a checkpoint is looked at, on any number of ranks."""
+"""Deck for the evaluation of a checkpoint on any number of ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hpctrain.deck.check import check_world, world_problems
 from hpctrain.deck.code import trust_of
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import REFERENCE_KINDS, SCORE_KINDS
+from hpctrain.engine.mesh_sizes import on_one_rank
 from hpctrain.engine.resume_check import require_same_model
-from hpctrain.engine.sizes import on_one_rank
 from hpctrain.errors import HpctrainError
 
 
-def evaluated_deck(
+def evaluation_deck(
     state: Mapping[str, Any],
     path: Path,
     overrides: Sequence[str],
@@ -39,8 +39,8 @@ def evaluated_deck(
         require_same_model(deck, stored_deck(state, path), path)
     if deck.data.dataset is not None:
         raise HpctrainError(f"{path}: was trained on data.dataset, for which token files are unsupported")
-    kept = (*SCORE_KINDS, *REFERENCE_KINDS) if pairs else SCORE_KINDS
-    # One step of every rank: the run's own batch does not matter here.
+    allowed = (*SCORE_KINDS, *REFERENCE_KINDS) if pairs else SCORE_KINDS
+    # One micro-batch on every rank: the batch of the run does not matter here.
     batch = {"global_size": deck.batch.micro_size * ranks, "ramp_from": 0, "ramp_steps": 0}
     deck = deck.with_keys(
         batch=batch,
@@ -48,13 +48,13 @@ def evaluated_deck(
         memory={"optimizer": "device", "parameters": "device", "activations": "keep"},
         communication={"server": None, "compress": "none"},
         run={"noise_scale_steps": 0},
-        objective={} if deck.objective.kind in kept else {"kind": "next-token"},
+        objective={} if deck.objective.kind in allowed else {"kind": "next-token"},
         machine={"compile": False},
         stability={"corruption": "off", "check_parameters": False},
     )
     require_trusted(deck, path, trust)
-    given = any(argument.strip().startswith("layout.") for argument in overrides)
-    if world_problems(deck, ranks) and not given:
+    sets_layout = any(argument.strip().startswith("layout.") for argument in overrides)
+    if world_problems(deck, ranks) and not sets_layout:
         deck = on_one_rank(deck)
     check_world(deck, ranks)
     return deck

@@ -1,4 +1,4 @@
-"""What of a run's forward passes is saved for backward, and where; what that costs and saves."""
+"""Recomputation and offloading of activations: settings, memory, and their description for the log."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ from hpctrain.units import format_bytes, format_count
 
 
 def make_recompute(deck: Deck, world: World) -> Recompute:
-    """The deck's choice; HpctrainError where the device cannot do it. `open_shelf` gives it its place."""
+    """Return the deck's recomputation. Local; `open_activation_store` adds the memory of activations.
+
+    Raises:
+        HpctrainError: The device does not support it.
+    """
     memory = deck.memory
     if memory.activations == "host" and on_host(world.device):
         raise HpctrainError(deck.problem("memory.activations", HOST_ACTIVATIONS_REFUSAL))
@@ -35,7 +39,7 @@ def make_recompute(deck: Deck, world: World) -> Recompute:
     return Recompute(memory.recompute, store, world.ledger.recomputing)
 
 
-def open_shelf(
+def open_activation_store(
     deck: Deck,
     world: World,
     recompute: Recompute,
@@ -43,14 +47,23 @@ def open_shelf(
     schedule: Schedule,
     stage: int,
 ) -> ScratchFiles | None:
-    """Make the place where activations wait; the files, where there are any. Collective.
+    """Make the memory of offloaded activations, and return its files if it has any. Collective.
 
-    HpctrainError on all ranks where the folder cannot be used, or has no room for what waits at once.
+    Args:
+        deck: The deck.
+        world: All ranks of the engine.
+        recompute: Result of `make_recompute`.
+        models: Model parts of this rank's stage.
+        schedule: Pipeline schedule.
+        stage: Number of this rank's stage.
+
+    Raises:
+        HpctrainError: On all ranks if the folder is not writable or too small.
     """
-    where, store = deck.memory.activations, recompute.store
-    if where == "keep" or store is None:
+    location, store = deck.memory.activations, recompute.store
+    if location == "keep" or store is None:
         return None
-    if where == "host":
+    if location == "host":
         store.offload_store = HostOffloadStore(world.device)
         return None
     parts = part_bytes(deck, models, not on_host(world.device), deck.memory.recompute)
@@ -62,37 +75,37 @@ def open_shelf(
     return scratch
 
 
-def introduce_recompute(
+def describe_recompute(
     deck: Deck, architecture: Architecture, models: Sequence[ModelPart], schedule: Schedule, stage: int
 ) -> list[str]:
-    """What recomputation and the waiting of activations mean for this rank, for the log."""
+    """Return lines for the log about recomputation and offloaded activations of this rank."""
     memory, lines = deck.memory, []
     device, alive = parameter_list(models[0])[0].device, peak_activations(schedule)[stage]
 
-    def placed(recompute: Recomputed) -> list[PartBytes]:
+    def bytes_of_parts(recompute: Recomputed) -> list[PartBytes]:
         return part_bytes(deck, models, not on_host(device), recompute)
 
     def saved(recompute: Recomputed) -> int:
-        return int(alive * sum(part.total_bytes for part in placed(recompute)))
+        return int(alive * sum(part.total_bytes for part in bytes_of_parts(recompute)))
 
     now = saved(memory.recompute)
     if memory.recompute != "none":
         flops = count(architecture)
         extra = flops.recomputed_flops_per_token(memory.recompute)
         tokens = deck.batch.global_size * deck.batch.sequence
-        kept = ""
-        if not any(part.unknown_reason for part in placed(memory.recompute)):
+        saved_text = ""
+        if not any(part.unknown_reason for part in bytes_of_parts(memory.recompute)):
             instead = f"instead of {format_bytes(saved('none'))}"
-            kept = f"; this rank keeps {format_bytes(now)} of activations {instead}"
+            saved_text = f"; this rank keeps {format_bytes(now)} of activations {instead}"
         lines.append(
             f"recomputation ({memory.recompute}): {100 * extra / flops.flops_per_token:.1f}% more FLOPs, "
-            f"{format_count(extra * tokens)} per step, not counted in MFU{kept}"
+            f"{format_count(extra * tokens)} per step, not counted in MFU{saved_text}"
         )
     if memory.activations != "keep":
-        where = "a file" if memory.activations == "disk" else "host memory"
+        location = "a file" if memory.activations == "disk" else "host memory"
         form = "" if memory.activation_format == "exact" else f" as {memory.activation_format}"
         lines.append(
-            f"activations (at most {format_bytes(now)} before compression) are kept in {where}{form}"
+            f"activations (at most {format_bytes(now)} before compression) are kept in {location}{form}"
         )
     elif memory.activation_format != "exact":
         lines.append(f"activations are kept as {memory.activation_format}: gradients are approximate")

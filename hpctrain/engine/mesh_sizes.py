@@ -1,4 +1,4 @@
-"""How many ranks each axis of the mesh has, and micro-batches each of the data axis."""
+"""Number of ranks of each mesh axis, and of micro-batches of each data rank."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from hpctrain.errors import HpctrainError
 
 
 def axis_sizes(deck: Deck, ranks: int) -> dict[str, int]:
-    """Ranks along each axis, for a model with experts also along theirs, as a Mesh takes them.
+    """Return the number of ranks of each mesh axis, for a model with experts also of their axes.
 
-    HpctrainError where the deck does not fit so many.
+    Raises:
+        HpctrainError: The deck does not fit this number of ranks.
     """
     if deck.layout.auto:
         raise HpctrainError(
@@ -24,14 +25,14 @@ def axis_sizes(deck: Deck, ranks: int) -> dict[str, int]:
 
 
 def expert_sizes(deck: Deck) -> dict[str, int]:
-    """The ranks over which a deck's experts are spread and split; nothing where its model has none."""
+    """Return the number of ranks of the axes of experts; empty if the model has none."""
     if not deck.model.experts:
         return {}
     return {"expert": deck.layout.expert, "expert_tensor": deck.layout.expert_tensor}
 
 
 def on_one_rank(deck: Deck) -> Deck:
-    """The deck without any layout."""
+    """Return the deck with a layout for one rank, or for data ranks only."""
     layout = {
         "data": None,
         "pipeline": 1,
@@ -55,7 +56,7 @@ def on_one_rank(deck: Deck) -> Deck:
 
 
 def micro_batches(deck: Deck, data: int) -> int:
-    """Micro-batches that each of `data` data ranks takes in a step of the whole batch."""
+    """Return the number of micro-batches of each of `data` data ranks in a step."""
     return -(-deck.batch.global_size // (deck.batch.micro_size * data))
 
 

@@ -1,6 +1,6 @@
 """Where layers go without being measured: by the FLOPs of each, told from the deck alone.
 
-Tests of engine/place.py and engine/layer_flops.py; measured ones are in test_layer_times.py.
+Tests of engine/layer_placement.py and engine/layer_flops.py; measured ones are in test_layer_times.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh
 from hpctrain.engine.layer_flops import layer_flops
-from hpctrain.engine.place import placed_by_flops, with_split
+from hpctrain.engine.layer_placement import placed_by_flops, with_split
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.train.difference import LayoutDifference

@@ -1,6 +1,6 @@
-"""What patterns of a deck name of its model, and what is wrong with them.
+"""Patterns of parameter names in a deck: what they match in its model, and their problems.
 
-Some parameters are one matrix or vector in memory: what is done to one of these is done to all.
+Some parameters are fused into one matrix or vector in memory. A pattern has to match all or none of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.adapters import Adapters, matches_pattern
 from hpctrain.deck.sections.optimizer import MuonTable
 from hpctrain.deck.sources import toml_value
-from hpctrain.engine.rules import RULES
+from hpctrain.engine.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import bare_model
@@ -30,13 +30,16 @@ from hpctrain.parallel.shard import Parameter
 from hpctrain.text import either
 
 _NEVER_IN_8_BITS = ("head.weight", "score.weight", "embedding.tokens.weight", "embedding.positions.weight")
-"""Names that precision.fp8_exclude may have in vain."""
+"""Names that precision.fp8_exclude may contain although these layers never compute in 8 bits."""
 
 
 @dataclass(frozen=True)
 class PatternMatches:
-    """What patterns name: of each group of parameters that are one in memory the names of those that they
-    name, and of those that they leave; and the patterns of no parameter.
+    """Matches of patterns.
+
+    Attributes:
+        groups: For each group of fused parameters, the names that match and the names that do not.
+        unknown: Patterns that match no parameter.
     """
 
     groups: Sequence[tuple[Sequence[str], Sequence[str]]]
@@ -46,41 +49,54 @@ class PatternMatches:
     def of(
         patterns: Sequence[str],
         groups: Iterable[Iterable[Parameter]],
-        others: Iterable[str] = (),
+        further: Iterable[str] = (),
         matches: Callable[[str, str], bool] = lambda pattern, name: fnmatchcase(name, pattern),
     ) -> PatternMatches:
-        """What is named of groups, or of `others`; `matches` says whether a pattern is of a name."""
+        """Return the matches of patterns.
+
+        Args:
+            patterns: The patterns.
+            groups: Groups of fused parameters.
+            further: Further names that a pattern may match.
+            matches: Returns True if a pattern matches a name.
+        """
         known = [[parameter.shard.name for parameter in group] for group in groups]
-        every = [*chain(*known), *others]
+        every = [*chain(*known), *further]
         named = {name for name in every if any(matches(pattern, name) for pattern in patterns)}
         return PatternMatches(
             [([n for n in group if n in named], [n for n in group if n not in named]) for group in known],
             [pattern for pattern in patterns if not any(matches(pattern, name) for name in named)],
         )
 
-    def problems(self, torn: str, unknown: str, none: str = "", whole: str = "") -> list[str]:
-        """Ends of sentences: `torn` of one that is named and one that is left of a group, `unknown` of each
-        pattern of no parameter; else `none` where none is named, and `whole` where none is left.
+    def problems(self, partial: str, unknown: str, none: str = "", all_match: str = "") -> list[str]:
+        """Return the problems, as ends of sentences.
+
+        Args:
+            partial: Format of a problem of a group that matches in part, with a matching and another name.
+            unknown: Format of a problem of a pattern that matches nothing, with the pattern.
+            none: Problem if no group matches.
+            all_match: Problem if all names of all groups match.
         """
-        told = [torn.format(named[0], left[0]) for named, left in self.groups if named and left]
-        told += [unknown.format(toml_value(pattern)) for pattern in self.unknown]
-        if not told and none and not any(named for named, _ in self.groups):
-            told.append(none)
-        if not told and whole and not any(left for _, left in self.groups):
-            told.append(whole)
-        return list(dict.fromkeys(told))
+        problems = [partial.format(named[0], left[0]) for named, left in self.groups if named and left]
+        problems += [unknown.format(toml_value(pattern)) for pattern in self.unknown]
+        if not problems and none and not any(named for named, _ in self.groups):
+            problems.append(none)
+        if not problems and all_match and not any(left for _, left in self.groups):
+            problems.append(all_match)
+        return list(dict.fromkeys(problems))
 
 
 def check_patterns(deck: Deck, architecture: Architecture) -> None:
-    """Raise HpctrainError with all `pattern_problems`."""
+    """Raise HpctrainError if a deck has `pattern_problems`. Local; all ranks have the same result."""
     if problems := [deck.problem(each.key, each.sentence) for each in pattern_problems(deck, architecture)]:
         raise HpctrainError(problems)
 
 
 def pattern_problems(deck: Deck, architecture: Architecture) -> Iterator[DeckProblem]:
-    """Where a deck names parameters to freeze, matrices for its optimizer, or layers to leave out of 8 bits:
-    patterns of nothing, of one of several that are one in memory without the others, and such as leave
-    nothing to do. The same on any layout.
+    """Yield the problems of patterns of frozen parameters, adapters, Muon's matrices and layers without fp8.
+
+    A pattern must match something, must not match only some of several fused parameters, and must leave
+    something to do. The result does not depend on the layout.
     """
     updates, how = deck.optimizer.rule, Precision.of(deck).eight_bits
     if deck.model.frozen:
@@ -102,12 +118,12 @@ def pattern_problems(deck: Deck, architecture: Architecture) -> Iterator[DeckPro
 
 def _frozen(model: ModelPart, patterns: Sequence[str]) -> list[str]:
     leaves = (leaf for unit in model.units() for leaf in unit)
-    alike = (list(each) for leaf in leaves for _, each in groupby(sorted(leaf, key=Tensor.dim), Tensor.dim))
+    fused = (list(each) for leaf in leaves for _, each in groupby(sorted(leaf, key=Tensor.dim), Tensor.dim))
     example = parameter_list(model)[0].shard.name
-    return PatternMatches.of(patterns, alike).problems(
+    return PatternMatches.of(patterns, fused).problems(
         "freezes {}, but not {}, which is fused with it (name both or neither)",
         f"no parameter matches {{}} (an example of a name is {example})",
-        whole="leaves nothing to train (leave out a pattern)",
+        all_match="leaves nothing to train (leave out a pattern)",
     )
 
 
@@ -132,8 +148,8 @@ def _linear(model: ModelPart) -> list[SplitLinear]:
 def _matrices(model: ModelPart, rule: MatrixRules) -> list[str]:
     leaves = (leaf for unit in model.units() for leaf in unit)
     matrices = ([p for p in leaf if rule.blocks.block(p.shard) is not None] for leaf in leaves)
-    others = (parameter.shard.name for parameter in parameter_list(model))
-    return PatternMatches.of(rule.patterns, matrices, others).problems(
+    further = (parameter.shard.name for parameter in parameter_list(model))
+    return PatternMatches.of(rule.patterns, matrices, further).problems(
         "names {}, but not {}, which is stored with it (name both or neither)",
         "no parameter matches {}",
         none="names no matrix",
@@ -145,5 +161,5 @@ def _excluded(model: ModelPart, patterns: Sequence[str]) -> list[str]:
     return PatternMatches.of(patterns, fused, _NEVER_IN_8_BITS, names).problems(
         "excludes {}, but not {}, which is fused with it (name both or neither)",
         "no linear layer matches {}",
-        whole='excludes all layers (precision.compute = "bf16" is equivalent)',
+        all_match='excludes all layers (precision.compute = "bf16" is equivalent)',
     )

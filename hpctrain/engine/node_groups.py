@@ -1,4 +1,4 @@
-"""How groups are cut by node: for ZeRO inside nodes, and for sums that are compressed between them alone."""
+"""Division of groups by node, for ZeRO inside nodes and for compression between nodes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,33 @@ from hpctrain.sharding.replication import OTHER_TOKENS, MeshQueries, NodePeers
 
 
 class NodeMesh(MeshQueries, Protocol):
-    """What is asked of a mesh, or of a planned one."""
+    """Interface of a mesh or a planned mesh that knows the nodes of its ranks."""
 
     def split_group(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
-        """Of a group's parts of `size` neighbours this rank's, and its peers in all parts, along an axis of
-        that name. Collective.
+        """Split a group into parts of `size` neighbouring ranks. Collective over the group.
+
+        Returns:
+            The part of this rank, and the ranks with the same number in all parts. The latter group is named
+            `across`.
         """
 
     def nodes(self, group: Group) -> list[int]:
-        """The node of every rank of a group. Collective."""
+        """Return the node of each rank of a group. Collective over the group."""
 
 
 def ranks_of_node(mesh: NodeMesh, group: Group) -> int:
-    """How many neighbours of a group share a node; 0 where these are not as many on each. Collective."""
+    """Return how many neighbouring ranks of a group share a node; 0 if nodes differ. Collective."""
     return ranks_per_node_of(mesh.nodes(group))
 
 
 def cut_by_node(deck: Deck, mesh: NodeMesh) -> Callable[[Group], NodePeers | None]:
-    """What makes the NodePeers of ranks that train on other tokens, where `between = "nodes"`
-    asks for them. Collective, as is what it makes.
+    """Return a function that makes the NodePeers of a group, for `between = "nodes"`. Collective.
 
-    HpctrainError on all ranks where nodes do not have as many ranks of each such group: tied embeddings, and
-    what tensor ranks have in common, are to become the same by every one of them.
+    The function is collective over the group. It returns None if the deck does not compress between nodes.
+
+    Raises:
+        HpctrainError: On all ranks if nodes have different numbers of ranks of a group. Then tensor ranks and
+            tied embeddings would not get the same sums.
     """
     if not deck.communication.compresses_between_nodes:
         return lambda _: None
@@ -42,8 +47,8 @@ def cut_by_node(deck: Deck, mesh: NodeMesh) -> Callable[[Group], NodePeers | Non
     groups = [dense, mesh.group("expert_data")] if deck.model.experts else [dense]
     sizes = [ranks_of_node(mesh, group) for group in groups]
     for axes in (OTHER_TOKENS, ("tensor",), ("pipeline",)):
-        told = zip(*mesh.group(*axes).all_gather_object(sizes), strict=True)
-        sizes = [each[0] if len(set(each)) == 1 else 0 for each in told]
+        of_ranks = zip(*mesh.group(*axes).all_gather_object(sizes), strict=True)
+        sizes = [each[0] if len(set(each)) == 1 else 0 for each in of_ranks]
     for group, size in zip(groups, sizes, strict=True):
         if not size:
             sentence = f"requires the same number of {group.name.replace('_', ' ')} ranks on every node"

@@ -7,7 +7,7 @@ import pytest
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.problem import DeckProblem
-from hpctrain.engine.patterns import pattern_problems
+from hpctrain.engine.name_patterns import pattern_problems
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.fp8.quantized_matmul import DelayedMatmul, QuantizedMatmul

@@ -17,13 +17,13 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.toml_text import deck_text
-from hpctrain.engine import functions as module
+from hpctrain.engine import function_choice as module
 from hpctrain.engine.build import make_mesh
-from hpctrain.engine.deck_kernels import as_before
-from hpctrain.engine.functions import (
-    compiled_functions,
+from hpctrain.engine.deck_kernels import with_stored_choices
+from hpctrain.engine.function_choice import (
+    compile_functions,
+    describe_functions,
     functions_of,
-    introduce_functions,
     planned_functions,
     with_functions,
 )
@@ -52,13 +52,13 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def library() -> bytes:
-    return compiled_functions()
+    return compile_functions()
 
 
 @pytest.fixture(autouse=True)
 def once(library: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled is so once for all tests, where none says otherwise."""
-    monkeypatch.setattr(module, "compiled_functions", lambda: library)
+    monkeypatch.setattr(module, "compile_functions", lambda: library)
 
 
 def compiled(deck: Deck, world: World) -> Deck:
@@ -138,12 +138,12 @@ def test_all_fall_back_where_one_cannot(
     def nothing() -> bytes:
         raise CompilerError("no C compiler: cc, gcc, clang not found")
 
-    monkeypatch.setattr(module, "compiled_functions", nothing)
+    monkeypatch.setattr(module, "compile_functions", nothing)
     found = with_functions(deck, world)
     why = "no C compiler: cc, gcc, clang not found"
     sentence = f"machine.compile = true, but block functions are torch's: {why}"
-    assert introduce_functions(deck, functions_of(found, CPU)) == [sentence]
-    monkeypatch.setattr(module, "compiled_functions", lambda: library)
+    assert describe_functions(deck, functions_of(found, CPU)) == [sentence]
+    monkeypatch.setattr(module, "compile_functions", lambda: library)
     # A library of another processor, on the last rank.
     monkey = pytest.MonkeyPatch()
     if world.rank == world.size - 1:
@@ -151,13 +151,13 @@ def test_all_fall_back_where_one_cannot(
     found = with_functions(deck, world)
     monkey.undo()
     assert not functions_of(found, CPU).compiled
-    assert "the compiled library cannot be loaded" in introduce_functions(deck, functions_of(found, CPU))[0]
+    assert "the compiled library cannot be loaded" in describe_functions(deck, functions_of(found, CPU))[0]
     if world.rank == world.size - 1:
         monkey.setattr(module, "agrees", lambda _: False)
     assert not functions_of(with_functions(deck, world), CPU).compiled
     monkey.undo()
     assert functions_of(with_functions(deck, world), CPU).compiled
-    assert introduce_functions(small_deck(), TORCH) == []
+    assert describe_functions(small_deck(), TORCH) == []
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -165,45 +165,50 @@ def test_what_would_end_the_job_is_not_called(
     world: World, monkeypatch: pytest.MonkeyPatch, mpi_tmp_path: Path
 ) -> None:
     deck, wrong = small_deck(COMPILE), trapping("attend")
-    monkeypatch.setattr(module, "compiled_functions", compiled_functions)
+    monkeypatch.setattr(module, "compile_functions", compile_functions)
     monkeypatch.setattr(compiler, "compile_library", lambda _: wrong)
     monkeypatch.setattr(compiler, "user_cache", lambda: mpi_tmp_path)
     found = functions_of(with_functions(deck, world), CPU)
     assert not found.compiled
-    assert "the compiled library does not run on this processor: SIG" in introduce_functions(deck, found)[0]
+    assert "the compiled library does not run on this processor: SIG" in describe_functions(deck, found)[0]
 
 
 @pytest.mark.mpi(max_size=1)
 def test_a_run_that_goes_on_computes_as_before(world: World) -> None:
     old, deck = small_deck(), small_deck(COMPILE)
     assert deck.runtime_choices.compiled_record is None
-    assert as_before(deck, old, {}, Path()).runtime_choices.compiled_record == ""
+    assert with_stored_choices(deck, old, {}, Path()).runtime_choices.compiled_record == ""
     assert (
-        as_before(deck, deck, {"compiled": "89abcdef"}, Path()).runtime_choices.compiled_record == "89abcdef"
+        with_stored_choices(deck, deck, {"compiled": "89abcdef"}, Path()).runtime_choices.compiled_record
+        == "89abcdef"
     )
     assert (
-        as_before(deck, deck, {"compiled": True}, Path()).runtime_choices.compiled_record
+        with_stored_choices(deck, deck, {"compiled": True}, Path()).runtime_choices.compiled_record
         == "an earlier version's"
     )
-    assert as_before(deck, deck, {"compiled": 3}, Path()).runtime_choices.compiled_record == ""
-    fallen = as_before(parse_deck(deck_text(deck)), deck, {"compiled": False, "products": {}}, Path())
+    assert with_stored_choices(deck, deck, {"compiled": 3}, Path()).runtime_choices.compiled_record == ""
+    fallen = with_stored_choices(
+        parse_deck(deck_text(deck)), deck, {"compiled": False, "products": {}}, Path()
+    )
     found = with_functions(fallen, world)
     assert not functions_of(found, CPU).compiled
     assert not functions_of(fallen, CPU).compiled
-    said = introduce_functions(deck, functions_of(found, CPU))
+    said = describe_functions(deck, functions_of(found, CPU))
     assert "the resumed run did not compile them (--set machine.compile=true" in said[0]
     # What is wished anew is had, and said to have other bits.
     again = parse_deck(deck_text(deck), [COMPILE])
     for before in (deck, old):
-        anew = with_functions(as_before(again, before, {"compiled": "", "products": {}}, Path()), world)
+        anew = with_functions(
+            with_stored_choices(again, before, {"compiled": "", "products": {}}, Path()), world
+        )
         assert functions_of(anew, CPU).compiled
-        (said,) = introduce_functions(anew, functions_of(anew, CPU))
+        (said,) = describe_functions(anew, functions_of(anew, CPU))
         assert said.endswith("the resumed run used torch: from here on losses may differ in their last bits)")
-    (said,) = introduce_functions(as_before(old, deck, {"compiled": "89abcdef"}, Path()), TORCH)
+    (said,) = describe_functions(with_stored_choices(old, deck, {"compiled": "89abcdef"}, Path()), TORCH)
     assert said.endswith(
         "the resumed run used compiled ones: from here on losses may differ in their last bits"
     )
-    assert introduce_functions(as_before(old, old, {}, Path()), TORCH) == []
+    assert describe_functions(with_stored_choices(old, old, {}, Path()), TORCH) == []
     assert functions_of(planned_functions(deck), CPU).compiled
     assert functions_of(planned_functions(deck), torch.device("cuda")) is TORCH
     assert functions_of(planned_functions(old), CPU) is TORCH
@@ -242,13 +247,13 @@ def test_resumed_runs_have_the_same_bits(
     assert "block functions are compiled for this processor" in capfd.readouterr().out or world.rank
     run("parts", "run.steps=2", "learning_rate.decay_steps=4", COMPILE)
     newest = mpi_tmp_path / "parts" / "checkpoints" / "step-00000002.h5"
-    assert read_state(newest, world.everyone)["compiled"] == f"{crc32(compiled_functions()):08x}"
+    assert read_state(newest, world.everyone)["compiled"] == f"{crc32(compile_functions()):08x}"
     assert resume(world, mpi_tmp_path / "parts", ["run.steps=4"]) == 0
     assert losses("parts") == losses("whole")
     assert "may differ in their last bits" not in capfd.readouterr().out
     # Begun where there was no compiler, it stays with torch where there is one.
     with monkeypatch.context() as without:
-        without.setattr(module, "compiled_functions", compiled_functions)
+        without.setattr(module, "compile_functions", compile_functions)
         without.setenv("CC", "magic-cc")
         run("torch", "run.steps=2", "learning_rate.decay_steps=4", COMPILE)
     assert "no C compiler: magic-cc not found" in capfd.readouterr().out or world.rank
@@ -276,15 +281,15 @@ def test_what_leaves_the_bits_says_so(
         return told
 
     with monkeypatch.context() as without:
-        without.setattr(module, "compiled_functions", compiled_functions)
+        without.setattr(module, "compile_functions", compile_functions)
         without.setenv("CC", "magic-cc")
         assert resume(world, folder, ["run.steps=8"]) == 0
         why = "block functions are torch's: no C compiler: magic-cc not found; the resumed run used compiled"
         assert why in capfd.readouterr().out or world.rank
         assert replayed(2, "run.steps=8").endswith("with functions that something else computes.")
-    other = compiled_functions() + bytes(1)
+    other = compile_functions() + bytes(1)
     with monkeypatch.context() as changed:
-        changed.setattr(module, "compiled_functions", lambda: other)
+        changed.setattr(module, "compile_functions", lambda: other)
         assert replayed(2, "run.steps=8").endswith("with functions that something else computes.")
         # What follows was torch's.
         assert resume(world, folder / "checkpoints" / "step-00000004.h5", [f"run.dir={folder}2"]) == 0

@@ -1,4 +1,7 @@
-"""Whether the functions of a run's blocks are compiled: the same on all its ranks, and after a restart."""
+"""Choice between compiled functions and torch's for the blocks of a run.
+
+All ranks use the same, and a resumed run keeps the choice.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _OTHERWISE = "functions of another version of hpctrain, compiler or processor"
 _LONGEST_RECORD = 100
 
 
-def compiled_functions() -> bytes:
+def compile_functions() -> bytes:
     """Return the library of `parallel/functions.c` for this processor. Local.
 
     Raises:
@@ -36,10 +39,13 @@ def compiled_functions() -> bytes:
 
 
 def with_functions(deck: Deck, world: World) -> Deck:
-    """The deck with what computes its blocks' functions, compiled once a node where it wishes so. Collective.
+    """Return the deck with the functions that compute its blocks. Collective over all ranks.
 
-    Torch does on all ranks where one of them cannot have others, or where it did in a run that is gone on
-    with. HpctrainError on all ranks where they compute on GPUs.
+    If the deck asks for compiled functions, one rank of each node compiles them. All ranks use torch's if
+    this fails on one of them, or if the resumed run used them.
+
+    Raises:
+        HpctrainError: On all ranks if the deck asks for compiled functions on GPUs.
     """
     if not deck.machine.compile or deck.runtime_choices.functions is not None:
         return deck
@@ -48,10 +54,10 @@ def with_functions(deck: Deck, world: World) -> Deck:
         raise HpctrainError(
             deck.problem("machine.compile", "is supported on CPUs only (leave it out on GPUs)")
         )
-    began, content, why = perf_counter(), None, ""
+    start, content, why = perf_counter(), None, ""
     if world.local_rank == 0:
         try:
-            content = compiled_functions()
+            content = compile_functions()
         except CompilerError as error:
             why = str(error)
     of_nodes = dict(each for each in everyone.all_gather_object((world.node, content)) if each[1] is not None)
@@ -60,64 +66,72 @@ def with_functions(deck: Deck, world: World) -> Deck:
         why = "the compiled library cannot be loaded"
         with suppress(OSError, AttributeError):
             record = " ".join(sorted({f"{crc32(each):08x}" for each in of_nodes.values()}))[:_LONGEST_RECORD]
-            why_so = f"compiled in {perf_counter() - began:.1f} s"
+            description = f"compiled in {perf_counter() - start:.1f} s"
             if deck.runtime_choices.compiled_record not in {None, record}:
                 before = _OTHERWISE if deck.runtime_choices.compiled_record else "torch"
-                why_so += f"; {_RESUMED_RUN_USED} {before}: {_OTHER_BITS}"
-            functions = CompiledFunctions(open_library(library), why_so, record)
+                description += f"; {_RESUMED_RUN_USED} {before}: {_OTHER_BITS}"
+            functions = CompiledFunctions(open_library(library), description, record)
             why = "" if agrees(functions) else "the compiled library does not agree with torch"
-    whys = [each for each in everyone.all_gather_object(why) if each]
-    if whys or not functions.compiled:
-        why = whys[0] if whys else "no library was built"
-        left = (
+    reasons = [each for each in everyone.all_gather_object(why) if each]
+    if reasons or not functions.compiled:
+        why = reasons[0] if reasons else "no library was built"
+        warning = (
             f"; {_RESUMED_RUN_USED} compiled ones: {_OTHER_BITS}"
             if deck.runtime_choices.compiled_record
             else ""
         )
-        functions = LayerFunctions(f"{why}{left}")
+        functions = LayerFunctions(f"{why}{warning}")
     return deck.with_runtime_choices(replace(deck.runtime_choices, functions=functions))
 
 
 def planned_functions(deck: Deck) -> Deck:
-    """The deck for a plan: what its run is to compile is so, but for the library."""
+    """Return the deck for a plan, in which functions that the run compiles count as compiled. Local."""
     if not deck.machine.compile or deck.runtime_choices.functions is not None:
         return deck
     return deck.with_runtime_choices(replace(deck.runtime_choices, functions=CompiledFunctions()))
 
 
 def functions_of(deck: Deck, device: torch.device) -> LayerFunctions:
-    """Those of a deck's blocks: torch's where none were compiled for it, as where text is generated."""
-    found = deck.runtime_choices.functions
-    return found if isinstance(found, LayerFunctions) and deck.machine.compile and on_host(device) else TORCH
+    """Return the functions of a deck's blocks: torch's if none were compiled for it."""
+    chosen = deck.runtime_choices.functions
+    return (
+        chosen if isinstance(chosen, LayerFunctions) and deck.machine.compile and on_host(device) else TORCH
+    )
 
 
 def record_of(stored: object) -> str:
-    """The record of functions that a checkpoint tells, of whatever is stored there."""
+    """Return the record of functions that a checkpoint stores, from an object of any type."""
     if isinstance(stored, str):
         return stored[:_LONGEST_RECORD]
     return "an earlier version's" if stored is True else ""
 
 
-def functions_before(deck: Deck, before: Deck, stored: object) -> Deck:
-    """The deck of a run that goes on, with what a checkpoint of a run by the deck `before` tells of its
-    functions: torch's stay where that could not have others, unless the wish is made again.
+def with_stored_functions(deck: Deck, before: Deck, stored: object) -> Deck:
+    """Return the deck of a resumed run with the record of the functions that the checkpoint's run used.
+
+    If that run asked for compiled functions but could not have them, torch's stay, unless `--set` asks again.
+
+    Args:
+        deck: Deck of the resumed run.
+        before: Deck of the checkpoint.
+        stored: Record in the checkpoint.
     """
-    found = replace(deck.runtime_choices, compiled_record=record_of(stored))
+    choices = replace(deck.runtime_choices, compiled_record=record_of(stored))
     place = deck.sources.place("machine.compile")
-    if before.machine.compile and not found.compiled_record and place.override is None:
+    if before.machine.compile and not choices.compiled_record and place.override is None:
         why = "the resumed run did not compile them (--set machine.compile=true compiles them)"
-        found = replace(found, functions=LayerFunctions(why))
-    return deck.with_runtime_choices(found)
+        choices = replace(choices, functions=LayerFunctions(why))
+    return deck.with_runtime_choices(choices)
 
 
-def introduce_functions(deck: Deck, functions: LayerFunctions) -> list[str]:
-    """What a run says of them at its start, where there is anything to say."""
+def describe_functions(deck: Deck, functions: LayerFunctions) -> list[str]:
+    """Return the lines in which a run describes its functions; empty if it uses the default."""
     if not deck.machine.compile:
-        left = (
+        warning = (
             "block functions are torch's (machine.compile = false); "
             f"{_RESUMED_RUN_USED} compiled ones: {_OTHER_BITS}"
         )
-        return [left] if deck.runtime_choices.compiled_record else []
+        return [warning] if deck.runtime_choices.compiled_record else []
     if functions.compiled:
         return [f"block functions are compiled for this processor ({functions.why})"]
     return [f"machine.compile = true, but block functions are torch's: {functions.why}"]
