@@ -218,7 +218,7 @@ def test_doctor_refuses_a_device_that_the_machine_lacks(
     monkeypatch.setattr(hpctrain.host.device, "unusable_gpus", lambda: "")
     monkeypatch.setattr(hpctrain.host.device, "visible_gpus", lambda: VisibleGpus("", 0))
     (tmp_path / "deck.toml").write_text(DECK)
-    report = DoctorReport(ranks=[RankPlacement(0, "n", 0, 0, (), 0)])
+    report = DoctorReport(ranks=[RankPlacement(0, "n", 0, 0, (), ())])
     map_deck(report, tmp_path / "deck.toml", ["run.device=cuda"])
     (problem,) = [finding for finding in report.findings if finding.fatal]
     assert problem.statement == 'run.device = "cuda": torch finds no GPU here'
