@@ -79,7 +79,7 @@ class Trainer(trainer_module.Trainer):
         return {
             segment.parameter.shard.name: segment.view(flat)
             for bucket in self.engine.synchronizer.buckets
-            for flat in [bucket.gathered(bucket.own_gradients)]
+            for flat in [bucket.gather_owned(bucket.owned_gradients)]
             for segment in bucket.segments
         }
 
@@ -88,7 +88,7 @@ class Trainer(trainer_module.Trainer):
         return {
             segment.parameter.shard.name: segment.view(flat)
             for bucket in self.engine.buckets
-            for flat in [bucket.gathered(bucket.own_values)]
+            for flat in [bucket.gather_owned(bucket.owned_values)]
             for segment in bucket.segments
         }
 

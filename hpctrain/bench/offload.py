@@ -98,7 +98,7 @@ def _engine(deck: Deck, world: World, device: str) -> Engine:
     deck = with_vocabulary(deck).with_keys(memory={"optimizer": device, "parameters": "device"})
     engine, _ = build_within_memory(deck, world, make_mesh(deck, world))
     for bucket in engine.buckets:
-        bucket.own_gradients.normal_(std=1e-3)
+        bucket.owned_gradients.normal_(std=1e-3)
     return engine
 
 

@@ -292,7 +292,7 @@ def _initialize(
     targets = (
         (segment.parameter, piece, offset + first)
         for bucket, master in zip(optimizer.buckets, optimizer.masters, strict=True)
-        for segment, values, offset in bucket.owned(master)
+        for segment, values, offset in bucket.owned_segments(master)
         if values.numel()
         for first, piece in fill_pieces(values)
     )

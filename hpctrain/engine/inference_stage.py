@@ -84,7 +84,7 @@ def build_initial_stage(
 
 def _initial_weights(bucket: Bucket, adapted: bool) -> Tensor:
     """Return the bucket's parameters, or new fp32 memory if the run trains them in another dtype."""
-    values = bucket.own_values
+    values = bucket.owned_values
     assert isinstance(values, Tensor)
     frozen = adapted and not bucket.layout.trained
     return values if frozen or bucket.dtype == torch.float32 else values.float()

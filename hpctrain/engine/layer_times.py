@@ -128,7 +128,7 @@ def measure_layers(
     models = [part for span in spans.values() for part in build_parts(architecture, groups, [span])]
     chunks = range(len(models))
     generator = torch.Generator(world.device).manual_seed(0)
-    replications = Replications.alone(mesh.new_subgroup("data", 1))
+    replications = Replications.of_one_rank(mesh.new_subgroup("data", 1))
     for bucket in build_stage(deck, groups, models, replications, trained=True).buckets:
         assert bucket.values is not None
         bucket.values.normal_(std=_DEVIATION, generator=generator)

@@ -21,7 +21,7 @@ from hpctrain.engine.auxiliary_decks import critic_deck
 from hpctrain.engine.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.model.width_scaling import WidthScaling
-from hpctrain.sharding.compression.warmed import momentum_given_after
+from hpctrain.sharding.compression.warmed import updates_before_reduced_momentum
 
 _PROGRESS_KEYS = ("communication.warmup", "policy.rollout", "policy.epochs")
 """Keys that are refused depending on the number of steps of the checkpoint, not on their values alone."""
@@ -270,7 +270,7 @@ def _optimizer_problems(deck: Deck, trained_deck: Deck, path: Path) -> list[str]
     if not deck.optimizer.restart:
         remedy = "optimizer.restart = true starts with new state"
         return [deck.problem(key, f"{path} holds {stored} ({remedy})")]
-    if deck.communication.warmup and (momentum_given_after(deck) or has_outer_model(deck)):
+    if deck.communication.warmup and (updates_before_reduced_momentum(deck) or has_outer_model(deck)):
         sentence = (
             "conflicts with optimizer.restart, with which the optimizer counts updates from 0; "
             f'start a new run from its weights with [model] from = "{path}"'

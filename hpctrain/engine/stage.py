@@ -53,7 +53,7 @@ from hpctrain.sharding.compression.majority import sign_sum
 from hpctrain.sharding.compression.one_bit import OneBitMomentum
 from hpctrain.sharding.compression.power import PowerSgd
 from hpctrain.sharding.compression.top_k import TopK
-from hpctrain.sharding.compression.warmed import exact_at_first
+from hpctrain.sharding.compression.warmed import with_exact_warmup
 from hpctrain.sharding.eight_bit_gather import bucket_maker
 from hpctrain.sharding.fragments import FragmentSchedule, fragments_of
 from hpctrain.sharding.gather import make_residency
@@ -69,12 +69,12 @@ from hpctrain.sharding.weight_maxima import WeightMaxima, quantized_products
 
 REDUCTIONS: Mapping[str, Callable[[Deck, Bucket], GradientReduction]] = {
     "none": lambda _, bucket: ExactReduction(bucket),
-    "bf16": exact_at_first(CompressedReduction.of(RoundedCodec("bf16"))),
-    "int8": exact_at_first(CompressedReduction.of(RoundedCodec("int8"))),
-    "sign": exact_at_first(sign_sum),
+    "bf16": with_exact_warmup(CompressedReduction.of(RoundedCodec("bf16"))),
+    "int8": with_exact_warmup(CompressedReduction.of(RoundedCodec("int8"))),
+    "sign": with_exact_warmup(sign_sum),
     "onebit": between_nodes(OneBitMomentum.of, of_gradients=False),
     "topk": between_nodes(TopK.of, of_gradients=False),
-    "powersgd": exact_at_first(PowerSgd.of),
+    "powersgd": with_exact_warmup(PowerSgd.of),
 }
 """Functions that make the GradientReduction of a bucket, by `communication.compress`."""
 
@@ -161,7 +161,7 @@ class TrainedStage(Stage):
     @property
     def replica(self) -> tuple[int, int]:
         """Number of this rank's replica and number of replicas; (0, 1) if replicas do not diverge."""
-        parted = self.buckets[0].sharding.parted
+        parted = self.buckets[0].sharding.diverging_groups
         return (parted[0].rank, parted[0].size) if parted else (0, 1)
 
     def state(self) -> Iterator[StateTensor]:
@@ -385,7 +385,7 @@ def offloaded_bytes(deck: Deck, stage: TrainedStage) -> dict[str, int]:
         flat.nbytes
         for bucket, state in zip(stage.buckets, stage.optimizer.states, strict=True)
         for flat in state.values()
-        if flat is not bucket.own_values
+        if flat is not bucket.owned_values
     )
     return {
         "optimizer": sum(state) if deck.memory.optimizer != "device" else 0,

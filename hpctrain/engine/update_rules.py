@@ -25,19 +25,21 @@ from hpctrain.optim.matrix.muon import Muon
 from hpctrain.optim.optimizer import UpdateRule
 from hpctrain.optim.schedule_free import ScheduleFree
 from hpctrain.optim.sgd import SGD
-from hpctrain.sharding.compression.warmed import momentum_given_after
+from hpctrain.sharding.compression.warmed import updates_before_reduced_momentum
 
 
 def _adamw(deck: Deck) -> UpdateRule:
     keys, decay = deck.optimizer.rule, deck.optimizer.weight_decay
     assert isinstance(keys, AdamWTable | MuonTable)
-    return AdamW((keys.beta1, keys.beta2), keys.epsilon, decay, momentum_given_after(deck))
+    return AdamW((keys.beta1, keys.beta2), keys.epsilon, decay, updates_before_reduced_momentum(deck))
 
 
 def _sgd(deck: Deck) -> UpdateRule:
     keys = deck.optimizer.rule
     assert isinstance(keys, SgdTable)
-    return SGD(keys.momentum, keys.nesterov, deck.optimizer.weight_decay, momentum_given_after(deck))
+    return SGD(
+        keys.momentum, keys.nesterov, deck.optimizer.weight_decay, updates_before_reduced_momentum(deck)
+    )
 
 
 def _lion(deck: Deck) -> UpdateRule:

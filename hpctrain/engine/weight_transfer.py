@@ -125,7 +125,7 @@ class WeightTransfer:
             HpctrainError: On all ranks if the replicas of the source diverge.
         """
         self._group, self._target = world.everyone, target
-        if any(bucket.sharding.apart and bucket.sharding.replicas.size > 1 for bucket in source.buckets):
+        if any(bucket.sharding.diverging and bucket.sharding.replicas.size > 1 for bucket in source.buckets):
             raise HpctrainError(
                 "layout.local_steps: weights cannot be transferred from replicas that diverge "
                 "(use replicas = 1)"
@@ -234,10 +234,10 @@ def _entries(bucket: Bucket, gathered: bool, both_stages: bool = False) -> Itera
         both_stages: True to include the slices of the second stage of a tied embedding, which two stages hold
             and shard in different places.
     """
-    values: Flat | None = bucket.values if gathered else bucket.own_values
+    values: Flat | None = bucket.values if gathered else bucket.owned_values
     assert values is not None
-    part = slice(0, bucket.length) if gathered else bucket.own
-    for segment, elements, offset in bucket.cut(values, part):
+    part = slice(0, bucket.length) if gathered else bucket.owned_slice
+    for segment, elements, offset in bucket.segments_within(values, part):
         if gathered or both_stages or segment.replication.written:
             shard = segment.parameter.shard
             yield TensorRange(f"{_MODEL}{shard.name}", shard, elements, offset)

@@ -112,7 +112,7 @@ class Embedding(TransformerLayer):
 
     def run(self, x: Tensor, around: Surroundings, residency: ParameterResidency) -> Tensor:
         """See TransformerLayer: backward needs no parameter of it."""
-        with residency.held(self.table):
+        with residency.in_memory(self.table):
             result: Tensor = self(x, around)
         return result
 
@@ -408,7 +408,7 @@ class Transformer(nn.Module):
     def predict(self, hidden: Tensor, compute: Callable[[Any, Tensor], Computed]) -> Computed:
         """Return the result of `compute` for the output of the last part, with its parameters gathered."""
         head = self.predictor.head
-        with self.residency.held(head.table):
+        with self.residency.in_memory(head.table):
             return compute(head, hidden)
 
     def shared_bytes(self, at: ActivationSizes) -> int:

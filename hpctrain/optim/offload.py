@@ -109,7 +109,7 @@ class OffloadedOptimizer(Optimizer):
         self._pieces = [
             OffloadSlice(bucket, state, slice(first, min(first + most, part.stop)), treated.treatment)
             for bucket, state in zip(buckets, states, strict=True)
-            for treated in bucket.layout.own_treated
+            for treated in bucket.layout.owned_update_ranges
             for part in [treated.part]
             for first in range(part.start, part.stop, most)
         ]
@@ -179,7 +179,7 @@ class _Slot:
         self._values_location, self._streams = location, streams
         self._memory: dict[str, Tensor] = {}
         for piece in pieces:
-            gradients, values = piece.bucket.own_gradients, piece.bucket.own_values
+            gradients, values = piece.bucket.owned_gradients, piece.bucket.owned_values
             flats = dict(piece.state) if values is piece.state[MASTER] else {**piece.state, _VALUES: values}
             copied = {
                 name: flat.dtype
@@ -205,7 +205,7 @@ class _Slot:
     def read(self, piece: OffloadSlice) -> None:
         """Start to read a piece. `wait` waits for its state, and `gradients` for its gradients."""
         self.state = {name: self._start_read(name, flat[piece.part]) for name, flat in piece.state.items()}
-        self._gradients = part = piece.bucket.own_gradients[piece.part]
+        self._gradients = part = piece.bucket.owned_gradients[piece.part]
         if self._streams is not None:
             host = self._gradients = self._memory[_GRADIENTS][: part.numel()]
             self._arrival = self._streams.to_host.start(lambda: _copy(host, part), [part])
@@ -221,7 +221,7 @@ class _Slot:
         for name, stored in piece.state.items():
             if isinstance(stored, ScratchTensor):
                 self._transfers.append(stored[piece.part].start_write(self.state[name]))
-        values = piece.bucket.own_values
+        values = piece.bucket.owned_values
         if values is piece.state[MASTER]:
             return
         part = values[piece.part]
@@ -266,7 +266,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def _state(rule: UpdateRule, bucket: Bucket, store: Store, location: MemoryLocation) -> BucketState:
-    elements, values = bucket.own.stop - bucket.own.start, bucket.own_values
+    elements, values = bucket.owned_slice.stop - bucket.owned_slice.start, bucket.owned_values
     names = [*rule.names, *([] if is_master(bucket.dtype, location != "gpu", rule) else [MASTER])]
     memory = store(len(names) * elements, torch.float32)
     state = {name: memory[index * elements : (index + 1) * elements] for index, name in enumerate(names)}

@@ -25,10 +25,10 @@ from hpctrain.memory.scratch import Flat, read_pieces
 from hpctrain.parallel.shard import Shard, UpdateSettings
 from hpctrain.sharding.bucket import Bucket, await_readers
 from hpctrain.sharding.bucket_layout import UpdateRange
-from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER, StateTensor, own_state
+from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER, StateTensor, owned_state
 
 BucketState = Mapping[str, Flat]
-"""State of the elements of a bucket that this rank updates (`Bucket.own`), by name.
+"""State of the elements of a bucket that this rank updates (`Bucket.owned_slice`), by name.
 
 Each is a flat fp32 tensor with one number for each element. MASTER, the master weights, is always among them.
 """
@@ -194,11 +194,11 @@ class Optimizer(ABC):
         for bucket, state in zip(self.buckets, self.states, strict=True):
             single = bucket.dtype == torch.float32 or self._averaged is not None or not bucket.trained
             if not single:
-                yield from own_state(MODEL, bucket.own_values, bucket, "never", False)
+                yield from owned_state(MODEL, bucket.owned_values, bucket, "never", False)
             for name, flat in state.items():
                 weights = MODEL if single else MASTER
                 kind = weights if name == MASTER else f"{OPTIMIZER}{name}"
-                yield from own_state(kind, flat, bucket, "always", False)
+                yield from owned_state(kind, flat, bucket, "always", False)
 
     def publish(self, updated: bool = False) -> None:
         """Copy the master weights, or the training weights of an AveragedRule, into the parameters.
@@ -230,9 +230,9 @@ class Optimizer(ABC):
         """Copy the training weights of a rule, or without a rule the master weights, into the parameters."""
         with self._agreement():
             for bucket, state in zip(self.buckets, self.states, strict=True):
-                if state[MASTER] is not bucket.own_values:
+                if state[MASTER] is not bucket.owned_values:
                     for first, piece in _weights(state, averaged):
-                        bucket.own_values[first : first + piece.numel()].copy_(piece)
+                        bucket.owned_values[first : first + piece.numel()].copy_(piece)
         refresh([bucket for bucket in self.buckets if bucket.trained or not updated])
 
 
@@ -270,7 +270,7 @@ class ResidentOptimizer(Optimizer):
                 bucket, treated, {name: flat[treated.part] for name, flat in state.items()}, updates
             )
             for bucket, state in zip(buckets, states, strict=True)
-            for treated in (bucket.layout.own_treated if bucket.trained else ())
+            for treated in (bucket.layout.owned_update_ranges if bucket.trained else ())
             for updates in [torch.zeros((), device=state[MASTER].device)]
         ]
         self._updates = 0
@@ -298,7 +298,7 @@ class ResidentOptimizer(Optimizer):
             elements = [
                 ElementBatch(part.state, gradients.float(), part.updates, part.treated.treatment)
                 for part in parts
-                for gradients in [part.bucket.own_gradients[part.treated.part]]
+                for gradients in [part.bucket.owned_gradients[part.treated.part]]
             ]
             self.rule.update(elements, learning_rate, gradient_divisor)
             del elements
@@ -318,7 +318,7 @@ def resident_state(rule: UpdateRule, bucket: Bucket) -> dict[str, Tensor]:
 
     A bucket that is not trained only has its parameters as master weights.
     """
-    values = bucket.own_values
+    values = bucket.owned_values
     assert isinstance(values, Tensor)
     if not bucket.trained:
         return {MASTER: values}

@@ -27,7 +27,7 @@ class ParameterResidency:
         yield
 
     @contextmanager
-    def held(self, parameter: Parameter) -> Iterator[None]:  # noqa: ARG002
+    def in_memory(self, parameter: Parameter) -> Iterator[None]:  # noqa: ARG002
         """The parameter is there within."""
         yield
 

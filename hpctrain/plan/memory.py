@@ -291,7 +291,7 @@ def fullest_place(deck: Deck, stage: TrainedStage, sizes: Mapping[str, int], num
             first, last = bucket.layout.borders[rank : rank + 2]
             kept = 4 * (bucket.dtype != torch.float32) + bucket.gradient_dtype.itemsize * (zero > 1)
             kept += bucket.dtype.itemsize * (zero == 3 and bucket.sharers == 1)
-            for treated in bucket.layout.treated:
+            for treated in bucket.layout.update_ranges:
                 elements = max(0, min(last, treated.part.stop) - max(first, treated.part.start))
                 total += elements * (kept + 4 * rules.numbers(treated.treatment))
             for segment in bucket.segments:
@@ -314,7 +314,10 @@ def _states(deck: Deck, stage: TrainedStage, device: torch.device) -> MemoryAcco
     if on_host(device):
         turns += stage.optimizer.working_bytes
     if memory.parameters == "disk" and on_host(device):
-        turns += max(bucket.own.stop - bucket.own.start for bucket in buckets) * buckets[0].dtype.itemsize
+        turns += (
+            max(bucket.owned_slice.stop - bucket.owned_slice.start for bucket in buckets)
+            * buckets[0].dtype.itemsize
+        )
     return MemoryAccount(
         value_bytes(buckets) if memory.parameters == "device" else 0,
         gradient_bytes(buckets),

@@ -102,7 +102,7 @@ def plan_served(
         server_deck(deck), shape, mesh, PipelinePosition(accumulation(1), [deck.model.layers], 0), device
     )
     buckets = stage.buckets
-    own = sum(bucket.own.stop - bucket.own.start for bucket in buckets)
+    own = sum(bucket.owned_slice.stop - bucket.owned_slice.start for bucket in buckets)
     value, gradient = buckets[0].dtype.itemsize, buckets[0].gradient_dtype.itemsize
     keys = deck.communication.server
     assert keys is not None

@@ -126,7 +126,7 @@ def _compute(layer: Layer, residency: ParameterResidency, trained: bool = True) 
     with ExitStack() as throughout:
         for parameter in layer.held:
             with ExitStack() as held:
-                held.enter_context(residency.held(parameter))
+                held.enter_context(residency.in_memory(parameter))
                 if trained and parameter in set(layer.added_in_forward):
                     assert not parameter.requires_grad or parameter.gradient is not None
                 if layer.is_block and parameter is layer.held[0]:
@@ -135,7 +135,7 @@ def _compute(layer: Layer, residency: ParameterResidency, trained: bool = True) 
 
 def _there(residency: ParameterResidency, parameter: Parameter | None) -> AbstractContextManager[None]:
     """The parameter is there within, if any is named."""
-    return nullcontext() if parameter is None else residency.held(parameter)
+    return nullcontext() if parameter is None else residency.in_memory(parameter)
 
 
 def add(parameters: Iterable[Parameter]) -> None:

@@ -31,7 +31,7 @@ from hpctrain.objective.token_sampling import TokenSampling
 from hpctrain.optim.optimizer import refresh
 from hpctrain.post.rollout import AnswerRows
 from hpctrain.sharding.bucket import Bucket, await_readers
-from hpctrain.sharding.state import MODEL, own_state
+from hpctrain.sharding.state import MODEL, owned_state
 from hpctrain.train.reference import require_same_reference
 from hpctrain.train.scored import log_probabilities_of
 from hpctrain.train.shown import shown_engine
@@ -77,7 +77,7 @@ def open_reference(
         held = (
             tensor
             for bucket in buckets
-            for tensor in own_state(MODEL, bucket.own_values, bucket, apart=False)
+            for tensor in owned_state(MODEL, bucket.owned_values, bucket, diverging=False)
         )
         known = {MODEL_ONLY: True, **asdict(state), **deck_state(deck), "code_version": __version__}
         save(path, world.everyone, training_entries(held, writing=True), known)
@@ -120,7 +120,7 @@ _Values = Sequence[tuple[Bucket, Tensor]]
 def _start(path: Path, world: World, buckets: Sequence[Bucket]) -> _Values:
     """This rank's values of what is trained, as they were when the run began. Collective."""
     begun = [(bucket, torch.zeros_like(_own(bucket))) for bucket in buckets]
-    tensors = (each for bucket, flat in begun for each in own_state(MODEL, flat, bucket, apart=False))
+    tensors = (each for bucket, flat in begun for each in owned_state(MODEL, flat, bucket, diverging=False))
     load(path, world.everyone, training_entries(tensors))
     return begun
 
@@ -144,6 +144,6 @@ def _put(values: _Values) -> None:
 
 
 def _own(bucket: Bucket) -> Tensor:
-    values = bucket.own_values
+    values = bucket.owned_values
     assert isinstance(values, Tensor), "adapters lie where they are computed with"
     return values

@@ -1,14 +1,24 @@
-"""Buckets: flat buffers of neighbouring layers' parameters, gradients and optimizer state.
+"""Flat buffers that hold the parameters, gradients and optimizer state of neighbouring layers.
 
-A bucket's buffers live whole on every rank of its data x context group, or cut into one slice a rank
-(ZeRO, arXiv 1910.02054): optimizer state from ZeRO-1 on, gradients from ZeRO-2 on, parameters with ZeRO-3.
-What is cut is whole for a while: gradients from the first addition of a step until they are summed,
-parameters while they are gathered.
+ZeRO (arXiv 1910.02054) splits these buffers over the ranks of the bucket's group, which train on different
+tokens. Each rank owns one slice. `layout.zero` says what only the owner stores:
 
-Where a bucket is cut over ranks of one node, its parameters lie there once, whole, in memory that these ranks
-have in common: each updates its slice, and to gather it takes as long as to wait for each other. A rank may
-write its slice only when no other one computes with it any more. An update comes after all ranks have agreed
-on the norm of the gradients; what else changes weights between two forward passes asks `await_readers` first.
+| `layout.zero` | optimizer state | gradients | parameters |
+|---|---|---|---|
+| 0 | on all ranks | on all ranks | on all ranks |
+| 1 | slice | on all ranks | on all ranks |
+| 2 | slice | slice | on all ranks |
+| 3 | slice | slice | slice |
+
+Example with 3 ranks and a bucket of 576 elements: rank 1 owns the elements 192 to 383. With stage 3 it stores
+the parameters, gradients and moments of these only. All 576 parameters exist while a layer computes with
+them, and all 576 gradients from the first addition of a step until they are reduced. Both live in buffers of
+a pool that the buckets take in turns.
+
+If the ranks of a group share a node, stages 1 to 3 may store the parameters once per node, in shared memory.
+Each rank updates its slice there, and a gather is only a barrier. A rank may write its slice only when no
+other rank computes with it any more. Before an update this is certain, because all ranks have agreed on the
+norm of the gradients. Other code that changes weights between two forward passes calls `await_readers` first.
 """
 
 from __future__ import annotations
@@ -28,18 +38,32 @@ from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket_layout import BucketLayout, BucketSegment
 
 Store = Callable[[int, torch.dtype], Flat]
-"""Makes zeros of a length and type somewhere."""
+"""Function that allocates a flat buffer of zeros with this number of elements and dtype, in memory or in a
+file.
+"""
 
 FlatType = TypeVar("FlatType", Tensor, Flat)
 
 
 class Bucket:
-    """One BucketLayout in memory.
+    """Memory of one BucketLayout on this rank.
 
-    `own` is that of the layout, `slice` its share; `own_values` and `own_gradients` are the own elements.
-    `values` is None with ZeRO-3 while not gathered. `sharers` ranks have the memory of the values in common.
-    With ZeRO-3 `store`, if given, makes the memory of `own_values`: on the device, on the host, or in a file.
-    Without `trained` there are no gradients, and the parameters ask for none.
+    Args:
+        layout: Places of the parameters in the bucket.
+        dtype: Format of the parameters.
+        gradient_dtype: Format in which gradients are accumulated.
+        trained: False if no parameter is trained: then there are no gradients.
+        store: Function that allocates `owned_values` with ZeRO-3: on the device, on the host or in a file.
+            None allocates on the device.
+
+    Attributes:
+        slice: Elements that this rank owns if ZeRO splits them.
+        owned_slice: Elements whose optimizer state this rank stores: `slice`, or everything without ZeRO.
+        values: Parameters, flat [length]. With ZeRO-3 it is None while they are not gathered.
+        owned_values: Parameters of `owned_slice`.
+        owned_gradients: Reduced gradients of `owned_slice`, after `GradientSynchronizer.finish`.
+        sharers: Number of ranks that have the memory of the parameters in common; 1 if it is this rank's
+            alone.
     """
 
     def __init__(
@@ -53,35 +77,35 @@ class Bucket:
         self.layout, self.sharding, self.dtype, self.trained = layout, layout.sharding, dtype, trained
         self.gradient_dtype = gradient_dtype
         self.segments, self.length = layout.segments, layout.length
-        self.slice, self.own = layout.share, layout.own
+        self.slice, self.owned_slice = layout.share, layout.owned_slice
         group, zero = self.sharding.group, self.sharding.zero
         share = self.slice.stop - self.slice.start
 
         self.values: Tensor | None = None
-        self.own_values: Flat
+        self.owned_values: Flat
         self._fetched: tuple[Tensor, Transfer] | None = None
-        # With ZeRO-3 a part of a group that has all in common would have more than its slices.
+        # With ZeRO-3 only if all ranks of the group share it: else a node would hold more than its slices.
         once = zero > 0 and store is None and (zero < 3 or group.sharers == group.size)
         self._common = group.common_zeros(self.length, dtype) if once else None
         self.sharers = 1 if self._common is None else group.sharers
         if zero < 3:
             self.values = _zeros(group, self.length, dtype) if self._common is None else self._common
-            self.own_values = self.values[self.own]
-            self._show(self.values)
+            self.owned_values = self.values[self.owned_slice]
+            self._set_views(self.values)
         elif self._common is not None:
-            self.own_values = self._common[self.slice]
-            self.hide_values()
+            self.owned_values = self._common[self.slice]
+            self.release_values()
         else:
-            self.own_values = store(share, dtype) if store else _zeros(group, share, dtype)
-            self.hide_values()
+            self.owned_values = store(share, dtype) if store else _zeros(group, share, dtype)
+            self.release_values()
         self._gradients: Tensor | None = None
-        self.own_gradients = _zeros(group, 0, gradient_dtype)
+        self.owned_gradients = _zeros(group, 0, gradient_dtype)
         if trained and zero < 2:
             self._gradients = _zeros(group, self.length, gradient_dtype)
-            self.own_gradients = self._gradients[self.own]
-            self._show_gradients(self._gradients)
+            self.owned_gradients = self._gradients[self.owned_slice]
+            self._set_gradient_views(self._gradients)
         elif trained:
-            self.own_gradients = _zeros(group, share, gradient_dtype)
+            self.owned_gradients = _zeros(group, share, gradient_dtype)
         for segment in self.segments:
             parameter = segment.parameter
             if not trained:
@@ -91,26 +115,30 @@ class Bucket:
             if parameter.apart:
                 parameter.lookups = torch.zeros(parameter.shape, dtype=gradient_dtype, device=group.device)
         self._added: dict[Parameter, int] = {}
-        self._behind: set[Parameter] = set()
+        self._incomplete: set[Parameter] = set()
         self._passes = self._rounds = 1
 
     # Parameters
 
     def start_gather(self) -> Work[Tensor]:
-        """Start to make the values whole, with ZeRO-3; hand the result to `show_values`."""
-        group, own = self.sharding.group, self._own_in_memory()
+        """Start to gather the parameters, with ZeRO-3. Collective over the group.
+
+        Returns:
+            Handle whose result is the flat tensor [length] to pass to `set_values`.
+        """
+        group, owned = self.sharding.group, self._owned_in_memory()
         if self._common is not None:
-            return group.start_all_gather(own, self._common, self.layout.sizes)
-        whole = self.sharding.pool.take(self.length, self.dtype)
-        if not on_host(whole.device) and on_host(own.device):
-            return self._start_upload(own, whole)
+            return group.start_all_gather(owned, self._common, self.layout.sizes)
+        gathered = self.sharding.pool.take(self.length, self.dtype)
+        if not on_host(gathered.device) and on_host(owned.device):
+            return self._start_upload(owned, gathered)
         if self._fetched is not None:
-            own = whole[self.slice].copy_(own)
+            owned = gathered[self.slice].copy_(owned)
             self.drop_fetched()
-        return group.start_all_gather(own, whole, self.layout.sizes)
+        return group.start_all_gather(owned, gathered, self.layout.sizes)
 
     def _start_upload(self, source: Tensor, target: Tensor) -> Work[Tensor]:
-        """Start to copy the own values to a GPU and gather them there, while its current stream goes on."""
+        """Start to copy the owned values to a GPU and gather them there, on a separate stream."""
         works: list[Work[Tensor] | StreamWork] = []
 
         def move() -> None:
@@ -121,29 +149,32 @@ class Bucket:
         self.drop_fetched()  # torch keeps pinned memory until its copy is complete
         return CombinedWork(works, target)
 
-    def _own_in_memory(self) -> Tensor:
-        """The own values, of a file as they have been read: until `drop_fetched`."""
-        if isinstance(self.own_values, Tensor):
-            return self.own_values
+    def _owned_in_memory(self) -> Tensor:
+        """Return the owned values in memory. Values of a file remain loaded until `drop_fetched`."""
+        if isinstance(self.owned_values, Tensor):
+            return self.owned_values
         self.start_fetch()
         assert self._fetched is not None
-        own, transfer = self._fetched
+        owned, transfer = self._fetched
         transfer.result()
-        return own
+        return owned
 
     def start_fetch(self) -> None:
-        """Start to read this rank's slice where it lies in a file, for the `start_gather` that comes."""
-        if isinstance(self.own_values, ScratchTensor) and self._fetched is None:
-            length, device = self.own_values.numel(), self.sharding.group.device
+        """Start to read this rank's slice from its file, ahead of the next `start_gather`. Local.
+
+        It does nothing if the slice is in memory.
+        """
+        if isinstance(self.owned_values, ScratchTensor) and self._fetched is None:
+            length, device = self.owned_values.numel(), self.sharding.group.device
             memory = (
                 self.sharding.pool.take(length, self.dtype)
                 if on_host(device)
                 else empty_host_tensor((length,), self.dtype, device)
             )
-            self._fetched = memory, self.own_values.start_read(memory)
+            self._fetched = memory, self.owned_values.start_read(memory)
 
     def drop_fetched(self) -> None:
-        """Forget what `start_fetch` has read: the values may change."""
+        """Discard what `start_fetch` has read, because the values may change. Local."""
         if self._fetched is not None:
             memory, transfer = self._fetched
             transfer.result()
@@ -151,84 +182,103 @@ class Bucket:
                 self.sharding.pool.give(memory)
             self._fetched = None
 
-    def show_values(self, whole: Tensor) -> None:
-        """Let the parameters be views into these whole values."""
-        self.values = whole
-        self._show(whole)
+    def set_values(self, gathered: Tensor) -> None:
+        """Make the parameters views of the gathered values, flat [length]. Local."""
+        self.values = gathered
+        self._set_views(gathered)
 
-    def hide_values(self) -> None:
-        """Take the whole values away from the parameters, with ZeRO-3."""
+    def release_values(self) -> None:
+        """Return the gathered values to the pool, with ZeRO-3. Local.
+
+        Afterwards the parameters keep their shapes, but have NaN for all elements.
+        """
         if self.values is not None:
             if self.values is not self._common:
                 self.sharding.pool.give(self.values)
             self.values = None
-        # One element seen as many: of the right shape, yet without memory. Who computes with it sees it.
+        # One element that is expanded to the shape: it takes no memory, and NaN shows up in any result.
         none = torch.full((), torch.nan, dtype=self.dtype, device=self.sharding.group.device)
         for segment in self.segments:
             segment.parameter.data = none.expand(segment.parameter.shard.local)
 
     def start_refresh(self) -> Work[Tensor] | None:
-        """Start to bring the other ranks' slices, which they have updated, into whole values."""
+        """Start to gather the slices that other ranks have updated, with ZeRO-1 and 2.
+
+        Collective over the group.
+
+        Returns:
+            Handle; None if there is nothing to gather.
+        """
         if self.sharding.zero in (0, 3) or self.sharding.group.size == 1:
             return None
         assert self.values is not None
-        return self.sharding.group.start_all_gather(self.values[self.own], self.values, self.layout.sizes)
+        return self.sharding.group.start_all_gather(
+            self.values[self.owned_slice], self.values, self.layout.sizes
+        )
 
-    def _show(self, whole: Tensor) -> None:
+    def _set_views(self, full: Tensor) -> None:
         for segment in self.segments:
-            segment.parameter.data = segment.view(whole)
+            segment.parameter.data = segment.view(full)
 
     # Gradients
 
     @property
     def gradients(self) -> Tensor:
-        """The whole gradients, opened if they are not there."""
+        """Gradients of all parameters, flat [length], allocated if necessary."""
         self.open_gradients()
         assert self._gradients is not None
         return self._gradients
 
     def open_gradients(self) -> None:
-        """Have whole gradients; those that were not there begin from zero."""
+        """Allocate the gradients of all parameters if there are none, as ZeRO-2 and 3 do in each step. Local.
+
+        New gradients count as zero until a layer adds to them.
+        """
         if self._gradients is None:
             self._gradients = self.sharding.pool.take(self.length, self.gradient_dtype)
             for gap in self.layout.gaps:
                 self._gradients[gap].zero_()
             for segment in self.segments:
                 segment.parameter.forget_gradient()
-            self._show_gradients(self._gradients)
+            self._set_gradient_views(self._gradients)
 
     def final_gradients(self) -> Tensor:
-        """The whole gradients, zero by now where nothing was added."""
-        whole = self.gradients
+        """Return the gradients of all parameters, flat [length], with zeros where no layer has added any."""
+        gradients = self.gradients
         for segment in self.segments:
             assert segment.parameter.gradient is not None
-        return whole
+        return gradients
 
     def take_gradients(self) -> None:
-        """Take the whole gradients away from the parameters; who does gives them to the pool in the end."""
+        """Detach the gradients from the parameters. The caller returns their memory to the pool. Local."""
         self._gradients = None
-        self._show_gradients(None)
+        self._set_gradient_views(None)
 
     def merge_lookups(self) -> None:
-        """Add what was kept apart of gradients with two sources, so that their order does not matter."""
+        """Add the gradients of embedding lookups, which tied parameters accumulate separately.
+
+        So the result does not depend on the order in which the two uses of a parameter add theirs. Local.
+        """
         for segment in self.segments:
             lookups = segment.parameter.lookups
-            if lookups is not None and not lookups.is_meta:  # a plan's have no values
+            if lookups is not None and not lookups.is_meta:  # in plans they have no values
                 segment.view(self.gradients).add_(lookups)
                 lookups.zero_()
 
-    def _show_gradients(self, whole: Tensor | None) -> None:
+    def _set_gradient_views(self, full: Tensor | None) -> None:
         for segment in self.segments:
-            segment.parameter.gradient = segment.view(whole) if whole is not None else None
+            segment.parameter.gradient = segment.view(full) if full is not None else None
 
     # Counting additions
 
     def start(self, passes: int, each: bool = False) -> None:
-        """Zero gradients; expect the additions of `passes` backward passes (micro-batches), in any order.
+        """Zero the gradients, and expect the additions of some backward passes, in any order. Local.
 
-        The gradients are final after all of them, with `each` after every one.
+        Args:
+            passes: Number of backward passes (micro-batches) of the step.
+            each: True if gradients are final after each pass. By default they are after all.
         """
-        if self._gradients is not None:  # what is nobody's is summed with the rest, again and again
+        if self._gradients is not None:  # padding is reduced with the rest, in every step
             for gap in self.layout.gaps:
                 self._gradients[gap].zero_()
         for segment in self.segments:
@@ -237,54 +287,72 @@ class Bucket:
                 segment.parameter.lookups.zero_()
         self._added = {s.parameter: 0 for s in self.segments if s.parameter.requires_grad}
         self._rounds, self._passes = (passes, 1) if each else (1, passes)
-        self._behind = set(self._added)
+        self._incomplete = set(self._added)
 
     def added(self, parameter: Parameter) -> bool:
-        """Note one addition; true when the bucket's gradients are final."""
+        """Count one addition to the gradient of a parameter. Local.
+
+        Returns:
+            True if this makes the gradients of the bucket final.
+        """
         self._added[parameter] += 1
         if self._added[parameter] == self._passes * parameter.uses:
-            self._behind.discard(parameter)
-            if not self._behind:
+            self._incomplete.discard(parameter)
+            if not self._incomplete:
                 self._rounds -= 1
                 if self._rounds:
-                    # Some parameters may be ahead by a pass already.
+                    # Some parameters may already have additions of the next pass.
                     self._passes += 1
-                    self._behind = {p for p, n in self._added.items() if n < self._passes * p.uses}
-                    assert self._behind, "a layer added twice before the others added once"
+                    self._incomplete = {p for p, n in self._added.items() if n < self._passes * p.uses}
+                    assert self._incomplete, "a layer added twice before the others added once"
                 return True
         return False
 
     @property
     def final(self) -> bool:
-        """Whether all additions of the step are there."""
-        return not self._behind
+        """True if all additions of the step are done."""
+        return not self._incomplete
 
     def missing(self) -> Parameter:
-        """A parameter of which additions are missing."""
-        return next(iter(self._behind))
+        """Return a parameter that misses additions to its gradient."""
+        return next(iter(self._incomplete))
 
-    # Slices
+    # Parts of the bucket
 
-    def owned(self, flat: FlatType) -> Iterator[tuple[BucketSegment, FlatType, int]]:
-        """Each parameter's elements within `own`, of a flat tensor of that length: the segment, the
-        elements, and the place of the first of them in the parameter's local piece.
+    def owned_segments(self, flat: FlatType) -> Iterator[tuple[BucketSegment, FlatType, int]]:
+        """Yield the elements of each parameter that this rank owns.
+
+        Args:
+            flat: Tensor with one value for each element of `owned_slice`.
+
+        Yields:
+            The segment; its elements in `flat`, which may be none; the index of the first of them in the
+            parameter's local tensor.
         """
-        yield from self.cut(flat, self.own)
+        yield from self.segments_within(flat, self.owned_slice)
 
-    def cut(self, flat: FlatType, part: slice) -> Iterator[tuple[BucketSegment, FlatType, int]]:
-        """As `owned`, of any part of the bucket that `flat` holds; parameters outside it have no elements."""
+    def segments_within(self, flat: FlatType, part: slice) -> Iterator[tuple[BucketSegment, FlatType, int]]:
+        """Yield the elements of each parameter within a part of the bucket, like `owned_segments`.
+
+        Args:
+            flat: Tensor with one value for each element of the part.
+            part: Part of the bucket.
+        """
         for segment in self.segments:
             first = min(max(segment.start, part.start), part.stop)
             last = max(min(segment.start + segment.length, part.stop), first)
             elements = flat[first - part.start : last - part.start]
             yield segment, elements, max(0, min(first - segment.start, segment.length))
 
-    def gathered(self, own: Flat) -> Tensor:
-        """All elements of a flat tensor of which every rank holds its `own`. Collective over the group."""
-        own = own.load() if isinstance(own, ScratchTensor) else own
+    def gather_owned(self, values: Flat) -> Tensor:
+        """Return all elements, flat [length], of a tensor of which each rank has the part that it owns.
+
+        Collective over the group.
+        """
+        values = values.load() if isinstance(values, ScratchTensor) else values
         if self.sharding.zero == 0:
-            return own
-        return self.sharding.group.all_gather(own, sizes=self.layout.sizes)
+            return values
+        return self.sharding.group.all_gather(values, sizes=self.layout.sizes)
 
 
 def _zeros(group: Group, length: int, dtype: torch.dtype) -> Tensor:
@@ -292,27 +360,31 @@ def _zeros(group: Group, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def await_readers(buckets: Iterable[Bucket]) -> None:
-    """Return when no other rank computes with what this one has of these buckets any more: their weights may
-    be changed. Collective.
+    """Wait until no other rank computes with the memory that it shares with this one. Collective.
+
+    Afterwards the weights of these buckets may be changed.
     """
     for group in dict.fromkeys(bucket.sharding.group for bucket in buckets if bucket.sharers > 1):
         group.barrier()
 
 
 def value_bytes(buckets: Sequence[Bucket]) -> int:
-    """Bytes of the parameters that these buckets hold throughout: of those in common, this rank's part."""
+    """Return the bytes of the parameters that these buckets always hold.
+
+    Of memory that ranks share, each counts an equal part.
+    """
     by_sharers: dict[int, list[Flat]] = {}
     for bucket in buckets:
-        by_sharers.setdefault(bucket.sharers, []).append(bucket.own_values)
+        by_sharers.setdefault(bucket.sharers, []).append(bucket.owned_values)
     return sum(-(-storage_bytes(values) // sharers) for sharers, values in by_sharers.items())
 
 
 def gradient_bytes(buckets: Sequence[Bucket]) -> int:
-    """Bytes of the gradients that these buckets hold throughout."""
+    """Return the bytes of the gradients that these buckets always hold."""
     lookups = (segment.parameter.lookups for bucket in buckets for segment in bucket.segments)
-    return storage_bytes([*(bucket.own_gradients for bucket in buckets), *lookups])
+    return storage_bytes([*(bucket.owned_gradients for bucket in buckets), *lookups])
 
 
 def pool_bytes(buckets: Iterable[Bucket]) -> int:
-    """Bytes of the memory that these buckets take turns in."""
+    """Return the bytes of the pools of these buckets."""
     return sum(sharding.pool.bytes for sharding in {bucket.sharding for bucket in buckets})

@@ -1,4 +1,4 @@
-"""How the parameters of neighbouring layers lie in buckets, told from their Shards without any memory."""
+"""Places of parameters in buckets, computed from their Shards without any memory."""
 
 from __future__ import annotations
 
@@ -9,23 +9,31 @@ from itertools import groupby, pairwise
 from torch import Tensor
 
 from hpctrain.parallel.shard import Parameter, UpdateSettings
-from hpctrain.sharding.ownership import Grain, UpdateLoads
+from hpctrain.sharding.ownership import UpdateLoads, UpdateUnit
 from hpctrain.sharding.replication import Replication, Replications, ZeroSharding
 
 ALIGNMENT = 64
-"""Buckets are padded to a multiple of so many elements times the ranks that share them.
+"""Buckets are padded to a multiple of this number of elements, times the number of ranks that share them.
 
-So are the parts of them that are treated alike: every slice of what is updated by element begins and ends
-where vector instructions do, and an element's update has the same bits in whatever slice it lies.
+The ranges with the same update settings are aligned to it, too. So every slice that is updated element by
+element begins and ends at a boundary of vector instructions, and the bits of an element's update do not
+depend on the slice that it belongs to.
 """
 
 _ELEMENT_WORK = 64.0
-"""FLOPs that make as long as the update of one element by itself, which is all reading and writing."""
+"""Number of FLOPs that take as long as the update of one element by itself, which only reads and writes."""
 
 
 @dataclass(frozen=True)
 class BucketSegment:
-    """One parameter's elements `start .. start + length` of its bucket, and who else holds them."""
+    """Elements of a bucket that belong to one parameter, and the ranks that hold them.
+
+    Attributes:
+        parameter: The parameter.
+        start: Index of its first element in the bucket.
+        length: Number of its elements.
+        replication: Ranks that hold the same piece.
+    """
 
     parameter: Parameter
     start: int
@@ -33,13 +41,13 @@ class BucketSegment:
     replication: Replication
 
     def view(self, flat: Tensor) -> Tensor:
-        """This parameter's part of a flat buffer of its bucket, in the parameter's shape."""
+        """Return the parameter's elements of a flat buffer of its bucket, in the parameter's shape."""
         return flat[self.start : self.start + self.length].view(self.parameter.shape)
 
 
 @dataclass(frozen=True)
 class UpdateRange:
-    """Neighbouring elements of a bucket that are updated alike."""
+    """Neighbouring elements of a bucket that have the same update settings."""
 
     part: slice
     treatment: UpdateSettings
@@ -47,57 +55,63 @@ class UpdateRange:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where parameters lie in a bucket that the ranks of `sharding` share; needs no memory.
+    """Places of parameters in a bucket that the ranks of `sharding` share. It needs no memory.
 
-    Parameters that are updated alike lie together, in the parts `treated`, which begin at multiples of
-    ALIGNMENT and leave nothing out; decayed ones come first. `used` counts the elements of parameters, the
-    rest is padding and stays zero. Each rank's share lies between two neighbouring `borders`.
+    Attributes:
+        sharding: How the bucket is split among ranks.
+        segments: Places of the parameters, in their order.
+        update_ranges: Ranges with the same update settings. They begin at multiples of ALIGNMENT and cover
+            the bucket. Those with weight decay come first.
+        length: Number of elements, including the padding, which remains zero.
+        used: Number of elements that belong to parameters.
+        borders: Boundaries of the ranks' shares: rank r has the elements `borders[r]` to `borders[r + 1] -
+            1`.
     """
 
     sharding: ZeroSharding
     segments: tuple[BucketSegment, ...]
-    treated: tuple[UpdateRange, ...]
+    update_ranges: tuple[UpdateRange, ...]
     length: int
     used: int
     borders: tuple[int, ...]
 
     @property
     def gaps(self) -> list[slice]:
-        """The padding."""
+        """Parts of the bucket that are padding."""
         ends = [0, *(segment.start + segment.length for segment in self.segments)]
         starts = [*(segment.start for segment in self.segments), self.length]
         return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
     @property
     def trained(self) -> bool:
-        """Whether anything of it is."""
+        """True if any of the parameters is trained."""
         return any(segment.parameter.requires_grad for segment in self.segments)
 
     @property
     def share(self) -> slice:
-        """This rank's share of what is cut."""
+        """Elements that this rank owns if ZeRO splits them."""
         rank = self.sharding.group.rank
         return slice(self.borders[rank], self.borders[rank + 1])
 
     @property
     def sizes(self) -> list[int] | None:
-        """Elements of each rank's share; None where all are as long."""
+        """Number of elements of each rank's share; None if all are equal."""
         sizes = [stop - start for start, stop in pairwise(self.borders)]
         return sizes if len(set(sizes)) > 1 else None
 
     @property
-    def own(self) -> slice:
-        """The elements whose optimizer state is this rank's: all where ZeRO cuts nothing, else its slice."""
+    def owned_slice(self) -> slice:
+        """Elements whose optimizer state this rank stores: its share, or everything without ZeRO."""
         return self.share if self.sharding.zero > 0 else slice(0, self.length)
 
     @property
-    def own_treated(self) -> list[UpdateRange]:
-        """The parts of the own elements that are updated alike, counted from the first of these."""
-        own, parts = self.own, []
-        for treated in self.treated:
-            first, last = max(treated.part.start, own.start), min(treated.part.stop, own.stop)
+    def owned_update_ranges(self) -> list[UpdateRange]:
+        """Update ranges within `owned_slice`, with indices that count from its first element."""
+        owned, parts = self.owned_slice, []
+        for treated in self.update_ranges:
+            first, last = max(treated.part.start, owned.start), min(treated.part.stop, owned.stop)
             if first < last:
-                parts.append(UpdateRange(slice(first - own.start, last - own.start), treated.treatment))
+                parts.append(UpdateRange(slice(first - owned.start, last - owned.start), treated.treatment))
         return parts
 
     @staticmethod
@@ -107,11 +121,18 @@ class BucketLayout:
         replications: Replications,
         loads: UpdateLoads | None = None,
     ) -> BucketLayout:
-        """Lay out some layers' parameters, all of one ZeroSharding, whose ranks have those `loads` already.
+        """Return the layout of the parameters of some layers, which all have the same ZeroSharding.
 
-        Decayed before the others, both by rate, what is updated in Blocks first, weights before biases,
-        layers with whole gradients before those with partial ones; each layer's parameters of a kind, which
-        may be fused, stay behind each other.
+        Parameters with weight decay come first; then they are sorted by learning rate. Matrices that are
+        updated as a whole precede others, and matrices precede vectors. Layers whose gradients need no sum
+        over tensor ranks precede layers that need one. Parameters of the same kind in one layer, which may be
+        fused, stay adjacent.
+
+        Args:
+            leaves: Parameters of each layer.
+            sharding: How the bucket is split among ranks.
+            replications: Replications of this rank.
+            loads: Work that the ranks already have from earlier buckets; it is updated. None means no work.
         """
         by_kind = sorted(leaves, key=lambda leaf: all(parameter.shard.partial for parameter in leaf))
         parameters = sorted(
@@ -127,11 +148,11 @@ class BucketLayout:
         borders: list[int] = []
         treatments: list[UpdateSettings] = []
         start = 0
-        for treatment, alike in groupby(parameters, lambda parameter: parameter.treatment):
+        for treatment, group in groupby(parameters, lambda parameter: parameter.treatment):
             start = _round_up(start, ALIGNMENT)
             borders.append(start)
             treatments.append(treatment)
-            for parameter in alike:
+            for parameter in group:
                 replication = replications.of(parameter.shard)
                 segments.append(BucketSegment(parameter, start, parameter.shard.elements, replication))
                 start += parameter.shard.elements
@@ -140,18 +161,18 @@ class BucketLayout:
         parts = (slice(first, last) for first, last in pairwise([*borders, length]))
         treated = tuple(UpdateRange(part, how) for part, how in zip(parts, treatments, strict=True))
         ranks = sharding.group.size
-        shares = (loads or UpdateLoads(ranks)).cut(_grains(segments, length, ranks), length)
+        shares = (loads or UpdateLoads(ranks)).cut(_update_units(segments, length, ranks), length)
         return BucketLayout(sharding, tuple(segments), treated, length, used, shares)
 
 
-def _grains(segments: Sequence[BucketSegment], length: int, ranks: int) -> list[Grain]:
-    """What of a bucket goes to one rank each: Blocks, and aligned runs of what is updated by element.
+def _update_units(segments: Sequence[BucketSegment], length: int, ranks: int) -> list[UpdateUnit]:
+    """Return the parts of a bucket that must belong to one rank each: matrices, and runs of other elements.
 
-    Empty where all of it is: then it is cut anywhere.
+    The list is empty if all elements are updated one by one: then ranks may be split anywhere.
     """
     if all(segment.parameter.block is None for segment in segments):
         return []
-    grains: list[Grain] = []
+    grains: list[UpdateUnit] = []
     start = 0
     for segment in segments:
         block = segment.parameter.block
@@ -160,16 +181,18 @@ def _grains(segments: Sequence[BucketSegment], length: int, ranks: int) -> list[
         grains += _runs(start, segment.start, ranks)
         elements, stop = block.elements(segment.parameter.shard), segment.start + segment.length
         work = block.work if segment.parameter.requires_grad else elements * _ELEMENT_WORK
-        grains += [Grain(first + elements, work) for first in range(segment.start, stop, elements)]
+        grains += [UpdateUnit(first + elements, work) for first in range(segment.start, stop, elements)]
         start = stop
     return grains + _runs(start, length, ranks)
 
 
-def _runs(start: int, stop: int, ranks: int) -> list[Grain]:
-    """Runs of elements that are updated by themselves, which begin aligned but for padding."""
+def _runs(start: int, stop: int, ranks: int) -> list[UpdateUnit]:
+    """Return runs of elements that are updated one by one. They begin at multiples of ALIGNMENT."""
     step = _round_up(-(-(stop - start) // (4 * ranks)), ALIGNMENT)
     borders = [*range(_round_up(start, ALIGNMENT) + step, stop, step), stop] if start < stop else []
-    return [Grain(border, (border - first) * _ELEMENT_WORK) for first, border in pairwise([start, *borders])]
+    return [
+        UpdateUnit(border, (border - first) * _ELEMENT_WORK) for first, border in pairwise([start, *borders])
+    ]
 
 
 def _round_up(number: int, unit: int) -> int:
@@ -180,16 +203,21 @@ def bucket_layouts(
     units: Iterable[Sequence[Sequence[Parameter]]],
     replications: Replications,
     bucket_bytes: int,
-    frozen_apart: bool = False,
+    separate_frozen: bool = False,
 ) -> Iterator[BucketLayout]:
-    """Cut a model into bucket layouts, in the order of the forward pass.
+    """Yield the bucket layouts of a model, in the order of the forward pass.
 
-    `units` are what computes together (a block, the embedding), each a list of layers' parameters; those
-    with another ZeroSharding have buckets of their own. With ZeRO-3 every unit is one bucket; else layers
-    are joined up to about `bucket_bytes` of fp32 gradients. A layer is never cut; one larger than that is a
-    bucket of its own. With `frozen_apart` what is not trained lies in others than what is.
+    With ZeRO-3 each unit is a bucket. Otherwise layers are joined up to about `bucket_bytes` of fp32
+    gradients. A layer is never split: a larger one is a bucket of its own. Parameters with different
+    ZeroShardings are in different buckets.
+
+    Args:
+        units: Layers that compute together (a block, the embedding); of each layer, its parameters.
+        replications: Replications of this rank.
+        bucket_bytes: Largest size of the fp32 gradients of joined layers.
+        separate_frozen: True if parameters that are not trained are in buckets of their own.
     """
-    pending: dict[_Alike, list[Sequence[Parameter]]] = {}
+    pending: dict[_BucketKey, list[Sequence[Parameter]]] = {}
     loads: dict[ZeroSharding, UpdateLoads] = {}
 
     def layout(leaves: Sequence[Sequence[Parameter]], sharding: ZeroSharding) -> BucketLayout:
@@ -197,12 +225,12 @@ def bucket_layouts(
         return BucketLayout.of(leaves, sharding, replications, load)
 
     for unit in units:
-        for alike, leaves in _by_sharding(unit, replications, frozen_apart).items():
-            sharding, _ = alike
+        for key, leaves in _by_sharding(unit, replications, separate_frozen).items():
+            sharding, _ = key
             if sharding.zero == 3:
                 yield layout(leaves, sharding)
                 continue
-            joined = pending.setdefault(alike, [])
+            joined = pending.setdefault(key, [])
             for leaf in leaves:
                 elements = sum(parameter.shard.elements for each in (*joined, leaf) for parameter in each)
                 if joined and 4 * elements > bucket_bytes:
@@ -213,20 +241,24 @@ def bucket_layouts(
         yield layout(joined, sharding)
 
 
-_Alike = tuple[ZeroSharding, bool]
-"""What the parameters of a bucket have in common; the latter is whether they are trained, if that counts."""
+_BucketKey = tuple[ZeroSharding, bool]
+"""Properties that all parameters of a bucket share: ZeroSharding, and True if they are trained or it is
+irrelevant.
+"""
 
 
 def _by_sharding(
-    unit: Sequence[Sequence[Parameter]], replications: Replications, frozen_apart: bool
-) -> dict[_Alike, list[Sequence[Parameter]]]:
-    """The layers of a unit, each as far as it has the same ZeroSharding."""
-    sorted_out: dict[_Alike, list[Sequence[Parameter]]] = {}
+    unit: Sequence[Sequence[Parameter]], replications: Replications, separate_frozen: bool
+) -> dict[_BucketKey, list[Sequence[Parameter]]]:
+    """Return the layers of a unit by the properties that the parameters of a bucket share."""
+    layers: dict[_BucketKey, list[Sequence[Parameter]]] = {}
     for leaf in unit:
-        alike: dict[_Alike, list[Parameter]] = {}
+        by_key: dict[_BucketKey, list[Parameter]] = {}
         for parameter in leaf:
             sharding = replications.of(parameter.shard).sharding
-            alike.setdefault((sharding, parameter.requires_grad or not frozen_apart), []).append(parameter)
-        for each, parameters in alike.items():
-            sorted_out.setdefault(each, []).append(parameters)
-    return sorted_out
+            by_key.setdefault((sharding, parameter.requires_grad or not separate_frozen), []).append(
+                parameter
+            )
+        for key, parameters in by_key.items():
+            layers.setdefault(key, []).append(parameters)
+    return layers

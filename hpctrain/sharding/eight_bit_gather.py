@@ -1,9 +1,9 @@
-"""Weights that are gathered in the 8 bits in which they are multiplied (ZeRO-3).
+"""Gathering of weights in the 8-bit format in which they are multiplied (ZeRO-3).
 
-Where a matrix has one scale, which all ranks know before they have the matrix, each rank casts the elements
-that it owns. What is gathered then are the very numbers that a product would make of the gathered matrix, the
-transposed one's, too, in half of the bytes. The rest of a bucket (norms, biases, layers that multiply in 16
-bits) is gathered beside it as it is.
+If a matrix has one scale that all ranks know beforehand, each rank casts the elements that it owns. The
+gathered codes are the same that a product would compute from the gathered matrix, or from its transpose, and
+take half of the bytes of 16-bit weights. The rest of a bucket (norms, biases, layers that multiply in 16
+bits) is gathered in its own format.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hpctrain.sharding.bucket_layout import BucketLayout, BucketSegment
 from hpctrain.sharding.weight_maxima import products_in_8_bits
 
 UNIT = 16
-"""Bytes of whose multiples a GPU's products in 8 bits want their matrices to begin at."""
+"""Alignment in bytes that a GPU requires of matrices in 8-bit products."""
 
 _AT_ONCE_ON_GPU = 16 * AT_ONCE
 
 
 class MakeBucket(Protocol):
-    """What makes a Bucket, as its class does."""
+    """Function that makes a Bucket."""
 
     def __call__(
         self,
@@ -43,28 +43,35 @@ class MakeBucket(Protocol):
         store: Store | None,
         /,
     ) -> Bucket:
-        """Return a new bucket with the arguments of `Bucket`."""
+        """Return a new bucket. The arguments are those of `Bucket`."""
 
 
 def bucket_maker(layers: Iterable[torch.nn.Module]) -> MakeBucket:
-    """Of buckets for the parameters of some layers, as their products want them gathered."""
+    """Return a function that makes buckets, EightBitBuckets where products of these layers can use them."""
     products = [product for product in products_in_8_bits(layers) if product.gathered]
 
-    def make(layout: BucketLayout, *others: Any) -> Bucket:
-        here = {segment.parameter for segment in layout.segments}
-        own = [product for product in products if product.weights[0] in here]
-        if layout.sharding.zero < 3 or not own:
-            return Bucket(layout, *others)
-        return EightBitBucket(own, layout, *others)
+    def make(layout: BucketLayout, *arguments: Any) -> Bucket:
+        parameters = {segment.parameter for segment in layout.segments}
+        matching = [product for product in products if product.weights[0] in parameters]
+        if layout.sharding.zero < 3 or not matching:
+            return Bucket(layout, *arguments)
+        return EightBitBucket(matching, layout, *arguments)
 
     return make
 
 
 class _Packed:
-    """Some `segments` of a bucket behind each other, those in `aligned` from a multiple of UNIT on.
+    """Adjacent places of some segments of a bucket in the memory of gathered values.
 
-    Each rank's share of them lies between two neighbouring `borders`; `places` are the segments' first
-    elements.
+    Args:
+        layout: Layout of the bucket.
+        segments: The segments.
+        aligned: Parameters that begin at a multiple of UNIT.
+
+    Attributes:
+        places: First element of each segment.
+        borders: Boundaries of the ranks' shares.
+        owned_slice: This rank's share.
     """
 
     def __init__(
@@ -78,16 +85,16 @@ class _Packed:
             self.places.append(self.length)
             self.length += segment.length
         self.borders = [self._place(border) for border in layout.borders]
-        self.own = slice(*self.borders[layout.sharding.group.rank :][:2])
+        self.owned_slice = slice(*self.borders[layout.sharding.group.rank :][:2])
 
     @property
     def sizes(self) -> list[int] | None:
-        """Elements of each rank's share; None where all are as long."""
+        """Number of elements of each rank's share; None if all are equal."""
         sizes = [stop - start for start, stop in pairwise(self.borders)]
         return sizes if len(set(sizes)) > 1 else None
 
     def _place(self, border: int) -> int:
-        """Where what lies before a place in the bucket ends."""
+        """Return the end of the elements that precede a boundary of the bucket."""
         end = 0
         for segment, place in zip(self.segments, self.places, strict=True):
             if segment.start < border:
@@ -96,13 +103,13 @@ class _Packed:
 
 
 class EightBitBucket(Bucket):
-    """A Bucket, cut by ZeRO-3, of which the weights of `products` are gathered in 8 bits.
+    """Bucket with ZeRO-3 that gathers the weights of `products` in 8 bits.
 
-    As long as not all of them know their weights' scale, as in the first step of delayed scaling, everything
-    is gathered as it is; its memory then serves in other steps, too.
+    Until all products know the scale of their weights, as in the first step of delayed scaling, everything is
+    gathered in its own format.
     """
 
-    def __init__(self, products: Sequence[QuantizedMatmul], layout: BucketLayout, *others: Any) -> None:
+    def __init__(self, products: Sequence[QuantizedMatmul], layout: BucketLayout, *arguments: Any) -> None:
         self.products = products
         numbers = {weight: number for number, product in enumerate(products) for weight in product.weights}
         matrices = [segment for segment in layout.segments if segment.parameter in numbers]
@@ -110,51 +117,55 @@ class EightBitBucket(Bucket):
         self._numbers = [numbers[segment.parameter] for segment in matrices]
         self._matrices = _Packed(layout, matrices, [product.weights[0] for product in products])
         self._rest = _Packed(layout, rest)
-        self._given: list[PrequantizedWeights] = []  # of what is under way or there, but for their values
-        super().__init__(layout, *others)
+        self._prequantized: list[PrequantizedWeights] = []  # of the current gather, without values
+        super().__init__(layout, *arguments)
 
     @override
     def start_gather(self) -> Work[Tensor]:
         maxima = [product.weight_maxima for product in self.products]
         known = [each for each in maxima if each is not None]
         if len(known) < len(maxima):
-            self._given = []
+            self._prequantized = []
             return super().start_gather()
-        own, whole = self._own_in_memory(), self._take()
-        self._cast(own, whole, [scales_of(each, E4M3) for each in known])
+        owned, gathered = self._owned_in_memory(), self._take()
+        self._cast(owned, gathered, [scales_of(each, E4M3) for each in known])
         self.drop_fetched()
         group = self.sharding.group
         works = [
-            group.start_all_gather(part[packed.own], part, packed.sizes)
-            for packed, part in self._parts(whole)
+            group.start_all_gather(part[packed.owned_slice], part, packed.sizes)
+            for packed, part in self._parts(gathered)
             if packed.length
         ]
-        return CombinedWork(works, whole)
+        return CombinedWork(works, gathered)
 
     @override
-    def hide_values(self) -> None:
+    def release_values(self) -> None:
         for product in self.products:
             product.give_weights(None)
-        super().hide_values()
+        super().release_values()
 
-    def _show(self, whole: Tensor) -> None:
-        if not self._given:
-            super()._show(whole)
+    @override
+    def _set_views(self, full: Tensor) -> None:
+        if not self._prequantized:
+            super()._set_views(full)
             return
-        (matrices, codes), (rest, others) = self._parts(whole)
+        (matrices, codes), (rest, rest_values) = self._parts(full)
         for segment, place in zip(rest.segments, rest.places, strict=True):
-            view = others[place : place + segment.length]
+            view = rest_values[place : place + segment.length]
             segment.parameter.data = view.view(segment.parameter.shape)
-        for number, (product, given) in enumerate(zip(self.products, self._given, strict=True)):
+        for number, (product, prequantized) in enumerate(zip(self.products, self._prequantized, strict=True)):
             first = matrices.places[self._numbers.index(number)]
             rows = sum(weight.shape[0] for weight in product.weights)
             shape = rows, product.weights[0].shape[1]
             values = codes[first : first + shape[0] * shape[1]].view(shape).view(E4M3.dtype)
-            found = QuantizedTensor(values, given.found.scales, given.found.blocks)
-            product.give_weights(PrequantizedWeights(found, given.counts))
+            quantized = QuantizedTensor(values, prequantized.found.scales, prequantized.found.blocks)
+            product.give_weights(PrequantizedWeights(quantized, prequantized.counts))
 
     def _take(self) -> Tensor:
-        """Memory for what is gathered: of delayed scaling, what its first step takes."""
+        """Return memory for gathered values.
+
+        With delayed scaling it has the size that the first step needs.
+        """
         if any(product.recipe.delayed for product in self.products):
             return self.sharding.pool.take(self.length, self.dtype)
         return self.sharding.pool.take(self._bytes, torch.uint8)
@@ -167,28 +178,28 @@ class EightBitBucket(Bucket):
     def _rest_begins(self) -> int:
         return -(-self._matrices.length // UNIT) * UNIT
 
-    def _parts(self, whole: Tensor) -> tuple[tuple[_Packed, Tensor], tuple[_Packed, Tensor]]:
-        """The matrices, as bytes, and the rest, in the memory of what is gathered."""
-        every = whole.view(torch.uint8)
+    def _parts(self, gathered: Tensor) -> tuple[tuple[_Packed, Tensor], tuple[_Packed, Tensor]]:
+        """Return the matrices (as bytes) and the rest, as views of the memory of gathered values."""
+        every = gathered.view(torch.uint8)
         assert len(every) >= self._bytes
         rest = every[self._rest_begins : self._bytes].view(self.dtype)
         return (self._matrices, every[: self._matrices.length]), (self._rest, rest)
 
-    def _cast(self, own: Tensor, whole: Tensor, scales: Sequence[Tensor]) -> None:
-        """This rank's share of what is gathered, and what is to be known of it."""
-        (matrices, codes), (rest, others) = self._parts(whole)
+    def _cast(self, owned: Tensor, gathered: Tensor, scales: Sequence[Tensor]) -> None:
+        """Write this rank's share of the gathered values, and measure maxima and losses of the cast."""
+        (matrices, codes), (rest, rest_values) = self._parts(gathered)
         places = dict(zip((id(s.parameter) for s in rest.segments), rest.places, strict=True))
         of_matrices = zip(self._numbers, matrices.places, strict=True)
         cast = dict(zip((id(s.parameter) for s in matrices.segments), of_matrices, strict=True))
         watching = self.products[0].groups.noted.watching
-        largest = [torch.zeros(1, device=own.device) for _ in self.products]
-        counts = [torch.zeros(3, dtype=torch.int64, device=whole.device) for _ in self.products]
-        for segment, elements, offset in self.owned(own):
+        largest = [torch.zeros(1, device=owned.device) for _ in self.products]
+        counts = [torch.zeros(3, dtype=torch.int64, device=gathered.device) for _ in self.products]
+        for segment, elements, offset in self.owned_segments(owned):
             count, key = elements.numel(), id(segment.parameter)
             if not count:
                 continue
             if key in places:
-                others[places[key] + offset :][:count].copy_(elements, non_blocking=True)
+                rest_values[places[key] + offset :][:count].copy_(elements, non_blocking=True)
                 continue
             number, place = cast[key]
             into = codes[place + offset :][:count].view(E4M3.dtype)
@@ -196,18 +207,18 @@ class EightBitBucket(Bucket):
             if self.products[number].recipe.delayed:
                 largest[number] = torch.maximum(largest[number], agreed_maximum(elements.abs().amax()))
             if watching:
-                found = QuantizedTensor(into.view(1, -1), scales[number], ScaleBlocks())
-                counts[number] += lost(elements.to(into.device).view(1, -1), found)
+                quantized = QuantizedTensor(into.view(1, -1), scales[number], ScaleBlocks())
+                counts[number] += lost(elements.to(into.device).view(1, -1), quantized)
         for product, most in zip(self.products, largest, strict=True):
             product.note_weights(most)
-        self._given = [
+        self._prequantized = [
             PrequantizedWeights(QuantizedTensor(codes[:0], scale, ScaleBlocks()), count if watching else None)
             for scale, count in zip(scales, counts, strict=True)
         ]
 
 
 def _cast_into(into: Tensor, values: Tensor, scale: Tensor) -> None:
-    """As Scaling does it, some elements after others."""
+    """Cast values to 8 bits, like the products do, some elements at a time."""
     step = AT_ONCE if into.is_cpu else _AT_ONCE_ON_GPU
     for codes, some in zip(into.split(step), values.split(step), strict=True):
         some = some.to(into.device, non_blocking=True)  # noqa: PLW2901

@@ -1,4 +1,4 @@
-"""The fragments of a model that replicas synchronize in different steps (arXiv 2501.18512)."""
+"""Fragments of a model that replicas synchronize in different steps (Streaming DiLoCo, arXiv 2501.18512)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
 
 Kind = tuple[int, bool]
-"""The fragment of some elements, and whether they travel in fp32."""
+"""Fragment of some elements, and True if they are exchanged in fp32."""
 
 
 @dataclass(frozen=True)
 class FragmentRange:
-    """Neighbouring elements `span` of what is this rank's own of a bucket, by its number among all.
+    """Neighbouring elements of a bucket that this rank owns and that belong to one fragment.
 
-    `lengths` are those of each parameter, with what fills up behind it; `counted` are the spans that this
-    rank counts, where each replica counts its own. What is `exact` travels in fp32: of tied embeddings the
-    two stages of a pipeline that hold them hold other neighbours, and are to get the same bits.
+    Attributes:
+        bucket: Number of the bucket.
+        span: The elements, counted from the first that this rank owns.
+        lengths: Number of elements of each parameter, including the padding that follows it.
+        counted: Parts of `span` that this rank counts; each replica counts its own.
+        exact: True if the elements are exchanged in fp32. This is so for tied embeddings: the two pipeline
+            stages that hold them have different neighbours, and must get the same bits.
     """
 
     bucket: int
@@ -32,10 +36,14 @@ class FragmentRange:
 
 @dataclass(frozen=True)
 class FragmentSchedule:
-    """When fragments are synchronized, by how many updates there were.
+    """Numbers of updates after which fragments are synchronized.
 
-    Every fragment once in `local_steps` updates, one `local_steps` / `fragments` after the other, each to
-    take effect `delay` updates later. None in the first `warmup`.
+    Each fragment is synchronized once in `local_steps` updates, and takes effect `delay` updates later. The
+    fragments follow each other at distances of `local_steps` / `fragments` updates. None is synchronized in
+    the first `warmup` updates.
+
+    Example: with `local_steps` 6, `fragments` 2 and `delay` 1, fragment 0 starts after the updates 6, 12,
+    ..., fragment 1 after 3, 9, ...; they take effect after 7, 13, ... and 4, 10, ...
     """
 
     local_steps: int
@@ -44,7 +52,7 @@ class FragmentSchedule:
     warmup: int = 0
 
     def begin(self, updates: int) -> list[int]:
-        """The fragments whose synchronization begins after so many updates."""
+        """Return the fragments whose synchronization starts after this number of updates."""
         return [
             fragment
             for fragment in range(self.fragments)
@@ -53,11 +61,11 @@ class FragmentSchedule:
         ]
 
     def due(self, updates: int) -> list[int]:
-        """Those for which it takes effect then."""
+        """Return the fragments whose synchronization takes effect after this number of updates."""
         return self.begin(updates - self.delay)
 
-    def behind(self, updates: int) -> list[int]:
-        """Of each fragment, the updates so far that are in no synchronization which has taken effect."""
+    def updates_since_sync(self, updates: int) -> list[int]:
+        """Return, for each fragment, the number of updates that no completed synchronization includes."""
         last = updates - self.delay
         firsts = (fragment * self.local_steps // self.fragments for fragment in range(self.fragments))
         met = (last - (last - first) % self.local_steps for first in firsts)
@@ -68,9 +76,15 @@ class FragmentSchedule:
 def fragments_of(
     buckets: Sequence[Bucket], blocks: Mapping[Parameter, int], count: int
 ) -> list[list[FragmentRange]]:
-    """The pieces of each of `count` fragments: blocks by their numbers in turns, all else in the first one.
+    """Return the ranges of each of `count` fragments. Local.
 
-    So a fragment is the same on every layout. Parameters that are not trained never differ, and are in none.
+    Block i belongs to fragment i modulo `count`, everything else to fragment 0. So a fragment is the same on
+    every layout. Parameters that are not trained never differ, and belong to none.
+
+    Args:
+        buckets: Buckets of this rank.
+        blocks: Number of the block of each parameter that is in one.
+        count: Number of fragments.
     """
     fragments: list[list[FragmentRange]] = [[] for _ in range(count)]
     for number, bucket in enumerate(buckets):
@@ -84,7 +98,9 @@ def fragments_of(
                 runs.append((kind, [], []))
             runs[-1][1].append(first if len(runs) > 1 or runs[-1][1] else 0)
             runs[-1][2].append(segment)
-        stops = [starts[0] for _, starts, _ in runs[1:]] + [bucket.own.stop - bucket.own.start] * bool(runs)
+        stops = [starts[0] for _, starts, _ in runs[1:]] + [
+            bucket.owned_slice.stop - bucket.owned_slice.start
+        ] * bool(runs)
         for (kind, starts, segments), stop in zip(runs, stops, strict=True):
             if kind is not None:
                 counted = tuple(_counted(bucket, segments))
@@ -95,20 +111,20 @@ def fragments_of(
 
 
 def _owned(bucket: Bucket) -> Iterator[tuple[BucketSegment, int]]:
-    """The segments of which this rank has own elements, and where these begin among all its own."""
-    own = bucket.own
+    """Yield the segments that this rank owns elements of, with their first index among its elements."""
+    owned = bucket.owned_slice
     for segment in bucket.segments:
-        first = max(segment.start, own.start)
-        last = min(segment.start + segment.length, own.stop)
+        first = max(segment.start, owned.start)
+        last = min(segment.start + segment.length, owned.stop)
         if first < last:
-            yield segment, first - own.start
+            yield segment, first - owned.start
 
 
 def _counted(bucket: Bucket, segments: Sequence[BucketSegment]) -> Iterator[slice]:
-    """The elements of these that this rank counts among those of its replica."""
-    sharding, own, share = bucket.sharding, bucket.own, bucket.slice
+    """Yield the elements of these segments that this rank counts for its replica."""
+    sharding, owned, share = bucket.sharding, bucket.owned_slice, bucket.slice
     for segment in segments:
         first = max(segment.start, share.start)
         last = min(segment.start + segment.length, share.stop)
         if first < last and segment.replication.copy(False, sharding.group, sharding.replicas)[0] == 0:
-            yield slice(first - own.start, last - own.start)
+            yield slice(first - owned.start, last - owned.start)

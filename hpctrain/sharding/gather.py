@@ -1,4 +1,9 @@
-"""Parameters of which a rank keeps a slice, gathered for as long as a layer computes with them (ZeRO-3)."""
+"""Gathering of parameters that ZeRO-3 splits, for as long as a layer computes with them.
+
+Each rank stores one slice of a bucket. Before a layer's forward pass the bucket is gathered, and the next one
+begins to arrive while the layer computes. After the pass the gathered values are freed. The backward pass
+gathers them again.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.work import Work
 from hpctrain.errors import HpctrainError
@@ -21,14 +27,20 @@ from hpctrain.sharding.bucket import Bucket
 
 
 class Gatherer(ParameterResidency):
-    """Gathers a bucket when it is needed, the next one ahead, and frees it after use.
+    """Gathers a bucket when it is needed and the next one ahead, and frees it after use.
 
-    Slices that lie in files are read one more ahead.
+    The order in which a step uses its buckets is recorded. The next step of the same kind uses the same
+    order, and knows what to gather ahead; of slices in files, the bucket after that is read ahead, too. A
+    bucket that is needed twice in succession stays gathered in between. Buckets that are not split are always
+    available.
 
-    A step needs its buckets in the same order as the last one of its kind: that order is recorded, and the
-    second step of a kind knows what to gather ahead. A bucket that is needed twice in a row stays between,
-    those of the parameters in `lasting` stay until the end of the step. What is not cut is always there.
-    `watch`, if set, is told of what autograd saves where layers are surrounded, but for parameters.
+    Args:
+        buckets: All buckets of this rank.
+        lasting: Parameters whose buckets stay gathered until the end of the step.
+
+    Attributes:
+        watch: Function that receives each tensor that autograd saves in `surround`, except parameters; it
+            returns what is saved instead. None if autograd saves the tensors.
     """
 
     gathers = True
@@ -42,27 +54,27 @@ class Gatherer(ParameterResidency):
         self._coming: dict[Bucket, Work[Tensor]] = {}
         self._orders: dict[Hashable, list[Bucket]] = {}
         self._known: list[Bucket] = []
-        self._seen: list[Bucket] = []
+        self._used: list[Bucket] = []
 
+    @override
     @contextmanager
     def step(self, kind: Hashable) -> Iterator[None]:
-        """One step of a kind; steps of a kind use parameters in one order. Nothing is gathered after it."""
-        self._known, self._seen = self._orders.get(kind, []), []
+        self._known, self._used = self._orders.get(kind, []), []
         yield
         for bucket, work in self._coming.items():
-            bucket.show_values(work.wait())
+            bucket.set_values(work.wait())
         for bucket in self._bucket.values():
             bucket.drop_fetched()
             if bucket.values is not None:
-                bucket.hide_values()
+                bucket.release_values()
         self._coming.clear()
         self._holds.clear()
-        self._orders[kind] = self._seen
-        self._known, self._seen = [], []
+        self._orders[kind] = self._used
+        self._known, self._used = [], []
 
+    @override
     @contextmanager
-    def held(self, parameter: Parameter) -> Iterator[None]:
-        """Gathered within."""
+    def in_memory(self, parameter: Parameter) -> Iterator[None]:
         bucket = self._bucket.get(parameter)
         if bucket is not None:
             self.enter(bucket)
@@ -70,15 +82,15 @@ class Gatherer(ParameterResidency):
         if bucket is not None:
             self.leave(bucket)
 
+    @override
     def around(self, parameter: Parameter, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """`compute(x)`, gathered in its forward and again in its backward."""
         bucket = self._bucket.get(parameter)
         if bucket is None:
             return compute(x)
         recording = torch.is_grad_enabled()
         if recording:
             if not x.requires_grad and any(s.parameter.requires_grad for s in bucket.segments):
-                x = x.detach().requires_grad_()  # so that the end of its backward is seen
+                x = x.detach().requires_grad_()  # so that the backward pass ends at it
             x = _InBackward.apply(x, self.leave, bucket)
         self.enter(bucket)
         y = compute(x)
@@ -87,6 +99,7 @@ class Gatherer(ParameterResidency):
             y = _InBackward.apply(y, self.enter, bucket)
         return y
 
+    @override
     def surround(
         self,
         parameter: Parameter,
@@ -94,10 +107,15 @@ class Gatherer(ParameterResidency):
         inputs: Sequence[Tensor],
         tensors_of: Callable[[Result], Iterable[Tensor]],
     ) -> Result:
-        """See ParameterResidency: gathered in forward, and from the first gradient of a result to the last of
-        an input; where no input is a result of others, until the end of the step.
+        """Return `compute()`, with the bucket gathered in its forward and backward pass.
 
-        What autograd saves of a parameter, perhaps as a view, is found again in what is gathered by then.
+        Collective over the group. In the backward pass the bucket is gathered from the first gradient of a
+        result to the last one of an input. If no input depends on other layers, it remains until the end of
+        the step. Views of parameters that autograd saves are made again from the values that are gathered by
+        then.
+
+        Raises:
+            HpctrainError: The backward pass itself is differentiated.
         """
         bucket = self._bucket.get(parameter)
         if bucket is None:
@@ -125,25 +143,25 @@ class Gatherer(ParameterResidency):
 
         def leave(_: Sequence[Tensor | None]) -> None:
             if entered:
-                entered.clear()  # another pass may come, as where a loss takes a gradient
+                entered.clear()  # another pass may follow, for example if a loss computes a gradient
                 self.leave(bucket)
 
         for tensor in tensors_of(result):
             if tensor.grad_fn is not None:
-                # Not of the tensor: what is done with it may ask for its gradient, and for no more.
+                # A hook of the tensor itself would run only if its own gradient is needed.
                 tensor.grad_fn.register_prehook(enter)
-        # Hooks of what is no result of this pass, such as another parameter, would stay for the next one.
+        # Hooks of leaves, such as another parameter, would remain for the next pass.
         if learning := [tensor for tensor in inputs if tensor.grad_fn is not None]:
             torch.autograd.graph.register_multi_grad_hook(learning, leave)
         return result
 
     def enter(self, bucket: Bucket) -> None:
-        """Have the bucket gathered, and start to gather the one that will be needed next."""
+        """Gather the bucket if necessary, and start to gather the one that is needed next. Collective."""
         if bucket.values is None:
             work = self._coming.pop(bucket, None) or bucket.start_gather()
-            bucket.show_values(work.wait())
+            bucket.set_values(work.wait())
         self._holds[bucket] += 1
-        self._seen.append(bucket)
+        self._used.append(bucket)
         following = self._following()
         if following is not None and following.values is None and following not in self._coming:
             self._coming[following] = following.start_gather()
@@ -152,37 +170,42 @@ class Gatherer(ParameterResidency):
             after.start_fetch()
 
     def leave(self, bucket: Bucket) -> None:
-        """Free the bucket, unless it is still in use, lasting, or needed next."""
+        """Free the bucket, unless it is in use, needed next, or kept until the end of the step. Local."""
         self._holds[bucket] -= 1
         if not self._holds[bucket] and bucket not in self._lasting and self._following() is not bucket:
-            bucket.hide_values()
+            bucket.release_values()
 
-    def _following(self, but: int = 0) -> Bucket | None:
-        """What will be needed next, or `but` so many later, as far as the recorded order holds."""
-        index = len(self._seen)
-        if index + but >= len(self._known) or self._known[index - 1] is not self._seen[-1]:
+    def _following(self, skipped: int = 0) -> Bucket | None:
+        """Return the bucket that is needed after `skipped` others, or None if the order is unknown."""
+        index = len(self._used)
+        if index + skipped >= len(self._known) or self._known[index - 1] is not self._used[-1]:
             return None
-        return self._known[index + but]
+        return self._known[index + skipped]
 
 
 def make_residency(
     buckets: Sequence[Bucket],
     blocks: Sequence[Sequence[Parameter]],
     lasting: int,
-    others: Sequence[Parameter] = (),
+    further: Sequence[Parameter] = (),
 ) -> ParameterResidency:
-    """How layers come to the parameters of these buckets; of the blocks, each named by a parameter of each of
-    its units, the last `lasting` stay gathered, and so do those of the `others`.
+    """Return the object by which layers access the parameters of these buckets.
+
+    Args:
+        buckets: All buckets of this rank.
+        blocks: One parameter of each unit of each block.
+        lasting: Number of last blocks that stay gathered until the end of the step.
+        further: Parameters that also stay gathered.
     """
     if all(bucket.sharding.zero < 3 for bucket in buckets):
         return ParameterResidency()
     last = [p for block in blocks[max(0, len(blocks) - lasting) :] for p in block]
-    return Gatherer(buckets, [*last, *others])
+    return Gatherer(buckets, [*last, *further])
 
 
 @dataclass(frozen=True)
 class _View:
-    """What autograd has saved of a bucket's parameter: a view of it that begins at its element `offset`."""
+    """View of a bucket's parameter that autograd has saved; it begins at the parameter's element `offset`."""
 
     bucket: Bucket
     parameter: Parameter
@@ -192,7 +215,7 @@ class _View:
 
 
 def _packed(bucket: Bucket, watch: Watch | None, tensor: Tensor) -> Tensor | PackedActivation | _View:
-    """What is kept of a tensor: of one that lies in the bucket's values, where."""
+    """Return what autograd saves in place of a tensor: a _View if the tensor is in the bucket's values."""
     values = bucket.values
     assert values is not None
     within = tensor.dtype == values.dtype and not tensor.is_meta
@@ -203,18 +226,18 @@ def _packed(bucket: Bucket, watch: Watch | None, tensor: Tensor) -> Tensor | Pac
     return _View(bucket, segment.parameter, tensor.size(), tensor.stride(), int(at - segment.start))
 
 
-def _unpacked(kept: Tensor | PackedActivation | _View) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    if not isinstance(kept, _View):
-        return kept.unpack()
-    assert kept.bucket.values is not None, f"{kept.parameter.shard.name} is not gathered in backward"
-    data = kept.parameter.data
-    return data.as_strided(kept.size, kept.stride, data.storage_offset() + kept.offset)
+def _unpacked(saved: Tensor | PackedActivation | _View) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    if not isinstance(saved, _View):
+        return saved.unpack()
+    assert saved.bucket.values is not None, f"{saved.parameter.shard.name} is not gathered in backward"
+    data = saved.parameter.data
+    return data.as_strided(saved.size, saved.stride, data.storage_offset() + saved.offset)
 
 
 class _InBackward(torch.autograd.Function):
-    """Passes x on; when its gradient comes, the action is done with the bucket."""
+    """Identity whose backward pass calls `action(bucket)`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, action: Callable[[Bucket], None], bucket: Bucket) -> Tensor:

@@ -1,4 +1,4 @@
-"""Square sums of gradients, and what takes those of some of a step's tokens before others' are added."""
+"""Square sums of gradients before they are reduced, for the gradient noise scale."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.work import Work
 from hpctrain.host.device import on_host
@@ -14,16 +15,16 @@ from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.reducer import GradientReduction
 
 _PIECE = 1 << 16
-"""Elements that a CPU squares in fp64 at a time: few enough for the cache."""
+"""Number of elements that a CPU squares in fp64 at a time: few enough for the cache."""
 
 _ROWS = 1024
-"""Rows of a table that are added up at a time."""
+"""Number of rows of an embedding table that are added at a time."""
 
 
 def square_sum(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares, fp64 0-dim, of flat gradients on the device.
+    """Return the sum of squares, fp64 0-dim, of flat gradients on the device. Local.
 
-    The sum is one in fp64, so that single precision does not show how they were cut.
+    It is computed in fp64, so that the result in single precision does not depend on how gradients are split.
     """
     counted = list(gradients)
     if counted and not on_host(device):
@@ -36,49 +37,56 @@ def square_sum(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-class MeasuredReduction:
-    """Another GradientReduction, before which it takes the square sum of what this rank sums.
+class MeasuredReduction(GradientReduction):
+    """GradientReduction that first computes the square sum of this rank's gradients, then calls another one.
 
-    `squares`, fp64 0-dim, is that of a step with one sum. Of ranks that compute on the same tokens, and of
-    stages that hold the same tensor, one counts what they have in common; ranks with other tokens have
-    gradients of their own, and each counts these.
+    Ranks with different tokens have different gradients, and each counts its own. Of ranks that compute on
+    the same tokens, and of stages that hold the same tensor, one counts.
+
+    Attributes:
+        squares: Square sum of the last reduction, fp64 0-dim.
     """
 
-    def __init__(self, bucket: Bucket, summation: GradientReduction) -> None:
-        self.bucket, self.summation = bucket, summation
+    def __init__(self, bucket: Bucket, reduction: GradientReduction) -> None:
+        self.bucket, self.reduction = bucket, reduction
         self.squares = square_sum((), bucket.sharding.group.device)
 
     @property
+    @override
     def scratch_bytes(self) -> int:
-        """Bytes of memory that the sum uses while it is in flight, without gradients and sums."""
-        return self.summation.scratch_bytes
+        return self.reduction.scratch_bytes
 
+    @override
     def begin(self, updates: int) -> None:
-        """Begin a step."""
-        self.summation.begin(updates)
+        self.reduction.begin(updates)
 
+    @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """Start to sum the gradients of the bucket over the ranks of its group."""
         if not gradients.is_meta:
             self.squares = square_sum(self._counted(gradients), gradients.device)
-        return self.summation.start(gradients, sums)
+        return self.reduction.start(gradients, sums)
 
+    @override
     def after_step(self, updated: bool, factor: float) -> None:
-        """End a step."""
-        self.summation.after_step(updated, factor)
+        self.reduction.after_step(updated, factor)
 
     def _counted(self, gradients: Tensor) -> Iterator[Tensor]:
-        """The gradients that this rank counts, by parameter."""
+        """Yield the gradients that this rank counts, by parameter."""
         other_tokens = self.bucket.sharding.group, self.bucket.sharding.replicas
-        for segment, elements, _ in self.bucket.cut(gradients, slice(0, self.bucket.length)):
+        for segment, elements, _ in self.bucket.segments_within(gradients, slice(0, self.bucket.length)):
             first = segment.replication.copy(False, *other_tokens)[0] == 0
             if segment.parameter.requires_grad and first:
                 yield elements
 
 
 class FirstMicroBatch:
-    """`squares`, fp64 0-dim, are those of the gradients of a step's first micro-batch, on a rank that has all
-    tokens and all of the model: of each parameter's when it has them, before those of the next are added.
+    """Square sum of the gradients of a step's first micro-batch.
+
+    It is for a rank that has all tokens and the whole model. Each parameter is added when its gradient is
+    complete, before the next micro-batch adds to it.
+
+    Attributes:
+        squares: The sum, fp64 0-dim.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -86,12 +94,12 @@ class FirstMicroBatch:
         self._additions: dict[Parameter, int] = {}
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.squares = torch.zeros_like(self.squares)
         self._additions.clear()
 
     def added(self, parameter: Parameter) -> None:
-        """Note one addition to a parameter's gradient."""
+        """Count one addition to a parameter's gradient."""
         additions = self._additions[parameter] = self._additions.get(parameter, 0) + 1
         gradient, lookups = parameter.gradient, parameter.lookups
         assert gradient is not None

@@ -1,10 +1,10 @@
-"""How differences of weights travel between replicas, and become sums: whole, or in fewer bits.
+"""Formats in which replicas exchange differences of weights.
 
-Each rank codes what it has, every owner of a share decodes what all have sent and adds in fp32, in rank
-order, and what the owners code of their sums is what all get, the same bits. Zeros stay zeros. Blocks begin
-at each parameter: beside what moves much, what moves little would be lost in every sum. What rounding
-loses is not kept for the next time, as in Streaming DiLoCo (arXiv 2501.18512): a replica that takes the
-outer weights as they are has no use for it.
+Each rank encodes its values. Each owner of a share decodes what all ranks have sent, adds in fp32 in the
+order of ranks, and encodes the sums for all ranks. So all get the same bits, and zeros stay zeros. Blocks
+begin at each parameter: otherwise small differences next to large ones would be lost in every sum. Rounding
+errors are not kept for the next time, as in Streaming DiLoCo (arXiv 2501.18512), because a replica continues
+from the outer weights.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import SequentialWork, Work
@@ -22,45 +23,52 @@ from hpctrain.sharding.compression.codecs import Codec, RoundedCodec
 from hpctrain.sharding.compression.compressed_reduction import CodedSum
 
 
-class Halved:
-    """Four bits an element, from -7 to 7 times the block's scale, to the nearest; two to a byte."""
+class Int4Codec(Codec):
+    """Codec with four bits per element: -7 to 7 times the block's scale, two to a byte."""
 
     width = BLOCK // 2
     scale = 4
 
-    def encode(self, values: Tensor, counts: Tensor) -> Tensor:  # noqa: ARG002
-        """See Codec. The first of two elements is in the lower half."""
+    @override
+    def encode(self, values: Tensor, counts: Tensor) -> Tensor:
         blocks = values.view(-1, BLOCK)
         scales = blocks.abs().amax(1, keepdim=True) / 7
         numbers = (blocks / scales.masked_fill(scales == 0, 1)).round_().add_(8).to(torch.uint8)
+        # The first of two elements is in the lower half of a byte.
         pairs = numbers[:, ::2] | numbers[:, 1::2] << 4
         return torch.cat((pairs.view(-1), scales.view(-1).view(torch.uint8)))
 
+    @override
     def decode(self, code: Tensor) -> Tensor:
-        """Return the approximate values, fp32 [n BLOCK]. A block that was not finite is not finite again."""
         count = code.numel() // (self.width + self.scale)
         pairs, scales = code.split((count * self.width, count * self.scale))
         numbers = torch.stack((pairs & 15, pairs >> 4), 1).view(count, BLOCK).float()
         return numbers.sub_(8).mul_(scales.view(torch.float32).unsqueeze(1)).view(-1)
 
+    @override
     def working_bytes(self, elements: int) -> int:
-        """See Codec: quotients, then numbers; or these in two forms."""
-        return 8 * elements
+        return 8 * elements  # quotients and numbers, or numbers in two formats
 
 
 FORMATS: Mapping[str, Codec | None] = {
     "fp32": None,
     "bf16": RoundedCodec("bf16"),
     "int8": RoundedCodec("int8"),
-    "int4": Halved(),
+    "int4": Int4Codec(),
 }
-"""The formats of a deck; None is fp32, of which all bits travel."""
+"""Codecs by their names in a deck; None is fp32 without a codec."""
 
 
 def start_sum(group: Group, values: Tensor, lengths: Sequence[int], codec: Codec | None) -> Work[Tensor]:
-    """Start to sum `values`, fp32 [n], over the group, in place; `lengths` of them belong together each.
+    """Start to sum `values`, fp32 [n], over the group in place. Collective.
 
-    Less than a block for each rank travels in fp32.
+    Values are summed in fp32 if there is less than one block for each rank.
+
+    Args:
+        group: The replicas.
+        values: The values.
+        lengths: Number of elements of each parameter in `values`.
+        codec: Format; None is fp32.
     """
     coded = _coded_sum(group, lengths, codec)
     if coded is None:
@@ -69,7 +77,7 @@ def start_sum(group: Group, values: Tensor, lengths: Sequence[int], codec: Codec
 
 
 def sum_bytes(group: Group, lengths: Sequence[int], codec: Codec | None) -> int:
-    """Memory that the sum of so many values needs while it is under way, or on its way there."""
+    """Return the bytes that `start_sum` of such values needs while it is in flight."""
     coded = _coded_sum(group, lengths, codec)
     if coded is None:
         return group.host.scratch_bytes(sum(lengths), torch.float32.itemsize)
@@ -79,5 +87,5 @@ def sum_bytes(group: Group, lengths: Sequence[int], codec: Codec | None) -> int:
 def _coded_sum(group: Group, lengths: Sequence[int], codec: Codec | None) -> CodedSum | None:
     if codec is None or group.size == 1 or sum(lengths) < group.size * BLOCK:
         return None
-    blocks = CompressionBlocks.beside(lengths, group.device)
+    blocks = CompressionBlocks.of_lengths(lengths, group.device)
     return CodedSum(blocks, group, codec, blocks.equal_spans(group.size))

@@ -1,4 +1,4 @@
-"""Which rank owns what of a bucket where elements that depend on each other must not be cut apart."""
+"""Distribution of a bucket among ranks when matrices must not be split between them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _ROUNDS = 32
-"""Halvings in the search for the smallest largest load."""
+"""Number of bisections in the search for the smallest possible maximum load."""
 
 
-class Grain(NamedTuple):
-    """What has to be one rank's of a bucket: the elements up to `stop`, from where the last one stops, and
-    the FLOPs of their update.
+class UpdateUnit(NamedTuple):
+    """Neighbouring elements of a bucket that must belong to one rank.
+
+    Attributes:
+        stop: End of the elements. They begin where those of the previous unit end.
+        work: FLOPs of their update.
     """
 
     stop: int
@@ -19,22 +22,26 @@ class Grain(NamedTuple):
 
 
 class UpdateLoads:
-    """The FLOPs of the updates that each of `size` ranks owns, told from shapes alone: the same on all ranks.
+    """Number of FLOPs of the updates that each of `size` ranks does in all buckets so far.
 
-    Buckets come in the same order on all of them. In each, ranks follow each other, since slices do; who has
-    little by then is given more. What there is of one bucket may be less than one grain for each rank.
+    It depends on shapes alone, so it is the same on all ranks, which must pass the buckets in the same order.
+    In each bucket, the slices follow each other by rank. Ranks that have little work get more of the next
+    buckets. A bucket may have fewer units than there are ranks.
     """
 
     def __init__(self, size: int) -> None:
         self.works = [0.0] * size
 
-    def cut(self, grains: Sequence[Grain], length: int) -> tuple[int, ...]:
-        """The borders of the ranks' shares of a bucket: 0, ..., `length`; as long for each without grains."""
+    def cut(self, grains: Sequence[UpdateUnit], length: int) -> tuple[int, ...]:
+        """Return the boundaries of the ranks' shares of a bucket: 0, ..., `length`; equal ones without units.
+
+        The work of the units is added to the loads.
+        """
         size = len(self.works)
         if not grains:
             return tuple(length // size * rank for rank in range(size + 1))
         total = sum(grain.work for grain in grains)
-        # The largest load cannot be smaller than the mean of all, nor need it be larger than this.
+        # The smallest possible maximum is at least the mean load, and at most the maximum plus all new work.
         low, high = (sum(self.works) + total) / size, (max(self.works) + total) * (1 + 1e-9)
         for _ in range(_ROUNDS):
             middle = (low + high) / 2
@@ -43,15 +50,15 @@ class UpdateLoads:
         assert counts is not None
         borders, done = [0], 0
         for rank, count in enumerate(counts):
-            own = grains[done : done + count]
-            self.works[rank] += sum(grain.work for grain in own)
+            owned = grains[done : done + count]
+            self.works[rank] += sum(grain.work for grain in owned)
             done += count
-            borders.append(own[-1].stop if own else borders[-1])
+            borders.append(owned[-1].stop if owned else borders[-1])
         borders[-1] = length
         return tuple(borders)
 
-    def _fill(self, grains: Sequence[Grain], most: float) -> list[int] | None:
-        """The grains of each rank where none is to have more FLOPs than `most`; None if some remain."""
+    def _fill(self, grains: Sequence[UpdateUnit], most: float) -> list[int] | None:
+        """Return the number of units of each rank if none exceeds the load `most`; None if units remain."""
         counts, done = [], 0
         for before in self.works:
             begun, load = done, before

@@ -1,4 +1,4 @@
-"""Memory that flat buffers take turns in."""
+"""Pool of flat buffers that are used in turns."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ import torch
 from torch import Tensor
 
 
-class Pool:
-    """Flat buffers that are handed out, given back and handed out again.
+class BufferPool:
+    """Flat buffers that are taken, given back and taken again.
 
-    `empty` makes new memory of a shape and type where no free buffer is large enough.
+    Args:
+        empty: Function that allocates a tensor of a shape and dtype. It is called if no free buffer is large
+            enough.
+
+    Attributes:
+        bytes: Size of all buffers, free or not.
     """
 
     def __init__(self, empty: Callable[[Sequence[int], torch.dtype], Tensor]) -> None:
         self._empty = empty
-        self._free: list[tuple[int, Tensor]] = []  # with the bytes behind it, the smallest first
+        self._free: list[tuple[int, Tensor]] = []  # with their sizes in bytes, sorted
         self.bytes = 0
 
     def take(self, length: int, dtype: torch.dtype) -> Tensor:
-        """`length` elements, uninitialized: the smallest free buffer that holds them, or a new one."""
+        """Return an uninitialized flat tensor: the smallest sufficient free buffer, or a new one."""
         for place, (room, buffer) in enumerate(self._free):
             if room >= length * dtype.itemsize and buffer.dtype == dtype:
                 del self._free[place]
@@ -32,11 +37,11 @@ class Pool:
         return made[:length]
 
     def give(self, buffer: Tensor) -> None:
-        """Give back what `take` handed out, when nothing reads or writes it any more."""
+        """Return a tensor of `take` to the pool. Nothing may read or write it afterwards."""
         insort(self._free, (buffer.untyped_storage().nbytes(), buffer), key=itemgetter(0))
 
 
 def _round_up(length: int) -> int:
-    """At most an eighth more, so that a buffer serves for others of about its length."""
+    """Return up to an eighth more than `length`, so that the buffer can be reused for similar lengths."""
     step = 1 << max(0, length.bit_length() - 4)
     return -(-length // step) * step

@@ -1,7 +1,7 @@
-"""Summed gradients, which lie there from each bucket's sum to the update: whether they stay what they are.
+"""Check that reduced gradients do not change in memory between the reduction and the update.
 
-A bucket is summed while backward goes on for others, and of one that is cut sums of several micro-batches may
-be added up: fingerprints are taken as soon as a sum is there, and compared before anything is added to it.
+A bucket is reduced while the backward pass of others continues, and a slice may be the sum of several
+reductions. So fingerprints are taken as soon as sums exist, and compared before anything is added to them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from hpctrain.sharding.synchronize import GradientSynchronizer
 
 
 class ReducedGradients:
-    """Those of a synchronizer on a rank of the world, of the elements that this rank updates."""
+    """Fingerprints of the reduced gradients of the elements that this rank updates.
+
+    Args:
+        synchronizer: The synchronizer, whose `after_sum` and `before_adding` are set.
+        rank: Number of this rank in the world.
+    """
 
     def __init__(self, synchronizer: GradientSynchronizer, rank: int) -> None:
         self._rank = rank
@@ -27,16 +32,16 @@ class ReducedGradients:
         synchronizer.after_sum, synchronizer.before_adding = self._take, self._compare
 
     def forget(self) -> None:
-        """They are not going to be used."""
+        """Discard the fingerprints, because the step is skipped."""
         self._prints.clear()
         self._same.clear()
 
     def changed(self) -> Iterator[DetectedFault]:
-        """Of which parameters they are not those that were summed; from here on they may change."""
+        """Yield a fault for each parameter whose sums have changed. Afterwards they may change. Local."""
         for bucket in list(self._prints):
             self._compare(bucket)
-        found, self._same = self._same, []
-        for bucket, same in found:
+        compared, self._same = self._same, []
+        for bucket, same in compared:
             for segment, is_same in zip(bucket.segments, same.tolist(), strict=True):
                 if not is_same:
                     name = f"gradient/{segment.parameter.shard.name}"
@@ -53,5 +58,7 @@ class ReducedGradients:
 
 
 def _of(bucket: Bucket) -> Tensor:
-    """A fingerprint of each parameter's."""
-    return torch.stack([fingerprint(values) for _, values, _ in bucket.owned(bucket.own_gradients)])
+    """Return the fingerprint of each parameter's owned gradients."""
+    return torch.stack(
+        [fingerprint(values) for _, values, _ in bucket.owned_segments(bucket.owned_gradients)]
+    )

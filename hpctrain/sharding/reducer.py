@@ -1,4 +1,10 @@
-"""How a bucket's gradients become sums over the ranks that share it, and where these are."""
+"""Reduction of a bucket's gradients over the ranks that share it.
+
+A GradientReduction sums the gradients: exactly (ExactReduction) or with fewer bytes (`compression`). A
+Reducer decides where the sums are stored. With `layout.zero` 0 they replace the gradients on all ranks, with
+1 in each rank's slice. With 2 and 3 (ReduceIntoSlice) each rank keeps its slice, and the memory of all other
+gradients returns to the pool.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ from collections import deque
 from typing import Protocol
 
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.work import Work
 from hpctrain.sharding.bucket import Bucket
@@ -14,9 +21,9 @@ from hpctrain.sharding.bucket import Bucket
 class GradientReduction(Protocol):
     """Sum of the gradients of one bucket over ranks. It may have state of its own (`Stateful`).
 
-    The result for a parameter must depend only on its own gradients (`bucket.segments`), since other ranks
-    may hold it with other parameters. Zeros must stay zeros. The next `start` may come before the last result
-    was waited for. Tensors of a plan have no values.
+    The result for a parameter must depend only on the gradients of that parameter, because other ranks may
+    hold it next to other parameters. Zeros must stay zeros. The next `start` may come before the previous
+    handle was waited for. In plans, tensors have no values.
     """
 
     @property
@@ -31,12 +38,15 @@ class GradientReduction(Protocol):
         """
 
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """Start to sum the gradients of the bucket over the ranks of its group.
+        """Start to sum the gradients of the bucket over the ranks of its group. Collective.
 
         Args:
             gradients: The gradients, which may be overwritten. They may be not finite if the step will be
                 skipped.
             sums: Memory for this rank's slice of the sums, which may be `gradients` or a part of it.
+
+        Returns:
+            Handle whose result is `sums`.
         """
 
     def after_step(self, updated: bool, factor: float) -> None:
@@ -48,90 +58,104 @@ class GradientReduction(Protocol):
         """
 
 
-class ExactReduction:
-    """All bits travel."""
+class ExactReduction(GradientReduction):
+    """Sum of gradients in their own format, by all-reduce or reduce-scatter."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket, self.group = bucket, bucket.sharding.group
 
     @property
+    @override
     def scratch_bytes(self) -> int:
-        """Reductions in host memory receive there."""
+        # Reductions in host memory receive into memory of their own.
         cut = self.bucket.sharding.zero > 0
         sizes = self.bucket.layout.sizes if cut else None
         most = self.bucket.length if sizes is None else max(sizes) * self.group.size
         return self.group.host.scratch_bytes(most, self.bucket.gradient_dtype.itemsize, cut)
 
+    @override
     def begin(self, updates: int) -> None:
-        """Every step is like every other."""
+        """Do nothing: all steps are alike."""
 
+    @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """Start to sum the gradients of the bucket over the ranks of its group."""
         if sums is gradients:
             return self.group.start_all_reduce(gradients)
         return self.group.start_reduce_scatter(gradients, sums, self.bucket.layout.sizes)
 
+    @override
     def after_step(self, updated: bool, factor: float) -> None:
-        """Nothing is left of it."""
+        """Do nothing: it has no state."""
 
 
 class Reducer:
-    """Sums in place: all of them, or of each rank its slice (ZeRO-1); `own_gradients` are sums afterwards.
+    """Reduction in place, for ZeRO-0 (all gradients) and ZeRO-1 (this rank's slice of them).
 
-    `repeats` says whether it may sum several times a step, whose sums it then adds.
+    Args:
+        bucket: The bucket.
+        reduction: How gradients are summed.
+
+    Attributes:
+        repeats: True if it may reduce several times in a step, and adds the sums.
     """
 
     repeats = False
 
-    def __init__(self, bucket: Bucket, summation: GradientReduction) -> None:
-        self.bucket, self.summation = bucket, summation
+    def __init__(self, bucket: Bucket, reduction: GradientReduction) -> None:
+        self.bucket, self.reduction = bucket, reduction
 
     def begin(self, updates: int) -> None:
-        """A step begins, without sums, after so many updates."""
-        self.summation.begin(updates)
+        """Begin a step, after this number of updates of the run."""
+        self.reduction.begin(updates)
 
     def start(self) -> Work[Tensor]:
-        """Start to sum the bucket's final gradients."""
-        whole = self.bucket.final_gradients()
-        sums = whole if self.bucket.sharding.zero == 0 else whole[self.bucket.slice]
-        return self.summation.start(whole, sums)
+        """Start to reduce the bucket's final gradients. Collective over the group."""
+        gradients = self.bucket.final_gradients()
+        sums = gradients if self.bucket.sharding.zero == 0 else gradients[self.bucket.slice]
+        return self.reduction.start(gradients, sums)
 
     def complete(self) -> None:
-        """Called when the work of the earliest `start` is done."""
+        """Finish the earliest `start`, after its handle is complete.
+
+        Then `owned_gradients` of the bucket are sums.
+        """
 
 
 class ReduceIntoSlice(Reducer):
-    """Every rank keeps the sums of its slice; whole gradients go with each start (ZeRO-2, 3)."""
+    """Reduction to the slice that each rank keeps (ZeRO-2 and 3).
+
+    It may run after each micro-batch. Then the first sums are stored in place, and later ones are added.
+    """
 
     repeats = True
 
-    def __init__(self, bucket: Bucket, summation: GradientReduction) -> None:
-        super().__init__(bucket, summation)
-        self._under_way: deque[tuple[Tensor, Tensor]] = deque()
+    def __init__(self, bucket: Bucket, reduction: GradientReduction) -> None:
+        super().__init__(bucket, reduction)
+        self._in_flight: deque[tuple[Tensor, Tensor]] = deque()
         self._first = True
 
+    @override
     def begin(self, updates: int) -> None:
-        """Forget the sums of the last step."""
         super().begin(updates)
         self._first = True
 
+    @override
     def start(self) -> Work[Tensor]:
-        """Start to sum the bucket's final gradients, the step's first sums to where they stay."""
-        whole = self.bucket.final_gradients()
+        gradients = self.bucket.final_gradients()
         self.bucket.take_gradients()
-        summed = self.bucket.own_gradients if self._first else whole[self.bucket.slice]
+        summed = self.bucket.owned_gradients if self._first else gradients[self.bucket.slice]
         self._first = False
-        self._under_way.append((whole, summed))
-        return self.summation.start(whole, summed)
+        self._in_flight.append((gradients, summed))
+        return self.reduction.start(gradients, summed)
 
+    @override
     def complete(self) -> None:
-        """Add what is summed to what was before, and free the whole gradients."""
-        whole, summed = self._under_way.popleft()
-        if summed is not self.bucket.own_gradients:
-            self.bucket.own_gradients.add_(summed)
-        self.bucket.sharding.pool.give(whole)
+        gradients, summed = self._in_flight.popleft()
+        if summed is not self.bucket.owned_gradients:
+            self.bucket.owned_gradients.add_(summed)
+        self.bucket.sharding.pool.give(gradients)
 
 
-def make_reducer(bucket: Bucket, summation: GradientReduction) -> Reducer:
-    """As `layout.zero` asks for."""
-    return (Reducer if bucket.sharding.zero < 2 else ReduceIntoSlice)(bucket, summation)
+def make_reducer(bucket: Bucket, reduction: GradientReduction) -> Reducer:
+    """Return the Reducer for the bucket's stage of ZeRO."""
+    return (Reducer if bucket.sharding.zero < 2 else ReduceIntoSlice)(bucket, reduction)

@@ -1,4 +1,8 @@
-"""What replicas, the ranks that hold the same slices in hybrid sharding, do with each other, and when."""
+"""Interface of what replicas exchange, and when.
+
+In hybrid sharding, replicas are the ranks that hold the same slices. SyncEveryStep adds their gradients in
+each step. LocalSteps lets them diverge and synchronizes their weights every few steps.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, Protocol
 
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.memory.scratch import Flat
 from hpctrain.sharding.bucket import Bucket
 
 
 class Weights(Protocol):
-    """Updated fp32 weights that this rank owns of each bucket (`Bucket.own`)."""
+    """Updated fp32 weights that this rank owns of each bucket (`Bucket.owned_slice`)."""
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -32,35 +37,46 @@ class Weights(Protocol):
 
 
 class ReplicaSync(Protocol):
-    """Keeps the replicas together, or lets them part for some steps (`Sharding.apart`).
+    """Keeps replicas equal, or lets them diverge for some steps (`ZeroSharding.diverging`).
 
-    Those that are apart are clipped by their own norms. What they have in common is state that is not
-    `apart`: a model between them is of the kind MODEL, resumed "always", which readers of a checkpoint take
-    for the model.
+    Diverging replicas clip gradients by their own norms. State that they have in common is not marked as
+    `of_replicas`. If there is a model in common, it is of the kind MODEL, resumed "always", and readers of a
+    checkpoint take it for the model.
     """
 
     def begin(self, weights: Weights) -> None:
         """Use the initial weights of a run, or those of another model. A resume loads the state later."""
 
     @property
-    def under_way(self) -> dict[str, int]:
-        """State of transfers between replicas for a checkpoint. It is the same on all ranks."""
+    def in_flight(self) -> dict[str, int]:
+        """State of transfers between replicas for a checkpoint, the same on all ranks."""
 
-    def resumed(self, weights: Weights, replicas: int, under_way: Mapping[str, int]) -> None:
-        """Weights, their updates and state are there as a checkpoint has them, which `replicas` were in, none
-        or several of them apart, and what it says is `under_way`. Collective over each bucket's own group.
+    def resumed(self, weights: Weights, replicas: int, in_flight: Mapping[str, int]) -> None:
+        """Continue with weights, updates and state that were loaded from a checkpoint.
+
+        Collective over each bucket's own group.
+
+        Args:
+            weights: The weights.
+            replicas: Number of diverging replicas in the checkpoint; 0 if they did not diverge.
+            in_flight: Value of `in_flight` in the checkpoint.
         """
 
     def before_update(self, buckets: Sequence[Bucket]) -> None:
-        """The gradients of a step are summed over each bucket's own group; the loss was divided by the tokens
-        of all replicas. Collective over the replicas.
+        """Synchronize gradients, if replicas do so, before the update. Collective over the replicas.
+
+        The gradients are summed over each bucket's own group. The loss was divided by the tokens of all
+        replicas.
         """
 
     def after_update(self, weights: Weights) -> Mapping[str, Tensor]:
-        """The step's update is done, on all ranks; not called where it is skipped. Collective, as above.
+        """Synchronize weights, if it is time to. Collective over the replicas.
 
-        What there is to tell of it: sums of squares by name, fp64 0-dim, which are added up over all ranks,
-        and whose roots are figures. The same names on all ranks.
+        All ranks call it after the update of a step, and not after a skipped one.
+
+        Returns:
+            Square sums by name, fp64 0-dim, the same names on all ranks. They are added over all ranks, and
+            their roots become metrics.
         """
 
     @property
@@ -71,36 +87,38 @@ class ReplicaSync(Protocol):
     def differs(self) -> bool:
         """True if the model that replicas have in common may differ from the model of each replica."""
 
-    def shown(self, weights: Weights) -> AbstractContextManager[None]:
+    def common_weights(self, weights: Weights) -> AbstractContextManager[None]:
         """Replace the weights by those that replicas have in common, during the block.
 
         Afterwards the weights have the same bits as before. Collective over each bucket's own group.
         """
 
 
-class SyncEveryStep:
-    """Replicas sum their gradients in every step, so that they never differ."""
+class SyncEveryStep(ReplicaSync):
+    """Replicas that sum their gradients in every step, and so are always equal."""
 
     differs = False
     scratch_bytes = 0
-    under_way: ClassVar[dict[str, int]] = {}
+    in_flight: ClassVar[dict[str, int]] = {}
 
+    @override
     def begin(self, weights: Weights) -> None:
-        """All have the same."""
+        """Do nothing: all replicas are equal."""
 
-    def resumed(self, weights: Weights, replicas: int, under_way: Mapping[str, int]) -> None:
-        """All have the same."""
+    @override
+    def resumed(self, weights: Weights, replicas: int, in_flight: Mapping[str, int]) -> None:
+        """Do nothing: all replicas are equal."""
 
+    @override
     def before_update(self, buckets: Sequence[Bucket]) -> None:
-        """Sum the slices."""
         for bucket in buckets:
             if bucket.sharding.replicas.size > 1:
-                bucket.sharding.replicas.all_reduce(bucket.own_gradients)
+                bucket.sharding.replicas.all_reduce(bucket.owned_gradients)
 
-    def after_update(self, weights: Weights) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """All have the same."""
+    @override
+    def after_update(self, weights: Weights) -> Mapping[str, Tensor]:
         return {}
 
-    def shown(self, weights: Weights) -> AbstractContextManager[None]:  # noqa: ARG002
-        """All have the same."""
+    @override
+    def common_weights(self, weights: Weights) -> AbstractContextManager[None]:
         return nullcontext()

@@ -1,4 +1,20 @@
-"""Which other ranks hold a rank's piece of a tensor, and over whom its gradient is summed."""
+"""Ranks that hold the same piece of a tensor, and the group over which its gradient is reduced.
+
+A rank's piece of a tensor is described by a Shard. Pieces are the same on all ranks along the axes that do
+not split the tensor:
+
+- The data and context axes. These ranks train on different tokens, so gradients are summed over them. ZeRO
+  splits the piece further: a ZeroSharding has a `group` whose ranks own one slice each. In hybrid sharding
+  the group is a part of these ranks, for example one node, and `replicas` are the ranks of all parts with the
+  same slice.
+- The tensor axis. These ranks compute on the same tokens. Their gradients are equal, or partial (for example
+  of norms under sequence parallelism) and summed over the axis.
+- The pipeline axis, for tied embeddings: the first and the last stage hold them.
+
+Example: data parallelism over 8 ranks on 2 nodes with groups of 4. Rank 5 owns slice 1 of 4 in the group of
+the ranks 4 to 7, and its replicas are the ranks 1 and 5. Gradients are reduced over the group to slice
+owners, then each slice is summed over its replicas.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +26,20 @@ from typing import Protocol
 from hpctrain.comm.group import Group
 from hpctrain.host.device import SideStream
 from hpctrain.parallel.shard import Shard
-from hpctrain.sharding.pool import Pool
+from hpctrain.sharding.pool import BufferPool
 
 OTHER_TOKENS = ("data", "context")
-"""Axes whose ranks train on other tokens: gradients are summed over those that do not cut the tensor."""
+"""Axes whose ranks train on different tokens. Gradients are summed over those that do not split the tensor.
+"""
 
 SAME_TOKENS = "tensor"
-"""The axis whose ranks compute on the same tokens."""
+"""Axis whose ranks compute on the same tokens."""
 
 EXPERTS = ("expert", "expert_tensor")
-"""The axes that cut experts. All ranks of a stage that hold the same piece, along the axis "expert_data",
-compute with it on other tokens.
+"""Axes that split experts.
+
+Along the axis "expert_data", all ranks of a stage have the same piece and compute with it on different
+tokens.
 """
 
 
@@ -35,16 +54,19 @@ class MeshQueries(Protocol):
 
 
 class NodePeers:
-    """The ranks of a group that share a node with this one, and this rank's peers on all nodes."""
+    """Ranks of a group on this node (`inside`), and ranks with the same number on all nodes (`between`)."""
 
     def __init__(self, inside: Group, between: Group) -> None:
         self.inside, self.between = inside, between
         self._loads = [0] * inside.size
 
     def turn(self, elements: int) -> int:
-        """Which of the ranks inside is to speak for its node, of so many elements: who does for the fewest.
+        """Return the number of the rank inside that exchanges a bucket: the one with the fewest elements.
 
-        All ranks of the group ask for the same in one order.
+        All ranks of the group must call it for the same buckets in the same order. Local.
+
+        Args:
+            elements: Number of elements of the bucket.
         """
         number = self._loads.index(min(self._loads))
         self._loads[number] += elements
@@ -53,18 +75,20 @@ class NodePeers:
 
 @dataclass(frozen=True, eq=False)
 class ZeroSharding:
-    """How buckets lie on the ranks that train them on other tokens.
+    """Distribution of buckets over the ranks that train them on different tokens.
 
-    `zero` is that of the deck's layout, 0 to 3. Slices are cut over `group`, all of these ranks or, in hybrid
-    sharding, a part of them; `replicas` are the ranks of all parts that have the same slice, one where there
-    is one part. Where these are `apart`, as an Outer may let them be, each has values of its own in it.
-    `nodes`, if any, are the parts of the group between which what is summed is compressed.
+    Attributes:
+        zero: Stage of ZeRO, 0 to 3, as `layout.zero` of the deck.
+        group: Ranks that own one slice each: all ranks, or a part of them in hybrid sharding.
+        replicas: Ranks of all parts that have the same slice; one rank if there is one part.
+        diverging: True if replicas may have different values between synchronizations (see ReplicaSync).
+        nodes: Parts of the group between which gradients are compressed, if any.
     """
 
     zero: int
     group: Group
     replicas: Group
-    apart: bool = False
+    diverging: bool = False
     nodes: NodePeers | None = None
 
     @property
@@ -73,29 +97,34 @@ class ZeroSharding:
         return self.group.size * self.replicas.size
 
     @property
-    def parted(self) -> tuple[Group, ...]:
-        """The replicas where they are apart."""
-        return (self.replicas,) if self.apart else ()
+    def diverging_groups(self) -> tuple[Group, ...]:
+        """The group of replicas if they diverge, else nothing."""
+        return (self.replicas,) if self.diverging else ()
 
     @cached_property
-    def pool(self) -> Pool:
-        """Memory that these buckets take turns in."""
-        return Pool(self.group.empty)
+    def pool(self) -> BufferPool:
+        """Memory that these buckets use in turns."""
+        return BufferPool(self.group.empty)
 
     @cached_property
     def uploads(self) -> SideStream:
-        """Stream on which slices that lie in host memory come to the GPU."""
+        """Stream on which slices are copied from host memory to the GPU."""
         return SideStream()
 
 
 @dataclass(frozen=True)
 class Replication:
-    """Where else the piece of a Shard lies, besides in the ranks' own slices of it.
+    """Ranks that hold the same piece of a parameter as this one, apart from ZeRO's slices.
 
-    `holders` are the ranks that compute with it on the same tokens; its gradient arrives there in parts where
-    it is `partial`. `pieces`, if any, are the ranks that hold all pieces of its matrices, one each or copies.
-    `ends`, if any, is the pipeline whose first and last stage hold it; this is number `stage_copy` of the
-    `stage_copies` stages that do.
+    Attributes:
+        sharding: Distribution over ranks that train on different tokens.
+        holders: Ranks that compute with the piece on the same tokens.
+        partial: True if the gradient must be summed over `holders`.
+        pieces: Ranks that hold all pieces of its matrices, one piece each or replicas; None if it is not
+            split.
+        ends: Pipeline whose first and last stage hold the parameter, if any.
+        stage_copy: Number of this stage among those that hold the parameter.
+        stage_copies: Number of stages that hold it.
     """
 
     sharding: ZeroSharding
@@ -109,14 +138,14 @@ class Replication:
     @property
     def counted(self) -> bool:
         """True if this rank counts its slice: it is the first of all ranks that hold the same slice."""
-        return self.copy(False, self.sharding.group, *self.sharding.parted)[0] == 0
+        return self.copy(False, self.sharding.group, *self.sharding.diverging_groups)[0] == 0
 
     @property
     def written(self) -> bool:
-        """Whether this rank takes part in writing what it owns of the piece.
+        """True if this rank writes what it owns of the piece to a checkpoint.
 
-        Where tied embeddings are whole, both stages' are copies of each other; slices are cut in other places
-        on the two, so that the first stage's alone are written.
+        With ZeRO the two stages of tied embeddings split them at different places, so only the first one
+        writes. Without, each of them may write.
         """
         return self.sharding.zero == 0 or self.stage_copy == 0
 
@@ -125,24 +154,28 @@ class Replication:
         """Groups whose ranks hold the same piece of a parameter if ZeRO does not shard it."""
         return (self.sharding.group, self.sharding.replicas, self.holders)
 
-    def copy(self, owned: bool, *apart: Group) -> tuple[int, int]:
-        """(number of this copy, copies) of the piece, or of what this rank owns of it, where the ranks of the
-        groups `apart` have values of their own.
+    def copy(self, owned: bool, *excluded: Group) -> tuple[int, int]:
+        """Return the number of this rank among all that hold the same values, and how many do.
+
+        Args:
+            owned: True for the owned elements, False for the whole piece.
+            *excluded: Groups whose ranks have values of their own.
         """
         cut = owned and self.sharding.zero > 0
         number, copies = (0, 1) if cut else (self.stage_copy, self.stage_copies)
-        others = [self.sharding.replicas, self.holders]
-        for group in others if cut else [self.sharding.group, *others]:
-            if group not in apart:
+        groups = [self.sharding.replicas, self.holders]
+        for group in groups if cut else [self.sharding.group, *groups]:
+            if group not in excluded:
                 number, copies = number * group.size + group.rank, copies * group.size
         return number, copies
 
 
 class Replications:
-    """The Replication of each Shard on one mesh.
+    """Cache of the Replication of each Shard on one mesh.
 
-    `cut` makes the ZeroSharding of ranks that train on other tokens. `of` makes a group when it first meets a
-    Shard that needs it, which is collective over the ranks of a pipeline stage.
+    Args:
+        mesh: Mesh of the ranks.
+        cut: Function that returns the ZeroSharding of a group of ranks that train on different tokens.
     """
 
     def __init__(self, mesh: MeshQueries, cut: Callable[[Group], ZeroSharding]) -> None:
@@ -157,17 +190,21 @@ class Replications:
         return Replications(mesh, lambda everyone: ZeroSharding(0, everyone, mesh.new_subgroup("data", 1)))
 
     @staticmethod
-    def alone(group: Group) -> Replications:
-        """On the one rank of a group; what others hold does not matter."""
+    def of_one_rank(group: Group) -> Replications:
+        """Return replications for a rank that is alone in `group` and takes no notice of others."""
         return Replications(_OneRank(group), lambda everyone: ZeroSharding(0, everyone, everyone))
 
     @property
-    def speaks(self) -> bool:
-        """Whether this rank counts what all that compute on the same tokens have, such as their loss."""
+    def counts_tokens(self) -> bool:
+        """True if this rank counts what all ranks with the same tokens have, such as their loss."""
         return self._mesh.group(SAME_TOKENS).rank == 0
 
     def of(self, shard: Shard) -> Replication:
-        """The answer for a Shard of this rank."""
+        """Return the Replication of a Shard of this rank.
+
+        The first call for a kind of Shard may make a group: it is collective over the ranks of a pipeline
+        stage.
+        """
         if EXPERTS[0] in shard.split:
             return self._of_expert()
         everyone = self._mesh.group(*(axis for axis in OTHER_TOKENS if axis not in shard.split))
@@ -188,7 +225,7 @@ class Replications:
         )
 
     def _sharding(self, everyone: Group, stays: bool) -> ZeroSharding:
-        """What `cut` makes, once; another one of what stays whole where that cuts parameters."""
+        """Return the ZeroSharding of ranks, made once. Tensors that stay whole have at most stage 2."""
         key = everyone, stays
         if key not in self._shardings:
             cut = self._sharding(everyone, False) if stays else self._cut(everyone)
@@ -196,7 +233,7 @@ class Replications:
         return self._shardings[key]
 
     def _of_expert(self) -> Replication:
-        """That of experts' pieces, which are all cut alike."""
+        """Return the Replication of experts, which are all split alike."""
         if self._experts is None:
             everyone = self._mesh.group("expert_data")
             alone = self._mesh.new_subgroup("expert_data", 1)
@@ -207,7 +244,7 @@ class Replications:
 
 @dataclass(frozen=True)
 class _OneRank:
-    """Axes of one rank."""
+    """Mesh of one rank."""
 
     only: Group
 

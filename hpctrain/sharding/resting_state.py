@@ -1,7 +1,8 @@
-"""What lies in memory between updates: fingerprints of it, by which a bit that changed meanwhile is found.
+"""Detection of bits that change in memory between updates.
 
-Everything that the update alone changes is watched: parameters, master weights, moments, and other state, but
-for what waits in files. Between replicas the same fingerprints are compared.
+Fingerprints are taken after an update and compared before the next one. They cover everything that only the
+update changes: parameters, master weights, moments and other state, except tensors in files. The same
+fingerprints are compared between ranks that should hold the same values.
 """
 
 from __future__ import annotations
@@ -21,23 +22,28 @@ from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
 from hpctrain.sharding.fingerprint import WORDS, fingerprint
 from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER, StateTensor
-from hpctrain.sharding.synchronize import from_other_end
+from hpctrain.sharding.synchronize import exchange_with_other_end
 
 OUTER = "outer/"
 """Prefix of the kinds of state that replicas share, other than the outer model itself."""
 
 _Place = tuple[str, int]
+"""Name of a tensor, and the number of earlier tensors with the same name."""
 
-UNDER_WAY = "streaming/"
-"""What kinds begin with that are summed while training goes on."""
+IN_FLIGHT = "streaming/"
+"""Prefix of the kinds of state that are reduced while training continues."""
 
 
 @dataclass(frozen=True)
-class Resting:
-    """A piece of memory that nothing but the update changes: `name` says what it is, and of which parameter.
+class WatchedTensor:
+    """Tensor that only the update changes.
 
-    The ranks of each of `holders` have the same there; so have the first and the last stage of the pipeline
-    `ends`, if there is one, of what the ranks `cut`, if any, hold together.
+    Attributes:
+        name: What it is, and of which parameter.
+        values: The tensor.
+        holders: Groups whose ranks have the same values.
+        ends: Pipeline whose first and last stage have the same values, if any.
+        cut: Group whose ranks hold one slice each of what is compared between `ends`, if any.
     """
 
     name: str
@@ -48,22 +54,27 @@ class Resting:
 
 
 class WatchedMemory:
-    """Pieces of a rank's memory, with the fingerprints taken last, if any were."""
+    """Tensors of one rank with their last fingerprints, if any.
 
-    def __init__(self, pieces: Iterable[Resting], rank: int) -> None:
+    Args:
+        pieces: The tensors.
+        rank: Number of this rank in the world.
+    """
+
+    def __init__(self, pieces: Iterable[WatchedTensor], rank: int) -> None:
         self.pieces, self._rank = list(pieces), rank
         self._prints: Tensor | None = None
 
     def forget(self) -> None:
-        """What lies there was changed rightly."""
+        """Discard the fingerprints, because the tensors are changed on purpose."""
         self._prints = None
 
     def take(self) -> None:
-        """From here on nothing is to change."""
+        """Compute and store the fingerprints. Afterwards the tensors must not change."""
         self._prints = self._now()
 
     def changed(self) -> list[DetectedFault]:
-        """What has changed since. Of this rank alone."""
+        """Return a fault for each tensor that has changed since `take`. Local."""
         if self._prints is None:
             return []
         same = (self._now() == self._prints).tolist()
@@ -79,28 +90,33 @@ class WatchedMemory:
 
 
 class RestingState(WatchedMemory):
-    """All of a rank that the update alone changes."""
+    """Fingerprints of the tensors of this rank that only the update changes.
+
+    Args:
+        buckets: Buckets of this rank.
+        state: All its state.
+    """
 
     def __init__(self, buckets: Sequence[Bucket], state: Iterable[StateTensor]) -> None:
         group = buckets[0].sharding.group
         super().__init__(_resting(buckets, state), group.ranks[group.rank])
         groups = {group: None for piece in self.pieces for group in piece.holders}
-        # The ranks of a group come to it in the same order, whatever others they are in.
+        # Sort, so that the ranks of all groups compare them in the same order.
         self._groups = sorted(groups, key=lambda group: (group.name, group.ranks))
 
     def differing(self) -> list[DetectedFault]:
-        """What other ranks have otherwise, by the fingerprints taken last. Collective."""
+        """Return a fault for each tensor that differs between ranks, by the last fingerprints. Collective."""
         if self._prints is None:
             return []
         faults = []
         numbers = dict(zip(self._places, self._prints.tolist(), strict=True))
         for group in self._groups:
             with_place = zip(self._places, self.pieces, strict=True)
-            own = {place: numbers[place] for place, piece in with_place if group in piece.holders}
-            digest = int.from_bytes(blake2b(repr(own).encode(), digest_size=7).digest(), "big")
+            fingerprints = {place: numbers[place] for place, piece in with_place if group in piece.holders}
+            digest = int.from_bytes(blake2b(repr(fingerprints).encode(), digest_size=7).digest(), "big")
             digests = group.all_gather(torch.tensor([digest], device=group.device)).tolist()
             if len(set(digests)) > 1:
-                faults += list(_apart(group, group.all_gather_object(own)))
+                faults += list(_minority_faults(group, group.all_gather_object(fingerprints)))
         return [*faults, *self._differing_ends(numbers)]
 
     @cached_property
@@ -124,11 +140,11 @@ class RestingState(WatchedMemory):
         with_place = zip(self._places, self.pieces, strict=True)
         tied = sorted((place, piece) for place, piece in with_place if piece.ends is not None)
         for place, piece in tied:
-            own = torch.tensor([numbers[place]], device=piece.values.device)
+            total = torch.tensor([numbers[place]], device=piece.values.device)
             if piece.cut is not None:
-                piece.cut.all_reduce(own)
+                piece.cut.all_reduce(total)
             assert piece.ends is not None
-            if (int(own) - int(from_other_end(piece.ends, own))) % WORDS:
+            if (int(total) - int(exchange_with_other_end(piece.ends, total))) % WORDS:
                 both = piece.ends.ranks[0], piece.ends.ranks[-1]
                 yield DetectedFault(
                     "copies",
@@ -139,14 +155,14 @@ class RestingState(WatchedMemory):
                 )
 
 
-def learned(state: Iterable[StateTensor]) -> Iterator[Resting]:
-    """What steps themselves change, and nothing else between them."""
+def tensors_changed_in_steps(state: Iterable[StateTensor]) -> Iterator[WatchedTensor]:
+    """Yield the tensors that steps themselves change, and that nothing else changes in between."""
     for tensor in state:
-        if isinstance(tensor.values, Tensor) and _changes(tensor) and not tensor.kind.startswith(UNDER_WAY):
-            yield Resting(f"{tensor.kind}/{tensor.shard.name}", tensor.values)
+        if isinstance(tensor.values, Tensor) and _changes(tensor) and not tensor.kind.startswith(IN_FLIGHT):
+            yield WatchedTensor(f"{tensor.kind}/{tensor.shard.name}", tensor.values)
 
 
-def _apart(group: Group, of_ranks: Sequence[dict[_Place, int]]) -> Iterator[DetectedFault]:
+def _minority_faults(group: Group, of_ranks: Sequence[dict[_Place, int]]) -> Iterator[DetectedFault]:
     """Yield a fault for each tensor that differs within a group; it names the ranks in the minority."""
     for place in of_ranks[0]:
         name, _ = place
@@ -160,53 +176,57 @@ def _apart(group: Group, of_ranks: Sequence[dict[_Place, int]]) -> Iterator[Dete
         yield DetectedFault("copies", name, "step", ranks, f"differs between ranks of {group.name}")
 
 
-def _resting(buckets: Sequence[Bucket], state: Iterable[StateTensor]) -> Iterator[Resting]:
-    """Each piece of memory once; of whole values, which others have updated a part of, all: but where these
-    are in common with them.
+def _resting(buckets: Sequence[Bucket], state: Iterable[StateTensor]) -> Iterator[WatchedTensor]:
+    """Yield each tensor once.
+
+    With ZeRO-1 and 2, other ranks have updated parts of the parameters, so all parameters of a bucket are
+    included, unless the ranks share their memory.
     """
-    whole = {
+    gathered = {
         bucket: bucket.values
         for bucket in buckets
         if bucket.sharding.zero in {1, 2} and bucket.sharding.group.size > 1 and bucket.sharers == 1
     }
-    for bucket, values in whole.items():
+    for bucket, values in gathered.items():
         assert values is not None
         for segment in bucket.segments:
             part = values[segment.start : segment.start + segment.length]
-            groups = _together((bucket.sharding.group, *_others(bucket, segment, bucket.sharding.apart)))
+            groups = _together(
+                (bucket.sharding.group, *_groups_with_same_slice(bucket, segment, bucket.sharding.diverging))
+            )
             ends = segment.replication.ends if part.dtype == torch.float32 else None
-            yield Resting(f"{MODEL}/{segment.parameter.shard.name}", part, groups, ends)
-    held = {
+            yield WatchedTensor(f"{MODEL}/{segment.parameter.shard.name}", part, groups, ends)
+    segments = {
         segment.parameter.shard.name: (bucket, segment) for bucket in buckets for segment in bucket.segments
     }
-    storages = {values.untyped_storage().data_ptr() for values in whole.values() if values is not None}
+    storages = {values.untyped_storage().data_ptr() for values in gathered.values() if values is not None}
     for tensor in state:
-        here = tensor.values
-        if not isinstance(here, Tensor) or _changes(tensor):
+        tensor_values = tensor.values
+        if not isinstance(tensor_values, Tensor) or _changes(tensor):
             continue
-        if tensor.kind == MODEL and here.untyped_storage().data_ptr() in storages:
+        if tensor.kind == MODEL and tensor_values.untyped_storage().data_ptr() in storages:
             continue
-        of_bucket = held.get(tensor.shard.name)
+        of_bucket = segments.get(tensor.shard.name)
         name = f"{tensor.kind}/{tensor.shard.name}"
-        is_cut_alike = tensor.kind in {MODEL, MASTER} or tensor.kind.startswith((OPTIMIZER, OUTER))
-        if of_bucket is None or not is_cut_alike:
-            yield Resting(name, here, _together(tensor.holders))
+        has_bucket_layout = tensor.kind in {MODEL, MASTER} or tensor.kind.startswith((OPTIMIZER, OUTER))
+        if of_bucket is None or not has_bucket_layout:
+            yield WatchedTensor(name, tensor_values, _together(tensor.holders))
             continue
         bucket, segment = of_bucket
         group, is_cut = bucket.sharding.group, bucket.sharding.zero > 0
-        others = _others(bucket, segment, tensor.of_replicas)
-        groups = _together((*(() if is_cut else (group,)), *others))
-        ends = segment.replication.ends if tensor.is_weight and here.dtype == torch.float32 else None
-        yield Resting(name, here, groups, ends, group if ends is not None and is_cut else None)
+        other_groups = _groups_with_same_slice(bucket, segment, tensor.of_replicas)
+        groups = _together((*(() if is_cut else (group,)), *other_groups))
+        ends = segment.replication.ends if tensor.is_weight and tensor_values.dtype == torch.float32 else None
+        yield WatchedTensor(name, tensor_values, groups, ends, group if ends is not None and is_cut else None)
 
 
 def _changes(tensor: StateTensor) -> bool:
-    """Whether something else than the update changes it."""
+    """Return True if something other than the update changes the tensor."""
     in_step = tensor.changes_in_step and tensor.kind not in {MODEL, MASTER}
-    return in_step or tensor.kind.startswith(UNDER_WAY)
+    return in_step or tensor.kind.startswith(IN_FLIGHT)
 
 
-def _others(bucket: Bucket, segment: BucketSegment, of_replicas: bool) -> tuple[Group, ...]:
+def _groups_with_same_slice(bucket: Bucket, segment: BucketSegment, of_replicas: bool) -> tuple[Group, ...]:
     """Return the groups whose ranks hold the same slice of a parameter (`of_replicas`: in one replica)."""
     replicas = () if of_replicas else (bucket.sharding.replicas,)
     return (segment.replication.holders, *replicas)

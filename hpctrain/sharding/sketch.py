@@ -1,10 +1,13 @@
-"""Fingerprints of tensors: a few numbers by which the same tensor is known on any layout.
+"""Fingerprints that identify a tensor on any layout.
 
-An element counts by its index in the global tensor, so that it does not matter how that is cut, and sums over
-ranks are the fingerprint of the whole. Bits are known by a wrapping sum, each word times an odd number of its
-index. Values are known by a sketch (Charikar, Chen and Farach-Colton 2002): each is added, with a sign of its
-index, to one of a few sums. A sketch is linear. So that of the difference of two tensors is the difference of
-theirs, its length about that of what it is of (to a tenth), and of one element alone exactly.
+Each element counts by its index in the global tensor. So the split among ranks does not matter, and sums over
+ranks are the fingerprint of the whole tensor. A fingerprint has two parts:
+
+- A wrapping sum of the elements' bits, each multiplied by an odd number that depends on its index. It
+  identifies the bits.
+- A sketch of the values (Charikar, Chen and Farach-Colton 2002): each value is added to one of a few sums,
+  with a sign that depends on its index. Sketches are linear, so the sketch of a difference is the difference
+  of the sketches. Its norm is that of the tensor to about a tenth, and exactly that of a single element.
 """
 
 from __future__ import annotations
@@ -23,10 +26,10 @@ from hpctrain.parallel.shard import Shard
 from hpctrain.splitmix import GOLDEN, mix
 
 SUMS = 64
-"""Of a sketch."""
+"""Number of sums of a sketch."""
 
 _PIECE = 1 << 16
-"""Elements at a time: what is computed of them stays in a cache."""
+"""Number of elements at a time, so that intermediate results remain in the cache."""
 
 _KEY = np.uint64(0x5851F42D4C957F2D)
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -37,8 +40,13 @@ Sums = NDArray[np.float64]
 
 @dataclass
 class Fingerprint:
-    """Of some elements: `bits`, modulo 2^64, the `sketch` of those that are finite, in fp64, how many are
-    `broken`, which means not finite, and how many there are in all.
+    """Fingerprint of some elements.
+
+    Attributes:
+        bits: Sum of the bits modulo 2^64.
+        sketch: Sketch of the finite elements, fp64 [SUMS].
+        broken: Number of elements that are not finite.
+        elements: Number of all elements.
     """
 
     bits: int = 0
@@ -47,7 +55,13 @@ class Fingerprint:
     elements: float = 0.0
 
     def add(self, values: Tensor, indices: Indices, weight: float = 1.0) -> None:
-        """Add elements with these global indices, flat; in sketch and counts by `weight`."""
+        """Add elements with these global indices.
+
+        Args:
+            values: The elements, flat.
+            indices: Their indices in the global tensor.
+            weight: Factor of the sketch and of the counts.
+        """
         words, numbers = _read(values)
         hashed = mix(indices * np.uint64(GOLDEN) + _KEY)
         self.bits = (self.bits + int((words * (hashed | np.uint64(1))).sum(dtype=np.uint64))) % 2**64
@@ -61,27 +75,36 @@ class Fingerprint:
         self.elements += weight * numbers.size
 
     def add_piece(self, shard: Shard, values: Flat, offset: int, weight: float = 1.0) -> None:
-        """Add elements of a Shard's local piece, from number `offset` of it on, without their padding."""
+        """Add elements of a Shard's local tensor, from index `offset` on, without their padding."""
         for first, read in read_pieces(values):
             for start, piece in _pieces(read.detach().reshape(-1)):
-                indices, there = global_indices(shard, offset + first + start, piece.numel())
-                self.add(piece if there is None else piece.cpu()[torch.from_numpy(there)], indices, weight)
+                indices, is_real = global_indices(shard, offset + first + start, piece.numel())
+                self.add(
+                    piece if is_real is None else piece.cpu()[torch.from_numpy(is_real)], indices, weight
+                )
 
     def add_number(self, number: float) -> None:
         """Add one number."""
         self.add(torch.tensor([number], dtype=torch.float64), np.zeros(1, np.uint64))
 
 
-def length(sketch: Sums) -> float:
-    """About the square root of the sum of squares of what a sketch is of."""
+def sketch_norm(sketch: Sums) -> float:
+    """Return an estimate of the 2-norm of the values that a sketch was made from."""
     with np.errstate(over="ignore"):
-        found = float(np.sqrt(np.square(sketch).sum()))
-    return found if np.isfinite(found) else inf
+        norm = float(np.sqrt(np.square(sketch).sum()))
+    return norm if np.isfinite(norm) else inf
 
 
 def global_indices(shard: Shard, first: int, count: int) -> tuple[Indices, NDArray[np.bool_] | None]:
-    """Those of `count` elements of a Shard's local piece from number `first` on, row-major, but of padding,
-    and which of the elements these are (None: all).
+    """Return the global indices of neighbouring elements of a Shard's local tensor, without padding.
+
+    Args:
+        shard: The Shard.
+        first: Row-major index of the first element in the local tensor.
+        count: Number of elements.
+
+    Returns:
+        The indices; a mask of the elements that are not padding, or None if none is.
     """
     local, start, shape = shard.local, shard.start, shard.shape
     numbers = np.arange(first, first + count, dtype=np.uint64)
@@ -90,17 +113,17 @@ def global_indices(shard: Shard, first: int, count: int) -> tuple[Indices, NDArr
         indices, elements = numbers + begin, prod(shape)
         if not count or int(indices[-1]) < elements:
             return indices, None
-        there = indices < np.uint64(elements)
-        return indices[there], there
-    indices, there = np.zeros_like(numbers), np.ones(count, np.bool_)
+        is_real = indices < np.uint64(elements)
+        return indices[is_real], is_real
+    indices, is_real = np.zeros_like(numbers), np.ones(count, np.bool_)
     stride = 1
-    for size, begun, whole in zip(local[::-1], start[::-1], shape[::-1], strict=True):
+    for size, begin_of_dim, global_size in zip(local[::-1], start[::-1], shape[::-1], strict=True):
         numbers, places = np.divmod(numbers, np.uint64(size))
-        places += np.uint64(begun)
-        there &= places < np.uint64(whole)
+        places += np.uint64(begin_of_dim)
+        is_real &= places < np.uint64(global_size)
         indices += places * np.uint64(stride)
-        stride *= whole
-    return (indices, None) if there.all() else (indices[there], there)
+        stride *= global_size
+    return (indices, None) if is_real.all() else (indices[is_real], is_real)
 
 
 def _pieces(values: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -109,7 +132,7 @@ def _pieces(values: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _read(values: Tensor) -> tuple[NDArray[np.uint64], Sums]:
-    """The words of elements, and their values."""
+    """Return the words and the values of elements."""
     values = values.detach().cpu().contiguous()
     words = values.view(_WORDS[values.element_size()]).numpy()
     unsigned = words.view(f"u{words.itemsize}").astype(np.uint64)

@@ -1,6 +1,6 @@
-"""State: whatever belongs to parameters, named and placed in the terms of a Shard.
+"""State that belongs to parameters, named and placed like a Shard.
 
-Checkpoint, accounts and plan go over StateTensors and know nothing of who keeps them, or what for.
+Checkpoints, memory accounts and plans read StateTensors, and need not know who stores them and why.
 """
 
 from __future__ import annotations
@@ -23,34 +23,43 @@ from hpctrain.sharding.bucket_layout import BucketSegment
 from hpctrain.sharding.replication import Replications
 
 MODEL = "model"
-"""The kind of parameters, in the format in which layers compute with them."""
+"""Kind of parameters in the format in which layers compute with them."""
 
 MASTER = "master"
-"""The kind of the fp32 weights that are updated, where the parameters have another format."""
+"""Kind of the fp32 weights that are updated, if parameters have another format."""
 
 OPTIMIZER = "optimizer/"
-"""What kinds begin with that an UpdateRule names."""
+"""Prefix of the kinds of state that an UpdateRule defines."""
 
 Resumed = Literal["always", "if stored", "as many", "as a sum", "never"]
+"""How a resumed run uses a tensor of a checkpoint.
+
+- "always": The tensor is necessary.
+- "if stored": It keeps its initial value if the file lacks it.
+- "as many": It is a row of numbers, the newest first; as many are loaded as both have.
+- "as a sum": Each rank has its own. If the number of ranks changes, the tensors of several ranks are added.
+- "never": The run computes it.
+"""
 
 
 @dataclass(frozen=True)
 class StateTensor:
-    """This rank's elements of one tensor that belongs to the parameter `shard.name`.
+    """Elements of one tensor of state, which belongs to the parameter `shard.name`, on this rank.
 
-    `kind` says whose and what it is: "model", "optimizer/exp_avg", "reducer/residual". `shard` is the
-    parameter's, or one of that name for a shape of its own. `values`, flat, are the elements `offset` to
-    `offset + values.numel()` of the Shard's local piece, row-major. This rank is number `copy[0]` of the
-    `copy[1]` ranks that hold just these; with `written` it takes part in writing them.
-
-    A run that goes on cannot do without what is `resumed` "always", leaves what the file lacks as it began
-    with "if stored" or "as a sum", and makes by itself what it reads "never". What each of another number of
-    ranks had of its own goes on "as a sum": that of several goes to one. Of a row of numbers, the newest
-    first, "as many" go on as both have. Forward, backward or sums change
-    what `changes_in_step`; all else is changed by the update alone. What is `of_replicas`, each one's own, is
-    stored beside what they have in common, if anything. A sum that a file lacks is made of what it has of
-    another kind, which is the whole of it, if that is `made_of` one. The ranks of each of the groups
-    `holders` have the same values after each update. Who makes state of a bucket need not name them.
+    Attributes:
+        kind: What it is: "model", "optimizer/exp_avg", "reducer/residual".
+        shard: Shard of the parameter, or one of that name with another shape.
+        values: Elements `offset` to `offset + values.numel() - 1` of the Shard's local tensor, row-major,
+            flat.
+        offset: Index of the first element.
+        copy: Number of this rank among those that hold exactly these elements, and how many there are.
+        written: True if this rank takes part in writing them.
+        resumed: How a resumed run uses it.
+        changes_in_step: True if the forward pass, the backward pass or reductions change it; False if only
+            the update does.
+        of_replicas: True if each replica has its own, which is stored besides what replicas have in common.
+        made_of: Kind from which a missing sum is made, if it is the whole sum; "" if there is none.
+        holders: Groups whose ranks have the same values after each update; unnecessary for state of a bucket.
     """
 
     kind: str
@@ -67,34 +76,62 @@ class StateTensor:
 
     @property
     def is_weight(self) -> bool:
-        """Whether it is updated itself, by whatever else there is."""
+        """True if it is a weight that is updated."""
         return self.kind in {MODEL, MASTER} and self.resumed == "always"
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Optimizer, reducer, outer synchronization, layer or product that has state."""
+    """Optimizer, reduction, replica synchronization, layer or product that has state."""
 
     def state(self) -> Iterator[StateTensor]:
         """Yield all tensors of the state. They are the same tensors in every step."""
 
 
-def own_state(
+@dataclass(frozen=True)
+class StateOptions:
+    """Options of `segment_state`: use in a resumed run, and ranks that have the tensor.
+
+    Attributes:
+        resumed: How a resumed run uses it.
+        changes_in_step: True if something other than the update changes it.
+        diverging: True if each replica has its own, which is stored as [replicas, ...]. None is the bucket's
+            own setting.
+        shape: Shard of a shape other than the parameter's; None is the parameter's.
+        joined: Group whose ranks hold other pieces of the parameter, but the same of this tensor.
+    """
+
+    resumed: Resumed = "if stored"
+    changes_in_step: bool = True
+    diverging: bool | None = None
+    shape: Shard | None = None
+    joined: Group | None = None
+
+
+def owned_state(
     kind: str,
     flat: Flat,
     bucket: Bucket,
     resumed: Resumed = "if stored",
     changes_in_step: bool = True,
-    apart: bool | None = None,
+    diverging: bool | None = None,
 ) -> Iterator[StateTensor]:
-    """State of the shape of the parameters, by parameter: `flat` has a value for each of the bucket's own.
+    """Yield state with the shape of the parameters, by parameter.
 
-    What each replica has of its own, which `apart` says, or else the bucket's Sharding, is stored as
-    [replicas, ...], each one's behind the other's. State of parameters that are not trained begins anew, or
-    it would go on to change them.
+    State of parameters that are not trained is not resumed, because it would change them.
+
+    Args:
+        kind: Kind of the state.
+        flat: Tensor with one value for each element that this rank owns.
+        bucket: The bucket.
+        resumed: How a resumed run uses it.
+        changes_in_step: True if something other than the update changes it.
+        diverging: True if each replica has its own, which is stored as [replicas, ...]. None is the bucket's
+            own setting.
     """
-    for segment, values, offset in bucket.owned(flat):
-        yield segment_state(kind, segment, values, offset, bucket, resumed, changes_in_step, apart)
+    options = StateOptions(resumed, changes_in_step, diverging)
+    for segment, values, offset in bucket.owned_segments(flat):
+        yield segment_state(kind, segment, values, offset, bucket, options)
 
 
 def segment_state(
@@ -103,35 +140,45 @@ def segment_state(
     values: Flat,
     offset: int,
     bucket: Bucket,
-    resumed: Resumed = "if stored",
-    changes_in_step: bool = True,
-    apart: bool | None = None,
-    shape: Shard | None = None,
-    joined: Group | None = None,
+    options: StateOptions,
 ) -> StateTensor:
-    """As `own_state`, of one parameter: its elements from `offset` on, or those of a `shape` of its own.
-
-    The ranks `joined`, if any, which hold other pieces of the parameter, have the same of this.
-    """
+    """Return state of one parameter: its elements from index `offset` on."""
     replicas = bucket.sharding.replicas
-    apart = bucket.sharding.apart if apart is None else apart
-    held, shard = segment.replication, shape or segment.parameter.shard
-    if joined is not None:
-        held = replace(held, holders=joined)
-    if apart:
+    diverging = bucket.sharding.diverging if options.diverging is None else options.diverging
+    replication, shard = segment.replication, options.shape or segment.parameter.shard
+    if options.joined is not None:
+        replication = replace(replication, holders=options.joined)
+    if diverging:
         shard = shard.stacked(replicas.rank, replicas.size)
-    copy = held.copy(True, replicas) if apart else held.copy(True)
-    when: Resumed = resumed if kind in {MODEL, MASTER} or segment.parameter.requires_grad else "never"
-    return StateTensor(kind, shard, values, offset, copy, held.written, when, changes_in_step, apart)
+    copy = replication.copy(True, replicas) if diverging else replication.copy(True)
+    is_resumed = kind in {MODEL, MASTER} or segment.parameter.requires_grad
+    return StateTensor(
+        kind,
+        shard,
+        values,
+        offset,
+        copy,
+        replication.written,
+        options.resumed if is_resumed else "never",
+        options.changes_in_step,
+        diverging,
+    )
 
 
 def state_of_ranks(kind: str, flat: Tensor, bucket: Bucket, made_of: str = "") -> Iterator[StateTensor]:
-    """State that each rank which trains the bucket on other tokens has of its own, by parameter: `flat` has a
-    value for each of the bucket's elements. It is stored as [ranks, ...], each one's behind the other's.
+    """Yield state that each rank has of its own, by parameter.
+
+    Each rank that trains the bucket on different tokens has its own, and it is stored as [ranks, ...].
+
+    Args:
+        kind: Kind of the state.
+        flat: Tensor with one value for each element of the bucket.
+        bucket: The bucket.
+        made_of: Kind from which a missing sum is made.
     """
     group, replicas = bucket.sharding.group, bucket.sharding.replicas
     number = replicas.rank * group.size + group.rank
-    for segment, values, offset in bucket.cut(flat, slice(0, bucket.length)):
+    for segment, values, offset in bucket.segments_within(flat, slice(0, bucket.length)):
         shard = segment.parameter.shard.stacked(number, bucket.sharding.ranks)
         copy = segment.replication.copy(False, group, replicas)
         yield StateTensor(kind, shard, values, offset, copy, True, "as a sum", made_of=made_of)
@@ -149,13 +196,27 @@ class KeepsState(Protocol):
 
 
 class ModuleState:
-    """What modules, and their Products, keep, which may need new groups, and who of them learns of a step."""
+    """State that modules and their products keep, and the modules that use statistics of a step.
+
+    Collective if it makes new groups.
+
+    Args:
+        modules: All modules of this rank.
+        replications: Replications of this rank.
+
+    Attributes:
+        learning: Modules and products that receive statistics of each step.
+    """
 
     def __init__(self, modules: Iterable[nn.Module], replications: Replications) -> None:
         inner = [each for module in modules for each in module.modules()]
-        held = [each for module in inner for each in vars(module).values()]
-        every = [*inner, *held, *(each for many in held if isinstance(many, list | tuple) for each in many)]
-        # Types are asked, not objects: that takes 8 ms a block less, and an attribute is no method of theirs.
+        attributes = [each for module in inner for each in vars(module).values()]
+        every = [
+            *inner,
+            *attributes,
+            *(each for many in attributes if isinstance(many, list | tuple) for each in many),
+        ]
+        # Ask types, not objects: it saves 8 ms per block, and attributes of an object are not its methods.
         kinds = {kind for kind in set(map(type, every)) if issubclass(kind, KeepsState | UsesStatistics)}
         once = dict.fromkeys(each for each in every if type(each) in kinds)
         self._keeping: list[KeepsState] = [each for each in once if issubclass(type(each), KeepsState)]
@@ -166,7 +227,10 @@ class ModuleState:
         self._replications = {shard: replications.of(shard) for shard in shards}
 
     def state(self) -> Iterator[StateTensor]:
-        """Yield what all modules keep. Passes change the buffers of a module; the update changes the rest."""
+        """Yield the state of all modules.
+
+        The forward pass changes the buffers of a module; only the update changes the rest.
+        """
         for each in self._keeping:
             for kind, shard, values in each.state():
                 resumed: Resumed = "as many" if kind.startswith(f"{HISTORY}/") else "if stored"
@@ -177,8 +241,8 @@ class ModuleState:
 
 
 def state_bytes(tensors: Iterable[StateTensor], buckets: Sequence[Bucket]) -> int:
-    """Bytes of the memory behind state where layers compute, without what is the parameters' own."""
+    """Return the bytes of state on the device that computes, without the parameters themselves."""
     devices = {bucket.sharding.group.device for bucket in buckets}
-    own = [bucket.own_values for bucket in buckets]
-    beside = [tensor.values for tensor in tensors if tensor.values.device in devices]
-    return storage_bytes([*beside, *own]) - storage_bytes(own)
+    parameters = [bucket.owned_values for bucket in buckets]
+    computing = [tensor.values for tensor in tensors if tensor.values.device in devices]
+    return storage_bytes([*computing, *parameters]) - storage_bytes(parameters)

@@ -1,4 +1,4 @@
-"""Gradient synchronization: each bucket as soon as its gradients are final."""
+"""Gradient synchronization: each bucket is reduced as soon as its gradients are final."""
 
 from __future__ import annotations
 
@@ -23,32 +23,45 @@ from hpctrain.sharding.replica_sync import ReplicaSync
 
 
 class GradientSynchronizer:
-    """Sums gradients over the ranks that train on other tokens while backward goes on.
+    """Reduces gradients over the ranks that train on different tokens while the backward pass continues.
 
-    A bucket is final after every parameter's additions of all micro-batches of the step, whatever
-    their order; with `each`, for buckets that are cut, after those of every micro-batch, whose sums are then
-    added to the slices. Then the gradients that are partial are summed over the ranks that hold the same
-    piece, and the bucket's Reducer starts. Tied embeddings on two stages of the pipeline are summed
-    over these before that, at the end of the step. `finish` waits for everything, and has `outer` keep the
-    replicas together. `first`, if any, learns of all additions. Where ranks may come to parameters in other
-    orders, as with a module that users bring, buckets are summed `in_order`, the last one first.
+    Each addition to a parameter's gradient is counted. A bucket is final after the additions of all
+    micro-batches of the step, in whatever order. Then three things happen:
+
+    1. Partial gradients are summed over the tensor ranks that hold the same piece.
+    2. The bucket's Reducer starts. At most two reductions are in flight.
+    3. Gradients of tied embeddings on two pipeline stages are exchanged and reduced later, in `finish`.
+
+    `finish` waits for everything, and lets `replica_sync` act.
+
+    Args:
+        reducers: Reducers of all buckets.
+        replica_sync: Synchronization of replicas.
+        each: True if buckets whose Reducer can repeat are reduced after each micro-batch.
+        first: Object that measures the gradients of the first micro-batch, if any.
+        in_order: True if buckets are reduced from the last to the first one, whatever becomes final first.
+            This is necessary if ranks may use parameters in different orders, as in a user's module.
+
+    Attributes:
+        before_sums: Called with each bucket just before its gradients are reduced.
+        after_sum: Called with each bucket when its `owned_gradients` are sums.
+        before_adding: Called with each bucket before further sums are added to its `owned_gradients`, if any.
+        all_added: Called with the parameters of a bucket when layers have added all gradients.
     """
 
     def __init__(
         self,
         reducers: Sequence[Reducer],
-        outer: ReplicaSync,
+        replica_sync: ReplicaSync,
         each: bool = False,
         first: FirstMicroBatch | None = None,
         in_order: bool = False,
     ) -> None:
         self.buckets = buckets = [reducer.bucket for reducer in reducers]
-        self._outer, self._each, self.first = outer, each, first
+        self._replica_sync, self._each, self.first = replica_sync, each, first
         self.before_sums: Callable[[Bucket], None] = lambda _: None
         self.after_sum: Callable[[Bucket], None] = lambda _: None
-        """Called with each bucket whose `own_gradients` are sums from here on."""
         self.before_adding: Callable[[Bucket], None] = lambda _: None
-        """Called with each bucket to whose sums others are about to be added, if there are any by now."""
         self._in_order, self._to_come, self._waiting = in_order, list[Bucket](), set[Bucket]()
         self._reducer = dict(zip(buckets, reducers, strict=True))
         self._bucket = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
@@ -57,9 +70,8 @@ class GradientSynchronizer:
             bucket: [(s, s.replication.ends) for s in bucket.segments if s.replication.ends]
             for bucket in buckets
         }
-        self._under_way: deque[tuple[Reducer, Work[Tensor]]] = deque()
+        self._in_flight: deque[tuple[Reducer, Work[Tensor]]] = deque()
         self.all_added: Callable[[Sequence[Parameter]], None] = lambda _: None
-        """Called with parameters to whose gradients layers have added all, and nothing else is done yet."""
         for parameter, bucket in self._bucket.items():
             parameter.on_added = self._added
             if parameter.open_gradient is not None:
@@ -69,19 +81,24 @@ class GradientSynchronizer:
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory of reductions: two are under way at once, and those between replicas."""
-        two = sorted(reducer.summation.scratch_bytes for reducer in self._reducer.values())[-2:]
-        return sum(two) + self._outer.scratch_bytes
+        """Bytes that reductions use: two are in flight at the same time, besides those between replicas."""
+        two = sorted(reducer.reduction.scratch_bytes for reducer in self._reducer.values())[-2:]
+        return sum(two) + self._replica_sync.scratch_bytes
 
     @property
     def measured(self) -> list[MeasuredReduction | FirstMicroBatch]:
-        """What takes square sums of gradients of some of a step's tokens: Summations, or `first`."""
+        """Objects that compute square sums of the gradients of some of a step's tokens."""
         if self.first is not None:
             return [self.first]
-        return [r.summation for r in self._reducer.values() if isinstance(r.summation, MeasuredReduction)]
+        return [r.reduction for r in self._reducer.values() if isinstance(r.reduction, MeasuredReduction)]
 
     def start(self, micro_batches: int, updates: int = 0) -> None:
-        """Begin a step of `micro_batches` backward passes with zero gradients, after so many `updates`."""
+        """Begin a step with zero gradients. Local.
+
+        Args:
+            micro_batches: Number of backward passes.
+            updates: Number of updates of the whole run so far.
+        """
         if self.first is not None:
             self.first.begin()
         for bucket, reducer in self._reducer.items():
@@ -90,14 +107,14 @@ class GradientSynchronizer:
         self._to_come = [bucket for bucket in self.buckets if not bucket.final] if self._in_order else []
 
     def finish(self) -> None:
-        """Wait until all gradients are summed."""
+        """Wait until all gradients are reduced. Collective over each bucket's ranks."""
         for bucket in self.buckets:
             assert bucket.final, f"no gradient of {bucket.missing().shard.name}"
-        # By name: on the two stages they may lie in buckets in other orders.
+        # Sort by name: the two stages may have them in different orders.
         tied = [(bucket, *each) for bucket in self.buckets for each in self._tied[bucket]]
         for bucket, segment, ends in sorted(tied, key=lambda each: each[1].parameter.shard.name):
             gradient = segment.view(bucket.gradients)
-            gradient.add_(from_other_end(ends, gradient))
+            gradient.add_(exchange_with_other_end(ends, gradient))
         for bucket in self.buckets:
             if self._tied[bucket]:
                 self._start(bucket)
@@ -105,17 +122,22 @@ class GradientSynchronizer:
         shared = [bucket for bucket in self.buckets if bucket.sharding.replicas.size > 1]
         for bucket in shared:
             self.before_adding(bucket)
-        self._outer.before_update(self.buckets)
+        self._replica_sync.before_update(self.buckets)
         for bucket in shared:
             self.after_sum(bucket)
 
     def after_step(self, updated: bool, factor: float) -> None:
-        """End a step."""
+        """End a step.
+
+        Args:
+            updated: False if the step was skipped.
+            factor: Ratio of the next step's loss scale to this step's.
+        """
         for reducer in self._reducer.values():
-            reducer.summation.after_step(updated, factor)
+            reducer.reduction.after_step(updated, factor)
 
     def open(self, bucket: Bucket) -> None:
-        """Have whole gradients of a bucket that is cut, in the memory of those that are summed by now."""
+        """Allocate the gradients of a split bucket, after a reduction has completed and has freed memory."""
         self._complete(1)
         bucket.open_gradients()
 
@@ -125,11 +147,11 @@ class GradientSynchronizer:
             self.first.added(parameter)
         if bucket.added(parameter):
             self._sum(bucket)
-        elif self._under_way:
-            self._under_way[-1][1].test()
+        elif self._in_flight:
+            self._in_flight[-1][1].test()
 
     def _sum(self, bucket: Bucket) -> None:
-        """Sum a bucket that is final, and all that waits for it."""
+        """Reduce a final bucket, and all that wait for it."""
         if not self._in_order:
             self._synchronize(bucket)
             return
@@ -146,38 +168,38 @@ class GradientSynchronizer:
         for run, group in self._partial[bucket]:
             group.all_reduce(bucket.gradients[run])
         if not self._tied[bucket]:
-            self._complete(1)  # each one under way receives into memory of its own
-            for _, work in self._under_way:
+            self._complete(1)  # each reduction in flight receives into memory of its own
+            for _, work in self._in_flight:
                 work.proceed()
             self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
         reducer = self._reducer[bucket]
-        self._under_way.append((reducer, reducer.start()))
+        self._in_flight.append((reducer, reducer.start()))
 
-    def _complete(self, but: int) -> None:
-        """Complete the reductions under way, `but` for so many of the latest."""
-        while len(self._under_way) > but:
-            reducer, work = self._under_way.popleft()
+    def _complete(self, remaining: int) -> None:
+        """Complete reductions in flight, except the `remaining` latest ones."""
+        while len(self._in_flight) > remaining:
+            reducer, work = self._in_flight.popleft()
             work.wait()
             self.before_adding(reducer.bucket)
             reducer.complete()
             self.after_sum(reducer.bucket)
 
 
-def from_other_end(pipeline: Group, own: Tensor) -> Tensor:
-    """What the last stage has in the place of the first one's `own`, and the other way round."""
+def exchange_with_other_end(pipeline: Group, tensor: Tensor) -> Tensor:
+    """Return the tensor of the last pipeline stage on the first one, and vice versa. Collective over both."""
     other = pipeline.size - 1 if pipeline.rank == 0 else 0
-    theirs = torch.empty(own.shape, dtype=own.dtype, device=own.device)
-    receiving = pipeline.start_recv(theirs, other)
-    sending = pipeline.start_send(own, other)
+    received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    receiving = pipeline.start_recv(received, other)
+    sending = pipeline.start_send(tensor, other)
     receiving.wait()
     sending.wait()
-    return theirs
+    return received
 
 
 def _partial_runs(bucket: Bucket) -> list[tuple[slice, Group]]:
-    """Stretches of the bucket whose gradients are partial, each with the group to sum them over."""
+    """Return the parts of the bucket whose gradients are partial, each with the group that sums them."""
     runs: list[tuple[slice, Group]] = []
     for segment in bucket.segments:
         if not segment.replication.partial:
@@ -192,9 +214,9 @@ def _partial_runs(bucket: Bucket) -> list[tuple[slice, Group]]:
 
 
 def _move_gradient(parameter: Tensor) -> None:
-    """A hook for parameters of torch's own layers: `.grad` goes into the fp32 buffer."""
+    """Add `.grad` of a parameter of torch's own layers to the buffer of gradients, as a hook of autograd."""
     assert isinstance(parameter, Parameter)
-    if parameter.grad is None:  # of a layer that adds to the buffer by itself
+    if parameter.grad is None:  # the layer adds to the buffer by itself
         return
     assert parameter.gradient is not None
     parameter.gradient.add_(parameter.grad)
@@ -203,21 +225,24 @@ def _move_gradient(parameter: Tensor) -> None:
 
 
 def check_replicas(buckets: Sequence[Bucket], everyone: Group) -> None:
-    """Raise on all ranks, naming each tensor, if ranks that hold the same piece hold other values.
+    """Check that ranks which should hold the same parameters do. Collective over `everyone`.
 
-    Compares wrapping sums of the bit patterns, weighted by position.
+    It compares wrapping sums of the bits, weighted by position.
+
+    Raises:
+        HpctrainError: Parameters differ. It names them, on all ranks.
     """
-    held: dict[Group, list[tuple[BucketSegment, Flat]]] = {}
+    by_group: dict[Group, list[tuple[BucketSegment, Flat]]] = {}
     for bucket in buckets:
-        for segment, values, _ in bucket.owned(bucket.own_values):
-            replicas = () if bucket.sharding.apart else (bucket.sharding.replicas,)
+        for segment, values, _ in bucket.owned_segments(bucket.owned_values):
+            replicas = () if bucket.sharding.diverging else (bucket.sharding.replicas,)
             for holders in (segment.replication.holders, *replicas):
-                held.setdefault(holders, []).append((segment, values))
+                by_group.setdefault(holders, []).append((segment, values))
         if bucket.sharding.zero < 3 and bucket.values is not None:
             of_all = [(segment, segment.view(bucket.values)) for segment in bucket.segments]
-            held.setdefault(bucket.sharding.group, []).extend(of_all)
+            by_group.setdefault(bucket.sharding.group, []).extend(of_all)
     fingerprints = PlacedFingerprints()
-    names = {name for group, parts in held.items() for name in _differing(parts, group, fingerprints)}
+    names = {name for group, parts in by_group.items() for name in _differing(parts, group, fingerprints)}
     names.update(_differing_ends(buckets, fingerprints))
     differing = sorted({name for rank in everyone.all_gather_object(sorted(names)) for name in rank})
     if differing:
@@ -229,7 +254,7 @@ def check_replicas(buckets: Sequence[Bucket], everyone: Group) -> None:
 def _differing(
     parts: Sequence[tuple[BucketSegment, Flat]], group: Group, fingerprints: PlacedFingerprints
 ) -> list[str]:
-    """Names of the parameters whose values are not the same on all ranks of the group."""
+    """Return the names of the parameters that differ between ranks of the group."""
     if not parts or group.size == 1:
         return []
     sums = torch.stack([fingerprints.of(values) for _, values in parts])
@@ -242,16 +267,16 @@ def _differing(
 
 
 def _differing_ends(buckets: Sequence[Bucket], fingerprints: PlacedFingerprints) -> Iterator[str]:
-    """Names of the parameters that the first and the last stage of the pipeline hold with other values.
+    """Yield the names of tied parameters that differ between the first and the last pipeline stage.
 
-    Slices are cut in other places on the two: the sums over all of them are compared.
+    The two stages split them at different places, so the sums over all slices are compared.
     """
-    owned = [(bucket, *each) for bucket in buckets for each in bucket.owned(bucket.own_values)]
+    owned = [(bucket, *each) for bucket in buckets for each in bucket.owned_segments(bucket.owned_values)]
     for bucket, segment, values, offset in sorted(owned, key=lambda each: each[1].parameter.shard.name):
         ends = segment.replication.ends
         if ends is not None:
-            own = fingerprints.of(values, offset).unsqueeze(0)
+            sums = fingerprints.of(values, offset).unsqueeze(0)
             if bucket.sharding.zero > 0:
-                own = bucket.sharding.group.all_gather(own).sum(0, keepdim=True)
-            if not torch.equal(own, from_other_end(ends, own)):
+                sums = bucket.sharding.group.all_gather(sums).sum(0, keepdim=True)
+            if not torch.equal(sums, exchange_with_other_end(ends, sums)):
                 yield segment.parameter.shard.name

@@ -1,4 +1,4 @@
-"""The largest magnitudes of weights that are multiplied in 8 bits, found once for as long as weights stay."""
+"""Largest magnitudes of the weights of 8-bit products, computed once per step."""
 
 from __future__ import annotations
 
@@ -17,44 +17,50 @@ from hpctrain.sharding.bucket import Bucket
 
 
 class WeightMaxima:
-    """What a step's products would else find of the same weights again and again, and agree on each time.
+    """Maxima of weights that products would otherwise compute, and reduce, for each micro-batch.
 
-    That is one number of each matrix that has one scale, and where tensor ranks have parts of a matrix's rows
-    (or columns) that have scales of their own, these rows' numbers: in one small reduction over the tensor
-    axis. Of parameters in slices (ZeRO-3) that one number comes from these, in another one over their ranks,
-    where the tensor ranks have to agree or matrices are gathered in 8 bits; else, as rows that slices cut, it
-    is found of gathered ones.
+    A matrix with one scale has one maximum. If tensor ranks hold parts of the rows (or columns) that have
+    scales of their own, these have one each. All are reduced together over the tensor axis. With ZeRO-3 the
+    maximum of a matrix with one scale comes from the slices, by a second small reduction over their ranks, if
+    the tensor ranks must agree on it or matrices are gathered in 8 bits. In other cases products compute it
+    from gathered weights.
+
+    Args:
+        products: The products.
+        buckets: Buckets of their weights.
+        tensor: Group of the tensor axis.
     """
 
     def __init__(self, products: Iterable[QuantizedMatmul], buckets: Sequence[Bucket], tensor: Group) -> None:
         self._tensor = tensor
-        self._whole: list[tuple[QuantizedMatmul, Dims]] = []
+        self._unsplit: list[tuple[QuantizedMatmul, Dims]] = []
         self._cut: list[QuantizedMatmul] = []
-        held = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
+        bucket_of = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
         for product in products:
-            bucket = held[product.weights[0]]
+            bucket = bucket_of[product.weights[0]]
             if bucket.sharding.zero < 3:
-                self._whole += [(product, dims) for dims in product.weight_dims]
+                self._unsplit += [(product, dims) for dims in product.weight_dims]
             elif product.weight_dims == (WEIGHTS,) and (
-                product.gathered or (tensor.size > 1 and isinstance(bucket.own_values, Tensor))
+                product.gathered or (tensor.size > 1 and isinstance(bucket.owned_values, Tensor))
             ):
                 self._cut.append(product)
-        self._slices = list(dict.fromkeys(held[product.weights[0]] for product in self._cut))
+        self._slices = list(dict.fromkeys(bucket_of[product.weights[0]] for product in self._cut))
 
     @contextmanager
     def known(self) -> Iterator[None]:
-        """Products know them within, where weights must stay what they are. Collective over those who have
-        slices or parts of the same matrices.
+        """Give the products their maxima during the block, in which weights must not change.
+
+        Collective over the ranks that have slices or parts of the same matrices.
         """
-        known = [*self._whole, *((product, WEIGHTS) for product in self._cut)]
-        own = [agreed_maximum(product.own_weight_maxima(dims)) for product, dims in self._whole]
-        own += self._of_slices()
-        if own:
-            agreed = torch.cat([maxima.flatten() for maxima in own])
+        known = [*self._unsplit, *((product, WEIGHTS) for product in self._cut)]
+        maxima_here = [agreed_maximum(product.own_weight_maxima(dims)) for product, dims in self._unsplit]
+        maxima_here += self._of_slices()
+        if maxima_here:
+            agreed = torch.cat([maxima.flatten() for maxima in maxima_here])
             if self._tensor.size > 1:
                 agreed = self._tensor.all_reduce(agreed, "max")
-            pieces = agreed.split([maxima.numel() for maxima in own])
-            for (product, dims), maxima, piece in zip(known, own, pieces, strict=True):
+            pieces = agreed.split([maxima.numel() for maxima in maxima_here])
+            for (product, dims), maxima, piece in zip(known, maxima_here, pieces, strict=True):
                 product.know_weights(dims, piece.view_as(maxima))
         try:
             yield
@@ -63,31 +69,31 @@ class WeightMaxima:
                 product.forget_weights()
 
     def _of_slices(self) -> list[Tensor]:
-        """One number of each matrix in slices, of all of these."""
+        """Return the maximum, [1, 1], of each matrix that is split into slices."""
         if not self._cut:
             return []
         numbers = {weight: i for i, product in enumerate(self._cut) for weight in product.weights}
         group = self._slices[0].sharding.group
-        found = torch.zeros(len(self._cut), device=group.device)
+        maxima = torch.zeros(len(self._cut), device=group.device)
         for bucket in self._slices:
             assert bucket.sharding.group is group
-            for segment, own, _ in bucket.owned(bucket.own_values):
+            for segment, elements, _ in bucket.owned_segments(bucket.owned_values):
                 number = numbers.get(segment.parameter)
-                if number is None or not own.numel():
+                if number is None or not elements.numel():
                     continue
-                for _, values in read_pieces(own):
+                for _, values in read_pieces(elements):
                     most = agreed_maximum(values.abs().amax()).to(group.device)
-                    found[number] = torch.maximum(found[number], most)
-        found = group.all_reduce(found, "max") if group.size > 1 else found
-        return [each.view(1, 1) for each in found]
+                    maxima[number] = torch.maximum(maxima[number], most)
+        maxima = group.all_reduce(maxima, "max") if group.size > 1 else maxima
+        return [each.view(1, 1) for each in maxima]
 
 
 def products_in_8_bits(layers: Iterable[torch.nn.Module]) -> list[QuantizedMatmul]:
-    """All of some layers."""
+    """Return the 8-bit products of some layers."""
     linear = (module for layer in layers for module in layer.modules() if isinstance(module, SplitLinear))
     return [layer.product for layer in linear if isinstance(layer.product, QuantizedMatmul)]
 
 
 def quantized_products(layers: Iterable[torch.nn.Module]) -> list[QuantizedMatmul]:
-    """Those whose scales follow from the weights themselves, and so are found anew in each step."""
+    """Return the 8-bit products whose scales follow from the weights themselves, and change in each step."""
     return [product for product in products_in_8_bits(layers) if not product.recipe.delayed]

@@ -313,7 +313,7 @@ def _stored_engine(engine: Engine) -> dict[str, Any]:
     return {
         "updates": engine.optimizer.updates,
         "totals": engine.optimizer.totals,
-        "under_way": engine.outer.under_way,
+        "under_way": engine.outer.in_flight,
         "loss_scale": engine.loss_scale.value if engine.loss_scale.window else None,
         "loss_scale_good_steps": engine.loss_scale.good_steps,
         **engine.noise_scale.state(),

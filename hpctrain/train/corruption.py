@@ -23,7 +23,7 @@ from hpctrain.checkpoint.snapshots import StateSnapshot
 from hpctrain.engine.build import Engine
 from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.sharding.reduced_gradients import ReducedGradients
-from hpctrain.sharding.resting_state import RestingState, WatchedMemory, learned
+from hpctrain.sharding.resting_state import RestingState, WatchedMemory, tensors_changed_in_steps
 from hpctrain.train.counters import Counters
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.repeated import Repetition
@@ -51,7 +51,7 @@ class Guard(StepGuard, Hook):
         self.counters = Counters(engine, state)
         self.resting = RestingState(engine.buckets, engine.state())
         self._learning = [tensor for tensor in engine.state() if tensor.changes_in_step]
-        self.learned = WatchedMemory(learned(self._learning), engine.world.rank)
+        self.learned = WatchedMemory(tensors_changed_in_steps(self._learning), engine.world.rank)
         self.summed = ReducedGradients(engine.synchronizer, engine.world.rank)
         self._products, self._messages = engine.groups.audit, message_audit_of(engine.world)
         self._early: list[DetectedFault] = []

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from hpctrain.deck.schema import Deck
 from hpctrain.objective.dpo import REFERENCE
-from hpctrain.sharding.sketch import length
+from hpctrain.sharding.sketch import sketch_norm
 from hpctrain.train.fingerprints import AS_COMPUTED, NORM, RATE, Print, StepPrints
 
 
@@ -166,8 +166,8 @@ def unsummed(step: StepPrints, name: str) -> float:
     own, summed = known.get(("gradient", name)), known.get(("reduction", name))
     if own is None or summed is None:
         return 0.0
-    size = length(own.sketch)
-    return length(own.sketch - summed.sketch) / size if size else 0.0
+    size = sketch_norm(own.sketch)
+    return sketch_norm(own.sketch - summed.sketch) / size if size else 0.0
 
 
 def changed_between(before: StepPrints, after: StepPrints) -> list[str]:
@@ -211,7 +211,7 @@ class _Scales:
         """The usual size of the elements of each gradient, or of a state, by parameter."""
         for (where, name), each in self._known.items():
             if where == phase and name.startswith(state) and name != NORM and each.elements:
-                yield parameter_of(name), length(each.sketch) / sqrt(each.elements)
+                yield parameter_of(name), sketch_norm(each.sketch) / sqrt(each.elements)
 
     def quiet(self) -> set[str]:
         """Tensors with hardly any gradient: now, or as moments tell, before."""
@@ -228,12 +228,12 @@ class _Scales:
         Gradients of queries and keys are measured by that of the values, too: through softmax go sums that
         nearly cancel.
         """
-        gap = inf if mine.broken != their.broken else length(mine.sketch - their.sketch)
+        gap = inf if mine.broken != their.broken else sketch_norm(mine.sketch - their.sketch)
         if not gap:
             return 0.0
-        scale = max(length(mine.sketch), length(their.sketch))
+        scale = max(sketch_norm(mine.sketch), sketch_norm(their.sketch))
         if mine.phase in self._usual and mine.name != NORM:
             values = self._known.get((mine.phase, re.sub(r"\.(query|key)\.", ".value.", mine.name)))
-            beside = 0.0 if values is None else length(values.sketch)
+            beside = 0.0 if values is None else sketch_norm(values.sketch)
             scale = max(scale, beside, FLOOR * self._usual[mine.phase] * sqrt(mine.elements))
         return gap / scale if scale else inf

@@ -191,7 +191,7 @@ class Fingerprints(Hook):
             for segment in bucket.segments:
                 shard, copy = (
                     segment.parameter.shard,
-                    segment.replication.copy(False, *bucket.sharding.parted),
+                    segment.replication.copy(False, *bucket.sharding.diverging_groups),
                 )
                 row = self._row(phase, f"{AS_COMPUTED}{shard.name}", self._places[shard.name])
                 self._piece(row, shard, segment.view(bucket.values).reshape(-1), 0, copy)
@@ -279,11 +279,13 @@ class Fingerprints(Hook):
         """Look at the sums of gradients."""
         self._summed = True
         for bucket in self.engine.synchronizer.buckets:
-            for segment, values, offset in bucket.owned(bucket.own_gradients):
+            for segment, values, offset in bucket.owned_segments(bucket.owned_gradients):
                 shard = segment.parameter.shard
                 layer, index = self._places[shard.name]
                 row = self._row("reduction", shard.name, (-layer, -index))
-                copy = self._owned(shard.name, segment.replication.copy(True, *bucket.sharding.parted))
+                copy = self._owned(
+                    shard.name, segment.replication.copy(True, *bucket.sharding.diverging_groups)
+                )
                 self._piece(row, shard, values, offset, copy)
 
     def _shared(self, step: int, figures: Mapping[str, float]) -> StepPrints:

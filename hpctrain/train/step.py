@@ -288,7 +288,7 @@ class Step:
         prepared = [self.prepare(micro, one, None) for micro in read.micro_batches]
         forward = forward_only(self.engine.schedule, len(prepared))
         with (
-            self.engine.outer.shown(self.engine.optimizer),
+            self.engine.outer.common_weights(self.engine.optimizer),
             self.engine.optimizer.evaluation_weights(),
             self.engine.weight_maxima.known(),
             self.engine.groups.kernels.matrices_stay(),
@@ -359,7 +359,7 @@ class Step:
             real tokens of what was `read`; and all sums.
         """
         engine, own = self.engine, self.engine.objective.metrics
-        if not engine.replications.speaks:
+        if not engine.replications.counts_tokens:
             sums = sums.clone()
             sums[: len(own)] = 0
         totals: list[float] = engine.world.everyone.all_reduce(sums).tolist()

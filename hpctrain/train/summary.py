@@ -145,7 +145,7 @@ def _meetings(deck: Deck, engine: Engine) -> list[str]:
     who = f"{counted(replicas, 'replica')} of {counted(engine.world.size // replicas, 'rank')}"
     line = f"{who} synchronize every {counted(keys.steps, 'step')} ({keys.outer})"
     timing = FragmentSchedule(keys.steps, keys.fragments, keys.delay, deck.communication.warmup)
-    if left := max(timing.behind(deck.run.steps)):
+    if left := max(timing.updates_since_sync(deck.run.steps)):
         part = " of a part of the model" if keys.fragments > 1 else ""
         line += (
             f"; the last {counted(left, 'step')}{part} of {deck.run.steps} are not synchronized, so that the "

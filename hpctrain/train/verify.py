@@ -459,7 +459,7 @@ class _SummedGradients(Hook):
 def _pieces(engine: Engine, gradients: bool) -> Iterator[tuple[Shard, Tensor]]:
     """Shard and local piece of every parameter (or its gradient), in the order of the forward pass."""
     for bucket in engine.synchronizer.buckets if gradients else engine.buckets:
-        flat = bucket.gathered(bucket.own_gradients if gradients else bucket.own_values)
+        flat = bucket.gather_owned(bucket.owned_gradients if gradients else bucket.owned_values)
         for segment in bucket.segments:
             yield segment.parameter.shard, segment.view(flat)
 

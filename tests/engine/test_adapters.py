@@ -99,7 +99,7 @@ def test_all_but_adapters_stay_as_they_are(world: World, zero: int, compute: str
     for bucket, state in zip(run.engine.buckets, run.engine.optimizer.states, strict=True):
         adapting = {is_adapter(segment.parameter.shard.name) for segment in bucket.segments}
         assert adapting == {bucket.trained} and len(state) == (3 if bucket.trained else 1)
-        assert (bucket.own_gradients.numel() > 0) == bucket.trained
+        assert (bucket.owned_gradients.numel() > 0) == bucket.trained
 
 
 def test_new_adapters_change_no_bit(world: World) -> None:

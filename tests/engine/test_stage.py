@@ -104,7 +104,7 @@ def test_a_model_that_is_not_trained_stands_beside_one_that_is(
         with stage.residency.step("frozen"):
             return logits_of(model, tokens)
 
-    own = [bucket.own_values.clone() for bucket in stage.buckets]
+    own = [bucket.owned_values.clone() for bucket in stage.buckets]
     before = frozen_logits()
     assert torch.equal(before, logits_of(engine.model, tokens))
     for loss in losses:
@@ -112,7 +112,7 @@ def test_a_model_that_is_not_trained_stands_beside_one_that_is(
         assert torch.equal(frozen_logits(), before)
     assert not torch.equal(before, logits_of(engine.model, tokens))
     for bucket, values in zip(stage.buckets, own, strict=True):
-        assert torch.equal(bucket.own_values, values)
+        assert torch.equal(bucket.owned_values, values)
         for segment in bucket.segments:
             parameter = segment.parameter
             assert not parameter.requires_grad

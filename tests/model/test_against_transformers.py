@@ -152,7 +152,7 @@ def test_loss_logits_and_gradients_are_those_of_transformers(shape: ModelShape, 
             parameter.add_(torch.randn_like(parameter) * 0.05)
     groups = alone(world)
     model = Transformer(shape, groups)
-    buckets = make_buckets(model.units(), Replications.alone(groups.tensor), torch.float32, 10_000)
+    buckets = make_buckets(model.units(), Replications.of_one_rank(groups.tensor), torch.float32, 10_000)
     assert {p.shard.name for p in parameter_list(model)} == set(weights)
     with torch.no_grad():
         for parameter in parameter_list(model):

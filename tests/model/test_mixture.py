@@ -149,7 +149,7 @@ def compare(family: str, layers: int, weight: float, world: Any) -> tuple[Tensor
     reference = rough(make(layers, weight))
     groups = alone(world)
     model = Transformer(shape, groups)
-    buckets = make_buckets(model.units(), Replications.alone(groups.tensor), torch.float32, 10_000)
+    buckets = make_buckets(model.units(), Replications.of_one_rank(groups.tensor), torch.float32, 10_000)
     weights = our_names(dict(reference.named_parameters()), shape)
     assert {p.shard.name for p in parameter_list(model)} == set(weights)
     with torch.no_grad():

@@ -48,7 +48,9 @@ def make_router(world: Any, **keys: Any) -> Router:
 def give_memory(module: torch.nn.Module, world: Any) -> None:
     parameters = [p for p in module.parameters() if isinstance(p, Parameter)]
     torch.manual_seed(1)
-    make_buckets([[[p] for p in parameters]], Replications.alone(alone(world).tensor), torch.float32, 10_000)
+    make_buckets(
+        [[[p] for p in parameters]], Replications.of_one_rank(alone(world).tensor), torch.float32, 10_000
+    )
     with torch.no_grad():
         for parameter in parameters:
             parameter.copy_(torch.randn(parameter.shape) * 0.3)

@@ -33,7 +33,7 @@ def ten_updates(world: World, dtype: torch.dtype, rules: MatrixRules, expected: 
     parameters["matrix"].rate = 0.25
     rules.assign(list(parameters.values()))
     leaves = [[[parameter]] for parameter in parameters.values()]
-    buckets = make_buckets(leaves, Replications.alone(alone(world).tensor), dtype, 200)
+    buckets = make_buckets(leaves, Replications.of_one_rank(alone(world).tensor), dtype, 200)
     torch.manual_seed(3)
     for parameter in parameters.values():
         parameter.data.copy_(torch.randn(parameter.shape))

@@ -29,7 +29,7 @@ def setup(world, dtype: torch.dtype) -> tuple[dict[str, Parameter], list[Bucket]
         [parameters["norm.weight"]],
     ]
     one = alone(world).tensor
-    buckets = make_buckets([[leaf] for leaf in leaves], Replications.alone(one), dtype, 200)
+    buckets = make_buckets([[leaf] for leaf in leaves], Replications.of_one_rank(one), dtype, 200)
     assert len(buckets) == 2
     torch.manual_seed(3)
     for parameter in parameters.values():

@@ -153,7 +153,7 @@ def test_layouts_train_as_one_rank_and_hold_what_is_planned(
     assert [step.loss for step in training.train(3)] == pytest.approx(alone.losses, rel=1e-5)
     apart = elements = 0
     for bucket in training.engine.buckets:
-        flat = bucket.gathered(bucket.own_values)
+        flat = bucket.gather_owned(bucket.owned_values)
         for segment in bucket.segments:
             shard = segment.parameter.shard
             if shard.name.endswith("key.bias"):

@@ -96,7 +96,7 @@ def test_what_lives_where(world: World, mpi_tmp_path: Path) -> None:
     engine = trainer(world, deck).engine
     for bucket, moments in zip(engine.buckets, engine.optimizer.states, strict=True):
         assert bucket.values is None
-        for flat in (bucket.own_values, *moments.values()):
+        for flat in (bucket.owned_values, *moments.values()):
             assert isinstance(flat, ScratchTensor)
             assert flat.numel() == bucket.length // world.size
     assert engine.offload.scratch is not None
@@ -152,7 +152,7 @@ def test_state_in_host_memory_gives_the_same_bits(world: World, compute: str) ->
     assert isinstance(plain, ResidentOptimizer)
     hosted = OffloadedOptimizer(plain.rule, other.engine.buckets, host_store, 40_000)
     for moments, bucket, start in zip(hosted.states, other.engine.buckets, plain.states, strict=True):
-        if moments[MASTER] is not bucket.own_values:
+        if moments[MASTER] is not bucket.owned_values:
             contents(moments[MASTER]).copy_(start[MASTER])
     other.engine.optimizer = hosted
     assert [step.loss for step in one.train(5)] == [step.loss for step in other.train(5)]

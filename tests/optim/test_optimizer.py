@@ -42,7 +42,7 @@ class Momentum:
 def made(world: World, dtype: torch.dtype) -> tuple[list[Parameter], list[Bucket]]:
     """A weight and a bias of ones, whose gradients are two."""
     parameters = [Parameter(Shard.whole("w", (6, 3))), Parameter(Shard.whole("b", (6,)), decayed=False)]
-    replications = Replications.alone(alone(world).tensor)
+    replications = Replications.of_one_rank(alone(world).tensor)
     buckets = make_buckets([[[parameter] for parameter in parameters]], replications, dtype, 10_000)
     for parameter in parameters:
         parameter.data.fill_(1.0)
@@ -57,13 +57,13 @@ def test_state_of_any_name_is_updated(world: World, dtype: torch.dtype) -> None:
     optimizer = ResidentOptimizer(Momentum(), buckets)
     (bucket,), (state,) = buckets, optimizer.states
     assert set(state) == {MASTER, "velocity"}
-    assert (state[MASTER] is bucket.own_values) == (dtype == torch.float32)
+    assert (state[MASTER] is bucket.owned_values) == (dtype == torch.float32)
     assert {flat.dtype for flat in state.values()} == {torch.float32}
     assert not torch.any(state["velocity"])
     optimizer.step(0.25, 4.0)
     assert torch.equal(weight.detach(), torch.full((6, 3), 0.5 - 0.25 * 0.5).to(dtype))
     assert torch.equal(bias.detach(), torch.full((6,), 1.0 - 0.25 * 0.5).to(dtype))
-    assert torch.equal(bucket.own_gradients[: weight.numel()], torch.full((18,), 0.5))
+    assert torch.equal(bucket.owned_gradients[: weight.numel()], torch.full((18,), 0.5))
     assert (optimizer.updates, optimizer.working_bytes) == (1, 0)
     optimizer.updates = 7
     optimizer.step(0.0, 1.0)
@@ -83,7 +83,7 @@ def test_master_weights_are_published(world: World, dtype: torch.dtype) -> None:
 
 def test_every_element_is_decayed_or_not(world: World) -> None:
     _, (bucket,) = made(world, torch.float32)
-    decayed, others = bucket.layout.own_treated
+    decayed, others = bucket.layout.owned_update_ranges
     assert (decayed.treatment, others.treatment) == (UpdateSettings(True), UpdateSettings(False))
     assert (decayed.part, others.part) == (slice(0, 64), slice(64, bucket.length))
 
@@ -96,19 +96,19 @@ def test_what_is_updated_alike_lies_together() -> None:
         parameter.rate = rate
     group = planned_group(("data",), 1, 2, Ledger())
     sharding = ZeroSharding(1, group, group)
-    layout = BucketLayout.of([[each] for each in parameters], sharding, Replications.alone(group))
+    layout = BucketLayout.of([[each] for each in parameters], sharding, Replications.of_one_rank(group))
     starts = {segment.parameter.shard.name: segment.start for segment in layout.segments}
     assert (starts, layout.length) == (
         {"a": 0, "c": 70, "b": 192, "d": 256},
         384,
     )
-    assert [(each.part, each.treatment.rate) for each in layout.treated] == [
+    assert [(each.part, each.treatment.rate) for each in layout.update_ranges] == [
         (slice(0, 192), 0.5),
         (slice(192, 256), 1.0),
         (slice(256, 384), 2.0),
     ]
-    assert layout.own == slice(192, 384)
-    assert [(each.part, each.treatment.rate) for each in layout.own_treated] == [
+    assert layout.owned_slice == slice(192, 384)
+    assert [(each.part, each.treatment.rate) for each in layout.owned_update_ranges] == [
         (slice(0, 64), 1.0),
         (slice(64, 192), 2.0),
     ]
@@ -133,7 +133,7 @@ def test_a_rate_of_its_own_is_that_of_the_step(world: World, make: Callable[[flo
         weight, bias = Parameter(Shard.whole("w", (6, 3))), Parameter(Shard.whole("b", (6,)), decayed=False)
         weight.rate = factor
         buckets = make_buckets(
-            [[[weight], [bias]]], Replications.alone(alone(world).tensor), torch.float32, 10_000
+            [[[weight], [bias]]], Replications.of_one_rank(alone(world).tensor), torch.float32, 10_000
         )
         optimizer = ResidentOptimizer(rule, buckets)
         torch.manual_seed(3)

@@ -126,7 +126,7 @@ def test_what_is_computed_again_is_noted_once(world: World) -> None:
 def test_of_a_step_that_is_skipped_nobody_learns(world: World) -> None:
     training = trainer(world, small_deck(*KEYS))
     training.train_step()
-    values = training.engine.buckets[0].own_values
+    values = training.engine.buckets[0].owned_values
     assert isinstance(values, Tensor)
     before = values.clone()
     values.fill_(float("nan"))

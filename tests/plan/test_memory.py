@@ -65,7 +65,7 @@ def layouts(ranks: int) -> list[tuple[str, ...]]:
 
 def part_of_node(bucket: Bucket) -> int:
     """Bytes of a bucket's parameters in memory, divided by the ranks of its group for which that is one."""
-    group, values = bucket.sharding.group, bucket.own_values
+    group, values = bucket.sharding.group, bucket.owned_values
     assert isinstance(values, Tensor)
     storage = values.untyped_storage()
     place = None
@@ -82,8 +82,8 @@ def held(training: Trainer) -> tuple[int, int, int, int]:
     sums of gradients receive. Collective.
     """
     buckets, moments = training.engine.buckets, training.engine.optimizer.states
-    values = [bucket.own_values for bucket in buckets]
-    gradients = [bucket.own_gradients for bucket in buckets]
+    values = [bucket.owned_values for bucket in buckets]
+    gradients = [bucket.owned_gradients for bucket in buckets]
     lookups = [segment.parameter.lookups for bucket in buckets for segment in bucket.segments]
     optimizer = [tensor for m in moments for name, tensor in m.items() if name != MASTER]
     if values[0].dtype != torch.float32:

@@ -35,7 +35,7 @@ def test_each_role_holds_what_is_planned(world: World, tmp_path: Path, compute: 
     for kind in KINDS:
         assert held.kinds()[kind] == expected.kinds()[kind], kind
     assert (expected.optimizer == 0) == (training.worker is not None)
-    here = sum(bucket.own_values.numel() for bucket in engine.buckets) if stage == 0 else 0
+    here = sum(bucket.owned_values.numel() for bucket in engine.buckets) if stage == 0 else 0
     slices = sum(world.everyone.all_gather_object(here))
     assert slices == sum(bucket.length for bucket in engine.buckets) or stage == 1
 

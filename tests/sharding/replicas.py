@@ -86,5 +86,5 @@ def outer_of(training: Trainer) -> dict[str, Tensor]:
     """This rank's piece of every parameter of the outer model, by name."""
     engine = training.engine
     assert isinstance(engine.outer, LocalSteps)
-    with engine.outer.shown(engine.optimizer):
+    with engine.outer.common_weights(engine.optimizer):
         return {name: values.clone() for name, values in training.parameters().items()}

@@ -14,7 +14,7 @@ from hpctrain.comm.transports.hierarchical import HierarchicalTransport
 from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.world import World
 from hpctrain.sharding.bucket import await_readers
-from hpctrain.sharding.pool import Pool
+from hpctrain.sharding.pool import BufferPool
 from hpctrain.train.hook import Hook
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
@@ -85,7 +85,7 @@ def trained(world: World, *keys: str) -> tuple[Trainer, list[tuple[float, ...]],
     flats = [
         flat.clone() if isinstance(flat, Tensor) else flat.load()
         for bucket, state in zip(training.engine.buckets, training.engine.optimizer.states, strict=True)
-        for flat in (bucket.own_values, *state.values())
+        for flat in (bucket.owned_values, *state.values())
     ]
     return training, told, flats
 
@@ -132,8 +132,8 @@ def test_several_nodes_have_parameters_in_common_each(
     for bucket in training.engine.buckets:
         host = bucket.sharding.group.host
         assert isinstance(host, HierarchicalTransport) and bucket.sharers == sharers
-        assert isinstance(bucket.own_values, Tensor)
-        assert host.links.memory.is_common(bucket.own_values, host.links.local.users) == (sharers > 1)
+        assert isinstance(bucket.owned_values, Tensor)
+        assert host.links.memory.is_common(bucket.owned_values, host.links.local.users) == (sharers > 1)
     training.engine.close()
     training, expected, values = trained(world, *keys, "communication.transport=mpi")
     training.engine.close()
@@ -147,13 +147,13 @@ def test_the_values_of_a_node_lie_there_once(
     world: World, zero: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks' parameters are views of the same bytes, and stage 3 gathers into no other memory."""
-    taken, take = list[torch.dtype](), Pool.take
+    taken, take = list[torch.dtype](), BufferPool.take
 
-    def noted(pool: Pool, length: int, dtype: torch.dtype) -> Tensor:
+    def noted(pool: BufferPool, length: int, dtype: torch.dtype) -> Tensor:
         taken.append(dtype)
         return take(pool, length, dtype)
 
-    monkeypatch.setattr(Pool, "take", noted)
+    monkeypatch.setattr(BufferPool, "take", noted)
     keys = (f"layout.zero={zero}", "communication.transport=shared", "precision.compute=bf16")
     training = trainer(world, small_deck(*SIZES, *keys))
     training.train_step()
@@ -161,9 +161,9 @@ def test_the_values_of_a_node_lie_there_once(
     assert isinstance(group.host, SharedTransport)
     places = []
     for bucket in training.engine.buckets:
-        assert isinstance(bucket.own_values, Tensor)
-        place = group.host.memory.find(bucket.own_values)
-        begin = bucket.own_values.storage_offset() * bucket.own_values.element_size()
+        assert isinstance(bucket.owned_values, Tensor)
+        place = group.host.memory.find(bucket.owned_values)
+        begin = bucket.owned_values.storage_offset() * bucket.owned_values.element_size()
         places.append((place.owner, place.offset - begin) if place else group.rank)
     everybody = group.all_gather_object(places)
     assert all((each == places) == (zero > 0 or rank == group.rank) for rank, each in enumerate(everybody))
@@ -180,8 +180,8 @@ def test_nobody_changes_what_others_still_read(world: World) -> None:
         assert bucket.values is not None and torch.equal(bucket.values, values)
     await_readers(buckets)
     for bucket in buckets:
-        assert isinstance(bucket.own_values, Tensor)
-        bucket.own_values.fill_(world.rank)
+        assert isinstance(bucket.owned_values, Tensor)
+        bucket.owned_values.fill_(world.rank)
     await_readers(buckets)
     for bucket in buckets:
         assert bucket.values is not None

@@ -187,11 +187,11 @@ def test_what_is_given_is_what_the_product_would_make(world: World, more: tuple[
     run = trainer(world, small_deck(*KEYS, "precision.fp8=tensor", GATHER, *more))
     run.engine.groups.noted.watching = True
     for bucket in eight_bit_buckets(run):
-        whole = bucket.gathered(bucket.own_values)
-        assert isinstance(bucket.own_values, Tensor)
+        whole = bucket.gather_owned(bucket.owned_values)
+        assert isinstance(bucket.owned_values, Tensor)
         for product in bucket.products:
             product.know_weights(WEIGHTS, torch.full((1, 1), 2.0**-4))
-        bucket.show_values(bucket.start_gather().wait())
+        bucket.set_values(bucket.start_gather().wait())
         there = {id(parameter): segment for segment in bucket.segments for parameter in [segment.parameter]}
         for product in bucket.products:
             found = product._weights(WEIGHTS), product._weights(TURNED_WEIGHTS)
@@ -215,6 +215,6 @@ def test_what_is_given_is_what_the_product_would_make(world: World, more: tuple[
             assert torch.equal(segment.parameter.data, segment.view(whole))
             inside = range(segment.start + 1, segment.start + segment.length)
             cut += bucket.layout.borders[1] in inside
-        bucket.hide_values()
+        bucket.release_values()
         assert all(product._given is None for product in bucket.products)
     assert cut or more == RAGGED

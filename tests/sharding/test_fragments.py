@@ -23,7 +23,7 @@ def test_fragments_take_turns() -> None:
     for updates in range(1, 40):
         due = [(step, each) for step in range(1, updates + 1) for each in timing.due(step)]
         met = [max([min(4, updates), *(s - 2 for s, each in due if each == f)]) for f in range(3)]
-        assert timing.behind(updates) == [updates - each for each in met]
+        assert timing.updates_since_sync(updates) == [updates - each for each in met]
     assert [step for step in range(1, 9) if FragmentSchedule(2).begin(step)] == [2, 4, 6, 8]
     assert [FragmentSchedule(1).begin(step) for step in range(1, 4)] == [[0]] * 3
 
@@ -42,7 +42,7 @@ def test_every_trained_element_is_in_one_fragment(world: World, count: int) -> N
     engine = trainer(world, small_deck(*keys)).engine
     outer = engine.outer
     assert isinstance(outer, LocalSteps) and len(outer.fragments) == count
-    marks = [torch.full((b.own.stop - b.own.start,), -1) for b in engine.buckets]
+    marks = [torch.full((b.owned_slice.stop - b.owned_slice.start,), -1) for b in engine.buckets]
     counted = torch.zeros(1, dtype=torch.int64)
     for number, pieces in enumerate(outer.fragments):
         for piece in pieces:
@@ -50,7 +50,7 @@ def test_every_trained_element_is_in_one_fragment(world: World, count: int) -> N
             marks[piece.bucket][piece.span] = number
             counted += sum(each.stop - each.start for each in piece.counted)
     for bucket, mark in zip(engine.buckets, marks, strict=True):
-        for segment, found, _ in bucket.owned(mark):
+        for segment, found, _ in bucket.owned_segments(mark):
             name = segment.parameter.shard.name.split(".")
             block = int(name[1]) if name[0] == "blocks" else 0
             assert (found == (-1 if block == 1 else block % count)).all(), name

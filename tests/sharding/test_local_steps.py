@@ -144,7 +144,7 @@ def sent(training: Trainer) -> int:
 
 def elements(training: Trainer) -> int:
     """What is this rank's own, padding included."""
-    return sum(bucket.own.stop - bucket.own.start for bucket in training.engine.buckets)
+    return sum(bucket.owned_slice.stop - bucket.owned_slice.start for bucket in training.engine.buckets)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -252,7 +252,7 @@ def test_what_was_not_sent_takes_no_effect(world: World, mpi_tmp_path: Path, bef
         deck = small_deck(*DILOCO, *keys(local_steps=4, delay=delay), folder)
         training = restored(world, deck, path)
         losses.append([each.loss for each in training.train(3)])
-        assert training.engine.outer.under_way == ({"0/1": 8} if delay else {})
+        assert training.engine.outer.in_flight == ({"0/1": 8} if delay else {})
     assert losses[0] == losses[1]
 
 
@@ -342,7 +342,7 @@ def test_plans_know_what_replicas_keep(world: World, zero: int) -> None:
         engine = trainer(world, deck).engine
         planned = plan_memory(deck, world.size, 61).stages[0].memory
         assert planned.optimizer == state_bytes(engine.state(), engine.buckets)
-        own = 4 * sum(bucket.own.stop - bucket.own.start for bucket in engine.buckets)
+        own = 4 * sum(bucket.owned_slice.stop - bucket.owned_slice.start for bucket in engine.buckets)
         moments = storage_bytes([flat for s in engine.optimizer.states for flat in list(s.values())[1:]])
         assert planned.optimizer == moments + own * (3 if more else 2)
 

@@ -10,7 +10,7 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.parallel.shard import Parameter, Shard, UpdateBlock
 from hpctrain.sharding.bucket_layout import ALIGNMENT, BucketLayout, bucket_layouts
-from hpctrain.sharding.ownership import Grain, UpdateLoads
+from hpctrain.sharding.ownership import UpdateLoads, UpdateUnit
 from hpctrain.sharding.replication import MeshQueries, Replications, ZeroSharding
 
 H = 48
@@ -90,7 +90,7 @@ def test_where_nothing_is_whole_shares_are_as_long() -> None:
 
 def test_who_has_little_is_given_more() -> None:
     loads = UpdateLoads(2)
-    assert loads.cut([Grain(10, 3.0), Grain(20, 3.0), Grain(30, 6.0)], 32) == (0, 20, 32)
-    assert loads.cut([Grain(5, 4.0)], 5) == (0, 5, 5)
-    assert loads.cut([Grain(5, 1.0), Grain(10, 5.0)], 10) == (0, 5, 10)
+    assert loads.cut([UpdateUnit(10, 3.0), UpdateUnit(20, 3.0), UpdateUnit(30, 6.0)], 32) == (0, 20, 32)
+    assert loads.cut([UpdateUnit(5, 4.0)], 5) == (0, 5, 5)
+    assert loads.cut([UpdateUnit(5, 1.0), UpdateUnit(10, 5.0)], 10) == (0, 5, 10)
     assert loads.works == [11.0, 11.0]

@@ -40,7 +40,7 @@ def test_what_changes_after_its_sum_is_found(world: World, layout: str) -> None:
 
     def flipped(bucket: Bucket) -> None:
         after_sum(bucket)
-        there = [each for each in bucket.owned(bucket.own_gradients) if each[1].numel()]
+        there = [each for each in bucket.owned_segments(bucket.owned_gradients) if each[1].numel()]
         if (
             there and not done and world.rank == 1
         ):  # the first one: others follow, and more is added to slices

@@ -16,7 +16,7 @@ from hpctrain.engine.stage import REPLICA_SYNCS, ReplicaSyncChoice, build_stage,
 from hpctrain.model.build import build_model
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.replica_sync import SyncEveryStep, Weights
-from hpctrain.sharding.state import MODEL, StateTensor, own_state
+from hpctrain.sharding.state import MODEL, StateTensor, owned_state
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.start import start_from_source
 from hpctrain.train.verify import ROUGHNESS
@@ -36,7 +36,7 @@ class LocalSteps(SyncEveryStep):
     def before_update(self, buckets: Sequence[Bucket]) -> None:
         """The loss was divided by the tokens of all replicas."""
         for bucket in buckets:
-            bucket.own_gradients.mul_(bucket.sharding.replicas.size)
+            bucket.owned_gradients.mul_(bucket.sharding.replicas.size)
 
     def after_update(self, weights: Weights) -> Mapping[str, torch.Tensor]:
         """The mean of the replicas' weights."""
@@ -139,7 +139,7 @@ class Averaged(LocalSteps):
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
-        self.common = [torch.zeros(bucket.own.stop - bucket.own.start) for bucket in buckets]
+        self.common = [torch.zeros(bucket.owned_slice.stop - bucket.owned_slice.start) for bucket in buckets]
 
     def begin(self, weights: Weights) -> None:
         for common, master in zip(self.common, weights.masters, strict=True):
@@ -154,7 +154,7 @@ class Averaged(LocalSteps):
 
     def state(self) -> Iterator[StateTensor]:
         for bucket, common in zip(self.buckets, self.common, strict=True):
-            yield from own_state(MODEL, common, bucket, "always", False, apart=False)
+            yield from owned_state(MODEL, common, bucket, "always", False, diverging=False)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -199,7 +199,9 @@ def test_what_replicas_have_in_common_is_the_model_of_the_checkpoint(
     ):
         assert all(
             torch.equal(mine, theirs)
-            for (_, mine, _), (_, theirs, _) in zip(bucket.owned(values), bucket.owned(expected), strict=True)
+            for (_, mine, _), (_, theirs, _) in zip(
+                bucket.owned_segments(values), bucket.owned_segments(expected), strict=True
+            )
         )
 
     model = build_model(plain.engine.shape, plain.engine.groups)
@@ -212,7 +214,7 @@ def test_what_replicas_have_in_common_is_the_model_of_the_checkpoint(
     back.state = Checkpoints(plain_deck, back.engine, {}).restore(checkpoints.newest)
     alone = back.parameters()
     for bucket, expected in zip(started.engine.buckets, common, strict=True):
-        for segment, values, _ in bucket.owned(expected):
+        for segment, values, _ in bucket.owned_segments(expected):
             name = segment.parameter.shard.name
             assert torch.equal(alone[name].reshape(-1), values.to(alone[name].dtype)), name
             assert torch.equal(generating[name].detach(), alone[name]), name

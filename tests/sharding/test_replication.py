@@ -129,4 +129,4 @@ def test_one_rank_of_those_with_the_same_tokens_speaks_for_them() -> None:
         answers = Replications(
             MeshAt(tuple(place.items()), {}), lambda everyone: ZeroSharding(0, everyone, everyone)
         )
-        assert answers.speaks == (place["tensor"] == 0)
+        assert answers.counts_tokens == (place["tensor"] == 0)

@@ -68,7 +68,7 @@ def test_tied_embeddings_are_compared_over_the_ends_of_the_pipeline(world: World
     check_replicas(engine.buckets, world.everyone)
     if engine.mesh.coordinate("pipeline") == 1:
         for bucket in engine.buckets:
-            for segment, values, _ in bucket.owned(bucket.own_values):
+            for segment, values, _ in bucket.owned_segments(bucket.owned_values):
                 if segment.replication.ends is not None:
                     values[0] += 1e-6
     refresh(engine.buckets)
@@ -148,7 +148,7 @@ def test_buckets_have_the_size_asked_for(world: World) -> None:
     shape = trainer(world.single_rank_world(), small_deck()).engine.shape
     model = Transformer(shape, groups)
     limit = 30_000
-    buckets = make_buckets(model.units(), Replications.alone(groups.tensor), torch.float32, limit)
+    buckets = make_buckets(model.units(), Replications.of_one_rank(groups.tensor), torch.float32, limit)
     used = [4 * sum(segment.length for segment in bucket.segments) for bucket in buckets]
     assert sum(used) == 4 * count(shape).parameters
     assert all(size <= limit for size in used)

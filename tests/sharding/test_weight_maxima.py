@@ -69,7 +69,7 @@ def test_they_are_the_largest_of_whole_matrices(
     own = {
         segment.parameter.shard.name: (segment.parameter.shard, segment.view(flat).float().numpy())
         for bucket in run.engine.buckets
-        for flat in [bucket.gathered(bucket.own_values)]
+        for flat in [bucket.gather_owned(bucket.owned_values)]
         for segment in bucket.segments
     }
     everything = world.everyone.all_gather_object(own)

@@ -19,7 +19,7 @@ from hpctrain.model.count import count
 from hpctrain.model.part import blocks_of
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import ALIGNMENT
-from hpctrain.sharding.pool import Pool
+from hpctrain.sharding.pool import BufferPool
 from tests.device_double import LateStream, on_gpu
 from tests.engines import LLAMA, Trainer, by_rank_0, reference, small_deck, trainer
 
@@ -150,7 +150,7 @@ def test_a_block_needed_twice_in_a_row_is_gathered_once(world: World) -> None:
         world.ledger.reset()
         with engine.residency.step("twice"):
             for parameter in (first, second, second, first):
-                with engine.residency.held(parameter):
+                with engine.residency.in_memory(parameter):
                     pass
         moved.append(gathered_bytes(world))
     assert 0 < 4 * moved[1] == 3 * moved[0]
@@ -226,15 +226,15 @@ def test_model_states_take_the_bytes_of_the_closed_forms(world: World, compute: 
         engine = training.engine
         for bucket, moment in zip(engine.buckets, engine.optimizer.states, strict=True):
             held = {
-                "values": bucket.own_values if stage == 3 else bucket.values,
-                "gradients": bucket.own_gradients if stage > 1 else bucket.gradients,
+                "values": bucket.owned_values if stage == 3 else bucket.values,
+                "gradients": bucket.owned_gradients if stage > 1 else bucket.gradients,
             }
             cut = bucket.length // world.size
             assert held["values"].nbytes == size * (cut if stage == 3 else bucket.length)
             assert held["gradients"].nbytes == 4 * (cut if stage > 1 else bucket.length)
             states = {t.data_ptr(): t.nbytes for t in moment.values()}
             if compute == "fp32":
-                del states[bucket.own_values.data_ptr()]
+                del states[bucket.owned_values.data_ptr()]
             assert sum(states.values()) == state * (cut if stage > 0 else bucket.length)
             if stage == 3:
                 assert bucket.values is None
@@ -246,12 +246,12 @@ def test_slices_of_the_host_come_to_a_gpu_and_are_gathered_beside_its_stream(wor
     """The copy and the gather are as late as may be: both belong to the stream of the uploads."""
     layout = trainer(world, small_deck("layout.zero=3")).engine.buckets[1].layout
     sharding, stream = replace(layout.sharding), LateStream()
-    made = Pool(lambda shape, dtype: on_gpu(torch.full(tuple(shape), torch.nan, dtype=dtype)))
+    made = BufferPool(lambda shape, dtype: on_gpu(torch.full(tuple(shape), torch.nan, dtype=dtype)))
     sharding.__dict__.update(pool=made, uploads=stream)
     layout = replace(layout, sharding=sharding)
     bucket = Bucket(layout, torch.float32, store=lambda length, dtype: torch.ones(length, dtype=dtype))
-    assert isinstance(bucket.own_values, Tensor)
-    bucket.own_values += world.rank
+    assert isinstance(bucket.owned_values, Tensor)
+    bucket.owned_values += world.rank
     work = bucket.start_gather()
     assert len(stream.started) == 1 and not stream.started[0].test()
     whole = work.wait().as_subclass(Tensor)

@@ -74,7 +74,7 @@ def whole_values(buckets: Sequence[Bucket]) -> list[Tensor]:
         values
         for bucket in buckets
         if bucket.values is not None
-        for _, values, _ in bucket.cut(bucket.values, slice(0, bucket.length))
+        for _, values, _ in bucket.segments_within(bucket.values, slice(0, bucket.length))
     ]
 
 

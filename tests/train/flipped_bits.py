@@ -54,9 +54,9 @@ def parameters(trainer: Trainer) -> list[Place]:
         (f"{MODEL}/{segment.parameter.shard.name}", values)
         for bucket in trainer.engine.buckets
         for segment, values, _ in (
-            bucket.owned(bucket.own_values)
+            bucket.owned_segments(bucket.owned_values)
             if bucket.values is None or bucket.sharers > 1
-            else bucket.cut(bucket.values, slice(0, bucket.length))
+            else bucket.segments_within(bucket.values, slice(0, bucket.length))
         )
     ]
     return [*found, *kept(trainer, MASTER)]
@@ -73,7 +73,7 @@ def gradients(buckets: Sequence[Bucket]) -> list[Place]:
     return [
         (f"gradient/{segment.parameter.shard.name}", values)
         for bucket in buckets
-        for segment, values, _ in bucket.owned(bucket.own_gradients)
+        for segment, values, _ in bucket.owned_segments(bucket.owned_gradients)
     ]
 
 
@@ -194,9 +194,9 @@ class Campaign:
             return result
 
         def completed(synchronizer: GradientSynchronizer, but: int) -> None:
-            while len(synchronizer._under_way) > but:
-                bucket = synchronizer._under_way[0][0].bucket
-                complete(synchronizer, len(synchronizer._under_way) - 1)
+            while len(synchronizer._in_flight) > but:
+                bucket = synchronizer._in_flight[0][0].bucket
+                complete(synchronizer, len(synchronizer._in_flight) - 1)
                 self.at("completed", [bucket])
 
         def whole(loop: Loop, *given: Any) -> Any:

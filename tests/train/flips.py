@@ -36,7 +36,7 @@ def gradients(trainer: Trainer) -> list[tuple[str, Tensor]]:
     return [
         (f"gradient/{segment.parameter.shard.name}", values)
         for bucket in trainer.engine.buckets
-        for segment, values, _ in bucket.owned(bucket.own_gradients)
+        for segment, values, _ in bucket.owned_segments(bucket.owned_gradients)
         if values.numel()
     ]
 

@@ -58,7 +58,7 @@ def in_weights(name: str, rank: int = 0, bit: int = 28, behind: bool = False) ->
         def act() -> None:
             here = found(trainer, name)
             if here is not None and trainer.world.rank == rank:
-                for segment, values, _ in here[0].owned(here[0].own_values):
+                for segment, values, _ in here[0].owned_segments(here[0].owned_values):
                     if segment is here[1] and values.numel():
                         flip(values, values.numel() // 2, bit)
 
@@ -80,7 +80,7 @@ def in_gathered(name: str, rank: int) -> Plant:
                 outside = [
                     i
                     for i in range(flat.numel())
-                    if not bucket.own.start <= segment.start + i < bucket.own.stop
+                    if not bucket.owned_slice.start <= segment.start + i < bucket.owned_slice.stop
                 ]
                 flip(flat, outside[0])
 
@@ -142,7 +142,7 @@ def in_sum(name: str, rank: int = 0) -> Plant:
             finish()
             if trainer.state.step == STEP - 1:
                 bucket, segment = here
-                for each, values, _ in bucket.owned(bucket.own_gradients):
+                for each, values, _ in bucket.owned_segments(bucket.owned_gradients):
                     if each is segment and values.numel():
                         flip(values, 2)
 
@@ -159,7 +159,7 @@ def no_reduction(name: str) -> Plant:
         if here is None:
             return
         reducer = trainer.engine.synchronizer._reducer[here[0]]
-        start = reducer.summation.start
+        start = reducer.reduction.start
 
         def started(gradients: Tensor, sums: Tensor) -> Work[Tensor]:
             if trainer.state.step != STEP - 1:
@@ -168,7 +168,7 @@ def no_reduction(name: str) -> Plant:
                 sums.copy_(gradients[here[0].slice])
             return Work(sums)
 
-        reducer.summation.start = started  # type: ignore[method-assign]
+        reducer.reduction.start = started  # type: ignore[method-assign]
 
     return plant
 

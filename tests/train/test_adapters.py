@@ -55,7 +55,7 @@ def test_heads_of_scores_are_trained_beside_them(world: World) -> None:
 def _held(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     """This rank's own elements of every parameter."""
     for bucket in engine.buckets:
-        for segment, values, _ in bucket.owned(bucket.own_values):
+        for segment, values, _ in bucket.owned_segments(bucket.owned_values):
             if values.numel():
                 assert isinstance(values, torch.Tensor)
                 yield segment.parameter.shard.name, values.clone()

@@ -58,8 +58,8 @@ class Ranks:
         flats = [
             values
             for bucket, moments in zip(engine.buckets, engine.optimizer.states, strict=True)
-            for flat in (bucket.own_values, *moments.values())
-            for _, values, _ in bucket.owned(flat)
+            for flat in (bucket.owned_values, *moments.values())
+            for _, values, _ in bucket.owned_segments(flat)
         ]
         for flat in flats:
             for _, piece in fill_pieces(flat):

@@ -180,7 +180,7 @@ def test_copies_that_part_are_named(
             done.append(True)
             if world.rank == wrong:
                 for bucket in optimizer.buckets:
-                    for segment, values, _ in bucket.owned(bucket.own_values):
+                    for segment, values, _ in bucket.owned_segments(bucket.owned_values):
                         if segment.parameter.shard.name.endswith(name):
                             flip(values, 3, 20)
 

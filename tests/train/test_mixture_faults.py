@@ -98,9 +98,9 @@ def test_a_gradient_norm_that_leaves_experts_out(
 
     def dense_alone(buckets: Sequence[Bucket]) -> Iterator[Tensor]:
         for bucket in buckets:
-            own = bucket.own_gradients
-            counted = own if bucket.own == bucket.slice else own[bucket.slice]
-            for segment, elements, _ in bucket.cut(counted, bucket.slice):
+            own = bucket.owned_gradients
+            counted = own if bucket.owned_slice == bucket.slice else own[bucket.slice]
+            for segment, elements, _ in bucket.segments_within(counted, bucket.slice):
                 left_out = "expert" in segment.parameter.shard.split and split(segment.parameter)
                 if segment.replication.counted and not left_out:
                     yield elements

@@ -77,7 +77,7 @@ def before_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Step, Tr
             factor = function(self, state)
             sums, tokens = accumulate(self, state, batch)
             for bucket in self.engine.buckets:
-                bucket.own_gradients.mul_(factor)
+                bucket.owned_gradients.mul_(factor)
             return sums, tokens
 
         monkeypatch.setattr(Step, "accumulate", changed)
@@ -126,7 +126,7 @@ def test_infinite_weight_is_named_and_not_loaded(
     def spoil(step: Step, state: TrainState) -> float:
         if state.step == 5:
             (bucket, *_) = step.engine.buckets
-            bucket.own_values[ord("t") * 16 + 7] = math.inf
+            bucket.owned_values[ord("t") * 16 + 7] = math.inf
         return 1.0
 
     before_step(spoil)
@@ -189,7 +189,7 @@ def test_steps_that_lower_the_loss_scale_do_not_count(world: World) -> None:
     run.engine.loss_scale.value = 2.0**-14  # it cannot fall any more
     run.step.clip = 0.0
     for bucket in run.engine.buckets:
-        bucket.own_values.fill_(math.nan)
+        bucket.owned_values.fill_(math.nan)
     run.train(2)
     assert run.state.skipped_in_a_row == 2
 

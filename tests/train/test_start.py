@@ -114,7 +114,7 @@ def test_every_rank_takes_its_pieces(name: str, world: World, mpi_tmp_path: Path
     for bucket, moments in zip(after.buckets, after.optimizer.states, strict=True):
         # What computes is what was read, rounded; padding stays zero, as the optimizer expects.
         for (segment, values, _), (_, masters, _) in zip(
-            bucket.owned(bucket.own_values), bucket.owned(moments[MASTER]), strict=True
+            bucket.owned_segments(bucket.owned_values), bucket.owned_segments(moments[MASTER]), strict=True
         ):
             whole = masters if isinstance(masters, torch.Tensor) else masters.load()
             assert torch.equal(values, whole.to(values.dtype)), segment.parameter.shard.name

@@ -71,7 +71,7 @@ def trained(world: World, keys: tuple[str, ...]) -> Trained:
     flats = [
         flat.clone()
         for bucket, state in zip(training.engine.buckets, training.engine.optimizer.states, strict=True)
-        for flat in (bucket.own_values, *state.values())
+        for flat in (bucket.owned_values, *state.values())
         if isinstance(flat, Tensor)
     ]
     return told, flats

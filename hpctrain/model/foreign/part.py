@@ -144,7 +144,7 @@ class ModulePart(nn.Module):
     def _have(self, layer: ModuleLayer) -> None:
         """Have the parameters of a layer outside of blocks until the end of the pass."""
         for parameter in layer.held:
-            self._there.enter_context(self.residency.held(parameter))
+            self._there.enter_context(self.residency.in_memory(parameter))
 
     def _present(self) -> ParameterResidency:
         """How parameters are there: who cuts them says so later."""

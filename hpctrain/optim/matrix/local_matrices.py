@@ -14,7 +14,7 @@ from hpctrain.optim.matrix.split_matrices import SplitMatrix
 from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
-from hpctrain.sharding.state import MASTER, OPTIMIZER, StateTensor, segment_state
+from hpctrain.sharding.state import MASTER, OPTIMIZER, StateOptions, StateTensor, segment_state
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class LocalMatrices:
         """
         shard, block = segment.parameter.shard, segment.parameter.block
         assert block is not None
-        updated, elements = bucket.own, block.elements(shard)
+        updated, elements = bucket.owned_slice, block.elements(shard)
         start = min(max(segment.start, updated.start), updated.stop)
         # No rank updates the padding of a piece that is longer than the global tensor.
         length = prod(shard.held) if shard.is_longer else segment.length
@@ -161,7 +161,7 @@ class LocalMatrices:
 
     def element_range(self, number: int) -> slice:
         """Return the elements of a matrix, counted from the first element of the bucket."""
-        start = self.bucket.own.start + self.span.start + number * prod(self.local)
+        start = self.bucket.owned_slice.start + self.span.start + number * prod(self.local)
         return slice(start, start + prod(self.local))
 
     def is_assigned(self, number: int) -> bool:
@@ -181,7 +181,7 @@ class LocalMatrices:
             number: Number of the matrix among these.
             updates: Number of updates before this one.
         """
-        gradients = self.bucket.own_gradients[self.span]
+        gradients = self.bucket.owned_gradients[self.span]
         return ElementBatch(
             {
                 name: self._view(flat, number, self.local)
@@ -211,10 +211,7 @@ class LocalMatrices:
                 flat,
                 self.first * each,
                 self.bucket,
-                "always",
-                False,
-                shape=shape,
-                joined=joined,
+                StateOptions("always", changes_in_step=False, shape=shape, joined=joined),
             )
 
     def _state_shape(self, name: str) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ from hpctrain.optim.matrix.replicated_matrices import ReplicatedMatrices
 from hpctrain.optim.optimizer import ElementBatch, Optimizer, UpdateRule, is_master
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment, UpdateRange
-from hpctrain.sharding.state import MASTER, OPTIMIZER, StateTensor, segment_state
+from hpctrain.sharding.state import MASTER, OPTIMIZER, StateOptions, StateTensor, segment_state
 
 
 class MatrixOptimizer(Optimizer):
@@ -55,7 +55,7 @@ class MatrixOptimizer(Optimizer):
         self._replicated: list[ReplicatedMatrices] = []
         updated_alone: list[LocalMatrices] = []
         for bucket, master in zip(buckets, masters, strict=True):
-            for treated in bucket.layout.treated:
+            for treated in bucket.layout.update_ranges:
                 if treated.treatment.in_blocks:
                     segments = _segments_within(bucket, treated)
                     parameters = [LocalMatrices.of(rules.blocks, bucket, each, master) for each in segments]
@@ -155,7 +155,7 @@ class _ElementRange:
 
     @staticmethod
     def of(names: Sequence[str], bucket: Bucket, treated: UpdateRange, master: Tensor) -> _ElementRange:
-        updated = bucket.own
+        updated = bucket.owned_slice
         first = min(max(treated.part.start, updated.start), updated.stop)
         span = slice(first - updated.start, max(first, min(treated.part.stop, updated.stop)) - updated.start)
         weights = master[span]
@@ -167,19 +167,20 @@ class _ElementRange:
         return self.state[MASTER].numel()
 
     def element_batch(self, updates: float) -> ElementBatch:
-        gradients = self.bucket.own_gradients[self.span].float()
+        gradients = self.bucket.owned_gradients[self.span].float()
         count = torch.full((), updates, device=gradients.device)
         return ElementBatch(self.state, gradients, count, self.treated.treatment)
 
     def state_tensors(self) -> Iterator[StateTensor]:
-        start = self.bucket.own.start
+        start = self.bucket.owned_slice.start
         part = slice(self.span.start + start, self.span.stop + start)
         starts = {segment.start for segment in _segments_within(self.bucket, self.treated)}
+        options = StateOptions("always", changes_in_step=False)
         for name, flat in self.state.items():
-            for segment, values, offset in self.bucket.cut(flat, part):
+            for segment, values, offset in self.bucket.segments_within(flat, part):
                 if name != MASTER and segment.start in starts:
                     kind = f"{OPTIMIZER}{name}"
-                    yield segment_state(kind, segment, values, offset, self.bucket, "always", False)
+                    yield segment_state(kind, segment, values, offset, self.bucket, options)
 
 
 def _segments_within(bucket: Bucket, treated: UpdateRange) -> list[BucketSegment]:
@@ -188,6 +189,6 @@ def _segments_within(bucket: Bucket, treated: UpdateRange) -> list[BucketSegment
 
 
 def _master(bucket: Bucket) -> Tensor:
-    values = bucket.own_values
+    values = bucket.owned_values
     assert isinstance(values, Tensor)
     return values if is_master(bucket.dtype, True) else values.float()

@@ -31,7 +31,7 @@ def measure_optimizer(deck: Deck, clock: Clock) -> float:
     """Elements a second: their gradients' norm, their update, and parameters of it. Collective."""
     engine = _engine(deck, clock)
     for bucket in engine.buckets:
-        bucket.own_gradients.fill_(1e-3)
+        bucket.owned_gradients.fill_(1e-3)
 
     def update() -> None:
         local_square_norm(engine.buckets).item()

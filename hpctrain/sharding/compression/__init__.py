@@ -1,4 +1,4 @@
-"""Sums of gradients in fewer bytes.
+"""Reductions of gradients that send fewer bytes.
 
 `communication.compress` chooses the GradientReduction of each bucket, with `layout.zero` 0 and 1. It
 compresses what a rank has: pipeline and tensor ranks compress their own pieces. A block of 256 elements
@@ -8,7 +8,7 @@ residuals, and another number of ranks continues with their sum.
 
 Bytes that a rank sends in a step, for N fp32 parameters on R ranks:
 
-| form | there | back | state of a rank |
+| form | to owners | back | state of a rank |
 |---|---|---|---|
 | none | 8 N in one all-reduce | | |
 | bf16 | 2 N (R-1)/R | 2 N | 4 N + 4 N/R |

@@ -18,11 +18,11 @@ from hpctrain.sharding.replication import ZeroSharding
 from hpctrain.sharding.state import Stateful, StateTensor
 
 
-def whole_over(bucket: Bucket, group: Group) -> Bucket:
-    """The same bucket as one that is summed whole over another group, whose ranks alone have state of it."""
+def bucket_over_group(bucket: Bucket, group: Group) -> Bucket:
+    """Return a copy of the bucket that is reduced over another group, without ZeRO, and shares its memory."""
     other = copy(bucket)
-    other.sharding = ZeroSharding(0, group, bucket.sharding.replicas, bucket.sharding.apart)
-    other.slice = other.own = slice(0, bucket.length)
+    other.sharding = ZeroSharding(0, group, bucket.sharding.replicas, bucket.sharding.diverging)
+    other.slice = other.owned_slice = slice(0, bucket.length)
     other.segments = tuple(
         replace(each, replication=replace(each.replication, sharding=other.sharding))
         for each in bucket.segments
@@ -30,12 +30,17 @@ def whole_over(bucket: Bucket, group: Group) -> Bucket:
     return other
 
 
-class BetweenNodes:
-    """Sums exactly over the ranks `inside` a node, to one of them, which has the sums of all nodes by a
-    Summation of its own, `between`, and hands them to the others.
+class HierarchicalReduction(GradientReduction):
+    """Exact sum inside a node, followed by another GradientReduction between nodes.
 
-    The ranks take turns at that from bucket to bucket, so that each of them uses the link; whose turn it is
-    not has no `between`.
+    For each bucket, one rank inside exchanges the node's sums with other nodes, and returns the results to
+    the ranks inside. The ranks take turns from bucket to bucket, so that each of them uses the link.
+
+    Args:
+        bucket: The bucket.
+        inside: Ranks of this node.
+        turn: Number of the rank inside that exchanges this bucket.
+        between: Reduction between nodes on that rank; None on others.
     """
 
     def __init__(self, bucket: Bucket, inside: Group, turn: int, between: GradientReduction | None) -> None:
@@ -43,24 +48,28 @@ class BetweenNodes:
         self.bucket, self.inside, self.turn, self.between = bucket, inside, turn, between
 
     @property
+    @override
     def scratch_bytes(self) -> int:
-        """Bytes of memory that the sum uses while it is in flight, without gradients and sums."""
         received = self.inside.host.scratch_bytes(self.bucket.length, self.bucket.gradient_dtype.itemsize)
         return max(received, self.between.scratch_bytes if self.between else 0)
 
+    @override
     def begin(self, updates: int) -> None:
-        """Begin a step."""
         if self.between is not None:
             self.between.begin(updates)
 
+    @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """See GradientReduction. What is quick, inside the node, is done at once."""
+        # The sum inside the node is fast, so it completes here; only the sum between nodes is in flight.
         self.inside.start_reduce(gradients, self.turn).wait()
         work = Work(gradients) if self.between is None else self.between.start(gradients, gradients)
-        return _HandedOut(self, work, gradients, sums)
+        return _HierarchicalWork(self, work, gradients, sums)
 
-    def hand_out(self, gradients: Tensor, sums: Tensor) -> None:
-        """Take the sums, whole or this rank's slice of them, from the rank whose turn it was."""
+    def distribute(self, gradients: Tensor, sums: Tensor) -> None:
+        """Receive the sums, or this rank's slice of them, from the rank that has exchanged them.
+
+        Collective over the ranks inside.
+        """
         if sums is gradients:
             self.inside.start_broadcast(gradients, self.turn).wait()
             return
@@ -68,8 +77,8 @@ class BetweenNodes:
         slices = gradients[first * share : (first + self.inside.size) * share]
         self.inside.start_scatter(slices, sums, self.turn).wait()
 
+    @override
     def after_step(self, updated: bool, factor: float) -> None:
-        """End a step."""
         if self.between is not None:
             self.between.after_step(updated, factor)
 
@@ -79,14 +88,16 @@ class BetweenNodes:
             yield from self.between.state()
 
 
-class _HandedOut(Work[Tensor]):
-    """Sums between nodes, and then from the rank that has them to the others of its node."""
+class _HierarchicalWork(Work[Tensor]):
+    """Handle of a sum between nodes, whose `wait` distributes the result inside the node."""
 
-    __slots__ = ("_between", "_gradients", "_of")
+    __slots__ = ("_between", "_gradients", "_reduction")
 
-    def __init__(self, of: BetweenNodes, between: Work[Tensor], gradients: Tensor, sums: Tensor) -> None:
+    def __init__(
+        self, reduction: HierarchicalReduction, between: Work[Tensor], gradients: Tensor, sums: Tensor
+    ) -> None:
         super().__init__(sums)
-        self._of, self._gradients = of, gradients
+        self._reduction, self._gradients = reduction, gradients
         self._between: Work[Tensor] | None = between
 
     @override
@@ -94,8 +105,9 @@ class _HandedOut(Work[Tensor]):
         if self._between is not None:
             self._between.proceed()
 
+    @override
     def test(self) -> bool:
-        """Help along what is under way; `wait` hands out."""
+        """Let the sum between nodes make progress. Only `wait` completes the handle. Local."""
         if self._between is not None:
             self._between.test()
         return self._between is None
@@ -105,15 +117,19 @@ class _HandedOut(Work[Tensor]):
         if self._between is not None:
             self._between.wait()
             self._between = None
-            self._of.hand_out(self._gradients, self._result)
+            self._reduction.distribute(self._gradients, self._result)
         return self._result
 
 
 def between_nodes(
     make: Callable[[Deck, Bucket], GradientReduction], of_gradients: bool = True
 ) -> Callable[[Deck, Bucket], GradientReduction]:
-    """The same between nodes alone, where the bucket's group is cut by node. On one node that leaves exact
-    sums, if what is made gives those `of_gradients`, and not what becomes of them.
+    """Return a function that compresses only between nodes, if the bucket's group is divided by node.
+
+    Args:
+        make: Function that makes the compressed reduction.
+        of_gradients: True if it sums gradients, so that on one node an exact sum replaces it. False if its
+            result is something else, such as a momentum.
     """
 
     def made(deck: Deck, bucket: Bucket) -> GradientReduction:
@@ -123,8 +139,8 @@ def between_nodes(
         if nodes.between.size == 1 and of_gradients:
             return ExactReduction(bucket)
         turn = nodes.turn(bucket.layout.used)
-        mine = turn == nodes.inside.rank
-        between = make(deck, whole_over(bucket, nodes.between)) if mine else None
-        return BetweenNodes(bucket, nodes.inside, turn, between)
+        is_turn = turn == nodes.inside.rank
+        between = make(deck, bucket_over_group(bucket, nodes.between)) if is_turn else None
+        return HierarchicalReduction(bucket, nodes.inside, turn, between)
 
     return made

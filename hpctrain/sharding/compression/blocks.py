@@ -1,7 +1,7 @@
-"""A bucket's elements in blocks that begin at each parameter's first one, and where their codes lie.
+"""Blocks of elements that are encoded together, and the places of their codes.
 
-What a parameter's elements are coded to depends on that parameter alone: another rank may hold it beside
-others, and cut it elsewhere.
+Blocks begin at each parameter's first element. So the code of a parameter depends on that parameter alone,
+although another rank may hold it next to others, or split it elsewhere.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ from hpctrain.sharding.bucket_layout import BucketSegment
 from hpctrain.sharding.state import StateTensor
 
 Span = tuple[int, int]
-"""From where, and up to where."""
+"""Begin and end of a range."""
 
 
 @dataclass(frozen=True)
 class ParameterBlocks:
-    """`length` elements of a parameter from its number `offset` on: they are the elements `start`, ... of the
-    bucket, and the elements `first`, ... of the blocks. What has no state needs no `segment`.
+    """Elements of a parameter in blocks.
+
+    Attributes:
+        segment: Segment of the parameter; None if there is no state.
+        offset: Index of the first element in the parameter.
+        start: Index of the first element in the bucket.
+        first: Index of the first element in the blocks.
+        length: Number of elements.
     """
 
     segment: BucketSegment | None
@@ -36,7 +42,7 @@ class ParameterBlocks:
     length: int
 
     def within(self, first: int, last: int) -> ParameterBlocks:
-        """As much of it as the elements `first` to `last` of the blocks have."""
+        """Return the part within the elements `first` to `last` of the blocks."""
         begin = max(self.first, first)
         length = max(0, min(self.first + self.length, last) - begin)
         skipped = begin - self.first
@@ -44,9 +50,15 @@ class ParameterBlocks:
 
 
 class CompressionBlocks:
-    """`count` blocks of BLOCK elements, each parameter's last one filled up with zeros.
+    """Blocks of BLOCK elements; each parameter's last one is filled up with zeros.
 
-    What is not trained has none, nor has the padding behind a parameter's last row.
+    Parameters that are not trained have none, nor has the padding that follows a parameter's last row.
+
+    Attributes:
+        pieces: Elements of each parameter.
+        count: Number of blocks.
+        elements: Number of elements of all blocks.
+        counts: Number of elements of parameters in each block, fp32 [count].
     """
 
     def __init__(self, pieces: Sequence[ParameterBlocks], count: int, device: torch.device) -> None:
@@ -57,18 +69,18 @@ class CompressionBlocks:
             for piece in pieces
             if (rest := (piece.first + piece.length) % BLOCK)
         ]
-        # Made in host memory: of what a plan computes by shapes alone, torch would load its compiler.
+        # Use host memory: on the meta device, as in plans, torch would load its compiler.
         host = torch.device("cpu")
         places = torch.tensor([block for block, _ in tails], dtype=torch.int64, device=host)
         rests = torch.tensor([rest for _, rest in tails], dtype=torch.int64, device=host)
-        kept = torch.arange(BLOCK, device=host) < rests.unsqueeze(1)
+        in_tail = torch.arange(BLOCK, device=host) < rests.unsqueeze(1)
         counts = torch.full((count,), float(BLOCK), device=host)
         counts[places] = rests.float()
-        self._tails, self._kept, self.counts = (each.to(device) for each in (places, kept, counts))
+        self._tails, self._in_tail, self.counts = (each.to(device) for each in (places, in_tail, counts))
 
     @staticmethod
     def of(bucket: Bucket) -> CompressionBlocks:
-        """All blocks of a bucket."""
+        """Return all blocks of a bucket."""
         pieces, count = [], 0
         for segment in bucket.segments:
             shard = segment.parameter.shard
@@ -80,8 +92,8 @@ class CompressionBlocks:
         return CompressionBlocks(pieces, count, bucket.sharding.group.device)
 
     @staticmethod
-    def beside(lengths: Iterable[int], device: torch.device) -> CompressionBlocks:
-        """Those of parts of so many elements, one behind the other."""
+    def of_lengths(lengths: Iterable[int], device: torch.device) -> CompressionBlocks:
+        """Return the blocks of adjacent parts with these numbers of elements."""
         pieces, count, start = [], 0, 0
         for length in lengths:
             pieces.append(ParameterBlocks(None, 0, start, count * BLOCK, length))
@@ -90,47 +102,55 @@ class CompressionBlocks:
         return CompressionBlocks(pieces, count, device)
 
     def part(self, span: Span) -> CompressionBlocks:
-        """The blocks of a span of them, by themselves."""
+        """Return the blocks of a range as blocks of their own."""
         first, last = (block * BLOCK for block in span)
         cut = [piece for each in self.pieces if (piece := each.within(first, last)).length]
-        own = [ParameterBlocks(p.segment, p.offset, p.start, p.first - first, p.length) for p in cut]
+        pieces = [ParameterBlocks(p.segment, p.offset, p.start, p.first - first, p.length) for p in cut]
         device = self.counts.device
-        return CompressionBlocks(own, span[1] - span[0], device)
+        return CompressionBlocks(pieces, span[1] - span[0], device)
 
     def equal_spans(self, size: int) -> list[Span]:
-        """As many blocks for each of `size` ranks, as far as that can be; the first one has most."""
+        """Return one range of blocks per rank, of about equal length; the first one is the longest."""
         borders = [-(-self.count * rank // size) for rank in range(size + 1)]
         return list(pairwise(borders))
 
     def span_of(self, part: slice) -> Span:
-        """The blocks that have any of the bucket's elements `part`."""
-        held = [piece for piece in self.pieces if self._overlap(piece, part)[1]]
-        if not held:
+        """Return the range of blocks that contain any of the bucket's elements `part`."""
+        pieces = [piece for piece in self.pieces if self._overlap(piece, part)[1]]
+        if not pieces:
             return 0, 0
-        begin, _ = self._overlap(held[0], part)
-        end, length = self._overlap(held[-1], part)
+        begin, _ = self._overlap(pieces[0], part)
+        end, length = self._overlap(pieces[-1], part)
         return begin // BLOCK, -(-(end + length) // BLOCK)
 
     def pairs(self, blocks: Tensor, flat: Tensor, part: slice) -> tuple[list[Tensor], list[Tensor]]:
-        """Views of the flat `blocks`, and of what `flat` has in their place: the bucket's elements `part`."""
-        mine, theirs = [], []
+        """Return views of flat `blocks`, and the corresponding views of a part of the bucket.
+
+        Args:
+            blocks: Elements of all blocks, flat.
+            flat: Elements of `part`, flat.
+            part: Part of the bucket.
+        """
+        of_blocks, of_flat = [], []
         for piece in self.pieces:
             first, length = self._overlap(piece, part)
             if length:
                 begin = piece.start + first - piece.first - part.start
-                mine.append(blocks[first : first + length])
-                theirs.append(flat[begin : begin + length])
-        return mine, theirs
+                of_blocks.append(blocks[first : first + length])
+                of_flat.append(flat[begin : begin + length])
+        return of_blocks, of_flat
 
     def clear_tails(self, blocks: Tensor) -> Tensor:
-        """Flat `blocks`, zero where no parameter has an element."""
+        """Zero the elements of flat `blocks` that belong to no parameter, in place, and return it."""
         rows = blocks.view(self.count, BLOCK)
-        rows[self._tails] = rows[self._tails].where(self._kept, 0)
+        rows[self._tails] = rows[self._tails].where(self._in_tail, 0)
         return blocks
 
     def code_spans(self, width: int, scale: int, span: Span) -> Iterator[Span]:
-        """Where the bytes of a span of blocks lie in a code of all, `width` of each for its elements and,
-        behind these, `scale` of each: stretches, without what fills blocks up.
+        """Yield the ranges of bytes of some blocks in the code of all blocks.
+
+        The code has first `width` bytes of each block for its elements, then `scale` bytes of each block.
+        Bytes that only fill blocks up are omitted.
         """
         begin = end = 0
         for piece in self.pieces:
@@ -150,8 +170,9 @@ class CompressionBlocks:
     def state_of_ranks(
         self, kind: str, blocks: Tensor, bucket: Bucket, owned: bool = False
     ) -> Iterator[StateTensor]:
-        """As `sharding.state.state_of_ranks`, of flat `blocks`; where sums are `owned`, what their owners
-        have lies behind what all ranks have, see `state_of_owner`.
+        """Yield state of flat `blocks` that each rank has of its own, like `sharding.state.state_of_ranks`.
+
+        If `owned`, one row more is stored for what owners have of their sums (`state_of_owner`).
         """
         group, replicas = bucket.sharding.group, bucket.sharding.replicas
         rows = group.size + owned
@@ -164,38 +185,39 @@ class CompressionBlocks:
             yield StateTensor(kind, shard, values, piece.offset, copy, True, "as a sum")
 
     def state_of_owner(self, kind: str, blocks: Tensor, bucket: Bucket) -> Iterator[StateTensor]:
-        """State of flat `blocks` that no other rank of their group has, as if it were that of one rank more:
-        on another number of ranks, or where sums are not owned, it goes on with one of them.
+        """Yield state of flat `blocks` that only their owner has, stored in a row after those of all ranks.
+
+        If the number of ranks changes, or sums have no owners, one of the ranks continues with it.
         """
         group, replicas = bucket.sharding.group, bucket.sharding.replicas
         rows = group.size + 1
         for piece in self.pieces:
             assert piece.segment is not None
-            held = piece.segment.replication
+            replication = piece.segment.replication
             shard = piece.segment.parameter.shard
             shard = shard.stacked(replicas.rank * rows + group.size, replicas.size * rows)
             values = blocks[piece.first : piece.first + piece.length]
-            # The ends of a pipeline cut tied embeddings at other places: one of them writes.
-            written, copy = held.stage_copy == 0, (held.holders.rank, held.holders.size)
+            # The ends of a pipeline split tied embeddings at different places, so only one of them writes.
+            written, copy = replication.stage_copy == 0, (replication.holders.rank, replication.holders.size)
             yield StateTensor(kind, shard, values, piece.offset, copy, written, "as a sum")
 
     @staticmethod
     def _overlap(piece: ParameterBlocks, part: slice) -> Span:
-        """First element among the blocks, and number, of a piece's elements in a part of the bucket."""
+        """Return the first index in the blocks, and the number, of a piece's elements in a part."""
         begin = max(piece.start, part.start)
         length = max(0, min(piece.start + piece.length, part.stop) - begin)
         return piece.first + begin - piece.start, length
 
 
-def take(code: Tensor, spans: Iterable[Span]) -> Tensor:
-    """The bytes of these stretches of a code, one behind the other."""
+def read_spans(code: Tensor, spans: Iterable[Span]) -> Tensor:
+    """Return the bytes of these ranges of a code, concatenated."""
     return torch.cat([code[first:last] for first, last in spans] or [code[:0]])
 
 
-def put(code: Tensor, spans: Sequence[Span], taken: Tensor) -> Tensor:
-    """The code [..., bytes] with what `take` gave in its places."""
+def write_spans(code: Tensor, spans: Sequence[Span], data: Tensor) -> Tensor:
+    """Write the result of `read_spans` into its places in a code [..., bytes], and return the code."""
     lengths = [last - first for first, last in spans]
     if lengths:
         places = [code[..., first:last] for first, last in spans]
-        torch._foreach_copy_(places, list(taken.split(lengths, -1)))
+        torch._foreach_copy_(places, list(data.split(lengths, -1)))
     return code

@@ -1,4 +1,4 @@
-"""Codes of gradients: blocks of BLOCK elements in 16, 8 or 1 bit an element."""
+"""Codecs of gradients, which encode blocks of BLOCK elements with 16, 8 or 1 bits per element."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.memory.compress import BLOCK, compress, compress_peak, expand
 
 _TO_BITS = 0x0102040810204080
-"""Times eight bytes of 0 or 1, it has the bit of byte i at place 56 + i."""
+"""Factor that moves the bit of byte i of eight bytes of 0 or 1 to the bit 56 + i."""
 
 _TO_BYTES = 0x0101010101010101
+"""Factor that copies a byte into all eight bytes."""
 _BIT_OF_BYTE = 0x8040201008040201 - 2**64
-"""Times a byte, it has that byte in all eight; of byte i, the bit i."""
+"""Mask of bit i in byte i."""
 
 
 class Codec(Protocol):
@@ -45,75 +47,84 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True)
-class RoundedCodec:
-    """bf16, or int8 with a scale for each block, to the nearest, as activations that are kept."""
+class RoundedCodec(Codec):
+    """Codec that rounds to bf16, or to int8 with a scale for each block, like activations that are stored."""
 
     form: Literal["bf16", "int8"]
 
     @property
+    @override
     def width(self) -> int:
-        """Number of bytes of a block's values."""
         return 2 * BLOCK if self.form == "bf16" else BLOCK
 
     @property
+    @override
     def scale(self) -> int:
-        """Number of bytes of a block's scale."""
         return 0 if self.form == "bf16" else 4
 
-    def encode(self, values: Tensor, counts: Tensor) -> Tensor:  # noqa: ARG002
-        """Return the code, uint8 [n (width + scale)], of `values`, fp32 [n BLOCK]."""
+    @override
+    def encode(self, values: Tensor, counts: Tensor) -> Tensor:
         return compress(values, self.form)
 
+    @override
     def decode(self, code: Tensor) -> Tensor:
-        """Return the approximate values, fp32 [n BLOCK]. A block that was not finite is not finite again."""
         elements = code.numel() // (self.width + self.scale) * BLOCK
         return expand(code, self.form, elements, torch.float32)
 
+    @override
     def working_bytes(self, elements: int) -> int:
-        """Return the largest amount of memory that encoding or decoding so many elements takes, in bytes."""
         return max(compress_peak(elements, 4, self.form), (4 if self.form == "bf16" else 8) * elements)
 
 
 @dataclass(frozen=True)
-class Sign:
-    """One bit an element, which is the block's scale or minus that: the mean of its magnitudes.
+class SignCodec(Codec):
+    """Codec with one bit per element, which is the block's scale or minus that.
 
-    Of all numbers that leaves the least squared error, and at most sqrt(1 - 1/BLOCK) of the block's norm
-    (arXiv 1901.09847, lemma 8), so that errors that are fed back stay bounded. Zero is not negative.
+    The scale is the mean of the magnitudes. This minimizes the squared error, which is at most sqrt(1 -
+    1/BLOCK) of the block's norm (arXiv 1901.09847, lemma 8), so that errors with feedback remain bounded.
+    Zero counts as positive.
     """
 
     width = BLOCK // 8
     scale = 4
 
+    @override
     def encode(self, values: Tensor, counts: Tensor) -> Tensor:
-        """Return the code, uint8 [n (width + scale)], of `values`, fp32 [n BLOCK]."""
         rows = values.view(-1, BLOCK)
-        return signs(rows >= 0, rows.abs().sum(1) / counts)
+        return pack_signs(rows >= 0, rows.abs().sum(1) / counts)
 
+    @override
     def decode(self, code: Tensor) -> Tensor:
-        """Return the approximate values, fp32 [n BLOCK]. A block that was not finite is not finite again."""
-        return signed(*of_signs(code)).view(-1)
+        return sign_values(*unpack_signs(code)).view(-1)
 
+    @override
     def working_bytes(self, elements: int) -> int:
-        """Return the largest amount of memory that encoding or decoding so many elements takes, in bytes."""
-        return 4 * elements + 3 * elements  # values, and on their way bytes and eighths of int64
+        return 4 * elements + 3 * elements  # values, then bytes and int64 per eight elements
 
 
-def signed(positive: Tensor, scales: Tensor) -> Tensor:
-    """Of blocks of signs the values [n, BLOCK] fp32: `scales` [n] where `positive`, minus these elsewhere."""
+def sign_values(positive: Tensor, scales: Tensor) -> Tensor:
+    """Return the values, fp32 [n, BLOCK], of blocks of signs.
+
+    Args:
+        positive: The signs, bool [n, BLOCK].
+        scales: Magnitude of the elements of each block, [n].
+    """
     each = scales.unsqueeze(1)
-    return positive.to(torch.float32).mul_(2 * each).sub_(each)  # in a fifth of the time that `where` takes
+    return positive.to(torch.float32).mul_(2 * each).sub_(each)  # five times as fast as `where`
 
 
-def signs(positive: Tensor, scales: Tensor) -> Tensor:
-    """The code of blocks of signs: bits of `positive` [n, BLOCK] bool, and `scales` [n] fp32."""
+def pack_signs(positive: Tensor, scales: Tensor) -> Tensor:
+    """Return the code of `positive` [n, BLOCK] bool and `scales` [n] fp32.
+
+    It has one bit per sign, then the scales.
+    """
     eights = positive.view(-1).view(torch.uint8).view(torch.int64)
     bits = ((eights * _TO_BITS) >> 56).to(torch.uint8)
     return torch.cat((bits, scales.view(torch.uint8)))
 
 
-def of_signs(code: Tensor) -> tuple[Tensor, Tensor]:
-    """`positive` and `scales` of a code of signs."""
+def unpack_signs(code: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `positive` and `scales` of a code of `pack_signs`."""
     count = code.numel() // (BLOCK // 8 + 4)
     bits, scales = code.split((count * BLOCK // 8, count * 4))
     eights = (bits.to(torch.int64) * _TO_BYTES) & _BIT_OF_BYTE

@@ -1,4 +1,4 @@
-"""Sums of codes: ranks send owners the codes of what these sum, and owners send codes of the sums back."""
+"""Sums of codes: ranks send codes to the owners of blocks, and owners return codes of the sums."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import SequentialWork, Work
@@ -16,27 +17,41 @@ from hpctrain.deck.sections.communication import RoundedTable
 from hpctrain.host.device import on_host
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.compression.blocks import CompressionBlocks, Span, put, take
+from hpctrain.sharding.compression.blocks import CompressionBlocks, Span, read_spans, write_spans
 from hpctrain.sharding.compression.codecs import Codec
+from hpctrain.sharding.reducer import GradientReduction
 from hpctrain.sharding.state import StateTensor
 
 AT_ONCE, AT_ONCE_ON_GPU = 1 << 10, 1 << 16
-"""Blocks that are coded at a time."""
+"""Number of blocks that are encoded at a time, on CPUs and on GPUs."""
 
 _KIND = "reducer/residual"
 
 Encode = Callable[[Tensor, Tensor], Tensor]
-"""As Codec.encode."""
+"""Function like `Codec.encode`."""
 
 
 class CodedSum:
-    """A sum of codes, in two operations of a group of several ranks.
+    """Sum of encoded values, in two operations of a group of several ranks.
 
-    What each rank codes is its values and, where there is a `residual`, what was lost of them before, which
-    is kept. Of the `blocks`, `owned` are each rank's. One all-to-all takes the codes to these owners; they
-    add in fp32, in the order of the ranks. If no sum `returns` to others, each has its own by that: its part
-    `own_slice` of the flat values. Else owners code the sums, with an `own_residual` if there is one, and all
-    ranks gather these.
+    1. Each rank encodes its values plus its residual, which becomes the part that the code has lost. One
+    all-to-all sends the codes to the owners of the blocks.
+    2. The owners add in fp32, in the order of the ranks. They encode the sums, with a residual of their own,
+    and all ranks gather these codes. If `returns` is False this step is omitted, and each rank keeps the sums
+    of its blocks.
+
+    Args:
+        blocks: Blocks of the values.
+        group: Ranks that add.
+        codec: The codec.
+        owned: Range of blocks that each rank owns.
+        returns: True if all ranks receive all sums.
+        sums_slice: Otherwise the part of the values that this rank's sums belong to.
+
+    Attributes:
+        residual: Elements that are kept for the next sum, or None.
+        owner_residual: The same of the sums that this rank owns, or None.
+        summed: Code of the last sums, if any.
     """
 
     def __init__(
@@ -46,79 +61,87 @@ class CodedSum:
         codec: Codec,
         owned: Sequence[Span],
         returns: bool = True,
-        own_slice: slice = slice(0),
+        sums_slice: slice = slice(0),
     ) -> None:
         self.blocks, self.group, self.codec = blocks, group, codec
-        self.returns, self._own_slice = returns, own_slice
-        self.own = blocks.part(owned[group.rank])
+        self.returns, self._sums_slice = returns, sums_slice
+        self.owned_blocks = blocks.part(owned[group.rank])
         of_owners = [list(blocks.code_spans(codec.width, codec.scale, span)) for span in owned]
         self._spans = [span for spans in of_owners for span in spans]
-        self._own_spans = list(self.own.code_spans(codec.width, codec.scale, (0, self.own.count)))
+        self._owner_spans = list(
+            self.owned_blocks.code_spans(codec.width, codec.scale, (0, self.owned_blocks.count))
+        )
         self._sizes = [sum(last - first for first, last in spans) for spans in of_owners]
         self.residual: Tensor | None = None
-        self.own_residual: Tensor | None = None
+        self.owner_residual: Tensor | None = None
         self.summed: Tensor | None = None
         self._at_once = AT_ONCE if on_host(group.computes_on) else AT_ONCE_ON_GPU
 
     @property
     def scratch_bytes(self) -> int:
-        """See Summation: codes that go, come and lie in their places, what is coded without a residual or
-        whole sums beside two of them, this rank's own sums, and a piece that is coded.
+        """Bytes of memory that the sum uses while it is in flight.
+
+        These are codes that are sent, received and in their places, values or sums besides two of them, this
+        rank's own sums, and the memory of encoding.
         """
-        code, whole = self._code_bytes(self.blocks.count), self.returns or self.residual is None
-        values = 4 * self.blocks.elements if whole else 0
+        code, has_values = self._code_bytes(self.blocks.count), self.returns or self.residual is None
+        values = 4 * self.blocks.elements if has_values else 0
         piece = min(self.blocks.count, self._at_once) * BLOCK
-        return max(2 * code + values, 3 * code) + 4 * self.own.elements + 2 * self.codec.working_bytes(piece)
+        return (
+            max(2 * code + values, 3 * code)
+            + 4 * self.owned_blocks.elements
+            + 2 * self.codec.working_bytes(piece)
+        )
 
     def operations(self, gradients: Tensor, sums: Tensor) -> Iterator[Work[Any]]:
-        """The operations, and what is computed before, between and after them."""
+        """Yield the operations in order, and compute before, between and after them. Collective."""
         if not self.blocks.count:
             return
         sizes, rank = self._sizes, self.group.rank
         values = self._values(gradients)
         code = self._coded(self.blocks, values, self.codec.encode, self.residual is not None)
         del values
-        sent = take(code, self._spans)
+        sent = read_spans(code, self._spans)
         del code
         received = sent.new_empty(self.group.size * sizes[rank])
         yield self.group.start_all_to_all(sent, received, sizes, [sizes[rank]] * self.group.size)
-        codes = sent.new_zeros((self.group.size, self._code_bytes(self.own.count)))
-        put(codes, self._own_spans, received.view(self.group.size, -1))
+        codes = sent.new_zeros((self.group.size, self._code_bytes(self.owned_blocks.count)))
+        write_spans(codes, self._owner_spans, received.view(self.group.size, -1))
         del sent, received
         if not self.returns:
-            total = self.own.clear_tails(self._added(self.own, codes))
-            mine, theirs = self.own.pairs(total, sums, self._own_slice)
-            if mine:
-                torch._foreach_copy_(theirs, mine)
+            total = self.owned_blocks.clear_tails(self._added(self.owned_blocks, codes))
+            own, target = self.owned_blocks.pairs(total, sums, self._sums_slice)
+            if own:
+                torch._foreach_copy_(target, own)
             return
-        sent = take(self._code_of_total(codes), self._own_spans)
+        sent = read_spans(self._code_of_total(codes), self._owner_spans)
         del codes
         received = sent.new_empty(sum(sizes))
         yield self.group.start_all_gather(sent, received, sizes)
-        self.summed = put(sent.new_zeros(self._code_bytes(self.blocks.count)), self._spans, received)
+        self.summed = write_spans(sent.new_zeros(self._code_bytes(self.blocks.count)), self._spans, received)
         del sent, received
         self.decode_into(gradients)
 
     def decode_into(self, flat: Tensor) -> None:
-        """Fill the flat values with the whole sums of this step."""
+        """Write the sums of this step into flat values."""
         assert self.summed is not None
         values = self.blocks.clear_tails(self._added(self.blocks, [self.summed]))
-        mine, theirs = self.blocks.pairs(values, flat, slice(0, flat.numel()))
-        torch._foreach_copy_(theirs, mine)
+        own, target = self.blocks.pairs(values, flat, slice(0, flat.numel()))
+        torch._foreach_copy_(target, own)
 
     def add(self, codes: Sequence[Tensor]) -> Tensor:
-        """The sum of what codes of the same blocks, of all ranks in their order or one code, stand for."""
+        """Return the sum of the decoded values of codes of the same blocks, by rank, or of a single code."""
         total = self.codec.decode(codes[0])
         for code in codes[1:]:
             total.add_(self.codec.decode(code))
         return total
 
     def encode_sums(self, sums: Tensor, counts: Tensor) -> Tensor:
-        """The code of sums."""
+        """Return the code of sums."""
         return self.codec.encode(sums, counts)
 
     def _values(self, gradients: Tensor) -> Tensor:
-        """What this rank codes: in the residual's memory, where there is one."""
+        """Return the values to encode, in the memory of the residual if there is one."""
         everything = slice(0, gradients.numel())
         if self.residual is None:
             values = torch.zeros(self.blocks.elements, device=gradients.device)
@@ -128,18 +151,22 @@ class CodedSum:
         return self.residual
 
     def _code_of_total(self, codes: Tensor) -> Tensor:
-        """The code of the sums of this rank's blocks, of their codes by all ranks [ranks, bytes]."""
-        total = self.own.clear_tails(self._added(self.own, codes))
-        values = total if self.own_residual is None else self.own_residual.add_(total)
-        return self._coded(self.own, values, self.encode_sums, self.own_residual is not None)
+        """Return the code of the sums of this rank's blocks.
+
+        Args:
+            codes: Codes of these blocks by all ranks, uint8 [ranks, bytes].
+        """
+        total = self.owned_blocks.clear_tails(self._added(self.owned_blocks, codes))
+        values = total if self.owner_residual is None else self.owner_residual.add_(total)
+        return self._coded(self.owned_blocks, values, self.encode_sums, self.owner_residual is not None)
 
     def _coded(self, blocks: CompressionBlocks, values: Tensor, encode: Encode, feedback: bool) -> Tensor:
-        """The code of `values`, which with `feedback` are what it loses afterwards."""
+        """Return the code of `values`. With `feedback`, `values` become what the code has lost."""
         code = values.new_empty(self._code_bytes(blocks.count), dtype=torch.uint8)
         for piece, spans in self._pieces(blocks):
             elements = values[piece.start * BLOCK : piece.stop * BLOCK]
             coded = encode(elements, blocks.counts[piece])
-            put(code, spans, coded)
+            write_spans(code, spans, coded)
             if feedback:
                 elements.sub_(self.codec.decode(coded))
         if feedback:
@@ -147,14 +174,16 @@ class CodedSum:
         return code
 
     def _added(self, blocks: CompressionBlocks, codes: Tensor | Sequence[Tensor]) -> Tensor:
-        """The sum of what codes of these blocks stand for."""
+        """Return the sum of the decoded values of codes of these blocks."""
         total = torch.empty(blocks.elements, device=codes[0].device)
         for piece, spans in self._pieces(blocks):
-            total[piece.start * BLOCK : piece.stop * BLOCK] = self.add([take(code, spans) for code in codes])
+            total[piece.start * BLOCK : piece.stop * BLOCK] = self.add(
+                [read_spans(code, spans) for code in codes]
+            )
         return total
 
     def _pieces(self, blocks: CompressionBlocks) -> Iterator[tuple[slice, list[Span]]]:
-        """Some blocks at a time, and where their bytes lie in a code of all: what a cache holds is quick."""
+        """Yield some blocks at a time, which fit into a cache, and the ranges of their bytes in the code."""
         width, scale, count = self.codec.width, self.codec.scale, blocks.count
         for first in range(0, count, self._at_once):
             last = min(first + self._at_once, count)
@@ -165,28 +194,34 @@ class CodedSum:
         return count * (self.codec.width + self.codec.scale)
 
 
-class CompressedReduction(CodedSum):
-    """The sum of a bucket's gradients, in codes; with `feedback` residuals are kept.
+class CompressedReduction(CodedSum, GradientReduction):
+    """Sum of a bucket's gradients by codes, with residuals if `feedback`.
 
-    Blocks have owners: as many for each rank or, where ZeRO cuts and this is not `whole`, the rank whose
-    slice has elements of it, which are two where a slice ends. Slices are done when their owners have summed;
-    sums that are whole, with ZeRO too, return to all.
+    Without ZeRO, and if `replicate`, each rank owns equally many blocks and all ranks receive all sums.
+    Otherwise the owner of a block is the rank whose slice has elements of it; there are two if a slice ends
+    in it. Then the sums need not be sent back.
+
+    Args:
+        bucket: The bucket.
+        codec: The codec.
+        feedback: True if residuals are kept.
+        replicate: True if all ranks receive all sums, also with ZeRO.
     """
 
-    def __init__(self, bucket: Bucket, codec: Codec, feedback: bool, whole: bool = False) -> None:
+    def __init__(self, bucket: Bucket, codec: Codec, feedback: bool, replicate: bool = False) -> None:
         self.bucket, group, device = bucket, bucket.sharding.group, bucket.sharding.group.device
-        returns, blocks = whole or bucket.sharding.zero == 0, CompressionBlocks.of(bucket)
+        returns, blocks = replicate or bucket.sharding.zero == 0, CompressionBlocks.of(bucket)
         slices = [slice(first, last) for first, last in pairwise(bucket.layout.borders)]
         owned = blocks.equal_spans(group.size) if returns else list(map(blocks.span_of, slices))
         super().__init__(blocks, group, codec, owned, returns, bucket.slice)
         if feedback:
             self.residual = torch.zeros(blocks.elements, device=device)
         if feedback and returns:
-            self.own_residual = torch.zeros(self.own.elements, device=device)
+            self.owner_residual = torch.zeros(self.owned_blocks.elements, device=device)
 
     @staticmethod
     def of(codec: Codec) -> Callable[[Deck, Bucket], CompressedReduction]:
-        """What makes one of a deck and a bucket."""
+        """Return a function that makes the reduction of a deck and a bucket."""
 
         def make(deck: Deck, bucket: Bucket) -> CompressedReduction:
             form = deck.communication.compression
@@ -195,17 +230,18 @@ class CompressedReduction(CodedSum):
 
         return make
 
+    @override
     def begin(self, updates: int) -> None:
-        """Begin a step."""
+        """Do nothing: all steps are alike."""
 
+    @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """Start to sum the gradients of the bucket over the ranks of its group."""
         return SequentialWork(self.operations(gradients, sums), sums)
 
+    @override
     def after_step(self, updated: bool, factor: float) -> None:
-        """End a step."""
         self.summed = None
-        for residual in (self.residual, self.own_residual):
+        for residual in (self.residual, self.owner_residual):
             if residual is not None and not updated:
                 residual.zero_()
             elif residual is not None and factor != 1:
@@ -215,5 +251,5 @@ class CompressedReduction(CodedSum):
         """Yield all tensors of the state. They are the same tensors in every step."""
         if self.residual is not None:
             yield from self.blocks.state_of_ranks(_KIND, self.residual, self.bucket, self.returns)
-        if self.own_residual is not None:
-            yield from self.own.state_of_owner(_KIND, self.own_residual, self.bucket)
+        if self.owner_residual is not None:
+            yield from self.owned_blocks.state_of_owner(_KIND, self.owner_residual, self.bucket)

@@ -1,4 +1,4 @@
-"""Which matrices a parameter's gradients are, and what factors of them weigh."""
+"""Matrices of a parameter's gradients, and the sizes of their low-rank factors."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from hpctrain.sharding.bucket_layout import BucketSegment
 from hpctrain.sharding.replication import EXPERTS
 
 FACTOR = "reducer/q"
-"""The kind of the factors that go on from step to step."""
+"""Kind of the factors that continue from step to step."""
 
 
 def factor_rank(n: int, m: int, rank: int) -> int:
-    """Columns of the factors of an [n, m] matrix; 0 where they would be no smaller than it is."""
+    """Return the number of columns of the factors of an [n, m] matrix; 0 if factors would not be smaller."""
     columns = min(rank, n, m)
     return columns if columns * (n + m) < n * m else 0
 
 
 def message_elements(shapes: Iterable[Sequence[int]], rank: int) -> tuple[int, int]:
-    """Elements that a rank gives to the two all-reduces of tensors of these shapes.
+    """Return the number of elements that a rank sends in each of the two all-reduces.
 
-    Vectors, and matrices (all dims but the first taken as one) of which factors would be no smaller, go
-    whole with the first one.
+    Vectors, and matrices whose factors would not be smaller, are sent in full in the first one.
+
+    Args:
+        shapes: Shapes of the tensors; all dims but the first are columns of a matrix.
+        rank: Largest number of columns of factors.
     """
     first = second = 0
     for shape in shapes:
@@ -38,11 +41,18 @@ def message_elements(shapes: Iterable[Sequence[int]], rank: int) -> tuple[int, i
 
 @dataclass(frozen=True)
 class Matrices:
-    """The `count` matrices [n, m] of a parameter's local piece, and the columns of their factors: with `rank`
-    0 it goes whole.
+    """The matrices [n, m] of a parameter's local tensor.
 
-    `dim` is that of the rows: experts are stacked, each a matrix of its own, or several; all else is
-    [first dim, all others].
+    Experts are stacked, and each of them is one matrix or several. Any other tensor is one matrix: [first
+    dim, all others].
+
+    Attributes:
+        segment: Segment of the parameter.
+        dim: Dim of the rows.
+        count: Number of matrices.
+        n: Number of rows.
+        m: Number of columns.
+        rank: Number of columns of the factors; 0 if gradients are sent in full.
     """
 
     segment: BucketSegment
@@ -54,7 +64,7 @@ class Matrices:
 
     @staticmethod
     def of(segment: BucketSegment, rank: int) -> Matrices:
-        """Those of a parameter, with factors of at most `rank` columns."""
+        """Return the matrices of a parameter, with factors of at most `rank` columns."""
         shard = segment.parameter.shard
         dim = len(shard.local) - 2 if EXPERTS[0] in shard.split and len(shard.local) > 2 else 0
         count, n, m = prod(shard.local[:dim]), shard.local[dim], prod(shard.local[dim + 1 :])
@@ -62,22 +72,23 @@ class Matrices:
 
     @property
     def elements(self) -> slice:
-        """Of the bucket."""
+        """Part of the bucket that the matrices occupy."""
         return slice(self.segment.start, self.segment.start + self.segment.length)
 
     @property
-    def alike(self) -> tuple[int, int, int, str]:
-        """What those have in common that are multiplied at once.
+    def batch_key(self) -> tuple[int, int, int, str]:
+        """Properties that matrices share which are multiplied in one batch.
 
-        The last bits of a product may depend on what else is multiplied with it. Tied embeddings are to get
-        the same ones on both ends of the pipeline, beside other parameters: they are by themselves.
+        The last bits of a product may depend on the other matrices in its batch. Tied embeddings must get the
+        same bits on both ends of the pipeline, next to other parameters, so each of them is a batch of its
+        own.
         """
         alone = self.segment.parameter.shard.name if self.segment.replication.ends else ""
         return self.n, self.m, self.rank, alone
 
     @property
     def first_factor(self) -> Shard:
-        """The place of Q' [count, rank, m] in that of the whole tensor, by which it is drawn at first."""
+        """Shard of Q' [count, rank, m] in the global factor, by which its initial values are drawn."""
         shard, dim = self.segment.parameter.shard, self.dim
 
         def as_rows(sizes: tuple[int, ...], rows: int) -> tuple[int, ...]:
@@ -88,17 +99,18 @@ class Matrices:
 
     @property
     def stored_factor(self) -> Shard:
-        """The place of Q' in a checkpoint: those of the parameter's pieces, however they are cut, lie behind
-        each other, as each is of a piece alone.
+        """Shard of Q' in a checkpoint.
+
+        The factors of the pieces of a parameter are stacked, because each belongs to one piece.
         """
-        shard, dim, held = self.segment.parameter.shard, self.dim, self.segment.replication
+        shard, dim, replication = self.segment.parameter.shard, self.dim, self.segment.replication
         number, pieces = 0, 1
         if dim:
             cuts = zip(shard.shape[dim:], shard.start[dim:], shard.local[dim:], strict=True)
             places = [(start // local, -(-size // local)) for size, start, local in cuts]
             number, pieces = max(places, key=itemgetter(1))
-        elif held.pieces is not None:
-            number, pieces = held.pieces.rank // shard.copies, held.pieces.size // shard.copies
+        elif replication.pieces is not None:
+            number, pieces = replication.pieces.rank // shard.copies, replication.pieces.size // shard.copies
         return Shard(
             shard.name,
             (*shard.shape[:dim], pieces, self.rank, self.m),

@@ -1,4 +1,4 @@
-"""1-bit Adam's momentum (arXiv 2102.02888): of what the ranks add to it, one bit an element travels."""
+"""1-bit Adam (arXiv 2102.02888), which exchanges the momentum with one bit per element."""
 
 from __future__ import annotations
 
@@ -7,56 +7,60 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.work import SequentialWork, Work
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.optimizer import AdamWTable
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.compression.codecs import Sign
+from hpctrain.sharding.compression.codecs import SignCodec
 from hpctrain.sharding.compression.compressed_reduction import CompressedReduction
-from hpctrain.sharding.reducer import ExactReduction
+from hpctrain.sharding.reducer import ExactReduction, GradientReduction
 from hpctrain.sharding.state import StateTensor, state_of_ranks
 
 
-class OneBitMomentum:
-    """Exact sums for `warmup` updates, afterwards the momentum that AdamW goes on with, and not gradients.
+class OneBitMomentum(GradientReduction):
+    """Exact sums for `warmup` updates, afterwards the momentum of AdamW in place of gradients.
 
-    Of the momentum m every rank has a part a, such that the parts of all add up to it: a = beta a +
-    (1 - beta) g of its own gradients, which is all that happens in the warm-up. Afterwards m is the two-way
-    sum of signs of these, with both residuals, whole on all ranks with ZeRO too, and a = m / ranks: what the
-    codes lose of the momentum is not lost to the next one. A rank alone has a for the sum.
+    Each rank has a part a of the momentum m, such that the parts of all ranks add up to m. With its own
+    gradients g it computes a = beta a + (1 - beta) g. During the warm-up nothing else happens. Afterwards m
+    is the sum of the coded a of all ranks, with error feedback in both directions and on all ranks also with
+    ZeRO, and a becomes m / ranks: what the codes lose is not lost to the next momentum. On a single rank the
+    sum is a.
     """
 
     def __init__(self, bucket: Bucket, beta: float, warmup: int) -> None:
         self.bucket, self.beta, self.warmup = bucket, beta, warmup
         self.exact = ExactReduction(bucket)
         self.signs = (
-            CompressedReduction(bucket, Sign(), True, whole=True) if bucket.sharding.group.size > 1 else None
+            CompressedReduction(bucket, SignCodec(), True, replicate=True)
+            if bucket.sharding.group.size > 1
+            else None
         )
         self.part = torch.zeros(bucket.length, device=bucket.sharding.group.device)
         self._warm = True
 
     @staticmethod
     def of(deck: Deck, bucket: Bucket) -> OneBitMomentum:
-        """That of a deck, whose optimizer is AdamW."""
+        """Return the reduction of a deck whose optimizer is AdamW."""
         rule = deck.optimizer.rule
         assert isinstance(rule, AdamWTable)
         return OneBitMomentum(bucket, rule.beta1, deck.communication.warmup)
 
     @property
+    @override
     def scratch_bytes(self) -> int:
-        """Bytes of memory that the sum uses while it is in flight, without gradients and sums."""
         if self.signs is None:
             return 0
         wide = 0 if self.bucket.gradient_dtype == torch.float32 else 4 * self.bucket.length
         return max(self.exact.scratch_bytes, self.signs.scratch_bytes + wide)
 
+    @override
     def begin(self, updates: int) -> None:
-        """Begin a step."""
         self._warm = updates < self.warmup
 
+    @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """Start to sum the gradients of the bucket over the ranks of its group."""
         if not self._warm and self.signs is not None:
             return SequentialWork(self._sum(self.signs, gradients), sums)
         self.part.mul_(self.beta).add_(gradients, alpha=1 - self.beta)
@@ -64,8 +68,9 @@ class OneBitMomentum:
             gradients.copy_(self.part)
         return self.exact.start(gradients, sums)
 
+    @override
     def after_step(self, updated: bool, factor: float) -> None:
-        """See Summation. What becomes of the momentum, a step that is skipped does not tell."""
+        # The parts of the momentum follow the sums only after an update.
         if self.signs is not None and not self._warm:
             if updated and self.signs.summed is not None:
                 self.signs.decode_into(self.part)
@@ -84,7 +89,7 @@ class OneBitMomentum:
             yield from self.signs.state()
 
     def _sum(self, signs: CompressedReduction, gradients: Tensor) -> Iterator[Work[Any]]:
-        """The operations on what this rank adds to the momentum."""
+        """Yield the operations that sum the new momentum."""
         wide = gradients if gradients.dtype == torch.float32 else gradients.float()
         wide.mul_(1 - self.beta).add_(self.part, alpha=self.beta)
         yield from signs.operations(wide, wide)

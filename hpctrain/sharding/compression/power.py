@@ -1,10 +1,12 @@
-"""PowerSGD (Vogels et al., arXiv 1905.13727): a matrix of gradients travels as a product of two thin ones.
+"""PowerSGD (Vogels et al., arXiv 1905.13727) sends a matrix of gradients as a product of two thin ones.
 
-Of M [n, m], a rank's gradients and what it owes of earlier ones, P = M Q [n, r] is summed over the ranks,
-its columns are made orthonormal, and Q = M' P [m, r] is summed: P Q' is the projection of M's sum on r
-directions. That is a step of power iteration which begins with the Q of the step before, so that these follow
-the largest ones of the gradients. What a rank's M has besides its share of the result is its residual, which
-it adds to its next gradients (error feedback).
+M [n, m] is a rank's matrix of gradients plus its residual. P = M Q [n, r] is summed over the ranks, and its
+columns are made orthonormal. Then Q = M' P [m, r] is summed. P Q' is the projection of the sum of all M on r
+directions. This is one step of power iteration that begins with the Q of the previous step, so the directions
+converge to the largest ones of the gradients. The difference between a rank's M and its share of the result
+is its residual, which it adds to its next gradients (error feedback).
+
+Example: a matrix of 4096 x 4096 elements takes 64 MiB in fp32. With r = 4, P and Q take 64 KiB each.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from math import inf
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from hpctrain.comm.work import SequentialWork, Work
 from hpctrain.deck.schema import Deck
@@ -24,28 +27,32 @@ from hpctrain.model.initialize import fill_normal
 from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.matrices import FACTOR, Matrices
+from hpctrain.sharding.reducer import GradientReduction
 from hpctrain.sharding.state import StateTensor
 
 RESIDUAL = "reducer/residual"
 
 DEPENDENT = 1e-14
-"""A column is none that has no more of its square length besides those before it: fp32's rounding."""
+"""Relative square norm below which a column counts as dependent on earlier columns: rounding of fp32."""
 
 BLOCK, DEVICE_BLOCK = 1 << 17, 1 << 24
-"""Elements of the result that are made at a time: on the host so many as stay in a core's cache."""
+"""Number of elements of the result that are computed at a time, on CPUs and on GPUs.
+
+On CPUs they fit into a core's cache.
+"""
 
 
 def orthonormal(stacks: Sequence[Tensor]) -> list[Tensor]:
-    """Of the columns of matrices, each [k, n, r] fp32, orthonormal ones that span the same.
+    """Return orthonormal columns that span the same spaces as the columns of matrices, each [k, n, r] fp32.
 
-    Cholesky QR twice, in fp64 (Fukaya et al. 2014), where one pass would lose what columns that are nearly
-    parallel differ in. Columns that depend on those before them become zero, rows of zeros stay zero, and
-    what is not finite is not finite afterwards.
+    It uses Cholesky QR twice, in fp64 (Fukaya et al. 2014); a single pass is inaccurate if columns are nearly
+    parallel. Columns that depend on earlier ones become zero, rows of zeros remain zero, and values that are
+    not finite remain so.
     """
     if not stacks:
         return []
     rank = max(stack.shape[-1] for stack in stacks)
-    wide = [stack.mT.double().contiguous() for stack in stacks]  # in rows, which products like better
+    wide = [stack.mT.double().contiguous() for stack in stacks]  # as rows, for which products are faster
     for _ in range(2):
         grams = [functional.pad(each @ each.mT, (0, rank - each.shape[1]) * 2) for each in wide]
         factors = _orthonormalizing(torch.cat(grams)).mT.split([len(gram) for gram in grams])
@@ -55,10 +62,10 @@ def orthonormal(stacks: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _orthonormalizing(grams: Tensor) -> Tensor:
-    """Upper triangular T [k, r, r] for which T' G T is one, of G [k, r, r]; dependent columns of T are zero.
+    """Return upper triangular T [k, r, r] for which T' G T is the unit matrix, for G [k, r, r].
 
-    Elimination beside the unit matrix. Every operation is one of elements, whose bits do not depend on how
-    many matrices there are.
+    Dependent columns of T are zero. It is an elimination next to a unit matrix. All operations are
+    element-wise, so the bits do not depend on the number of matrices.
     """
     rank = grams.shape[-1]
     least = DEPENDENT * grams.diagonal(dim1=-2, dim2=-1)
@@ -73,11 +80,14 @@ def _orthonormalizing(grams: Tensor) -> Tensor:
     return rows[:, :, rank:].mT
 
 
-class Stack:
-    """Matrices of one shape [n, m]: the residual of each, and the Q' [k, r, m] that it begins with.
+class MatrixStack:
+    """Matrices of one shape [n, m] with their residuals and factors.
 
-    `sums` [k, n, m] is what each has to add to a step's sum, in the memory of the residuals. Where there is
-    no `feedback` there are none, and it is there only while it is needed.
+    Attributes:
+        factor: Q' of each matrix, [k, r, m].
+        residual: Residual of each matrix, [k, n, m]; None without `feedback`.
+        sums: Gradients plus residuals, [k, n, m], in the memory of the residuals. Without `feedback` they
+            exist only while they are needed.
     """
 
     def __init__(self, members: Sequence[Matrices], feedback: bool, seed: int, device: torch.device) -> None:
@@ -94,26 +104,31 @@ class Stack:
                 fill_normal(values, 0, each.first_factor, seed, 1.0)
 
     def of_members(self, values: Tensor) -> Iterator[tuple[Matrices, Tensor]]:
-        """Each parameter's elements, flat, of values of all matrices, [k, ...]."""
+        """Yield the flat elements of each parameter, given values of all matrices [k, ...]."""
         first = 0
         for each in self.members:
             yield each, values[first : first + each.count].view(-1)
             first += each.count
 
     def add(self, gradients: Tensor) -> Tensor:
-        """`sums`, with the gradients of a bucket added to what is owed."""
+        """Add the gradients of a bucket to the residuals, and return `sums`."""
         views = self._views(gradients)
         if self.residual is None:
             self.sums = torch.stack(views).float()
         else:
             self.sums = self.residual
-            for own, view in zip(self.sums.unbind(), views, strict=True):
-                own.add_(view)
+            for residual, view in zip(self.sums.unbind(), views, strict=True):
+                residual.add_(view)
         return self.sums
 
     def subtract(self, left: Tensor, right: Tensor, gradients: Tensor, share: float) -> None:
-        """Put the products of `left` [k, n, r] and `right` [k, r, m] in place of the bucket's gradients; what
-        `sums` has besides their `share` is owed.
+        """Replace the bucket's gradients by the products of the factors, and update the residuals.
+
+        Args:
+            left: P, [k, n, r].
+            right: Summed Q', [k, r, m].
+            gradients: Gradients of the bucket, which become the products.
+            share: Share of the products that is subtracted from `sums`; the rest remains as residual.
         """
         block = BLOCK if on_host(self.device) else DEVICE_BLOCK
         rows = min(self.n, max(1, block // self.m))
@@ -122,14 +137,14 @@ class Stack:
         for k in range(0, self.count, several):
             for row in range(0, self.n, rows):
                 product = left[k : k + several, row : row + rows] @ right[k : k + several]
-                for view, own in zip(views[k : k + several], product.unbind(), strict=True):
-                    view[row : row + rows].copy_(own)
+                for view, matrix in zip(views[k : k + several], product.unbind(), strict=True):
+                    view[row : row + rows].copy_(matrix)
                 if self.residual is not None:
                     self.residual[k : k + several, row : row + rows].sub_(product, alpha=share)
         self.sums = self.sums[:0]
 
     def _views(self, gradients: Tensor) -> list[Tensor]:
-        """Each matrix in a bucket's gradients."""
+        """Return a view of each matrix in a bucket's gradients."""
         return [
             matrix
             for each in self.members
@@ -137,24 +152,29 @@ class Stack:
         ]
 
 
-class PowerSgd:
-    """Sums the gradients of a bucket's matrices by factors of `rank` columns, and all others exactly, in two
-    all-reduces.
+class PowerSgd(GradientReduction):
+    """Sum of a bucket's gradients by factors of matrices, in two all-reduces.
 
-    What a new run begins with are numbers of the `seed`. Parameters that are not trained do not travel.
+    Other gradients are summed exactly. Parameters that are not trained are not sent.
+
+    Args:
+        bucket: The bucket.
+        rank: Largest number of columns of factors.
+        seed: Seed of the initial factors.
+        feedback: True if residuals are kept.
     """
 
     def __init__(self, bucket: Bucket, rank: int, seed: int, feedback: bool = True) -> None:
         self.bucket, self.group, self._feedback = bucket, bucket.sharding.group, feedback
         device = self.group.device
         trained = [Matrices.of(each, rank) for each in bucket.segments if each.parameter.requires_grad]
-        alike: dict[object, list[Matrices]] = {}
+        batches: dict[object, list[Matrices]] = {}
         for each in trained:
             if each.rank:
-                alike.setdefault(each.alike, []).append(each)
-        self.stacks = [Stack(members, feedback, seed, device) for members in alike.values()]
+                batches.setdefault(each.batch_key, []).append(each)
+        self.stacks = [MatrixStack(members, feedback, seed, device) for members in batches.values()]
         self._exact = [each for each in trained if not each.rank]
-        # Nothing is owed of these but by a run that went on from one which sent them as factors, or so.
+        # Nonzero only if a checkpoint has residuals of them, for example if it sent them as factors.
         self._owed = torch.zeros(
             sum(each.segment.length for each in self._exact) if feedback else 0, device=device
         )
@@ -166,32 +186,34 @@ class PowerSgd:
 
     @staticmethod
     def of(deck: Deck, bucket: Bucket) -> PowerSgd:
-        """That of a deck."""
+        """Return the reduction of a deck."""
         keys = deck.communication.compression
         assert isinstance(keys, PowerSgdTable)
         return PowerSgd(bucket, keys.rank, deck.run.seed, keys.error_feedback)
 
     @property
     def messages(self) -> tuple[int, int]:
-        """Elements of the two all-reduces, in fp32."""
+        """Number of fp32 elements of each of the two all-reduces."""
         exact = sum(each.segment.length for each in self._exact)
         first = sum(stack.count * stack.n * stack.rank for stack in self.stacks)
         return exact + first, sum(stack.factor.numel() for stack in self.stacks)
 
     @property
+    @override
     def scratch_bytes(self) -> int:
-        """Messages, factors in fp32 and fp64, a block of the result; and what reductions receive."""
+        # Messages, factors in fp32 and fp64, a block of the result, and what reductions receive.
         elements = sum(stack.elements for stack in self.stacks)
-        held = 4 * sum(self.messages) + self._fresh.numel()
-        held += min(elements, BLOCK if on_host(self.group.computes_on) else DEVICE_BLOCK)
-        held += 0 if self._feedback else elements
-        return 4 * held + max(self.group.host.scratch_bytes(each, 4) for each in self.messages)
+        words = 4 * sum(self.messages) + self._fresh.numel()
+        words += min(elements, BLOCK if on_host(self.group.computes_on) else DEVICE_BLOCK)
+        words += 0 if self._feedback else elements
+        return 4 * words + max(self.group.host.scratch_bytes(each, 4) for each in self.messages)
 
+    @override
     def begin(self, updates: int) -> None:
-        """Begin a step."""
+        """Do nothing: all steps are alike."""
 
+    @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """Start to sum the gradients of the bucket over the ranks of its group."""
         return SequentialWork(self._steps(gradients, sums), sums)
 
     def _steps(self, gradients: Tensor, sums: Tensor) -> Iterator[Work[Tensor]]:
@@ -201,33 +223,34 @@ class PowerSgd:
         message[message.numel() - self._owed.numel() :].add_(self._owed)
         self._owed.zero_()
         yield self.group.start_all_reduce(message)
-        for whole, part in zip(exact, parts[len(left) :], strict=True):
-            whole.copy_(part)
+        for gradient, part in zip(exact, parts[len(left) :], strict=True):
+            gradient.copy_(part)
         if self.stacks:
             left = orthonormal(parts[: len(left)])
             right = [torch.bmm(each.mT, stack.sums) for stack, each in zip(self.stacks, left, strict=True)]
             message, parts = self._message(right)
             yield self.group.start_all_reduce(message)
-            # In memory of their own: the last bits of products may depend on where it begins.
+            # Copy them: the last bits of products may depend on the alignment of memory.
             self._next = [part.clone() for part in parts]
             for stack, p, q in zip(self.stacks, left, self._next, strict=True):
                 stack.subtract(p, q, gradients, 1 / self.group.size)
         if sums is not gradients:
-            own = gradients[self.bucket.slice]
-            if own.data_ptr() != sums.data_ptr():
-                sums.copy_(own)
+            owned = gradients[self.bucket.slice]
+            if owned.data_ptr() != sums.data_ptr():
+                sums.copy_(owned)
 
     def _message(self, parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Tensors behind each other in one of fp32, and each in it."""
+        """Return the tensors, concatenated in fp32, and views of each of them in the result."""
         message = self.group.empty((sum(part.numel() for part in parts),), torch.float32)
         pieces = message.split([part.numel() for part in parts])
-        seen = [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)]
-        for piece, part in zip(seen, parts, strict=True):
+        views = [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)]
+        for piece, part in zip(views, parts, strict=True):
             piece.copy_(part)
-        return message, seen
+        return message, views
 
+    @override
     def after_step(self, updated: bool, factor: float) -> None:
-        """See Summation. What a skipped step owes is lost, and the next one begins with the same Q."""
+        # After a skipped step residuals are discarded, and the next step begins with the same Q.
         for stack in self.stacks:
             if stack.residual is not None and not updated:
                 stack.residual.zero_()
@@ -235,15 +258,15 @@ class PowerSgd:
                 stack.residual.mul_(factor)
         if updated and self._next:
             for stack, sums in zip(self.stacks, self._next, strict=True):
-                # Unit columns keep tiny gradients from vanishing in products. What had none, or fewer
-                # directions than Q has columns, tries others from here on, or it would never have more.
+                # Unit columns prevent tiny gradients from vanishing in products. Columns that became zero
+                # continue with new random directions: otherwise they would remain zero for ever.
                 lengths = torch.linalg.vector_norm(sums, dim=2, keepdim=True)
                 fresh = self._fresh[: stack.rank, : stack.m]
                 stack.factor.copy_(torch.where(lengths > 0, sums / lengths, fresh))
         self._next = []
 
     def state(self) -> Iterator[StateTensor]:
-        """See Stateful: the residual is each rank's own, Q is common to all."""
+        """Yield the residuals, which each rank has of its own, and Q, which all ranks share."""
         sharding = self.bucket.sharding
         group, replicas = sharding.group, sharding.replicas
         place = replicas.rank * group.size + group.rank, sharding.ranks
@@ -254,17 +277,28 @@ class PowerSgd:
         for stack in self.stacks:
             for each, values in stack.of_members(stack.factor):
                 shard = each.stored_factor
-                if sharding.apart:
+                if sharding.diverging:
                     shard = shard.stacked(replicas.rank, replicas.size)
                 replication = each.segment.replication
-                copy = replication.copy(False, *sharding.parted)
-                holders = tuple(group for group in replication.everyone if group not in sharding.parted)
+                copy = replication.copy(False, *sharding.diverging_groups)
+                holders = tuple(
+                    group for group in replication.everyone if group not in sharding.diverging_groups
+                )
                 yield StateTensor(
-                    FACTOR, shard, values, 0, copy, True, "if stored", False, sharding.apart, holders=holders
+                    FACTOR,
+                    shard,
+                    values,
+                    0,
+                    copy,
+                    True,
+                    "if stored",
+                    False,
+                    sharding.diverging,
+                    holders=holders,
                 )
 
     def _residuals(self) -> Iterator[tuple[Matrices, Tensor]]:
-        """What is owed of each parameter."""
+        """Yield the residual of each parameter."""
         for stack in self.stacks:
             if stack.residual is not None:
                 yield from stack.of_members(stack.residual)

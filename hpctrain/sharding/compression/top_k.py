@@ -1,4 +1,4 @@
-"""The few largest elements of each parameter (deep gradient compression, arXiv 1712.01887)."""
+"""Sums of the few largest elements of each parameter (deep gradient compression, arXiv 1712.01887)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.work import SequentialWork, Work
 from hpctrain.deck.schema import Deck
@@ -18,14 +19,19 @@ from hpctrain.sharding.reducer import ExactReduction, GradientReduction
 from hpctrain.sharding.state import StateTensor, state_of_ranks
 
 
-class TopK:
-    """Every rank sends the ceil(ratio n) largest of a parameter's n elements with their places; all add them.
+class TopK(GradientReduction):
+    """Sum of the largest elements of each rank.
 
-    What it sends of is v, the sum of its gradients that it has not sent. With `momentum` each gradient goes
-    on in the following steps before it comes to the others, as it would with theirs: u = momentum u + g,
-    v += u, and of what is sent both begin again from zero. The sums are then what the parameters follow.
-    In the first `warmup` updates sums are exact and u goes along, so that its sum over the ranks is the
-    momentum by then. A rank alone sends nothing: it has u for the sum.
+    Each rank sends the ceil(ratio n) largest of a parameter's n elements, with their indices. It chooses from
+    v, the sum of its gradients that it has not sent. With `momentum`, v accumulates u = momentum u + g: v +=
+    u, and both become zero where elements are sent. Then the optimizer needs no momentum. In the first
+    `warmup` updates sums are exact and only u is updated, so that its sum over the ranks is the momentum at
+    the end. On a single rank the sum is u.
+
+    Attributes:
+        sent: Number of elements that this rank sends.
+        moving: u, flat [length]; empty without momentum.
+        unsent: v, flat [length]; empty on a single rank.
     """
 
     def __init__(self, bucket: Bucket, ratio: float, momentum: float, warmup: int) -> None:
@@ -42,7 +48,10 @@ class TopK:
 
     @staticmethod
     def of(deck: Deck, bucket: Bucket) -> GradientReduction:
-        """That of a deck; exact where everything would be sent, or a rank is alone without momentum."""
+        """Return the reduction of a deck, or an exact one if it would send everything.
+
+        It is also exact on a single rank without momentum.
+        """
         keys, rule = deck.communication.compression, deck.optimizer.rule
         assert isinstance(keys, TopKTable)
         momentum = rule.momentum if isinstance(rule, SgdTable) else 0.0
@@ -51,40 +60,40 @@ class TopK:
         return TopK(bucket, keys.ratio, momentum, deck.communication.warmup)
 
     @property
+    @override
     def scratch_bytes(self) -> int:
-        """See GradientReduction: what is chosen and its places, those of all ranks, and of one parameter
-        magnitudes and, as torch sorts them on a CPU, pairs of 16 bytes.
-        """
+        # Elements and indices of all ranks. The search in the largest parameter takes magnitudes and, since
+        # torch sorts on a CPU, pairs of 16 bytes.
         largest = max((length for _, length, _ in self._parts), default=0)
         messages = 8 * self.sent * (2 + self.group.size)
         summed = 0 if self.bucket.gradient_dtype == torch.float32 else 4 * self.bucket.length
         chosen = messages + max(20 * largest, summed)
         return max(self.exact.scratch_bytes if self.warmup else 0, chosen if self.group.size > 1 else 0)
 
+    @override
     def begin(self, updates: int) -> None:
-        """Begin a step."""
         self._warm = updates < self.warmup
 
+    @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """Start to sum the gradients of the bucket over the ranks of its group."""
-        given = gradients
+        added = gradients
         if self.momentum:
-            given = self.moving.mul_(self.momentum).add_(gradients)
+            added = self.moving.mul_(self.momentum).add_(gradients)
         if self._warm:
             return self.exact.start(gradients, sums)
         if self.group.size == 1:
-            gradients.copy_(given)
+            gradients.copy_(added)
             return Work(sums)
-        self.unsent.add_(given)
+        self.unsent.add_(added)
         return SequentialWork(self._sum(gradients), sums)
 
+    @override
     def after_step(self, updated: bool, factor: float) -> None:
-        """End a step."""
-        for kept in (self.moving, self.unsent):
+        for state in (self.moving, self.unsent):
             if not updated:
-                kept.zero_()
+                state.zero_()
             elif factor != 1:
-                kept.mul_(factor)
+                state.mul_(factor)
 
     def state(self) -> Iterator[StateTensor]:
         """Yield all tensors of the state. They are the same tensors in every step."""
@@ -94,7 +103,7 @@ class TopK:
             yield from state_of_ranks("reducer/residual", self.unsent, self.bucket)
 
     def _sum(self, gradients: Tensor) -> Iterator[Work[Any]]:
-        """The one operation, and what is computed before and after it."""
+        """Yield the all-gather, and compute before and after it."""
         places = self._largest()
         values = self.unsent[places]
         self.unsent[places] = 0
@@ -105,14 +114,14 @@ class TopK:
         yield self.group.start_all_gather(message, received)
         wide = gradients if gradients.dtype == torch.float32 else torch.empty_like(self.unsent)
         wide.zero_()
-        for of_rank in received.view(self.group.size, -1):  # of one rank no two places are the same
+        for of_rank in received.view(self.group.size, -1):  # the indices of one rank are distinct
             values, places = of_rank.split(self.sent)
             wide.index_add_(0, places, values.view(torch.float32))
         if wide is not gradients:
             gradients.copy_(wide)
 
     def _largest(self) -> Tensor:
-        """The places in the bucket of what is sent."""
+        """Return the indices in the bucket of the elements to send."""
         chosen = [
             self.unsent[start : start + length].abs().topk(count, sorted=False).indices.add_(start)
             for start, length, count in self._parts

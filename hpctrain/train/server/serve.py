@@ -60,9 +60,9 @@ class Server:
         """Pushes kept at once, at the most so far."""
         trained = [piece.trained for piece in pieces]
         self.whole, self.wire = WireFormat(pieces), WireFormat(piece for piece in pieces if piece.trained)
-        self._values = _views(engine.buckets, [bucket.own_values for bucket in engine.buckets])
+        self._values = _views(engine.buckets, [bucket.owned_values for bucket in engine.buckets])
         self._trained = [view for view, is_trained in zip(self._values, trained, strict=True) if is_trained]
-        gradients = _views(engine.buckets, [bucket.own_gradients for bucket in engine.buckets])
+        gradients = _views(engine.buckets, [bucket.owned_gradients for bucket in engine.buckets])
         self._gradients = [view for view, is_trained in zip(gradients, trained, strict=True) if is_trained]
         masters = _views(engine.buckets, engine.optimizer.masters)
         self._masters = [view for view, is_trained in zip(masters, trained, strict=True) if is_trained]
@@ -287,6 +287,6 @@ def _views(buckets: Sequence[Bucket], flats: Sequence[Flat]) -> list[Tensor]:
     return [
         elements
         for bucket, flat in zip(buckets, flats, strict=True)
-        for _, elements, _ in bucket.owned(flat)
+        for _, elements, _ in bucket.owned_segments(flat)
         if elements.numel() and isinstance(elements, Tensor)
     ]

@@ -137,7 +137,7 @@ def own_pieces(buckets: Iterable[Bucket]) -> list[tuple[str, int, int]]:
     return [
         (segment.parameter.shard.name, offset, offset + elements.numel())
         for bucket in buckets
-        for segment, elements, offset in bucket.owned(bucket.own_gradients)
+        for segment, elements, offset in bucket.owned_segments(bucket.owned_gradients)
         if elements.numel()
     ]
 

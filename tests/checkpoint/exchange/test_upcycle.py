@@ -86,7 +86,7 @@ def test_the_first_logits_are_those_of_the_dense_model(
     told = start_from_source(deck, engine)
     assert told.endswith(", its feed-forward layers copied to 4 experts, routers new")
     routers = [
-        segment.view(bucket.gathered(bucket.own_values))
+        segment.view(bucket.gather_owned(bucket.owned_values))
         for bucket in engine.buckets
         for segment in bucket.segments
         if "router" in segment.parameter.shard.name

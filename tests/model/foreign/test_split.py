@@ -228,7 +228,10 @@ def whole_parameters(training: Trainer, world: World) -> dict[str, Tensor]:
     """All parameters, put together of all ranks' pieces. Collective."""
     whole: dict[str, Tensor] = {}
     pieces = [
-        (segment.parameter.shard, segment.view(bucket.gathered(bucket.own_values)).detach().float().clone())
+        (
+            segment.parameter.shard,
+            segment.view(bucket.gather_owned(bucket.owned_values)).detach().float().clone(),
+        )
         for bucket in training.engine.buckets
         for segment in bucket.segments
     ]

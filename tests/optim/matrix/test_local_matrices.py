@@ -39,8 +39,8 @@ class WithoutCells(Rows):
 def make_local_matrices(rule: Rows, buckets: Sequence[Bucket]) -> list[LocalMatrices]:
     found = []
     for bucket in buckets:
-        assert isinstance(bucket.own_values, torch.Tensor)
-        master = bucket.own_values.float()
+        assert isinstance(bucket.owned_values, torch.Tensor)
+        master = bucket.owned_values.float()
         found += [LocalMatrices.of(rule, bucket, segment, master) for segment in bucket.segments]
     return found
 
@@ -65,7 +65,7 @@ def test_every_block_is_transformed_once_or_by_all_that_have_its_cells(
             for at, size in ((rank, ranks), (0, 1))
         )
         leaves = [[each] for each in parameters(rule)]
-        layout = BucketLayout.of(leaves, ZeroSharding(zero, group, one), Replications.alone(one))
+        layout = BucketLayout.of(leaves, ZeroSharding(zero, group, one), Replications.of_one_rank(one))
         for each in make_local_matrices(rule, [Bucket(layout, torch.float32)]):
             elements = prod(each.segment.parameter.shape[-2:])
             for number in range(each.count):
@@ -82,7 +82,7 @@ def test_what_a_block_is_updated_with_is_its_own(world: World) -> None:
     rule = Rows()
     made = parameters(rule)
     buckets = make_buckets(
-        [[[each] for each in made]], Replications.alone(alone(world).tensor), torch.float32, 100_000
+        [[[each] for each in made]], Replications.of_one_rank(alone(world).tensor), torch.float32, 100_000
     )
     for parameter in made:
         parameter.data.copy_(torch.randn(parameter.shape))

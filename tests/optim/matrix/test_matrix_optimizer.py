@@ -121,7 +121,7 @@ def test_every_layout_updates_whole_matrices(world: World, mpi_tmp_path: Path, n
     pieces = {
         segment.parameter.shard.name: (
             segment.parameter.shard,
-            segment.view(bucket.gathered(bucket.own_values)),
+            segment.view(bucket.gather_owned(bucket.owned_values)),
         )
         for bucket in training.engine.buckets
         for segment in bucket.segments

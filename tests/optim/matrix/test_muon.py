@@ -53,7 +53,7 @@ def test_updates_are_those_of_torch(world: World, match: Match, theirs: str, nes
     )
     rules.assign(list(parameters.values()))
     units = [[[each] for each in parameters.values()]]
-    buckets = make_buckets(units, Replications.alone(alone(world).tensor), torch.float32, 100_000)
+    buckets = make_buckets(units, Replications.of_one_rank(alone(world).tensor), torch.float32, 100_000)
     ours = MatrixOptimizer(rules, buckets)
     for parameter in parameters.values():
         parameter.data.copy_(torch.randn(parameter.shape))
@@ -144,7 +144,7 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
 def give_gradients(training: Trainer, step: int) -> None:
     """Gradients by name and step alone, as if they were summed."""
     for bucket in training.engine.buckets:
-        for segment, values, offset in bucket.owned(bucket.own_gradients):
+        for segment, values, offset in bucket.owned_segments(bucket.owned_gradients):
             shard = segment.parameter.shard
             generator = torch.Generator().manual_seed(crc32(shard.name.encode()) + step)
             whole = torch.randn(shard.shape, generator=generator) * segment.parameter.requires_grad
@@ -169,7 +169,7 @@ def test_every_layout_has_the_bits_of_one_rank(world: World, number: int) -> Non
             each.engine.optimizer.step(1e-2, 2.0)
     whole = alone.parameters()
     for bucket in training.engine.buckets:
-        flat = bucket.gathered(bucket.own_values)
+        flat = bucket.gather_owned(bucket.owned_values)
         for segment in bucket.segments:
             shard = segment.parameter.shard
             assert torch.equal(segment.view(flat), shard.take(whole[shard.name])), shard.name

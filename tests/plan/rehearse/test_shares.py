@@ -28,8 +28,8 @@ def test_ranks_that_look_alike_have_as_many_blocks(zero: int) -> None:
         own = []
         for bucket in step_of(keys, rank)[0].stage.buckets:
             for segment in bucket.layout.segments:
-                first, last = max(segment.start, bucket.own.start), segment.start + segment.length
-                elements, block = max(0, min(last, bucket.own.stop) - first), segment.parameter.block
+                first, last = max(segment.start, bucket.owned_slice.start), segment.start + segment.length
+                elements, block = max(0, min(last, bucket.owned_slice.stop) - first), segment.parameter.block
                 own.append(0 if block is None else elements // block.elements(segment.parameter.shard))
         counts.append(tuple(own))
     looks = Shares(*step_of(keys, 0)).looks(np.arange(RANKS)).tolist()
@@ -51,7 +51,7 @@ def test_in_the_share_of_one_rank_parameters_end_and_padding_begins() -> None:
     assert len(ends) > 1
     for number, bucket in enumerate(of_first.stage.buckets):
         used = bucket.layout.segments[-1].start + bucket.layout.segments[-1].length
-        shares = [step_of(keys, rank)[0].stage.buckets[number].own for rank in ends]
+        shares = [step_of(keys, rank)[0].stage.buckets[number].owned_slice for rank in ends]
         assert any(own.start < used <= own.stop for own in shares)
     # They have the same place along tensor as the rank that asks.
     assert {rank % 2 for rank in ends} == {1}

@@ -45,13 +45,15 @@ def fill(bucket: Bucket, rank: int, step: int) -> torch.Tensor:
 
 
 def summed(
-    bucket: Bucket, summation: GradientReduction, gradients: torch.Tensor, updates: int = 0
+    bucket: Bucket, reduction: GradientReduction, gradients: torch.Tensor, updates: int = 0
 ) -> dict[str, Array]:
     """What the ranks' gradients are summed to, by parameter: all of it, or what is this rank's own."""
-    summation.begin(updates)
-    sums = summation.start(gradients, own_of(bucket, gradients)).wait()
+    reduction.begin(updates)
+    sums = reduction.start(gradients, own_of(bucket, gradients)).wait()
     assert not any(gradients[gap].any() for gap in bucket.layout.gaps)
-    return {segment.parameter.shard.name: part.clone().numpy() for segment, part, _ in bucket.owned(sums)}
+    return {
+        segment.parameter.shard.name: part.clone().numpy() for segment, part, _ in bucket.owned_segments(sums)
+    }
 
 
 def own_of(bucket: Bucket, gradients: torch.Tensor) -> torch.Tensor:
@@ -66,4 +68,6 @@ def own(bucket: Bucket, whole: dict[str, Array]) -> dict[str, Array]:
         flat[segment.start : segment.start + segment.length] = torch.from_numpy(
             whole[segment.parameter.shard.name]
         )
-    return {s.parameter.shard.name: part.numpy() for s, part, _ in bucket.owned(flat[bucket.own])}
+    return {
+        s.parameter.shard.name: part.numpy() for s, part, _ in bucket.owned_segments(flat[bucket.owned_slice])
+    }

@@ -20,7 +20,7 @@ from hpctrain.engine.node_groups import cut_by_node
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.traffic import plan_traffic
-from hpctrain.sharding.compression.between import BetweenNodes
+from hpctrain.sharding.compression.between import HierarchicalReduction
 from hpctrain.sharding.compression.power import PowerSgd
 from hpctrain.sharding.replication import NodePeers
 from hpctrain.sharding.state import state_bytes
@@ -126,9 +126,9 @@ def test_ranks_of_a_node_take_turns_and_send_what_the_forms_say(
     moved: Counter[tuple[str, str]] = Counter()
     for row in world.ledger.rows():
         moved[row.axis, row.operation] += row.bytes
-    summations = [reducer.summation for reducer in training.engine.synchronizer._reducer.values()]
-    assert all(isinstance(each, BetweenNodes) for each in summations) and len(summations) > 3
-    mine = [each.between for each in summations if isinstance(each, BetweenNodes) and each.between]
+    summations = [reducer.reduction for reducer in training.engine.synchronizer._reducer.values()]
+    assert all(isinstance(each, HierarchicalReduction) for each in summations) and len(summations) > 3
+    mine = [each.between for each in summations if isinstance(each, HierarchicalReduction) and each.between]
     assert 0 < len(mine) < len(summations)
     assert all(isinstance(each, PowerSgd) for each in mine)
     between = sum(2 * 4 * sum(each.messages) for each in mine if isinstance(each, PowerSgd))

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from hpctrain.memory.compress import BLOCK
-from hpctrain.sharding.compression.codecs import Codec, RoundedCodec, Sign, of_signs, signs
+from hpctrain.sharding.compression.codecs import Codec, RoundedCodec, SignCodec, pack_signs, unpack_signs
 
-CODECS: list[Codec] = [RoundedCodec("bf16"), RoundedCodec("int8"), Sign()]
+CODECS: list[Codec] = [RoundedCodec("bf16"), RoundedCodec("int8"), SignCodec()]
 
 
 def blocks(count: int, seed: int = 0) -> torch.Tensor:
@@ -20,11 +20,11 @@ def blocks(count: int, seed: int = 0) -> torch.Tensor:
 def test_signs_are_packed_as_numpy_packs_them() -> None:
     positive = torch.rand(7, BLOCK, generator=torch.Generator().manual_seed(1)) < 0.3
     scales = torch.arange(7.0)
-    code = signs(positive, scales)
+    code = pack_signs(positive, scales)
     assert code.numel() == 7 * (BLOCK // 8 + 4)
     packed = np.packbits(positive.numpy().reshape(-1), bitorder="little")
     assert np.array_equal(code[: 7 * BLOCK // 8].numpy(), packed)
-    again, same = of_signs(code)
+    again, same = unpack_signs(code)
     assert torch.equal(again, positive) and torch.equal(same, scales)
 
 
@@ -33,7 +33,7 @@ def test_a_sign_stands_for_the_mean_magnitude_of_its_block() -> None:
     values[BLOCK + 10 : 2 * BLOCK] = 0  # a block of ten elements
     values[4 * BLOCK :] = 0
     counts = torch.tensor([BLOCK, 10.0, BLOCK, BLOCK, BLOCK])
-    decoded = Sign().decode(Sign().encode(values, counts)).view(5, BLOCK).numpy()
+    decoded = SignCodec().decode(SignCodec().encode(values, counts)).view(5, BLOCK).numpy()
     rows = values.view(5, BLOCK).numpy().astype(np.float64)
     means = np.abs(rows).sum(1) / counts.numpy()
     expected = np.where(rows >= 0, means[:, None], -means[:, None])

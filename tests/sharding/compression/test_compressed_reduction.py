@@ -11,7 +11,7 @@ import pytest
 from hpctrain.comm.world import World
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.compression import compressed_reduction
-from hpctrain.sharding.compression.codecs import RoundedCodec, Sign
+from hpctrain.sharding.compression.codecs import RoundedCodec, SignCodec
 from hpctrain.sharding.compression.compressed_reduction import CompressedReduction
 from hpctrain.sharding.compression.majority import MajorityVote
 from tests.sharding.compression.given import ODD, Array, buckets_of, fill, given, own, summed
@@ -45,7 +45,11 @@ def bf16(values: Array) -> Array:
     return rounded.astype(np.uint32).view(np.float32)
 
 
-CODES = {"sign": (Sign(), sign), "int8": (RoundedCodec("int8"), int8), "bf16": (RoundedCodec("bf16"), bf16)}
+CODES = {
+    "sign": (SignCodec(), sign),
+    "int8": (RoundedCodec("int8"), int8),
+    "bf16": (RoundedCodec("bf16"), bf16),
+}
 
 
 class Reference:

@@ -59,16 +59,16 @@ def gradients_of(step: int, rank: int, shapes: Mapping[str, tuple[int, ...]] = S
     }
 
 
-def summed(bucket: Bucket, summation: PowerSgd, given: Mapping[str, Array]) -> dict[str, Array]:
+def summed(bucket: Bucket, reduction: PowerSgd, given: Mapping[str, Array]) -> dict[str, Array]:
     """What becomes of a rank's gradients in a step."""
     fill(bucket, given)
     whole = bucket.final_gradients()
-    summation.begin(0)
-    work = summation.start(whole, whole)
+    reduction.begin(0)
+    work = reduction.start(whole, whole)
     work.proceed()
     assert work.wait() is whole
     found = arrays(bucket, whole)
-    summation.after_step(True, 1.0)
+    reduction.after_step(True, 1.0)
     return found
 
 
@@ -84,10 +84,10 @@ def arrays(bucket: Bucket, flat: Tensor) -> dict[str, Array]:
     return {s.parameter.shard.name: s.view(flat).double().numpy().copy() for s in bucket.segments}
 
 
-def state_of(summation: PowerSgd, kind: str) -> dict[str, Array]:
+def state_of(reduction: PowerSgd, kind: str) -> dict[str, Array]:
     return {
         tensor.shard.name: tensor.values.double().numpy().reshape(tensor.shard.local[1:])  # type: ignore[union-attr]
-        for tensor in summation.state()
+        for tensor in reduction.state()
         if tensor.kind == kind
     }
 

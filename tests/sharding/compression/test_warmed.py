@@ -92,7 +92,7 @@ def test_a_run_goes_on_bit_for_bit(world: World, mpi_tmp_path: Path, form: str, 
         tensor.values.fill_(float("nan"))  # type: ignore[union-attr]
     for bucket in again.engine.buckets:
         for gap in bucket.layout.gaps:
-            bucket.own_values[gap.start : gap.stop] = 0
+            bucket.owned_values[gap.start : gap.stop] = 0
     again.state = Checkpoints(again.deck, again.engine, {}).restore(checkpoints.newest)
     assert [step.loss for step in again.train(2)] == losses
     assert same(again, training)

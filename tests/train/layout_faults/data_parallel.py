@@ -77,7 +77,7 @@ def faults() -> list[LayoutFault]:
     ]
 
 
-def _skip_one_bucket(original: Any, summation: ExactReduction, gradients: Tensor, sums: Tensor) -> Any:
-    if summation.bucket.segments[0].parameter.shard.name.startswith("blocks.1."):
+def _skip_one_bucket(original: Any, reduction: ExactReduction, gradients: Tensor, sums: Tensor) -> Any:
+    if reduction.bucket.segments[0].parameter.shard.name.startswith("blocks.1."):
         return Work(sums)
-    return original(summation, gradients, sums)
+    return original(reduction, gradients, sums)

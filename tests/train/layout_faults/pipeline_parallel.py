@@ -53,11 +53,15 @@ def faults() -> list[LayoutFault]:
             INTERLEAVED,
             changed_results("pipeline", "recv", scale(1.01), in_second_step),
         ),
-        fault("tied tables that are not summed", TIED, scaled_result(synchronize, "from_other_end", 0.0)),
+        fault(
+            "tied tables that are not summed",
+            TIED,
+            scaled_result(synchronize, "exchange_with_other_end", 0.0),
+        ),
         fault(
             "tied tables that are summed twice",
             TIED,
-            wrapped(synchronize, "from_other_end", _double_tied_gradient, on_rank_1),
+            wrapped(synchronize, "exchange_with_other_end", _double_tied_gradient, on_rank_1),
         ),
         fault(
             "micro-batches in another order",

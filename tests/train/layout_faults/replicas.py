@@ -44,7 +44,9 @@ def faults() -> list[LayoutFault]:
         fault("sums of codes", INT8, scaled_result(CodedSum, "add", 1.01, on_rank_1)),
         fault("signs that are added", ("communication.compress=sign",), scaled_result(CodedSum, "add", 0.9)),
         fault("what is not sent", TOP_K, wrapped(TopK, "_largest", _lose_part_of_remainder)),
-        fault("shares of a residual", POWER_SGD, wrapped(power.Stack, "subtract", _subtract_everything)),
+        fault(
+            "shares of a residual", POWER_SGD, wrapped(power.MatrixStack, "subtract", _subtract_everything)
+        ),
         fault(
             "factors that are not orthogonal",
             POWER_SGD,
