@@ -157,7 +157,7 @@ def test_skipped_steps_and_those_of_one_rank_alone_are_not_counted(world: World)
     run = trainer(world, small_deck(ON, "precision.compute=fp16", "precision.initial_loss_scale=16777216.0"))
     average = run.engine.noise_scale
     while run.train_step().skipped:
-        assert (average.weight, average.figures(1)) == (0.0, {})
+        assert (average.weight, average.metrics(1)) == (0.0, {})
     assert average.weight == 1 / WINDOW
     before = average.state()
     tokens = run.step(run.state, run.deck.batch.micro_size).tokens
