@@ -242,10 +242,13 @@ def test_model_states_take_the_bytes_of_the_closed_forms(world: World, compute: 
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_slices_of_the_host_come_to_a_gpu_and_are_gathered_beside_its_stream(world: World) -> None:
+def test_slices_of_the_host_come_to_a_gpu_and_are_gathered_beside_its_stream(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The copy and the gather are as late as may be: both belong to the stream of the uploads."""
     layout = trainer(world, small_deck("layout.zero=3")).engine.buckets[1].layout
     sharding, stream = replace(layout.sharding), LateStream()
+    monkeypatch.setattr(sharding.group, "accelerator", sharding.group.host)
     made = BufferPool(lambda shape, dtype: on_gpu(torch.full(tuple(shape), torch.nan, dtype=dtype)))
     sharding.__dict__.update(pool=made, uploads=stream)
     layout = replace(layout, sharding=sharding)
