@@ -364,9 +364,13 @@ class World:
                 `choose_transport` returns a name that all ranks can use.
             parent: Group that is split, to which all of `ranks` belong; `everyone` if None.
         """
-        communicator = communicator_of((parent or self.everyone).objects).Split(ranks[0], self.rank)
+        parent = parent or self.everyone
+        parent.calls.enter(Call("new_group"))  # a hang report names the ranks that do not reach this call
+        communicator = communicator_of(parent.objects).Split(ranks[0], self.rank)
         assert isinstance(communicator, MPI.Intracomm)
-        return self.groups.make(axes, ranks, communicator, transport, self.device)
+        group = self.groups.make(axes, ranks, communicator, transport, self.device)
+        parent.calls.leave()
+        return group
 
     @contextmanager
     def agreement(self) -> Iterator[None]:

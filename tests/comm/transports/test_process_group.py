@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,30 @@ def verb(world):
 
 run_verb(verb, "cpu")
 """
+
+
+MISSING = """
+import time
+from hpctrain.comm.verb import run_verb
+
+def verb(world):
+    world.hang.set_limit(2)
+    world.open_store()
+    if world.rank == 0:
+        world.new_group(("data",), (0, 1), "gloo")
+    time.sleep(1000)
+
+run_verb(verb, "cpu")
+"""
+
+
+def test_a_rank_that_does_not_make_a_group_is_named(
+    launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(MISSING)
+    done = launch(2, tmp_path / "program.py", timeout=60.0)
+    assert done.returncode == 70, done.stderr
+    assert re.search(r"error: rank 1 on \S+ never entered new_group \d+ of world ", done.stderr), done.stderr
 
 
 def test_a_failed_call_is_a_sentence(
