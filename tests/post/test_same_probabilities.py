@@ -75,7 +75,7 @@ def of_draws(head: VocabularyHead, logits: Tensor, tokens: Tensor, drawing: Toke
     own = logits[:, first : first + columns]
     products = functional.pad(own, (0, shard.local[0] - columns)).contiguous()
     entropy = CrossEntropy(tokens, torch.zeros(()), sampling=drawing)
-    losses, _ = entropy.of_chunk(
+    losses, _ = entropy.chunk_losses(
         head, tokens, SplitLogits(products, columns), slice(0, len(tokens)), learning=False
     )
     return -losses
@@ -103,7 +103,7 @@ def both(trainer: PolicyTrainer, drawn: Drawn) -> tuple[Tensor, Tensor]:
     assert len(old) == len(drawn) > 60
     objective = trainer.engine.objective
     assert isinstance(objective, PolicyOptimization)
-    by_draws = of_draws(head, torch.stack(logits), torch.tensor(tokens), objective.drawing)
+    by_draws = of_draws(head, torch.stack(logits), torch.tensor(tokens), objective.sampling)
     torch.testing.assert_close(by_draws.double(), torch.stack(chances).log(), rtol=1e-6, atol=1e-6)
     return by_draws, torch.stack(old)
 
