@@ -17,7 +17,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.mesh_sizes import on_one_rank
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import bucket_layouts
 from hpctrain.sharding.replication import Replications

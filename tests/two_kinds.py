@@ -10,7 +10,7 @@ from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Surroundings, TransformerBlock
 from hpctrain.parallel.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage
-from hpctrain.parallel.kernels import apart_bytes
+from hpctrain.parallel.kernels.matmul_kernels import apart_bytes
 from hpctrain.parallel.layer_context import LayerContext
 
 FACTOR = 3

@@ -20,15 +20,15 @@ from hpctrain.comm.world import World
 from hpctrain.deck.sections.machine import Machine
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import gpu_name, synchronize, used_bytes
+from hpctrain.parallel.fp8.device_support import native
 from hpctrain.parallel.fp8.formats import E4M3, E5M2
-from hpctrain.parallel.fp8.found import native
 from hpctrain.parallel.fp8.multiply import multiplied
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
 from hpctrain.parallel.fp8.quantized_matmul import KINDS, DelayedMatmul, QuantizedMatmul
 from hpctrain.parallel.fp8.recipes import RECIPES, ScalingRecipe
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.plan.room import demand_room
 from hpctrain.text import table
 from hpctrain.units import format_seconds

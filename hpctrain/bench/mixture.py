@@ -30,12 +30,12 @@ from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.mixture import Mixture
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.dispatch import Dispatch
-from hpctrain.parallel.experts import row_unit
+from hpctrain.parallel.experts.dispatch import Dispatch
+from hpctrain.parallel.experts.grouped import row_unit
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.linear import MatmulLayer
 from hpctrain.parallel.residency import ParameterResidency
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
+from hpctrain.parallel.tensor import MatmulLayer
 from hpctrain.text import counted, table
 
 

@@ -14,7 +14,7 @@ from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.model.attention import Rotary
 from hpctrain.model.part import LayerRange
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.functions import turned
+from hpctrain.parallel.kernels.layer_functions import turned
 
 
 class _Attention(nn.Module):

@@ -24,7 +24,7 @@ from hpctrain.model.initialize import deviation, fill_normal
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.optim.schedule import LearningRate
-from hpctrain.parallel.shard import Initial, Shard
+from hpctrain.parallel.shards import Initial, Shard
 
 PeerStep = Callable[[], float | None]
 """One optimizer step; the mean loss of the tokens of which this rank computed it, None where of none."""

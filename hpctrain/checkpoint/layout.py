@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike
 from torch import Tensor
 
 from hpctrain.memory.scratch import Flat
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 
 Index = tuple[int, ...]
 

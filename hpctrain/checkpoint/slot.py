@@ -28,7 +28,7 @@ from hpctrain.checkpoint.draft import PIECE_BYTES
 from hpctrain.checkpoint.layout import STORED_AS, Index, TensorBox, TensorRange, rectangles_of
 from hpctrain.errors import InputOutputError
 from hpctrain.files import open_regular, parse_json
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 
 Memory = NDArray[np.uint8]
 

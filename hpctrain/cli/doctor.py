@@ -86,8 +86,8 @@ def command(
     with examine_machine() as report:
         if report.can_run:  # else torch may be what is broken
             from hpctrain.comm.transports.node_memory import examine_node_memory
-            from hpctrain.parallel.found_kernels import found_kernels
-            from hpctrain.parallel.fp8.found import found_products
+            from hpctrain.parallel.fp8.device_support import found_products
+            from hpctrain.parallel.kernels.fastest_kernels import found_kernels
 
             local_rank = report.ranks[report.rank].local_rank
             findings = [] if report.world is None else examine_node_memory(report.world)

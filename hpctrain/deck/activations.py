@@ -39,7 +39,7 @@ class Activation:
     Attributes:
         function: Elementwise function. With a gate, it is applied to the gate.
         gated: True if the feed-forward layer has a gate.
-        kernel: Name of the method of `parallel.functions.CompiledFunctions` that computes the activation as
+        kernel: Name of the method of `CompiledFunctions` (`parallel/`) that computes the activation as
             one fused kernel with `machine.compile`. None if no such method exists; then the operations of
             torch are used.
     """

@@ -13,11 +13,11 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.host.device import on_host
-from hpctrain.parallel.audit_kernels import AuditKernels, CompiledAuditKernels, ErrorBounds
-from hpctrain.parallel.compiler import CompilerError, build_library
+from hpctrain.parallel.kernels.compiler import CompilerError, build_library
+from hpctrain.parallel.kernels.function_library import open_library
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.library import open_library
-from hpctrain.parallel.matmul_audit import MatmulAudit
+from hpctrain.parallel.product_audit.audit_kernels import AuditKernels, CompiledAuditKernels, ErrorBounds
+from hpctrain.parallel.product_audit.matmul_audit import MatmulAudit
 
 
 def with_matmul_audit(groups: LayerContext, world: World, seed: int) -> LayerContext:
@@ -43,12 +43,12 @@ def _passes(world: World) -> AuditKernels:
 
 
 def _compiled() -> bytes:
-    """Return the library of `parallel/audit.c` for this processor. Local.
+    """Return the library of `parallel/product_audit/audit.c` for this processor. Local.
 
     Raises:
         CompilerError: No compiler makes one that runs here.
     """
-    folder = files("hpctrain.parallel")
+    folder = files("hpctrain.parallel.product_audit")
     with as_file(folder / "audit.c") as source, as_file(folder / "audit_library.py") as program:
         return build_library(source, program)
 

@@ -48,8 +48,8 @@ from hpctrain.optim.loss_scale import LossScale
 from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.optim.spikes import SpikeDetector
-from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.parallel.sequence import context_positions
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import layer_ranges
 from hpctrain.sharding.state import StateTensor

@@ -20,8 +20,16 @@ from hpctrain.engine.mesh_sizes import micro_batches
 from hpctrain.errors import InputOutputError
 from hpctrain.host.device import on_host
 from hpctrain.model.precision import Precision
-from hpctrain.parallel.kernel_times import MatmulPass
-from hpctrain.parallel.kernels import KERNELS, LIBRARY, KernelTable, MatmulKernel, Matrix, Pass, kernel_named
+from hpctrain.parallel.kernels.matmul_kernels import (
+    KERNELS,
+    LIBRARY,
+    KernelTable,
+    MatmulKernel,
+    Matrix,
+    Pass,
+    kernel_named,
+)
+from hpctrain.parallel.kernels.timing import MatmulPass
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.vocabulary import chunk_rows
 

@@ -17,9 +17,9 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host
-from hpctrain.parallel.compiler import CompilerError, build_library
-from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions, agrees
-from hpctrain.parallel.library import open_library
+from hpctrain.parallel.kernels.compiler import CompilerError, build_library
+from hpctrain.parallel.kernels.function_library import open_library
+from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions, agrees
 
 _RESUMED_RUN_USED = "the resumed run used"
 _OTHER_BITS = "from here on losses may differ in their last bits"
@@ -28,13 +28,13 @@ _LONGEST_RECORD = 100
 
 
 def compile_functions() -> bytes:
-    """Return the library of `parallel/functions.c` for this processor. Local.
+    """Return the library of `parallel/kernels/functions.c` for this processor. Local.
 
     Raises:
         CompilerError: No compiler makes one that runs here.
     """
-    folder = files("hpctrain.parallel")
-    with as_file(folder / "functions.c") as source, as_file(folder / "library.py") as program:
+    folder = files("hpctrain.parallel.kernels")
+    with as_file(folder / "functions.c") as source, as_file(folder / "function_library.py") as program:
         return build_library(source, program)
 
 

@@ -41,8 +41,8 @@ from hpctrain.model.build import architecture_of, build_parts, layer_kinds
 from hpctrain.model.part import Layer, LayerRange
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.kernel_times import MEASUREMENT, MatmulPass, candidates, measure, quickest
-from hpctrain.parallel.kernels import KERNELS, PASSES, Pass
+from hpctrain.parallel.kernels.matmul_kernels import KERNELS, PASSES, Pass
+from hpctrain.parallel.kernels.timing import MEASUREMENT, MatmulPass, candidates, measure, quickest
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
 from hpctrain.sharding.replication import MeshQueries

@@ -23,10 +23,10 @@ from hpctrain.model.build import build_parts, initialize_parts, layer_kinds
 from hpctrain.model.part import Layer, LayerRange, ModelPart
 from hpctrain.objective.factory import make_objective
 from hpctrain.parallel.backward import BackwardStart
-from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.random import DropoutSource
-from hpctrain.parallel.weight_grad import DeferredGradient, compute_all
+from hpctrain.parallel.sequence import context_positions
+from hpctrain.parallel.weight_gradients import DeferredGradient, compute_all
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.execute import PreparedBatch
 from hpctrain.pipeline.simulate import StageTimes

@@ -24,9 +24,9 @@ from hpctrain.model.build import bare_model
 from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.model.precision import Precision
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
-from hpctrain.parallel.fp8_settings import names
-from hpctrain.parallel.linear import SplitLinear
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.fp8.settings import names
+from hpctrain.parallel.shards import Parameter
+from hpctrain.parallel.tensor import SplitLinear
 from hpctrain.text import either
 
 _NEVER_IN_8_BITS = ("head.weight", "score.weight", "embedding.tokens.weight", "embedding.positions.weight")

@@ -10,7 +10,7 @@ from torch import Tensor
 from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.attention import Rotary
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.library import PAGE
+from hpctrain.parallel.kernels.function_library import PAGE
 from hpctrain.parallel.paged import LayerPages, TokenPositions
 
 

@@ -14,10 +14,10 @@ from hpctrain.generate.stages import Stages
 from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.functions import CompiledFunctions
-from hpctrain.parallel.kernels import Fp32Kernel, Pass
+from hpctrain.parallel.kernels.layer_functions import CompiledFunctions
+from hpctrain.parallel.kernels.matmul_kernels import Fp32Kernel, Pass
+from hpctrain.parallel.kernels.small_batch import SmallBatchKernel, block_of
 from hpctrain.parallel.matmul import Matmul
-from hpctrain.parallel.small_batch_kernel import SmallBatchKernel, block_of
 from hpctrain.parallel.vocabulary import VocabularyHead
 
 ROWS = 256

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hpctrain.memory.compress import ActivationFormat, compress, expand
 from hpctrain.memory.offload_store import OffloadHandle, OffloadStore
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 
 MIN_STORED_BYTES = 1 << 16  # smaller storages stay in memory unchanged
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.library import PAGE
+from hpctrain.parallel.kernels.function_library import PAGE
 from hpctrain.parallel.paged import PageLayout
 
 

@@ -13,13 +13,13 @@ from hpctrain.model.inputs import Cache
 from hpctrain.model.query_key_norm import QueryKeyNorm
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
-from hpctrain.parallel.all_to_all_attention import all_to_all_attention
-from hpctrain.parallel.functions import turned
+from hpctrain.parallel.attention.all_to_all import all_to_all_attention
+from hpctrain.parallel.attention.ring import ring_attention
+from hpctrain.parallel.kernels.function_library import workspace_floats
+from hpctrain.parallel.kernels.layer_functions import turned
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.library import workspace_floats
-from hpctrain.parallel.linear import ColumnLinear, RowLinear, RowPartition
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize
-from hpctrain.parallel.ring_attention import ring_attention
+from hpctrain.parallel.tensor import ColumnLinear, RowLinear, RowPartition
 
 
 class Rotary:

@@ -24,7 +24,7 @@ from hpctrain.model.part import LayerRange, ModelPart
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 
 Targets = Iterable[tuple[Parameter, Tensor, int]]
 """Flat fp32 tensors to fill, each the elements of a parameter's local piece from an offset on."""

@@ -8,8 +8,8 @@ from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.linear import ColumnLinear, RowLinear, RowPartition
 from hpctrain.parallel.operations import ElementwiseSize, kind_of
+from hpctrain.parallel.tensor import ColumnLinear, RowLinear, RowPartition
 
 
 class FeedForward(nn.Module):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.random import key_of, normal
-from hpctrain.parallel.shard import Initial, Parameter, Shard
+from hpctrain.parallel.shards import Initial, Parameter, Shard
 
 _CHUNK = 1 << 16
 

@@ -21,9 +21,9 @@ from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.router import RoutedTokens, Router
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
-from hpctrain.parallel.dispatch import Dispatch
-from hpctrain.parallel.experts import Experts, ExpertSizes, row_unit
-from hpctrain.parallel.kernels import apart_bytes
+from hpctrain.parallel.experts.dispatch import Dispatch
+from hpctrain.parallel.experts.grouped import Experts, ExpertSizes, row_unit
+from hpctrain.parallel.kernels.matmul_kernels import apart_bytes
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, kind_of
 from hpctrain.parallel.residency import ParameterResidency

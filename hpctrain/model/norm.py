@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.shards import Parameter, Shard
 
 
 class Norm(nn.Module):

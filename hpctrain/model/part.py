@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.parallel.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage
-from hpctrain.parallel.linear import MatmulLayer, SplitLinear
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize, MatrixSize
 from hpctrain.parallel.residency import ParameterResidency
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
+from hpctrain.parallel.tensor import MatmulLayer, SplitLinear
 from hpctrain.parallel.vocabulary import VocabularyHead
 
 Computed = TypeVar("Computed")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.linear import RowPartition, rows_shard
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.shards import Parameter, Shard
+from hpctrain.parallel.tensor import RowPartition, rows_shard
 
 
 class QueryKeyNorm(nn.Module):

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, as_features
-from hpctrain.parallel.experts import count_numbers
+from hpctrain.parallel.experts.grouped import count_numbers
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.shards import Parameter, Shard
 
 _LEAST = 1e-20
 """Added to a sum of sigmoids, all of which may be zero."""

@@ -31,7 +31,7 @@ from hpctrain.parallel.random import dropout
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.saved_policy import LayerPass
 from hpctrain.parallel.scalar_head import ScalarHead
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_shard
 
 HOLES = {"gpt2": 2.4, "llama": 3.5}

@@ -14,7 +14,7 @@ from math import sqrt
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.optimizer import MuonTable
 from hpctrain.model.part import ModelPart, parameter_list
-from hpctrain.parallel.shard import Initial
+from hpctrain.parallel.shards import Initial
 
 HIDDEN: frozenset[Initial] = frozenset({"normal", "residual"})
 """Matrices from width to width, and so are each expert's."""

@@ -18,7 +18,7 @@ from hpctrain.comm.group import Group
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.objective.objective import Losses
 from hpctrain.objective.token_sampling import TokenSampling
-from hpctrain.parallel.partition import SplitLogits
+from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.vocabulary import VocabularyHead
 
 

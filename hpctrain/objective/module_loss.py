@@ -22,7 +22,7 @@ from hpctrain.model.foreign.split import SplitHead, SplitOutputs
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.next_token import CrossEntropy, NextToken
 from hpctrain.objective.objective import Losses, LossFunction
-from hpctrain.parallel.partition import SplitLogits
+from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.vocabulary import chunk_rows
 from hpctrain.text import article
 

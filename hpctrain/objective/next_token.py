@@ -19,9 +19,9 @@ from hpctrain.data.batches import MicroBatch
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.objective import Losses, LossFunction
 from hpctrain.objective.token_sampling import TokenSampling
+from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.partition import SplitLogits
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 from hpctrain.parallel.vocabulary import VocabularyHead
 
 

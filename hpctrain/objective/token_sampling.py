@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hpctrain.parallel.partition import SplitLogits
+from hpctrain.parallel.kernels.logits import SplitLogits
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from hpctrain.optim.optimizer import (
     refresh,
     training_weights,
 )
-from hpctrain.parallel.shard import UpdateSettings
+from hpctrain.parallel.shards import UpdateSettings
 from hpctrain.sharding.bucket import Bucket, Store
 from hpctrain.sharding.bucket_layout import ALIGNMENT
 from hpctrain.sharding.state import MASTER

@@ -22,7 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.memory.scratch import Flat, read_pieces
-from hpctrain.parallel.shard import Shard, UpdateSettings
+from hpctrain.parallel.shards import Shard, UpdateSettings
 from hpctrain.sharding.bucket import Bucket, await_readers
 from hpctrain.sharding.bucket_layout import UpdateRange
 from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER, StateTensor, owned_state

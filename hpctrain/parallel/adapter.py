@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
-from hpctrain.parallel.kernels import KernelTable
+from hpctrain.parallel.kernels.matmul_kernels import KernelTable
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.operations import Cut, MatrixSize
-from hpctrain.parallel.shard import Initial, Parameter, Shard
+from hpctrain.parallel.shards import Initial, Parameter, Shard
 
 
 class AdaptedMatrix(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -12,13 +12,15 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.work import Work
-from hpctrain.parallel.fp8_settings import Fp8Settings
-from hpctrain.parallel.functions import TORCH, LayerFunctions
-from hpctrain.parallel.kernels import KernelTable
-from hpctrain.parallel.matmul_audit import MatmulAudit
+from hpctrain.parallel.kernels.layer_functions import TORCH, LayerFunctions
+from hpctrain.parallel.kernels.matmul_kernels import KernelTable
+from hpctrain.parallel.product_audit.matmul_audit import MatmulAudit
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.step_statistics import StepStatistics
-from hpctrain.parallel.weight_grad import WeightGradientQueue
+from hpctrain.parallel.weight_gradients import WeightGradientQueue
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.fp8.settings import Fp8Settings  # fp8/ imports this module
 
 ContextForm = Literal["ring", "all_to_all"]
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
-from hpctrain.parallel.kernels import MatmulKernel, Pass
+from hpctrain.parallel.kernels.matmul_kernels import MatmulKernel, Pass
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.matmul_audit import WatchedKernel
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.product_audit.matmul_audit import WatchedKernel
+from hpctrain.parallel.shards import Parameter
 
 
 class Scaled(NamedTuple):

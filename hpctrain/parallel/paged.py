@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.host.device import start_copy
-from hpctrain.parallel.functions import CompiledFunctions, LayerFunctions, turned
-from hpctrain.parallel.library import HIGHEST, PAGE, AttentionArguments, Heads, Paged, padded
+from hpctrain.parallel.kernels.function_library import HIGHEST, PAGE, AttentionArguments, Heads, Paged, padded
+from hpctrain.parallel.kernels.layer_functions import CompiledFunctions, LayerFunctions, turned
 
 
 @dataclass(frozen=True)

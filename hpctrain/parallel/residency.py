@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 
 Result = TypeVar("Result")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 
 
 @dataclass(frozen=True)

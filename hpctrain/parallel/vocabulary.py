@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
-from hpctrain.parallel.applied import applied
+from hpctrain.parallel.autograd import applied
+from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.parallel.matmul_choice import make_product
 from hpctrain.parallel.operations import ElementwiseSize, MatrixSize
-from hpctrain.parallel.partition import SplitLogits
-from hpctrain.parallel.products import make_product
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.shards import Parameter, Shard
 
 CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU = 6_500_000, 1 << 26
 """Logits of one chunk, per rank: 26 MB in fp32, on GPUs 268 MB. Each takes three passes over the table."""

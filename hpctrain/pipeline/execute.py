@@ -25,10 +25,10 @@ from hpctrain.model.part import ModelPart
 from hpctrain.model.routing_choices import RoutingChoices
 from hpctrain.objective.objective import LossFunction, Objective
 from hpctrain.parallel.backward import BackwardStart
-from hpctrain.parallel.context import context_piece
 from hpctrain.parallel.random import DropoutSource
+from hpctrain.parallel.sequence import context_piece
 from hpctrain.parallel.step_statistics import StepStatistics
-from hpctrain.parallel.weight_grad import DeferredGradient, WeightGradientQueue, compute_all
+from hpctrain.parallel.weight_gradients import DeferredGradient, WeightGradientQueue, compute_all
 from hpctrain.pipeline.action import Action, Schedule
 
 RECEIVES_AHEAD = 2

@@ -25,7 +25,7 @@ from hpctrain.model.build import build_parts
 from hpctrain.model.count import count
 from hpctrain.model.part import LayerRange
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 from hpctrain.pipeline.action import accumulation
 from hpctrain.plan.step_on_meta import rehearse
 from hpctrain.plan.traffic import PlannedWeights, steady

@@ -11,7 +11,7 @@ from torch.nn import functional
 from hpctrain.host.memory import resident_bytes
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.optimizer import ElementBatch
-from hpctrain.parallel.shard import UpdateSettings
+from hpctrain.parallel.shards import UpdateSettings
 from hpctrain.sharding.state import MASTER
 
 

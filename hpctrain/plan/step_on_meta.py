@@ -15,7 +15,7 @@ from hpctrain.model.frozen import embedding_trained, silent_blocks
 from hpctrain.model.part import Layer, ModelPart, blocks_of
 from hpctrain.model.shape import Recomputed
 from hpctrain.parallel.residency import ParameterResidency
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 from hpctrain.pipeline.action import Schedule
 
 

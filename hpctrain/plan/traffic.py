@@ -35,7 +35,7 @@ from hpctrain.model.foreign.on_meta import as_with_values
 from hpctrain.model.foreign.twin import example_of
 from hpctrain.objective.factory import make_objective
 from hpctrain.optim.optimizer import refresh
-from hpctrain.parallel.context import context_positions
+from hpctrain.parallel.sequence import context_positions
 from hpctrain.pipeline.action import Action, Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch
 from hpctrain.pipeline.split import layer_ranges

@@ -34,7 +34,7 @@ from hpctrain.comm.work import CombinedWork, Work
 from hpctrain.host.device import StreamWork, empty_host_tensor, on_host
 from hpctrain.memory.accounts import storage_bytes
 from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket_layout import BucketLayout, BucketSegment
 
 Store = Callable[[int, torch.dtype], Flat]

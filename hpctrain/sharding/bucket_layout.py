@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 
 from torch import Tensor
 
-from hpctrain.parallel.shard import Parameter, UpdateSettings
+from hpctrain.parallel.shards import Parameter, UpdateSettings
 from hpctrain.sharding.ownership import UpdateLoads, UpdateUnit
 from hpctrain.sharding.replication import Replication, Replications, ZeroSharding
 

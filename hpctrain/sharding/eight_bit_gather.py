@@ -18,9 +18,9 @@ from typing_extensions import override
 
 from hpctrain.comm.work import CombinedWork, Work
 from hpctrain.parallel.fp8.formats import AT_ONCE, E4M3, agreed_maximum, scales_of, to_format
+from hpctrain.parallel.fp8.quantization_loss import lost
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, ScaleBlocks
 from hpctrain.parallel.fp8.quantized_matmul import PrequantizedWeights, QuantizedMatmul
-from hpctrain.parallel.fp8.watched import lost
 from hpctrain.sharding.bucket import Bucket, Store
 from hpctrain.sharding.bucket_layout import BucketLayout, BucketSegment
 from hpctrain.sharding.weight_maxima import products_in_8_bits

@@ -22,7 +22,7 @@ from hpctrain.comm.work import Work
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.activation_store import PackedActivation, Watch
 from hpctrain.parallel.residency import ParameterResidency, Result
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket import Bucket
 
 

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from hpctrain.comm.work import Work
 from hpctrain.host.device import on_host
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.reducer import GradientReduction
 

@@ -25,7 +25,7 @@ from typing import Protocol
 
 from hpctrain.comm.group import Group
 from hpctrain.host.device import SideStream
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.pool import BufferPool
 
 OTHER_TOKENS = ("data", "context")

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.memory.scratch import Flat, read_pieces
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from hpctrain.splitmix import GOLDEN, mix
 
 SUMS = 64

@@ -16,7 +16,7 @@ from hpctrain.memory.accounts import storage_bytes
 from hpctrain.memory.scratch import Flat
 from hpctrain.model.foreign.buffers import KIND as BUFFER
 from hpctrain.parallel.fp8.history import KIND as HISTORY
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from hpctrain.parallel.step_statistics import UsesStatistics
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment

@@ -13,7 +13,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.scratch import Flat
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
 from hpctrain.sharding.fingerprint import PlacedFingerprints

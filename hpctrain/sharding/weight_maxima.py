@@ -12,7 +12,7 @@ from hpctrain.comm.group import Group
 from hpctrain.memory.scratch import read_pieces
 from hpctrain.parallel.fp8.formats import agreed_maximum
 from hpctrain.parallel.fp8.quantized_matmul import WEIGHTS, Dims, QuantizedMatmul
-from hpctrain.parallel.linear import SplitLinear
+from hpctrain.parallel.tensor import SplitLinear
 from hpctrain.sharding.bucket import Bucket
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 
 TOLERANCE = 1e-5  # largest difference of a tensor over its largest element, in fp32
 

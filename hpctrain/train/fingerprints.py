@@ -22,7 +22,7 @@ from hpctrain.memory.scratch import Flat
 from hpctrain.model.foreign.arguments import tensors_of
 from hpctrain.model.foreign.part import ModulePart
 from hpctrain.model.part import Layer, ModelPart
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.sketch import SUMS, Fingerprint, Indices, Sums
 from hpctrain.train.hook import Hook, StepDone

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hpctrain.engine.build import Engine
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.context import context_positions
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.sequence import context_positions
+from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.state import MODEL, OPTIMIZER
 
 RESIDUAL = "reducer/residual"

@@ -19,7 +19,7 @@ from hpctrain.engine.function_choice import describe_functions
 from hpctrain.engine.recompute_settings import describe_recompute
 from hpctrain.host.device import gpu_name
 from hpctrain.model.count import count
-from hpctrain.parallel.fp8.found import native
+from hpctrain.parallel.fp8.device_support import native
 from hpctrain.parallel.fp8.recipes import RECIPES
 from hpctrain.plan.words import active_words
 from hpctrain.report.recorded import TRACE_FILE

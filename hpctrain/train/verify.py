@@ -45,9 +45,9 @@ from hpctrain.engine.mesh_sizes import on_one_rank
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.model.foreign.part import ModulePart
 from hpctrain.model.precision import DOUBLE_FP8
+from hpctrain.parallel.fp8.quantization_loss import is_count
 from hpctrain.parallel.fp8.recipes import RECIPES
-from hpctrain.parallel.fp8.watched import is_count
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from hpctrain.train.difference import TOLERANCE, LayoutDifference, difference_of
 from hpctrain.train.hook import Hook
 from hpctrain.train.layout_state import StatePiece, residuals, spread_positions, state_pieces

@@ -25,9 +25,9 @@ class StepMetrics:
     wall time, `batch` its sequences, `epoch` how often as many were taken as there are, and `epochs` that of
     each entry of a mixture; `mfu` the model FLOPs over the peak FLOPs (0 to 1), `experts`
     the figures of the mixtures, by name lists with a value a mixture, and `fp8` what products in 8 bits lose
-    and their scales, likewise with a value a kind of layer (`parallel/fp8/watched.py`). `payload_bytes` are
-    those that rank 0 sent to others in this step, or received from them, as the ledger counts;
-    `emulated_link` is there where seconds are those of a link that is not (`communication.emulate`);
+    and their scales, likewise with a value a kind of layer (`parallel/fp8/quantization_loss.py`).
+    `payload_bytes` are those that rank 0 sent to others in this step, or received from them, as the ledger
+    counts; `emulated_link` is there where seconds are those of a link that is not (`communication.emulate`);
     `evaluated` are the figures of what was evaluated after this step, by set
     (see `evaluation_keys`); `staleness`, with servers, is how many
     pushes had one of 0, 1, and so on. `spike` is why the step was left out as one, `went_back` the spike for

@@ -19,7 +19,7 @@ from hpctrain.bench.torch_checkpoint import TorchCheckpoint
 from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from tests.engines import DECK
 
 PARAMETERS = 2 * (12 * 32 * 32 + 13 * 32) + (61 + 32 + 2) * 32

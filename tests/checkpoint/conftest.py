@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.layout import TensorRange
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 
 Tensors = dict[str, Tensor]
 

@@ -153,7 +153,7 @@ def main(folder: Path, first: int, last: int) -> None:
     from hpctrain.checkpoint.read import load
     from hpctrain.comm.world import World
     from hpctrain.errors import HpctrainError
-    from hpctrain.parallel.shard import Shard
+    from hpctrain.parallel.shards import Shard
     from hpctrain.watch.newest import find_checkpoint
 
     world = World.start("cpu")

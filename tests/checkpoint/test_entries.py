@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.checkpoint.checkpoint_index import StoredTensor
 from hpctrain.checkpoint.entries import resumed_entries
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.state import MODEL, Resumed, StateTensor
 
 PIECE = Shard("a", (8, 3), (4, 0), (4, 3), frozenset({"tensor"}))

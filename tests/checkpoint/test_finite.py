@@ -15,7 +15,7 @@ from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.errors import EXIT_INPUT_OUTPUT, InputOutputError
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from hpctrain.train.run import run_deck
 from tests.model.test_against_transformers import llama_reference
 

@@ -32,7 +32,7 @@ from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.checkpoint.snapshot import HostBuffer
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 
 world = World.start("cpu")
 folder, mode, place, who = sys.argv[1:]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint.layout import TensorRange, rectangles, rectangles_of, runs
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 
 
 @st.composite

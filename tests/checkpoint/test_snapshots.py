@@ -9,7 +9,7 @@ import torch
 
 import hpctrain.checkpoint.snapshots as snapshots
 from hpctrain.checkpoint.snapshots import SnapshotHistory, StateSnapshot, copies_held
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.state import StateTensor
 from tests.device_double import GPU, on_gpu
 

@@ -28,15 +28,15 @@ from hpctrain.engine.function_choice import (
     with_functions,
 )
 from hpctrain.errors import HpctrainError
-from hpctrain.parallel import compiler
-from hpctrain.parallel.compiler import CompilerError
-from hpctrain.parallel.functions import TORCH, CompiledFunctions
+from hpctrain.parallel.kernels import compiler
+from hpctrain.parallel.kernels.compiler import CompilerError
+from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions
 from hpctrain.plan.memory import plan_memory
 from hpctrain.train.replay import replay
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.verify import verify_layout
 from tests.engines import LLAMA, reference, small_deck, trainer
-from tests.parallel.test_functions import trapping
+from tests.parallel.kernels.test_layer_functions import trapping
 from tests.plan.test_memory import expect_activations
 from tests.train.test_run import DECK, write_deck
 

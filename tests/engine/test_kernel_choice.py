@@ -33,8 +33,8 @@ from hpctrain.engine.kernel_choice import (
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.host.device import processor_identity, processor_name
 from hpctrain.parallel.copies import copied_bytes
-from hpctrain.parallel.kernel_times import MEASUREMENT, MatmulPass
-from hpctrain.parallel.kernels import KERNELS, KernelTable, OneDnn
+from hpctrain.parallel.kernels.matmul_kernels import KERNELS, KernelTable, OneDnn
+from hpctrain.parallel.kernels.timing import MEASUREMENT, MatmulPass
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.served import build_role_within_memory

@@ -11,7 +11,7 @@ from hpctrain.engine.name_patterns import pattern_problems
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.fp8.quantized_matmul import DelayedMatmul, QuantizedMatmul
-from hpctrain.parallel.linear import SplitLinear
+from hpctrain.parallel.tensor import SplitLinear
 from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.plan.named import named_problems
 from hpctrain.train.miniature import miniature

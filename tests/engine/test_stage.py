@@ -27,7 +27,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.build import build_model
 from hpctrain.model.part import logits_of
 from hpctrain.parallel.saved_policy import SavedPolicy
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.bucket import gradient_bytes, value_bytes
 from tests.engines import small_deck, trainer
 

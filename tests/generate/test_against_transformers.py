@@ -21,9 +21,9 @@ from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.part import LayerRange
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions
+from hpctrain.parallel.kernels.function_library import open_library
+from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.library import open_library
 from hpctrain.sharding.replication import Replications
 from tests.engines import make_buckets
 

@@ -21,10 +21,10 @@ from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.part import logits_of
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions
-from hpctrain.parallel.kernels import Fp32Kernel
-from hpctrain.parallel.library import open_library
-from hpctrain.parallel.small_batch_kernel import SmallBatchKernel
+from hpctrain.parallel.kernels.function_library import open_library
+from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions
+from hpctrain.parallel.kernels.matmul_kernels import Fp32Kernel
+from hpctrain.parallel.kernels.small_batch import SmallBatchKernel
 from tests.engines import LLAMA, small_deck
 
 VOCABULARY = 61

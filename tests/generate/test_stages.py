@@ -27,8 +27,8 @@ from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.generate.text import TextModel, generate, load_model
 from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.functions import CompiledFunctions, LayerFunctions
-from hpctrain.parallel.library import open_library
+from hpctrain.parallel.kernels.function_library import open_library
+from hpctrain.parallel.kernels.layer_functions import CompiledFunctions, LayerFunctions
 from tests.comm.transports.gloo_as_nccl import use_nccl_rules
 from tests.engines import LLAMA, small_deck
 from tests.generate.test_text import make_checkpoint

@@ -26,8 +26,8 @@ from hpctrain.model.part import logits_of, parameter_list
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.next_token import CrossEntropy
-from hpctrain.parallel.experts import Experts, ExpertSizes, Segments
-from hpctrain.parallel.functions import TORCH
+from hpctrain.parallel.experts.grouped import Experts, ExpertSizes, Segments
+from hpctrain.parallel.kernels.layer_functions import TORCH
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.sharding.reducer import ExactReduction, make_reducer
 from hpctrain.sharding.replica_sync import SyncEveryStep

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hpctrain.model.initialize import fill_normal
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 
 
 def test_a_piece_has_the_values_of_the_whole_and_zeros_beyond_it() -> None:

@@ -14,7 +14,7 @@ from hpctrain.comm.world import World
 from hpctrain.engine.build import make_mesh
 from hpctrain.model.query_key_norm import QueryKeyNorm
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.linear import RowPartition
+from hpctrain.parallel.tensor import RowPartition
 from hpctrain.plan.memory import plan_memory
 from hpctrain.train.miniature import miniature
 from hpctrain.train.verify import LayoutError, compare, verify_layout

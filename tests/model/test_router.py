@@ -15,9 +15,9 @@ from hpctrain.model.inputs import AuxiliaryLosses, ModelInputs
 from hpctrain.model.mixture import Mixture
 from hpctrain.model.router import RoutedTokens, Router
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.dispatch import Dispatch
+from hpctrain.parallel.experts.dispatch import Dispatch
 from hpctrain.parallel.residency import ParameterResidency
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.replication import Replications
 from tests.engines import alone, make_buckets
 

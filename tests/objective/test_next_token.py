@@ -17,11 +17,11 @@ from hpctrain.engine.function_choice import compile_functions
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.parallel import vocabulary
 from hpctrain.parallel.activation_sizes import ActivationSizes
-from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions
-from hpctrain.parallel.kernels import KERNELS, LIBRARY, KernelTable, MatmulKernel
+from hpctrain.parallel.kernels.function_library import open_library
+from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions
+from hpctrain.parallel.kernels.matmul_kernels import KERNELS, LIBRARY, KernelTable, MatmulKernel
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.library import open_library
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 from hpctrain.parallel.vocabulary import VocabularyHead, vocabulary_shard
 
 VOCABULARY, HIDDEN, SEQUENCE, BATCH = 37, 8, 12, 3

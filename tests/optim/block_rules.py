@@ -11,7 +11,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.optim.matrix.matrix_optimizer import MatrixOptimizer
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.sharding.replication import Replications
 from tests.engines import alone, make_buckets
 

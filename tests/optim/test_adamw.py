@@ -10,7 +10,7 @@ from hpctrain.optim import adamw
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.clip import clip_coefficient, local_square_norm
 from hpctrain.optim.optimizer import ResidentOptimizer
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.state import MASTER

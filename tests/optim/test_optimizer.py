@@ -16,7 +16,7 @@ from hpctrain.optim.lion import Lion
 from hpctrain.optim.optimizer import ElementBatch, ResidentOptimizer, UpdateRule
 from hpctrain.optim.schedule_free import ScheduleFree
 from hpctrain.optim.sgd import SGD
-from hpctrain.parallel.shard import Parameter, Shard, UpdateSettings
+from hpctrain.parallel.shards import Parameter, Shard, UpdateSettings
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketLayout
 from hpctrain.sharding.replication import Replications, ZeroSharding

@@ -10,7 +10,7 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.engine.build import make_mesh
 from hpctrain.parallel.copies import copied_bytes, planned_copies, products
-from hpctrain.parallel.kernels import Fp32Kernel
+from hpctrain.parallel.kernels.matmul_kernels import Fp32Kernel
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
 from tests.engines import LLAMA, Trainer, small_deck, trainer

@@ -10,11 +10,11 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
 from hpctrain.model.precision import Precision
-from hpctrain.parallel import kernels
+from hpctrain.parallel.kernels import matmul_kernels as kernels
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul
-from hpctrain.parallel.products import PRODUCTS
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.matmul_choice import PRODUCTS
+from hpctrain.parallel.shards import Parameter, Shard
 from tests.engines import small_deck, trainer
 
 VOCABULARY, HIDDEN = 37, 8

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.engine.function_choice import compile_functions
-from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions
-from hpctrain.parallel.library import PAGE, open_library
+from hpctrain.parallel.kernels.function_library import PAGE, open_library
+from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions
 from hpctrain.parallel.paged import LayerPages, PageLayout, TokenPositions
 
 LENGTHS = (70, 1, 33, 5)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpctrain.comm.world import World
 from hpctrain.parallel.matmul import Matmul
-from hpctrain.parallel.products import PRODUCTS
+from hpctrain.parallel.matmul_choice import PRODUCTS
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 STEPS = 2

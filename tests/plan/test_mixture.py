@@ -16,7 +16,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.model.count import count
 from hpctrain.model.router import Router
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.dispatch import Dispatch
+from hpctrain.parallel.experts.dispatch import Dispatch
 from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.words import plan_text

@@ -20,7 +20,7 @@ from hpctrain.engine.corpus import open_corpus, resolve_vocabulary
 from hpctrain.engine.function_choice import with_functions
 from hpctrain.engine.kernel_choice import choose_kernels
 from hpctrain.engine.model_placement import place_models
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from hpctrain.post.rewards.reward import Sample
 from hpctrain.post.rewards.rewards import Rewards
 from hpctrain.post.trainer import PolicyTrainer

@@ -23,7 +23,7 @@ from hpctrain.generate.sampling import KeyedSampler
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.objective.policy import OLD, PolicyOptimization
 from hpctrain.objective.token_sampling import TokenSampling
-from hpctrain.parallel.partition import SplitLogits
+from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.post import writer
 from hpctrain.post.trainer import PolicyTrainer

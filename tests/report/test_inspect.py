@@ -22,7 +22,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from hpctrain.report.contents import UNVERIFIED
 from hpctrain.report.inspect import InspectOptions, inspect
 from tests.checkpoint.conftest import flip  # noqa: F401  (a fixture)

@@ -13,9 +13,9 @@ from torch import Tensor
 from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.parallel.fp8.formats import E4M3
+from hpctrain.parallel.fp8.quantization_loss import lost, watched_row
 from hpctrain.parallel.fp8.quantized_matmul import TURNED_WEIGHTS, WEIGHTS
-from hpctrain.parallel.fp8.watched import lost, watched_row
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.eight_bit_gather import UNIT, EightBitBucket
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.step import StepResult

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.sharding.measured_reduction import FirstMicroBatch
 from hpctrain.train.batch_size import batch_at
 from hpctrain.train.step import Step

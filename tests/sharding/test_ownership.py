@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
-from hpctrain.parallel.shard import Parameter, Shard, UpdateBlock
+from hpctrain.parallel.shards import Parameter, Shard, UpdateBlock
 from hpctrain.sharding.bucket_layout import ALIGNMENT, BucketLayout, bucket_layouts
 from hpctrain.sharding.ownership import UpdateLoads, UpdateUnit
 from hpctrain.sharding.replication import MeshQueries, Replications, ZeroSharding

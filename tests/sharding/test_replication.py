@@ -12,7 +12,7 @@ import pytest
 from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.replication import Replication, Replications, ZeroSharding
 
 SIZES = {"pipeline": 2, "data": 2, "context": 2, "tensor": 4}

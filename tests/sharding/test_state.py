@@ -23,8 +23,8 @@ from hpctrain.engine.stage import REDUCTIONS, build_stage, load_parameters
 from hpctrain.memory.scratch import fill_pieces, read_pieces
 from hpctrain.model.build import build_model
 from hpctrain.parallel.matmul import Matmul
-from hpctrain.parallel.products import PRODUCTS
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.matmul_choice import PRODUCTS
+from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.reducer import ExactReduction

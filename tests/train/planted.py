@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpctrain.comm.work import Work
 from hpctrain.data.batches import Batches
-from hpctrain.parallel.linear import SplitLinear
+from hpctrain.parallel.tensor import SplitLinear
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
 from hpctrain.train.hook import Hook, StepDone

@@ -16,7 +16,7 @@ from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.host.commands import restart_on_ranks
 from hpctrain.host.launcher import LAUNCHERS
-from hpctrain.parallel.linear import ColumnLinear, RowLinear
+from hpctrain.parallel.tensor import ColumnLinear, RowLinear
 from hpctrain.train.check import check
 
 DECK = """

@@ -1,7 +1,7 @@
 """Packed documents train as separate ones do: losses and gradients of the run's own step on all layouts,
 beside those of plain torch in double precision, which computes each document by itself.
 
-Tests of data.document_mask, of documents in model/transformer.py and parallel/ring_attention.py, and of what
+Tests of data.document_mask, of documents in model/transformer.py and parallel/attention/ring.py, and of what
 train/verify.py makes of them.
 """
 
@@ -22,7 +22,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.function_choice import with_functions
 from hpctrain.engine.mesh_sizes import on_one_rank
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from hpctrain.train.hook import Hook
 from hpctrain.train.miniature import miniature
 from hpctrain.train.trainer import Trainer

@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.host.device import start_copy
-from hpctrain.parallel.experts import count_numbers
+from hpctrain.parallel.experts.grouped import count_numbers
 from tests.device_double import on_gpu
 from tests.engines import LLAMA, small_deck, trainer
 from tests.host_waits import HostWaits
@@ -21,7 +21,7 @@ ON_HOST = {
     "comm": "transports of CPUs",
     "data": "batches are read on the host",
     "objective/next_token.py count": "tokens of batches on the host",
-    "parallel/experts.py __iter__": "products of experts on a CPU, one after the other",
+    "parallel/experts/grouped.py __iter__": "products of experts on a CPU, one after the other",
     "train/step.py read": "counts of tokens on the host",
 }
 """What works on the host on a machine with GPUs, too, or works on CPUs alone."""
@@ -60,13 +60,13 @@ def test_a_step_waits_for_its_loss_and_norm_alone(world: World, keys: tuple[str,
 @pytest.mark.mpi(max_size=1)
 def test_a_capacity_makes_each_pass_wait_once(world: World) -> None:
     found = waits(world, *MIXTURE, "model.experts.capacity=1.0")
-    assert found == {AGREE: 1, "parallel/dispatch.py __init__": LAYERS * MICRO_BATCHES}
+    assert found == {AGREE: 1, "parallel/experts/dispatch.py __init__": LAYERS * MICRO_BATCHES}
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_ranks_of_experts_wait_once_in_a_pass(world: World) -> None:
     found = waits(world, *MIXTURE, "layout.expert=2")
-    assert found == {AGREE: 1, "parallel/dispatch.py _meet": LAYERS * MICRO_BATCHES}
+    assert found == {AGREE: 1, "parallel/experts/dispatch.py _meet": LAYERS * MICRO_BATCHES}
 
 
 def test_counts_of_experts_are_those_of_bincount() -> None:

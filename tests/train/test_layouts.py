@@ -1,6 +1,6 @@
 """Every layout trains the same model: compared with one rank, and with single reductions taken away.
 
-Tests of train/verify.py, engine/build.py and engine/stage.py, and of parallel/ring_attention.py.
+Tests of train/verify.py, engine/build.py and engine/stage.py, and of parallel/attention/ring.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh
 from hpctrain.model.part import logits_of
-from hpctrain.parallel.linear import RowLinear
+from hpctrain.parallel.tensor import RowLinear
 from hpctrain.train.miniature import miniature
 from hpctrain.train.verify import LayoutError, compare, verify_layout
 from tests.engines import LLAMA, by_rank_0, reference, small_deck, trainer

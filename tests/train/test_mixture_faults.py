@@ -15,12 +15,12 @@ from torch import Tensor
 
 import hpctrain.model.router as router_module
 import hpctrain.optim.clip as clip
-import hpctrain.parallel.experts as experts
+import hpctrain.parallel.experts.grouped as experts
 from hpctrain.comm.world import World
 from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.model.router import Router
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.replication import Replication, Replications
 from hpctrain.train.verify import LayoutError, verify_layout

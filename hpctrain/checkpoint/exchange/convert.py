@@ -56,7 +56,7 @@ from hpctrain.memory.scratch import Flat, ScratchSlice
 from hpctrain.model.count import count
 from hpctrain.model.precision import DTYPES
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from hpctrain.text import control_problem, escaped
 from hpctrain.units import format_bytes, format_count
 

@@ -15,7 +15,7 @@ from hpctrain.checkpoint.extract import ReadRequest, TensorSource
 from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.errors import InputOutputError
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.state import MASTER, MODEL
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import prod
 
 from hpctrain.checkpoint.layout import Index, TensorRange
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 
 _EXPERTS = {
     ".experts.gate_up.weight": (".gate.weight", ".up.weight"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hpctrain.model.foreign.architecture import kept_buffers
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 
 KIND = "buffer"
 """The kind of state that buffers are in checkpoints."""

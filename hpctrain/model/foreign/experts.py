@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from hpctrain.comm.group import Group
 from hpctrain.model.foreign.across import both_entered, summed
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.linear import RowPartition, rows_shard
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
+from hpctrain.parallel.tensor import RowPartition, rows_shard
 
 _COUNT, _SPREAD = "num_experts", "_is_expert_parallel"
 

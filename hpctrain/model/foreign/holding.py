@@ -19,7 +19,7 @@ from hpctrain.model.foreign.passage import Passage, PiecePassage
 from hpctrain.model.foreign.whole import WholeLinear, compute_whole, layers_in, multiplied
 from hpctrain.model.part import LayerRange
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.shards import Parameter, Shard
 
 Names = dict[Parameter, list[str]]
 """Of each parameter all names that it has in a module."""

@@ -25,7 +25,7 @@ from hpctrain.model.foreign.part import ModulePart
 from hpctrain.model.initialize import fill_normal
 from hpctrain.model.part import ModelPart
 from hpctrain.parallel.random import key_of
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 
 HOST = torch.device("cpu")
 

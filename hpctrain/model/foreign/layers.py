@@ -13,9 +13,9 @@ from hpctrain.model.foreign.parallel import LateParameter
 from hpctrain.model.foreign.trace import LayerTrace
 from hpctrain.model.part import Layer
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
-from hpctrain.parallel.linear import MatmulLayer, SplitLinear
 from hpctrain.parallel.operations import MatrixSize
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
+from hpctrain.parallel.tensor import MatmulLayer, SplitLinear
 from hpctrain.parallel.vocabulary import VocabularyHead
 
 

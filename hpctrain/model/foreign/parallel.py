@@ -18,11 +18,11 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.across import own_features, turned, whole_features
 from hpctrain.model.foreign.sizes import Linear
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.linear import ColumnLinear, RowLinear, SplitLinear
 from hpctrain.parallel.matmul import Matmul
+from hpctrain.parallel.matmul_choice import make_product
 from hpctrain.parallel.operations import MatrixSize
-from hpctrain.parallel.products import make_product
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
+from hpctrain.parallel.tensor import ColumnLinear, RowLinear, SplitLinear
 from hpctrain.parallel.vocabulary import VocabularyEmbedding
 
 

@@ -30,7 +30,7 @@ from hpctrain.model.part import Computed, Layer, LayerRange, ModelPart
 from hpctrain.parallel.activation_sizes import ActivationSizes
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.residency import ParameterResidency
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 
 
 class ModulePart(nn.Module):

@@ -18,7 +18,7 @@ from hpctrain.model.foreign.cut import PartPass, Passing
 from hpctrain.model.foreign.order import BlockCall, Source
 from hpctrain.model.foreign.structure import InputReference, Spec, leaves, replaced
 from hpctrain.parallel.random import DropoutSource, key_of
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 
 
 def seed_draws(source: DropoutSource, place: str = "") -> None:

@@ -24,8 +24,8 @@ from hpctrain.model.foreign.parallel import (
 from hpctrain.model.foreign.plan import LINEAR, SplitPlan, SplitRule, attribute_of, divisor
 from hpctrain.model.foreign.sizes import Linear, is_hooked, part_sizes
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.linear import RowPartition, rows_shard
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
+from hpctrain.parallel.tensor import RowPartition, rows_shard
 from hpctrain.parallel.vocabulary import vocabulary_shard
 
 

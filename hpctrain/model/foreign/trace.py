@@ -20,7 +20,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import tensors_of
 from hpctrain.model.foreign.on_meta import OnMeta, ToldAsHost, kernels_of
 from hpctrain.parallel.activation_sizes import SavedStorage
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 
 _LONGEST = 200  # characters of what an error says
 

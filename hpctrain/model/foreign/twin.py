@@ -18,7 +18,7 @@ from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import Computed, LayerRange
 from hpctrain.parallel.activation_sizes import ActivationSizes
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 
 
 class Traced(Protocol):

@@ -19,7 +19,7 @@ from hpctrain.comm.planned import planned_group
 from hpctrain.model.foreign.parallel import LateParameter, take_parameters
 from hpctrain.model.foreign.sizes import Linear, is_hooked
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.linear import ColumnAutograd, ColumnLinear, SplitLinear
+from hpctrain.parallel.tensor import ColumnAutograd, ColumnLinear, SplitLinear
 
 
 def multiplied(module: nn.Module) -> Iterator[nn.Parameter]:

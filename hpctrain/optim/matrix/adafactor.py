@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.optim.optimizer import ElementBatch
-from hpctrain.parallel.shard import Shard, UpdateBlock
+from hpctrain.parallel.shards import Shard, UpdateBlock
 from hpctrain.sharding.state import MASTER
 
 MEAN, ROW, COLUMN, SQUARE, UPDATES = "exp_avg", "row", "column", "exp_avg_sq", "updates"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.optim.optimizer import ElementBatch
-from hpctrain.parallel.shard import Shard, UpdateBlock
+from hpctrain.parallel.shards import Shard, UpdateBlock
 from hpctrain.sharding.state import MASTER
 
 MEAN, SQUARE = "exp_avg", "exp_avg_sq"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.optim.optimizer import ElementBatch, UpdateRule
-from hpctrain.parallel.shard import Parameter, Shard, UpdateBlock, UpdateSettings
+from hpctrain.parallel.shards import Parameter, Shard, UpdateBlock, UpdateSettings
 
 
 class MatrixRule(Protocol):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hpctrain.host.device import on_host
 from hpctrain.optim.optimizer import ElementBatch
-from hpctrain.parallel.shard import Shard, UpdateBlock
+from hpctrain.parallel.shards import Shard, UpdateBlock
 from hpctrain.sharding.state import MASTER
 
 MOMENTUM = "momentum"

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
-from hpctrain.parallel.shard import UpdateBlock
+from hpctrain.parallel.shards import UpdateBlock
 from hpctrain.sharding.bucket_layout import BucketSegment
 
 

@@ -13,16 +13,16 @@ from typing_extensions import override
 from hpctrain.comm.group import Group
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format, agreed_maximum
+from hpctrain.parallel.fp8.gather import gathered, start_gather
 from hpctrain.parallel.fp8.history import KIND, History
 from hpctrain.parallel.fp8.multiply import multiplied
-from hpctrain.parallel.fp8.pieces import gathered, start_gather
+from hpctrain.parallel.fp8.quantization_loss import note_counts, note_lost, operand_name
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, ScaleBlocks, Scaling, block_maxima
 from hpctrain.parallel.fp8.recipes import ScalingRecipe
-from hpctrain.parallel.fp8.watched import note_counts, note_lost, operand_name
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul, Operand, Scaled
-from hpctrain.parallel.matmul_audit import INPUT_GRADIENT
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.product_audit.matmul_audit import INPUT_GRADIENT
+from hpctrain.parallel.shards import Parameter, Shard
 
 Kind = Literal["inputs", "weights", "gradients"]
 """What is quantized; gradients are those of the output."""

@@ -22,9 +22,9 @@ from hpctrain.model.part import LayerRange
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.objective.next_token import CrossEntropy
-from hpctrain.parallel.functions import LayerFunctions, turned
+from hpctrain.parallel.kernels.layer_functions import LayerFunctions, turned
+from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.operations import ElementwiseKind
-from hpctrain.parallel.partition import SplitLogits
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
 from hpctrain.plan.calibrate.clock import Clock

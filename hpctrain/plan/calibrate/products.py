@@ -16,7 +16,7 @@ from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.host.device import on_host
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.kernels import KernelTable, Pass
+from hpctrain.parallel.kernels.matmul_kernels import KernelTable, Pass
 from hpctrain.parallel.vocabulary import chunk_rows
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.decks import variants

@@ -20,7 +20,7 @@ from hpctrain.host.device import device_kind, on_host
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.objective.factory import make_objective
-from hpctrain.parallel.context import context_positions
+from hpctrain.parallel.sequence import context_positions
 from hpctrain.parallel.step_statistics import How, StepStatistics
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch, messages

@@ -17,7 +17,7 @@ from hpctrain.model.frozen import freeze_parameters, silent_blocks
 from hpctrain.model.part import Layer
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.activation_sizes import ActivationSizes, total
-from hpctrain.parallel.experts import EXPERT_AXES
+from hpctrain.parallel.experts.grouped import EXPERT_AXES
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize, MatrixSize
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.machine_rates import Direction, MachineRates, ProductPass, collective_seconds

@@ -21,7 +21,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.toml import MAX_DECK_BYTES, TomlError, parse_toml
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import read_text
-from hpctrain.parallel.kernels import Pass
+from hpctrain.parallel.kernels.matmul_kernels import Pass
 from hpctrain.parallel.operations import ElementwiseKind
 from hpctrain.parallel.vocabulary import CHUNK_ROWS, chunk_of
 from hpctrain.plan.time.others import kind_problems, with_others

@@ -15,7 +15,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.update_rules import RULES
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.matrix.muon import Muon
-from hpctrain.parallel.shard import Shard, UpdateSettings
+from hpctrain.parallel.shards import Shard, UpdateSettings
 from hpctrain.plan.time.machine_rates import MachineRates, Sharing, collective_seconds
 
 if TYPE_CHECKING:

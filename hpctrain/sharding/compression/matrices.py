@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
 
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.bucket_layout import BucketSegment
 from hpctrain.sharding.replication import EXPERTS
 

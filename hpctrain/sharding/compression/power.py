@@ -24,7 +24,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.communication import PowerSgdTable
 from hpctrain.host.device import on_host
 from hpctrain.model.initialize import fill_normal
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.matrices import FACTOR, Matrices
 from hpctrain.sharding.reducer import GradientReduction

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.model.part import ModelPart
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 from hpctrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead
 from hpctrain.sharding.bucket import Bucket
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.host.device import gpu_identity, gpu_name, on_host
-from hpctrain.parallel.kernel_times import candidates
-from hpctrain.parallel.kernels import LIBRARY, MatmulKernel, Pass
+from hpctrain.parallel.kernels.matmul_kernels import LIBRARY, MatmulKernel, Pass
+from hpctrain.parallel.kernels.timing import candidates
 from hpctrain.watch.stress.difference import difference
 from hpctrain.watch.stress.record import Look, StressRank, StressRecord, TestTime, clock_of, one_thread
 

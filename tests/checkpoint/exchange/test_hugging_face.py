@@ -36,7 +36,7 @@ from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.model.part import logits_of
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.replication import Replications
 from tests.engines import LLAMA, make_buckets, small_deck
 

@@ -16,7 +16,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.model.part import logits_of
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from hpctrain.train.start import start_from_source
 from tests.model.test_against_transformers import qwen3_reference
 

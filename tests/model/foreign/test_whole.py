@@ -22,7 +22,7 @@ from hpctrain.engine.build import make_mesh
 from hpctrain.engine.kernel_choice import products_of
 from hpctrain.errors import HpctrainError
 from hpctrain.parallel.copies import copied_bytes, planned_copies
-from hpctrain.parallel.kernel_times import MatmulPass
+from hpctrain.parallel.kernels.timing import MatmulPass
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
 from tests.engines import by_rank_0, trainer

@@ -23,7 +23,7 @@ from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.matrix.matrix_optimizer import MatrixOptimizer
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.optimizer import ElementBatch
-from hpctrain.parallel.shard import Shard, UpdateBlock
+from hpctrain.parallel.shards import Shard, UpdateBlock
 from hpctrain.sharding.state import MASTER
 from hpctrain.train.checkpoints import Checkpoints
 from tests.engines import LLAMA, reference, small_deck, trainer

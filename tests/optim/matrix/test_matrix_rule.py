@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.matrix.matrix_rule import CellLayout, MatrixRules
 from hpctrain.optim.optimizer import ElementBatch
-from hpctrain.parallel.shard import Parameter, Shard, UpdateBlock
+from hpctrain.parallel.shards import Parameter, Shard, UpdateBlock
 
 ADAMW = AdamW((0.9, 0.95), 1e-8, 0.0)
 

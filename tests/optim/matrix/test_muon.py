@@ -17,7 +17,7 @@ from hpctrain.optim.matrix import local_matrices
 from hpctrain.optim.matrix.matrix_optimizer import MatrixOptimizer
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.matrix.muon import Match, Muon, orthogonalize
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.named import named_problems
 from hpctrain.sharding.bucket import gradient_bytes, value_bytes

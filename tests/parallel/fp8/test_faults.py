@@ -19,7 +19,7 @@ from hpctrain.parallel.fp8.multiply import multiplied
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
 from hpctrain.parallel.fp8.quantized_matmul import DelayedMatmul, Dims, Kind, QuantizedMatmul
 from hpctrain.parallel.fp8.recipes import RECIPES
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shards import Shard
 from hpctrain.parallel.step_statistics import StepStatistics
 from tests.parallel.fp8.given import normal, quantized
 from tests.parallel.fp8.scales import alike, maxima_of, scales_of

@@ -1,6 +1,6 @@
 """What is kept of inputs in 8 bits: the training of a run that keeps none, bit for bit, in fewer bytes.
 
-Tests of parallel/fp8/quantized_matmul.py and of parallel/fp8/pieces.py.
+Tests of parallel/fp8/quantized_matmul.py and of parallel/fp8/gather.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.parallel import products
+from hpctrain.parallel import matmul_choice as products
 from hpctrain.parallel.fp8.quantized_matmul import DelayedMatmul, QuantizedMatmul
 from hpctrain.parallel.fp8.recipes import RECIPES
 from hpctrain.parallel.matmul import Matmul

@@ -24,7 +24,7 @@ from hpctrain.parallel.fp8.quantized_matmul import KINDS, DelayedMatmul, Kind, Q
 from hpctrain.parallel.fp8.recipes import RECIPES, ScalingRecipe
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.shards import Parameter, Shard
 from tests.engines import small_deck, trainer
 from tests.optim.matrix.test_matrix_optimizer import Held
 from tests.parallel.fp8.given import normal, quantized

@@ -15,7 +15,7 @@ from torch import Tensor
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.parallel.random import key_of, normal
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.traffic import plan_traffic
 from hpctrain.sharding.bucket import Bucket

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 import hpctrain.parallel.vocabulary as vocabulary
-from hpctrain.parallel.linear import ColumnLinear, SplitLinear
 from hpctrain.parallel.random import DropoutSource
+from hpctrain.parallel.tensor import ColumnLinear, SplitLinear
 from hpctrain.train.step import Step
 from tests.train.layout_faults.deck_keys import DROPOUT, GPT2
 from tests.train.layout_faults.fault import LayoutFault

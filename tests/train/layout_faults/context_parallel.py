@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 import hpctrain.model.transformer as transformer
-import hpctrain.parallel.ring_attention as ring
+import hpctrain.parallel.attention.ring as ring
 import hpctrain.pipeline.execute as execute
 from tests.train.layout_faults.deck_keys import CONTEXT, GPT2, ULYSSES
 from tests.train.layout_faults.fault import LayoutFault

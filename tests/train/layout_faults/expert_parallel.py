@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 import hpctrain.model.router as router
-import hpctrain.parallel.experts as experts
+import hpctrain.parallel.experts.grouped as experts
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.parallel.step_statistics import StepStatistics
 from tests.train.layout_faults.deck_keys import BIASED, EXPERT, MIXTURE

@@ -12,8 +12,8 @@ import hpctrain.pipeline.execute as execute
 import hpctrain.sharding.synchronize as synchronize
 from hpctrain.comm.group import Group
 from hpctrain.optim.optimizer import ResidentOptimizer
-from hpctrain.parallel.linear import SplitLinear
 from hpctrain.parallel.random import DropoutSource
+from hpctrain.parallel.tensor import SplitLinear
 from tests.train.layout_faults.deck_keys import DROPOUT, INTERLEAVED, PIPELINE, TIED
 from tests.train.layout_faults.fault import LayoutFault
 from tests.train.layout_faults.planting import (

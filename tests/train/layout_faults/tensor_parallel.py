@@ -12,8 +12,8 @@ import hpctrain.model.transformer as transformer
 import hpctrain.parallel.vocabulary as vocabulary
 import hpctrain.sharding.synchronize as synchronize
 from hpctrain.optim.optimizer import ResidentOptimizer
-from hpctrain.parallel.linear import ColumnLinear, RowLinear
 from hpctrain.parallel.random import DropoutSource
+from hpctrain.parallel.tensor import ColumnLinear, RowLinear
 from tests.train.layout_faults.deck_keys import DROPOUT, GPT2, SEQUENCE, TENSOR
 from tests.train.layout_faults.fault import LayoutFault
 from tests.train.layout_faults.planting import changed_results, scale, scaled_argument, swap_halves, wrapped

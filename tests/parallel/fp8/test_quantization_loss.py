@@ -8,9 +8,16 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format
+from hpctrain.parallel.fp8.quantization_loss import (
+    Row,
+    layer_kind,
+    lost,
+    note_lost,
+    operand_name,
+    watched_row,
+)
 from hpctrain.parallel.fp8.quantize import Scaling
 from hpctrain.parallel.fp8.recipes import RECIPES
-from hpctrain.parallel.fp8.watched import Row, layer_kind, lost, note_lost, operand_name, watched_row
 from hpctrain.parallel.step_statistics import StepStatistics
 from hpctrain.train.watchers import EightBitWatch
 from tests.engines import LLAMA, Trainer, small_deck, trainer

@@ -1,6 +1,6 @@
 """Products of a few rows by a compiled function beside the library's of many: the same bits.
 
-Tests of parallel/small_batch_kernel.py.
+Tests of parallel/kernels/small_batch.py.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hpctrain.engine.function_choice import compile_functions
-from hpctrain.parallel.functions import CompiledFunctions
-from hpctrain.parallel.kernels import LIBRARY, MatmulKernel
-from hpctrain.parallel.library import open_library
-from hpctrain.parallel.small_batch_kernel import FEW, SmallBatchKernel, block_of, few_rows
+from hpctrain.parallel.kernels.function_library import open_library
+from hpctrain.parallel.kernels.layer_functions import CompiledFunctions
+from hpctrain.parallel.kernels.matmul_kernels import LIBRARY, MatmulKernel
+from hpctrain.parallel.kernels.small_batch import FEW, SmallBatchKernel, block_of, few_rows
 
 
 @pytest.fixture(scope="module")

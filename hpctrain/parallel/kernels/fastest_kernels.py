@@ -6,8 +6,8 @@ import torch
 
 from hpctrain.host.device import choose_device, on_host, processor_name, visible_gpus
 from hpctrain.host.doctor import DoctorFinding
-from hpctrain.parallel.kernel_times import MatmulPass, measure, quickest
-from hpctrain.parallel.kernels import Pass
+from hpctrain.parallel.kernels.matmul_kernels import Pass
+from hpctrain.parallel.kernels.timing import MatmulPass, measure, quickest
 
 _SIZE = 1024
 _PASSES: tuple[tuple[Pass, str], ...] = (

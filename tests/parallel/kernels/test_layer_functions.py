@@ -1,6 +1,7 @@
 """Functions of blocks that are compiled, beside exact ones: values, gradients, formats, shapes; compilers.
 
-Tests of parallel/functions.py, parallel/library.py and parallel/compiler.py.
+Tests of parallel/kernels/layer_functions.py, parallel/kernels/function_library.py and
+parallel/kernels/compiler.py.
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ from torch.nn import functional
 
 from hpctrain.deck.activations import Activation
 from hpctrain.engine.function_choice import compile_functions
-from hpctrain.parallel import compiler, library
-from hpctrain.parallel.compiler import (
+from hpctrain.parallel.kernels import compiler
+from hpctrain.parallel.kernels import function_library as library
+from hpctrain.parallel.kernels.compiler import (
     CompilerError,
     build_library,
     compile_library,
     find_compiler,
     try_library,
 )
-from hpctrain.parallel.functions import (
+from hpctrain.parallel.kernels.function_library import open_library, workspace_floats
+from hpctrain.parallel.kernels.layer_functions import (
     TORCH,
     CompiledFunctions,
     LayerFunctions,
     agrees,
 )
-from hpctrain.parallel.library import open_library, workspace_floats
-from hpctrain.parallel.partition import Partition, SplitLogits
+from hpctrain.parallel.kernels.logits import Partition, SplitLogits
 
 FORMATS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 """How far results may be from the exact ones, in the norm."""

@@ -1,6 +1,6 @@
 """Column and row layers: fused weights, and weight gradients computed later.
 
-Tests of parallel/linear.py, parallel/shard.py and parallel/weight_grad.py.
+Tests of parallel/tensor.py, parallel/shards.py and parallel/weight_gradients.py.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.model.part import blocks_of
-from hpctrain.parallel.linear import RowPartition
 from hpctrain.parallel.matmul import joined
-from hpctrain.parallel.weight_grad import WeightGradientQueue, compute_all
+from hpctrain.parallel.tensor import RowPartition
+from hpctrain.parallel.weight_gradients import WeightGradientQueue, compute_all
 from tests.engines import LLAMA, small_deck, trainer
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.parallel.activation_sizes import ActivationSizes
-from hpctrain.parallel.functions import CompiledFunctions
-from hpctrain.parallel.kernels import MatmulKernel
-from hpctrain.parallel.library import few_rows_floats
+from hpctrain.parallel.kernels.function_library import few_rows_floats
+from hpctrain.parallel.kernels.layer_functions import CompiledFunctions
+from hpctrain.parallel.kernels.matmul_kernels import MatmulKernel
 
 FEW = 48
 """Rows up to which it takes less time than libraries do."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.data.documents import Documents
-from hpctrain.parallel.attention_block import attend, attend_backward, merge
+from hpctrain.parallel.attention.block import attend, attend_backward, merge
 
 _KEYS, _GRADIENTS = 1, 2
 """Message tags: keys and values, and their gradients."""

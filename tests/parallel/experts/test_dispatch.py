@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
-from hpctrain.parallel.dispatch import Dispatch
-from hpctrain.parallel.experts import Experts, ExpertSizes, row_unit
+from hpctrain.parallel.experts.dispatch import Dispatch
+from hpctrain.parallel.experts.grouped import Experts, ExpertSizes, row_unit
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 
 EXPERTS, CHOSEN, HIDDEN, INNER, ROWS = 8, 2, 12, 16, 11
 

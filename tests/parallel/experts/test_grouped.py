@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.comm.world import World
-from hpctrain.parallel.experts import (
+from hpctrain.parallel.experts.grouped import (
     ROW_UNIT,
     Experts,
     ExpertSizes,
@@ -17,8 +17,8 @@ from hpctrain.parallel.experts import (
     grouped_product,
     row_unit,
 )
-from hpctrain.parallel.shard import Parameter, Shard
-from hpctrain.parallel.weight_grad import compute_all
+from hpctrain.parallel.shards import Parameter, Shard
+from hpctrain.parallel.weight_gradients import compute_all
 from tests.device_double import on_gpu
 from tests.engines import alone
 from tests.host_waits import HostWaits

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.parallel import kernel_times as module
-from hpctrain.parallel.kernel_times import MatmulPass, Operands, measure, quickest
-from hpctrain.parallel.kernels import KERNELS, PASSES, MatmulKernel
+from hpctrain.parallel.kernels import timing as module
+from hpctrain.parallel.kernels.matmul_kernels import KERNELS, PASSES, MatmulKernel
+from hpctrain.parallel.kernels.timing import MatmulPass, Operands, measure, quickest
 
 
 @pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.float16])

@@ -19,10 +19,10 @@ from typing_extensions import override
 from hpctrain.deck.activations import ACTIVATIONS, Activation
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, as_features
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.linear import MatmulLayer, RowPartition
-from hpctrain.parallel.matmul_audit import MatmulAudit
 from hpctrain.parallel.operations import MatrixSize
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.product_audit.matmul_audit import MatmulAudit
+from hpctrain.parallel.shards import Parameter, Shard
+from hpctrain.parallel.tensor import MatmulLayer, RowPartition
 
 EXPERT_AXES = frozenset({"expert", "expert_tensor"})
 

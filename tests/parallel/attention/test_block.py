@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpctrain.parallel import attention_block
-from hpctrain.parallel.attention_block import attend, attend_backward, merge
+from hpctrain.parallel.attention import block as attention_block
+from hpctrain.parallel.attention.block import attend, attend_backward, merge
 
 
 class WrittenOut:

@@ -20,10 +20,10 @@ from typing_extensions import override
 
 from hpctrain.data.documents import Documents
 from hpctrain.deck.activations import ACTIVATIONS, Activation, ElementwiseFunction
-from hpctrain.parallel.applied import applied
-from hpctrain.parallel.document_attention import document_attention
-from hpctrain.parallel.library import AttentionArguments, Heads, workspace_floats
-from hpctrain.parallel.partition import CompiledPartition, Partition, SplitLogits
+from hpctrain.parallel.attention.packed import document_attention
+from hpctrain.parallel.autograd import applied
+from hpctrain.parallel.kernels.function_library import AttentionArguments, Heads, workspace_floats
+from hpctrain.parallel.kernels.logits import CompiledPartition, Partition, SplitLogits
 
 _ROUNDING = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
 """What results may be apart, relatively and beside that, by format."""

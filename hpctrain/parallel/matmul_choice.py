@@ -10,7 +10,7 @@ from hpctrain.parallel.fp8.quantized_matmul import DelayedMatmul, QuantizedMatmu
 from hpctrain.parallel.fp8.recipes import GRADIENT_FORMS, RECIPES
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 
 PRODUCTS: Mapping[torch.dtype, type[Matmul]] = dict.fromkeys(
     (torch.float32, torch.bfloat16, torch.float16, torch.float64), Matmul

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.engine.function_choice import compile_functions
-from hpctrain.parallel.functions import TORCH, CompiledFunctions, LayerFunctions
-from hpctrain.parallel.library import open_library
-from hpctrain.parallel.partition import SplitLogits
+from hpctrain.parallel.kernels.function_library import open_library
+from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions
+from hpctrain.parallel.kernels.logits import SplitLogits
 
 FORMATS = {torch.float32: 3e-6, torch.bfloat16: 4e-3}
 """How far gradients may be from the exact ones, in the norm."""

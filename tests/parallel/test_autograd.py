@@ -1,6 +1,6 @@
 """Autograd functions with and without gradients: the same values.
 
-Tests of parallel/applied.py.
+Tests of parallel/autograd.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.parallel.applied import applied
+from hpctrain.parallel.autograd import applied
 
 
 class _Cubed(torch.autograd.Function):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpctrain.parallel.fp8 import found
-from hpctrain.parallel.fp8.found import found_products
+from hpctrain.parallel.fp8 import device_support as found
+from hpctrain.parallel.fp8.device_support import found_products
 
 
 def of_a_device(monkeypatch: pytest.MonkeyPatch, *products: tuple[bool, torch.dtype]) -> str:

@@ -19,10 +19,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.audit.detected_fault import DetectedFault
-from hpctrain.parallel.audit_kernels import AuditKernels, Checksums, ErrorBounds
-from hpctrain.parallel.kernels import MatmulKernel
+from hpctrain.parallel.kernels.matmul_kernels import MatmulKernel
+from hpctrain.parallel.product_audit.audit_kernels import AuditKernels, Checksums, ErrorBounds
 from hpctrain.parallel.random import key_of, signs
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shards import Parameter
 
 INPUT_GRADIENT = "gradient of the input"
 

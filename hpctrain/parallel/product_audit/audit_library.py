@@ -1,6 +1,6 @@
 """The library that is made of `audit.c`; as a program, it calls all functions of one.
 
-Imports nothing but what Python brings, as `library.py` does, and for the same reasons.
+Imports nothing but what Python brings, as `function_library.py` does, and for the same reasons.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Products that are checked: every flipped bit above rounding is found where it is, and nothing else.
 
-Tests of parallel/matmul_audit.py, parallel/audit_kernels.py, parallel/audit_library.py and engine/audit.py.
+Tests of parallel/product_audit/matmul_audit.py, parallel/product_audit/audit_kernels.py,
+parallel/product_audit/audit_library.py and engine/audit.py.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from torch import Tensor
 from hpctrain.audit.detected_fault import DetectedFault, SilentFaultError
 from hpctrain.comm.world import World
 from hpctrain.engine.audit import agree
-from hpctrain.parallel.audit_kernels import AuditKernels, CompiledAuditKernels, ErrorBounds
-from hpctrain.parallel.audit_library import call_all
-from hpctrain.parallel.compiler import CompilerError, compile_library
-from hpctrain.parallel.kernels import LIBRARY, MatmulKernel
-from hpctrain.parallel.library import open_library
-from hpctrain.parallel.matmul_audit import MatmulAudit
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.kernels.compiler import CompilerError, compile_library
+from hpctrain.parallel.kernels.function_library import open_library
+from hpctrain.parallel.kernels.matmul_kernels import LIBRARY, MatmulKernel
+from hpctrain.parallel.product_audit.audit_kernels import AuditKernels, CompiledAuditKernels, ErrorBounds
+from hpctrain.parallel.product_audit.audit_library import call_all
+from hpctrain.parallel.product_audit.matmul_audit import MatmulAudit
+from hpctrain.parallel.shards import Parameter, Shard
 from tests.engines import LLAMA, Trainer, one_thread, small_deck, trainer
 from tests.model.foreign.test_whole import deck_of
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.parallel.kernels import BLOCK_ROWS, KERNELS, LIBRARY, MatmulKernel, Matrix, Pass
+from hpctrain.parallel.kernels.matmul_kernels import BLOCK_ROWS, KERNELS, LIBRARY, MatmulKernel, Matrix, Pass
 
 FLOPS = 1 << 29
 """Of a product that is measured, for each thread at most: some milliseconds. Of a larger one a piece is

@@ -19,7 +19,7 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.parallel.activation_sizes import as_features
-from hpctrain.parallel.experts import Segments, compute_later, count_numbers
+from hpctrain.parallel.experts.grouped import Segments, compute_later, count_numbers
 
 
 class Dispatch:

@@ -1,5 +1,5 @@
 """Every kernel's products against those of the same numbers in fp64: shapes, views and formats; the kernel
-that is asked for is the one that computes. Also of `parallel/found_kernels.py`.
+that is asked for is the one that computes. Also of `parallel/kernels/fastest_kernels.py`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.parallel import kernels as module
-from hpctrain.parallel.found_kernels import found_kernels
-from hpctrain.parallel.kernels import KERNELS, LIBRARY, ONEDNN, KernelTable, MatmulKernel, kernel_named
+from hpctrain.parallel.kernels import matmul_kernels as module
+from hpctrain.parallel.kernels.fastest_kernels import found_kernels
+from hpctrain.parallel.kernels.matmul_kernels import (
+    KERNELS,
+    LIBRARY,
+    ONEDNN,
+    KernelTable,
+    MatmulKernel,
+    kernel_named,
+)
 from hpctrain.parallel.matmul import Matmul
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.shards import Parameter, Shard
 from tests.parallel.test_matmul import GROUPS
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)

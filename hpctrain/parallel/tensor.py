@@ -22,12 +22,12 @@ from hpctrain.comm.group import Group
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.parallel.adapter import AdaptedMatrix, LayerAdapters
-from hpctrain.parallel.applied import applied
+from hpctrain.parallel.autograd import applied
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul, Operand, gradient_of, joined, operand_of, tensors_of
+from hpctrain.parallel.matmul_choice import make_product
 from hpctrain.parallel.operations import Cut, MatrixSize
-from hpctrain.parallel.products import make_product
-from hpctrain.parallel.shard import Initial, Parameter, Shard
+from hpctrain.parallel.shards import Initial, Parameter, Shard
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Experts of a mixture: the exchange of rows between ranks, and their grouped products."""

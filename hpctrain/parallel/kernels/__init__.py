@@ -1,0 +1,1 @@
+"""Kernels of CPUs: how they are compiled, chosen and measured."""

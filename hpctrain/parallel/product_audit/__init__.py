@@ -1,0 +1,1 @@
+"""Check of matrix products by random projections, and the kernels that compute it."""
