@@ -99,7 +99,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 def two_kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Models have blocks of two kinds."""
     from hpctrain.model import transformer
-    from hpctrain.model.build import layer_kinds
+    from hpctrain.model.construction import layer_kinds
     from hpctrain.model.count import count
     from tests import two_kinds
 

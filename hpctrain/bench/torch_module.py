@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from hpctrain.model.foreign.architecture import ModuleArchitecture
-from hpctrain.model.foreign.arguments import logits_of
-from hpctrain.model.foreign.initial import first_module
+from hpctrain.model.modules.initial_values import first_module
+from hpctrain.model.modules.module_architecture import ModuleArchitecture
+from hpctrain.model.modules.module_call import logits_of
 
 
 class TorchModule(nn.Module):

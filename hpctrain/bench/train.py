@@ -37,7 +37,7 @@ from hpctrain.host.device import gpu_name, on_host, peak_bytes, processor_name
 from hpctrain.host.memory import peak_proportional_bytes
 from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.saved_bytes import gpt_activation_bytes
-from hpctrain.model.build import architecture_of
+from hpctrain.model.construction import architecture_of
 from hpctrain.model.count import count
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import blocks_of

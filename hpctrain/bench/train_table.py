@@ -11,7 +11,7 @@ from hpctrain.bench.rivals import RIVALS
 from hpctrain.bench.stages import Prediction, sentence, stage_lines
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.model.build import architecture_of
+from hpctrain.model.construction import architecture_of
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.text import counted, fitted

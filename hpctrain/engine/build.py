@@ -36,7 +36,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.scratch import ScratchFiles, fill_pieces
 from hpctrain.model.architecture import Architecture
-from hpctrain.model.build import architecture_of, build_parts, initialize_parts
+from hpctrain.model.construction import architecture_of, build_parts, initialize_parts
 from hpctrain.model.count import count
 from hpctrain.model.frozen import freeze_parameters
 from hpctrain.model.part import ModelPart

@@ -9,7 +9,7 @@ from pathlib import Path
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import clipped, toml_value
 from hpctrain.model.architecture import Architecture
-from hpctrain.model.build import bare_model
+from hpctrain.model.construction import bare_model
 from hpctrain.model.part import parameter_list
 from hpctrain.text import counted
 

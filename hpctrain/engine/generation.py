@@ -16,7 +16,7 @@ from hpctrain.engine.mesh_sizes import expert_sizes
 from hpctrain.engine.stage import Stage, build_stage, make_groups
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host
-from hpctrain.model.build import build_parts
+from hpctrain.model.construction import build_parts
 from hpctrain.model.part import LayerRange
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer

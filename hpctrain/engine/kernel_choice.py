@@ -37,7 +37,7 @@ from hpctrain.engine.stage import make_groups
 from hpctrain.errors import HpctrainError
 from hpctrain.files import parse_json, read_text, user_cache
 from hpctrain.host.device import device_kind, on_host, processor_identity
-from hpctrain.model.build import architecture_of, build_parts, layer_kinds
+from hpctrain.model.construction import architecture_of, build_parts, layer_kinds
 from hpctrain.model.part import Layer, LayerRange
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape

@@ -8,7 +8,7 @@ from math import prod
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layer_times import PassTimes
 from hpctrain.model.architecture import Architecture
-from hpctrain.model.build import bare_model
+from hpctrain.model.construction import bare_model
 from hpctrain.model.frozen import freeze_parameters, silent_blocks
 from hpctrain.model.part import Layer
 from hpctrain.model.shape import Recomputed

@@ -15,7 +15,7 @@ from hpctrain.engine.layer_times import LayerTimes, measure_layers, times_of_par
 from hpctrain.engine.mesh_sizes import micro_batches
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
-from hpctrain.model.build import bare_model, split_problems
+from hpctrain.model.construction import bare_model, split_problems
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.deck_schedule import make_schedule, outline_schedule

@@ -19,7 +19,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.stage import build_stage
 from hpctrain.host.device import synchronize
 from hpctrain.model.architecture import Architecture
-from hpctrain.model.build import build_parts, initialize_parts, layer_kinds
+from hpctrain.model.construction import build_parts, initialize_parts, layer_kinds
 from hpctrain.model.part import Layer, LayerRange, ModelPart
 from hpctrain.objective.factory import make_objective
 from hpctrain.parallel.backward import BackwardStart

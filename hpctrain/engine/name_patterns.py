@@ -20,7 +20,7 @@ from hpctrain.deck.sources import toml_value
 from hpctrain.engine.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
-from hpctrain.model.build import bare_model
+from hpctrain.model.construction import bare_model
 from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.model.precision import Precision
 from hpctrain.optim.matrix.matrix_rule import MatrixRules

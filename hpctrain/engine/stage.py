@@ -31,7 +31,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host
 from hpctrain.memory.recompute import Recompute
 from hpctrain.model.architecture import Architecture
-from hpctrain.model.build import build_parts
+from hpctrain.model.construction import build_parts
 from hpctrain.model.frozen import freeze_parameters
 from hpctrain.model.part import ModelPart, blocks_of, parameter_list
 from hpctrain.model.precision import Precision

@@ -37,7 +37,7 @@ from hpctrain.generate.stopping import Continuation
 from hpctrain.host.device import on_host
 from hpctrain.host.memory import available_bytes, resident_bytes
 from hpctrain.memory.cache_plan import CachePlan
-from hpctrain.model.build import bare_model
+from hpctrain.model.construction import bare_model
 from hpctrain.model.part import ModelPart
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from hpctrain.memory.activation_store import ActivationStore, PackedActivation, SavedSegment, Watch
-from hpctrain.model.foreign.arguments import tensors_of
+from hpctrain.model.modules.nested_tensors import tensors_of
 from hpctrain.model.shape import Recomputed
 from hpctrain.parallel.backward import BackwardStart
 from hpctrain.parallel.saved_policy import LayerPass, SavedPolicy

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class Architecture(ABC):
-    """All that is asked of a model as a deck describes it; equal ones make equal models, by `model/build.py`.
+    """Facts about a model that a deck describes. Equal architectures are built into equal models.
 
     `sequence` are the tokens of a sample. What else is to be known (parameters, FLOPs, the terms of layers)
     its parts tell: `model/count.py`.

@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import prod
 
 from hpctrain.model.architecture import Architecture
-from hpctrain.model.build import bare_model
+from hpctrain.model.construction import bare_model
 from hpctrain.model.part import blocks_of, parameter_list
 from hpctrain.model.shape import Recomputed
 

@@ -6,7 +6,7 @@ from hpctrain.data.dataset import dataset_of
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.errors import HpctrainError
-from hpctrain.model.foreign.arguments import ANSWERS
+from hpctrain.model.modules.module_call import ANSWERS
 from hpctrain.objective.dpo import DirectPreference
 from hpctrain.objective.module_loss import ModuleClassification, ModuleNextToken, load_user_loss
 from hpctrain.objective.next_token import NextToken

@@ -17,9 +17,9 @@ from hpctrain.data.items import FieldSpec
 from hpctrain.deck.code import NamedCode
 from hpctrain.deck.user_code import import_function, run_user_code
 from hpctrain.errors import HpctrainError
-from hpctrain.model.foreign.arguments import logits_of
-from hpctrain.model.foreign.split import SplitHead, SplitOutputs
 from hpctrain.model.inputs import ModelInputs
+from hpctrain.model.modules.module_call import logits_of
+from hpctrain.model.modules.tensor_parallel.apply_plan import SplitHead, SplitOutputs
 from hpctrain.objective.next_token import CrossEntropy, NextToken
 from hpctrain.objective.objective import Losses, LossFunction
 from hpctrain.parallel.kernels.logits import SplitLogits

@@ -35,7 +35,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.memory.cache_plan import CachePlan
-from hpctrain.model.build import architecture_of
+from hpctrain.model.construction import architecture_of
 from hpctrain.parallel.copies import planned_copies
 from hpctrain.pipeline.action import Schedule
 from hpctrain.plan.gpu_overhead import CONTEXT_BYTES

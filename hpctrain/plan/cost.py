@@ -21,7 +21,7 @@ from hpctrain.engine.offload_settings import OffloadSettings
 from hpctrain.engine.stage import TrainedStage, build_trained_stage, make_groups, make_replications
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.recompute import Recompute
-from hpctrain.model.build import build_parts
+from hpctrain.model.construction import build_parts
 from hpctrain.model.count import count
 from hpctrain.model.part import LayerRange
 from hpctrain.model.shape import ModelShape

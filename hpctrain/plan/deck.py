@@ -12,7 +12,7 @@ from hpctrain.data.entries import vocabulary_of
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import EXIT_DONE, EXIT_USER, HpctrainError
-from hpctrain.model.build import architecture_of
+from hpctrain.model.construction import architecture_of
 from hpctrain.plan.choices import other_forms
 from hpctrain.plan.cost import form_seconds
 from hpctrain.plan.forms import FormPlan, LinkWish, OtherForm, exact_form, plan_form

@@ -12,7 +12,7 @@ from hpctrain.engine.build import Engine, arrange, assemble
 from hpctrain.engine.kernel_choice import choose_kernels
 from hpctrain.engine.layer_placement import with_split
 from hpctrain.host.device import on_host
-from hpctrain.model.build import architecture_of
+from hpctrain.model.construction import architecture_of
 from hpctrain.model.count import count
 from hpctrain.plan.companions import plan_run_memory
 from hpctrain.plan.libraries import library_bytes

@@ -23,7 +23,7 @@ from hpctrain.host.device import device_kind, matmul_workspace_bytes, on_host
 from hpctrain.host.topology import ranks_per_node_of
 from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.memory.saved_bytes import PartBytes, part_bytes
-from hpctrain.model.build import architecture_of, layer_kinds
+from hpctrain.model.construction import architecture_of, layer_kinds
 from hpctrain.model.count import count
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.parallel.copies import planned_copies

@@ -78,7 +78,7 @@ def _evaluated(deck: Deck, trained: Sequence[Tokens]) -> Iterator[DeckProblem]:
 def _require_module(deck: Deck) -> None:
     """Raise HpctrainError with all that keeps a user's code from being run."""
     from hpctrain.checkpoint.exchange.by_name import open_values
-    from hpctrain.model.build import architecture_of
+    from hpctrain.model.construction import architecture_of
     from hpctrain.objective.factory import make_objective
 
     problems: list[str] = []
@@ -103,7 +103,7 @@ def _require_module(deck: Deck) -> None:
 
 def _patterns(deck: Deck) -> Iterator[DeckProblem]:
     from hpctrain.engine.name_patterns import pattern_problems
-    from hpctrain.model.build import architecture_of
+    from hpctrain.model.construction import architecture_of
 
     yield from pattern_problems(deck, architecture_of(deck, deck.model.vocabulary or 2))
 

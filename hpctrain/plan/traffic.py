@@ -28,11 +28,11 @@ from hpctrain.engine.stage import PipelinePosition, TrainedStage, plan_stage
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.saved_bytes import part_bytes
 from hpctrain.model.architecture import Architecture
-from hpctrain.model.build import architecture_of, layer_kinds
+from hpctrain.model.construction import architecture_of, layer_kinds
 from hpctrain.model.count import count
-from hpctrain.model.foreign.architecture import ModuleArchitecture
-from hpctrain.model.foreign.on_meta import as_with_values
-from hpctrain.model.foreign.twin import example_of
+from hpctrain.model.modules.meta_device import as_with_values
+from hpctrain.model.modules.module_architecture import ModuleArchitecture
+from hpctrain.model.modules.module_trace import example_of
 from hpctrain.objective.factory import make_objective
 from hpctrain.optim.optimizer import refresh
 from hpctrain.parallel.sequence import context_positions

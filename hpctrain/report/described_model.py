@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.model.build import bare_model
+from hpctrain.model.construction import bare_model
 from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import ModelShape
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from hpctrain.checkpoint.entries import training_entries
 from hpctrain.data.batches import MicroBatch
 from hpctrain.memory.scratch import Flat
-from hpctrain.model.foreign.arguments import tensors_of
-from hpctrain.model.foreign.part import ModulePart
+from hpctrain.model.modules.module_part import ModulePart
+from hpctrain.model.modules.nested_tensors import tensors_of
 from hpctrain.model.part import Layer, ModelPart
 from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.bucket import Bucket

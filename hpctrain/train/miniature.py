@@ -31,8 +31,8 @@ from hpctrain.deck.sections.optimizer import (
 from hpctrain.engine.layer_placement import pipeline_form, split_by_flops
 from hpctrain.engine.name_patterns import check_patterns
 from hpctrain.errors import HpctrainError
-from hpctrain.model.build import bare_model
-from hpctrain.model.foreign.architecture import META, ModuleArchitecture
+from hpctrain.model.construction import bare_model
+from hpctrain.model.modules.module_architecture import META, ModuleArchitecture
 from hpctrain.model.part import parameter_list
 from hpctrain.model.precision import DOUBLE, DOUBLE_FP8
 from hpctrain.model.shape import ModelShape

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import HpctrainError
-from hpctrain.model.foreign.arguments import tensors_of
+from hpctrain.model.modules.nested_tensors import tensors_of
 
 
 @contextmanager

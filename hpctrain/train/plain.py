@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from hpctrain.data.batches import MicroBatch
 from hpctrain.engine.build import Engine
-from hpctrain.model.foreign.architecture import ModuleArchitecture
-from hpctrain.model.foreign.arguments import ModuleCall
-from hpctrain.model.foreign.initial import HOST, seeded
-from hpctrain.model.foreign.passage import seed_draws
 from hpctrain.model.inputs import ModelInputs
+from hpctrain.model.modules.initial_values import HOST, seeded
+from hpctrain.model.modules.module_architecture import ModuleArchitecture
+from hpctrain.model.modules.module_call import ModuleCall
+from hpctrain.model.modules.pipeline.stage_forward import seed_draws
 from hpctrain.objective.objective import LossFunction
 from hpctrain.train.outputs import outputs_of
 from hpctrain.train.trainer import Trainer

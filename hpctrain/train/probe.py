@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.user_code import run_user_code
-from hpctrain.model.foreign.arguments import ModuleCall, tensors_of
+from hpctrain.model.modules.module_call import ModuleCall
+from hpctrain.model.modules.nested_tensors import tensors_of
 from hpctrain.objective.objective import LossFunction
 from hpctrain.text import counted
 

@@ -18,7 +18,7 @@ from hpctrain.engine.inference_stage import InferenceOptimizer, build_inference_
 from hpctrain.engine.stage import TrainedStage, load_parameters
 from hpctrain.host.memory import resident_bytes
 from hpctrain.model.architecture import Architecture
-from hpctrain.model.build import bare_model
+from hpctrain.model.construction import bare_model
 from hpctrain.model.part import parameter_list
 from hpctrain.model.precision import Precision
 from hpctrain.plan.room import demand_room

@@ -43,7 +43,7 @@ from hpctrain.deck.sections.local_steps import has_outer_model
 from hpctrain.engine.build import Engine, build_engine
 from hpctrain.engine.mesh_sizes import on_one_rank
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
-from hpctrain.model.foreign.part import ModulePart
+from hpctrain.model.modules.module_part import ModulePart
 from hpctrain.model.precision import DOUBLE_FP8
 from hpctrain.parallel.fp8.quantization_loss import is_count
 from hpctrain.parallel.fp8.recipes import RECIPES

@@ -17,7 +17,7 @@ from hpctrain.comm.world import World
 from hpctrain.engine.build import build_engine
 from hpctrain.model.part import LayerRange
 from tests.engines import LLAMA, small_deck
-from tests.model.foreign.test_whole import gpt2
+from tests.model.modules.tensor_parallel.test_unsplit_linear import gpt2
 
 
 @pytest.mark.parametrize("changes", [(), LLAMA, ("model.tied=false",)], ids=["gpt2", "llama", "untied"])

@@ -16,7 +16,7 @@ from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.name_patterns import check_patterns
 from hpctrain.errors import HpctrainError
-from hpctrain.model.build import architecture_of
+from hpctrain.model.construction import architecture_of
 from hpctrain.model.part import logits_of
 from hpctrain.parallel.adapter import is_adapter
 from hpctrain.train.miniature import miniature

@@ -17,7 +17,7 @@ from hpctrain.engine.build import make_mesh
 from hpctrain.engine.layer_placement import LayerPlacement, with_split
 from hpctrain.engine.layer_times import LayerTimes, PassTimes, gather_part_times, measure_layers
 from hpctrain.errors import HpctrainError
-from hpctrain.model.build import bare_model
+from hpctrain.model.construction import bare_model
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.layer_context import LayerContext

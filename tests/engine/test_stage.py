@@ -24,7 +24,7 @@ from hpctrain.engine.stage import (
 )
 from hpctrain.engine.update_rules import RULES
 from hpctrain.errors import HpctrainError
-from hpctrain.model.build import build_model
+from hpctrain.model.construction import build_model
 from hpctrain.model.part import logits_of
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.shards import Shard

@@ -24,7 +24,7 @@ from hpctrain.engine.weight_transfer import (
     _messages,
 )
 from hpctrain.errors import HpctrainError
-from hpctrain.model.build import build_model
+from hpctrain.model.construction import build_model
 from hpctrain.model.part import logits_of
 from hpctrain.parallel.saved_policy import SavedPolicy
 from tests.engines import LLAMA, Trainer, reference, small_deck, trainer

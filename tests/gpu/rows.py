@@ -254,7 +254,7 @@ def plain_torch(device: str) -> str:
     import torch
 
     from hpctrain.deck.read import read_deck
-    from hpctrain.model.build import architecture_of
+    from hpctrain.model.construction import architecture_of
     from hpctrain.model.count import count
     from hpctrain.watch.peak_flops import measure_gemm_flops
     from tests.gpu.peer import tokens_per_second

@@ -7,7 +7,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.engine.build import make_mesh
-from hpctrain.model.build import bare_model
+from hpctrain.model.construction import bare_model
 from hpctrain.model.count import count
 from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import ModelShape

@@ -13,7 +13,7 @@ from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.mesh_sizes import on_one_rank
 from hpctrain.engine.stage import REPLICA_SYNCS, ReplicaSyncChoice, build_stage, load_parameters
-from hpctrain.model.build import build_model
+from hpctrain.model.construction import build_model
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.replica_sync import SyncEveryStep, Weights
 from hpctrain.sharding.state import MODEL, StateTensor, owned_state

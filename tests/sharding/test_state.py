@@ -21,7 +21,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.stage import REDUCTIONS, build_stage, load_parameters
 from hpctrain.memory.scratch import fill_pieces, read_pieces
-from hpctrain.model.build import build_model
+from hpctrain.model.construction import build_model
 from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.matmul_choice import PRODUCTS
 from hpctrain.parallel.shards import Parameter, Shard

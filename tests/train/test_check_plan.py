@@ -14,7 +14,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.train.check import check
-from tests.model.foreign.test_split import (
+from tests.model.modules.tensor_parallel.test_apply_plan import (
     GPT2,
     GPT2_PLAN,
     GPT_PLAN,
@@ -26,8 +26,8 @@ from tests.model.foreign.test_split import (
 )
 
 FOLDER = Path(__file__).parents[1]
-GPT = f"{FOLDER}/model/foreign/models.py:gpt"
-TWICE = f"{FOLDER}/model/foreign/models.py:twice"
+GPT = f"{FOLDER}/model/modules/models.py:gpt"
+TWICE = f"{FOLDER}/model/modules/models.py:twice"
 WIDE = f"{FOLDER}/train/wrong_modules.py:Wide"
 WIDE_PLAN = {"up": "column", "down": "row"}
 QWEN3 = {**LLAMA, "head_dim": 8}

@@ -15,7 +15,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.train.divergence import ROUNDING, StepComparison
 from hpctrain.train.fingerprints import StepPrints, fingerprints
 from tests.engines import trainer
-from tests.model.foreign.test_part import deck_of
+from tests.model.modules.test_module_part import deck_of
 from tests.train.planted import in_own_gradient
 from tests.train.test_module import Launch, folder, hpctrain, tokens
 from tests.train.test_module_stages import FEWER, STAGED, changes, staged

@@ -1,6 +1,6 @@
-"""Runs on datasets that users bring take the steps of a plain torch loop over the same samples.
+"""Runs on datasets of users take the steps of a plain torch loop over the same samples.
 
-Of engine/corpus.py, objective/factory.py, model/foreign/arguments.py and model/foreign/buffers.py, too.
+Also engine/corpus.py, objective/factory.py, model/modules/module_call.py, model/modules/module_buffers.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.corpus import open_corpus, resolve_vocabulary
 from hpctrain.train.verify import ROUGHNESS
 from tests.engines import Trainer, by_rank_0
-from tests.model.foreign.test_split import whole_parameters
+from tests.model.modules.tensor_parallel.test_apply_plan import whole_parameters
 from tests.train import sets
 
 STEPS = 10

@@ -20,7 +20,7 @@ from tests.warm import Server
 
 Launch = Callable[..., "CompletedProcess[str]"]
 
-MODELS = Path(__file__).parents[1] / "model/foreign/models.py"
+MODELS = Path(__file__).parents[1] / "model/modules/models.py"
 DECK = """
 [run]
 title = "mine"

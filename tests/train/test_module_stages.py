@@ -14,7 +14,7 @@ from tests.train.test_module import Launch, folder, hpctrain, losses, tensors, t
 
 __all__ = ["folder", "tokens"]
 
-MODELS = Path(__file__).parents[1] / "model/foreign"
+MODELS = Path(__file__).parents[1] / "model/modules"
 STAGED = ("model.module=staged.py:dicts", "model.arguments=", "model.blocks=rows.*", "model.buffers=first")
 FEWER = ("layout.zero=0", "run.evaluate_every=9", "optimizer.epsilon=1e-4")
 
@@ -26,7 +26,7 @@ def changes(*keys: str) -> list[str]:
 @pytest.fixture
 def staged(folder: Path) -> Path:
     text = (MODELS / "staged_models.py").read_text()
-    text = text.replace("from tests.model.foreign import models", "import my_models as models")
+    text = text.replace("from tests.model.modules import models", "import my_models as models")
     (folder / "code/staged.py").write_text(text)
     return folder
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.data.batches import MicroBatch
-from hpctrain.model.foreign.arguments import call_of
+from hpctrain.model.modules.module_call import call_of
 from hpctrain.objective.objective import Losses, LossFunction
 from hpctrain.train.probe import probe
 

@@ -1,7 +1,7 @@
 """Classes of transformers, untouched, take the steps of a plain torch loop on every layout.
 
 Images, masked sentences, a ResNet and a regression are in tests/train/test_dataset_run.py, modules of our own
-and pieces of sequences in tests/model/foreign.
+and pieces of sequences in tests/model/modules.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 from hpctrain.comm.world import World
 from tests.engines import by_rank_0, reference, trainer
-from tests.model.foreign.test_split import assert_equal_steps, deck_of
+from tests.model.modules.tensor_parallel.test_apply_plan import assert_equal_steps, deck_of
 
 STEPS = 10
 STOCK = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "neox", "opt")

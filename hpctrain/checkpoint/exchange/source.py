@@ -40,7 +40,7 @@ from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, require_exists
-from hpctrain.model.build import bare_model
+from hpctrain.model.construction import bare_model
 from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import EXPERT_KEYS, Head, ModelShape
 from hpctrain.model.width_scaling import STANDARD

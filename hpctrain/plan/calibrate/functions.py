@@ -17,7 +17,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.function_choice import functions_of, with_functions
 from hpctrain.engine.stage import make_groups
 from hpctrain.model.attention import Rotary
-from hpctrain.model.build import build_parts
+from hpctrain.model.construction import build_parts
 from hpctrain.model.part import LayerRange
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape

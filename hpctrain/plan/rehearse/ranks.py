@@ -21,7 +21,7 @@ from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import TrainedStage
 from hpctrain.host.device import device_kind
 from hpctrain.host.topology import ranks_per_node_of
-from hpctrain.model.build import bare_model
+from hpctrain.model.construction import bare_model
 from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.step_statistics import How

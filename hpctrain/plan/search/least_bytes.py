@@ -20,7 +20,7 @@ from hpctrain.engine.update_rules import RULES
 from hpctrain.host.device import device_kind, matmul_workspace_bytes, on_host
 from hpctrain.memory.recompute import Recompute, segment_size
 from hpctrain.memory.saved_bytes import PartBytes, part_bytes
-from hpctrain.model.build import build_parts
+from hpctrain.model.construction import build_parts
 from hpctrain.model.part import Layer, LayerRange, ModelPart
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed

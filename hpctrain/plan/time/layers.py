@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import isfinite, prod
 
 from hpctrain.errors import HpctrainError
-from hpctrain.model.build import bare_model
+from hpctrain.model.construction import bare_model
 from hpctrain.model.frozen import freeze_parameters, silent_blocks
 from hpctrain.model.part import Layer
 from hpctrain.model.shape import ModelShape

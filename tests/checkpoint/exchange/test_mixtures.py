@@ -30,7 +30,7 @@ from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.stage import build_stage, load_parameters, make_groups
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.generate.text import load_model
-from hpctrain.model.build import build_model
+from hpctrain.model.construction import build_model
 from hpctrain.model.part import ModelPart, logits_of
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.saved_policy import SavedPolicy

@@ -27,7 +27,7 @@ from hpctrain.parallel.product_audit.audit_library import call_all
 from hpctrain.parallel.product_audit.matmul_audit import MatmulAudit
 from hpctrain.parallel.shards import Parameter, Shard
 from tests.engines import LLAMA, Trainer, one_thread, small_deck, trainer
-from tests.model.foreign.test_whole import deck_of
+from tests.model.modules.tensor_parallel.test_unsplit_linear import deck_of
 
 FULL = "stability.corruption=full"
 

@@ -1,0 +1,1 @@
+"""Division of a user's module into pipeline stages at block boundaries."""

@@ -1,0 +1,236 @@
+"""Plans that split a module over tensor ranks: what patterns match, and refused plans.
+
+Also model/modules/tensor_parallel/transformers_plan.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpctrain.model.modules.tensor_parallel.split_plan import SplitPlan, SplitRule, make_plan
+from hpctrain.model.modules.tensor_parallel.transformers_plan import own_plan
+from tests.model.modules import models
+
+
+class Scaled(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * 2
+
+
+class ByItself(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return functional.embedding(tokens, self.weight)
+
+
+class Mine(nn.Linear):
+    pass
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 3
+        self.flag = True
+        self.scaled, self.alone = Scaled(10, 4), ByItself(10, 4)
+        self.short = nn.Embedding(10, 4, max_norm=1.0)
+        self.mine, self.odd = Mine(4, 4), nn.Linear(3, 5)
+        self.packed = nn.Linear(4, 24)
+        self.tied = nn.Linear(4, 10)
+        self.tied.weight = self.scaled.weight
+        self.same = self.packed
+        self.act = nn.GELU()
+        self.outer = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
+
+
+def plan(given: dict[str, Any], ranks: int = 2, pieces: bool = False) -> SplitPlan:
+    with torch.device("meta"):
+        return make_plan(Several(), given, ranks, pieces)
+
+
+def test_patterns_are_within_names_and_parts_have_their_first_name() -> None:
+    with torch.device("meta"):
+        gpt = models.gpt()
+    given = {"layers.*.mlp.0": "column", "layers.[12].attention.heads": "divided", "scale": "sequence"}
+    made = make_plan(gpt, given, 2, False)
+    assert made.problems == ()
+    assert list(made.wishes) == [
+        *(f"layers.{number}.mlp.0" for number in range(3)),
+        *(f"layers.{number}.attention.heads" for number in (1, 2)),
+        "scale",
+    ]
+    assert list(plan({"same": {"split": "column", "parts": 3}}).wishes) == ["packed"]
+    assert plan({"pack*": {"split": "column", "parts": [16, 4, 4], "unit": 2}}).wishes["packed"] == SplitRule(
+        "column", (16, 4, 4), 2
+    )
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": (
+        {"pakced": "column"},
+        '"pakced": matches no submodule or parameter (did you mean packed?)',
+    ),
+    "nothing near": ({"layers.*.q": "row"}, "(the module has scaled, alone, short, mine, odd, packed)"),
+    "style": ({"packed": "colum"}, '"packed": unknown style "colum" (did you mean column?)'),
+    "no style": (
+        {"packed": 3},
+        'must be a style in quotes, or a table such as {split = "column", parts = 3}',
+    ),
+    "other key": (
+        {"packed": {"split": "row", "parts": 3}},
+        'unknown option parts of the style "row" (it has none)',
+    ),
+    "no number": ({"packed": {"split": "column", "unit": 0}}, "unit must be a whole number above 0"),
+    "expert": ({"packed": "expert"}, 'packed has the class Linear, for which "expert" is unsupported'),
+    "kind": ({"act": "column"}, 'act has the class GELU, which does not support "column" (nn.Linear and'),
+    "made of it": ({"mine": "row"}, 'mine has the class Mine, which does not support "row"'),
+    "lookup": (
+        {"alone": "vocabulary"},
+        "its class ByItself does not use the forward method of nn.Embedding",
+    ),
+    "norm": ({"short": "vocabulary"}, "it has max_norm"),
+    "no table": ({"act": "vocabulary"}, "it has the class GELU (nn.Embedding and nn.Linear are supported)"),
+    "outputs": ({"odd": "column"}, "odd has 5 outputs, which must be a multiple of layout.tensor = 2"),
+    "inputs": ({"odd": "row"}, "odd has 3 inputs, which must be a multiple of layout.tensor = 2"),
+    "parts": (
+        {"packed": {"split": "column", "parts": 5}},
+        "packed has 24 outputs, which do not divide into 5",
+    ),
+    "sizes": (
+        {"packed": {"split": "column", "parts": [4, 4]}},
+        "packed has 24 outputs, but parts = [4, 4] add up to 8",
+    ),
+    "part": (
+        {"packed": {"split": "column", "parts": 8}},
+        "packed has 3 outputs in a part, which must be a multiple of layout.tensor = 2",
+    ),
+    "units": (
+        {"packed": {"split": "column", "unit": 5}},
+        "packed has 24 outputs, which must be a multiple of unit = 5",
+    ),
+    "heads": (
+        {"packed": {"split": "column", "unit": 8}},
+        "packed has 24 outputs in 3 units of 8, which must be a multiple or a divisor of layout.tensor = 2",
+    ),
+    "divided": ({"heads": "divided"}, "heads = 3 must be a multiple of 2"),
+    "no integer": ({"flag": "divided"}, '"flag": matches no integer attribute of a submodule'),
+    "twice": ({"packed": "column", "pack*": "row"}, 'packed matches both "packed" and "pack*"'),
+    "twice within": (
+        {"outer.0.0": "column", "outer.*": "partial"},
+        "outer.0.0.weight belongs to both outer.0.0 and outer.0 of the plan",
+    ),
+    "one side": (
+        {"scaled": "vocabulary"},
+        'scaled.weight and tied.weight are one parameter: tied must have the style "vocabulary", too',
+    ),
+    "other side": (
+        {"tied": "column"},
+        'are one parameter: scaled and tied must have the style "vocabulary", too',
+    ),
+    "parameter": (
+        {"mine.weight": "column"},
+        'mine.weight is a parameter, for which only "partial" and "sequence"',
+    ),
+    "two heads": ({"tied": "vocabulary", "odd": "vocabulary", "scaled": "vocabulary"}, "only one layer"),
+    "no parameters": ({"act": "sequence"}, 'act has no parameters, which "sequence" requires'),
+    "within": (
+        {"outer": "gather", "outer.0": "gather"},
+        "outer.0 is inside outer, which is already gathered",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_plan_is_told_in_a_sentence(case: str) -> None:
+    given, expected = WRONG[case]
+    problems = plan(given).problems
+    assert any(expected in told for told in problems), problems
+    assert all("\n" not in told for told in problems)
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    given = {"pakced": "column", "act": "row", "heads": "divided", "odd": "colum"}
+    assert len(plan(given).problems) == 4
+
+
+def test_units_are_shared_by_as_many_ranks() -> None:
+    assert plan({"packed": {"split": "column", "unit": 12}}, 4).problems == ()
+    assert plan({"heads": {"split": "divided", "units": 2}}, 6).problems == ()
+    told = plan({"heads": {"split": "divided", "units": 4}}, 6).problems
+    assert told == ("heads: units = 4 must be a multiple or a divisor of layout.tensor = 6",)
+
+
+def test_pieces_of_sequences_begin_somewhere() -> None:
+    (told,) = plan({"packed": "column"}, pieces=True).problems
+    assert told.startswith("must split sequences with layout.sequence_parallel")
+    assert plan({"outer": "cut"}, pieces=True).problems == ()
+    both = {"scaled": "vocabulary", "tied": "vocabulary"}
+    assert plan(both, pieces=True).problems == ()
+
+
+def transformers_plan(name: str, config: dict[str, Any], ranks: int = 2, pieces: bool = False) -> SplitPlan:
+    import transformers
+
+    kind = getattr(transformers, name)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    with torch.device("meta"):
+        module = kind(kind.config_class(**sizes, **config))
+    return own_plan(module, ranks, pieces)
+
+
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+def test_a_modules_own_plan_is_read() -> None:
+    made = transformers_plan("LlamaForCausalLM", HEADS)
+    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+    assert made.problems == ()
+    assert made.wishes == {
+        "model.embed_tokens": SplitRule("vocabulary"),
+        "lm_head": SplitRule("vocabulary"),
+        **{f"{attention}.{name}_proj": SplitRule("column", unit=4) for name in "qkv"},
+        f"{attention}.o_proj": SplitRule("row"),
+        f"{mlp}.gate_proj": SplitRule("column"),
+        f"{mlp}.up_proj": SplitRule("column"),
+        f"{mlp}.down_proj": SplitRule("row"),
+    }
+
+
+def test_experts_are_spread() -> None:
+    sizes = {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8}
+    made = transformers_plan("Qwen3MoeForCausalLM", HEADS | sizes)
+    assert made.problems == ()
+    assert made.wishes["model.layers.0.mlp.experts"] == SplitRule("expert")
+    assert made.wishes["model.layers.0.self_attn.q_norm"] == SplitRule("partial")
+    assert not any("gate_up_proj" in name for name in made.wishes)
+    (told,) = transformers_plan("Qwen3MoeForCausalLM", HEADS | sizes | {"num_experts": 5}).problems
+    assert told == ("model.layers.0.mlp.experts has 5 experts, which must be a multiple of layout.tensor = 2")
+
+
+def test_ranks_that_share_keys_have_fewer_queries_of_each() -> None:
+    made = transformers_plan("LlamaForCausalLM", HEADS, ranks=4)
+    assert made.problems == ()
+    assert made.wishes["model.layers.0.self_attn.num_key_value_groups"] == SplitRule("divided", units=2)
+
+
+def test_queries_keys_and_values_of_a_head_stay_together() -> None:
+    """In GPT-NeoX those of head 0 come first, then those of head 1: head of 8 features, 24 outputs."""
+    name = "gpt_neox.layers.0.attention.query_key_value"
+    made = transformers_plan("GPTNeoXForCausalLM", {"num_attention_heads": 4})
+    assert made.problems == () and made.wishes[name] == SplitRule("column", unit=3 * 8)
+
+
+def test_what_is_not_read_of_an_own_plan_is_told() -> None:
+    (told,) = transformers_plan("GPT2LMHeadModel", {"n_embd": 32, "n_head": 4}).problems
+    assert told == "GPT2LMHeadModel has no plan (use a table of patterns)"
+    with torch.device("meta"):
+        module = Several()
+    module.tp_plan = {"packed": "mla_kv_a_proj", "act": "replicate", "layers.*.no": "colwise"}
+    (told,) = own_plan(module, 2, False).problems
+    assert told == 'Several has the unsupported style "mla_kv_a_proj" for packed in its plan'
+    (told,) = transformers_plan("LlamaForCausalLM", HEADS, pieces=True).problems
+    assert "conflicts with layout.sequence_parallel" in told
