@@ -50,6 +50,9 @@ if [ -z "${SLURM_JOB_END_TIME:-}" ]; then
     if [ -n "$end" ]; then export SLURM_JOB_END_TIME=$end; fi
 fi
 
+# Slurm's default barrier of PMIx, a tree, is none on fewer nodes than TreeWidth. Then a rank can leave MPI_Init before
+# those of other nodes are ready, and its first message makes one of them crash.
+export SLURM_PMIX_FENCE=ring
 # Slurm starts the ranks (srun --mpi=list shows the methods) and sends them the signal.
 # After an error all ranks end together. If one rank is lost, the others are killed after 30 s.
 srun --mpi=pmix --nodes="$nodes" --ntasks=$((nodes * ranks_per_node)) --ntasks-per-node="$ranks_per_node" \

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from hpctrain.host.launcher import (
     describe_missing_pmix,
     find_contradictions,
+    find_unsafe_start,
     launched_rank,
     launched_size,
     launcher_name,
@@ -158,7 +159,7 @@ def examine_machine() -> Iterator[DoctorReport]:
         findings += [_thread_level(mpi), _lost_ranks(), _launcher(world.size)]
         findings.append(DoctorFinding("ranks and nodes", layout))
         findings += _binding(ranks)
-        findings += [*_contradictions(ranks[world.rank], nodes), *_hdf5(world, nodes), _slurm()]
+        findings += [*_launcher_problems(ranks[world.rank], nodes), *_hdf5(world, nodes), _slurm()]
     finally:
         faulthandler.cancel_dump_traceback_later()
     # With the launcher of another MPI, every process is rank 0 of its own world; the launcher's rank is used.
@@ -301,11 +302,15 @@ def _launcher(size: int | None) -> DoctorFinding:
     return DoctorFinding("launcher", statement, remedy, fatal=True)
 
 
-def _contradictions(here: RankPlacement, nodes: int) -> list[DoctorFinding]:
-    """Return a finding if the launcher's variables contradict what MPI says about this rank."""
+def _launcher_problems(here: RankPlacement, nodes: int) -> list[DoctorFinding]:
+    """Return a finding if the launcher's variables contradict MPI, or if ranks may crash at the start."""
     sentences = find_contradictions(os.environ, here.rank, here.local_rank, nodes)
-    remedy = "start all ranks with one launcher, and do not set or export its variables yourself"
-    return [DoctorFinding("launcher", sentences[0], remedy, fatal=True)] if sentences else []
+    if sentences:
+        remedy = "start all ranks with one launcher, and do not set or export its variables yourself"
+        return [DoctorFinding("launcher", sentences[0], remedy, fatal=True)]
+    unsafe = find_unsafe_start(os.environ, nodes)
+    remedy = "export SLURM_PMIX_FENCE=ring before srun (or PMIxCollFence=ring in Slurm's mpi.conf)"
+    return [DoctorFinding("start of MPI", unsafe, remedy)] if unsafe else []
 
 
 def _placement(rank: int, node: int, local_rank: int, torch: ModuleType | None) -> RankPlacement:

@@ -151,6 +151,23 @@ def describe_missing_pmix(environment: Mapping[str, str], vendor: str, libraries
     )
 
 
+def find_unsafe_start(environment: Mapping[str, str], nodes: int) -> str:
+    """Return a statement if ranks of several nodes may crash when MPI starts, because of Slurm; "" otherwise.
+
+    Local. MPI_Init ends with a fence of PMIx without data, which has to be a barrier. By default, Slurm sends
+    it along a tree of nodes. With fewer nodes than TreeWidth (50 or 16) each node is a tree by itself,
+    so a rank of one node can send before ranks of another can receive. Open MPI then calls a null pointer.
+
+    Args:
+        environment: Environment variables of this process.
+        nodes: Number of nodes of the job.
+    """
+    by_pmix = launcher_name(environment) == "srun (Slurm)" and "PMIX_RANK" in environment
+    if not by_pmix or nodes < 2 or environment.get("SLURM_PMIX_FENCE", "").lower() == "ring":
+        return ""
+    return "Slurm's default fence of PMIx may be no barrier: ranks sometimes crash in MPI_Init"
+
+
 def _supports_slurm(libraries: Sequence[str]) -> bool:
     """Return True if an MPI library has a component for Slurm's interfaces, or if this is unknown."""
     import ctypes

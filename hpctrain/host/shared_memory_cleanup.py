@@ -7,7 +7,7 @@ lock on that file as long as they live. The next job removes the segments of all
 locked.
 
 It does so before MPI starts. A job that is queued again may get the names of its killed predecessor, and Open
-MPI uses an existing file as it is. Ranks then crash at once in MPI_Init, one time in about 15.
+MPI uses an existing file as it is.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def _common(job: Job, file: str, command: str, placeholders: bool) -> dict[str, 
     least, most = wish.nodes
     edited = placeholders and (wish.account is None or wish.partition is None)
     edit = "Edit account and partition below, then submit it" if edited else "Submit it"
-    seconds = job.seconds
+    seconds, mpi = job.seconds, job.wish.mpi or "pmix"
     modules = _render("modules.sh", {"modules": shlex.join(wish.modules)}) if wish.modules else NO_MODULES
     return {
         "summary": _summary(job),
@@ -100,7 +100,8 @@ def _common(job: Job, file: str, command: str, placeholders: bool) -> dict[str, 
         "threads": str(deck.run.threads),
         "cores_per_rank": str(job.cores_per_rank),
         "cores": str(job.ranks_per_node * job.cores_per_rank),
-        "mpi": job.wish.mpi or "pmix",
+        "mpi": mpi,
+        "fence": _read("fence.sh") if mpi.startswith("pmix") else "",
         "time": f"{seconds // 3600:02d}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}",
         "seconds": str(seconds),
         "run_seconds": str(max(seconds - START_SECONDS, seconds // 2)),

@@ -64,6 +64,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="hpctrain-link-"))
     try:
         with Cluster(folder) as cluster:
+            cluster.environment["SLURM_PMIX_FENCE"] = "ring"
             if wish.collectives:
                 print(collectives(cluster, wish.rate))
                 return 0

@@ -46,7 +46,8 @@ LAUNCH = {
 
 
 def test_srun_sees_two_nodes_with_two_ranks_each(cluster: Cluster) -> None:
-    ranks = cluster.run("srun", "-N", "2", "-n", "4", "--oversubscribe", "--mpi=pmix", "python", "-c", PLACES)
+    started = ("srun", "-N", "2", "-n", "4", "--oversubscribe", "--mpi=pmix", "python", "-c", PLACES)
+    ranks = cluster.run(*started, SLURM_PMIX_FENCE="ring")
     assert sorted(ranks.stdout.splitlines()) == ["4 0 n1 0 2", "4 1 n1 1 2", "4 2 n2 0 2", "4 3 n2 1 2"]
 
 

@@ -13,6 +13,20 @@ from tests.cluster.conftest import hpctrain
 pytestmark = pytest.mark.cluster
 
 SCRIPTS = ("slurm-mpirun.sh", "slurm-srun.sh")
+FENCE = """
+import ctypes, os, pathlib, time
+
+pmix = ctypes.CDLL("libpmix.so.2")
+assert pmix.PMIx_Init(ctypes.create_string_buffer(1024), None, 0) == 0
+arrived = pathlib.Path("arrived")
+if os.environ["SLURM_PROCID"] == "0":
+    time.sleep(1)
+    arrived.touch()
+assert pmix.PMIx_Fence(None, 0, None, 0) == 0
+print("left the fence after rank 0 arrived:", arrived.exists())
+assert pmix.PMIx_Finalize(None, 0) == 0
+"""
+"""Program that says whether ranks of other nodes wait in a fence of PMIx, as Open MPI expects."""
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -47,10 +61,9 @@ def test_usr1_writes_a_checkpoint_and_scancel_ends_every_rank(
     wait_until(lambda: len(metrics(folder)) > steps + 2, 30, "the run to go on")
     assert all(len(cluster.processes(node, "hpctrain run steady.toml")) >= 2 for node in NODES)
 
-    restarts = cluster.job(number)["Restarts"]  # a rank that dies while MPI starts has it queued again
     cluster.run("scancel", str(number))
     job = cluster.wait(number)
-    assert (job["JobState"], job["Restarts"]) == ("CANCELLED", restarts)
+    assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
     wait_until(lambda: not cluster.jobs(), 30, "the job to be gone")
     assert not any(cluster.processes(node, "hpctrain run") for node in NODES)
     hpctrain("inspect", folder / "checkpoints/latest", "--verify", cwd=project)
@@ -70,3 +83,14 @@ def test_a_sweep_trains_each_variant_in_a_folder_of_its_own(
         assert "on 1 node" in (folder / "log.txt").read_text()
         assert (folder / "checkpoints/step-00000002.h5").exists()
     assert not (project / "runs/steady").exists()
+
+
+def test_the_fence_of_srun_is_a_barrier(
+    cluster: Cluster, project: Path, script: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "fence.py").write_text(FENCE)
+    monkeypatch.setitem(cluster.environment, "HPCTRAIN", "python fence.py")
+    job = cluster.wait(cluster.sbatch(script("slurm-srun.sh", "steady.toml"), cwd=project))
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0")
+    (output,) = project.glob("*.out")
+    assert output.read_text().count("left the fence after rank 0 arrived: True") == 4

@@ -1,3 +1,4 @@
+@{fence}
 # Slurm starts the ranks (srun --mpi=list shows the methods) and sends them the signal.
 # After an error all ranks end together. If one rank is lost, the others are killed after 30 s.
 srun --mpi=@{mpi} --nodes="$nodes" --ntasks=$((nodes * ranks_per_node)) --ntasks-per-node="$ranks_per_node" \
