@@ -22,7 +22,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.device import gpu_name, synchronize, used_bytes
 from hpctrain.parallel.fp8.device_support import native
 from hpctrain.parallel.fp8.formats import E4M3, E5M2
-from hpctrain.parallel.fp8.multiply import multiplied
+from hpctrain.parallel.fp8.multiply import multiply_quantized
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
 from hpctrain.parallel.fp8.quantized_matmul import KINDS, DelayedMatmul, QuantizedMatmul
 from hpctrain.parallel.fp8.recipes import RECIPES, ScalingRecipe
@@ -195,11 +195,11 @@ def _variant(
     if isinstance(product, DelayedMatmul):
         for kind, values in zip(KINDS, (inputs, weight.data, gradients), strict=True):
             product.histories[kind].remember(values.abs().amax())
-    _, kept = product.forward_kept(inputs, None, None, True)
-    whole = product.whole_gradient(gradients, None)
+    _, kept = product.forward_and_save(inputs, None, None, True)
+    whole = product.gather_gradient(gradients, None)
     runs: dict[str, Callable[[], object]] = {
-        "forward": lambda: product.forward_kept(inputs, None, None, True),
-        "input gradient": lambda: product.input_gradient_of(product.whole_gradient(gradients, None)),
+        "forward": lambda: product.forward_and_save(inputs, None, None, True),
+        "input gradient": lambda: product.input_gradient_of(product.gather_gradient(gradients, None)),
         "weight gradient": lambda: product.add_weight_gradient_of(whole, kept),
     }
     if recipe is None:
@@ -220,7 +220,7 @@ def _variant(
 
     operands = quantized()
     runs["quantizing"] = quantized
-    runs["multiplying"] = lambda: [multiplied(*each) for each in operands]
+    runs["multiplying"] = lambda: [multiply_quantized(*each) for each in operands]
     return runs
 
 

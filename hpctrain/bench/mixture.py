@@ -194,8 +194,8 @@ def _exchange(deck: Deck, shape: ModelShape, mesh: Mesh, device: torch.device) -
     def once() -> None:
         leaf, weights = x.detach().requires_grad_(), values.detach().requires_grad_()
         dispatch = Dispatch(chosen, None, shape.experts, *groups, unit)
-        arrived = dispatch.arrive(dispatch.leave(leaf))
-        dispatch.combine(dispatch.leave_back(arrived), weights).backward(x)
+        arrived = dispatch.receive(dispatch.send(leaf))
+        dispatch.combine(dispatch.send_back(arrived), weights).backward(x)
 
     return once
 

@@ -14,7 +14,7 @@ from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.model.attention import Rotary
 from hpctrain.model.part import LayerRange
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.kernels.layer_functions import turned
+from hpctrain.parallel.kernels.layer_functions import rotate
 
 
 class _Attention(nn.Module):
@@ -33,7 +33,7 @@ class _Attention(nn.Module):
         )
         if rotary is not None:
             query, key = (
-                turned(part.transpose(0, 1), *rotary.tables).transpose(0, 1) for part in (query, key)
+                rotate(part.transpose(0, 1), *rotary.tables).transpose(0, 1) for part in (query, key)
             )
         shared = query.shape[2] != key.shape[2]
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))

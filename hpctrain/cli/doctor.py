@@ -86,12 +86,12 @@ def command(
     with examine_machine() as report:
         if report.can_run:  # else torch may be what is broken
             from hpctrain.comm.transports.node_memory import examine_node_memory
-            from hpctrain.parallel.fp8.device_support import found_products
-            from hpctrain.parallel.kernels.fastest_kernels import found_kernels
+            from hpctrain.parallel.fp8.device_support import check_fp8_products
+            from hpctrain.parallel.kernels.fastest_kernels import check_kernels
 
             local_rank = report.ranks[report.rank].local_rank
             findings = [] if report.world is None else examine_node_memory(report.world)
-            report.add([*findings, found_kernels(local_rank), found_products(local_rank)])
+            report.add([*findings, check_kernels(local_rank), check_fp8_products(local_rank)])
         if deck is not None and report.can_run:  # else what reads decks may be what is broken
             from hpctrain.plan.coordinates import map_deck
 

@@ -98,7 +98,7 @@ def pattern_problems(deck: Deck, architecture: Architecture) -> Iterator[DeckPro
     A pattern must match something, must not match only some of several fused parameters, and must leave
     something to do. The result does not depend on the layout.
     """
-    updates, how = deck.optimizer.rule, Precision.of(deck).eight_bits
+    updates, how = deck.optimizer.rule, Precision.of(deck).fp8
     if deck.model.frozen:
         frozen = _frozen(bare_model(architecture), deck.model.frozen)
         yield from (DeckProblem("model.frozen", each) for each in frozen)

@@ -189,7 +189,7 @@ def make_groups(
         context_form=deck.layout.context_form,
         saved_policy=saved_policy,
         product_format=formats.product,
-        eight_bits=formats.eight_bits,
+        fp8=formats.fp8,
         kernels=kernels_of(deck, device, mesh.group("data").size),
         functions=functions_of(deck, device),
         table_rows=1 if on_host(device) else TABLE_ROWS,

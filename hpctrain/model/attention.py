@@ -16,7 +16,7 @@ from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, to
 from hpctrain.parallel.attention.all_to_all import all_to_all_attention
 from hpctrain.parallel.attention.ring import ring_attention
 from hpctrain.parallel.kernels.function_library import workspace_floats
-from hpctrain.parallel.kernels.layer_functions import turned
+from hpctrain.parallel.kernels.layer_functions import rotate
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize
 from hpctrain.parallel.tensor import ColumnLinear, RowLinear, RowPartition
@@ -132,7 +132,7 @@ class Attention(nn.Module):
         if context.size == 1:
             return attend(query, key, value, tables, self.scale, documents)
         if tables:
-            query, key = turned(query, *tables), turned(key, *tables)
+            query, key = rotate(query, *tables), rotate(key, *tables)
         if self.groups.context_form == "ring":
             return ring_attention(query, key, value, context, self.scale, documents)
         whole = partial(attend, tables=(), scale=self.scale, documents=documents)

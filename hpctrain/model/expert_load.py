@@ -26,12 +26,12 @@ class ExpertLoad:
     entropy: Tensor
 
     @staticmethod
-    def of(noted: Mapping[str, Tensor], shape: ModelShape) -> ExpertLoad | None:
+    def of(statistics: Mapping[str, Tensor], shape: ModelShape) -> ExpertLoad | None:
         """That of a step in which all ranks `noted` this; None of a dense model."""
         blocks = tuple(filter(shape.is_mixture, range(shape.layers)))
         if not blocks:
             return None
-        values = torch.stack([noted[noted_name(router_name(block))] for block in blocks])
+        values = torch.stack([statistics[noted_name(router_name(block))] for block in blocks])
         tokens, others = values.cpu().split((shape.experts, 2), dim=1)
         choices = tokens.sum(1).clamp_min(1)
         return ExpertLoad(

@@ -45,7 +45,7 @@ class FeedForward(nn.Module):
         return [ElementwiseSize(kind_of(self.activation), inner, True)]
 
     @property
-    def widest(self) -> int:
+    def expanded_features(self) -> int:
         """Features of a token between the two."""
         return sum(self.up.split_sizes)
 
@@ -61,7 +61,7 @@ class FeedForward(nn.Module):
         Of a gated one these are gate and up, which are one tensor, and their product, with the function of
         the gate where torch computes it.
         """
-        widest = [at.features(self.widest)] if self.activation.gated else []
+        widest = [at.features(self.expanded_features)] if self.activation.gated else []
         kept = [*self._factor(at), *self.down.kept(at), *self.down.beside(at)]
         return [*self.up.beside(at), *widest, *kept]
 
@@ -75,7 +75,7 @@ class FeedForward(nn.Module):
         """
         hidden = self.down.weights[0].shard.shape[0]
         passing = max(layer.product.passing(at.tokens, at) for layer in (self.up, self.down))
-        return at.features(self.widest + 2 * hidden).bytes + passing
+        return at.features(self.expanded_features + 2 * hidden).bytes + passing
 
     def passing(self, at: ActivationSizes) -> tuple[int, int]:
         """Where weight gradients are computed later, bytes that are there beside what is saved of a block:

@@ -64,11 +64,11 @@ class Mixture(nn.Module):
         dispatch = Dispatch(
             routing.experts, routing.kept, self.shape.experts, groups.expert, groups.expert_tensor, unit
         )
-        coming = dispatch.leave(tokens.select(rows))
+        coming = dispatch.send(tokens.select(rows))
         shared = self.shared(x) if self.shared is not None else None
         compute = partial(self.experts, segments=dispatch.segments, later=dispatch.later)
-        results = residency.around(self.experts.gate_up, compute, dispatch.arrive(coming))
-        combined = tokens.expand(dispatch.combine(dispatch.leave_back(results), routing.weights))
+        results = residency.around(self.experts.gate_up, compute, dispatch.receive(coming))
+        combined = tokens.expand(dispatch.combine(dispatch.send_back(results), routing.weights))
         whole: Tensor = _GatheredRows.apply(combined, self.groups.tensor, sizes) if split else combined
         output = whole.view_as(x)
         return output if shared is None else output + shared
@@ -103,7 +103,7 @@ class Mixture(nn.Module):
     def workspace(self, at: ActivationSizes) -> int:
         """See FeedForward: gradients of the experts' rows, between their products and around them."""
         rows = self.experts.rows(at) * at.itemsize
-        inner = rows * 2 * (self.experts.widest + self.shape.hidden)
+        inner = rows * 2 * (self.experts.expanded_features + self.shape.hidden)
         shared = self.shared.workspace(at) if self.shared is not None else 0
         _, of_expert, *sizes = self.experts.gate_up.shape
         product = apart_bytes(of_expert * prod(sizes), at)

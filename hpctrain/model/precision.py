@@ -31,7 +31,7 @@ class Precision:
     storage: torch.dtype
     product: torch.dtype
     gradient: torch.dtype
-    eight_bits: Fp8Settings | None = None
+    fp8: Fp8Settings | None = None
 
     @staticmethod
     def of(deck: Deck) -> Precision:

@@ -112,9 +112,9 @@ class Router(nn.Module):
         if self.shares is not None:
             yield "router/shares", shard, self.shares
 
-    def after_update(self, noted: Mapping[str, Tensor]) -> None:
+    def after_update(self, statistics: Mapping[str, Tensor]) -> None:
         """See UsesStatistics: `bias += rate * sign(mean - count)` (arXiv 2408.15664)."""
-        counts = noted[self.noted_name][: self.shape.experts]
+        counts = statistics[self.noted_name][: self.shape.experts]
         if self.bias is not None:
             self.bias.add_((counts.mean() - counts).sign().float(), alpha=self.shape.balance_rate)
         if self.shares is not None:
@@ -250,7 +250,7 @@ class Router(nn.Module):
         counts = count_numbers(experts.flatten(), self.shape.experts).double()
         dropped = counts.new_zeros(()) if kept is None else experts.numel() - kept.sum()
         others = torch.stack((dropped.double(), entropy.sum().double()))
-        self.groups.noted.sum(self.noted_name, torch.cat((counts, others)))
+        self.groups.statistics.record_sum(self.noted_name, torch.cat((counts, others)))
 
 
 def router_name(block: int) -> str:

@@ -44,10 +44,10 @@ class Lion:
         first, second = self.betas
         for part in parts:
             part.updates.add_(1)
-            rate = learning_rate * part.treatment.rate
+            rate = learning_rate * part.update_settings.rate
             weights, mean = part.state[MASTER], part.state[MEAN]
             gradients = part.gradients.div_(gradient_divisor)
-            if part.treatment.decayed and self.weight_decay:
+            if part.update_settings.decayed and self.weight_decay:
                 weights.mul_(1 - learning_rate * self.weight_decay)
             for start in range(0, weights.numel(), _PIECE):
                 piece = slice(start, start + _PIECE)

@@ -61,13 +61,13 @@ class OffloadSlice:
         bucket: The bucket.
         state: State of all elements of the bucket that this rank updates.
         part: These elements in that state.
-        treatment: Update settings of the elements.
+        update_settings: Update settings of the elements.
     """
 
     bucket: Bucket
     state: BucketState
     part: slice
-    treatment: UpdateSettings
+    update_settings: UpdateSettings
 
 
 class OffloadedOptimizer(Optimizer):
@@ -107,7 +107,7 @@ class OffloadedOptimizer(Optimizer):
         moved = [buckets[0].dtype, *([buckets[0].gradient_dtype] if streams else [])]
         most = piece_elements(state_bytes + sum(dtype.itemsize for dtype in moved), buffer_bytes)
         self._pieces = [
-            OffloadSlice(bucket, state, slice(first, min(first + most, part.stop)), treated.treatment)
+            OffloadSlice(bucket, state, slice(first, min(first + most, part.stop)), treated.update_settings)
             for bucket, state in zip(buckets, states, strict=True)
             for treated in bucket.layout.owned_update_ranges
             for part in [treated.part]
@@ -159,7 +159,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _update(self, piece: OffloadSlice, slot: _Slot, learning_rate: float, divisor: float) -> None:
         updates = torch.tensor(float(self.updates))
-        elements = ElementBatch(slot.state, slot.gradients(), updates, piece.treatment)
+        elements = ElementBatch(slot.state, slot.gradients(), updates, piece.update_settings)
         self.rule.update([elements], learning_rate, divisor)
 
 

@@ -51,23 +51,23 @@ class ElementBatch:
         state: State by name, among it the master weights. The rule changes it in place.
         gradients: Reduced gradients, not yet divided by the gradient divisor.
         updates: Scalar tensor with the number of updates before this one. An elementwise rule adds 1.
-        treatment: Update settings. The learning rate is multiplied by `treatment.rate`; weight decay, if
-            `treatment.decayed`, takes the learning rate without this factor.
+        update_settings: The learning rate is multiplied by its `rate`; weight decay, if its `decayed`
+            is set, takes the learning rate without this factor.
         shard: Shard of the parameter of a block; None for flat elements.
     """
 
     state: Mapping[str, Tensor]
     gradients: Tensor
     updates: Tensor
-    treatment: UpdateSettings
+    update_settings: UpdateSettings
     shard: Shard | None = None
 
 
 def group_by_settings(parts: Sequence[ElementBatch]) -> dict[UpdateSettings, list[ElementBatch]]:
     """Return the batches by their update settings, those with weight decay first."""
     groups: dict[UpdateSettings, list[ElementBatch]] = {}
-    for part in sorted(parts, key=lambda part: (not part.treatment.decayed, part.treatment.rate)):
-        groups.setdefault(part.treatment, []).append(part)
+    for part in sorted(parts, key=lambda part: (not part.update_settings.decayed, part.update_settings.rate)):
+        groups.setdefault(part.update_settings, []).append(part)
     return groups
 
 
@@ -296,7 +296,7 @@ class ResidentOptimizer(Optimizer):
             self._averaged.begin(learning_rate)
         for parts in self._together:
             elements = [
-                ElementBatch(part.state, gradients.float(), part.updates, part.treated.treatment)
+                ElementBatch(part.state, gradients.float(), part.updates, part.treated.update_settings)
                 for part in parts
                 for gradients in [part.bucket.owned_gradients[part.treated.part]]
             ]

@@ -48,9 +48,9 @@ class SGD:
         """Update the elements in place. The gradients are divided by `gradient_divisor` in place."""
         for part in parts:
             part.updates.add_(1)
-            rate = learning_rate * part.treatment.rate
+            rate = learning_rate * part.update_settings.rate
             weights, gradients = part.state[MASTER], part.gradients.div_(gradient_divisor)
-            if part.treatment.decayed and self.weight_decay:
+            if part.update_settings.decayed and self.weight_decay:
                 weights.mul_(1 - learning_rate * self.weight_decay)
             uses_velocity = self.momentum and (
                 self.momentum_after is None or part.updates.item() <= self.momentum_after

@@ -63,8 +63,8 @@ class LayerAdapters(nn.Module):
                 a = _cut_as(weight, a, 1)
             else:
                 b = _cut_as(weight, b, 0)
-            inner.append(replace(a, stays=True))
-            self.outer.append(Factors([replace(b, stays=True)], "zeros", groups))
+            inner.append(replace(a, zero_exempt=True))
+            self.outer.append(Factors([replace(b, zero_exempt=True)], "zeros", groups))
         self.inner = Factors(inner, "adapter", groups)
 
     @property

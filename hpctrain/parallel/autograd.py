@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """What `function.apply` gives; without gradients by its forward pass alone, which takes a few us and not
     twenty. That may do no more with its context than to save tensors and set attributes.
     """

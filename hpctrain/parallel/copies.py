@@ -18,18 +18,18 @@ class Multiplies(Protocol):
         """What of it has one each."""
 
 
-def products(layers: Iterable[Multiplies]) -> Iterator[Matmul]:
+def matmuls_of(layers: Iterable[Multiplies]) -> Iterator[Matmul]:
     """The Products of some layers."""
     for layer in layers:
         for each in layer.multipliers:
             yield each.product
 
 
-def copied_bytes(layers: Iterable[Multiplies]) -> int:
+def converted_bytes(layers: Iterable[Multiplies]) -> int:
     """Bytes of the copies that are there by now."""
-    return sum(product.copied_bytes for product in products(layers))
+    return sum(product.converted_bytes for product in matmuls_of(layers))
 
 
-def planned_copies(layers: Iterable[Multiplies]) -> int:
+def planned_converted_bytes(layers: Iterable[Multiplies]) -> int:
     """Bytes of those that a step makes."""
-    return sum(product.copy_bytes for product in products(layers))
+    return sum(product.planned_converted_bytes for product in matmuls_of(layers))

@@ -57,10 +57,10 @@ class LayerContext:
     weight_gradients: WeightGradientQueue = field(default_factory=WeightGradientQueue)
     saved_policy: SavedPolicy = field(default_factory=SavedPolicy)
     product_format: torch.dtype = torch.float32
-    eight_bits: Fp8Settings | None = None
+    fp8: Fp8Settings | None = None
     kernels: KernelTable = field(default_factory=KernelTable)
     functions: LayerFunctions = TORCH
-    noted: StepStatistics = field(default_factory=StepStatistics)
+    statistics: StepStatistics = field(default_factory=StepStatistics)
     audit: MatmulAudit | None = None
     table_rows: int = 1
     expert: Group = field(default_factory=_unsplit)

@@ -16,25 +16,25 @@ from hpctrain.parallel.product_audit.matmul_audit import WatchedKernel
 from hpctrain.parallel.shards import Parameter
 
 
-class Scaled(NamedTuple):
+class QuantizedRows(NamedTuple):
     """Rows of tokens in 8 bits: values [m, features], and the scales of blocks of them."""
 
     values: Tensor
     scales: Tensor
 
 
-Operand = Tensor | Scaled
+Operand = Tensor | QuantizedRows
 """What a Matmul multiplies of activations, or of their gradients: [..., features] as stored, or scaled."""
 
 
-def tensors_of(operand: Operand) -> tuple[Tensor, ...]:
+def operand_tensors(operand: Operand) -> tuple[Tensor, ...]:
     """What autograd is to save of one."""
-    return tuple(operand) if isinstance(operand, Scaled) else (operand,)
+    return tuple(operand) if isinstance(operand, QuantizedRows) else (operand,)
 
 
-def operand_of(tensors: Sequence[Tensor]) -> Operand:
-    """What `tensors_of` made these of."""
-    return Scaled(*tensors) if len(tensors) > 1 else tensors[0]
+def operand_from(tensors: Sequence[Tensor]) -> Operand:
+    """What `operand_tensors` made these of."""
+    return QuantizedRows(*tensors) if len(tensors) > 1 else tensors[0]
 
 
 class Matmul:
@@ -62,7 +62,7 @@ class Matmul:
 
     def weight(self) -> Tensor:
         """All weights as one matrix [n, k]."""
-        return joined([parameter.detach() for parameter in self.weights])
+        return join_neighbors([parameter.detach() for parameter in self.weights])
 
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """[..., k] -> [..., n], with a bias [n] added."""
@@ -79,7 +79,7 @@ class Matmul:
         kernel = self._kernel("input_gradient")
         return kernel.input_gradient(output_gradient, self._matrix(kernel), out)
 
-    def forward_kept(
+    def forward_and_save(
         self,
         inputs: Tensor,
         bias: Tensor | None,
@@ -98,18 +98,20 @@ class Matmul:
         """What that is, compact, of so many rows of inputs: in a step of the run where it is most."""
         return [SavedStorage(rows * self.weights[0].shard.local[1] * at.itemsize, at.itemsize)]
 
-    def start_whole(self, kept: Operand, pieces: Group, blocking: bool = False) -> Callable[[], Operand]:
+    def start_gather_saved(
+        self, kept: Operand, pieces: Group, blocking: bool = False
+    ) -> Callable[[], Operand]:
         """Have what is kept of all `pieces` come (collective); what waits for it."""
         assert isinstance(kept, Tensor)
         return pieces.start_all_gather(kept, blocking=blocking).wait
 
-    def whole_gradient(self, output_gradient: Tensor, pieces: Group | None) -> Operand:
+    def gather_gradient(self, output_gradient: Tensor, pieces: Group | None) -> Operand:
         """The gradient of the output, of the tokens of all `pieces` (collective), as both other products
         take it.
         """
         return output_gradient if pieces is None else pieces.all_gather(output_gradient)
 
-    def operand_bytes(self, rows: int, at: ActivationSizes) -> int:
+    def gradient_bytes(self, rows: int, at: ActivationSizes) -> int:
         """Bytes of that, of so many rows, in a step where they are most."""
         return rows * sum(weight.shard.local[0] for weight in self.weights) * at.itemsize
 
@@ -129,9 +131,9 @@ class Matmul:
 
     def gradient(self) -> tuple[Tensor, bool]:
         """The buffer [n, k] of all weights' gradients, and whether it is to be overwritten."""
-        first = [buffer for weight in self.weights if (buffer := weight.first_gradient()) is not None]
+        first = [buffer for weight in self.weights if (buffer := weight.gradient_to_overwrite()) is not None]
         assert len(first) in {0, len(self.weights)}, "fused weights have their gradients added together"
-        return joined(first or [gradient_of(weight) for weight in self.weights]), bool(first)
+        return join_neighbors(first or [gradient_of(weight) for weight in self.weights]), bool(first)
 
     def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
         """[n, k] += output_gradient [..., n]^T inputs [..., k]; not yet told as added."""
@@ -156,19 +158,19 @@ class Matmul:
         return self._converted
 
     @property
-    def copied_bytes(self) -> int:
+    def converted_bytes(self) -> int:
         """Bytes of the converted weights, which stay from their first use on."""
         return 0 if self._converted is None else self._converted.nbytes
 
     @property
-    def copy_bytes(self) -> int:
+    def planned_converted_bytes(self) -> int:
         """What those are in a run."""
         outputs, inputs = self.shape
         return 4 * outputs * inputs if self.groups.kernels.copies(outputs, inputs) else 0
 
 
-def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """One tensor over `tensors` that lie behind each other in one Bucket, joined along dim 0."""
+def join_neighbors(tensors: Sequence[Tensor]) -> Tensor:
+    """One tensor over `tensors` that lie behind each other in one Bucket, join_neighbors along dim 0."""
     first = tensors[0]
     if len(tensors) == 1:
         return first

@@ -18,9 +18,9 @@ PRODUCTS: Mapping[torch.dtype, type[Matmul]] = dict.fromkeys(
 """By `Precision.product`."""
 
 
-def make_product(weights: Sequence[Parameter], groups: LayerContext) -> Matmul:
+def make_matmul(weights: Sequence[Parameter], groups: LayerContext) -> Matmul:
     """The products of a layer's matrix, in the format of the groups; the first of its weights is there."""
-    how = groups.eight_bits
+    how = groups.fp8
     if how is None or how.excludes(weights[0].shard.name):
         return PRODUCTS[groups.product_format](weights, groups)
     recipe, form = RECIPES[how.recipe], GRADIENT_FORMS[how.gradients]

@@ -1,7 +1,7 @@
 """Keys and values of texts that grow, in pages, and the attention of new tokens to them.
 
 A page has PAGE tokens of one text, and the same number in all layers; texts hold as many pages as they have
-come to (arXiv 2309.06180). Keys are kept turned, so that none is turned again for each token behind it.
+come to (arXiv 2309.06180). Keys are kept rotate, so that none is rotate again for each token behind it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from hpctrain.host.device import start_copy
 from hpctrain.parallel.kernels.function_library import HIGHEST, PAGE, AttentionArguments, Heads, Paged, padded
-from hpctrain.parallel.kernels.layer_functions import CompiledFunctions, LayerFunctions, turned
+from hpctrain.parallel.kernels.layer_functions import CompiledFunctions, LayerFunctions, rotate
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class LayerPages:
             return self._compiled(self.functions, query, key, value, tables, scale, places)
         if tables:
             of_rows = [table[places.positions] for table in tables]
-            query, key = turned(query, *of_rows), turned(key, *of_rows)
+            query, key = rotate(query, *of_rows), rotate(key, *of_rows)
         self._keep(key.squeeze(1), value.squeeze(1), places)
         output = torch.zeros_like(query)
         singles, row = [], 0

@@ -47,7 +47,7 @@ class Shard:
     stage_copy: int = 0
     stage_copies: int = 1
     unit: int = 1
-    stays: bool = False
+    zero_exempt: bool = False
 
     @staticmethod
     def whole(name: str, shape: tuple[int, ...], partial: frozenset[str] = frozenset()) -> Shard:
@@ -171,7 +171,7 @@ class Parameter(nn.Parameter):
         return self
 
     @property
-    def treatment(self) -> UpdateSettings:
+    def update_settings(self) -> UpdateSettings:
         """How it is updated."""
         return UpdateSettings(self.decayed, self.rate, self.block is not None)
 
@@ -188,11 +188,11 @@ class Parameter(nn.Parameter):
     def gradient(self, buffer: Tensor | None) -> None:
         self._gradient = buffer
 
-    def forget_gradient(self) -> None:
+    def reset_gradient(self) -> None:
         """Begin again from zero; what the buffer holds does not count from now on."""
         self._stale = True
 
-    def first_gradient(self) -> Tensor | None:
+    def gradient_to_overwrite(self) -> Tensor | None:
         """The buffer, to overwrite, if nothing has been added since `forget_gradient`; else None."""
         buffer = self._buffer()
         if buffer is None or not self._stale:

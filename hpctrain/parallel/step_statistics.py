@@ -1,4 +1,9 @@
-"""What layers and their Products note of a training step, for all ranks to agree on after it."""
+"""Statistics of a training step that layers record and all ranks reduce.
+
+A router records how many tokens each expert received, an 8-bit product the largest magnitude of its weights.
+Each layer calls `StepStatistics.record_max` or `record_sum` in its forward or backward pass. After the step
+every rank calls `reduce` once, and layers that use the result receive it (`UsesStatistics`).
+"""
 
 from __future__ import annotations
 
@@ -11,96 +16,124 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 
-How = Literal["max", "sum"]
+Reduction = Literal["max", "sum"]
 
 
 class StepStatistics:
-    """A step's largest values and sums, by name.
+    """Maxima and sums that the layers of one rank record during a training step, by name.
 
-    The executor says where an action begins. What it computes again in backward counts once, and nothing that
-    is no training step does. In a step with `watching` more may be noted, of what is only looked at.
+    The pipeline executor calls `begin_action` before each action. What an action records while it recomputes
+    activations replaces what its forward pass recorded, so it counts once. Nothing is recorded outside of
+    training steps.
 
     Attributes:
-        padding: Places of the action's micro-batch that hold no real token, bool [s, b] of the local piece of
+        detailed: True in steps in which layers also record statistics that are only reported.
+        padding: Positions of the action's micro-batch that are padding, bool [s, b] of this rank's piece of
             the sequence, in training or not. None if there are none.
     """
 
     def __init__(self) -> None:
-        self.watching = False
+        self.detailed = False
         self.padding: Tensor | None = None
         self._micro_batch: int | None = None
-        self._times: Counter[str] = Counter()
-        self._values: dict[How, dict[tuple[str, int, int], Tensor]] = {"max": {}, "sum": {}}
-        self._sizes: dict[How, dict[str, int]] | None = None
+        self._calls: Counter[str] = Counter()
+        self._recorded: dict[Reduction, dict[tuple[str, int, int], Tensor]] = {"max": {}, "sum": {}}
+        self._agreed_sizes: dict[Reduction, dict[str, int]] | None = None
 
-    def begin(self, micro_batch: int | None, padding: Tensor | None = None) -> None:
-        """Begin an action on a micro-batch of a training step, or, with None, something else."""
+    def begin_action(self, micro_batch: int | None, padding: Tensor | None = None) -> None:
+        """Start an action on a micro-batch of a training step, or on something else if it is None."""
         self._micro_batch, self.padding = micro_batch, padding
-        self._times.clear()
+        self._calls.clear()
 
     @property
     def micro_batch(self) -> int | None:
-        """That of the action of a training step which is under way."""
+        """Number of the micro-batch of the current action, or None outside of training steps."""
         return self._micro_batch
 
     @property
-    def watched(self) -> bool:
-        """Whether what is only looked at would be noted now."""
-        return self.watching and self._micro_batch is not None
+    def is_detailed(self) -> bool:
+        """True if statistics that are only reported are to be recorded now."""
+        return self.detailed and self._micro_batch is not None
 
-    def most(self, name: str, values: Tensor) -> None:
-        """Of `values` [k], none of them negative, the largest that any rank notes of any micro-batch."""
-        self._note("max", name, values)
+    def record_max(self, name: str, values: Tensor) -> None:
+        """Record candidates for maxima over all micro-batches and ranks.
 
-    def sum(self, name: str, values: Tensor) -> None:
-        """The sum of `values` [k] over all times, micro-batches and ranks.
-
-        What is noted in one action for the n-th time is what was in another one, which is done again: a name
-        is of one layer and one kind of pass.
+        Args:
+            name: Name of the statistic, the same on all ranks that record it.
+            values: Non-negative numbers [k], one of each maximum.
         """
-        self._note("sum", name, values)
-
-    def _note(self, how: How, name: str, values: Tensor) -> None:
         if self._micro_batch is not None:
-            own, values = self._values[how], values.detach().clone()
-            key = (name, self._micro_batch, self._times[name]) if how == "sum" else (name, 0, 0)
-            own[key] = torch.maximum(own[key], values) if how == "max" and key in own else values
-            self._times[name] += 1
+            maxima, values = self._recorded["max"], values.detach().clone()
+            key = (name, 0, 0)
+            maxima[key] = torch.maximum(maxima[key], values) if key in maxima else values
 
-    def numbers(self, how: How) -> int:
-        """How many numbers of a kind this rank has noted of the step so far."""
-        return sum({name: len(values) for (name, *_), values in self._values[how].items()}.values())
+    def record_sum(self, name: str, values: Tensor) -> None:
+        """Record terms of sums over all calls, micro-batches and ranks.
 
-    def agree(self, everyone: Group) -> dict[str, Tensor]:
-        """By name what all ranks have noted of the step, fp64 [k], which is then forgotten. Collective.
+        The n-th call of an action replaces the n-th call of the same action before recomputation. A name must
+        therefore belong to one layer and one kind of pass.
 
-        One reduction for what is largest and one for sums; none where nothing is noted. Every step has the
-        names and numbers of the first one, which is where ranks tell each other, and in one that is watched.
+        Args:
+            name: Name of the statistic, the same on all ranks that record it.
+            values: Terms [k], one of each sum.
         """
-        known = None if self.watching else self._sizes
-        if known is None:
-            here = {how: {name: len(v) for (name, *_), v in own.items()} for how, own in self._values.items()}
-            ranks = everyone.all_gather_object(here)
-            known = {how: {k: v for rank in ranks for k, v in rank[how].items()} for how in here}
-            self._sizes = self._sizes if self.watching else known
-        agreed: dict[str, Tensor] = {}
-        for how, sizes in known.items():
+        if self._micro_batch is not None:
+            key = (name, self._micro_batch, self._calls[name])
+            self._recorded["sum"][key] = values.detach().clone()
+            self._calls[name] += 1
+
+    def count(self, reduction: Reduction) -> int:
+        """Return how many numbers this rank has recorded for a reduction in this step."""
+        return sum({name: len(values) for (name, *_), values in self._recorded[reduction].items()}.values())
+
+    def reduce(self, everyone: Group) -> dict[str, Tensor]:
+        """Reduce the statistics of the step over all ranks and discard them. Collective.
+
+        It makes one all-reduce for maxima and one for sums, and none if nothing was recorded.
+
+        Args:
+            everyone: Group of all ranks.
+
+        Returns:
+            Statistics by name, each fp64 [k], the same on all ranks.
+        """
+        reduced: dict[str, Tensor] = {}
+        for reduction, sizes in self._exchange_sizes(everyone).items():
             if not sizes:
                 continue
-            values = everyone.empty((sum(sizes.values()),), torch.float64).zero_()
-            pieces = dict(zip(sizes, values.split(list(sizes.values())), strict=True))
-            for (name, *_), own in self._values[how].items():
-                pieces[name].copy_(torch.maximum(pieces[name], own) if how == "max" else pieces[name] + own)
-            everyone.all_reduce(values, how)
-            assert not agreed.keys() & pieces.keys(), "a name is of a largest value or of a sum"
-            agreed |= pieces
-            self._values[how].clear()
-        return agreed
+            buffer = everyone.empty((sum(sizes.values()),), torch.float64).zero_()
+            views = dict(zip(sizes, buffer.split(list(sizes.values())), strict=True))
+            for (name, *_), values in self._recorded[reduction].items():
+                view = views[name]
+                view.copy_(torch.maximum(view, values) if reduction == "max" else view + values)
+            everyone.all_reduce(buffer, reduction)
+            assert not reduced.keys() & views.keys(), "a statistic is either a maximum or a sum"
+            reduced |= views
+            self._recorded[reduction].clear()
+        return reduced
+
+    def _exchange_sizes(self, everyone: Group) -> dict[Reduction, dict[str, int]]:
+        """Return the names and sizes that any rank has recorded.
+
+        Ranks exchange them in the first step and in detailed steps. All other steps record the names of the
+        first one.
+        """
+        if self._agreed_sizes is not None and not self.detailed:
+            return self._agreed_sizes
+        local = {
+            reduction: {name: len(values) for (name, *_), values in recorded.items()}
+            for reduction, recorded in self._recorded.items()
+        }
+        ranks = everyone.all_gather_object(local)
+        sizes = {which: {k: v for rank in ranks for k, v in rank[which].items()} for which in local}
+        if not self.detailed:
+            self._agreed_sizes = sizes
+        return sizes
 
 
 @runtime_checkable
 class UsesStatistics(Protocol):
     """Module or product that uses statistics of the step, which it has recorded."""
 
-    def after_update(self, noted: Mapping[str, Tensor]) -> None:
-        """Use the statistics that all ranks have recorded in a step, fp64. Not called for skipped steps."""
+    def after_update(self, statistics: Mapping[str, Tensor]) -> None:
+        """Use the reduced statistics (fp64) of a completed step. Not called for steps that are skipped."""

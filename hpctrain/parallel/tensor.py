@@ -22,10 +22,17 @@ from hpctrain.comm.group import Group
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.parallel.adapter import AdaptedMatrix, LayerAdapters
-from hpctrain.parallel.autograd import applied
+from hpctrain.parallel.autograd import apply_function
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.matmul import Matmul, Operand, gradient_of, joined, operand_of, tensors_of
-from hpctrain.parallel.matmul_choice import make_product
+from hpctrain.parallel.matmul import (
+    Matmul,
+    Operand,
+    gradient_of,
+    join_neighbors,
+    operand_from,
+    operand_tensors,
+)
+from hpctrain.parallel.matmul_choice import make_matmul
 from hpctrain.parallel.operations import Cut, MatrixSize
 from hpctrain.parallel.shards import Initial, Parameter, Shard
 
@@ -110,7 +117,7 @@ class SplitLinear(MatmulLayer):
         self.weights.append(Parameter(weight, initial=initial))
         self.register_parameter(f"weight{index}", self.weights[-1])
         if not index:
-            self.product = make_product(self.weights, self.groups)
+            self.product = make_matmul(self.weights, self.groups)
         if bias is not None:
             self.biases.append(Parameter(bias, decayed=False, initial="zeros"))
             self.register_parameter(f"bias{index}", self.biases[-1])
@@ -130,7 +137,7 @@ class SplitLinear(MatmulLayer):
 
     def bias(self) -> Tensor | None:
         """All biases as one vector [n], if there are any."""
-        return joined([parameter.detach() for parameter in self.biases]) if self.biases else None
+        return join_neighbors([parameter.detach() for parameter in self.biases]) if self.biases else None
 
     @property
     def matrices(self) -> list[MatrixSize]:
@@ -158,7 +165,7 @@ class SplitLinear(MatmulLayer):
     ) -> tuple[Tensor, Operand, tuple[Tensor, ...]]:
         """The product, what is kept of x, and what its adapter keeps, see Matmul.forward_kept."""
         if self.adapter is None:
-            return *self.product.forward_kept(x, bias, pieces, self.compact(training)), ()
+            return *self.product.forward_and_save(x, bias, pieces, self.compact(training)), ()
         whole = x if pieces is None else pieces.all_gather(x)
         output = self.product.forward(whole, bias)
         return output, x, (self.adapter.add(output, whole),)
@@ -203,14 +210,14 @@ class SplitLinear(MatmulLayer):
     def _add_bias_gradients(self, output_gradient: Tensor) -> None:
         """[n] += output_gradient [..., n] summed over all but the last dim, in fp32, in its own type."""
         if self.biases and self.biases[0].requires_grad:
-            gradient = joined([gradient_of(bias) for bias in self.biases])
+            gradient = join_neighbors([gradient_of(bias) for bias in self.biases])
             gradient.add_(output_gradient.reshape(-1, output_gradient.shape[-1]).sum(0))
             self.added(self.biases)
 
     def saved_of(self, saved: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Operand]:
         """What a forward pass has saved: of its adapter, if any, and of the input."""
         own = int(self.adapter is not None)
-        return saved[:own], operand_of(saved[own:])
+        return saved[:own], operand_from(saved[own:])
 
     def met(self) -> None:
         """A backward pass has come to it."""
@@ -229,7 +236,7 @@ class ColumnAutograd(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: ColumnLinear, training: bool, *_: Tensor) -> Tensor:
         ctx.layer = layer
         output, kept, inner = layer._multiply(x, layer.bias(), layer.pieces, training)
-        ctx.save_for_backward(*inner, *tensors_of(kept))
+        ctx.save_for_backward(*inner, *operand_tensors(kept))
         return output
 
     @staticmethod
@@ -241,8 +248,8 @@ class ColumnAutograd(torch.autograd.Function):
         inner, kept = layer.saved_of(ctx.saved_tensors)
         output_gradient = output_gradient.contiguous()
         deferred = groups.weight_gradients.deferring
-        coming = product.start_whole(kept, pieces) if pieces is not None and not deferred else None
-        gradient = product.whole_gradient(output_gradient, None)
+        coming = product.start_gather_saved(kept, pieces) if pieces is not None and not deferred else None
+        gradient = product.gather_gradient(output_gradient, None)
         summing, of_input = None, None
         if ctx.needs_input_grad[0]:
             of_input = product.input_gradient_of(gradient).view(*output_gradient.shape[:-1], -1)
@@ -255,13 +262,15 @@ class ColumnAutograd(torch.autograd.Function):
         def compute() -> None:
             whole = kept
             if pieces is not None:
-                whole = (product.start_whole(kept, pieces, True) if coming is None else coming)()
+                whole = (product.start_gather_saved(kept, pieces, True) if coming is None else coming)()
             layer._add_gradients(gradient, whole, inner)
             if of_biases is not None:
                 layer._add_bias_gradients(of_biases)
 
         others = () if of_biases is None or gradient is of_biases else (of_biases,)
-        groups.weight_gradients.submit(compute, *tensors_of(kept), *tensors_of(gradient), *others, *inner)
+        groups.weight_gradients.submit(
+            compute, *operand_tensors(kept), *operand_tensors(gradient), *others, *inner
+        )
         input_gradient = None if summing is None else summing.wait()
         return (input_gradient, None, None, *(None for _ in ctx.needs_input_grad[3:]))
 
@@ -273,7 +282,7 @@ class _RowAutograd(torch.autograd.Function):
         groups, bias = layer.groups, layer.bias()
         of_product = bias if groups.tensor.size == 1 else None
         output, kept, inner = layer._multiply(x, of_product, None, training)
-        ctx.save_for_backward(*inner, *tensors_of(kept))
+        ctx.save_for_backward(*inner, *operand_tensors(kept))
         if groups.tensor.size == 1:
             return output
         output = groups.sum(output)
@@ -287,14 +296,17 @@ class _RowAutograd(torch.autograd.Function):
         inner, kept = layer.saved_of(ctx.saved_tensors)
         output_gradient = output_gradient.contiguous()
         layer._add_bias_gradients(output_gradient)
-        whole, input_gradient = product.whole_gradient(output_gradient, layer.pieces), None
+        whole, input_gradient = product.gather_gradient(output_gradient, layer.pieces), None
         if ctx.needs_input_grad[0]:
             batch = output_gradient.shape[1:-1]
             of_input = product.input_gradient_of(whole)
             input_gradient = of_input.view(-1, *batch, of_input.shape[-1])
         inner = (*inner, *layer._pass_inner(whole, input_gradient))
         groups.weight_gradients.submit(
-            lambda: layer._add_gradients(whole, kept, inner), *tensors_of(whole), *tensors_of(kept), *inner
+            lambda: layer._add_gradients(whole, kept, inner),
+            *operand_tensors(whole),
+            *operand_tensors(kept),
+            *inner,
         )
         return (input_gradient, None, None, *(None for _ in ctx.needs_input_grad[3:]))
 
@@ -329,7 +341,7 @@ class ColumnLinear(SplitLinear):
     def forward(self, x: Tensor) -> Tensor:
         """[s or s/t, b, k] -> [s, b, sum of split_sizes]."""
         parameters = *self.weights, *self.biases, *self.adapting
-        result: Tensor = applied(ColumnAutograd, x, self, torch.is_grad_enabled(), *parameters)
+        result: Tensor = apply_function(ColumnAutograd, x, self, torch.is_grad_enabled(), *parameters)
         return result
 
     @property
@@ -339,7 +351,7 @@ class ColumnLinear(SplitLinear):
 
     @override
     def waiting(self, at: ActivationSizes) -> int:
-        gradient = self.product.operand_bytes(at.tokens, at)
+        gradient = self.product.gradient_bytes(at.tokens, at)
         plain = at.features(sum(self.split_sizes)).bytes
         between = 2 * total(self.beside(at))
         return total(self.kept(at)) + gradient + (plain if self.biases and gradient < plain else 0) + between
@@ -386,13 +398,13 @@ class RowLinear(SplitLinear):
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, k/t] -> [s or s/t, b, n]."""
         parameters = *self.weights, *self.biases, *self.adapting
-        result: Tensor = applied(_RowAutograd, x, self, torch.is_grad_enabled(), *parameters)
+        result: Tensor = apply_function(_RowAutograd, x, self, torch.is_grad_enabled(), *parameters)
         return result
 
     @override
     def waiting(self, at: ActivationSizes) -> int:
         between = 2 * total(self.beside(at))
-        return total(self.kept(at)) + self.product.operand_bytes(at.tokens, at) + between
+        return total(self.kept(at)) + self.product.gradient_bytes(at.tokens, at) + between
 
     def kept(self, at: ActivationSizes) -> list[SavedStorage]:
         """Return the tensors that autograd saves, as for a `ColumnLinear`."""

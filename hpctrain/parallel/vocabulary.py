@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
-from hpctrain.parallel.autograd import applied
+from hpctrain.parallel.autograd import apply_function
 from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.matmul_choice import make_product
+from hpctrain.parallel.matmul_choice import make_matmul
 from hpctrain.parallel.operations import ElementwiseSize, MatrixSize
 from hpctrain.parallel.shards import Parameter, Shard
 
@@ -94,7 +94,7 @@ class _EmbeddingAutograd(torch.autograd.Function):
             rows = rows.masked_fill(outside[0].reshape(-1, 1), 0)
         audit = layer.groups.audit
         if audit is not None and audit.active and table.lookups is None:
-            audit.looked_up(table, gradient, indices.reshape(-1), rows)
+            audit.expect_lookup(table, gradient, indices.reshape(-1), rows)
         gradient.index_add_(0, indices.reshape(-1), rows)
         layer.added()
         return None, None, None
@@ -114,7 +114,7 @@ class VocabularyEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[s, b] int64 -> [s or s/t, b, h]."""
-        result: Tensor = applied(_EmbeddingAutograd, tokens, self, self.table)
+        result: Tensor = apply_function(_EmbeddingAutograd, tokens, self, self.table)
         return result
 
     def added(self) -> None:
@@ -139,7 +139,7 @@ class VocabularyHead(nn.Module):
         super().__init__()
         self.groups, self.multiplier = groups, multiplier
         self.weight = (table,)  # in a tuple, so that a tied table is registered once, by its owner
-        self.product = make_product(self.weight, groups)
+        self.product = make_matmul(self.weight, groups)
         self.rows = table.shard.extent[0]
 
     @property

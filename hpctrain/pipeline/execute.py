@@ -178,7 +178,7 @@ class _ScheduleExecution:
             ledger.phase = "evaluation" if not training else "forward" if action.kind == "F" else "backward"
             received = self._receive(action)
             padding = self.micro_batches[action.micro_batch].inputs.padding
-            statistics.begin(action.micro_batch if training else None, padding)
+            statistics.begin_action(action.micro_batch if training else None, padding)
             start = perf_counter()
             result = self._compute(action, received)
             # Before the send, so that the action ends before its message arrives elsewhere.
@@ -187,7 +187,7 @@ class _ScheduleExecution:
             if result is not None:
                 self._send(action, result)
             self.sends = [send for send in self.sends if not send[0].test()]
-        statistics.begin(None)
+        statistics.begin_action(None)
         for work, _ in self.sends:
             work.wait()
         ledger.phase = "synchronize" if training else "evaluation"

@@ -36,7 +36,7 @@ from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.construction import architecture_of
-from hpctrain.parallel.copies import planned_copies
+from hpctrain.parallel.copies import planned_converted_bytes
 from hpctrain.pipeline.action import Schedule
 from hpctrain.plan.gpu_overhead import CONTEXT_BYTES
 from hpctrain.plan.memory import MemoryPlan, StageMemory, plan_memory
@@ -187,6 +187,6 @@ def _shown(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int) -> list
 
 def _held(stage: Stage) -> StageMemory:
     """What its parameters take."""
-    copies = planned_copies(layer for model in stage.models for layer in model.layers)
+    copies = planned_converted_bytes(layer for model in stage.models for layer in model.layers)
     memory = MemoryAccount(parameter=value_bytes(stage.buckets) + copies, buffer=pool_bytes(stage.buckets))
     return StageMemory(0, 0, 0, memory)

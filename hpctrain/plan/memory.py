@@ -26,7 +26,7 @@ from hpctrain.memory.saved_bytes import PartBytes, part_bytes
 from hpctrain.model.construction import architecture_of, layer_kinds
 from hpctrain.model.count import count
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
-from hpctrain.parallel.copies import planned_copies
+from hpctrain.parallel.copies import planned_converted_bytes
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import receives_ahead
 from hpctrain.pipeline.split import layer_ranges
@@ -236,7 +236,7 @@ def plan_memory(
         memory = replace(
             states,
             parameter=states.parameter
-            + planned_copies(layer for part in parts for layer in part.part.layers),
+            + planned_converted_bytes(layer for part in parts for layer in part.part.layers),
             activation=activation_peak(deck, parts, schedule.stages[number]) if unknown is None else 0,
             buffer=states.buffer + buffer,
             other=other + kept,
@@ -293,7 +293,7 @@ def fullest_place(deck: Deck, stage: TrainedStage, sizes: Mapping[str, int], num
             kept += bucket.dtype.itemsize * (zero == 3 and bucket.sharers == 1)
             for treated in bucket.layout.update_ranges:
                 elements = max(0, min(last, treated.part.stop) - max(first, treated.part.start))
-                total += elements * (kept + 4 * rules.numbers(treated.treatment))
+                total += elements * (kept + 4 * rules.numbers(treated.update_settings))
             for segment in bucket.segments:
                 elements = min(last, segment.start + segment.length) - max(first, segment.start)
                 total += 4 * rules.cell_state_elements(segment.parameter, max(0, elements))

@@ -177,7 +177,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
             layers = _layers(deck, architecture, mesh, stage, schedule, passes, listener)
             whole = whole and layers is not None
             steps, of_update = _steps(deck, stage, schedule, number, listener)
-            noted[kind] = stage.groups.noted.numbers("max")
+            noted[kind] = stage.groups.statistics.count("max")
             keep = LAYERS if layers is not None else frozenset[str]()
             of_all = [*_of_all(deck, architecture, mesh, stage), *_of_weights(stage, listener, keep)]
             in_layers = layers if layers is not None else _exchanges(deck, stage, schedule, number)
@@ -343,7 +343,7 @@ def _run(
         groups.weight_gradients,
         mesh.ledger,
         objective.metrics,
-        statistics=groups.noted,
+        statistics=groups.statistics,
     )
     with META:
         positions = context_positions(groups.context, groups.context_form, architecture.sequence)

@@ -239,7 +239,7 @@ class Bucket:
             for gap in self.layout.gaps:
                 self._gradients[gap].zero_()
             for segment in self.segments:
-                segment.parameter.forget_gradient()
+                segment.parameter.reset_gradient()
             self._set_gradient_views(self._gradients)
 
     def final_gradients(self) -> Tensor:
@@ -282,7 +282,7 @@ class Bucket:
             for gap in self.layout.gaps:
                 self._gradients[gap].zero_()
         for segment in self.segments:
-            segment.parameter.forget_gradient()
+            segment.parameter.reset_gradient()
             if segment.parameter.lookups is not None:
                 segment.parameter.lookups.zero_()
         self._added = {s.parameter: 0 for s in self.segments if s.parameter.requires_grad}

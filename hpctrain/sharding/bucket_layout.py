@@ -50,7 +50,7 @@ class UpdateRange:
     """Neighbouring elements of a bucket that have the same update settings."""
 
     part: slice
-    treatment: UpdateSettings
+    update_settings: UpdateSettings
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,9 @@ class BucketLayout:
         for treated in self.update_ranges:
             first, last = max(treated.part.start, owned.start), min(treated.part.stop, owned.stop)
             if first < last:
-                parts.append(UpdateRange(slice(first - owned.start, last - owned.start), treated.treatment))
+                parts.append(
+                    UpdateRange(slice(first - owned.start, last - owned.start), treated.update_settings)
+                )
         return parts
 
     @staticmethod
@@ -148,10 +150,10 @@ class BucketLayout:
         borders: list[int] = []
         treatments: list[UpdateSettings] = []
         start = 0
-        for treatment, group in groupby(parameters, lambda parameter: parameter.treatment):
+        for settings, group in groupby(parameters, lambda parameter: parameter.update_settings):
             start = _round_up(start, ALIGNMENT)
             borders.append(start)
-            treatments.append(treatment)
+            treatments.append(settings)
             for parameter in group:
                 replication = replications.of(parameter.shard)
                 segments.append(BucketSegment(parameter, start, parameter.shard.elements, replication))

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from hpctrain.comm.work import CombinedWork, Work
 from hpctrain.parallel.fp8.formats import AT_ONCE, E4M3, agreed_maximum, scales_of, to_format
-from hpctrain.parallel.fp8.quantization_loss import lost
+from hpctrain.parallel.fp8.quantization_loss import count_losses
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, ScaleBlocks
 from hpctrain.parallel.fp8.quantized_matmul import PrequantizedWeights, QuantizedMatmul
 from hpctrain.sharding.bucket import Bucket, Store
@@ -141,7 +141,7 @@ class EightBitBucket(Bucket):
     @override
     def release_values(self) -> None:
         for product in self.products:
-            product.give_weights(None)
+            product.set_prequantized(None)
         super().release_values()
 
     @override
@@ -159,7 +159,7 @@ class EightBitBucket(Bucket):
             shape = rows, product.weights[0].shape[1]
             values = codes[first : first + shape[0] * shape[1]].view(shape).view(E4M3.dtype)
             quantized = QuantizedTensor(values, prequantized.found.scales, prequantized.found.blocks)
-            product.give_weights(PrequantizedWeights(quantized, prequantized.counts))
+            product.set_prequantized(PrequantizedWeights(quantized, prequantized.counts))
 
     def _take(self) -> Tensor:
         """Return memory for gathered values.
@@ -191,7 +191,7 @@ class EightBitBucket(Bucket):
         places = dict(zip((id(s.parameter) for s in rest.segments), rest.places, strict=True))
         of_matrices = zip(self._numbers, matrices.places, strict=True)
         cast = dict(zip((id(s.parameter) for s in matrices.segments), of_matrices, strict=True))
-        watching = self.products[0].groups.noted.watching
+        watching = self.products[0].groups.statistics.detailed
         largest = [torch.zeros(1, device=owned.device) for _ in self.products]
         counts = [torch.zeros(3, dtype=torch.int64, device=gathered.device) for _ in self.products]
         for segment, elements, offset in self.owned_segments(owned):
@@ -208,9 +208,9 @@ class EightBitBucket(Bucket):
                 largest[number] = torch.maximum(largest[number], agreed_maximum(elements.abs().amax()))
             if watching:
                 quantized = QuantizedTensor(into.view(1, -1), scales[number], ScaleBlocks())
-                counts[number] += lost(elements.to(into.device).view(1, -1), quantized)
+                counts[number] += count_losses(elements.to(into.device).view(1, -1), quantized)
         for product, most in zip(self.products, largest, strict=True):
-            product.note_weights(most)
+            product.record_weight_maximum(most)
         self._prequantized = [
             PrequantizedWeights(QuantizedTensor(codes[:0], scale, ScaleBlocks()), count if watching else None)
             for scale, count in zip(scales, counts, strict=True)

@@ -208,7 +208,7 @@ class Replications:
         if EXPERTS[0] in shard.split:
             return self._of_expert()
         everyone = self._mesh.group(*(axis for axis in OTHER_TOKENS if axis not in shard.split))
-        sharding = self._sharding(everyone, shard.stays)
+        sharding = self._sharding(everyone, shard.zero_exempt)
         holders = self._mesh.group(SAME_TOKENS)
         if SAME_TOKENS in shard.split:
             if shard.copies not in self._sharing:
@@ -224,12 +224,12 @@ class Replications:
             shard.stage_copies,
         )
 
-    def _sharding(self, everyone: Group, stays: bool) -> ZeroSharding:
+    def _sharding(self, everyone: Group, zero_exempt: bool) -> ZeroSharding:
         """Return the ZeroSharding of ranks, made once. Tensors that stay whole have at most stage 2."""
-        key = everyone, stays
+        key = everyone, zero_exempt
         if key not in self._shardings:
-            cut = self._sharding(everyone, False) if stays else self._cut(everyone)
-            self._shardings[key] = replace(cut, zero=2) if stays and cut.zero == 3 else cut
+            cut = self._sharding(everyone, False) if zero_exempt else self._cut(everyone)
+            self._shardings[key] = replace(cut, zero=2) if zero_exempt and cut.zero == 3 else cut
         return self._shardings[key]
 
     def _of_expert(self) -> Replication:

@@ -15,7 +15,7 @@ from hpctrain.comm.group import Group
 from hpctrain.memory.accounts import storage_bytes
 from hpctrain.memory.scratch import Flat
 from hpctrain.model.modules.module_buffers import KIND as BUFFER
-from hpctrain.parallel.fp8.history import KIND as HISTORY
+from hpctrain.parallel.fp8.history import HISTORY_KIND as HISTORY
 from hpctrain.parallel.shards import Shard
 from hpctrain.parallel.step_statistics import UsesStatistics
 from hpctrain.sharding.bucket import Bucket

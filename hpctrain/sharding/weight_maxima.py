@@ -53,7 +53,7 @@ class WeightMaxima:
         Collective over the ranks that have slices or parts of the same matrices.
         """
         known = [*self._unsplit, *((product, WEIGHTS) for product in self._cut)]
-        maxima_here = [agreed_maximum(product.own_weight_maxima(dims)) for product, dims in self._unsplit]
+        maxima_here = [agreed_maximum(product.local_weight_maxima(dims)) for product, dims in self._unsplit]
         maxima_here += self._of_slices()
         if maxima_here:
             agreed = torch.cat([maxima.flatten() for maxima in maxima_here])
@@ -61,12 +61,12 @@ class WeightMaxima:
                 agreed = self._tensor.all_reduce(agreed, "max")
             pieces = agreed.split([maxima.numel() for maxima in maxima_here])
             for (product, dims), maxima, piece in zip(known, maxima_here, pieces, strict=True):
-                product.know_weights(dims, piece.view_as(maxima))
+                product.set_weight_maxima(dims, piece.view_as(maxima))
         try:
             yield
         finally:
             for product, _ in known:
-                product.forget_weights()
+                product.clear_weight_maxima()
 
     def _of_slices(self) -> list[Tensor]:
         """Return the maximum, [1, 1], of each matrix that is split into slices."""

@@ -80,7 +80,7 @@ class Guard(StepGuard, Hook):
     @override
     def require_sound(self, totals: Sequence[float]) -> None:
         resting = [*self._early, *self.resting.changed()]
-        computed = [] if self._products is None else self._products.settle()
+        computed = [] if self._products is None else self._products.collect_faults()
         try:
             miscounted = [*self._miscounted, *self.counters.put_right()]
             wrong = [*self._repeated, *computed, *self._sent(), *self.summed.changed()]

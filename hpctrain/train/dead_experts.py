@@ -26,7 +26,7 @@ class DeadExperts(Hook):
 
     def after_step(self, done: StepDone) -> None:
         """Look at what the routers of the step noted."""
-        load = ExpertLoad.of(done.result.noted, self.shape) if self.rank == 0 else None
+        load = ExpertLoad.of(done.result.statistics, self.shape) if self.rank == 0 else None
         if load is None or done.result.skipped:
             return
         self.idle = (self.idle + 1).masked_fill_(load.tokens > 0, 0)

@@ -229,7 +229,7 @@ class Fingerprints(Hook):
         output: Any,
     ) -> None:
         """Look at what a layer gives of a micro-batch in its forward pass."""
-        micro = self.engine.groups.noted.micro_batch
+        micro = self.engine.groups.statistics.micro_batch
         if micro is None or in_backward() or (isinstance(part, ModulePart) and not part.computing()):
             return
         fractions = (each for each in tensors_of(output) if each.is_floating_point())

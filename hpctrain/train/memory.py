@@ -19,7 +19,7 @@ from hpctrain.host.device import fragmented_bytes, on_host, runtime_bytes
 from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.memory.live import ActivationKeeper, LiveActivations
 from hpctrain.memory.recompute import Recompute
-from hpctrain.parallel.copies import copied_bytes
+from hpctrain.parallel.copies import converted_bytes
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.words import comparison_table
 from hpctrain.sharding.bucket import gradient_bytes, pool_bytes, value_bytes
@@ -123,7 +123,7 @@ class MemoryLedger(Hook):
         layers = [layer for stage in stages for model in stage.models for layer in model.layers]
         working = sum(each.optimizer.working_bytes for each in engines) if on_host(world.device) else 0
         known = MemoryAccount(
-            sum(value_bytes(stage.buckets) for stage in stages) + copied_bytes(layers),
+            sum(value_bytes(stage.buckets) for stage in stages) + converted_bytes(layers),
             sum(gradient_bytes(each.buckets) for each in engines),
             sum(state_bytes(each.engine_state(), each.buckets) for each in engines),
             self.activations.bytes or 0,

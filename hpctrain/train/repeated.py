@@ -70,7 +70,7 @@ class Repetition:
         ):
             sums, _ = step.accumulate(state, batch)
         engine.synchronizer.after_step(False, 1.0)
-        engine.groups.noted.agree(engine.world.everyone)
+        engine.groups.statistics.reduce(engine.world.everyone)
         every = (segment for bucket in engine.buckets for segment in bucket.segments)
         return [int(fingerprint(sums)), *(found.get(segment, 0) for segment in every)]
 

@@ -50,7 +50,7 @@ class StepResult:
     batch: int
     tokens: int
     skipped: bool
-    noted: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    statistics: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
     staleness: tuple[int, ...] = ()
     spike: Spike | None = None
 
@@ -125,7 +125,7 @@ class Step:
             engine.world.ledger,
             engine.objective.metrics,
             engine.terms,
-            engine.groups.noted,
+            engine.groups.statistics,
         )
 
     def __call__(
@@ -138,7 +138,7 @@ class Step:
         engine = self.engine
         sums, read = self.accumulate(state, batch)
         tokens = read.predicted
-        noted = engine.groups.noted.agree(engine.world.everyone)
+        noted = engine.groups.statistics.reduce(engine.world.everyone)
         replica, replicas = engine.replica
         squares = sums.new_zeros(replicas)
         squares[replica] = local_square_norm(engine.buckets)
@@ -232,7 +232,7 @@ class Step:
         engine.synchronizer.start(len(prepared), state.step - state.skipped)
         with (
             engine.weight_maxima.known(),
-            engine.groups.kernels.matrices_stay(),
+            engine.groups.kernels.constant_matrices(),
             engine.residency.step(("train", len(prepared))),
         ):
             sums = self.executor.run(engine.placement.schedule_of(len(prepared)), prepared)
@@ -291,7 +291,7 @@ class Step:
             self.engine.outer.common_weights(self.engine.optimizer),
             self.engine.optimizer.evaluation_weights(),
             self.engine.weight_maxima.known(),
-            self.engine.groups.kernels.matrices_stay(),
+            self.engine.groups.kernels.constant_matrices(),
             self.engine.residency.step(("evaluate", len(prepared))),
         ):
             sums = self.executor.run(forward, prepared, training=False)

@@ -291,7 +291,7 @@ class _Description(NamedTuple):
 def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
     """Return by name what `compare` compares, in its order."""
     engine = trainer.engine
-    engine.groups.noted.watching = _has_same_scales(trainer.deck)
+    engine.groups.statistics.detailed = _has_same_scales(trainer.deck)
 
     def parameters(when: str) -> dict[str, _Computed]:
         return _by_name(("parameter ", when), _pieces(engine, gradients=False))
@@ -314,7 +314,7 @@ def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
         results[f"tokens{step}"] = _number(result.tokens)
         results |= {
             f"statistics of {name}{step}": _Computed(each)
-            for name, each in result.noted.items()
+            for name, each in result.statistics.items()
             if not is_count(name)
         }
         results |= reversed(_by_name(("gradient of ", step), sums.pieces).items())

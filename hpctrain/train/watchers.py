@@ -14,7 +14,7 @@ from hpctrain.engine.held_out import HeldOut
 from hpctrain.host.memory import peak_rss_bytes
 from hpctrain.model.count import count
 from hpctrain.model.expert_load import ExpertLoad
-from hpctrain.parallel.fp8.quantization_loss import watched_row
+from hpctrain.parallel.fp8.quantization_loss import loss_metrics
 from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.report.trace import write_trace
 from hpctrain.train.best import BestSoFar
@@ -116,11 +116,11 @@ class EightBitWatch(Hook):
     """Has products in 8 bits note what they lose, every so many steps, for the line of metrics."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.every, self.noted = trainer.deck.precision.fp8_watch, trainer.engine.groups.noted
+        self.every, self.statistics = trainer.deck.precision.fp8_watch, trainer.engine.groups.statistics
 
     def around_step(self, step: int) -> AbstractContextManager[object]:
         """More is noted where the step is due."""
-        self.noted.watching = self.every > 0 and step % self.every == 0
+        self.statistics.detailed = self.every > 0 and step % self.every == 0
         return nullcontext()
 
 
@@ -178,7 +178,7 @@ class StepReport(Hook):
         flops = None if of_samples else count(engine.architecture).flops_per_token
         batches = self.trainer.step.batches
         assert batches.order is not None
-        load = ExpertLoad.of(result.noted, engine.shape) if self.deck.model.experts else None
+        load = ExpertLoad.of(result.statistics, engine.shape) if self.deck.model.experts else None
         return StepMetrics(
             step=done.state.step,
             tokens=total,
@@ -196,7 +196,7 @@ class StepReport(Hook):
             peak_rss_bytes=peak_rss_bytes(),
             evaluated=done.evaluated,
             experts=None if load is None else load.row(),
-            fp8=watched_row(result.noted),
+            fp8=loss_metrics(result.statistics),
             payload_bytes=done.payload,
             emulated_link=self.deck.communication.emulate,
             staleness=result.staleness or None,

@@ -32,7 +32,7 @@ from hpctrain.engine.kernel_choice import (
 )
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.host.device import processor_identity, processor_name
-from hpctrain.parallel.copies import copied_bytes
+from hpctrain.parallel.copies import converted_bytes
 from hpctrain.parallel.kernels.matmul_kernels import KERNELS, KernelTable, OneDnn
 from hpctrain.parallel.kernels.timing import MEASUREMENT, MatmulPass
 from hpctrain.plan.engine import build_within_memory
@@ -208,7 +208,7 @@ def test_plans_count_what_such_processors_multiply_by(
     assert planned.other > by_library.other
     training = Trainer(deck, engine, Batches(SyntheticSource(32, 61), 1))
     training.train_step()
-    copies = copied_bytes(engine.model.layers)
+    copies = converted_bytes(engine.model.layers)
     assert copies > 0
     assert planned.parameter == value_bytes(engine.buckets) + copies
     # Those of another number of rows stand in, others of other formats or matrices do not.

@@ -195,7 +195,7 @@ def grouped_products(device: str) -> str:
         )
         total = torch.zeros(matrices.shape, device=device)
         weight: Any = SimpleNamespace(
-            requires_grad=True, first_gradient=lambda: None, gradient=total, added=lambda: None
+            requires_grad=True, gradient_to_overwrite=lambda: None, gradient=total, added=lambda: None
         )
         product = grouped_product(inputs, matrices, segments)
         add_grouped_gradient(gradient, inputs, weight, segments)

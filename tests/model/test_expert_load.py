@@ -70,7 +70,7 @@ def test_figures_are_those_of_one_rank(world: World, layout: tuple[str, ...], mo
     keys = (*MIXTURE, *more, "batch.global_size=8", "batch.micro_size=1")
 
     def row(result: object, shape: ModelShape) -> dict[str, list[float]]:
-        load = ExpertLoad.of(result.noted, shape)  # type: ignore[attr-defined]
+        load = ExpertLoad.of(result.statistics, shape)  # type: ignore[attr-defined]
         assert load is not None
         assert load.tokens.sum(1).tolist() == [7 * 32 * 2] * 2
         return load.row()

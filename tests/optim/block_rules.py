@@ -49,7 +49,7 @@ def ten_updates(world: World, dtype: torch.dtype, rules: MatrixRules, expected: 
                 gradient[2] = 0  # never a gradient
             assert parameter.gradient is not None
             parameter.gradient.copy_(torch.from_numpy(gradient * 4))
-            decayed = weights[name] * (1 - DECAY * rate * parameter.treatment.decayed)
+            decayed = weights[name] * (1 - DECAY * rate * parameter.update_settings.decayed)
             whole = expected(name, weights[name], gradient.astype(np.float64), step + 1, rate)
             weights[name] = decayed + (whole - decayed) * parameter.rate
         optimizer.step(rate, 4.0)

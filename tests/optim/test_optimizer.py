@@ -33,9 +33,9 @@ class Momentum:
         for part in parts:
             part.gradients.div_(gradient_divisor)
             part.state["velocity"].add_(part.gradients)
-            if part.treatment.decayed:
+            if part.update_settings.decayed:
                 part.state[MASTER].mul_(0.5)
-            part.state[MASTER].sub_(learning_rate * part.treatment.rate * part.state["velocity"])
+            part.state[MASTER].sub_(learning_rate * part.update_settings.rate * part.state["velocity"])
             part.updates.add_(1)
 
 
@@ -84,7 +84,7 @@ def test_master_weights_are_published(world: World, dtype: torch.dtype) -> None:
 def test_every_element_is_decayed_or_not(world: World) -> None:
     _, (bucket,) = made(world, torch.float32)
     decayed, others = bucket.layout.owned_update_ranges
-    assert (decayed.treatment, others.treatment) == (UpdateSettings(True), UpdateSettings(False))
+    assert (decayed.update_settings, others.update_settings) == (UpdateSettings(True), UpdateSettings(False))
     assert (decayed.part, others.part) == (slice(0, 64), slice(64, bucket.length))
 
 
@@ -102,13 +102,13 @@ def test_what_is_updated_alike_lies_together() -> None:
         {"a": 0, "c": 70, "b": 192, "d": 256},
         384,
     )
-    assert [(each.part, each.treatment.rate) for each in layout.update_ranges] == [
+    assert [(each.part, each.update_settings.rate) for each in layout.update_ranges] == [
         (slice(0, 192), 0.5),
         (slice(192, 256), 1.0),
         (slice(256, 384), 2.0),
     ]
     assert layout.owned_slice == slice(192, 384)
-    assert [(each.part, each.treatment.rate) for each in layout.owned_update_ranges] == [
+    assert [(each.part, each.update_settings.rate) for each in layout.owned_update_ranges] == [
         (slice(0, 64), 1.0),
         (slice(64, 192), 2.0),
     ]

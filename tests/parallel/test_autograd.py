@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.parallel.autograd import applied
+from hpctrain.parallel.autograd import apply_function
 
 
 class _Cubed(torch.autograd.Function):
@@ -29,7 +29,7 @@ class _Cubed(torch.autograd.Function):
 
 def test_a_gradient_is_there_where_it_is_asked() -> None:
     x = torch.tensor([1.0, 2.0], requires_grad=True)
-    result: Tensor = applied(_Cubed, x, 2.0)
+    result: Tensor = apply_function(_Cubed, x, 2.0)
     assert torch.equal(result, torch.tensor([2.0, 16.0]))
     (gradient,) = torch.autograd.grad(result.sum(), [x])
     assert torch.equal(gradient, torch.tensor([6.0, 24.0]))
@@ -38,7 +38,7 @@ def test_a_gradient_is_there_where_it_is_asked() -> None:
 def test_without_gradients_it_is_the_forward_pass() -> None:
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     with torch.no_grad():
-        result: Tensor = applied(_Cubed, x, 2.0)
+        result: Tensor = apply_function(_Cubed, x, 2.0)
         expected: Tensor = _Cubed.apply(x, 2.0)
     assert torch.equal(result, expected)
     assert not result.requires_grad

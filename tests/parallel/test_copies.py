@@ -9,7 +9,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.engine.build import make_mesh
-from hpctrain.parallel.copies import copied_bytes, planned_copies, products
+from hpctrain.parallel.copies import converted_bytes, matmuls_of, planned_converted_bytes
 from hpctrain.parallel.kernels.matmul_kernels import Fp32Kernel
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
@@ -43,8 +43,8 @@ def test_what_is_kept_is_what_is_stored(
         assert kernels.keeps
         kernels.keeps = keeps
         losses = [step.loss for step in training.train(2)]
-        assert copied_bytes(training.engine.model.layers) == (
-            planned_copies(training.engine.model.layers) if keeps else 0
+        assert converted_bytes(training.engine.model.layers) == (
+            planned_converted_bytes(training.engine.model.layers) if keeps else 0
         )
         losses += [evaluated(training), *(step.loss for step in training.train(1))]
         if keeps:
@@ -52,7 +52,7 @@ def test_what_is_kept_is_what_is_stored(
             training.train(1)
             monkeypatch.undo()
             # Four micro-batches, and every matrix once.
-            shapes = [product.shape for product in products(training.engine.model.layers)]
+            shapes = [product.shape for product in matmuls_of(training.engine.model.layers)]
             assert sorted(converted) == sorted(shapes)
         found.append(losses)
     assert found[0] == found[1]
@@ -63,8 +63,8 @@ def test_matrices_that_come_and_go_are_not_kept(world: World) -> None:
     for keys in (("layout.zero=3",), ("batch.micro_size=4",), ("machine.products=library",)):
         training = trainer(world, small_deck(*THROUGH, *keys))
         training.train(1)
-        assert copied_bytes(training.engine.model.layers) == 0
-        assert planned_copies(training.engine.model.layers) == 0
+        assert converted_bytes(training.engine.model.layers) == 0
+        assert planned_converted_bytes(training.engine.model.layers) == 0
 
 
 @pytest.mark.mpi(max_size=1)
@@ -72,9 +72,9 @@ def test_they_are_planned(world: World) -> None:
     deck = small_deck(*THROUGH)
     one, mesh = world.single_rank_world(), make_mesh(deck, world.single_rank_world())
     engine, plan = build_within_memory(deck, one, mesh)
-    elements = sum(h * w for h, w in (product.shape for product in products(engine.model.layers)))
+    elements = sum(h * w for h, w in (product.shape for product in matmuls_of(engine.model.layers)))
     without = plan_memory(small_deck(THROUGH[0]), 1, 61)
     difference = plan.largest.memory.parameter - without.largest.memory.parameter
-    assert difference == 4 * elements == planned_copies(engine.model.layers)
+    assert difference == 4 * elements == planned_converted_bytes(engine.model.layers)
     assert plan_memory(deck, 1, 61).largest.memory.parameter == plan.largest.memory.parameter
     assert isinstance(engine.groups.kernels.other, Fp32Kernel)

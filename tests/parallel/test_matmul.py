@@ -31,7 +31,7 @@ def test_products_in_pieces_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch,
         weight = Parameter(Shard.whole("a.weight", (40, 16)))
         weight.gradient = torch.full((40, 16), torch.nan if first else 2.0)
         if first:
-            weight.forget_gradient()
+            weight.reset_gradient()
         Matmul([weight], GROUPS).add_weight_gradient(of_output, inputs)
         found.append(weight.gradient)
     exact = of_output.flatten(0, 1).float().t() @ inputs.flatten(0, 1).float() + (0.0 if first else 2.0)

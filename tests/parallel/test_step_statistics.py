@@ -42,13 +42,15 @@ class Watching(Matmul):
 
     def count(self, values: Tensor) -> None:
         rows = torch.tensor([values.numel() // values.shape[-1], 1])
-        self.groups.noted.sum(f"{self.name} rows", rows)
+        self.groups.statistics.record_sum(f"{self.name} rows", rows)
 
     def note(self, what: str, values: Tensor) -> None:
-        self.groups.noted.most(f"{self.name} {what}", values.abs().amax().reshape(1))
+        self.groups.statistics.record_max(f"{self.name} {what}", values.abs().amax().reshape(1))
 
-    def after_update(self, noted: Mapping[str, Tensor]) -> None:
-        self.seen += ({name: values for name, values in noted.items() if name.startswith(f"{self.name} ")},)
+    def after_update(self, statistics: Mapping[str, Tensor]) -> None:
+        self.seen += (
+            {name: values for name, values in statistics.items() if name.startswith(f"{self.name} ")},
+        )
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.model.part import blocks_of
-from hpctrain.parallel.matmul import joined
+from hpctrain.parallel.matmul import join_neighbors
 from hpctrain.parallel.tensor import RowPartition
 from hpctrain.parallel.weight_gradients import WeightGradientQueue, compute_all
 from tests.engines import LLAMA, small_deck, trainer
@@ -52,7 +52,7 @@ def test_several_outputs_are_one_product(world: World) -> None:
     assert whole.data_ptr() == inner.weights[0].data_ptr()
     assert torch.equal(whole, torch.cat([weight.detach() for weight in inner.weights]))
     with pytest.raises(AssertionError, match="neighbours"):
-        joined([inner.weights[1].detach(), inner.weights[0].detach()])
+        join_neighbors([inner.weights[1].detach(), inner.weights[0].detach()])
 
 
 @pytest.mark.mpi(min_size=2)

@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.parallel.fp8.formats import E4M3
-from hpctrain.parallel.fp8.quantization_loss import lost, watched_row
+from hpctrain.parallel.fp8.quantization_loss import count_losses, loss_metrics
 from hpctrain.parallel.fp8.quantized_matmul import TURNED_WEIGHTS, WEIGHTS
 from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.eight_bit_gather import UNIT, EightBitBucket
@@ -104,11 +104,11 @@ def test_no_bit_differs(world: World, recipe: str, mpi_tmp_path: Path) -> None:
         assert told(run.train(2)) == told(plain.train(2)), name
         assert evaluated(run) == evaluated(plain), name
         for each in runs:
-            each.engine.groups.noted.watching = True
+            each.engine.groups.statistics.detailed = True
         expected, found = (each.train_step() for each in runs)
         assert told([found]) == told([expected]), name
-        row = watched_row(found.noted)
-        assert row is not None and row == watched_row(expected.noted), name
+        row = loss_metrics(found.statistics)
+        assert row is not None and row == loss_metrics(expected.statistics), name
         parameters = plain.parameters()
         for each, values in run.parameters().items():
             assert torch.equal(values, parameters[each]), (name, each)
@@ -185,19 +185,19 @@ def test_what_is_given_is_what_the_product_would_make(world: World, more: tuple[
     """Of numbers that saturate and underflow; both ways, and told as the same loss."""
     cut = 0
     run = trainer(world, small_deck(*KEYS, "precision.fp8=tensor", GATHER, *more))
-    run.engine.groups.noted.watching = True
+    run.engine.groups.statistics.detailed = True
     for bucket in eight_bit_buckets(run):
         whole = bucket.gather_owned(bucket.owned_values)
         assert isinstance(bucket.owned_values, Tensor)
         for product in bucket.products:
-            product.know_weights(WEIGHTS, torch.full((1, 1), 2.0**-4))
+            product.set_weight_maxima(WEIGHTS, torch.full((1, 1), 2.0**-4))
         bucket.set_values(bucket.start_gather().wait())
         there = {id(parameter): segment for segment in bucket.segments for parameter in [segment.parameter]}
         for product in bucket.products:
             found = product._weights(WEIGHTS), product._weights(TURNED_WEIGHTS)
             assert product._given is not None and product._given.counts is not None
             counts = bucket.sharding.group.all_reduce(product._given.counts)
-            product.give_weights(None)
+            product.set_prequantized(None)
             for weight in product.weights:
                 weight.data = there[id(weight)].view(whole)
             expected = product._weights(WEIGHTS), product._weights(TURNED_WEIGHTS)
@@ -207,7 +207,7 @@ def test_what_is_given_is_what_the_product_would_make(world: World, more: tuple[
                 assert torch.equal(one.scales, other.scales)
                 assert torch.equal(one.values.float(), other.values.float())
             assert expected[0].values.float().abs().amax() == E4M3.largest
-            assert torch.equal(counts, lost(product.weight(), expected[0])) and counts[0] > 0
+            assert torch.equal(counts, count_losses(product.weight(), expected[0])) and counts[0] > 0
         of_products = set(matrices(bucket))
         rest = [segment for segment in bucket.segments if segment.parameter not in of_products]
         assert rest

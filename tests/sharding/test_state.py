@@ -81,14 +81,16 @@ class Remembering(Matmul):
         return super().input_gradient(output_gradient, out)
 
     def note(self, what: str, values: Tensor) -> None:
-        self.groups.noted.most(f"{self.weights[0].shard.name}/{what}", values.abs().amax().float().reshape(1))
+        self.groups.statistics.record_max(
+            f"{self.weights[0].shard.name}/{what}", values.abs().amax().float().reshape(1)
+        )
 
-    def after_update(self, noted: Mapping[str, Tensor]) -> None:
+    def after_update(self, statistics: Mapping[str, Tensor]) -> None:
         first_name = self.weights[0].shard.name
         for weight, history, rows in zip(self.weights, self.history, self.rows, strict=True):
             history.copy_(history.roll(WIDTH))
             for column, what in enumerate(("inputs", "gradients")):
-                history[column] = noted[f"{first_name}/{what}"][0]
+                history[column] = statistics[f"{first_name}/{what}"][0]
             first = WIDTH * weight.shard.start[0]
             rows.copy_(torch.arange(first, first + len(rows)) + crc32(weight.shard.name.encode()) % 97)
             rows[WIDTH * weight.shard.extent[0] :] = 0  # padding
@@ -345,7 +347,7 @@ def test_state_of_another_shape_begins_anew_beside_what_stays(
 
 
 class Learns(torch.nn.Module):
-    def after_update(self, noted: Mapping[str, Tensor]) -> None:
+    def after_update(self, statistics: Mapping[str, Tensor]) -> None:
         """Nothing."""
 
 

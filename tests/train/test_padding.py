@@ -100,19 +100,19 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
 def test_steps_do_not_depend_on_the_length_of_rows(world: World, model: str) -> None:
     keys = (*KEYS, *MODELS[model], "batch.micro_size=4", "data.pack=false")
     first, *others = [steps(world, length, *keys) for length in LENGTHS]
-    experts = [name for name in first.results[0].noted if name.startswith("router/")]
+    experts = [name for name in first.results[0].statistics if name.startswith("router/")]
     assert experts and all(result.figures["balance_loss"] > 0 for result in first.results[1:])
     for other in others:
         for ours, reference in zip(other.results, first.results, strict=True):
             assert ours.figures == pytest.approx(reference.figures, rel=1e-5)
             assert ours.grad_norm == pytest.approx(reference.grad_norm, rel=1e-5)
             for name in experts:  # tokens of each expert, and those that were dropped
-                assert torch.equal(ours.noted[name][:-1], reference.noted[name][:-1])
+                assert torch.equal(ours.statistics[name][:-1], reference.statistics[name][:-1])
         assert_close(other.gradients, first.gradients, 1e-4)
         assert_close(other.parameters, first.parameters, 1e-5)
         assert all(torch.equal(value, first.routers[name]) for name, value in other.routers.items())
     if model == "capacity":
-        assert float(first.results[0].noted[experts[0]][-2]) > 0
+        assert float(first.results[0].statistics[experts[0]][-2]) > 0
 
 
 @pytest.mark.parametrize("recipe", ["tensor", "delayed", "row"])
@@ -125,16 +125,16 @@ def test_fp8_scales_do_not_depend_on_padding(world: World, recipe: str) -> None:
         table = run.engine.models[0].table
         with torch.no_grad():
             table[0] = 50.0
-        run.engine.groups.noted.watching = True
+        run.engine.groups.statistics.detailed = True
         actual.append(run.train(2))
     for ours, reference in zip(*actual, strict=True):
         assert ours.figures == pytest.approx(reference.figures, rel=1e-5)
         assert ours.grad_norm == pytest.approx(reference.grad_norm, rel=1e-4)
-        for name, values in ours.noted.items():
+        for name, values in ours.statistics.items():
             if name.startswith("fp8 scales"):
-                assert torch.equal(values, reference.noted[name]), name
+                assert torch.equal(values, reference.statistics[name]), name
             if name.startswith("fp8 lost"):
-                assert values[2] == reference.noted[name][2], name
+                assert values[2] == reference.statistics[name][2], name
 
 
 def test_mixtral_with_an_attention_mask(world: World) -> None:

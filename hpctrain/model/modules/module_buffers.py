@@ -69,7 +69,7 @@ class ModuleBuffers:
                 buffer = home._buffers[last] = buffer.contiguous()
             yield KIND, Shard.whole(name, tuple(buffer.shape)), buffer.view(-1)
 
-    def after_update(self, noted: Mapping[str, Tensor]) -> None:  # noqa: ARG002
+    def after_update(self, statistics: Mapping[str, Tensor]) -> None:  # noqa: ARG002
         """See UsesStatistics: have all data ranks agree. Collective."""
         group = self.groups.data
         if group.size == 1 or not self.kept:

@@ -190,7 +190,7 @@ class LocalMatrices:
             },
             self._view(gradients, number, self.local),
             torch.full((), updates, device=gradients.device),
-            self.segment.parameter.treatment,
+            self.segment.parameter.update_settings,
             self.segment.parameter.shard,
         )
 

@@ -56,7 +56,7 @@ class MatrixOptimizer(Optimizer):
         updated_alone: list[LocalMatrices] = []
         for bucket, master in zip(buckets, masters, strict=True):
             for treated in bucket.layout.update_ranges:
-                if treated.treatment.in_blocks:
+                if treated.update_settings.in_blocks:
                     segments = _segments_within(bucket, treated)
                     parameters = [LocalMatrices.of(rules.blocks, bucket, each, master) for each in segments]
                     self._parameters += parameters
@@ -169,7 +169,7 @@ class _ElementRange:
     def element_batch(self, updates: float) -> ElementBatch:
         gradients = self.bucket.owned_gradients[self.span].float()
         count = torch.full((), updates, device=gradients.device)
-        return ElementBatch(self.state, gradients, count, self.treated.treatment)
+        return ElementBatch(self.state, gradients, count, self.treated.update_settings)
 
     def state_tensors(self) -> Iterator[StateTensor]:
         start = self.bucket.owned_slice.start

@@ -87,9 +87,9 @@ class MatrixRules:
         """Names of the optimizer state of all parameters other than the master weights."""
         return (*self.element_state_names, *self.blocks.cells(Shard.whole("", (1, 1))))
 
-    def numbers(self, treatment: UpdateSettings) -> int:
+    def numbers(self, update_settings: UpdateSettings) -> int:
         """Return how many numbers of state each element has, without master weights and state of cells."""
-        if not treatment.in_blocks:
+        if not update_settings.in_blocks:
             return len(self.element_state_names)
         return sum(cell is None for cell in self.blocks.cells(Shard.whole("", (1, 1))).values())
 

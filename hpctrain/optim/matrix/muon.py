@@ -102,12 +102,12 @@ class Muon:
     def apply(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
         """Update the weights of a piece of a block with its transformed directions."""
         assert part.shard is not None
-        weights, treatment = part.state[MASTER], part.treatment
-        if treatment.decayed:
+        weights, update_settings = part.state[MASTER], part.update_settings
+        if update_settings.decayed:
             weights.mul_(1 - learning_rate * self.weight_decay)
         rows, columns = part.shard.shape[-2:]
         scale = sqrt(max(1.0, rows / columns)) if self.match == "original" else 0.2 * sqrt(max(rows, columns))
-        weights.add_(directions, alpha=-learning_rate * treatment.rate * scale)
+        weights.add_(directions, alpha=-learning_rate * update_settings.rate * scale)
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:

@@ -82,17 +82,17 @@ class Dispatch:
         places = self.segments.places if unit > 1 else torch.arange(len(order), device=order.device)
         self.places = torch.empty_like(order).index_copy_(0, order, places)
 
-    def leave(self, rows: Tensor) -> Tensor:
+    def send(self, rows: Tensor) -> Tensor:
         """Send copies of the `rows` [n, h] on their way; what has arrived when `arrive` has taken it."""
         result: Tensor = _Leave.apply(rows, self)
         return result
 
-    def arrive(self, coming: Tensor) -> Tensor:
+    def receive(self, coming: Tensor) -> Tensor:
         """The rows of this rank's experts, by `segments`: [m, h]."""
         result: Tensor = _Arrive.apply(coming, self)
         return result
 
-    def leave_back(self, results: Tensor) -> Tensor:
+    def send_back(self, results: Tensor) -> Tensor:
         """Send results of these rows, summed over the expert_tensor ranks, back; to be taken by `combine`."""
         result: Tensor = _LeaveBack.apply(results, self)
         return result
@@ -115,7 +115,7 @@ class Dispatch:
         """The row that each copy is of, int64 [sent]."""
         return self.order // self.shape[1]
 
-    def of_slot(self, copies: Tensor, slot: int) -> Tensor:
+    def copies_of_choice(self, copies: Tensor, slot: int) -> Tensor:
         """Of every row the copy [n, h] of one choice, zero where there is none; in fp32."""
         n, k = self.shape
         if not self.sent:
@@ -184,9 +184,9 @@ class _Leave(torch.autograd.Function):
         compute_later(later)
         if not dispatch.alone:
             gradient = dispatch.wait()
-        total = dispatch.of_slot(gradient, 0)
+        total = dispatch.copies_of_choice(gradient, 0)
         for slot in range(1, dispatch.shape[1]):
-            total.add_(dispatch.of_slot(gradient, slot))
+            total.add_(dispatch.copies_of_choice(gradient, slot))
         return total.to(gradient.dtype), None
 
 
@@ -231,9 +231,9 @@ class _Combine(torch.autograd.Function):
             dispatch.wait()
         ctx.dispatch = dispatch
         ctx.save_for_backward(as_features(coming), weights)
-        total = dispatch.of_slot(coming, 0).mul_(weights[:, :1])
+        total = dispatch.copies_of_choice(coming, 0).mul_(weights[:, :1])
         for slot in range(1, weights.shape[1]):
-            total.addcmul_(dispatch.of_slot(coming, slot), weights[:, slot : slot + 1])
+            total.addcmul_(dispatch.copies_of_choice(coming, slot), weights[:, slot : slot + 1])
         return total.to(coming.dtype)
 
     @staticmethod
@@ -244,7 +244,7 @@ class _Combine(torch.autograd.Function):
         k = dispatch.shape[1]
         of_row = gradient.float()
         weights_gradient = torch.stack(
-            [(dispatch.of_slot(coming, slot) * of_row).sum(1) for slot in range(k)], dim=1
+            [(dispatch.copies_of_choice(coming, slot) * of_row).sum(1) for slot in range(k)], dim=1
         )
         factors = weights.flatten().index_select(0, dispatch.order)
         copies = of_row.index_select(0, dispatch.source).mul_(factors.unsqueeze(1)).to(coming.dtype)

@@ -106,7 +106,7 @@ def add_grouped_gradient(
     """gradient [e, n, k] += of each expert's rows output_gradient [m, n]^T inputs [m, k]; told as added."""
     if not weight.requires_grad:
         return
-    first = weight.first_gradient()
+    first = weight.gradient_to_overwrite()
     gradient = weight.gradient if first is None else first
     assert gradient is not None, f"{weight.shard.name} has no gradient buffer"
     into = gradient.view(len(gradient), -1, inputs.shape[1])
@@ -205,7 +205,7 @@ class Experts(MatmulLayer):
         ]
 
     @property
-    def widest(self) -> int:
+    def expanded_features(self) -> int:
         """Features of a row between the two products on this rank."""
         return self.activation.input_projections * self.inner
 
@@ -227,12 +227,12 @@ class Experts(MatmulLayer):
 
     def saved(self, at: ActivationSizes) -> list[SavedStorage]:
         """The rows, and gates with what they multiply."""
-        sizes = (self.hidden, self.widest)
+        sizes = (self.hidden, self.expanded_features)
         return [SavedStorage(self.rows(at) * size * at.itemsize, at.itemsize) for size in sizes]
 
     def waiting(self, at: ActivationSizes) -> int:
         """See MatmulLayer: the rows, gates and what they multiply, and the gradients of both products."""
-        return self.rows(at) * 2 * (self.hidden + self.widest) * at.itemsize
+        return self.rows(at) * 2 * (self.hidden + self.expanded_features) * at.itemsize
 
     def multiplied(self, rows: Tensor, weight: Parameter, segments: Segments, turned: bool = False) -> Tensor:
         """Each row [m, k] times its own one of a weight's matrices [e, n, k], transposed unless `turned`."""

@@ -17,7 +17,7 @@ WAYS = {
 """What is said of recipes by how `native` finds them."""
 
 
-def found_products(local_rank: int) -> DoctorFinding:
+def check_fp8_products(local_rank: int) -> DoctorFinding:
     """Which recipes the device of a local rank multiplies in 8 bits, and which are emulated there."""
     device = choose_device("auto", local_rank, visible_gpus())
     how = {name: native(recipe, device) for name, recipe in RECIPES.items()}

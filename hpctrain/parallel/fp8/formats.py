@@ -61,7 +61,7 @@ def expanded(values: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if not values.is_cpu:
         return values.to(dtype)
-    if lies_transposed(values):
+    if is_transposed(values):
         return expanded(values.t(), dtype).t()
     table = torch.arange(256, dtype=torch.uint8).view(values.dtype).to(dtype)
     result = torch.empty(values.shape, dtype=dtype)
@@ -71,7 +71,7 @@ def expanded(values: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def lies_transposed(matrix: Tensor) -> bool:
+def is_transposed(matrix: Tensor) -> bool:
     """Whether its columns lie behind each other in memory, not its rows."""
     return matrix.dim() == 2 and not matrix.is_contiguous() and matrix.t().is_contiguous()
 

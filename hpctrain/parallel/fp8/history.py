@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-KIND = "fp8"
+HISTORY_KIND = "fp8"
 """Kinds of State that begin so, "fp8/...", are Histories. A run may leave those that it does not ask for, as
 of layers that it multiplies in another format, and goes on with as many maxima as there is room for.
 """

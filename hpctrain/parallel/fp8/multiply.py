@@ -14,7 +14,7 @@ UNIT = 16
 """Of sizes of matrices that GPUs multiply in these formats."""
 
 
-def multiplied(left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+def multiply_quantized(left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """Return left [m, k] right [n, k]^T in `dtype` [m, n], added up in fp32.
 
     The device's own product computes it where it has one, or else one of the same numbers in 16 or 32 bits.
@@ -70,7 +70,7 @@ def native_product(left: QuantizedTensor, right: QuantizedTensor, dtype: torch.d
 
 
 def emulated_product(left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    """As `multiplied`, by a product in another format, which has all of the quantized numbers exactly.
+    """Return the product by one in another format, which represents all quantized numbers exactly.
 
     Where a row has one scale it is multiplied by afterwards.
     """

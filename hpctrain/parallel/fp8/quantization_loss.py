@@ -31,18 +31,18 @@ def operand_name(weight: str, kind: str, use: str) -> str:
     return f"{weight}/{kind}/{use}"
 
 
-def note_lost(
-    noted: StepStatistics,
+def record_loss(
+    statistics: StepStatistics,
     name: str,
     matrix: Tensor,
     maxima: Tensor,
     found: QuantizedTensor,
     padding: Tensor | None = None,
 ) -> None:
-    """Record the elements that quantization lost, and the scales. Changes neither.
+    """Record the elements that quantization count_losses, and the scales. Changes neither.
 
     Args:
-        noted: Takes the counts.
+        statistics: Receives the counts.
         name: See `operand_name`.
         matrix: What was quantized, [m, k].
         maxima: Maxima that the scales follow from.
@@ -50,23 +50,23 @@ def note_lost(
         padding: Rows that are padding, bool [m, 1], which are all zeros and not counted. None if there are
             none.
     """
-    if noted.watched and matrix.numel():
-        counts = lost(matrix, found)
+    if statistics.is_detailed and matrix.numel():
+        counts = count_losses(matrix, found)
         if padding is not None:
             counts[2] -= padding.sum() * matrix.shape[1]
-        note_counts(noted, name, counts, maxima, found)
+        record_counts(statistics, name, counts, maxima, found)
 
 
-def note_counts(
-    noted: StepStatistics, name: str, counts: Tensor, maxima: Tensor, found: QuantizedTensor
+def record_counts(
+    statistics: StepStatistics, name: str, counts: Tensor, maxima: Tensor, found: QuantizedTensor
 ) -> None:
-    """Note `counts` of what is `lost`, of all of a matrix or of this rank's part, as `note_lost` does."""
-    if not noted.watched:
+    """Record the `counts` of `count_losses`, of all of a matrix or of this rank's part."""
+    if not statistics.is_detailed:
         return
-    noted.sum(f"{_LOST}/{name}", counts)
+    statistics.record_sum(f"{_LOST}/{name}", counts)
     used, exponents = (maxima > 0) & maxima.isfinite(), exponents_of(found.factors).int()
     most = [torch.where(used, of, 0).amax() for of in (exponents, _NO_NUMBER - exponents)]
-    noted.most(f"{_SCALES}/{name}", torch.stack(most))
+    statistics.record_max(f"{_SCALES}/{name}", torch.stack(most))
 
 
 def is_count(name: str) -> bool:
@@ -74,7 +74,7 @@ def is_count(name: str) -> bool:
     return name.startswith(f"{_LOST}/")
 
 
-def lost(matrix: Tensor, found: QuantizedTensor) -> Tensor:
+def count_losses(matrix: Tensor, found: QuantizedTensor) -> Tensor:
     """How many elements of a matrix [m, k] are beyond the largest number that its scale leaves, how many are
     no zeros but became such, and how many there are: int64 [3].
     """
@@ -90,7 +90,7 @@ def lost(matrix: Tensor, found: QuantizedTensor) -> Tensor:
     return torch.stack((beyond, gone, torch.full_like(beyond, matrix.numel())))
 
 
-def watched_row(noted: Mapping[str, Tensor]) -> Row | None:
+def loss_metrics(statistics: Mapping[str, Tensor]) -> Row | None:
     """For a line of metrics, of what all ranks have `noted`: lists with a value for each of the "layers", by
     kind; None of a step that was not watched.
 
@@ -99,7 +99,7 @@ def watched_row(noted: Mapping[str, Tensor]) -> Row | None:
     """
     counts: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     scales: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
-    for name, values in noted.items():
+    for name, values in statistics.items():
         what, *others = name.split("/")
         if what in {_LOST, _SCALES}:
             weight, kind, _ = others

@@ -17,7 +17,7 @@ from hpctrain.parallel.fp8.formats import (
     expanded,
     expanded_exponents,
     exponents_of,
-    lies_transposed,
+    is_transposed,
     scales_of,
     to_format,
 )
@@ -88,7 +88,7 @@ def block_maxima(matrix: Tensor, blocks: ScaleBlocks) -> Tensor:
     """The largest magnitude of each block of [m, k], fp32 [M, K]; NaN where a block has one."""
     if not matrix.is_cpu:
         return blocks.cut(matrix).abs().amax((1, 3)).float()
-    if lies_transposed(matrix):
+    if is_transposed(matrix):
         return block_maxima(matrix.t(), blocks.transposed).t()
     parts = [_largest(blocks.cut(part)) for part in matrix.split(blocks.height(matrix))]
     together = torch.cat(parts)
@@ -139,7 +139,7 @@ class QuantizedTensor:
         """The matrix [m, k] that this stands for, exactly in fp32, and in bf16 but for what is less than its
         least normal number.
         """
-        if self.values.is_cpu and lies_transposed(self.values):
+        if self.values.is_cpu and is_transposed(self.values):
             return self.transposed().dequantized(dtype).t()
         matrix = expanded(self.values, dtype)
         self.blocks.multiply(matrix, self.factors.to(dtype))
@@ -176,7 +176,7 @@ class Scaling:
         of steps before; what is larger becomes the format's largest number.
         """
         maxima = self.maxima(matrix) if maxima is None else maxima
-        if matrix.is_cpu and lies_transposed(matrix):
+        if matrix.is_cpu and is_transposed(matrix):
             return self.transposed.quantized(matrix.t(), form, maxima.t()).transposed()
         scales = scales_of(maxima, form)
         values = self._rounded(matrix, scales, form)

@@ -14,13 +14,13 @@ from hpctrain.comm.group import Group
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format, agreed_maximum
 from hpctrain.parallel.fp8.gather import gathered, start_gather
-from hpctrain.parallel.fp8.history import KIND, History
-from hpctrain.parallel.fp8.multiply import multiplied
-from hpctrain.parallel.fp8.quantization_loss import note_counts, note_lost, operand_name
+from hpctrain.parallel.fp8.history import HISTORY_KIND, History
+from hpctrain.parallel.fp8.multiply import multiply_quantized
+from hpctrain.parallel.fp8.quantization_loss import operand_name, record_counts, record_loss
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, ScaleBlocks, Scaling, block_maxima
 from hpctrain.parallel.fp8.recipes import ScalingRecipe
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.matmul import Matmul, Operand, Scaled
+from hpctrain.parallel.matmul import Matmul, Operand, QuantizedRows
 from hpctrain.parallel.product_audit.matmul_audit import INPUT_GRADIENT
 from hpctrain.parallel.shards import Parameter, Shard
 
@@ -77,7 +77,7 @@ class QuantizedMatmul(Matmul):
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._forward(self._quantized("inputs", _rows(inputs), _INPUTS), inputs, bias)
 
-    def forward_kept(
+    def forward_and_save(
         self, inputs: Tensor, bias: Tensor | None, pieces: Group | None, compact: bool
     ) -> tuple[Tensor, Operand]:
         """See Matmul: in 8 bits is kept what the weight's gradient multiplies.
@@ -99,7 +99,7 @@ class QuantizedMatmul(Matmul):
             return output, inputs
         if not self.one_scale:
             own = self._quantized("inputs", rows, dims, pieces is not None, transposed=True)
-        return output, Scaled(own.values, own.scales)
+        return output, QuantizedRows(own.values, own.scales)
 
     @override
     def kept(self, rows: int, at: ActivationSizes, pieces: Group | None) -> list[SavedStorage]:
@@ -112,32 +112,34 @@ class QuantizedMatmul(Matmul):
         return [SavedStorage(rows * features, 1, False), SavedStorage(below * beside * size, size, False)]
 
     @override
-    def start_whole(self, kept: Operand, pieces: Group, blocking: bool = False) -> Callable[[], Operand]:
+    def start_gather_saved(
+        self, kept: Operand, pieces: Group, blocking: bool = False
+    ) -> Callable[[], Operand]:
         if isinstance(kept, Tensor):
-            return super().start_whole(kept, pieces, blocking)
+            return super().start_gather_saved(kept, pieces, blocking)
         finish = start_gather(self._kept_rows(kept), pieces, blocking)
 
-        def coming() -> Scaled:
+        def coming() -> QuantizedRows:
             whole = finish()
-            return Scaled(whole.values, whole.scales)
+            return QuantizedRows(whole.values, whole.scales)
 
         return coming
 
-    def whole_gradient(self, output_gradient: Tensor, pieces: Group | None) -> Operand:
+    def gather_gradient(self, output_gradient: Tensor, pieces: Group | None) -> Operand:
         """See Matmul: in 8 bits, where one scale is that of both products."""
         if not self.one_scale:
-            return super().whole_gradient(output_gradient, pieces)
+            return super().gather_gradient(output_gradient, pieces)
         rows, dims = _rows(output_gradient), _GRADIENTS
         if self.messages and pieces is not None:
             whole = gathered(self._quantized("gradients", rows, dims, in_pieces=True), pieces)
         else:
             rows = rows if pieces is None else pieces.all_gather(rows)
             whole = self._quantized("gradients", rows, dims)
-        return Scaled(whole.values, whole.scales)
+        return QuantizedRows(whole.values, whole.scales)
 
     @override
-    def operand_bytes(self, rows: int, at: ActivationSizes) -> int:
-        whole = super().operand_bytes(rows, at)
+    def gradient_bytes(self, rows: int, at: ActivationSizes) -> int:
+        whole = super().gradient_bytes(rows, at)
         return whole // at.itemsize + 4 if self.one_scale else whole
 
     def passing(self, rows: int, at: ActivationSizes) -> int:
@@ -190,14 +192,14 @@ class QuantizedMatmul(Matmul):
 
     def _forward(self, left: QuantizedTensor, inputs: Tensor, bias: Tensor | None) -> Tensor:
         right = self._weights(WEIGHTS)
-        output = multiplied(left, right, inputs.dtype)
+        output = multiply_quantized(left, right, inputs.dtype)
         self._audit(left, right, output, "product")
         output = output.view(-1, *inputs.shape[1:-1], len(right.values))
         return output if bias is None else output.add_(bias)
 
     def _input_gradient(self, left: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         right = self._weights(TURNED_WEIGHTS)
-        output = multiplied(left, right, dtype)
+        output = multiply_quantized(left, right, dtype)
         self._audit(left, right, output, INPUT_GRADIENT)
         return output
 
@@ -217,7 +219,7 @@ class QuantizedMatmul(Matmul):
         assert maxima is not None
         if counts is not None:
             name = operand_name(self.weights[0].shard.name, "weights", " ".join(dims))
-            note_counts(self.groups.noted, name, counts, maxima, found)
+            record_counts(self.groups.statistics, name, counts, maxima, found)
         return found if dims == WEIGHTS else found.transposed()
 
     def _add(self, left: QuantizedTensor, right: QuantizedTensor) -> None:
@@ -230,7 +232,7 @@ class QuantizedMatmul(Matmul):
             rounded = None if gradient.is_cpu else torch.bfloat16
             operands = left.dequantized(), right.dequantized()
             audit.adding(self.weights, key, *operands, gradient, first, rounded)
-        product = multiplied(left.transposed(), right.transposed(), gradient.dtype)
+        product = multiply_quantized(left.transposed(), right.transposed(), gradient.dtype)
         if first:
             gradient.copy_(product)
         else:
@@ -243,7 +245,7 @@ class QuantizedMatmul(Matmul):
         below = self.recipe.tokens.transposed.blocks.rows
         return pieces is None or below is None or rows % below == 0
 
-    def _kept_rows(self, kept: Scaled) -> QuantizedTensor:
+    def _kept_rows(self, kept: QuantizedRows) -> QuantizedTensor:
         return QuantizedTensor(*kept, self.recipe.tokens.transposed.blocks)
 
     @property
@@ -258,7 +260,7 @@ class QuantizedMatmul(Matmul):
     @property
     def gathered(self) -> bool:
         """Whether weights that ranks have slices of are gathered in 8 bits."""
-        return self.groups.eight_bits is not None and self.groups.eight_bits.gather
+        return self.groups.fp8 is not None and self.groups.fp8.gather
 
     @property
     def weight_maxima(self) -> Tensor | None:
@@ -267,24 +269,24 @@ class QuantizedMatmul(Matmul):
             return self.weights[0].new_empty((1, 1), dtype=torch.float32)
         return self._known_weights.get(WEIGHTS)
 
-    def give_weights(self, given: PrequantizedWeights | None) -> None:
+    def set_prequantized(self, given: PrequantizedWeights | None) -> None:
         """Multiply these in 8 bits, as if made here, as long as there are no others; None: there are."""
         self._given = given
 
-    def note_weights(self, largest: Tensor) -> None:
+    def record_weight_maximum(self, largest: Tensor) -> None:
         """Note, where steps to come need it, the largest magnitude [1] of those that this rank owns."""
 
-    def own_weight_maxima(self, dims: Dims) -> Tensor:
+    def local_weight_maxima(self, dims: Dims) -> Tensor:
         """The maxima of this rank's part of the weights, which are there."""
         return self.recipe.weights.maxima(self.weight() if dims == WEIGHTS else self.weight().t())
 
-    def know_weights(self, dims: Dims, maxima: Tensor) -> None:
+    def set_weight_maxima(self, dims: Dims, maxima: Tensor) -> None:
         """Take the maxima of all ranks for those of the weights that lie so, until they are forgotten."""
         self._known_weights[dims] = maxima
         if self.one_scale:
             self._known_weights[TURNED_WEIGHTS] = maxima
 
-    def forget_weights(self) -> None:
+    def clear_weight_maxima(self) -> None:
         """The weights may change."""
         self._known_weights.clear()
 
@@ -306,7 +308,7 @@ class QuantizedMatmul(Matmul):
         found = scaling.quantized(matrix, form, maxima)
         use = " ".join(dims[::-1] if transposed else dims)
         name = operand_name(self.weights[0].shard.name, kind, use)
-        note_lost(self.groups.noted, name, matrix, maxima, found, padding)
+        record_loss(self.groups.statistics, name, matrix, maxima, found, padding)
         return found
 
     def _padding(self, rows: int) -> Tensor | None:
@@ -314,7 +316,7 @@ class QuantizedMatmul(Matmul):
 
         `rows` are those of all tokens of the rank's micro-batch, or of this rank's piece on the tensor axis.
         """
-        padding = self.groups.noted.padding
+        padding = self.groups.statistics.padding
         if padding is None:
             return None
         flat, tensor = padding.flatten(), self.groups.tensor
@@ -412,23 +414,23 @@ class DelayedMatmul(QuantizedMatmul):
         else:
             super().add_weight_gradient(output_gradient, inputs)
 
-    def forward_kept(
+    def forward_and_save(
         self, inputs: Tensor, bias: Tensor | None, pieces: Group | None, compact: bool
     ) -> tuple[Tensor, Operand]:
         """See Matmul: in 8 bits is kept what backward has all scales for, or has no use for."""
         trained = self.weights[0].requires_grad
         if not (self.known if trained else self._knows("inputs", "weights")):
-            return Matmul.forward_kept(self, inputs, bias, pieces, compact)
+            return Matmul.forward_and_save(self, inputs, bias, pieces, compact)
         self._note("inputs", inputs)
         self._note_whole_weights()
-        return super().forward_kept(inputs, bias, pieces, compact)
+        return super().forward_and_save(inputs, bias, pieces, compact)
 
     @override
-    def whole_gradient(self, output_gradient: Tensor, pieces: Group | None) -> Operand:
+    def gather_gradient(self, output_gradient: Tensor, pieces: Group | None) -> Operand:
         if not self.known:
-            return Matmul.whole_gradient(self, output_gradient, pieces)
+            return Matmul.gather_gradient(self, output_gradient, pieces)
         self._note("gradients", output_gradient)
-        return super().whole_gradient(output_gradient, pieces)
+        return super().gather_gradient(output_gradient, pieces)
 
     @override
     def add_weight_gradient_of(self, output_gradient: Operand, kept: Operand) -> None:
@@ -441,20 +443,22 @@ class DelayedMatmul(QuantizedMatmul):
         """See Matmul: most in the steps in which nothing is known."""
         return Matmul.kept(self, rows, at, pieces)
 
-    def operand_bytes(self, rows: int, at: ActivationSizes) -> int:
+    def gradient_bytes(self, rows: int, at: ActivationSizes) -> int:
         """Return the bytes of the saved operands in the step in which they need most memory."""
-        return Matmul.operand_bytes(self, rows, at)
+        return Matmul.gradient_bytes(self, rows, at)
 
     def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
         """See KeepsState: the maxima of each kind, the newest first."""
         for kind, history in self.histories.items():
             shard = Shard.whole(self.weights[0].shard.name, (len(history.maxima),))
-            yield f"{KIND}/{kind}", shard, history.maxima
+            yield f"{HISTORY_KIND}/{kind}", shard, history.maxima
 
-    def after_update(self, noted: Mapping[str, Tensor]) -> None:
+    def after_update(self, statistics: Mapping[str, Tensor]) -> None:
         """Use the statistics that all ranks have recorded in a step, fp64. Not called for skipped steps."""
         for kind, history in self.histories.items():
-            maximum = noted.get(self._noted_name(kind))  # none of gradients where nothing before is trained
+            maximum = statistics.get(
+                self._noted_name(kind)
+            )  # none of gradients where nothing before is trained
             if maximum is not None:
                 history.remember(maximum[0])
         # What is known once stays so, and is not to be asked for again.
@@ -467,8 +471,8 @@ class DelayedMatmul(QuantizedMatmul):
         return self.histories["weights"].largest if self.known else None
 
     @override
-    def note_weights(self, largest: Tensor) -> None:
-        self.groups.noted.most(self._noted_name("weights"), agreed_maximum(largest))
+    def record_weight_maximum(self, largest: Tensor) -> None:
+        self.groups.statistics.record_max(self._noted_name("weights"), agreed_maximum(largest))
 
     def _maxima(self, kind: Kind, *_: object) -> Tensor:
         return self.histories[kind].largest
@@ -482,10 +486,10 @@ class DelayedMatmul(QuantizedMatmul):
         rows = _rows(values)
         padding = self._padding(len(rows)) if kind == "inputs" else None
         largest = block_maxima(rows if padding is None else rows.masked_fill(padding, 0.0), ScaleBlocks())
-        self.groups.noted.most(self._noted_name(kind), agreed_maximum(largest.reshape(1)))
+        self.groups.statistics.record_max(self._noted_name(kind), agreed_maximum(largest.reshape(1)))
 
     def _noted_name(self, kind: Kind) -> str:
-        return f"{KIND}/{self.weights[0].shard.name}/{kind}"
+        return f"{HISTORY_KIND}/{self.weights[0].shard.name}/{kind}"
 
 
 def _rows(values: Tensor) -> Tensor:

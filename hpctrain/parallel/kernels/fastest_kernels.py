@@ -18,7 +18,7 @@ _PASSES: tuple[tuple[Pass, str], ...] = (
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def found_kernels(local_rank: int) -> DoctorFinding:
+def check_kernels(local_rank: int) -> DoctorFinding:
     """Which kernel multiplies matrices of a middling size most quickly, by format and pass, measured by one
     thread of a local rank; nothing of a rank that computes on a GPU.
     """

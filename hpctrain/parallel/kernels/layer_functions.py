@@ -21,7 +21,7 @@ from typing_extensions import override
 from hpctrain.data.documents import Documents
 from hpctrain.deck.activations import ACTIVATIONS, Activation, ElementwiseFunction
 from hpctrain.parallel.attention.packed import document_attention
-from hpctrain.parallel.autograd import applied
+from hpctrain.parallel.autograd import apply_function
 from hpctrain.parallel.kernels.function_library import AttentionArguments, Heads, workspace_floats
 from hpctrain.parallel.kernels.logits import CompiledPartition, Partition, SplitLogits
 
@@ -29,7 +29,7 @@ _ROUNDING = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
 """What results may be apart, relatively and beside that, by format."""
 
 
-def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """x [s, b, heads, head size] rotated, with the tables of a Rotary."""
     left, right = x.chunk(2, dim=-1)
     return x * cosine + torch.cat((-right, left), dim=-1) * sine
@@ -88,7 +88,7 @@ class LayerFunctions:
         Scores are products of queries and keys times `scale`, by default 1 / sqrt(d).
         """
         if tables:
-            query, key = turned(query, *tables), turned(key, *tables)
+            query, key = rotate(query, *tables), rotate(key, *tables)
         if documents is not None:
             return document_attention(query, key, value, documents, scale)
         output = functional.scaled_dot_product_attention(
@@ -105,7 +105,7 @@ class LayerFunctions:
 def _elementwise(x: Tensor, function: ElementwiseFunction) -> Tensor:
     if function.saves_input:
         return function.value(x)
-    result: Tensor = applied(_Elementwise, x, function)
+    result: Tensor = apply_function(_Elementwise, x, function)
     return result
 
 
@@ -158,22 +158,22 @@ class CompiledFunctions(LayerFunctions):
 
     def gelu(self, x: Tensor) -> Tensor:
         """Return GELU by tanh (arXiv 1606.08415)."""
-        result: Tensor = applied(_Gelu, x, self)
+        result: Tensor = apply_function(_Gelu, x, self)
         return result
 
     def gated(self, x: Tensor) -> Tensor:
         """Return SwiGLU (arXiv 2002.05202) of gate and up of the same size."""
-        result: Tensor = applied(_Gated, x, self)
+        result: Tensor = apply_function(_Gated, x, self)
         return result
 
     @override
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        result: Tensor = applied(_RmsNorm, x, weight, self, epsilon)
+        result: Tensor = apply_function(_RmsNorm, x, weight, self, epsilon)
         return result
 
     @override
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-        result: Tensor = applied(_LayerNorm, x, weight, bias, self, epsilon)
+        result: Tensor = apply_function(_LayerNorm, x, weight, bias, self, epsilon)
         return result
 
     @override
@@ -191,7 +191,7 @@ class CompiledFunctions(LayerFunctions):
         documents: Documents | None = None,
     ) -> Tensor:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        result: Tensor = applied(_Attend, query, key, value, self, tables, scale, documents)
+        result: Tensor = apply_function(_Attend, query, key, value, self, tables, scale, documents)
         return result
 
 

@@ -227,7 +227,7 @@ class KernelTable:
         return self.keeps and any(self.of(kind, outputs, inputs).converts for kind in kinds)
 
     @contextmanager
-    def matrices_stay(self) -> Iterator[None]:
+    def constant_matrices(self) -> Iterator[None]:
         """Matrices stay what they are within."""
         self._times += 1
         self.stays = self._times if self.keeps else None

@@ -75,7 +75,7 @@ class MatmulAudit:
         self._forget()
         self._step, self.active = step, True
 
-    def settle(self) -> list[DetectedFault]:
+    def collect_faults(self) -> list[DetectedFault]:
         """What was wrong in the step, which is over. Waits for the device."""
         found = list(self._worst)
         worst = torch.stack(list(self._worst.values())).tolist() if found else []
@@ -195,7 +195,7 @@ class MatmulAudit:
             self._compare(self._sums.pop(key))
 
     @torch.no_grad()
-    def looked_up(self, table: Parameter, into: Tensor, indices: Tensor, rows: Tensor) -> None:
+    def expect_lookup(self, table: Parameter, into: Tensor, indices: Tensor, rows: Tensor) -> None:
         """What is added next to rows `indices` [m] of the gradient of a table are `rows` [m, k]."""
         if table.uses == 1 or _is_mixed([table]):
             return

@@ -22,7 +22,7 @@ from hpctrain.model.part import LayerRange
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.objective.next_token import CrossEntropy
-from hpctrain.parallel.kernels.layer_functions import LayerFunctions, turned
+from hpctrain.parallel.kernels.layer_functions import LayerFunctions, rotate
 from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.operations import ElementwiseKind
 from hpctrain.parallel.saved_policy import SavedPolicy
@@ -160,7 +160,7 @@ class _Kinds:
         x = self.operands.take(*sizes).detach().requires_grad_()
         positions = torch.arange(self.rows, device=self.device)
         tables = Rotary(positions, size, 1e4, self.dtype).tables
-        return _both(lambda: turned(x, *tables), self.operands.take(*sizes), self.clock)
+        return _both(lambda: rotate(x, *tables), self.operands.take(*sizes), self.clock)
 
     def lookup(self) -> tuple[float, float]:
         """Rows of a table, whose gradients are added in fp32."""

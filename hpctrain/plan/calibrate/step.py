@@ -50,16 +50,16 @@ def measure_fixed(deck: Deck, machine: MachineRates, clock: Clock) -> float:
         world.ledger,
         engine.objective.metrics,
         engine.terms,
-        engine.groups.noted,
+        engine.groups.statistics,
     )
 
     def step() -> None:
         batch = _batch(engine, deck)
         engine.synchronizer.start(1)
-        with engine.groups.kernels.matrices_stay(), engine.residency.step(("train", 1)):
+        with engine.groups.kernels.constant_matrices(), engine.residency.step(("train", 1)):
             sums = executor.run(engine.placement.schedule_of(1), [batch])
         engine.synchronizer.finish()
-        engine.groups.noted.agree(world.everyone)
+        engine.groups.statistics.reduce(world.everyone)
         world.everyone.all_reduce(torch.cat((sums, local_square_norm(engine.buckets).view(1))))
         engine.optimizer.step(1e-6, 1.0)
         engine.synchronizer.after_step(True, 1.0)

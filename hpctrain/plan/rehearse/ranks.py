@@ -24,7 +24,7 @@ from hpctrain.host.topology import ranks_per_node_of
 from hpctrain.model.construction import bare_model
 from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.step_statistics import How
+from hpctrain.parallel.step_statistics import Reduction
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import layer_ranges
 from hpctrain.plan.rehearse.looks import Looks, folds_of
@@ -124,10 +124,10 @@ class RankProgrammes:
         return f"rank {rank}" + (f" ({there})" if there else "")
 
     @cached_property
-    def _noted(self) -> Mapping[How, int]:
+    def _noted(self) -> Mapping[Reduction, int]:
         """Numbers that all ranks together note: those of every stage, where each has its own."""
-        of_kind = {kind: self._first_step(kind).noted() for kind in self.kinds}
-        return {how: sum(of_kind[kind][how] for kind in self.kinds) for how in get_args(How)}
+        of_kind = {kind: self._first_step(kind).statistics() for kind in self.kinds}
+        return {how: sum(of_kind[kind][how] for kind in self.kinds) for how in get_args(Reduction)}
 
     def stage_of(self, number: int) -> TrainedStage:
         """What the first rank of a stage holds, or one of a stage with layers of the same kinds."""

@@ -21,7 +21,7 @@ from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.objective.factory import make_objective
 from hpctrain.parallel.sequence import context_positions
-from hpctrain.parallel.step_statistics import How, StepStatistics
+from hpctrain.parallel.step_statistics import Reduction, StepStatistics
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch, messages
 from hpctrain.plan.rehearse.loads import BalancedLoads, EvenLoads
@@ -89,7 +89,7 @@ class RankStep:
         for kinds in ("FB", "FIW") if halved else ("FB",):
             steps = plain_of(schedule, NOTED_MICRO_BATCHES, kinds)
             notes = TouchNotes(self.recorder, steps, found)
-            executor = self._executor(stage.models, self.mesh, stage.groups.noted)
+            executor = self._executor(stage.models, self.mesh, stage.groups.statistics)
             found.forget("F")
             with META, self._without_values():
                 stage.synchronizer.start(steps.micro_batches)
@@ -107,12 +107,12 @@ class RankStep:
     def _without_values(self) -> Recalling:
         return EvenLoads(self.shape, self.recall) if self.shape.experts else Recalling(self.recall)
 
-    def noted(self) -> dict[How, int]:
+    def statistics(self) -> dict[Reduction, int]:
         """Numbers that the rank notes of a step, the largest values and sums."""
-        noted = self.stage.groups.noted
-        return {"max": noted.numbers("max"), "sum": noted.numbers("sum")}
+        noted = self.stage.groups.statistics
+        return {"max": noted.count("max"), "sum": noted.count("sum")}
 
-    def programme(self, schedule: Schedule, number: int, noted: Mapping[How, int]) -> Programme:
+    def programme(self, schedule: Schedule, number: int, statistics: Mapping[Reduction, int]) -> Programme:
         """That of the rank in stage `number`, in a step like all others, in which all ranks together note so
         many numbers.
 
@@ -121,18 +121,18 @@ class RankStep:
         recorder, period = self.recorder, self.deck.layout.steps_between_syncs
         before = 2 * period - 1 if period > 1 else 0
         for _ in range(before):
-            self._step(plain(schedule, 1), number, noted)
+            self._step(plain(schedule, 1), number, statistics)
         if self.deck.layout.zero == 3:
-            self._step(schedule, number, noted)  # by which the next one knows what is gathered next
+            self._step(schedule, number, statistics)  # by which the next one knows what is gathered next
             self.weights.updates -= period > 1
         recorder.events.clear()
         recorder.listening = True
-        self._step(schedule, number, noted)
+        self._step(schedule, number, statistics)
         recorder.listening = False
         events, recorder.events = tuple(recorder.events), []
         return events
 
-    def _step(self, schedule: Schedule, number: int, noted: Mapping[How, int]) -> None:
+    def _step(self, schedule: Schedule, number: int, statistics: Mapping[Reduction, int]) -> None:
         recorder, stage = self.recorder, self.stage
         everyone = self.mesh.group(*EVERYONE)
         self._agreement("read")
@@ -147,7 +147,7 @@ class RankStep:
                 recorder.action = "synchronize"
             stage.synchronizer.finish()
             recorder.action = "agree"
-            for how, numbers in noted.items():
+            for how, numbers in statistics.items():
                 if numbers:
                     everyone.all_reduce(torch.empty(numbers, dtype=torch.float64), how)
             figures = len(self.objective.metrics) + len(count(self.shape).terms) + stage.replica[1]
@@ -197,11 +197,13 @@ class RankStep:
                 what = message_name("F" if come.kind == "F" else "B", come.micro_batch, come.chunk)
                 recorder.events[place] = replace(event, what=what)
 
-    def _executor(self, parts: Sequence[Any], mesh: RecordedMesh, noted: StepStatistics | None) -> Executor:
+    def _executor(
+        self, parts: Sequence[Any], mesh: RecordedMesh, statistics: StepStatistics | None
+    ) -> Executor:
         """The run's own, over these parts, of which layers note what they do there."""
         figures, terms = self.objective.metrics, count(self.shape).terms
         queue = self.stage.groups.weight_gradients
-        return Executor(parts, mesh.group("pipeline"), queue, self.mesh.ledger, figures, terms, noted)
+        return Executor(parts, mesh.group("pipeline"), queue, self.mesh.ledger, figures, terms, statistics)
 
     @contextmanager
     def _timed(self, timeline: object) -> Iterator[None]:

@@ -68,8 +68,8 @@ class Orthogonalized:
         return orthogonal(matrix).view(directions.shape) * (row / row.mean())
 
     def apply(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
-        decayed = 1 - 0.1 * learning_rate * part.treatment.decayed
-        part.state[MASTER].mul_(decayed).sub_(learning_rate * part.treatment.rate * directions)
+        decayed = 1 - 0.1 * learning_rate * part.update_settings.decayed
+        part.state[MASTER].mul_(decayed).sub_(learning_rate * part.update_settings.rate * directions)
 
 
 ELEMENTS = AdamW((0.9, 0.95), 1e-3, 0.1)

@@ -75,8 +75,8 @@ def test_numbers_of_state_are_those_of_either_rule() -> None:
     rules.assign(list(found.values()))
     assert rules.names == ("exp_avg", "exp_avg_sq", "velocity", "row")
     assert alone.names == ("velocity", "row")
-    assert [rules.numbers(found[name].treatment) for name in ("a.weight", "a.bias")] == [1, 2]
-    assert alone.numbers(found["a.weight"].treatment) == 1
+    assert [rules.numbers(found[name].update_settings) for name in ("a.weight", "a.bias")] == [1, 2]
+    assert alone.numbers(found["a.weight"].update_settings) == 1
     of_cells = {name: rules.cell_state_elements(each, each.shard.elements) for name, each in found.items()}
     assert of_cells == {"a.weight": 5, "a.bias": 0, "b.weight": 2 * 3}
     assert rules.cell_state_elements(found["b.weight"], 12) == 3  # one of the two matrices

@@ -130,10 +130,10 @@ def by_ranks(world: World, groups: LayerContext, case: Routed, dtype: torch.dtyp
     kept = None if case.kept is None else case.kept[world.rank]
     unit = row_unit(dtype, rows.device)
     dispatch = Dispatch(case.choices[world.rank], kept, EXPERTS, groups.expert, groups.expert_tensor, unit)
-    arrived = dispatch.arrive(dispatch.leave(rows))
+    arrived = dispatch.receive(dispatch.send(rows))
     assert len(arrived) == int(dispatch.segments.filled.sum())
     output = dispatch.combine(
-        dispatch.leave_back(experts(arrived, dispatch.segments, dispatch.later)), weights
+        dispatch.send_back(experts(arrived, dispatch.segments, dispatch.later)), weights
     )
     output.backward(case.gradient[world.rank].to(dtype))
     found: dict[str, Any] = {"output": output.detach(), "rows": rows.grad, "weights": weights.grad}

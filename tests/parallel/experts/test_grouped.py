@@ -75,7 +75,7 @@ def test_weight_gradients_are_sums_of_outer_products(name: str, dtype: torch.dty
     told: list[Parameter] = []
     weight.on_added = told.append
     if stale:
-        weight.forget_gradient()
+        weight.reset_gradient()
     add_grouped_gradient(left, right, weight, segments)
     expected = torch.zeros(3, 5, 6) if stale else before.clone()
     start = 0
@@ -119,7 +119,7 @@ def test_kernels_of_gpus_and_experts_without_rows(
         weight.gradient = torch.ones(3, 8, 16)
         weight.on_added = lambda _: None
         if stale:
-            weight.forget_gradient()
+            weight.reset_gradient()
         add_grouped_gradient(put(left), put(right), weight, rows)
         assert weight.gradient is not None
         gradients.append(weight.gradient)

@@ -15,7 +15,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.parallel.fp8 import quantized_matmul as product_module
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, agreed_maximum
-from hpctrain.parallel.fp8.multiply import multiplied
+from hpctrain.parallel.fp8.multiply import multiply_quantized
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
 from hpctrain.parallel.fp8.quantized_matmul import DelayedMatmul, Dims, Kind, QuantizedMatmul
 from hpctrain.parallel.fp8.recipes import RECIPES
@@ -49,9 +49,9 @@ def maxima_as_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is noted adds up, so that what is computed again counts twice."""
 
     def adding(self: DelayedMatmul, kind: Kind, values: Tensor) -> None:
-        noted, name = self.groups.noted, self._noted_name(kind)
+        noted, name = self.groups.statistics, self._noted_name(kind)
         before = next((v for (n, *_), v in noted._values["max"].items() if n == name), torch.zeros(1))
-        noted.most(name, before + agreed_maximum(values.abs().amax().reshape(1)))
+        noted.record_max(name, before + agreed_maximum(values.abs().amax().reshape(1)))
 
     monkeypatch.setattr(DelayedMatmul, "_note", adding)
 
@@ -59,12 +59,12 @@ def maxima_as_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def maxima_of_this_rank(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     """Ranks do not agree on maxima."""
-    agree, alone = StepStatistics.agree, world.single_rank_world().everyone
+    agree, alone = StepStatistics.reduce, world.single_rank_world().everyone
 
     def by_itself(self: StepStatistics, everyone: Group) -> dict[str, Tensor]:
         return agree(self, alone)
 
-    monkeypatch.setattr(StepStatistics, "agree", by_itself)
+    monkeypatch.setattr(StepStatistics, "reduce", by_itself)
 
 
 @pytest.mark.mpi(min_size=1, max_size=1)
@@ -123,9 +123,9 @@ def operands_are_of_high_precision(name: str, watch: Callable[[object, str, obje
 
     def watched(left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         operands.extend((left.dequantized(), right.dequantized()))
-        return multiplied(left, right, dtype)
+        return multiply_quantized(left, right, dtype)
 
-    watch(product_module, "multiplied", watched)
+    watch(product_module, "multiply_quantized", watched)
     inputs, weight, gradient = whole
     shape = (weight.shape[0], weight.shape[1])
     passes(QuantizedMatmul([parameter(weight, Shard.whole("a", shape))], ALONE, recipe), inputs, gradient)

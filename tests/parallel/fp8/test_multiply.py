@@ -7,7 +7,7 @@ import torch
 
 from hpctrain.parallel.fp8 import multiply
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format
-from hpctrain.parallel.fp8.multiply import emulated_product, is_native, multiplied, native_product
+from hpctrain.parallel.fp8.multiply import emulated_product, is_native, multiply_quantized, native_product
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
 from hpctrain.parallel.fp8.recipes import RECIPES, ScalingRecipe
 from tests.parallel.fp8.given import normal
@@ -43,7 +43,7 @@ def test_a_product_is_that_of_the_numbers_that_it_stands_for(
     left, right = pair(recipe, forms, k)
     exact = left.dequantized().double() @ right.dequantized().double().t()
     for dtype, apart in ((torch.float32, 1e-6), (torch.bfloat16, 2.0**-8)):
-        found = multiplied(left, right, dtype)
+        found = multiply_quantized(left, right, dtype)
         assert found.dtype == dtype
         assert float((found.double() - exact).abs().max()) <= apart * float(exact.abs().max())
 
@@ -56,7 +56,7 @@ def test_a_device_multiplies_what_it_can(monkeypatch: pytest.MonkeyPatch) -> Non
         for forms in PAIRS.values():
             left, right = pair(recipe, forms)
             given.clear()
-            found = multiplied(left, right, torch.bfloat16)
+            found = multiply_quantized(left, right, torch.bfloat16)
             assert bool(given) == (name in {"tensor", "delayed", "row"})
             torch.testing.assert_close(found, emulated_product(left, right, torch.bfloat16))
     odd, gradients = pair(RECIPES["tensor"], PAIRS["forward"], 33), pair(RECIPES["tensor"], (E5M2, E5M2))
@@ -68,14 +68,14 @@ def test_a_device_multiplies_what_it_can(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_matrix_that_was_quantized_for_another_product_is_refused(name: str) -> None:
     left, right = pair(RECIPES[name], PAIRS["forward"])
     with pytest.raises(AssertionError):
-        multiplied(left.transposed(), left.transposed(), torch.float32)
-    assert multiplied(right, right, torch.float32).shape == (N, N)
+        multiply_quantized(left.transposed(), left.transposed(), torch.float32)
+    assert multiply_quantized(right, right, torch.float32).shape == (N, N)
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_a_plan_finds_the_shapes_without_numbers(recipe: ScalingRecipe) -> None:
     left, right = (torch.empty(M, K, device="meta"), torch.empty(N, K, device="meta"))
-    found = multiplied(
+    found = multiply_quantized(
         recipe.tokens.quantized(left, E4M3), recipe.weights.quantized(right, E4M3), torch.bfloat16
     )
     assert found.is_meta and found.shape == (M, N) and found.dtype == torch.bfloat16

@@ -10,11 +10,11 @@ from hpctrain.comm.world import World
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format
 from hpctrain.parallel.fp8.quantization_loss import (
     Row,
+    count_losses,
     layer_kind,
-    lost,
-    note_lost,
+    loss_metrics,
     operand_name,
-    watched_row,
+    record_loss,
 )
 from hpctrain.parallel.fp8.quantize import Scaling
 from hpctrain.parallel.fp8.recipes import RECIPES
@@ -52,8 +52,8 @@ def test_counts_are_those_of_numpy(
     gone = (scaled > 0) & (scaled <= form.smallest / 2)
     expected = [(scaled > form.largest).sum(), gone.sum(), matrix.numel()]
     assert expected[0] > 0 and expected[1] > 0
-    assert lost(matrix, found).tolist() == expected
-    assert lost(matrix.t(), found.transposed()).tolist() == expected
+    assert count_losses(matrix, found).tolist() == expected
+    assert count_losses(matrix.t(), found.transposed()).tolist() == expected
 
 
 def test_a_line_has_shares_and_scales_by_kind_of_layer() -> None:
@@ -62,22 +62,22 @@ def test_a_line_has_shares_and_scales_by_kind_of_layer() -> None:
     def note(block: int, kind: str, matrix: torch.Tensor, maxima: torch.Tensor) -> None:
         found = scaling.quantized(matrix, E4M3, maxima)
         name = operand_name(f"blocks.{block}.a.up.weight", kind, "tokens inputs")
-        note_lost(noted, name, matrix, maxima, found)
+        record_loss(noted, name, matrix, maxima, found)
 
     ones = torch.ones(2, 4)
-    noted.begin(0)
+    noted.begin_action(0)
     note(0, "inputs", ones, torch.ones(2, 1))  # nobody watches
-    noted.watching = True
-    noted.begin(None)
+    noted.detailed = True
+    noted.begin_action(None)
     note(0, "inputs", ones, torch.ones(2, 1))  # no training step
     for _ in range(2):  # as when it is computed again
-        noted.begin(0)
+        noted.begin_action(0)
         note(0, "inputs", ones, torch.ones(2, 1))
         note(1, "inputs", ones, torch.tensor([[4.0], [0.5]]))
-    noted.begin(1)
+    noted.begin_action(1)
     note(0, "inputs", torch.tensor([[1e-9, 448.0, 0, 448]]), torch.tensor([[448.0]]))
     note(0, "gradients", torch.zeros(3, 4), torch.zeros(3, 1))
-    row = watched_row(noted.agree(World.start("cpu").single_rank_world().everyone))
+    row = loss_metrics(noted.reduce(World.start("cpu").single_rank_world().everyone))
     assert row is not None
     assert row["layers"] == ["a.up"]
     # Of 20 inputs a row of four has a maximum half as large, and one is too small.
@@ -89,7 +89,7 @@ def test_a_line_has_shares_and_scales_by_kind_of_layer() -> None:
 
 
 def test_a_step_that_nobody_watches_has_no_line() -> None:
-    assert watched_row({"fp8/blocks.0.a.weight/inputs": torch.ones(1)}) is None
+    assert loss_metrics({"fp8/blocks.0.a.weight/inputs": torch.ones(1)}) is None
 
 
 def test_kinds_of_layers() -> None:
@@ -105,10 +105,10 @@ def steps(world: World, watch: bool, *keys: str) -> tuple[Trainer, list[float], 
     run = trainer(world, small_deck(*KEYS, *keys))
     losses, rows = [], []
     for step in range(3):
-        run.engine.groups.noted.watching = watch and step > 0
+        run.engine.groups.statistics.detailed = watch and step > 0
         result = run.train(1)[0]
         losses += [result.loss, result.grad_norm]
-        rows.append(watched_row(result.noted))
+        rows.append(loss_metrics(result.statistics))
     return run, losses, rows
 
 
@@ -132,7 +132,7 @@ def test_being_watched_changes_no_bit(world: World, recipe: str) -> None:
 def test_steps_are_watched_as_a_deck_says(world: World) -> None:
     run = trainer(world, small_deck(*KEYS, "precision.fp8=row", "precision.fp8_watch=2"))
     run.hooks.append(EightBitWatch(run))
-    rows = [watched_row(run.train_step().noted) for _ in range(5)]
+    rows = [loss_metrics(run.train_step().statistics) for _ in range(5)]
     assert [row is not None for row in rows] == [False, True, False, True, False]
 
 

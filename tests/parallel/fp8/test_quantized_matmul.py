@@ -18,7 +18,7 @@ from hpctrain.parallel.fp8 import formats, quantize
 from hpctrain.parallel.fp8 import quantized_matmul as product_module
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format
 from hpctrain.parallel.fp8.history import History
-from hpctrain.parallel.fp8.multiply import multiplied
+from hpctrain.parallel.fp8.multiply import multiply_quantized
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
 from hpctrain.parallel.fp8.quantized_matmul import KINDS, DelayedMatmul, Kind, QuantizedMatmul
 from hpctrain.parallel.fp8.recipes import RECIPES, ScalingRecipe
@@ -108,10 +108,10 @@ def test_the_first_gradient_is_written_and_others_are_added() -> None:
     inputs, weight, gradient = given()
     own = parameter(weight, Shard.whole("a", (N, K)))
     product = QuantizedMatmul([own], ALONE, RECIPES["block"])
-    own.forget_gradient()
+    own.reset_gradient()
     assert own.gradient is not None
     own._gradient.fill_(torch.nan)  # type: ignore[union-attr]
-    own.forget_gradient()
+    own.reset_gradient()
     product.add_weight_gradient(gradient, inputs)
     once = own.gradient.clone()
     product.add_weight_gradient(gradient, inputs)
@@ -129,9 +129,9 @@ def test_ranks_scale_parts_as_the_whole(
 
     def watched(left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         operands.extend((left, right))
-        return multiplied(left, right, dtype)
+        return multiply_quantized(left, right, dtype)
 
-    monkeypatch.setattr(product_module, "multiplied", watched)
+    monkeypatch.setattr(product_module, "multiply_quantized", watched)
     alone = QuantizedMatmul([parameter(weight, Shard.whole("a", (N, K)))], ALONE, recipe)
     whole = passes(alone, inputs, gradient)
     of_whole, operands = operands, []
@@ -203,9 +203,9 @@ def test_what_was_zero_so_far_is_multiplied_as_stored(unknown: Kind) -> None:
     expected = [coarse[0] if unknown == "gradients" else exact[0], *exact[1:]]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert not any(torch.equal(one, other) for one, other in zip(exact, coarse, strict=True))
-    _, kept = product.forward_kept(inputs, None, None, True)
-    assert isinstance(kept, Tensor) and isinstance(product.whole_gradient(gradient, None), Tensor)
+    _, kept = product.forward_and_save(inputs, None, None, True)
+    assert isinstance(kept, Tensor) and isinstance(product.gather_gradient(gradient, None), Tensor)
     assert product.weight_maxima is None and eight.weight_maxima is not None  # with which to gather in 8 bits
     product.weights[0].requires_grad_(False)
-    _, kept = product.forward_kept(inputs, None, None, True)
+    _, kept = product.forward_and_save(inputs, None, None, True)
     assert isinstance(kept, Tensor) == (unknown != "gradients")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.parallel.kernels import matmul_kernels as module
-from hpctrain.parallel.kernels.fastest_kernels import found_kernels
+from hpctrain.parallel.kernels.fastest_kernels import check_kernels
 from hpctrain.parallel.kernels.matmul_kernels import (
     KERNELS,
     LIBRARY,
@@ -152,7 +152,7 @@ def test_names_of_decks_are_kernels() -> None:
 
 def test_doctor_tells_the_quickest_of_each_pass() -> None:
     threads = torch.get_num_threads()
-    told = found_kernels(0)
+    told = check_kernels(0)
     assert not told.remedy
     assert told.statement.startswith("fp32: forward ")
     assert "; bf16: forward " in told.statement

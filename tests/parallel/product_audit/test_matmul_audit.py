@@ -79,7 +79,9 @@ def gradients_of(run: Trainer, audit: bool) -> tuple[dict[str, Tensor], list[Det
     if audit:
         judge.begin(1)
     run.step.accumulate(run.state, run.deck.batch.global_size)
-    return {name: each.clone() for name, each in run.gradients().items()}, judge.settle() if audit else []
+    return {
+        name: each.clone() for name, each in run.gradients().items()
+    }, judge.collect_faults() if audit else []
 
 
 def test_compiled_passes_are_those_of_torch() -> None:
@@ -117,14 +119,14 @@ def test_nothing_is_found_on_any_layout(world: World, name: str) -> None:
     run = trainer(world, small_deck(FULL, *LAYOUTS[name]))
     audit = run.engine.groups.audit
     assert audit is not None
-    settle, seen = audit.settle, list[int]()
+    settle, seen = audit.collect_faults, list[int]()
 
     def counted() -> list[DetectedFault]:
         seen.append(len(audit._worst))
         assert not audit._sums
         return settle()
 
-    audit.settle = counted  # type: ignore[method-assign]
+    audit.collect_faults = counted  # type: ignore[method-assign]
     run.train(6)  # which says what is wrong
     assert len(seen) == 6
     assert min(seen) > 8
@@ -138,13 +140,13 @@ def test_nothing_is_found_in_modules(world: World, more: tuple[str, ...]) -> Non
     run = trainer(world, deck_of(FULL, "batch.sequence=8", *more))
     audit = run.engine.groups.audit
     assert audit is not None
-    settle, seen = audit.settle, set[tuple[str, str]]()
+    settle, seen = audit.collect_faults, set[tuple[str, str]]()
 
     def noted() -> list[DetectedFault]:
         seen.update((where.names[0], where.what) for where in audit._worst)
         return settle()
 
-    audit.settle = noted  # type: ignore[method-assign]
+    audit.collect_faults = noted  # type: ignore[method-assign]
     run.train(3)
     for name in ("fields.0.again.weight", "fields.0.down.weight", "embed.weight"):
         assert (name, "gradient") in seen, sorted(seen)
@@ -358,7 +360,7 @@ def test_rounding_is_no_fault(form: torch.dtype, by_library: bool) -> None:
                     audit.adding([weight], 0, y, x, into, first, rounded)
                     LIBRARY.add_weight_gradient(into, y, x, first)
                 audit.compare([weight])
-                assert audit.settle() == [], (one, other)
+                assert audit.collect_faults() == [], (one, other)
 
 
 def test_no_number_is_a_fault_where_operands_are_small() -> None:
@@ -371,7 +373,7 @@ def test_no_number_is_a_fault_where_operands_are_small() -> None:
             output = x @ matrix.t()
             output[2, 3] = value
             audit.product([weight], 0, x, matrix, output)
-            (fault,) = audit.settle()
+            (fault,) = audit.collect_faults()
             assert (fault.name, fault.phase, fault.ranks) == ("weight", "backward", (3,))
 
 
@@ -386,7 +388,7 @@ def test_signs_are_others_in_each_step() -> None:
     for step in range(20):
         audit.begin(step)
         audit.product([weight], 0, x, matrix, output)
-        found.append(bool(audit.settle()))
+        found.append(bool(audit.collect_faults()))
     assert 3 < sum(found) < 17
 
 

@@ -133,7 +133,7 @@ def _reverse_scales(original: Any, piece: QuantizedTensor, pieces: Any) -> Quant
 
 
 def _keep_local_weight_maxima(original: Any, product: QuantizedMatmul, dims: Dims, _: Tensor) -> None:
-    original(product, dims, product.own_weight_maxima(dims))
+    original(product, dims, product.local_weight_maxima(dims))
 
 
 def _keep_local_token_maxima(

@@ -47,7 +47,7 @@ class Scene:
             begin(statistics, micro_batch, *padding)
 
         patch.setattr(Step, "__call__", follow_step)
-        patch.setattr(StepStatistics, "begin", follow_action)
+        patch.setattr(StepStatistics, "begin_action", follow_action)
 
     def around(self, owner: Any, name: str, change: Callable[..., Any], when: When | None = None) -> None:
         """Call `change(original, *arguments)` instead of `original(*arguments)` in steps of the layout."""

@@ -26,7 +26,7 @@ from hpctrain.model.modules.tensor_parallel.activation_collectives import (
 )
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul
-from hpctrain.parallel.matmul_choice import make_product
+from hpctrain.parallel.matmul_choice import make_matmul
 from hpctrain.parallel.operations import MatrixSize
 from hpctrain.parallel.shards import Parameter
 from hpctrain.parallel.tensor import ColumnLinear, RowLinear, RowPartition, SplitLinear, rows_shard
@@ -77,13 +77,13 @@ class TransposedMatmul(Matmul):
 
     @property
     @override
-    def copied_bytes(self) -> int:
-        return sum(each.copied_bytes for each in self._each)
+    def converted_bytes(self) -> int:
+        return sum(each.converted_bytes for each in self._each)
 
     @property
     @override
-    def copy_bytes(self) -> int:
-        return sum(each.copy_bytes for each in self._each)
+    def planned_converted_bytes(self) -> int:
+        return sum(each.planned_converted_bytes for each in self._each)
 
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """See Matmul: by what the transposed matrices have for their input gradients."""
@@ -207,7 +207,7 @@ def take_parameters(
     for kind, parameters in (("weight", weights), ("bias", biases)):
         for number, parameter in enumerate(parameters):
             layer.register_parameter(f"{kind}{number}", parameter)
-    make = TransposedMatmul if linear.transposed else make_product
+    make = TransposedMatmul if linear.transposed else make_matmul
     layer.product = make(layer.weights, layer.groups)
 
 

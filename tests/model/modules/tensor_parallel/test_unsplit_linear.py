@@ -21,7 +21,7 @@ from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import make_mesh
 from hpctrain.engine.kernel_choice import products_of
 from hpctrain.errors import HpctrainError
-from hpctrain.parallel.copies import copied_bytes, planned_copies
+from hpctrain.parallel.copies import converted_bytes, planned_converted_bytes
 from hpctrain.parallel.kernels.timing import MatmulPass
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
@@ -201,13 +201,13 @@ def test_converted_matrices_are_planned(world: World) -> None:
     matrices = [32 * 96, 32 * 32, 32 * 128, 128 * 32] * 2 + [61 * 32]
     without = plan_memory(gpt2(THROUGH[0], "machine.products=library"), 1, 61)
     planned = plan.largest.memory.parameter - without.largest.memory.parameter
-    assert planned == planned_copies(engine.model.layers) == 4 * sum(matrices)
+    assert planned == planned_converted_bytes(engine.model.layers) == 4 * sum(matrices)
     training = trainer(one, deck)
     by_library = trainer(one, gpt2(THROUGH[0], "machine.products=library"))
     found, expected = ([step.loss for step in each.train(3)] for each in (training, by_library))
     assert found != expected
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=0.0)
-    assert copied_bytes(training.engine.model.layers) == 4 * sum(matrices)
+    assert converted_bytes(training.engine.model.layers) == 4 * sum(matrices)
 
 
 @pytest.mark.mpi(max_size=1)
