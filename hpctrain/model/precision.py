@@ -24,7 +24,7 @@ in fp64, so that two layouts quantize the same numbers. No deck may ask for it.
 @dataclass(frozen=True)
 class Precision:
     """Formats: `storage` of parameters, activations, messages; `product`, in which matrices are multiplied;
-    `gradient` of the buffers in which weight gradients are summed. `eight_bits` says how matrices of layers
+    `gradient` of the buffers in which weight gradients are summed. `fp8` says how matrices of layers
     are multiplied in 8 bits, where they are; what is not is multiplied as `product`.
     """
 
@@ -37,15 +37,15 @@ class Precision:
     def of(deck: Deck) -> Precision:
         """Return the formats that a deck asks for."""
         keys = deck.precision
-        eight_bits = None
+        fp8 = None
         if keys.compute in {"fp8", DOUBLE_FP8}:
             recipe = keys.fp8, keys.fp8_gradients, keys.fp8_history
-            eight_bits = Fp8Settings(*recipe, keys.fp8_exclude, keys.fp8_messages, keys.fp8_gather)
+            fp8 = Fp8Settings(*recipe, keys.fp8_exclude, keys.fp8_messages, keys.fp8_gather)
         if keys.compute in {DOUBLE, DOUBLE_FP8}:
-            return Precision(torch.float64, torch.float64, torch.float64, eight_bits)
+            return Precision(torch.float64, torch.float64, torch.float64, fp8)
         compute = torch.bfloat16 if keys.compute == "fp8" else DTYPES[keys.compute]
         gradient = compute if keys.gradients == "compute" else torch.float32
-        return Precision(compute, compute, gradient, eight_bits)
+        return Precision(compute, compute, gradient, fp8)
 
     @property
     def scales_loss(self) -> bool:
