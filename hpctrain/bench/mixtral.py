@@ -27,6 +27,7 @@ DIFFERENT = {
     "query_key_norm": "none",
     "capacity": None,
     "dropout": 0.0,
+    "rope_scaling": None,
 }
 """What Mixtral has, where a shape may have something else."""
 

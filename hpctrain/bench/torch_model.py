@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.deck.activations import ACTIVATIONS
-from hpctrain.model.attention import Rotary
 from hpctrain.model.part import LayerRange
+from hpctrain.model.rotary import Rotary, RotaryFrequencies
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.kernels.layer_functions import rotate
 
@@ -110,7 +110,7 @@ class TorchModel(nn.Module):
             x = x + self.positions(positions)
         rotary = None
         if self.shape.family == "llama":
-            rotary = Rotary(positions, self.shape.head_size, self.shape.rope_base, x.dtype)
+            rotary = Rotary(positions, RotaryFrequencies.of(self.shape), x.dtype)
         for block in self.blocks:
             x = block(x, rotary)
         return x if self.head is None or self.final_norm is None else self.head(self.final_norm(x))

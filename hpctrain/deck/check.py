@@ -28,6 +28,7 @@ from hpctrain.deck.sections import (
     optimizer,
     policy,
     precision,
+    rope_scaling,
     run,
     server,
     stability,
@@ -58,7 +59,12 @@ RELATIONS: Relations = tuple(
 )
 """Relations between the keys of all decks."""
 
-TRANSFORMER_RELATIONS: Relations = (*model.TRANSFORMER_RELATIONS, *experts.RELATIONS, *adapters.RELATIONS)
+TRANSFORMER_RELATIONS: Relations = (
+    *model.TRANSFORMER_RELATIONS,
+    *rope_scaling.RELATIONS,
+    *experts.RELATIONS,
+    *adapters.RELATIONS,
+)
 """Further relations in decks without a module of the user."""
 
 
@@ -104,6 +110,7 @@ def _transformer_problems(deck: Deck) -> list[DeckProblem]:
     """Return the problems of the sizes and the layout of a transformer."""
     return [
         *model.head_problems(deck),
+        *rope_scaling.rope_scaling_problems(deck),
         *model.parametrization_problems(deck),
         *experts.expert_problems(deck),
         *layout.transformer_layout_problems(deck),

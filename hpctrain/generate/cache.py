@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.memory.cache_plan import CachePlan
-from hpctrain.model.attention import Rotary
+from hpctrain.model.rotary import Rotary, RotaryFrequencies
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.kernels.function_library import PAGE
 from hpctrain.parallel.paged import LayerPages, TokenPositions
@@ -30,7 +30,7 @@ class KeyValueCache:
         self.turning: tuple[Tensor, ...] = ()
         if plan.form.turned:
             positions = torch.arange(plan.window, device=device)
-            self.turning = Rotary(positions, plan.form.head, shape.rope_base, plan.form.dtype).tables
+            self.turning = Rotary(positions, RotaryFrequencies.of(shape), plan.form.dtype).tables
         self.tables = torch.zeros((plan.sequences, plan.pages_per_sequence), dtype=torch.int64, device=device)
         self._free = list(range(plan.pages))[::-1]
         self._held: dict[int, list[int]] = {}

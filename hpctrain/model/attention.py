@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from hpctrain.data.documents import Documents
 from hpctrain.model.inputs import Cache
 from hpctrain.model.query_key_norm import QueryKeyNorm
+from hpctrain.model.rotary import Rotary
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.parallel.attention.all_to_all import all_to_all_attention
@@ -20,19 +20,6 @@ from hpctrain.parallel.kernels.layer_functions import rotate
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize
 from hpctrain.parallel.tensor import ColumnLinear, RowLinear, RowPartition
-
-
-class Rotary:
-    """Rotary position embedding (RoFormer, arXiv 2104.09864), halves rotated as in Llama.
-
-    Tables of cosine and sine [s, 1, 1, head size] for the given global positions [s].
-    """
-
-    def __init__(self, positions: Tensor, head_size: int, base: float, dtype: torch.dtype) -> None:
-        exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float64)
-        angles = torch.outer(positions.double(), base ** (-exponents / head_size))
-        angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
-        self.tables = angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 class Attention(nn.Module):

@@ -14,6 +14,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sections.experts import ExpertsTable
 from hpctrain.deck.sections.objective import SCORE_KINDS
+from hpctrain.deck.sections.rope_scaling import RopeScaling
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.width_scaling import STANDARD, WidthScaling
@@ -77,6 +78,7 @@ class ModelShape(Architecture):
     activation: str = ""
     dropout: float = 0.0
     rope_base: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
     norm_epsilon: float = 1e-5
     initial_std: float = 0.02
     router_dtype: Literal["fp32", "compute"] = "fp32"

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from hpctrain.model.attention import Attention, Rotary
+from hpctrain.model.attention import Attention
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.mixture import Mixture
 from hpctrain.model.norm import Norm
 from hpctrain.model.part import Computed, Layer, LayerRange, leaves, own_parameters
+from hpctrain.model.rotary import Rotary, RotaryFrequencies
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage, total
 from hpctrain.parallel.layer_context import LayerContext
@@ -402,7 +403,7 @@ class Transformer(nn.Module):
             rows = rows.chunk(tensor.size)[tensor.rank]
         if self.shape.family == "llama" and inputs.cache is None:
             positions = inputs.positions if self.rotary_positions is None else self.rotary_positions
-            rotary = Rotary(positions, self.shape.head_size, self.shape.rope_base, self.dtype)
+            rotary = Rotary(positions, RotaryFrequencies.of(self.shape), self.dtype)
         return Surroundings(inputs, rows, rotary, self.residency)
 
     def predict(self, hidden: Tensor, compute: Callable[[Any, Tensor], Computed]) -> Computed:

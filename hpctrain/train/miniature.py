@@ -28,6 +28,7 @@ from hpctrain.deck.sections.optimizer import (
     ScheduleFreeTable,
     SgdTable,
 )
+from hpctrain.deck.sections.rope_scaling import RopeScaling
 from hpctrain.engine.layer_placement import pipeline_form, split_by_flops
 from hpctrain.engine.name_patterns import check_patterns
 from hpctrain.errors import HpctrainError
@@ -107,6 +108,7 @@ def miniature(deck: Deck) -> Deck:
             **_few_experts(deck),
             **_base(deck, hidden),
             "adapters": _few_adapters(deck),
+            "rope_scaling": _few_divisors(deck),
         },
         batch={"sequence": 2 * layout.context * layout.tensor * 2},
     )
@@ -282,6 +284,17 @@ def _few_adapters(deck: Deck) -> Adapters | None:
         return None
     kinds = dict.fromkeys(re.sub(r"^blocks\.[^.]*\.", "", pattern) for pattern in adapters.targets)
     return adapters.model_copy(update={"rank": min(adapters.rank, _RANK), "targets": tuple(kinds)})
+
+
+def _few_divisors(deck: Deck) -> RopeScaling | None:
+    """Return the scaling of rotary positions with the divisors (longrope) of the heads of a miniature."""
+    scaling = deck.model.rope_scaling
+    if scaling is None or scaling.kind != "longrope":
+        return scaling
+    count = _HEAD_SIZE // 2
+    divisors = {name: getattr(scaling, name) for name in ("short_factors", "long_factors")}
+    few = {name: tuple(each[i * len(each) // count] for i in range(count)) for name, each in divisors.items()}
+    return scaling.model_copy(update=few)
 
 
 def _standing(deck: Deck, small: Deck, patterns: Sequence[str]) -> tuple[str, ...] | None:

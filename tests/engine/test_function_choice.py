@@ -38,6 +38,7 @@ from hpctrain.train.verify import verify_layout
 from tests.engines import LLAMA, reference, small_deck, trainer
 from tests.parallel.kernels.test_layer_functions import trapping
 from tests.plan.test_memory import expect_activations
+from tests.rope_scalings import YARN_KEYS
 from tests.train.test_run import DECK, write_deck
 
 COMPILE = "machine.compile=true"
@@ -45,7 +46,7 @@ CPU = torch.device("cpu")
 FAMILIES = {
     "gpt2": (),
     "llama": LLAMA,
-    "normed": (*LLAMA, "model.query_key_norm=head"),
+    "normed": (*LLAMA, "model.query_key_norm=head", *YARN_KEYS),
     "mixture": (*LLAMA, "model.experts.count=4", "model.experts.per_token=2", "model.experts.shared=1"),
 }
 

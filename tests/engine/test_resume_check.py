@@ -57,6 +57,7 @@ CHANGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "model.experts.capacity": (MIXTURE, (*MIXTURE, "model.experts.capacity=1.5")),
     "model.activation": (LLAMA, (*LLAMA, "model.activation=geglu")),
     "model.rope_base": (LLAMA, (*LLAMA, "model.rope_base=500")),
+    "model.rope_scaling": (LLAMA, (*LLAMA, 'model.rope_scaling={kind = "linear", factor = 2}')),
     "model.norm_epsilon": ((), ("model.norm_epsilon=1e-6",)),
     "model.parametrization": ((), MUP),
     "model.base_width": (MUP, (MUP[0], "model.base_width=16", MUP[2])),

@@ -26,6 +26,7 @@ from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, 
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.sharding.replication import Replications
 from tests.engines import make_buckets
+from tests.rope_scalings import SCALINGS, hf_rope_parameters
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -53,6 +54,7 @@ def of_transformers(family: str, tied: bool = False) -> torch.nn.Module:
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=40,
+            rope_parameters=hf_rope_parameters(SCALINGS["yarn"] if family == "yarn" else None, 10000.0),
             **sizes,
         )
         model = transformers.LlamaForCausalLM(config)
@@ -64,7 +66,7 @@ def of_transformers(family: str, tied: bool = False) -> torch.nn.Module:
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "yarn"])
 @pytest.mark.parametrize("by", ["torch", "compiled"])
 def test_greedy_text_is_that_of_transformers(world: World, mpi_tmp_path: Path, family: str, by: str) -> None:
     functions = TORCH if by == "torch" else CompiledFunctions(open_library(compile_functions()))

@@ -5,11 +5,14 @@ Tests of model/attention.py, model/part.py and model/transformer.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
+from hpctrain.comm.world import World
+from hpctrain.deck.sections.rope_scaling import RopeScaling
 from hpctrain.model.count import count
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import logits_of, parameter_list
@@ -21,6 +24,7 @@ from hpctrain.sharding.replica_sync import SyncEveryStep
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import GradientSynchronizer
 from tests.engines import alone, make_buckets
+from tests.rope_scalings import SCALINGS, hf_rope_parameters
 
 transformers = pytest.importorskip("transformers")
 
@@ -90,10 +94,11 @@ def gpt2_names(theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return ours
 
 
-def llama_reference() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+def llama_reference(scaling: RopeScaling | None = None) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     config = transformers.LlamaConfig(
         vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=24, rms_norm_eps=1e-6, rope_theta=10000.0,
+        num_key_value_heads=2, max_position_embeddings=12 if scaling and scaling.kind == "dynamic" else 24,
+        rms_norm_eps=1e-6, rope_parameters=hf_rope_parameters(scaling, 10000.0),
         tie_word_embeddings=False, attn_implementation="eager",
     )  # fmt: skip
     model = roughen(transformers.LlamaForCausalLM(config))
@@ -146,7 +151,25 @@ def llama_names(theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_loss_logits_and_gradients_are_those_of_transformers(shape: ModelShape, world) -> None:
     torch.manual_seed(0)
     make = {GPT2: gpt2_reference, LLAMA: llama_reference, QWEN3: qwen3_reference}[shape]
-    reference, weights = make()
+    names = {GPT2: gpt2_names, LLAMA: llama_names, QWEN3: qwen3_names}[shape]
+    expect_same_training(shape, *make(), names, world)
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_scaled_rotary_positions_are_those_of_transformers(name: str, world) -> None:
+    torch.manual_seed(0)
+    shape = replace(LLAMA, rope_scaling=SCALINGS[name])
+    expect_same_training(shape, *llama_reference(SCALINGS[name]), llama_names, world)
+
+
+def expect_same_training(
+    shape: ModelShape,
+    reference: torch.nn.Module,
+    weights: dict[str, torch.Tensor],
+    names: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    world: World,
+) -> None:
+    """Compare logits, loss and gradients of a model with those of `transformers` with the same weights."""
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -176,7 +199,6 @@ def test_loss_logits_and_gradients_are_those_of_transformers(shape: ModelShape, 
     ours.backward()
     synchronizer.finish()
     torch.testing.assert_close(ours.detach(), loss.detach(), rtol=1e-6, atol=1e-6)
-    names = {GPT2: gpt2_names, LLAMA: llama_names, QWEN3: qwen3_names}[shape]
     gradients = names({name: p.grad for name, p in reference.named_parameters() if p.grad is not None})
     for parameter in parameter_list(model):
         torch.testing.assert_close(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES, SCORED, HuggingFaceArchitecture
+from hpctrain.checkpoint.exchange.rope_parameters import RopeParametersReader, rope_config
 from hpctrain.deck.activations import ACTIVATIONS, imported_activation
 from hpctrain.deck.schema import fields
 from hpctrain.deck.sources import toml_value
@@ -59,10 +60,10 @@ class _Reading:
             given = "num_key_value_heads" in config
             shared = sizes["heads"] if given else architecture.key_value_heads or sizes["heads"]
             sizes["key_value_heads"] = self.size("num_key_value_heads", shared)
-            sizes["rope_base"] = self.rotary_base()
             size = config.get("head_dim", architecture.head_size)
             if size is not None:
                 sizes["head_size"] = self.size("head_dim", size)
+            sizes |= self.rotary_positions(sizes)
             self.check_windows(sizes["layers"])
         if architecture.mixture:
             sizes |= self.mixture(sizes)
@@ -100,10 +101,10 @@ class _Reading:
             return default
         return value
 
-    def number(self, key: str, default: float, config: Config | None = None, where: str = "") -> float:
-        value = (self.config if config is None else config).get(key, default)
+    def number(self, key: str, default: float) -> float:
+        value = self.config.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            self.problem(f"{where}{key}", value, "must be a number above 0")
+            self.problem(key, value, "must be a number above 0")
             return default
         return float(value)
 
@@ -114,19 +115,14 @@ class _Reading:
             return default
         return value
 
-    def rotary_base(self) -> float:
-        """The base of rotary angles: beside rope_scaling in older files, in rope_parameters in newer ones."""
-        base = self.number("rope_theta", self.architecture.rope_base)
-        for key in ("rope_scaling", "rope_parameters"):
-            rope = self.config.get(key)
-            if rope is None:
-                continue
-            kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
-            if kind != "default" or rope.get("partial_rotary_factor", 1) != 1:
-                self.problem(key, rope, "scaled rotary positions are unsupported")
-            else:
-                base = self.number("rope_theta", base, rope, f"{key}: ")
-        return base
+    def rotary_positions(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return our keys of rotary positions: their base, and the scaling of their frequencies."""
+        reader = RopeParametersReader(self.config, self.architecture.rope_base)
+        head_size = sizes.get("head_size", sizes["hidden"] // sizes["heads"])
+        base, scaling = reader.read(sizes["sequence"], head_size)
+        for problem in reader.problems:
+            self.problem(*problem)
+        return {"rope_base": base, "rope_scaling": scaling}
 
     def check_labels(self) -> None:
         """Of a head of scores there is one; a config that says nothing means two."""
@@ -237,8 +233,7 @@ def config_of(shape: ModelShape, dtype: str) -> dict[str, Any]:
             "num_key_value_heads": shape.key_value_heads,
             "head_dim": shape.head_size,
             "rms_norm_eps": shape.norm_epsilon,
-            "rope_theta": shape.rope_base,
-            "rope_parameters": {"rope_theta": shape.rope_base, "rope_type": "default"},
+            **rope_config(shape.rope_base, shape.rope_scaling),
             "attention_dropout": 0.0,
             **_mixture_keys(shape, architecture),
         }

@@ -21,6 +21,7 @@ from hpctrain.data.tokenizer_settings import (
     merge_ids,
     parse_ids,
 )
+from hpctrain.deck.sections.rope_scaling import RopeScaling
 from hpctrain.model.shape import ModelShape
 
 _ID = "_token_id"
@@ -77,13 +78,29 @@ def context_length(
 ) -> int:
     """Return the context length of the exported model, in tokens.
 
-    With rotary positions it is the longest of the imported model's, of earlier runs' and of this run's. With
-    learned positions it is their number.
+    With rotary positions it is the longest of the imported model's, of earlier runs' and of this run's, or
+    what their scaling determines. With learned positions it is their number.
     """
     imported = parse_ids(settings.file(MODEL_CONFIG).get(architecture.sizes["sequence"][0]))
     if shape.family == "gpt2":
         return shape.sequence
-    return max(shape.sequence, settings.context, *imported)
+    longest = max(shape.sequence, settings.context, *imported)
+    return longest if shape.rope_scaling is None else _scaled_context(shape.rope_scaling, longest)
+
+
+def _scaled_context(scaling: RopeScaling, longest: int) -> int:
+    """Return the context length of a model with scaled rotary positions.
+
+    In `transformers`, the frequencies of "dynamic" depend on it. That of "yarn" must be the scaled length,
+    and that of others must be longer than the original length.
+    """
+    original = scaling.original_sequence
+    if original is None:
+        return longest
+    if scaling.kind == "dynamic":
+        return original
+    is_scaled = scaling.kind == "yarn" or longest <= original
+    return max(longest, round(scaling.factor * original)) if is_scaled else longest
 
 
 def _context_keys(architecture: HuggingFaceArchitecture, config: Mapping[str, Any]) -> list[str]:

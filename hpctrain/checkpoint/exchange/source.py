@@ -38,6 +38,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.epochs import EpochReader
 from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.deck.sections.adapters import Adapters
+from hpctrain.deck.sections.rope_scaling import scaling_values
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, require_exists
 from hpctrain.model.construction import bare_model
@@ -117,6 +118,8 @@ def model_keys(shape: ModelShape) -> dict[str, object]:
         experts["experts.balance"] = shape.balance
     scaled = {} if by == STANDARD else {"parametrization": "mup", **base}
     own = {name: getattr(shape, name) for name in names}
+    if shape.rope_scaling is not None:
+        own |= {f"rope_scaling.{name}": value for name, value in scaling_values(shape.rope_scaling).items()}
     return own | (experts if shape.experts else {}) | scaled
 
 

@@ -10,7 +10,13 @@ from hpctrain.deck.convert.rule_table import Conversion, RuleTable, SourceOption
 from hpctrain.deck.convert.shell_script import parse_arguments
 
 _LAYER_LIST = re.compile(r"\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?")
-_LLAMA_ONLY = ("model.rope_base", "model.query_key_norm")
+_LLAMA_ONLY = (
+    "model.rope_base",
+    "model.query_key_norm",
+    "model.rope_scaling.kind",
+    "model.rope_scaling.factor",
+    "model.rope_scaling.original_sequence",
+)
 _BALANCE_OVER = {"aux_loss": "micro_batch", "seq_aux_loss": "sequence"}
 
 
@@ -127,6 +133,13 @@ def _ramp(value: object, options: SourceOptions) -> tuple[int, int]:
         )
     sizes = range(start, batch, increment)
     return start, sum(samples // len(sizes) // size for size in sizes)
+
+
+def _rope_scaling(value: object, options: SourceOptions) -> object:
+    """Return kind, factor and original length of the scaling of Llama 3, or None if it is switched off."""
+    if not switch(value):
+        return None
+    return "llama3", options.read("--rope-scaling-factor", number) or 8.0, 8192
 
 
 def _recompute(value: object, options: SourceOptions) -> object:

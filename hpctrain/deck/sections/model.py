@@ -15,6 +15,7 @@ from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sections.experts import LARGEST_SIZE, MOST_LAYERS, ExpertsTable
 from hpctrain.deck.sections.objective import SCORE_KINDS
 from hpctrain.deck.sections.optimizer import MuonTable
+from hpctrain.deck.sections.rope_scaling import RopeScaling
 from hpctrain.deck.sources import toml_value
 from hpctrain.text import either
 
@@ -109,6 +110,9 @@ class Model(Section):
     )
     dropout: float = key("Share of activations dropped in training.", 0.0, ge=0, lt=1)
     rope_base: float = key("Base of the rotary position angles (llama).", 10000.0, gt=0)
+    rope_scaling: RopeScaling | None = table(
+        "Scaling of the rotary position angles for longer sequences (llama).", derived="none: not scaled"
+    )
     norm_epsilon: float = key("Number that norms add to the variance.", 1e-5, gt=0)
     initial_std: float = key(
         "Standard deviation of initial weights; residual outputs divide it by sqrt(2 layers).",

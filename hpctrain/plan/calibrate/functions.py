@@ -16,10 +16,10 @@ from hpctrain.deck.activations import ACTIVATIONS, Activation
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.function_choice import functions_of, with_functions
 from hpctrain.engine.stage import make_groups
-from hpctrain.model.attention import Rotary
 from hpctrain.model.construction import build_parts
 from hpctrain.model.part import LayerRange
 from hpctrain.model.precision import Precision
+from hpctrain.model.rotary import Rotary, RotaryFrequencies
 from hpctrain.model.shape import ModelShape
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.parallel.kernels.layer_functions import LayerFunctions, rotate
@@ -159,7 +159,7 @@ class _Kinds:
         sizes = self.rows, 1, self.shape.hidden // size, size
         x = self.operands.take(*sizes).detach().requires_grad_()
         positions = torch.arange(self.rows, device=self.device)
-        tables = Rotary(positions, size, 1e4, self.dtype).tables
+        tables = Rotary(positions, RotaryFrequencies.of(self.shape), self.dtype).tables
         return _both(lambda: rotate(x, *tables), self.operands.take(*sizes), self.clock)
 
     def lookup(self) -> tuple[float, float]:

@@ -7,8 +7,10 @@ checkpoint/exchange/source.py and checkpoint/exchange/names.py beside checkpoint
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.replication import Replications
 from tests.engines import LLAMA, make_buckets, small_deck
+from tests.rope_scalings import SCALINGS, hf_rope_parameters
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -49,6 +52,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"num_key_value_heads": 4}),
     "llama-grouped": ("Llama", {"num_key_value_heads": 2, "rope_theta": 300.0, "rms_norm_eps": 1e-3}),
     "llama-heads": ("Llama", {"num_key_value_heads": 2, "head_dim": 6}),
+    **{
+        f"llama-{name}": (
+            "Llama",
+            {"num_key_value_heads": 2, "rope_parameters": hf_rope_parameters(each, 300.0)},
+        )
+        for name, each in SCALINGS.items()
+    },
     "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 12}),
     "gpt2-relu2": ("GPT2", {"activation_function": "relu2"}),
     "llama-geglu": ("Llama", {"num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh"}),
@@ -146,6 +156,19 @@ def rewritten(path: Path, out: Path, state: dict[str, Any], world: World) -> Non
     save(out, world.single_rank_world().everyone, entries, state)
 
 
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    """Fail if `transformers` warns of something in the block."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+    assert not records, [record.getMessage() for record in records]
+
+
 TOKENS = torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
@@ -162,7 +185,8 @@ def test_import_and_export_keep_logits_and_bits(name: str, world: World, tmp_pat
         told = export_model(world, tmp_path / "model.h5", tmp_path / "ours", None, 10**9)
         assert "fp32" in told and "1 file," in told and "without a tokenizer" in told
         assert_same_bits(tensors_of(tmp_path / "ours"), tensors_of(theirs))
-        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+        with no_warnings():
+            again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
         assert type(again) is type(model)
         assert torch.equal(again.eval()(TOKENS).logits, expected)
     import_model(world, tmp_path / "ours", tmp_path / "again.h5")
@@ -316,8 +340,13 @@ def change(folder: Path, changes: dict[str, Any], **nulls: None) -> None:
         ("llama", "attention_bias", True, "attention_bias = True"),
         ("llama", "mlp_bias", True, "mlp_bias = True"),
         ("llama", "sliding_window", 4096, "sliding_window = 4096"),
-        ("llama", "rope_scaling", {"type": "linear", "factor": 2.0}, "rope_scaling = {'type': 'linear'"),
-        ("llama", "rope_parameters", {"rope_type": "llama3"}, "rope_parameters = {'rope_type': 'llama3'}"),
+        (
+            "llama",
+            "rope_scaling",
+            {"type": "ntk", "factor": 2.0},
+            "rope_scaling: rope_type = 'ntk': unsupported",
+        ),
+        ("llama", "rope_parameters", {"rope_type": "llama3"}, "requires factor with rope_type = 'llama3'"),
         ("llama", "head_dim", 7, "head_dim = 7: must be even"),
         ("llama", "head_dim", 16, "q_proj.weight: has shape [32, 32], expected [64, 32]"),
         ("llama", "num_key_value_heads", 3, "num_key_value_heads = 3: must divide"),

@@ -161,6 +161,16 @@ def test_any_text_is_read(text: str) -> None:
             {"layers": 4, "hidden": 256, "heads": 8},
         ),
         ("--group-query-attention --num-query-groups 2", {"key_value_heads": 2}),
+        (
+            "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --use-rope-scaling"
+            " --rope-scaling-factor 32",
+            {
+                "rope_scaling.kind": "llama3",
+                "rope_scaling.factor": 32.0,
+                "rope_scaling.original_sequence": 8192,
+            },
+        ),
+        ("--num-layers 4 --use-rope-scaling", {"layers": 4}),
         ("--kv-channels 128 --vocab-size 512", {"head_size": 128, "vocabulary": 512}),
         ("--untie-embeddings-and-output-weights", {"tied": False}),
         ("--hidden-dropout 0.0 --attention-dropout 0", {"dropout": 0.0}),

@@ -1,0 +1,172 @@
+"""Rotary positions in config.json of `transformers`: their base and the scaling of their frequencies.
+
+Files of version 5 have both in `rope_parameters`. Older files have `rope_theta`, and beside it `rope_scaling`
+if the frequencies are scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import log
+from types import MappingProxyType
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from hpctrain.deck.key_messages import expected_value
+from hpctrain.deck.sections.rope_scaling import RopeScaling, keys_of_kind, scaling_problems, scaling_values
+from hpctrain.text import either
+
+Problem = tuple[str, object, str]
+"""Key of a config.json, its value, and what is wrong with it."""
+
+_ORIGINAL = "original_max_position_embeddings"
+_HF_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "kind": "rope_type",
+        "original_sequence": _ORIGINAL,
+        "low_frequency_factor": "low_freq_factor",
+        "high_frequency_factor": "high_freq_factor",
+        "short_factors": "short_factor",
+        "long_factors": "long_factor",
+    }
+)
+"""Names in a config.json of the keys of [model.rope_scaling] that have another name there."""
+
+_KINDS = get_args(RopeScaling.model_fields["kind"].annotation)
+
+
+class RopeParametersReader:
+    """Reader of the rotary positions of a config.json, which collects what is wrong with them.
+
+    Attributes:
+        problems: What is wrong, in the order in which it was found.
+    """
+
+    def __init__(self, config: Mapping[str, Any], default_base: float) -> None:
+        self.problems: list[Problem] = []
+        self._config = config
+        self._base = self._number("rope_theta", config.get("rope_theta"), default_base)
+
+    def read(self, sequence: int, head_size: int) -> tuple[float, RopeScaling | None]:
+        """Return the base of the frequencies and their scaling, None if they are not scaled.
+
+        If there are problems, the result is any valid value.
+
+        Args:
+            sequence: Value of max_position_embeddings.
+            head_size: Number of features of an attention head.
+        """
+        given = [key for key in ("rope_scaling", "rope_parameters") if self._config.get(key)]
+        found = [self._read_table(key, self._config[key], sequence, head_size) for key in given]
+        if len(found) == 2 and found[0] != found[1] and not self.problems:
+            self.problems.append((given[0], self._config[given[0]], f"contradicts {given[1]}"))
+        return found[0] if found else (self._base, None)
+
+    def _read_table(
+        self, key: str, table: object, sequence: int, head_size: int
+    ) -> tuple[float, RopeScaling | None]:
+        """Return the base and the scaling that `rope_scaling` or `rope_parameters` describes."""
+        before = len(self.problems)
+        if not isinstance(table, dict):
+            self.problems.append((key, table, "must be an object"))
+            return self._base, None
+        values = {name: value for name, value in table.items() if value is not None}
+        base = self._number(f"{key}: rope_theta", values.pop("rope_theta", None), self._base)
+        if (partial := values.pop("partial_rotary_factor", 1)) != 1:
+            told = "unsupported: rotary positions rotate whole heads"
+            self.problems.append((f"{key}: partial_rotary_factor", partial, told))
+        older_kind = values.pop("type", "default")
+        kind = values.pop("rope_type", older_kind)
+        if kind == "default":
+            return base, None
+        if kind not in _KINDS:
+            told = f"unsupported; expected {either(map(repr, ('default', *_KINDS)))}"
+            self.problems.append((f"{key}: rope_type", kind, told))
+            return base, None
+        if kind in {"dynamic", "linear"}:
+            values.pop(_ORIGINAL, None) if kind == "linear" else values.setdefault(_ORIGINAL, sequence)
+        else:
+            values[_ORIGINAL] = self._config.get(_ORIGINAL, values.get(_ORIGINAL, sequence))
+        _resolve_factors(kind, values, sequence)
+        scaling = self._scaling(key, kind, values)
+        if scaling is not None:
+            self.problems += _contradictions(key, scaling, sequence, head_size, base)
+        return base, scaling if len(self.problems) == before else None
+
+    def _scaling(self, key: str, kind: str, values: Mapping[str, object]) -> RopeScaling | None:
+        """Return the scaling that a table describes; None, with problems, if it is not valid."""
+        own_names = {_HF_KEYS.get(name, name): name for name in keys_of_kind(kind) if name != "kind"}
+        for name in sorted(values.keys() - own_names.keys()):
+            told = f"unsupported with rope_type = {kind!r}"
+            self.problems.append((f"{key}: {name}", values[name], told))
+        for name in ("factor", "short_factor", "long_factor"):
+            if name in own_names and name not in values:
+                self.problems.append((key, self._config[key], f"requires {name} with rope_type = {kind!r}"))
+                return None
+        fields = {own_names[name]: value for name, value in values.items() if name in own_names}
+        try:
+            return RopeScaling.model_validate({"kind": kind, **fields})
+        except ValidationError as error:
+            for each in error.errors(include_url=False):
+                own = str(each["loc"][0])
+                told = f"must be {expected_value(RopeScaling.model_fields[own])}"
+                self.problems.append((f"{key}: {_HF_KEYS.get(own, own)}", fields[own], told))
+        return None
+
+    def _number(self, key: str, value: object, default: float) -> float:
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            self.problems.append((key, value, "must be a number above 0"))
+            return default
+        return float(value)
+
+
+def _resolve_factors(kind: str, values: dict[str, Any], sequence: int) -> None:
+    """Replace what `transformers` derives from further keys by the factor and the attention factor."""
+    has_original = kind in {"yarn", "longrope"} and _is_number(values[_ORIGINAL])
+    if has_original and "factor" not in values:
+        values["factor"] = max(1.0, sequence / values[_ORIGINAL])
+    if kind != "yarn":
+        return
+    for name in ("beta_fast", "beta_slow"):
+        if not values.get(name, True):
+            del values[name]
+    scales = values.pop("mscale", None), values.pop("mscale_all_dim", None)
+    if "attention_factor" not in values and all(map(_is_number, (*scales, values.get("factor")))):
+        numerator, denominator = (0.1 * scale * log(max(1.0, values["factor"])) + 1 for scale in scales)
+        values["attention_factor"] = numerator / denominator
+
+
+def _is_number(value: object) -> bool:
+    """Return True for a number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _contradictions(
+    key: str, scaling: RopeScaling, sequence: int, head_size: int, base: float
+) -> Iterator[Problem]:
+    """Yield the problems of a scaling whose keys are valid by themselves."""
+    for name, sentence in scaling_problems(scaling, head_size, base):
+        yield f"{key}: {_HF_KEYS.get(name, name)}", getattr(scaling, name), sentence
+    original = scaling.original_sequence
+    if original is not None and original > sequence:
+        sentence = f"must be at most max_position_embeddings = {sequence}"
+        yield f"{key}: {_ORIGINAL}", original, sentence
+
+
+def rope_config(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
+    """Return the keys of a config.json that describe rotary positions, those of old and new versions."""
+    if scaling is None:
+        return {"rope_theta": base, "rope_parameters": {"rope_theta": base, "rope_type": "default"}}
+    values = {
+        _HF_KEYS.get(name, name): list(value) if isinstance(value, tuple) else value
+        for name, value in scaling_values(scaling).items()
+        if (scaling.kind, name) != ("dynamic", "original_sequence")
+    }
+    return {
+        "rope_theta": base,
+        "rope_scaling": values,
+        "rope_parameters": {"rope_theta": base, **values},
+    }

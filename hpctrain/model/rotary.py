@@ -1,0 +1,118 @@
+"""Rotary positions: frequencies, which may be scaled for longer sequences, and tables of cosine and sine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, floor, log, pi, sqrt
+
+import torch
+from torch import Tensor
+
+from hpctrain.deck.sections.rope_scaling import RopeScaling
+from hpctrain.model.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class RotaryFrequencies:
+    """Frequencies of the rotary positions of a model, by which its queries and keys are rotated.
+
+    Attributes:
+        head_size: Number of features of an attention head, all of which are rotated in pairs.
+        base: Base of the frequencies: that of pair i is base ** (-2 i / head_size) before scaling.
+        scaling: Scaling of the frequencies for sequences that got longer; None for none.
+        sequence: Length of the model's sequences, in tokens, on which "dynamic" and "longrope" depend. It is
+            the same for shorter texts.
+    """
+
+    head_size: int
+    base: float
+    scaling: RopeScaling | None
+    sequence: int
+
+    @staticmethod
+    def of(shape: ModelShape) -> RotaryFrequencies:
+        """Return the frequencies of a model whose family has rotary positions."""
+        return RotaryFrequencies(shape.head_size, shape.rope_base, shape.rope_scaling, shape.sequence)
+
+    def angles_per_position(self, device: torch.device) -> Tensor:
+        """Return the angle of each pair of features per position, in radians: [head size / 2] in fp64."""
+        exponents = torch.arange(0, self.head_size, 2, device=device, dtype=torch.float64)
+        match self.scaling:
+            case None:
+                return self._powers(self.base, exponents)
+            case RopeScaling(kind="linear", factor=factor):
+                return self._powers(self.base, exponents) / factor
+            case RopeScaling(kind="dynamic") as scaling:
+                return self._powers(self._dynamic_base(scaling), exponents)
+            case RopeScaling(kind="llama3") as scaling:
+                return _by_wavelength(self._powers(self.base, exponents), scaling)
+            case RopeScaling(kind="yarn") as scaling:
+                return self._by_index(self._powers(self.base, exponents), scaling)
+            case scaling:
+                is_longer = self.sequence > _original(scaling)
+                divisors = scaling.long_factors if is_longer else scaling.short_factors
+                return self._powers(self.base, exponents) / exponents.new_tensor(divisors)
+
+    @property
+    def attention_factor(self) -> float:
+        """Factor by which rotated queries and rotated keys are multiplied; 1 for most kinds of scaling."""
+        scaling = self.scaling
+        if scaling is None or scaling.kind not in {"yarn", "longrope"}:
+            return 1.0
+        if scaling.attention_factor is not None:
+            return scaling.attention_factor
+        if scaling.kind == "yarn":
+            return 0.1 * log(scaling.factor) + 1
+        return sqrt(1 + log(scaling.factor) / log(_original(scaling)))
+
+    def _powers(self, base: float, exponents: Tensor) -> Tensor:
+        return base ** (-exponents / self.head_size)
+
+    def _dynamic_base(self, scaling: RopeScaling) -> float:
+        """Return the base that gives the lowest frequency the range of the longer sequence (NTK)."""
+        factor, original = scaling.factor, _original(scaling)
+        longer = factor * max(self.sequence, original) / original - (factor - 1)
+        return float(self.base * longer ** (self.head_size / (self.head_size - 2)))
+
+    def _by_index(self, frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+        """Divide the low frequencies by the factor, and those between partly, by their index (YaRN)."""
+        first, last = (self._index(scaling, turns) for turns in (scaling.beta_fast, scaling.beta_slow))
+        if scaling.truncate:
+            first, last = floor(first), ceil(last)
+        first, last = max(first, 0), min(last, self.head_size - 1)
+        if first == last:
+            last += 0.001
+        indices = torch.arange(self.head_size // 2, device=frequencies.device, dtype=torch.float64)
+        divided = ((indices - first) / (last - first)).clamp(0, 1)
+        return frequencies / scaling.factor * divided + frequencies * (1 - divided)
+
+    def _index(self, scaling: RopeScaling, turns: float) -> float:
+        """Return the index of the pair that makes so many turns in the original sequence, as a fraction."""
+        return self.head_size * log(_original(scaling) / (turns * 2 * pi)) / (2 * log(self.base))
+
+
+class Rotary:
+    """Rotary position embedding (RoFormer, arXiv 2104.09864), halves rotated as in Llama.
+
+    `tables` are cosine and sine [s, 1, 1, head size] for the given global positions [s], both multiplied by
+    the attention factor of the frequencies.
+    """
+
+    def __init__(self, positions: Tensor, frequencies: RotaryFrequencies, dtype: torch.dtype) -> None:
+        angles = torch.outer(positions.double(), frequencies.angles_per_position(positions.device))
+        angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        factor = frequencies.attention_factor
+        self.tables = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def _by_wavelength(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Divide the low frequencies by the factor, and those between partly, by their turns (Llama 3)."""
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    turns = _original(scaling) * frequencies / (2 * pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies / scaling.factor * (1 - kept) + frequencies * kept
+
+
+def _original(scaling: RopeScaling) -> int:
+    assert scaling.original_sequence is not None, scaling
+    return scaling.original_sequence

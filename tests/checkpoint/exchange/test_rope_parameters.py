@@ -1,0 +1,184 @@
+"""Rotary positions of config.json: both generations of files, published ones, and what is refused."""
+
+from __future__ import annotations
+
+from math import log
+from typing import Any
+
+import pytest
+
+from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES
+from hpctrain.checkpoint.exchange.hugging_face import config_of, shape_of
+from hpctrain.checkpoint.exchange.model_files import context_length
+from hpctrain.checkpoint.exchange.source import model_keys
+from hpctrain.data.tokenizer_settings import TokenizerSettings
+from hpctrain.deck.sections.rope_scaling import RopeScaling
+from hpctrain.errors import HpctrainError
+from tests.rope_scalings import SCALINGS
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 48,
+    "rope_theta": 500000.0,
+}
+LLAMA_3_1 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 12}
+
+
+def read(scaling: dict[str, Any] | None, **keys: Any) -> RopeScaling | None:
+    return shape_of({**LLAMA, "rope_scaling": scaling, **keys}, "config.json").rope_scaling
+
+
+def test_both_generations_are_read() -> None:
+    expected = RopeScaling(
+        kind="llama3",
+        factor=8.0,
+        original_sequence=8192,
+        low_frequency_factor=1.0,
+        high_frequency_factor=4.0,
+    )
+    long = {"max_position_embeddings": 131072}
+    new = {"rope_parameters": {**LLAMA_3_1, "rope_theta": 7.0}}
+    assert read(LLAMA_3_1, **long) == expected
+    shape = shape_of({**LLAMA, **long, **new}, "config.json")
+    assert (shape.rope_scaling, shape.rope_base) == (expected, 7.0)
+    assert shape_of({**LLAMA, **long, "rope_parameters": LLAMA_3_1}, "config.json").rope_base == 500000.0
+    assert read(LLAMA_3_1, **long, rope_parameters={**LLAMA_3_1, "rope_theta": 500000.0}) == expected
+    assert read({"type": "linear", "factor": 2}) == RopeScaling(kind="linear", factor=2.0)
+    assert read({"type": "default"}) is None and read({}) is None and read(None) is None
+
+
+@pytest.mark.parametrize(
+    ("scaling", "keys", "expected"),
+    [
+        ({"type": "dynamic", "factor": 2.0}, {}, {"factor": 2.0, "original_sequence": 48}),
+        ({"type": "yarn", "factor": 4.0}, {}, {"factor": 4.0, "original_sequence": 48}),
+        ({"type": "yarn", "original_max_position_embeddings": 16}, {}, {"factor": 3.0}),
+        (
+            {"type": "yarn", **YARN, "beta_fast": None, "beta_slow": 0},
+            {},
+            {"beta_fast": 32, "beta_slow": 1},
+        ),
+        (
+            {"type": "yarn", **YARN, "mscale": 2.0, "mscale_all_dim": 0.5},
+            {},
+            {"attention_factor": (0.2 * log(4) + 1) / (0.05 * log(4) + 1)},
+        ),
+        ({"type": "yarn", **YARN, "mscale": 2.0, "mscale_all_dim": 0}, {}, {"attention_factor": None}),
+        (
+            {"type": "longrope", "short_factor": [1] * 4, "long_factor": [2, 3, 4, 5]},
+            {"original_max_position_embeddings": 16},
+            {"factor": 3.0, "original_sequence": 16, "long_factors": (2.0, 3.0, 4.0, 5.0)},
+        ),
+    ],
+)
+def test_derived_values_are_those_of_transformers(
+    scaling: dict[str, Any], keys: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = read(scaling, **keys)
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("scaling", "keys", "told"),
+    [
+        (
+            {"type": "ntk", "factor": 2.0},
+            {},
+            "rope_scaling: rope_type = 'ntk': unsupported; expected 'default'",
+        ),
+        ({"type": ["yarn"]}, {}, "rope_scaling: rope_type = ['yarn']: unsupported"),
+        ("yarn", {}, "rope_scaling = 'yarn': must be an object"),
+        ({"type": "linear"}, {}, "requires factor with rope_type = 'linear'"),
+        ({"type": "linear", "factor": -2.0}, {}, "factor = -2.0: must be a number from 1 to 1000000"),
+        ({"type": "linear", "factor": "2"}, {}, "rope_scaling: factor = '2': must be a number from 1 to"),
+        ({"type": "linear", "factor": 2.0, "beta_fast": 3}, {}, "beta_fast = 3: unsupported with rope_type"),
+        (
+            {"type": "linear", "factor": 2.0, "surprise": 3},
+            {},
+            "rope_scaling: surprise = 3: unsupported",
+        ),
+        ({"type": "linear", "factor": 2.0, "rope_theta": 0}, {}, "rope_theta = 0: must be a number above 0"),
+        (
+            {"type": "linear", "factor": 2, "partial_rotary_factor": 0.5},
+            {},
+            "partial_rotary_factor = 0.5",
+        ),
+        (
+            {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 49},
+            {},
+            "original_max_position_embeddings = 49: must be at most max_position_embeddings = 48",
+        ),
+        (
+            {"type": "yarn", **YARN},
+            {"rope_theta": 1.0},
+            "rope_type = 'yarn': requires a base above 1",
+        ),
+        ({"type": "yarn", **YARN, "truncate": 1}, {}, "rope_scaling: truncate = 1: must be true or false"),
+        (
+            {"type": "longrope", "factor": 2, "short_factor": [1, 2], "long_factor": [1, 2, 3, 4]},
+            {},
+            "short_factor = (1.0, 2.0): must have 4 numbers, half of the head size, but it has 2",
+        ),
+        (
+            {"type": "longrope", "factor": 2, "short_factor": [1, 2, 3, 0], "long_factor": [1, 2, 3, 4]},
+            {},
+            "must have numbers above 0",
+        ),
+        ({"type": "longrope", "factor": 2, "short_factor": [1, 2, 3, 4]}, {}, "requires long_factor with"),
+        (
+            {"type": "linear", "factor": 2.0},
+            {"rope_parameters": {"rope_type": "linear", "factor": 3.0}},
+            "contradicts rope_parameters",
+        ),
+        (None, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: unsupported"),
+    ],
+)
+def test_configs_that_are_refused(scaling: Any, keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(HpctrainError) as caught:
+        read(scaling, **keys)
+    assert caught.value.exit_code == 2
+    assert told in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_config_says_what_was_read(name: str) -> None:
+    scaling = SCALINGS[name]
+    longest = 12 if name == "dynamic" else 48
+    shape = shape_of({**LLAMA, "max_position_embeddings": longest}, "config.json")
+    shape = type(shape)(**{**vars(shape), "rope_scaling": scaling})
+    config = config_of(shape, "float32")
+    assert shape_of(config, "config.json") == shape
+    assert shape_of({**config, "rope_scaling": None}, "config.json") == shape
+    assert shape_of({**config, "rope_parameters": None}, "config.json") == shape
+    keys = {key: value for key, value in model_keys(shape).items() if key.startswith("rope_scaling.")}
+    assert keys["rope_scaling.kind"] == scaling.kind
+    assert ("rope_scaling.beta_fast" in keys) == (scaling.kind == "yarn")
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence", "imported", "expected"),
+    [
+        ("linear", 8, 0, 8),
+        ("dynamic", 24, 0, 12),
+        ("llama3", 8, 0, 128),
+        ("llama3", 8, 24, 24),
+        ("yarn", 8, 0, 48),
+        ("yarn", 24, 12, 48),
+        ("yarn", 100, 0, 100),
+        ("longrope", 24, 0, 24),
+    ],
+)
+def test_context_length_fits_the_scaling(name: str, sequence: int, imported: int, expected: int) -> None:
+    shape = shape_of({**LLAMA, "max_position_embeddings": sequence}, "config.json")
+    shape = type(shape)(**{**vars(shape), "rope_scaling": SCALINGS[name]})
+    settings = TokenizerSettings(context=imported)
+    assert context_length(shape, ARCHITECTURES["LlamaForCausalLM"], settings) == expected
