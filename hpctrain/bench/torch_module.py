@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from hpctrain.model.modules.initial_values import first_module
+from hpctrain.model.modules.initial_values import build_initial_module
 from hpctrain.model.modules.module_architecture import ModuleArchitecture
-from hpctrain.model.modules.module_call import logits_of
+from hpctrain.model.modules.module_call import find_logits
 
 
 class TorchModule(nn.Module):
@@ -14,11 +14,11 @@ class TorchModule(nn.Module):
 
     def __init__(self, architecture: ModuleArchitecture, seed: int) -> None:
         super().__init__()
-        self.module = first_module(architecture, seed).float()
-        self._call = architecture.call(self.module)
+        self.module = build_initial_module(architecture, seed).float()
+        self._module_call = architecture.call(self.module)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, s] -> [b, s, V]."""
-        logits = logits_of(self._call({"tokens": tokens}))
+        logits = find_logits(self._module_call({"tokens": tokens}))
         assert isinstance(logits, Tensor)
         return logits

@@ -18,8 +18,8 @@ from hpctrain.model.frozen import freeze_all_but_adapters
 from hpctrain.model.initialize import initialize
 from hpctrain.model.modules.initial_values import initialize_module
 from hpctrain.model.modules.module_architecture import ModuleArchitecture
-from hpctrain.model.modules.module_part import module_parts
-from hpctrain.model.modules.pipeline.stage_split import module_split_problems, require_order
+from hpctrain.model.modules.module_part import build_module_parts
+from hpctrain.model.modules.pipeline.stage_split import module_split_problems, require_call_order
 from hpctrain.model.part import LayerRange, ModelPart
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
@@ -61,7 +61,7 @@ def _initialize_transformers(
 
 MAKERS: Mapping[type[Architecture], Maker] = {
     ModelShape: Maker(_transformers, _initialize_transformers),
-    ModuleArchitecture: Maker(module_parts, initialize_module, module_split_problems),
+    ModuleArchitecture: Maker(build_module_parts, initialize_module, module_split_problems),
 }
 
 
@@ -72,7 +72,7 @@ def architecture_of(deck: Deck, vocabulary: int) -> Architecture:
     if deck.model.module is None:
         return ModelShape.of(deck, vocabulary)
     architecture = ModuleArchitecture.of(deck)
-    require_order(deck, architecture)
+    require_call_order(deck, architecture)
     return architecture
 
 

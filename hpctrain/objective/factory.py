@@ -6,7 +6,7 @@ from hpctrain.data.dataset import dataset_of
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.errors import HpctrainError
-from hpctrain.model.modules.module_call import ANSWERS
+from hpctrain.model.modules.module_call import TARGET_FIELDS
 from hpctrain.objective.dpo import DirectPreference
 from hpctrain.objective.module_loss import ModuleClassification, ModuleNextToken, load_user_loss
 from hpctrain.objective.next_token import NextToken
@@ -68,10 +68,10 @@ def _classification_objective(deck: Deck) -> Objective:
         HpctrainError: The dataset has no classes.
     """
     forms = dataset_of(deck).forms
-    name = next((name for name in ANSWERS if name in forms), None)
+    name = next((name for name in TARGET_FIELDS if name in forms), None)
     remedy = "add one, or set model.loss"
     if name is None:
-        sentence = f"has no entry {' or '.join(ANSWERS)} in its batches ({', '.join(forms)}) ({remedy})"
+        sentence = f"has no entry {' or '.join(TARGET_FIELDS)} in its batches ({', '.join(forms)}) ({remedy})"
         raise HpctrainError(deck.problem("data.dataset", sentence))
     form = forms[name]
     if form.dtype.is_floating_point or form.dtype.is_complex or len(form.shape) > 1:

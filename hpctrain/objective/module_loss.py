@@ -18,7 +18,7 @@ from hpctrain.deck.code import NamedCode
 from hpctrain.deck.user_code import import_function, run_user_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.model.modules.module_call import logits_of
+from hpctrain.model.modules.module_call import find_logits
 from hpctrain.model.modules.tensor_parallel.apply_plan import SplitHead, SplitOutputs
 from hpctrain.objective.next_token import CrossEntropy, NextToken
 from hpctrain.objective.objective import Losses, LossFunction
@@ -229,7 +229,7 @@ def _cross_entropy(outputs: Any, targets: Tensor, scale: Tensor, z_loss: float) 
 
 def _require_logits(outputs: Any, targets: Tensor) -> Tensor:
     """Return the logits among the outputs of a module, after checking that there is a row for each target."""
-    logits, shape = logits_of(outputs), targets.shape
+    logits, shape = find_logits(outputs), targets.shape
     if logits is None:
         kind = type(outputs).__name__
         raise HpctrainError(f"model.module: returns {kind} without logits (set model.loss)")

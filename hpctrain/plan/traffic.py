@@ -30,9 +30,9 @@ from hpctrain.memory.saved_bytes import part_bytes
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import architecture_of, layer_kinds
 from hpctrain.model.count import count
-from hpctrain.model.modules.meta_device import as_with_values
+from hpctrain.model.modules.meta_device import simulated_host
 from hpctrain.model.modules.module_architecture import ModuleArchitecture
-from hpctrain.model.modules.module_trace import example_of
+from hpctrain.model.modules.module_trace import example_inputs
 from hpctrain.objective.factory import make_objective
 from hpctrain.optim.optimizer import refresh
 from hpctrain.parallel.sequence import context_positions
@@ -352,8 +352,8 @@ def _run(
         batch = PreparedBatch.of(MicroBatch.of_tokens(tokens, tokens), objective, one, positions, None)
         running: AbstractContextManager[object] = META
         if isinstance(architecture, ModuleArchitecture):
-            inputs = example_of(architecture, deck.batch.micro_size)
-            batch, running = PreparedBatch(inputs, objective.losses(inputs, one)), as_with_values()
+            inputs = example_inputs(architecture, deck.batch.micro_size)
+            batch, running = PreparedBatch(inputs, objective.losses(inputs, one)), simulated_host()
         stage.synchronizer.start(passes)
     with running, stage.weight_maxima.known(), stage.residency.step(("rehearsed", passes)):
         executor.run(schedule, [batch] * passes)

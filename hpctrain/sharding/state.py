@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hpctrain.comm.group import Group
 from hpctrain.memory.accounts import storage_bytes
 from hpctrain.memory.scratch import Flat
-from hpctrain.model.modules.module_buffers import KIND as BUFFER
+from hpctrain.model.modules.module_buffers import BUFFER_KIND as BUFFER
 from hpctrain.parallel.fp8.history import HISTORY_KIND as HISTORY
 from hpctrain.parallel.shards import Shard
 from hpctrain.parallel.step_statistics import UsesStatistics

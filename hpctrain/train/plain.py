@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from hpctrain.data.batches import MicroBatch
 from hpctrain.engine.build import Engine
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.model.modules.initial_values import HOST, seeded
+from hpctrain.model.modules.initial_values import HOST, seeded_random_numbers
 from hpctrain.model.modules.module_architecture import ModuleArchitecture
 from hpctrain.model.modules.module_call import ModuleCall
-from hpctrain.model.modules.pipeline.stage_forward import seed_draws
+from hpctrain.model.modules.pipeline.stage_forward import seed_random_numbers
 from hpctrain.objective.objective import LossFunction
 from hpctrain.train.outputs import outputs_of
 from hpctrain.train.trainer import Trainer
@@ -36,7 +36,7 @@ def bare_module(engine: Engine, seed: int) -> nn.Module:
     """A module as its own code builds it, untouched."""
     architecture = engine.architecture
     assert isinstance(architecture, ModuleArchitecture)
-    with seeded(seed):
+    with seeded_random_numbers(seed):
         return architecture.build(HOST)
 
 
@@ -68,7 +68,7 @@ def plain_figures(trainer: Trainer, weights: Mapping[str, Tensor], watched: int 
         for number, micro in enumerate(read):
             dropout = step.dropout_source(trainer.state, number)
             if dropout is not None:
-                seed_draws(dropout)
+                seed_random_numbers(dropout)
             with outputs_of({module: lambda: True} if number < watched else {}) as given:
                 losses = losses_of(engine, micro)(call(micro.fields))
             outputs += [given] if number < watched else []

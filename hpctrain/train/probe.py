@@ -75,7 +75,7 @@ def _passes(call: ModuleCall, micro: MicroBatch) -> Iterator[ProbeFinding]:
     module = call.module
     kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
     # Fractions in the format in which the module gets them, so that it gets these themselves, and no copies.
-    micro = MicroBatch(call.taken(micro.fields))
+    micro = MicroBatch(call.convert(micro.fields))
     before = _attributes(module)
     given = _copied(micro)
     first = _outputs(call, given, _SEED, _SEED)

@@ -14,7 +14,7 @@ from hpctrain.checkpoint.exchange.source import load_source
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.errors import HpctrainError
-from hpctrain.model.modules.module_buffers import KIND as BUFFER
+from hpctrain.model.modules.module_buffers import BUFFER_KIND as BUFFER
 from hpctrain.model.modules.module_part import ModulePart
 from hpctrain.sharding.synchronize import check_replicas
 

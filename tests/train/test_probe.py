@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.data.batches import MicroBatch
-from hpctrain.model.modules.module_call import call_of
+from hpctrain.model.modules.module_call import make_call
 from hpctrain.objective.objective import Losses, LossFunction
 from hpctrain.train.probe import probe
 
@@ -29,7 +29,7 @@ def found(
 
         return of_outputs
 
-    call = call_of(module.double(), fields, ["x"])
+    call = make_call(module.double(), fields, ["x"])
     return [(each.sentence, each.fails) for each in probe(call, MicroBatch(fields), losses)]
 
 

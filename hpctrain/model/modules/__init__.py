@@ -1,17 +1,45 @@
-"""Modules that users bring: any `torch.nn.Module` as a ModelPart.
+"""Modules that users bring: any `torch.nn.Module` becomes a ModelPart, without changes to its code.
 
-The module is built once on every rank in host memory, under random numbers of `run.seed` (`initial`), after
-`find` has turned the name in the deck into a function. Its parameters then become parameters of hpctrain in
-place, under their own names (`part`, `layers`, `holding`, `buffers`). Before that, `architecture`, `on_meta`,
-`trace` and `twin` run it on torch's device "meta" to find its parameters, saved activations and FLOPs.
+The module is a black box with parameters, buffers and a forward method. hpctrain needs to know more about
+it: which parameters belong together, what autograd saves, and what passes from block to block. It finds
+that by running the module on torch's device "meta". It trains the module by replacing parameters and some
+layers in place, so that the user's forward method runs as it is. These are the parts, in the order of a
+start:
 
-Tensor plans, of the user (`plan`) or of transformers (`own_plan`), replace layers (`split`, `parallel`,
-`experts`, `across`). For a pipeline, `order` and `structure` observe one pass without values, and `cut`
-divides the module. A stage runs the module's own code (`passage`): calls of blocks of other stages return
-what arrived from them. `arguments` (ModuleCall) turns the fields of a micro-batch into arguments.
+1. `instantiate` imports the function or class that `model.module` names, and calls it.
+2. `module_call` decides which fields of a micro-batch become which arguments of the module.
+3. `module_architecture` builds the module on "meta", finds its blocks, and reports all reasons why it
+   cannot be trained as the deck says. The result, a ModuleArchitecture, is what the planner and the engine
+   work with.
+4. `tensor_parallel/` splits layers over tensor ranks, with `layout.tensor` above 1. `split_plan` reads the
+   deck's table of patterns, `transformers_plan` the plan that a model of Hugging Face has itself.
+   `apply_plan` replaces the layers by those of `parallel_layers`, and `activation_collectives` has the
+   collectives between split and complete activations. `unsplit_linear` computes all other linear layers
+   with hpctrain's matrix products.
+5. `pipeline/` divides the module between blocks, with `layout.pipeline` above 1. `call_order` observes one
+   pass on "meta" and finds which tensors pass from block to block. `stage_split` derives what stages send,
+   and refuses splits that are impossible. `stage_forward` runs the module's own code on one stage: calls of
+   blocks of earlier stages return what arrived from them, and the code is left after the stage's last
+   block.
+6. `part_contents` replaces the module's parameters by hpctrain's, under their own names, and groups them
+   into the layers of `module_layers`: one for each block, one for all else. `module_buffers` allocates the
+   buffers.
+7. `module_part` is the ModelPart: it gathers parameters, runs a pass, and reports gradients as complete.
+8. `module_trace` runs a part on "meta" and tells the planner what each layer saves and computes.
+   `meta_device` makes "meta" behave like a CPU or GPU during that pass.
+9. `initial_values` builds the module once in host memory on each rank, with random numbers that depend on
+   `run.seed` alone, and copies the elements that this rank owns.
 
-These are errors: blocks that change their input in place, if they are recomputed or gathered; writing into
-sharded parameters; complex parameters; blocks of stages that are not called once and in order.
+Example: for a module with `layers.0` to `layers.3` and `blocks = "layers.*"` on two stages, each rank
+builds the module on "meta". Stage 1 keeps the parameters of `layers.2` and `layers.3`; those of `layers.0`
+and `layers.1` become zeros without memory. In a pass, stage 1 runs the module's forward method from its
+beginning. The calls of `layers.0` and `layers.1` return at once: the second one returns the tensor that
+stage 0 has sent.
 
-A new style of tensor plans belongs in `STYLES` of `plan`, and its layer in `split`.
+HpctrainErrors with a fix refuse what cannot work: blocks that change their input in place and are
+recomputed or gathered, writes to sharded parameters, complex parameters, and blocks that stages do not call
+once and in order.
+
+To add a style of tensor parallelism, add it to `STYLES` in `split_plan`, its checks to `_rule_problems`,
+and its replacement to `apply_plan`.
 """

@@ -1,8 +1,8 @@
-"""Initial values of a module that users bring: those that it gives itself.
+"""Initial values of a user's module: those that its own code computes.
 
-Every rank builds the module once in host memory, under random numbers that are functions of the seed alone,
-and takes from it, by name, the elements that it owns. So they are equal on every layout, whatever the module
-does to make them; for that moment a rank has memory for one copy in the formats that the module chooses.
+Every rank builds the module once in host memory, with random numbers that depend on the seed alone, and takes
+the elements that it owns by name. So the values are equal on every layout. During that moment a rank needs
+memory for one copy in the module's own dtypes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ HOST = torch.device("cpu")
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Random numbers of torch, numpy and Python are functions of the seed within, and go on as before after
-    it.
-    """
+def seeded_random_numbers(seed: int) -> Iterator[None]:
+    """Seed the random numbers of torch, NumPy and Python inside the context, and restore them afterwards."""
     key = key_of(seed, "module") & 0x7FFFFFFFFFFFFFFF
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=[]):
@@ -47,37 +45,48 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Forms:
-    """What a module has to train and to keep: shapes of parameters and buffers by name; names by the first
-    one of the same parameter; and the parameters that are trained.
+class ModuleForm:
+    """Parameters and buffers of a module without their values.
+
+    Attributes:
+        shapes: Shape of each parameter and buffer, by name.
+        first_names: First name of each parameter, by each of its names.
+        trained: Names of parameters that require a gradient.
     """
 
     shapes: Mapping[str, list[int]]
-    firsts: Mapping[str, str]
+    first_names: Mapping[str, str]
     trained: frozenset[str]
 
     @staticmethod
-    def of(module: nn.Module) -> Forms:
-        """Those of a module."""
+    def of(module: nn.Module) -> ModuleForm:
+        """Return the form of a module."""
         known: dict[nn.Parameter, str] = {}
         named = dict(module.named_parameters(remove_duplicate=False))
-        firsts = {name: known.setdefault(each, name) for name, each in named.items()}
+        first_names = {name: known.setdefault(each, name) for name, each in named.items()}
         every = named | dict(module.named_buffers(remove_duplicate=False))
         shapes = {name: list(each.shape) for name, each in every.items()}
-        return Forms(shapes, firsts, frozenset(name for name, each in named.items() if each.requires_grad))
+        return ModuleForm(
+            shapes, first_names, frozenset(name for name, each in named.items() if each.requires_grad)
+        )
 
 
 @torch.no_grad()
-def first_module(architecture: ModuleArchitecture, seed: int) -> nn.Module:
-    """A module in host memory, with the values that a run begins with. HpctrainError where it, or what
-    changes its values, makes others than it is to have.
+def build_initial_module(architecture: ModuleArchitecture, seed: int) -> nn.Module:
+    """Return a module in host memory with its initial values.
+
+    Raises:
+        HpctrainError: The module, or the user's function that changes its values, makes other parameters or
+            buffers than the architecture has.
     """
-    with seeded(seed):
-        twin = architecture.build(HOST)
-        _require_same(Forms.of(architecture.sketch()), Forms.of(twin), architecture.title)
+    with seeded_random_numbers(seed):
+        module = architecture.build(HOST)
+        _require_same_form(
+            ModuleForm.of(architecture.copy_on_meta()), ModuleForm.of(module), architecture.title
+        )
         if architecture.initial is not None:
-            _change(twin, architecture.initial)
-    return twin
+            _apply_user_function(module, architecture.initial)
+    return module
 
 
 @torch.no_grad()
@@ -88,12 +97,12 @@ def initialize_module(
     seed: int,
     roughness: float = 0.0,
 ) -> None:
-    """See `initialize_parts`. Errors as in `first_module`."""
-    twin = first_module(architecture, seed)
-    values = dict(twin.named_parameters(remove_duplicate=False))
+    """Fill parameters and buffers with the initial values of the module; see `initialize_parts`."""
+    module = build_initial_module(architecture, seed)
+    values = dict(module.named_parameters(remove_duplicate=False))
     for parameter, target, offset in targets:
-        shard, whole = parameter.shard, values[parameter.shard.name]
-        local = whole.reshape(-1) if shard.local == shard.shape else shard.take(whole).reshape(-1)
+        shard, value = parameter.shard, values[parameter.shard.name]
+        local = value.reshape(-1) if shard.local == shard.shape else shard.take(value).reshape(-1)
         piece = local[offset : offset + target.numel()]
         if roughness and parameter.dim() == 1:
             fill_normal(target, offset, parameter.shard, seed, roughness)
@@ -103,39 +112,39 @@ def initialize_module(
             target[: piece.numel()].copy_(piece)
     for part in parts:
         assert isinstance(part, ModulePart)
-        part.kept.fill(twin)
+        part.module_buffers.fill(module)
 
 
-def _change(twin: nn.Module, code: NamedCode) -> None:
+def _apply_user_function(module: nn.Module, code: NamedCode) -> None:
     """Call the user's function that changes the values of a module."""
-    short, before = code.title, Forms.of(twin)
+    short, before = code.title, ModuleForm.of(module)
     function = import_function(code)
-    with suppress(ValueError):  # of which nobody knows what it takes
+    with suppress(ValueError):  # the signature of some functions is unknown
         try:
-            signature(function).bind(twin)
+            signature(function).bind(module)
         except TypeError as error:
             sentence = f"model.initial: {short} must take the module as its argument: {error}"
             raise HpctrainError(sentence) from None
     with run_user_code(f"model.initial: {short} fails"):
-        function(twin)
-    _require_same(before, Forms.of(twin), f"model.initial: {short}")
+        function(module)
+    _require_same_form(before, ModuleForm.of(module), f"model.initial: {short}")
 
 
-def _require_same(expected: Forms, found: Forms, subject: str) -> None:
-    """Raise HpctrainError where a module has not the parameters and buffers that it is to have."""
-    if more := sorted(found.firsts.keys() - expected.firsts.keys()):
+def _require_same_form(expected: ModuleForm, actual: ModuleForm, subject: str) -> None:
+    """Raise HpctrainError if a module has other parameters or buffers than expected."""
+    if more := sorted(actual.first_names.keys() - expected.first_names.keys()):
         raise HpctrainError(f"{subject}: unexpected parameter {more[0]}")
     for name, shape in expected.shapes.items():
-        own, is_parameter = found.shapes.get(name), name in expected.firsts
+        shape_there, is_parameter = actual.shapes.get(name), name in expected.first_names
         kind = "parameter" if is_parameter else "buffer"
-        if own is None or is_parameter != (name in found.firsts):
+        if shape_there is None or is_parameter != (name in actual.first_names):
             raise HpctrainError(f"{subject}: missing {kind} {name}")
-        if own != shape:
-            raise HpctrainError(f"{subject}: {name}: expected shape {shape}, got {own}")
-        if is_parameter and found.firsts[name] != (first := expected.firsts[name]):
+        if shape_there != shape:
+            raise HpctrainError(f"{subject}: {name}: expected shape {shape}, got {shape_there}")
+        if is_parameter and actual.first_names[name] != (first := expected.first_names[name]):
             raise HpctrainError(f"{subject}: {name}: must be the same parameter as {first}")
-        if (name in found.trained) != (name in expected.trained):
-            state = "trained" if name in found.trained else "frozen"
+        if (name in actual.trained) != (name in expected.trained):
+            state = "trained" if name in actual.trained else "frozen"
             raise HpctrainError(
                 f"{subject}: {name}: became {state}, but initialization must change values only (use "
                 "the module or model.frozen)"

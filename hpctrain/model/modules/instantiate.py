@@ -1,4 +1,4 @@
-"""From what a deck names to the module that it builds."""
+"""Building of the module that a deck names: its function or class is imported and called."""
 
 from __future__ import annotations
 
@@ -21,41 +21,50 @@ _CONFIG_BYTES = 1 << 24
 
 
 def build_module(code: NamedCode, arguments: Mapping[str, Any]) -> nn.Module:
-    """Build the module that a deck names, on the default device.
+    """Build the module that a deck names, on torch's default device.
 
-    A class of Hugging Face's is made of its config: of the one in the folder `config`, or of the arguments.
-    HpctrainError where they do not fit, it fails, or what it gives is no module.
+    A class of Hugging Face `transformers` is built from its config: the one in the folder of the argument
+    `config`, or one made of the arguments.
+
+    Args:
+        code: The function or class, as `model.module` names it.
+        arguments: Its arguments, from `[model.arguments]`.
+
+    Raises:
+        HpctrainError: An argument is unknown to the config, the user's code fails, or it returns no module.
     """
     function: Any = import_function(code)
-    given = dict(arguments)
+    arguments = dict(arguments)
     short = code.title
     config = getattr(function, "config_class", None) if isclass(function) else None
     if config is None:
-        built = call_function(function, given, short, "model.arguments")
+        built = call_function(function, arguments, short, "model.arguments")
     else:
-        folder = given.pop("config", None)
+        folder = arguments.pop("config", None)
         if hasattr(config, "to_dict"):
-            unknown = [*unknown_names(function, config, given, folder)] if given else []
+            unknown = [*unknown_config_names(function, config, arguments, folder)] if arguments else []
             if unknown:
                 raise HpctrainError(
                     [f"{short}: [model.arguments] does not fit: {sentence}" for sentence in unknown]
                 )
         if folder is not None:
-            _refuse_remote_code(folder, given)
+            _refuse_remote_code(folder, arguments)
         with run_user_code(f"{short} fails"):
-            built = function(config(**given) if folder is None else config.from_pretrained(folder, **given))
+            built = function(
+                config(**arguments) if folder is None else config.from_pretrained(folder, **arguments)
+            )
     if not isinstance(built, nn.Module):
         raise HpctrainError(f"{short}: expected a torch.nn.Module, got {article(type(built).__name__)}")
     return built
 
 
 def _refuse_remote_code(folder: str, arguments: Mapping[str, Any]) -> None:
-    """Raise HpctrainError if a folder's config has code loaded from elsewhere that no argument replaces."""
+    """Raise HpctrainError if a folder's config refers to remote code and no argument replaces it."""
     path = Path(folder) / "config.json"
     try:
         content = parse_json(read_text(path, _CONFIG_BYTES))
     except (OSError, ValueError):
-        return  # transformers refuses it in its own words, or knows the name of a model on a hub
+        return  # transformers reports it, or knows the name of a model on a hub
     for name in remote_code("config", content):
         argument = name.key.partition(".")[2]
         if argument not in arguments:
@@ -65,51 +74,63 @@ def _refuse_remote_code(folder: str, arguments: Mapping[str, Any]) -> None:
             )
 
 
-_READ = (
+_ATTRIBUTE_ACCESS = (
     r"(?:config\.|(?:getattr|hasattr)\([\w.]*config, ?[\"']|kwargs\.(?:pop|get|setdefault)\(\s*[\"']){name}\b"
     r"|[\"']{name}[\"'] (?:not )?in kwargs"
 )
-"""How code reads an attribute that no config has by itself, or an argument that stands for another."""
+"""Regular expression for code that reads an attribute or keyword argument of a config."""
 
 
-def unknown_names(
-    model: type, config: type, given: Mapping[str, Any], folder: str | None = None
+def unknown_config_names(
+    model: type, config: type, arguments: Mapping[str, Any], folder: str | None = None
 ) -> Iterator[str]:
-    """In words, each of the names `given` for a model's config that neither knows, nor that of the `folder`;
-    of configs within it, too.
+    """Yield a sentence for each argument that neither a model's code nor its config reads.
+
+    A config of `transformers` accepts any name and ignores those that it does not know. Arguments for
+    configs inside the config are checked as well.
+
+    Args:
+        model: Class of the model.
+        config: Class of its config.
+        arguments: Values of the config by name.
+        folder: Folder whose `config.json` has further names; None if there is none.
     """
-    known = set(_known(config, folder))
-    code = [_source(base) for kind in (model, config) for base in kind.__mro__]
-    for name, value in given.items():
-        within = getattr(config, "sub_configs", {}).get(name)
-        if isinstance(value, Mapping) and isinstance(within, type) and hasattr(within, "to_dict"):
-            yield from (f"{name}: {each}" for each in unknown_names(model, within, value))
+    known = set(_known_config_names(config, folder))
+    code = [_defining_source(base) for kind in (model, config) for base in kind.__mro__]
+    for name, value in arguments.items():
+        sub_config = getattr(config, "sub_configs", {}).get(name)
+        if isinstance(value, Mapping) and isinstance(sub_config, type) and hasattr(sub_config, "to_dict"):
+            yield from (f"{name}: {each}" for each in unknown_config_names(model, sub_config, value))
         elif name not in known and not any(
-            re.search(_READ.format(name=re.escape(name)), text) for text in set(code)
+            re.search(_ATTRIBUTE_ACCESS.format(name=re.escape(name)), text) for text in set(code)
         ):
             near = nearest(name, sorted(each for each in known if not each.startswith("_")))
             yield f"{config.__name__} has no {name}" + (f" (did you mean {near}?)" if near else "")
 
 
-def _known(config: type, folder: str | None) -> Iterator[str]:
-    """Names of attributes that a config has, is given by name, or calls otherwise."""
+def _known_config_names(config: type, folder: str | None) -> Iterator[str]:
+    """Yield the names that a config has as attributes, takes as arguments, or maps to other names."""
     yield from getattr(config, "attribute_map", {})
     for base in config.__mro__:
         yield from (name for name, each in vars(base).items() if not callable(each))
         if "__init__" in vars(base):
             with suppress(ValueError):
                 yield from signature(base).parameters
-    with suppress(Exception):  # of which some are made of more than nothing
-        made: Any = config() if folder is None else getattr(config, "from_pretrained")(folder)  # noqa: B009
-        yield from made.to_dict()
-        yield from vars(made)
+    with suppress(Exception):  # some configs cannot be made without arguments
+        example: Any = config() if folder is None else getattr(config, "from_pretrained")(folder)  # noqa: B009
+        yield from example.to_dict()
+        yield from vars(example)
 
 
-def _source(kind: type) -> str:
-    """The code that a class is written in."""
-    home = getmodule(kind)
-    if home is None or kind is object or not Path(getattr(home, "__file__", None) or "").suffix:
+def _defining_source(kind: type) -> str:
+    """Return the source of the module that defines a class, or "" if there is none."""
+    defining_module = getmodule(kind)
+    if (
+        defining_module is None
+        or kind is object
+        or not Path(getattr(defining_module, "__file__", None) or "").suffix
+    ):
         return ""
     with suppress(OSError):
-        return getsource(home)
+        return getsource(defining_module)
     return ""

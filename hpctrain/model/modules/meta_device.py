@@ -1,7 +1,7 @@
-"""Code of users on torch's device "meta", as it would go where tensors have memory.
+"""Execution of a user's code on torch's device "meta", as if its tensors had memory.
 
-Attention takes the kernel that it would take there. Values that follow from a module's inputs alone are
-known, where they are few.
+Attention chooses the kernel that it would choose on a CPU or GPU. Small tensors that depend on the inputs of
+the module alone have known values, so that code which asks for them can go on.
 """
 
 from __future__ import annotations
@@ -22,107 +22,112 @@ HOST = torch.device("cpu")
 
 _aten = torch.ops.aten
 _INDEXING = _aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default
-_FLASH = 1  # as torch numbers the kernels of attention
-_KNOWN = "_hpctrain_values"
+_FLASH = 1  # torch's number for this attention kernel
+_VALUE_ATTRIBUTE = "_hpctrain_values"
 
 _RECURRENT = "lstm.input", "lstm.data"
 _RECURRENT_ON_GPU = tuple(
     f"{name}.{of}" for name in ("gru", "rnn_tanh", "rnn_relu") for of in ("input", "data")
 )
 
-MOST_KNOWN = 1 << 20
-"""Elements of a tensor of which values are known, at the most."""
+MOST_VALUES = 1 << 20
+"""Largest number of elements of a tensor with known values."""
 
-Computed = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]
-"""Told of an operation: which, its arguments, those by name, and its result."""
+OperationListener = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]
+"""Function that receives an operation, its arguments, its keyword arguments, and its result."""
 
 
-class OnMeta(TorchDispatchMode):
-    """All tensors that operations make are on "meta", wherever they are asked for; `computed` is told of each
-    one. Who asks a tensor for a value gets it where it is known.
+class MetaMode(TorchDispatchMode):
+    """Dispatch mode that puts all results on "meta", whatever device is asked for.
+
+    Args:
+        on_operation: Function that is called with each operation, its arguments, and its result.
     """
 
-    def __init__(self, computed: Computed) -> None:
+    def __init__(self, on_operation: OperationListener) -> None:
         super().__init__()
-        self.computed = computed
-        # By their numbers, which are of nothing else as long as they are here.
-        self._stale: dict[int, torch.UntypedStorage] = {}
+        self.on_operation = on_operation
+        # Values here keep storages alive, so that no other storage gets the same key.
+        self._modified: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """One operation, below autograd."""
+        """Run one operation, below autograd."""
         with torch._C.DisableTorchFunction():
             return self._run(func, args, dict(kwargs or {}))
 
-    def _run(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        args, named = _mapped(_on_meta, args), _mapped(_on_meta, named)
-        if "device" in named:
-            named["device"] = META
-        tensors = list(_tensors((args, named)))
-        values = [self._values(tensor) for tensor in tensors]
-        known = all(value is not None for value in values) and _repeats(func)
+    def _run(self, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        args, keywords = _map_tensors(_to_meta, args), _map_tensors(_to_meta, keywords)
+        if "device" in keywords:
+            keywords["device"] = META
+        tensors = list(_nested_tensors((args, keywords)))
+        values = [self._known_values(tensor) for tensor in tensors]
+        known = all(value is not None for value in values) and _is_deterministic(func)
         if known and _needs_values(func):
-            return _mapped(_on_meta, self._on_host(func, args, named))
-        if func is _aten.masked_select.default and self._values(args[1]) is not None:
+            return _map_tensors(_to_meta, self._run_on_host(func, args, keywords))
+        if func is _aten.masked_select.default and self._known_values(args[1]) is not None:
             func, args = _aten.index.Tensor, (args[0], [args[1]])
         if func in _INDEXING:
-            args = args[0], self._places(args[1]), *args[2:]
-        made = func(*args, **named)
-        self.computed(func, args, named, made)
-        results = list(_tensors(made))
-        if known and sum(each.numel() for each in results) <= MOST_KNOWN:
-            real = list(_tensors(self._on_host(func, args, named)))
-            for result, value in zip(results, real, strict=True):
-                setattr(result, _KNOWN, value)
+            args = args[0], self._positions(args[1]), *args[2:]
+        result = func(*args, **keywords)
+        self.on_operation(func, args, keywords, result)
+        results = list(_nested_tensors(result))
+        if known and sum(each.numel() for each in results) <= MOST_VALUES:
+            host_results = list(_nested_tensors(self._run_on_host(func, args, keywords)))
+            for meta_result, value in zip(results, host_results, strict=True):
+                setattr(meta_result, _VALUE_ATTRIBUTE, value)
         elif func._schema.is_mutable:
-            # Whatever is in the same memory as what is changed, nobody knows any more.
+            # The values of all tensors in the changed memory are unknown from now on.
             storages = [value.untyped_storage() for value in values if value is not None]
-            self._stale |= {storage._cdata: storage for storage in storages}
-        return made
+            self._modified |= {storage._cdata: storage for storage in storages}
+        return result
 
-    def _on_host(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """An operation of values."""
-        if "device" in named:
-            named = {**named, "device": HOST}
-        given, known = _mapped(self._values, args), _mapped(self._values, named)
-        return func(*given, **known)
+    def _run_on_host(self, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Run an operation on the known values of its arguments."""
+        if "device" in keywords:
+            keywords = {**keywords, "device": HOST}
+        args, keywords = (_map_tensors(self._known_values, each) for each in (args, keywords))
+        return func(*args, **keywords)
 
-    def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Indices, with the places that are set in place of masks whose values are known."""
+    def _positions(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return indices in which masks with known values are replaced by the positions of True entries."""
         places: list[Tensor | None] = []
         for index in indices:
-            value = None if index is None or index.dtype != torch.bool else self._values(index)
-            places += [index] if value is None else map(_on_meta, value.nonzero(as_tuple=True))
+            value = None if index is None or index.dtype != torch.bool else self._known_values(index)
+            places += [index] if value is None else map(_to_meta, value.nonzero(as_tuple=True))
         return places
 
-    def _values(self, tensor: Tensor) -> Tensor | None:
-        """Those of a tensor on "meta", where they are known."""
-        value: Tensor | None = getattr(tensor, _KNOWN, None)
-        return None if value is None or value.untyped_storage()._cdata in self._stale else value
+    def _known_values(self, tensor: Tensor) -> Tensor | None:
+        """Return the known values of a tensor on "meta", or None."""
+        value: Tensor | None = getattr(tensor, _VALUE_ATTRIBUTE, None)
+        return None if value is None or value.untyped_storage()._cdata in self._modified else value
 
 
-class ToldAsHost(TorchFunctionMode):
-    """Tensors say that they are on a CPU, for which code that asks has a way, as it hardly has for "meta"."""
+class HostDeviceMode(TorchFunctionMode):
+    """Function mode in which tensors say that they are on a CPU.
+
+    Users' code often has a branch for CPUs and hardly ever one for "meta".
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """One call of torch."""
+        """Run one call of torch."""
         if getattr(func, "__self__", None) is torch.Tensor.device:
             return HOST
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def kernels_of(gpu: bool) -> Iterator[None]:
-    """Within, operations that have several kernels take on "meta" the one of a CPU, or of a GPU."""
+def meta_kernels(gpu: bool) -> Iterator[None]:
+    """Let operations that have several kernels use on "meta" the one of a CPU, or of a GPU."""
     library = torch.library.Library("aten", "IMPL")
-    library.impl("scaled_dot_product_attention", _attend_on_gpu if gpu else _attend, "AutogradMeta")
+    library.impl("scaled_dot_product_attention", _gpu_attention if gpu else _meta_attention, "AutogradMeta")
     if gpu:
-        library.impl("dropout", _drop_on_gpu, "AutogradMeta")
+        library.impl("dropout", _gpu_dropout, "AutogradMeta")
     for name in (*_RECURRENT, *(_RECURRENT_ON_GPU if gpu else ())):
-        library.impl(name, partial(_refuse, name.partition(".")[0]), "AutogradMeta")
+        library.impl(name, partial(_refuse_operation, name.partition(".")[0]), "AutogradMeta")
     try:
         yield
     finally:
@@ -130,124 +135,133 @@ def kernels_of(gpu: bool) -> Iterator[None]:
 
 
 @contextmanager
-def as_with_values() -> Iterator[None]:
-    """Code of users runs on "meta" within as on a CPU, where it asks for no values but known ones."""
-    with kernels_of(False), ToldAsHost(), OnMeta(lambda *_: None):
+def simulated_host() -> Iterator[None]:
+    """Run users' code on "meta" as on a CPU, as long as it only asks for known values."""
+    with meta_kernels(False), HostDeviceMode(), MetaMode(lambda *_: None):
         yield
 
 
-def _attend(
+def _meta_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **options: Any,
 ) -> Tensor:
-    """What a CPU computes as attention."""
-    added, rest = _added(attn_mask, query), {"scale": scale, "enable_gqa": enable_gqa}
+    """Compute attention on "meta" as a CPU does.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        attn_mask: Mask, or None.
+        dropout_p: Probability of dropout.
+        is_causal: True for the causal mask.
+        options: `scale` and `enable_gqa`, as of `scaled_dot_product_attention`.
+    """
+    mask, scale = _additive_mask(attn_mask, query), options.get("scale")
+    options = {"scale": scale, "enable_gqa": options.get("enable_gqa", False)}
     with _disable_current_modes():
-        here = [_alike(each) for each in (query, key, value)]
-        mask = None if added is None else _alike(added)
+        host_tensors = [_host_stand_in(each) for each in (query, key, value)]
+        host_mask = None if mask is None else _host_stand_in(mask)
         choose: Any = torch._fused_sdp_choice
-        chosen = choose(*here, mask, dropout_p, is_causal, **rest)
-    if chosen == _FLASH:
-        return _fused(query, key, value, added, is_causal, scale)
+        kernel = choose(*host_tensors, host_mask, dropout_p, is_causal, **options)
+    if kernel == _FLASH:
+        return _fused_attention(query, key, value, mask, is_causal, scale)
     attended: Tensor = _aten._scaled_dot_product_attention_math(
-        query, key, value, added, dropout_p, is_causal, **rest
+        query, key, value, mask, dropout_p, is_causal, **options
     )[0]
     return attended
 
 
-def _attend_on_gpu(
+def _gpu_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,  # noqa: ARG001
     is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,  # noqa: ARG001
+    **options: Any,
 ) -> Tensor:
-    """What a GPU computes as attention: its kernels save the same tensors as a CPU's."""
-    return _fused(query, key, value, attn_mask, is_causal, scale)
+    """Compute attention on "meta" as a GPU does, whose kernels save the same tensors as a CPU's fused one."""
+    return _fused_attention(query, key, value, attn_mask, is_causal, options.get("scale"))
 
 
-def _fused(
+def _fused_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None
 ) -> Tensor:
-    """By a kernel that keeps no scores."""
+    """Compute attention with a kernel that does not save the scores."""
     scale = 1 / sqrt(query.shape[-1]) if scale is None else scale
     attended: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, causal, attn_mask=_added(mask, query), scale=scale
+        query, key, value, 0.0, causal, attn_mask=_additive_mask(mask, query), scale=scale
     )[0]
     return attended
 
 
-def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """A mask as it is added to scores."""
+def _additive_mask(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """Return a mask as it is added to the scores."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
 
 
-def _drop_on_gpu(x: Tensor, p: float, train: bool) -> Tensor:
-    """What a GPU computes as dropout: of its mask it keeps a byte an element."""
+def _gpu_dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """Compute dropout on "meta" as a GPU does: its mask has one byte for each element."""
     if not train or p == 0:
         return x
     return torch.native_dropout(x, p, train)[0] if p < 1 else x * 0.0
 
 
-def _refuse(name: str, *given: Any, **named: Any) -> Any:
-    """What keeps memory of a size that its kernel alone knows."""
+def _refuse_operation(name: str, *arguments: Any, **keywords: Any) -> Any:
+    """Raise NotImplementedError for an operation whose kernel alone knows how much memory it saves."""
     raise NotImplementedError(f"the memory that torch.{name} saves for backward is unknown")
 
 
-def _alike(tensor: Tensor) -> Tensor:
-    """One on a CPU by which a kernel is chosen as by this one, with hardly any memory."""
+def _host_stand_in(tensor: Tensor) -> Tensor:
+    """Return a CPU tensor of the same form that has hardly any memory, to choose a kernel by."""
     row = torch.empty(tensor.shape[-1:], dtype=tensor.dtype, device=HOST)
     return row.expand(tensor.shape).requires_grad_(tensor.requires_grad and tensor.is_floating_point())
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
-    """The tensor, or one on "meta" whose values are the tensor's."""
+def _to_meta(tensor: Tensor) -> Tensor:
+    """Return the tensor if it is on "meta", else one on "meta" with its values as known values."""
     if tensor.is_meta:
         return tensor
-    twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
-    if tensor.numel() <= MOST_KNOWN:
-        setattr(twin, _KNOWN, tensor.detach())
-    return twin
+    meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
+    if tensor.numel() <= MOST_VALUES:
+        setattr(meta, _VALUE_ATTRIBUTE, tensor.detach())
+    return meta
 
 
-def _repeats(func: Any) -> bool:
-    """Whether an operation gives the same each time."""
+def _is_deterministic(func: Any) -> bool:
+    """Return True if an operation returns the same result for the same arguments."""
     return torch.Tag.nondeterministic_seeded not in func.tags
 
 
 def _needs_values(func: Any) -> bool:
-    """Whether the shape of what an operation gives, or something that is no tensor, depends on values."""
+    """Return True if the shape of a result, or a result that is no tensor, depends on values."""
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
-def _mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Arguments of an operation, or its results, with a function of each tensor in its place."""
+def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return arguments or results of an operation with a function applied to each tensor."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, list | tuple):
-        return type(value)(_mapped(function, each) for each in value)
+        return type(value)(_map_tensors(function, each) for each in value)
     if isinstance(value, dict):
-        return {name: _mapped(function, each) for name, each in value.items()}
+        return {name: _map_tensors(function, each) for name, each in value.items()}
     return value
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors among them."""
+def _nested_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in arguments or results of an operation."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _tensors(each)
+            yield from _nested_tensors(each)
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from _nested_tensors(list(value.values()))

@@ -1,4 +1,4 @@
-"""What a module keeps beside parameters: on the device, equal on all ranks after a step, in checkpoints."""
+"""Buffers of a user's module: on the device, equal on all ranks after a step, and in checkpoints."""
 
 from __future__ import annotations
 
@@ -8,76 +8,80 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hpctrain.model.modules.module_architecture import kept_buffers
+from hpctrain.model.modules.module_architecture import persistent_buffers
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Shard
 
-KIND = "buffer"
-"""The kind of state that buffers are in checkpoints."""
+BUFFER_KIND = "buffer"
+"""Kind of state that buffers have in checkpoints."""
 
 
 class ModuleBuffers:
-    """The buffers of a module that was built without memory, which they get here.
+    """Buffers of a module that was built on "meta". They are allocated here.
 
-    Those that belong to its state are, after each step, the same on all data ranks: the `first` one's, or
-    fractions their `average`. The others are made again by whoever builds the module, and stay each rank's.
-    Of a module that a pipeline cuts, those `elsewhere` stay without memory, and another part keeps those that
-    are `kept_elsewhere`.
+    Persistent buffers are equal on all data ranks after each step. Others are set by the module's own code.
+
+    Args:
+        module: The module.
+        groups: Process groups of this rank's layers.
+        agreement: Ranks take the values of the first data rank, or the average of floating-point values.
+        storage: dtype of persistent floating-point buffers.
+        elsewhere: Buffers of other pipeline stages, which stay on "meta".
+        saved_elsewhere: Persistent buffers that another stage writes into checkpoints.
     """
 
     def __init__(
         self,
         module: nn.Module,
         groups: LayerContext,
-        whose: Literal["first", "average"] | None,
+        agreement: Literal["first", "average"] | None,
         storage: torch.dtype,
         elsewhere: Collection[str] = (),
-        kept_elsewhere: Collection[str] = (),
+        saved_elsewhere: Collection[str] = (),
     ) -> None:
-        self.module, self.groups, self.whose = module, groups, whose
-        of_state = kept_buffers(module)
-        self.kept = [name for name in of_state if name not in kept_elsewhere]
+        self.module, self.groups, self.agreement = module, groups, agreement
+        of_state = persistent_buffers(module)
+        self.persistent = [name for name in of_state if name not in saved_elsewhere]
         for name, buffer in list(module.named_buffers()):
             if name in elsewhere:
                 continue
             in_format = name in of_state and buffer.is_floating_point()
-            made = groups.data.empty(tuple(buffer.shape), storage if in_format else buffer.dtype)
-            home, last = _home(module, name)
-            home._buffers[last] = made
-        # A module may hold one tensor under several names, or hold tensors that are no buffers.
+            buffer_here = groups.data.empty(tuple(buffer.shape), storage if in_format else buffer.dtype)
+            owner, attribute = _owner(module, name)
+            owner._buffers[attribute] = buffer_here
 
-    def fill(self, twin: nn.Module) -> None:
-        """Take the values of a module that was built with memory, and its tensors that are no buffers."""
-        values = dict(twin.named_buffers())
+    def fill(self, source: nn.Module) -> None:
+        """Copy buffers, and tensors that are attributes of modules, from a module that has memory."""
+        values = dict(source.named_buffers())
         for name, buffer in self.module.named_buffers():
             if not buffer.is_meta:
                 buffer.copy_(values[name])
-        others = dict(twin.named_modules())
+        others = dict(source.named_modules())
         for name, module in self.module.named_modules():
             for attribute, value in vars(module).items():
                 if isinstance(value, Tensor) and value.is_meta:
-                    theirs = getattr(others[name], attribute)
-                    vars(module)[attribute] = theirs.to(self.groups.data.device)
+                    value_there = getattr(others[name], attribute)
+                    vars(module)[attribute] = value_there.to(self.groups.data.device)
 
     def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
         """Yield the kind, the shard (named as the parameter) and this rank's flat piece of each tensor."""
         present = dict(self.module.named_buffers())
-        for name in self.kept:
+        for name in self.persistent:
             buffer = present[name]
             if not buffer.is_contiguous():
-                home, last = _home(self.module, name)
-                buffer = home._buffers[last] = buffer.contiguous()
-            yield KIND, Shard.whole(name, tuple(buffer.shape)), buffer.view(-1)
+                owner, attribute = _owner(self.module, name)
+                buffer = owner._buffers[attribute] = buffer.contiguous()
+            yield BUFFER_KIND, Shard.whole(name, tuple(buffer.shape)), buffer.view(-1)
 
     def after_update(self, statistics: Mapping[str, Tensor]) -> None:  # noqa: ARG002
-        """See UsesStatistics: have all data ranks agree. Collective."""
+        """Let all data ranks agree on the values. Collective over the data ranks."""
         group = self.groups.data
-        if group.size == 1 or not self.kept:
+        if group.size == 1 or not self.persistent:
             return
         present = dict(self.module.named_buffers())
-        buffers = [present[name] for name in self.kept]
+        buffers = [present[name] for name in self.persistent]
         values = torch.cat([buffer.detach().reshape(-1).double() for buffer in buffers])
-        if self.whose == "average":
+        if self.agreement == "average":
             values = group.all_reduce(values) / group.size
         else:
             group.broadcast(values)
@@ -86,7 +90,7 @@ class ModuleBuffers:
             buffer.copy_(own if buffer.is_floating_point() else own.round())
 
 
-def _home(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The submodule that has a buffer, and its name there."""
-    home, _, last = name.rpartition(".")
-    return module.get_submodule(home), last
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the submodule that has a buffer, and the buffer's name there."""
+    owner, _, attribute = name.rpartition(".")
+    return module.get_submodule(owner), attribute

@@ -1,4 +1,4 @@
-"""Tensors within whatever a module takes and gives, and the way in which it is called."""
+"""Calls of a user's module: the fields of a micro-batch that become its arguments."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from hpctrain.errors import HpctrainError
 
 
-def logits_of(outputs: Any) -> Tensor | None:
-    """The logits among what a module gives: itself, the first of several, or what is called so."""
+def find_logits(outputs: Any) -> Tensor | None:
+    """Return the logits in the result of a module, or None.
+
+    They are the result itself, its entry or attribute `logits`, or its first element.
+    """
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, Mapping):
@@ -26,34 +29,39 @@ def logits_of(outputs: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-ANSWERS = ("targets", "labels")
-"""Names in a batch of what is to be predicted, which a module is not called with unless that is asked for."""
+TARGET_FIELDS = ("targets", "labels")
+"""Fields with the values to predict. A module gets them only if the deck asks for that."""
 
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A module as a function of fields [b, ...]: of those `placed`, in their order, of those `named`, by its
-    own names, and of what is `fixed`. It gets fractions in the format of its parameters.
+    """A module as a function of the fields [b, ...] of a micro-batch.
+
+    Attributes:
+        module: The module.
+        positional: Fields that are passed by position, in this order.
+        keywords: Fields that are passed by keyword, by the name of the module's parameter.
+        constants: Further keyword arguments of each call.
     """
 
     module: nn.Module
-    placed: tuple[str, ...]
-    named: Mapping[str, str]
-    fixed: Mapping[str, Any]
+    positional: tuple[str, ...]
+    keywords: Mapping[str, str]
+    constants: Mapping[str, Any]
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """All fields that it is called with."""
-        return *self.placed, *self.named.values()
+    def field_names(self) -> tuple[str, ...]:
+        """Names of all fields that the module is called with."""
+        return *self.positional, *self.keywords.values()
 
     def __call__(self, fields: Mapping[str, Tensor]) -> Any:
-        """What the module gives for these."""
-        taken = self.taken({name: fields[name] for name in self.names})
-        named = {name: taken[field] for name, field in self.named.items()}
-        return self.module(*(taken[name] for name in self.placed), **named, **self.fixed)
+        """Call the module and return its result."""
+        values = self.convert({name: fields[name] for name in self.field_names})
+        keywords = {name: values[field] for name, field in self.keywords.items()}
+        return self.module(*(values[name] for name in self.positional), **keywords, **self.constants)
 
-    def taken(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """These in the formats in which the module takes them."""
+    def convert(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return fields as the module takes them: contiguous, and if floating-point in its own dtype."""
         kinds = (parameter.dtype for parameter in self.module.parameters())
         own = next((kind for kind in kinds if kind.is_floating_point), torch.float32)
         return {
@@ -62,40 +70,52 @@ class ModuleCall:
         }
 
 
-def call_of(module: nn.Module, there: Collection[str], wanted: Sequence[str] | None = None) -> ModuleCall:
-    """The way to call a module with some of the fields that are `there`: those `wanted`, or all that it takes
-    by name. What is kept for generating text is not asked for.
+def make_call(
+    module: nn.Module, available: Collection[str], requested: Sequence[str] | None = None
+) -> ModuleCall:
+    """Return the way to call a module with fields of a micro-batch.
 
-    Tokens are its `input_ids`, where it takes these, else what it takes first. HpctrainError where a field is
-    not there, or nobody knows which one is meant.
+    Without `requested`, the module gets all fields that it accepts by keyword, except targets. A module with
+    the parameter `input_ids` gets the tokens there, any other one gets a single field by position.
+    A cache for generation is switched off.
+
+    Args:
+        module: The module.
+        available: Names of the fields of a micro-batch.
+        requested: Names that the deck asks for; None if it leaves the choice to this function.
+
+    Raises:
+        HpctrainError: A requested field is missing, or it is unclear which fields the module takes.
     """
-    taken = signature(module.forward).parameters
-    fixed: dict[str, Any] = {"use_cache": False} if "use_cache" in taken else {}
-    told = f"the entries of a batch are {', '.join(there)}"
-    if wanted is not None:
-        if not wanted:
-            raise HpctrainError(f"must name at least one batch entry ({told})")
-        if missing := [name for name in wanted if name not in there]:
-            raise HpctrainError(f"contains {missing[0]}, but {told}")
-        named = {name: name for name in wanted if _by_name(taken, name)}
-        return ModuleCall(module, tuple(name for name in wanted if name not in named), named, fixed)
-    asked = [name for name in there if name not in ANSWERS]
-    if asked == ["tokens"] and "input_ids" in taken:
-        return ModuleCall(module, (), {"input_ids": "tokens"}, fixed)
-    named = {name: name for name in asked if _by_name(taken, name)}
-    if named or len(asked) == 1:
-        return ModuleCall(module, () if named else tuple(asked), named, fixed)
-    takes = ", ".join(name for name, each in taken.items() if each.kind not in _ANY) or "nothing"
+    parameters = signature(module.forward).parameters
+    constants: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
+    entries_text = f"the entries of a batch are {', '.join(available)}"
+    if requested is not None:
+        if not requested:
+            raise HpctrainError(f"must name at least one batch entry ({entries_text})")
+        if missing := [name for name in requested if name not in available]:
+            raise HpctrainError(f"contains {missing[0]}, but {entries_text}")
+        keywords = {name: name for name in requested if _accepts_keyword(parameters, name)}
+        return ModuleCall(
+            module, tuple(name for name in requested if name not in keywords), keywords, constants
+        )
+    asked = [name for name in available if name not in TARGET_FIELDS]
+    if asked == ["tokens"] and "input_ids" in parameters:
+        return ModuleCall(module, (), {"input_ids": "tokens"}, constants)
+    keywords = {name: name for name in asked if _accepts_keyword(parameters, name)}
+    if keywords or len(asked) == 1:
+        return ModuleCall(module, () if keywords else tuple(asked), keywords, constants)
+    takes = ", ".join(name for name, each in parameters.items() if each.kind not in _VARIADIC) or "nothing"
     raise HpctrainError(
-        f"is required: it names the batch entries for the arguments of the module, {takes} ({told})"
+        f"is required: it names the batch entries for the arguments of the module, {takes} ({entries_text})"
     )
 
 
-_ANY = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
-"""Kinds of what functions take besides, under any name."""
+_VARIADIC = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
+"""Kinds of parameters that accept arguments of any number or name."""
 
 
-def _by_name(taken: Mapping[str, Parameter], name: str) -> bool:
-    """Whether a function takes something by this name."""
+def _accepts_keyword(parameters: Mapping[str, Parameter], name: str) -> bool:
+    """Return True if a function accepts an argument by this name."""
     kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    return name in taken and taken[name].kind in kinds
+    return name in parameters and parameters[name].kind in kinds

@@ -1,4 +1,4 @@
-"""The layers of a module that users bring: its blocks, and what is outside of them."""
+"""Layers of a user's module: its blocks, and what is outside of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hpctrain.errors import HpctrainError
-from hpctrain.model.modules.module_architecture import kept_buffers
+from hpctrain.model.modules.module_architecture import persistent_buffers
 from hpctrain.model.modules.module_trace import LayerTrace
 from hpctrain.model.modules.nested_tensors import tensors_of
-from hpctrain.model.modules.tensor_parallel.parallel_layers import LateParameter
+from hpctrain.model.modules.tensor_parallel.parallel_layers import LayerGradientParameter
 from hpctrain.model.part import Layer
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.layer_context import LayerContext
@@ -27,15 +27,17 @@ from hpctrain.parallel.vocabulary import VocabularyHead
 
 
 class ModuleLayer(Layer):
-    """Some of a module's parameters, which are there together; `modules` are those that it computes, and
-    `multipliers` what has a Product of these, or in the place of these.
+    """A layer of a user's module: parameters that are gathered together.
 
-    What the module has besides is in what one of them `keeps`. What they save and compute is what `traced`
-    found, for a micro-batch (None: what a token computes), or why nothing was found. Backward adds to
-    `borrowed` parameters of another layer, too.
+    Attributes:
+        borrowed: Parameters of another part to whose gradients this layer adds, too.
+        sequence: Tokens of a sample.
+        keeps: Owner of further state, such as the buffers of the module; None if there is none.
+        trace: Function that returns what the layer saves and computes, or why it is unknown. Its argument are
+            the sizes of a micro-batch, or None for the work of one token.
     """
 
-    traced: Callable[[ActivationSizes | None], LayerTrace | str]
+    trace: Callable[[ActivationSizes | None], LayerTrace | str]
 
     def __init__(
         self,
@@ -49,13 +51,13 @@ class ModuleLayer(Layer):
         super().__init__()
         self.borrowed, self.sequence = tuple(borrowed), sequence
         self.kind, self._matrices = kind, matrices_in(modules)
-        self._multipliers = [*multipliers]  # no parts by themselves
+        self._multipliers = [*multipliers]  # not as submodules
         self.keeps: object = None
         for number, parameter in enumerate(parameters):
             self.register_parameter(str(number), parameter)
 
     def units(self) -> Iterator[list[list[Parameter]]]:
-        """See Layer: each parameter is by itself in memory, but for the parts of one that is packed."""
+        """Yield each parameter as a unit of its own. The parts of a packed one stay together."""
         if self.own:
             yield [list(each) for _, each in groupby(self.own, lambda parameter: parameter.shard.name)]
 
@@ -73,7 +75,7 @@ class ModuleLayer(Layer):
     @property
     @override
     def late(self) -> set[Parameter]:
-        return {parameter for parameter in self.own if isinstance(parameter, LateParameter)}
+        return {parameter for parameter in self.own if isinstance(parameter, LayerGradientParameter)}
 
     @property
     @override
@@ -81,10 +83,10 @@ class ModuleLayer(Layer):
         return [*self._multipliers]
 
     def rows(self, multiplier: SplitLinear | VocabularyHead, tokens: int) -> int:
-        """See Layer: as many as were found."""
-        found = self.traced(None)
-        known = {} if isinstance(found, str) else found.rows
-        per_sample = known.get(multiplier.product.weights[0].shard.name)
+        """Return the traced number of rows that a matrix is multiplied with."""
+        trace = self.trace(None)
+        rows_by_name = {} if isinstance(trace, str) else trace.rows
+        per_sample = rows_by_name.get(multiplier.product.weights[0].shard.name)
         return tokens if per_sample is None else tokens // self.sequence * per_sample
 
     @property
@@ -95,58 +97,58 @@ class ModuleLayer(Layer):
     @property
     @override
     def matrix_elements(self) -> int:
-        found = self.traced(None)
-        return super().matrix_elements if isinstance(found, str) else found.products
+        trace = self.trace(None)
+        return super().matrix_elements if isinstance(trace, str) else trace.matrix_elements
 
     @property
     @override
     def core_flops(self) -> int:
-        found = self.traced(None)
-        return 0 if isinstance(found, str) else found.core
+        trace = self.trace(None)
+        return 0 if isinstance(trace, str) else trace.core_flops
 
     def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """See Layer: nothing where it is unknown."""
-        found = self.traced(at)
-        if isinstance(found, str):
+        """Return what autograd saves, or nothing if that is unknown."""
+        trace = self.trace(at)
+        if isinstance(trace, str):
             return []
-        return list(found.kept if at.again and not self.is_block else found.saved)
+        return list(trace.saved_recomputed if at.again and not self.is_block else trace.saved)
 
     @override
     def unknown(self, at: ActivationSizes) -> str | None:
-        found = self.traced(at)
-        return found if isinstance(found, str) else None
+        trace = self.trace(at)
+        return trace if isinstance(trace, str) else None
 
     @override
     def computed_again(self, at: ActivationSizes) -> tuple[list[SavedStorage], int] | None:
-        found = self.traced(at)
-        return ([], 0) if isinstance(found, str) else (list(found.kept), found.again)
+        trace = self.trace(at)
+        return ([], 0) if isinstance(trace, str) else (list(trace.saved_recomputed), trace.recompute_bytes)
 
 
-class OutsideOfBlocks(ModuleLayer):
-    """What belongs to no block, or to several; it is used before, between and after them."""
+class OuterLayer(ModuleLayer):
+    """Parameters that belong to no block, or to several. They are used before, between and after blocks."""
 
     lasting = True
 
 
-class ModuleBlock(ModuleLayer):
-    """One of the submodules that follow each other."""
+class BlockLayer(ModuleLayer):
+    """Parameters of one block."""
 
     is_block = True
 
 
 def matrices_in(modules: Sequence[nn.Module]) -> list[MatrixSize]:
-    """The matrices of linear layers among modules: all weights of two dims but those that are looked up."""
+    """Return the matrices of linear layers among modules: 2-dim weights except those of embeddings."""
     split = [matrix for each in modules if isinstance(each, MatmulLayer) for matrix in each.matrices]
     plain = (each for each in modules if not isinstance(each, nn.Embedding | MatmulLayer))
-    weights = (each._parameters.get("weight") for each in plain)  # what is made of others may fail
-    found = [weight for weight in weights if isinstance(weight, nn.Parameter) and weight.dim() == 2]
-    return [*split, *(MatrixSize(weight.shape[0], weight.shape[1], "whole") for weight in found)]
+    weights = (each._parameters.get("weight") for each in plain)  # reading a derived weight may fail
+    matrices = [weight for weight in weights if isinstance(weight, nn.Parameter) and weight.dim() == 2]
+    return [*split, *(MatrixSize(weight.shape[0], weight.shape[1], "whole") for weight in matrices)]
 
 
-class RunningBlock:
-    """Runs in the place of a block's forward method, whose parameters are those of a layer.
+class BlockRunner:
+    """Replacement of a block's forward method that gathers parameters and may recompute the block.
 
-    HpctrainError where the block changes what it was given, and that is needed as it was.
+    It raises HpctrainError if the block changes its inputs in place and they are needed unchanged.
     """
 
     def __init__(
@@ -159,13 +161,13 @@ class RunningBlock:
     ) -> None:
         self.name, self.block, self.layer, self.groups = name, block, layer, groups
         self.residency, self.forward = residency, block.forward
-        self.buffers = [*kept_buffers(block)] if groups.saved_policy.repeats else []
+        self.buffers = [*persistent_buffers(block)] if groups.saved_policy.repeats else []
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        """What the block gives."""
-        inputs, policy = list(tensors_of((given, named))), self.groups.saved_policy
-        once = changed_once(self.block, self.buffers, self.forward)
-        compute = partial(policy.call, partial(self._apart, once), *given, **named)
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Run the block and return its result."""
+        inputs, policy = list(tensors_of((arguments, keywords))), self.groups.saved_policy
+        forward_once = preserve_buffers(self.block, self.buffers, self.forward)
+        compute = partial(policy.call, partial(self._call_alone, forward_once), *arguments, **keywords)
         residency = self.residency()
         needed = torch.is_grad_enabled() and (policy.repeats or residency.gathers)
         versions = _versions(inputs) if needed else []
@@ -181,38 +183,41 @@ class RunningBlock:
             )
         return result
 
-    def _apart(self, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """What it gives, perhaps in the midst of a backward pass."""
+    def _call_alone(self, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Run the block without deferring weight gradients, because this may be part of a backward pass."""
         with self.groups.weight_gradients.apart():
-            return forward(*given, **named)
+            return forward(*arguments, **keywords)
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:
-    """How many times each was changed in place."""
+    """Return how often each tensor was changed in place."""
     return [tensor._version for tensor in tensors]
 
 
-def changed_once(block: nn.Module, names: Collection[str], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """One pass of a block, which may be computed again: then it finds in these buffers what it found at
-    first, and does not change them any more.
-    """
-    found: list[Tensor] = []
+def preserve_buffers(
+    block: nn.Module, names: Collection[str], forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a forward method for one pass of a block that may be recomputed.
 
-    def compute(*given: Any, **named: Any) -> Any:
+    Each further call starts with the buffers that the first call found, and leaves them unchanged.
+    """
+    first_values: list[Tensor] = []
+
+    def compute(*arguments: Any, **keywords: Any) -> Any:
         buffers = [block.get_buffer(name) for name in names]
-        if not found:
-            found.extend(buffer.clone() for buffer in buffers)
-            return forward(*given, **named)
-        now = [buffer.clone() for buffer in buffers]
-        _put(found, buffers)
+        if not first_values:
+            first_values.extend(buffer.clone() for buffer in buffers)
+            return forward(*arguments, **keywords)
+        latest_values = [buffer.clone() for buffer in buffers]
+        _copy_values(first_values, buffers)
         try:
-            return forward(*given, **named)
+            return forward(*arguments, **keywords)
         finally:
-            _put(now, buffers)
+            _copy_values(latest_values, buffers)
 
     return compute if names else forward
 
 
-def _put(values: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+def _copy_values(values: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
     for buffer, value in zip(buffers, values, strict=True):
-        buffer.data.copy_(value)  # a backward pass may have saved it, and does not use its values
+        buffer.data.copy_(value)  # without a new version, as autograd may have saved the tensor

@@ -1,4 +1,4 @@
-"""What a module that users bring saves and computes, found by running it where tensors have no memory."""
+"""Trace of what a user's module saves and computes, by a pass on torch's device "meta"."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.errors import HpctrainError
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.model.modules.meta_device import OnMeta, ToldAsHost, kernels_of
+from hpctrain.model.modules.meta_device import HostDeviceMode, MetaMode, meta_kernels
 from hpctrain.model.modules.module_architecture import META, ModuleArchitecture
 from hpctrain.model.modules.nested_tensors import tensors_of
 from hpctrain.model.part import Computed, LayerRange
@@ -28,39 +28,42 @@ from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter
 
-_LONGEST = 200  # characters of what an error says
+_LONGEST = 200  # characters of an error message
 
 Call = tuple[int, int]
-"""Of which layer, and which call of it."""
+"""Index of a layer, and number of the call."""
 
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """What was found of a layer.
+    """Result of the trace for one layer.
 
-    `saved`: what autograd saves of it, `kept`: what is kept of it where blocks are computed again, each
-    storage once; `again`: bytes that are there besides while it is computed again. `products`: elements of
-    parameters that a token is multiplied with; `core`: FLOPs of a token's forward pass in other products.
-    `rows` are those that matrices were multiplied with, of the most of them, by the parameters' names.
+    Attributes:
+        saved: Storages that autograd saves, each once.
+        saved_recomputed: Storages that remain saved if blocks are recomputed.
+        recompute_bytes: Further bytes that exist while the layer is recomputed.
+        matrix_elements: Elements of parameters that a token is multiplied with.
+        core_flops: FLOPs of other products in the forward pass of a token.
+        rows: Largest number of rows that each matrix was multiplied with, by name of the parameter.
     """
 
     saved: tuple[SavedStorage, ...]
-    kept: tuple[SavedStorage, ...]
-    again: int
-    products: int
-    core: int
+    saved_recomputed: tuple[SavedStorage, ...]
+    recompute_bytes: int
+    matrix_elements: int
+    core_flops: int
     rows: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class PartTrace:
-    """What was found of each layer of a part; nothing where its code does not run on "meta", and `why`."""
+    """Traces of the layers of a part, or the `problem` that its code does not run on "meta"."""
 
     layers: tuple[LayerTrace, ...]
-    why: str | None = None
+    problem: str | None = None
 
 
-def trace(
+def trace_module(
     module: nn.Module,
     blocks: Sequence[nn.Module],
     run: Callable[[], Any],
@@ -69,12 +72,19 @@ def trace(
     storage: torch.dtype,
     gpu: bool,
 ) -> PartTrace:
-    """Of `run`, which calls a module on "meta" for so many tokens, with these of its submodules as blocks,
-    and of a `loss` of what that gives; parameters become of the format `storage`. The module is worth nothing
-    afterwards.
+    """Run a module on "meta" and return what its layers save and compute. The module is useless afterwards.
+
+    Args:
+        module: Module on "meta".
+        blocks: Its blocks; all else is a layer before or after them.
+        run: Function that calls the module.
+        loss: Function that computes the loss from the result of `run`; None if this part has no loss.
+        tokens: Number of tokens of the call.
+        storage: dtype that parameters are converted to.
+        gpu: True to use the kernels of a GPU.
     """
-    for _, each in groupby(module.parameters(), _name_of):
-        together = list(each)  # the parts of a packed weight, which are used as one
+    for _, each in groupby(module.parameters(), _shared_name):
+        together = list(each)  # parts of one packed weight are adjacent in memory
         sizes = [parameter.numel() for parameter in together]
         flat = torch.empty(sum(sizes), dtype=storage, device="meta")
         for parameter, part in zip(together, flat.split(sizes), strict=True):
@@ -84,29 +94,29 @@ def trace(
         with (
             torch.random.fork_rng(devices=[]),
             torch.enable_grad(),
-            kernels_of(gpu),
-            ToldAsHost(),
-            OnMeta(tracer.computed),
+            meta_kernels(gpu),
+            HostDeviceMode(),
+            MetaMode(tracer.on_operation),
             saved_tensors_hooks(tracer.pack, _PackedTensor.unpack),
         ):
             outputs = run()
-            tracer.present = tracer.last, 0
+            tracer.current_call = tracer.last_layer, 0
             losses = None if loss is None else loss(outputs)
     except Exception as error:  # noqa: BLE001  (whatever a user's code does where there are no values)
         said = error.problems[0] if isinstance(error, HpctrainError) else f"{type(error).__name__}: {error}"
         return PartTrace((), shorten(said.strip().splitlines()[0], _LONGEST, placeholder=" ..."))
-    found = PartTrace(tuple(tracer.found(tokens)))
-    del outputs, losses  # which keep what is counted
+    found = PartTrace(tuple(tracer.layer_traces(tokens)))
+    del outputs, losses  # they keep the counted tensors alive
     return found
 
 
-def _name_of(parameter: nn.Parameter) -> object:
-    """The name that parts of one tensor have in common; of any other parameter it itself."""
+def _shared_name(parameter: nn.Parameter) -> object:
+    """Return the name of the tensor that a parameter is part of, or the parameter's identity."""
     return parameter.shard.name if isinstance(parameter, Parameter) else id(parameter)
 
 
 class _PackedTensor:
-    """A tensor that autograd has saved, for as long as it has."""
+    """A tensor that autograd has saved, which lives as long as autograd needs it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
@@ -117,134 +127,140 @@ class _PackedTensor:
 
 @dataclass(frozen=True)
 class _Event:
-    """A tensor was saved, or, where `given` is set, a block was called with it."""
+    """A tensor was saved, or, if `block_input` is set, a block was called with this tensor."""
 
     call: Call | None
-    kept: weakref.ref[_PackedTensor] | None
-    given: Tensor | None = None
+    saved_recomputed: weakref.ref[_PackedTensor] | None
+    block_input: Tensor | None = None
 
     @property
     def tensor(self) -> Tensor | None:
-        """It, if it is still there."""
-        kept = None if self.kept is None else self.kept()
-        return self.given if kept is None else kept.tensor
+        """The tensor, or None if it no longer exists."""
+        kept = None if self.saved_recomputed is None else self.saved_recomputed()
+        return self.block_input if kept is None else kept.tensor
 
 
 class _Tracer:
-    """Notes what happens, and in which layer: blocks count from 1, outside is 0, or after them `last`."""
+    """Recorder of events by layer: 0 before the blocks, which count from 1, and `last_layer` after them."""
 
     def __init__(self, module: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        self.last = len(blocks) + 1
-        self.present: Call | None = None
+        self.last_layer = len(blocks) + 1
+        self.current_call: Call | None = None
         self._calls = 0
         self._events: list[_Event] = []
         self._after = 0 if blocks else None
-        self._parameters = {_key(parameter): _name_of(parameter) for parameter in module.parameters()}
-        self._there = {*self._parameters} | {_key(buffer) for buffer in module.buffers()}
+        self._parameters = {
+            storage_key(parameter): _shared_name(parameter) for parameter in module.parameters()
+        }
+        self._there = {*self._parameters} | {storage_key(buffer) for buffer in module.buffers()}
         for each in module.modules():
-            self._there |= {_key(value) for value in vars(each).values() if isinstance(value, Tensor)}
+            self._there |= {storage_key(value) for value in vars(each).values() if isinstance(value, Tensor)}
         self._flops: list[tuple[int, Call | None, bool, int]] = []
         self._rows: list[tuple[int, Call | None, str, int]] = []
         for number, block in enumerate(blocks, 1):
-            vars(block)["forward"] = partial(self._within, number, block.forward)
+            vars(block)["forward"] = partial(self._call_block, number, block.forward)
 
-    def _within(self, number: int, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """A block is called."""
+    def _call_block(self, number: int, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Call a block."""
         self._calls += 1
-        before, self.present = self.present, (number, self._calls)
-        self._events += [_Event(self.present, None, tensor.detach()) for tensor in tensors_of((given, named))]
+        before, self.current_call = self.current_call, (number, self._calls)
+        self._events += [
+            _Event(self.current_call, None, tensor.detach()) for tensor in tensors_of((arguments, keywords))
+        ]
         try:
-            return forward(*given, **named)
-        finally:  # where a part ends with it, the pass is left here
-            self.present = before
+            return forward(*arguments, **keywords)
+        finally:  # the pass of a stage ends with an exception here
+            self.current_call = before
             self._after = len(self._events)
 
     def pack(self, tensor: Tensor) -> _PackedTensor:
-        """Autograd saves a tensor."""
+        """Record that autograd saves a tensor."""
         kept = _PackedTensor(tensor)
-        self._events.append(_Event(self.present, weakref.ref(kept)))
+        self._events.append(_Event(self.current_call, weakref.ref(kept)))
         return kept
 
-    def computed(self, func: Any, args: tuple[Any, ...], named: Any, made: Any) -> None:
-        """Record an operation and its result. `OnMeta` calls this for each operation."""
+    def on_operation(self, func: Any, args: tuple[Any, ...], keywords: Any, made: Any) -> None:
+        """Record the FLOPs of an operation. MetaMode calls this for each operation."""
         packet = func._overloadpacket
         if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
             query, key, value = args[:3]
             flops = 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
         elif packet in flop_registry:
-            flops = int(flop_registry[packet](*args, **named, out_val=made))
+            flops = int(flop_registry[packet](*args, **keywords, out_val=made))
         else:
             return
-        at, with_parameter = (len(self._events), self.present), False
+        at, with_parameter = (len(self._events), self.current_call), False
         for tensor in tensors_of(args):
-            name = self._parameters.get(_key(tensor))
+            name = self._parameters.get(storage_key(tensor))
             with_parameter |= name is not None
             if isinstance(name, str) and tensor.dim() > 1:
                 self._rows.append((*at, name, flops // (2 * tensor.numel())))
         self._flops.append((*at, with_parameter, flops))
 
-    def found(self, tokens: int) -> Iterator[LayerTrace]:
-        """Of each layer, of so many tokens."""
-        saving = {event.call for event in self._events if event.given is None and event.tensor is not None}
+    def layer_traces(self, tokens: int) -> Iterator[LayerTrace]:
+        """Yield the trace of each layer, for a call with so many tokens."""
+        saving = {
+            event.call for event in self._events if event.block_input is None and event.tensor is not None
+        }
         alive = [
             (at, event, tensor)
             for at, event in enumerate(self._events)
             if (tensor := event.tensor) is not None
-            and _key(tensor) not in self._there
-            and event.call in saving  # what saves nothing is not computed again, and needs no inputs
+            and storage_key(tensor) not in self._there
+            and event.call in saving  # a call that saves nothing is not recomputed and needs no inputs
         ]
-        saved: list[dict[int, SavedStorage]] = [{} for _ in range(self.last + 1)]
-        kept: list[dict[int, SavedStorage]] = [{} for _ in range(self.last + 1)]
+        saved: list[dict[int, SavedStorage]] = [{} for _ in range(self.last_layer + 1)]
+        kept: list[dict[int, SavedStorage]] = [{} for _ in range(self.last_layer + 1)]
         of_calls: dict[Call, dict[int, SavedStorage]] = {}
         met: set[int] = set()
         met_again: set[int] = set()
         for at, event, tensor in alive:
-            key, layer = _key(tensor), self._layer(at, event.call)
+            key, layer = storage_key(tensor), self._layer(at, event.call)
             storage = SavedStorage(tensor.untyped_storage().nbytes(), tensor.element_size(), features=False)
-            if event.given is None and key not in met:
+            if event.block_input is None and key not in met:
                 met.add(key)
                 saved[layer][key] = storage
-            if event.given is None and event.call is not None and layer != self.last:
+            if event.block_input is None and event.call is not None and layer != self.last_layer:
                 of_calls.setdefault(event.call, {})[key] = storage
             elif key not in met_again:
                 met_again.add(key)
                 kept[layer][key] = storage
-        again = [0] * (self.last + 1)
+        again = [0] * (self.last_layer + 1)
         for (layer, _), storages in of_calls.items():
             size = sum(storage.bytes for key, storage in storages.items() if key not in met_again)
             again[layer] = max(again[layer], size)
-        products, core = [0] * (self.last + 1), [0] * (self.last + 1)
+        matrix_elements, core_flops = [0] * (self.last_layer + 1), [0] * (self.last_layer + 1)
         for at, call, with_parameter, flops in self._flops:
-            (products if with_parameter else core)[self._layer(at, call)] += flops
-        rows: list[dict[str, int]] = [{} for _ in range(self.last + 1)]
+            (matrix_elements if with_parameter else core_flops)[self._layer(at, call)] += flops
+        rows: list[dict[str, int]] = [{} for _ in range(self.last_layer + 1)]
         for at, call, name, number in self._rows:
             of_layer = rows[self._layer(at, call)]
             of_layer[name] = max(of_layer.get(name, 0), number)
-        for layer in range(self.last + 1):
+        for layer in range(self.last_layer + 1):
             yield LayerTrace(
                 tuple(saved[layer].values()),
                 tuple(kept[layer].values()),
                 again[layer],
-                products[layer] // (2 * tokens),
-                core[layer] // tokens,
+                matrix_elements[layer] // (2 * tokens),
+                core_flops[layer] // tokens,
                 rows[layer],
             )
 
     def _layer(self, at: int, call: Call | None) -> int:
-        """In which layer something happened, which so many events came before."""
+        """Return the layer of something that happened after so many events."""
         if call is not None:
             return call[0]
-        return 0 if self._after is None or at < self._after else self.last
+        return 0 if self._after is None or at < self._after else self.last_layer
 
 
-def _key(tensor: Tensor) -> int:
-    """What tensors in the same memory have in common."""
+def storage_key(tensor: Tensor) -> int:
+    """Return what tensors in the same memory have in common."""
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
-class Traced(Protocol):
-    """A part of a module, which is made of an architecture, groups and a span."""
+class TraceablePart(Protocol):
+    """A part of a module that can be built again on "meta" from an architecture, a context and a range."""
 
     architecture: ModuleArchitecture
     groups: LayerContext
@@ -253,11 +269,11 @@ class Traced(Protocol):
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        """The submodules that follow each other."""
+        """The blocks of the part."""
 
     @property
     def names(self) -> Mapping[Parameter, list[str]]:
-        """All parameters."""
+        """Names of all parameters."""
 
     def __call__(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Any:
         """Return the hidden states [s or s/t, b, h] after this part."""
@@ -269,47 +285,52 @@ class Traced(Protocol):
     def dtype(self) -> torch.dtype:
         """dtype of the tensors that are sent between parts."""
 
-    def predict(self, last: Any, compute: Callable[..., Computed]) -> Computed:
+    def predict(self, last_layer: Any, compute: Callable[..., Computed]) -> Computed:
         """Return the result of `compute` for the output of the last part, with its parameters gathered."""
 
 
-def traced(part: Traced, number: int, at: ActivationSizes | None) -> LayerTrace | str:
-    """What is found of a layer of a part, by its number, for a micro-batch; None: of one sample, with all
-    that tensor ranks compute. Where nothing is found, why.
+def trace_layer(part: TraceablePart, number: int, at: ActivationSizes | None) -> LayerTrace | str:
+    """Return the trace of a layer of a part, or the reason why there is none.
+
+    Args:
+        part: The part.
+        number: Index of the layer.
+        at: Sizes of a micro-batch; None for one sample with all that tensor ranks compute together.
     """
     size = part.architecture.storage.itemsize
     frozen = frozenset(parameter.shard.name for parameter in part.names if not parameter.requires_grad)
     if at is None:
         sequence = part.architecture.sequence
-        seen, rank = ActivationSizes(sequence, sequence, 1, size, size), (0, 1, False)
+        sizes, rank = ActivationSizes(sequence, sequence, 1, size, size), (0, 1, False)
     else:
         tensor = part.groups.tensor
-        seen = replace(at, selective=False, again=False)
+        sizes = replace(at, selective=False, again=False)
         rank = tensor.rank, tensor.size, part.groups.sequence_parallel
-    found = _trace_of(type(part), part.architecture, part.span, frozen, rank, seen)
-    return found.layers[number] if found.why is None else found.why
+    found = _trace_part(type(part), part.architecture, part.span, frozen, rank, sizes)
+    return found.layers[number] if found.problem is None else found.problem
 
 
 @lru_cache(maxsize=64)
-def _trace_of(
-    kind: Callable[[ModuleArchitecture, LayerContext, LayerRange], Traced],
+def _trace_part(
+    kind: Callable[[ModuleArchitecture, LayerContext, LayerRange], TraceablePart],
     architecture: ModuleArchitecture,
     span: LayerRange,
     frozen: frozenset[str],
     rank: tuple[int, int, bool],
     at: ActivationSizes,
 ) -> PartTrace:
-    """The trace of such a part as a tensor rank (its number, of so many, by sequence or not) holds it."""
-    place, size, by_sequence = rank
+    """Trace a part as a tensor rank holds it: `rank` is its index, the group's size, sequence parallelism."""
+    rank_index, size, by_sequence = rank
     tensor, context = (
-        planned_group((axis,), *of, Ledger()) for axis, of in (("tensor", (place, size)), ("context", (0, 1)))
+        planned_group((axis,), *of, Ledger())
+        for axis, of in (("tensor", (rank_index, size)), ("context", (0, 1)))
     )
     with META:
         groups = LayerContext(tensor, context, by_sequence, product_format=architecture.storage)
         part = kind(architecture, groups, span)
     for parameter in part.names:
         parameter.requires_grad_(parameter.requires_grad and parameter.shard.name not in frozen)
-    inputs = example_of(architecture, at.micro_size)
+    inputs = example_inputs(architecture, at.micro_size)
 
     def loss(outputs: Any) -> Any:
         return part.predict(outputs, at.objective.losses(inputs, torch.ones(())))
@@ -320,11 +341,11 @@ def _trace_of(
         hidden.requires_grad_()
     of_loss = loss if at.objective is not None and span.predicts else None
     run = partial(part, inputs, hidden)
-    return trace(part.module, part.blocks, run, of_loss, at.tokens, architecture.storage, at.gpu)
+    return trace_module(part.module, part.blocks, run, of_loss, at.tokens, architecture.storage, at.gpu)
 
 
-def example_of(architecture: ModuleArchitecture, micro_size: int) -> ModelInputs:
-    """A micro-batch of values that mean nothing special, as a zero may."""
+def example_inputs(architecture: ModuleArchitecture, micro_size: int) -> ModelInputs:
+    """Return a micro-batch of ones, since zeros may mean something special."""
     fields = {
         name: torch.ones(field.shape, dtype=field.dtype)
         for name, field in architecture.example(micro_size).items()

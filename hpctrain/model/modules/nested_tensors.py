@@ -1,4 +1,4 @@
-"""The structure of what a call takes and gives: where its tensors are, and what else is in it."""
+"""Tensors in nested sequences, mappings and dataclasses, and what stands for them without values."""
 
 from __future__ import annotations
 
@@ -15,28 +15,33 @@ from hpctrain.errors import HpctrainError
 
 
 @dataclass(frozen=True)
-class Spec:
-    """In the place of a tensor: its form, whether a gradient `learns` of it, and whether it is `changed` in
-    place after the call that gave it.
+class TensorSpec:
+    """Shape and dtype of a tensor that a call returns.
+
+    Attributes:
+        shape: Shape of the tensor.
+        dtype: Its dtype.
+        requires_gradient: True if a gradient flows back through it.
+        modified: True if it is changed in place after the call.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    learns: bool
-    changed: bool = False
+    requires_gradient: bool
+    modified: bool = False
 
     @property
     def elements(self) -> int:
-        """Of the tensor."""
+        """Number of elements of the tensor."""
         return prod(self.shape)
 
     @property
-    def travels(self) -> bool:
-        """Whether it can be among fractions."""
+    def sendable(self) -> bool:
+        """True if the tensor can be sent in a buffer of floating-point values."""
         return self.dtype.is_floating_point
 
-    def is_of(self, tensor: Tensor) -> bool:
-        """Whether a tensor has this form."""
+    def matches(self, tensor: Tensor) -> bool:
+        """Return True if a tensor has this shape and dtype."""
         return tuple(tensor.shape) == self.shape and tensor.dtype == self.dtype
 
     def __str__(self) -> str:
@@ -44,70 +49,70 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class InputReference:
-    """In the place of a tensor that a call gives back as it was: its number among those that it took."""
+class InputTensor:
+    """A tensor that a call returns unchanged: its index among the tensors of the arguments."""
 
     number: int
 
 
-def leaves(value: object) -> Iterator[Any]:
-    """All tensors, and what is in their place, in nested sequences, tables and dataclasses."""
-    if isinstance(value, Tensor | Spec | InputReference):
+def tensor_leaves(value: object) -> Iterator[Any]:
+    """Yield all tensors, TensorSpecs and InputTensors in nested sequences, mappings and dataclasses."""
+    if isinstance(value, Tensor | TensorSpec | InputTensor):
         yield value
     else:
-        for each in _within(value):
-            yield from leaves(each)
+        for each in _children(value):
+            yield from tensor_leaves(each)
 
 
 def tensors_of(value: object) -> Iterator[Tensor]:
     """Yield all tensors in nested sequences, mappings and dataclasses."""
-    return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
+    return (leaf for leaf in tensor_leaves(value) if isinstance(leaf, Tensor))
 
 
-def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same structure, with something else for each of its `leaves`."""
-    if isinstance(value, Tensor | Spec | InputReference):
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the same structure with a function applied to each of its `tensor_leaves`."""
+    if isinstance(value, Tensor | TensorSpec | InputTensor):
         return change(value)
     if isinstance(value, Mapping):
         if type(value) is dict:
-            return {key: replaced(each, change) for key, each in value.items()}
-        made: Any = copy(value)
+            return {key: map_leaves(each, change) for key, each in value.items()}
+        copied: Any = copy(value)
         for key in list(value):
-            made[key] = replaced(value[key], change)
-        return made
-    if _is_row(value):
-        inner = [replaced(each, change) for each in value]
+            copied[key] = map_leaves(value[key], change)
+        return copied
+    if _is_sequence(value):
+        inner = [map_leaves(each, change) for each in value]
         return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
     if is_dataclass(value) and not isinstance(value, type):
-        made = copy(value)
+        copied = copy(value)
         for field in fields(value):
-            object.__setattr__(made, field.name, replaced(getattr(value, field.name), change))
-        return made
+            object.__setattr__(copied, field.name, map_leaves(getattr(value, field.name), change))
+        return copied
     return value
 
 
-def require_seen(name: str, value: object) -> None:
-    """HpctrainError where what a call of this name gives has tensors in an object of an unknown structure."""
-    inner = list(_within(value))
+def require_known_structure(name: str, value: object) -> None:
+    """Raise HpctrainError if the result of a module has tensors in an object that is not searched."""
+    inner = list(_children(value))
     for each in inner:
-        require_seen(name, each)
-    plain = inner or isinstance(value, Tensor | type) or not hasattr(value, "__dict__")
-    if not plain and any(isinstance(each, Tensor) for each in vars(value).values()):
+        require_known_structure(name, each)
+    is_searched = inner or isinstance(value, Tensor | type) or not hasattr(value, "__dict__")
+    if not is_searched and any(isinstance(each, Tensor) for each in vars(value).values()):
         raise HpctrainError(
             f"{name}: returns a {type(value).__name__} that contains tensors, which cannot be sent to "
             "another stage (use tensors, tuples, lists, dicts or dataclasses)"
         )
 
 
-def _within(value: object) -> Iterator[object]:
+def _children(value: object) -> Iterator[object]:
     if isinstance(value, Mapping):
         yield from value.values()
-    elif _is_row(value):
+    elif _is_sequence(value):
         assert isinstance(value, Sequence)
         yield from value
-    elif is_dataclass(value) and not isinstance(value, Spec | InputReference | type):
+    elif is_dataclass(value) and not isinstance(value, TensorSpec | InputTensor | type):
         yield from (getattr(value, field.name) for field in fields(value))
 
 
-def _is_row(value: object) -> bool:
+def _is_sequence(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | range | torch.Size)

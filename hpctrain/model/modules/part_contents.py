@@ -1,4 +1,7 @@
-"""What a part holds of a module: its parameters, which become ours in place, its layers and its buffers."""
+"""Contents of a ModulePart: its parameters, layers, blocks and buffers.
+
+A module's own parameters are replaced by hpctrain's `Parameter`s in place, under the same names.
+"""
 
 from __future__ import annotations
 
@@ -9,196 +12,235 @@ from functools import partial
 import torch
 from torch import nn
 
-from hpctrain.model.modules.module_architecture import ModuleArchitecture, blocks_in
+from hpctrain.model.modules.module_architecture import ModuleArchitecture, find_blocks
 from hpctrain.model.modules.module_buffers import ModuleBuffers
-from hpctrain.model.modules.module_layers import ModuleBlock, ModuleLayer, OutsideOfBlocks
-from hpctrain.model.modules.pipeline.call_order import order_of, watched
-from hpctrain.model.modules.pipeline.stage_forward import Passage, PiecePassage
-from hpctrain.model.modules.pipeline.stage_split import PartPass, Passing
-from hpctrain.model.modules.tensor_parallel.parallel_layers import LateParameter
+from hpctrain.model.modules.module_layers import BlockLayer, ModuleLayer, OuterLayer
+from hpctrain.model.modules.pipeline.call_order import find_call_order, watched_modules
+from hpctrain.model.modules.pipeline.stage_forward import ModuleForward, StageForward
+from hpctrain.model.modules.pipeline.stage_split import StageMessage, StageSlice
+from hpctrain.model.modules.tensor_parallel.parallel_layers import LayerGradientParameter
 from hpctrain.model.modules.tensor_parallel.unsplit_linear import (
-    WholeLinear,
-    compute_whole,
-    layers_in,
-    multiplied,
+    UnsplitLinear,
+    linear_parameters,
+    matmul_layers,
+    replace_linear_layers,
 )
 from hpctrain.model.part import LayerRange
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter, Shard
 
 Names = dict[Parameter, list[str]]
-"""Of each parameter all names that it has in a module."""
+"""All names of each parameter in a module."""
 
 
 @dataclass(frozen=True)
 class PartContents:
-    """What a part holds: parameters by names, `layers` of these, the last one behind all blocks, which are
-    `blocks` by name; `calls` are modules whose calls the passage is told of, besides.
+    """Contents of a part.
+
+    Attributes:
+        names: All names of each parameter.
+        layers: The layer before the blocks, the blocks, and the layer after them.
+        blocks: The blocks by name.
+        buffers: The buffers of the module.
+        forward_pass: How a pass runs through the part.
+        calls: Further modules whose calls `forward_pass` handles, by name.
     """
 
     names: Names
     layers: tuple[ModuleLayer, ...]
     blocks: Mapping[str, nn.Module]
     buffers: ModuleBuffers
-    passage: Passage = field(default_factory=Passage)
+    forward_pass: ModuleForward = field(default_factory=ModuleForward)
     calls: Mapping[str, nn.Module] = field(default_factory=dict)
 
 
-def hold_all(
+def contents_of_module(
     module: nn.Module,
     architecture: ModuleArchitecture,
     groups: LayerContext,
-    parted: Collection[nn.Parameter],
+    partial_gradients: Collection[nn.Parameter],
 ) -> PartContents:
-    """All of a module; what is outside of blocks, or in several, is in the first layer. Gradients of those
-    that are `parted` are partial on tensor ranks.
+    """Return the contents of a part that is the whole module.
+
+    Parameters outside of blocks, or in several blocks, belong to the first layer.
+
+    Args:
+        module: The module, on "meta". Its parameters and linear layers are replaced.
+        architecture: Its architecture.
+        groups: Process groups and settings of this rank's layers.
+        partial_gradients: Parameters whose gradients are summed over tensor ranks.
     """
-    names = _own_parameters(module, partial(_whole, parted, {*multiplied(module)}))
-    whole = compute_whole(module, groups)
-    blocks = blocks_in(module, architecture.pattern)
+    names = _replace_parameters(
+        module, partial(_replace_parameter, partial_gradients, {*linear_parameters(module)})
+    )
+    linear_layers = replace_linear_layers(module, groups)
+    blocks = find_blocks(module, architecture.pattern)
     within = [set(block.parameters()) for block in blocks.values()]
-    several = {p for number, own in enumerate(within) for p in own if any(p in o for o in within[:number])}
-    outside = _outside(module, blocks.values())
-    several |= {p for each in outside for p in each.parameters(recurse=False)}
-    free = [p for p in names if p in several]
-    make = partial(_layer, whole, architecture.sequence)
+    outer = {p for number, own in enumerate(within) for p in own if any(p in o for o in within[:number])}
+    outside = _modules_outside(module, blocks.values())
+    outer |= {p for each in outside for p in each.parameters(recurse=False)}
+    outer_parameters = [p for p in names if p in outer]
+    make = partial(_make_layer, linear_layers, architecture.sequence)
     layers = (
-        make(OutsideOfBlocks, "outside", free, outside),
-        *_blocks(blocks, kinds_of(blocks), several, make),
-        make(OutsideOfBlocks, "result", (), ()),
+        make(OuterLayer, "outside", outer_parameters, outside),
+        *_block_layers(blocks, block_kinds(blocks), outer, make),
+        make(OuterLayer, "result", (), ()),
     )
     buffers = ModuleBuffers(module, groups, architecture.buffers, architecture.storage)
     return PartContents(names, layers, blocks, buffers)
 
 
-def hold_piece(
+def contents_of_stage(
     module: nn.Module,
     architecture: ModuleArchitecture,
     groups: LayerContext,
-    parted: Collection[nn.Parameter],
+    partial_gradients: Collection[nn.Parameter],
     span: LayerRange,
-    lent: Mapping[str, Parameter],
+    shared_parameters: Mapping[str, Parameter],
 ) -> PartContents:
-    """The piece of a module that a pipeline's part computes. Others' parameters are in their places without
-    memory, as zeros; some that another part of the stage uses too are `lent` by it. See `hold_all`, too.
+    """Return the contents of a part that is one pipeline stage of a module.
+
+    Parameters that the stage does not use are replaced by zeros without memory.
+
+    Args:
+        module: The module, on "meta". Its parameters and linear layers are replaced.
+        architecture: Its architecture.
+        groups: Process groups and settings of this rank's layers.
+        partial_gradients: Parameters whose gradients are summed over tensor ranks.
+        span: Blocks of the stage.
+        shared_parameters: Parameters of another part on this rank, by name. Those that this part also uses
+            are taken from there.
     """
-    piece = PartPass(order_of(architecture), span)
-    home = groups.data.empty((), architecture.storage).zero_()
-    names = _own_parameters(module, partial(_of_piece, piece, parted, {*multiplied(module)}, lent, home))
-    whole = compute_whole(module, groups)
-    borrowed = tuple(each for each in lent.values() if each in names)
-    every = blocks_in(module, architecture.pattern)
-    blocks = {name: each for number, (name, each) in enumerate(every.items()) if piece.has_block(number)}
-    before, behind, several = list[Parameter](), list[Parameter](), set[nn.Parameter](borrowed)
-    for parameter in _outside_of_blocks(piece, names, blocks):
-        if parameter not in several:
-            here = set(filter(piece.computes, piece.order.parameters[names[parameter][0]]))
-            (behind if here == {piece.order.end} else before).append(parameter)
-    several |= {*before, *behind}
-    calls = watched(module, every)
-    of_before, of_behind = _modules_of_piece(module, piece, every, calls)
-    make = partial(_layer, whole, architecture.sequence)
+    stage = StageSlice(find_call_order(architecture), span)
+    placeholder = groups.data.empty((), architecture.storage).zero_()
+    names = _replace_parameters(
+        module,
+        partial(
+            _replace_stage_parameter,
+            stage,
+            partial_gradients,
+            {*linear_parameters(module)},
+            shared_parameters,
+            placeholder,
+        ),
+    )
+    linear_layers = replace_linear_layers(module, groups)
+    borrowed = tuple(each for each in shared_parameters.values() if each in names)
+    every = find_blocks(module, architecture.pattern)
+    blocks = {name: each for number, (name, each) in enumerate(every.items()) if stage.has_block(number)}
+    before, behind, outer = list[Parameter](), list[Parameter](), set[nn.Parameter](borrowed)
+    for parameter in _outer_parameters(stage, names, blocks):
+        if parameter not in outer:
+            here = set(filter(stage.computes, stage.order.parameters[names[parameter][0]]))
+            (behind if here == {stage.order.end_position} else before).append(parameter)
+    outer |= {*before, *behind}
+    calls = watched_modules(module, every)
+    of_before, of_behind = _outer_modules_of_stage(module, stage, every, calls)
+    make = partial(_make_layer, linear_layers, architecture.sequence)
     layers = (
-        make(OutsideOfBlocks, "outside", before, of_before),
-        *_blocks(blocks, kinds_of(every), several, make),
-        make(OutsideOfBlocks, "result", behind, of_behind, borrowed),
+        make(OuterLayer, "outside", before, of_before),
+        *_block_layers(blocks, block_kinds(every), outer, make),
+        make(OuterLayer, "result", behind, of_behind, borrowed),
     )
     buffers = ModuleBuffers(
         module,
         groups,
         architecture.buffers,
         architecture.storage,
-        piece.buffers_elsewhere,
-        piece.kept_elsewhere,
+        stage.remote_buffers,
+        stage.saved_elsewhere,
     )
     own = [parameter for parameter in names if parameter not in set(borrowed)]
-    passage = PiecePassage(piece, Passing.of(piece.order), home.device, own)
-    return PartContents(names, layers, blocks, buffers, passage, calls)
+    forward_pass = StageForward(stage, StageMessage.of(stage.order), placeholder.device, own)
+    return PartContents(names, layers, blocks, buffers, forward_pass, calls)
 
 
-def _whole(
-    parted: Collection[nn.Parameter],
-    late: Collection[nn.Parameter],
+def _replace_parameter(
+    partial_gradients: Collection[nn.Parameter],
+    layer_gradients: Collection[nn.Parameter],
     name: str,
-    theirs: nn.Parameter,
+    original: nn.Parameter,
 ) -> nn.Parameter:
-    """The Parameter in the place of one of a module's: itself, where it is ours already."""
-    if isinstance(theirs, Parameter):
-        return theirs
-    shape, axes = tuple(theirs.shape), frozenset({"tensor"} if theirs in parted else ())
-    kind = LateParameter if theirs in late else Parameter
+    """Return the Parameter that replaces one of a module: itself if it already is one."""
+    if isinstance(original, Parameter):
+        return original
+    shape, axes = tuple(original.shape), frozenset({"tensor"} if original in partial_gradients else ())
+    kind = LayerGradientParameter if original in layer_gradients else Parameter
     own = kind(Shard.whole(name, shape, axes), decayed=len(shape) > 1)
-    if not theirs.requires_grad:
+    if not original.requires_grad:
         own.requires_grad_(False)
         own.decayed = False
         return own
-    # What a module has asked to be done with gradients is so, of each micro-batch.
-    for hook in (getattr(theirs, "_backward_hooks", None) or {}).values():
+    # The module's own hooks on gradients run for each micro-batch.
+    for hook in (getattr(original, "_backward_hooks", None) or {}).values():
         own.register_hook(hook)
-    for hook in (getattr(theirs, "_post_accumulate_grad_hooks", None) or {}).values():
+    for hook in (getattr(original, "_post_accumulate_grad_hooks", None) or {}).values():
         own.register_post_accumulate_grad_hook(hook)
     return own
 
 
-def _of_piece(
-    piece: PartPass,
-    parted: Collection[nn.Parameter],
-    late: Collection[nn.Parameter],
-    lent: Mapping[str, Parameter],
-    home: torch.Tensor,
+def _replace_stage_parameter(
+    stage: StageSlice,
+    partial_gradients: Collection[nn.Parameter],
+    layer_gradients: Collection[nn.Parameter],
+    shared_parameters: Mapping[str, Parameter],
+    placeholder: torch.Tensor,
     name: str,
-    theirs: nn.Parameter,
+    original: nn.Parameter,
 ) -> nn.Parameter:
-    """As `_whole`, of one that the piece uses; else one that has no memory but that of a number."""
-    positions, span = piece.order.parameters[name], piece.span
-    if not piece.uses(positions):
-        return nn.Parameter(home.expand(theirs.shape), requires_grad=False)
-    if name in lent:
-        # Two parts of a stage add in an order that the schedule decides.
-        lent[name].uses, lent[name].apart = 2, True
-        return lent[name]
-    own = _whole(parted, late, name, theirs)
+    """Return the Parameter that replaces one that the stage uses, or zeros without memory."""
+    positions, span = stage.order.parameters[name], stage.span
+    if not stage.needs(positions):
+        return nn.Parameter(placeholder.expand(original.shape), requires_grad=False)
+    if name in shared_parameters:
+        # The schedule decides in which order the two parts of this rank add their gradients.
+        shared_parameters[name].uses, shared_parameters[name].apart = 2, True
+        return shared_parameters[name]
+    own = _replace_parameter(partial_gradients, layer_gradients, name, original)
     assert isinstance(own, Parameter)
-    if piece.shares(positions):
+    if stage.shares(positions):
         own.shard = replace(own.shard, stage_copy=span.tied_stage, stage_copies=span.tied_stages)
     return own
 
 
-def _own_parameters(module: nn.Module, make: Callable[[str, nn.Parameter], nn.Parameter]) -> Names:
-    """Put others in the places of all parameters of a module, each made of one and its first name; the names
-    of those of them that are ours.
+def _replace_parameters(module: nn.Module, make: Callable[[str, nn.Parameter], nn.Parameter]) -> Names:
+    """Replace all parameters of a module and return the names of those that are now a Parameter.
+
+    `make` returns the replacement from the first name and the original parameter.
     """
     ours: dict[nn.Parameter, nn.Parameter] = {}
     names: Names = {}
-    for own_name, theirs in list(module.named_parameters(remove_duplicate=False)):
-        name = theirs.shard.name if isinstance(theirs, Parameter) else own_name
-        if theirs not in ours:
-            ours[theirs] = make(name, theirs)
-        own = ours[theirs]
+    for own_name, original in list(module.named_parameters(remove_duplicate=False)):
+        name = original.shard.name if isinstance(original, Parameter) else own_name
+        if original not in ours:
+            ours[original] = make(name, original)
+        own = ours[original]
         if isinstance(own, Parameter):
             names.setdefault(own, []).append(name)
-        home, _, last = own_name.rpartition(".")
-        setattr(module.get_submodule(home), last, own)
+        parent, _, attribute = own_name.rpartition(".")
+        setattr(module.get_submodule(parent), attribute, own)
     return names
 
 
-def _outside(module: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
-    """The modules that are within no block."""
+def _modules_outside(module: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
+    """Return the modules that are inside no block."""
     inside = {each for block in blocks for each in block.modules()}
     return [each for each in module.modules() if each not in inside]
 
 
-def _outside_of_blocks(piece: PartPass, names: Names, blocks: Mapping[str, nn.Module]) -> Iterator[Parameter]:
-    """The parameters that are not used by the block alone that has them."""
-    home = {p: name for name, block in blocks.items() for p in block.parameters()}
-    position = {name: 2 * number + 1 for number, name in enumerate(piece.order.blocks)}
+def _outer_parameters(
+    stage: StageSlice, names: Names, blocks: Mapping[str, nn.Module]
+) -> Iterator[Parameter]:
+    """Yield the parameters that others than their own block use, or that are in no block."""
+    block_of = {p: name for name, block in blocks.items() for p in block.parameters()}
+    position = {name: 2 * number + 1 for number, name in enumerate(stage.order.blocks)}
     for parameter, (name, *_) in names.items():
-        if parameter not in home or piece.order.parameters[name] != {position[home[parameter]]}:
+        if parameter not in block_of or stage.order.parameters[name] != {position[block_of[parameter]]}:
             yield parameter
 
 
-def kinds_of(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Kinds of blocks by name: those of one class are of one if their parameters are alike."""
+def block_kinds(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return the kind of each block: its class, with a number if blocks of one class differ in parameters."""
     kinds: dict[str, str] = {}
     known: dict[str, list[object]] = {}
     for name, block in blocks.items():
@@ -211,8 +253,8 @@ def kinds_of(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
     return kinds
 
 
-def _layer(
-    whole: Mapping[nn.Module, WholeLinear],
+def _make_layer(
+    linear_layers: Mapping[nn.Module, UnsplitLinear],
     sequence: int,
     make: type[ModuleLayer],
     kind: str,
@@ -220,36 +262,37 @@ def _layer(
     modules: Sequence[nn.Module],
     borrowed: Sequence[Parameter] = (),
 ) -> ModuleLayer:
-    """A layer of these, which computes these modules."""
-    return make(kind, parameters, modules, layers_in(modules, whole), sequence, borrowed)
+    """Return a layer with these parameters, which computes these modules."""
+    return make(kind, parameters, modules, matmul_layers(modules, linear_layers), sequence, borrowed)
 
 
-def _blocks(
+def _block_layers(
     blocks: Mapping[str, nn.Module],
     kinds: Mapping[str, str],
-    several: Collection[nn.Parameter],
+    outer: Collection[nn.Parameter],
     make: Callable[..., ModuleLayer],
 ) -> Iterator[ModuleLayer]:
-    """The layers of blocks, without what is of several."""
+    """Yield the layers of blocks, without parameters that belong to an outer layer."""
     for name, block in blocks.items():
-        own = [p for p in block.parameters() if isinstance(p, Parameter) and p not in several]
-        yield make(ModuleBlock, kinds[name], own, list(block.modules()))
+        own = [p for p in block.parameters() if isinstance(p, Parameter) and p not in outer]
+        yield make(BlockLayer, kinds[name], own, list(block.modules()))
 
 
-def _modules_of_piece(
-    module: nn.Module, piece: PartPass, blocks: Mapping[str, nn.Module], calls: Mapping[str, nn.Module]
+def _outer_modules_of_stage(
+    module: nn.Module, stage: StageSlice, blocks: Mapping[str, nn.Module], calls: Mapping[str, nn.Module]
 ) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The modules outside of blocks that a part computes: those that are called behind all blocks alone, and
-    the others, in front of these.
+    """Return the modules outside of blocks that a stage computes.
+
+    The first list has those before or between blocks, the second one those that run after all blocks only.
     """
-    end, behind, others = piece.order.end, set[nn.Module](), set[nn.Module]()
+    end, behind, others = stage.order.end_position, set[nn.Module](), set[nn.Module]()
     for name, each in calls.items():
         if name in blocks:
             continue
-        at = {call.position for call in piece.order.calls if call.name == name}
+        at = {call.position for call in stage.order.calls if call.name == name}
         if at == {end}:
             behind |= set(each.modules())
-        if not any(map(piece.computes, at or {0})):
+        if not any(map(stage.computes, at or {0})):
             others |= set(each.modules())
-    here = [each for each in _outside(module, blocks.values()) if each not in others]
+    here = [each for each in _modules_outside(module, blocks.values()) if each not in others]
     return [each for each in here if each not in behind], [each for each in here if each in behind]

@@ -114,8 +114,10 @@ def test_names_that_no_config_knows_are_told(tmp_path: Path) -> None:
     assert problems("transformers:GPT2LMHeadModel", **folder, mein=4) == (
         f"{message}mein (did you mean mine?)",
     )
-    within = problems("transformers:Gemma3ForConditionalGeneration", text_config={"hiden_size": 8})
-    assert within[0].endswith("text_config: Gemma3TextConfig has no hiden_size (did you mean hidden_size?)")
+    sub_config = problems("transformers:Gemma3ForConditionalGeneration", text_config={"hiden_size": 8})
+    assert sub_config[0].endswith(
+        "text_config: Gemma3TextConfig has no hiden_size (did you mean hidden_size?)"
+    )
 
 
 def test_what_is_not_there_is_told_with_what_is_near(file: Path) -> None:

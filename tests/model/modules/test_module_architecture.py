@@ -14,7 +14,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.construction import architecture_of, bare_model, layer_kinds
 from hpctrain.model.count import count
-from hpctrain.model.modules.module_architecture import ModuleArchitecture, blocks_in
+from hpctrain.model.modules.module_architecture import ModuleArchitecture, find_blocks
 from hpctrain.model.part import parameter_list
 from tests.model.modules import models
 
@@ -118,9 +118,9 @@ def test_other_formats_are_told(file: Path) -> None:
 
 def test_blocks_have_a_pattern_between_dots() -> None:
     module = models.gpt()
-    assert [*blocks_in(module, "layers.*")] == ["layers.0", "layers.1", "layers.2"]
-    assert [*blocks_in(module, "layers.[02].mlp")] == ["layers.0.mlp", "layers.2.mlp"]
-    assert blocks_in(module, "layers") == {"layers": module.layers} and not blocks_in(module, None)
+    assert [*find_blocks(module, "layers.*")] == ["layers.0", "layers.1", "layers.2"]
+    assert [*find_blocks(module, "layers.[02].mlp")] == ["layers.0.mlp", "layers.2.mlp"]
+    assert find_blocks(module, "layers") == {"layers": module.layers} and not find_blocks(module, None)
 
 
 def test_what_cannot_be_trained_is_told(file: Path) -> None:

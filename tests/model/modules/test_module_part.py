@@ -23,7 +23,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.optimizer import AdamWTable
 from hpctrain.errors import HpctrainError
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.model.modules.module_call import call_of
+from hpctrain.model.modules.module_call import make_call
 from hpctrain.train.step import TrainState
 from tests.engines import Trainer, by_rank_0, reference, trainer
 from tests.model.modules import models
@@ -140,7 +140,7 @@ def plain_loop(
             parameter.grad = torch.zeros_like(parameter)
         total = 0.0
         for each in read:
-            made = loss(call_of(model, ("tokens",))(each.fields), each.targets) / count
+            made = loss(make_call(model, ("tokens",))(each.fields), each.targets) / count
             made.backward()
             total += made.item()
         norm = torch.nn.utils.clip_grad_norm_(trained, keys.clip)

@@ -22,7 +22,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.model.construction import architecture_of
 from hpctrain.model.count import count
-from hpctrain.model.modules.meta_device import OnMeta, ToldAsHost, kernels_of
+from hpctrain.model.modules.meta_device import HostDeviceMode, MetaMode, meta_kernels
 from hpctrain.model.modules.module_architecture import ModuleArchitecture
 from hpctrain.plan.memory import plan_memory
 from tests.engines import trainer
@@ -253,11 +253,11 @@ def test_attention_keeps_on_meta_what_it_keeps_here(
         )
 
     here = shapes_kept(lambda: attend("cpu"))
-    with kernels_of(gpu=False), ToldAsHost(), OnMeta(lambda *_: None):
+    with meta_kernels(gpu=False), HostDeviceMode(), MetaMode(lambda *_: None):
         there = shapes_kept(lambda: attend("cpu"))
     assert sorted(map(str, there)) == sorted(map(str, here))
     if drop:
-        with kernels_of(gpu=True), ToldAsHost(), OnMeta(lambda *_: None):
+        with meta_kernels(gpu=True), HostDeviceMode(), MetaMode(lambda *_: None):
             fused = shapes_kept(lambda: attend("cpu"))
         assert (torch.Size([2, 4, 16, 16]), dtype) not in fused
     assert torch.ones(2).device.type == "cpu"
@@ -269,13 +269,13 @@ def test_a_mask_of_what_is_dropped_is_a_byte_an_element_on_a_gpu() -> None:
 
     here = shapes_kept(lambda: drop(0.5))
     for gpu, expected in ((False, here), (True, [(torch.Size([2, 3]), torch.bool)])):
-        with kernels_of(gpu), ToldAsHost(), OnMeta(lambda *_: None):
+        with meta_kernels(gpu), HostDeviceMode(), MetaMode(lambda *_: None):
             assert shapes_kept(lambda: drop(0.5)) == expected
             assert shapes_kept(lambda: drop(0.0)) == shapes_kept(lambda: drop(0.5, training=False)) == []
 
 
 def test_values_that_follow_from_what_is_given_are_known_until_they_change() -> None:
-    with ToldAsHost(), OnMeta(lambda *_: None):
+    with HostDeviceMode(), MetaMode(lambda *_: None):
         tokens = torch.arange(6).view(2, 3)
         assert tokens.is_meta and tokens.device.type == "cpu"
         assert tokens[1, 2].item() == 5 and int(tokens.sum()) == 15

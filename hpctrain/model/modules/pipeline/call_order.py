@@ -1,9 +1,11 @@
-"""In which order a module calls its blocks, what each of them gives, and where its parameters are used.
+"""Order in which a module calls its blocks, what each call returns, and where parameters are used.
 
-One pass on torch's device "meta" tells: every operation of it is looked at, so that of every tensor it is
-known of which parameters, and of the results of which calls, it is made. What is made of neither is computed
-by every stage of a pipeline, and has values in this pass, too, on which the module's code may depend; results
-that a later stage uses are what passes between stages.
+One pass on torch's device "meta" finds them. Each operation is observed, so that it is known of every tensor
+from which parameters and from which results of calls it was computed. Tensors that depend on neither are
+computed by every pipeline stage, and have values in this pass, so that the module's code may depend on them.
+Results that a later stage uses are sent between stages.
+
+Positions count through a pass: block number i is at position 2 i + 1, and what runs before it at 2 i.
 """
 
 from __future__ import annotations
@@ -20,19 +22,29 @@ from typing_extensions import override
 
 from hpctrain.deck.user_code import run_user_code
 from hpctrain.errors import HpctrainError
-from hpctrain.model.modules.module_architecture import META, ModuleArchitecture, blocks_in, kept_buffers
+from hpctrain.model.modules.module_architecture import (
+    META,
+    ModuleArchitecture,
+    find_blocks,
+    persistent_buffers,
+)
 from hpctrain.model.modules.nested_tensors import (
-    InputReference,
-    Spec,
-    leaves,
-    replaced,
-    require_seen,
+    InputTensor,
+    TensorSpec,
+    map_leaves,
+    require_known_structure,
+    tensor_leaves,
     tensors_of,
 )
 
 
-class Source(NamedTuple):
-    """A tensor that a call gives: the number of the call in a pass, and the tensor's among its results."""
+class CallResult(NamedTuple):
+    """A tensor in the result of a call.
+
+    Attributes:
+        call: Index of the call in a pass.
+        leaf: Index of the tensor among the tensors of the result.
+    """
 
     call: int
     leaf: int
@@ -40,74 +52,83 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockCall:
-    """A call of a block, or of a module outside of blocks, with the structure of what it gives.
+    """A call of a block, or of a module outside of blocks.
 
-    Block number i is at the position 2 i + 1 of a pass, and what is done between it and the one before at
-    2 i.
+    Attributes:
+        name: Name of the module.
+        position: Position in the pass.
+        structure: Result of the call, with TensorSpecs and InputTensors in place of tensors.
     """
 
     name: str
     position: int
-    form: Any
+    structure: Any
 
     @property
     def is_block(self) -> bool:
-        """Or a module outside of blocks."""
+        """True for a block, False for a module outside of blocks."""
         return self.position % 2 == 1
 
     @property
-    def specs(self) -> list[Spec]:
-        """Of all tensors that it makes."""
-        return [each for each in leaves(self.form) if isinstance(each, Spec)]
+    def specs(self) -> list[TensorSpec]:
+        """Specs of all new tensors in the result."""
+        return [each for each in tensor_leaves(self.structure) if isinstance(each, TensorSpec)]
 
 
 @dataclass(frozen=True)
 class CallOrder:
-    """A pass of a module: its `calls` in their order, by their names those of `blocks` among them.
+    """Calls of one pass through a module, and where their results are used.
 
-    `uses` tells, of each tensor that a call gives, the last position that uses it, `left` the same of what a
-    call leaves behind in other ways. `parameters` and `buffers` tell by name the positions that use them, of
-    those that none uses where they belong; `written` are buffers that a pass changes.
+    Attributes:
+        blocks: Names of the blocks, in their order.
+        calls: All calls, in their order.
+        last_uses: Last position that uses a tensor of a call's result.
+        last_side_uses: Last position that uses another tensor that a call has made, by index of the call.
+        parameters: Positions that use each parameter. An unused one has the position of its block.
+        buffers: Positions that use each buffer.
+        written: Names of parameters and buffers that a pass changes.
     """
 
     blocks: tuple[str, ...]
     calls: tuple[BlockCall, ...]
-    uses: Mapping[Source, int]
-    left: Mapping[int, int]
+    last_uses: Mapping[CallResult, int]
+    last_side_uses: Mapping[int, int]
     parameters: Mapping[str, frozenset[int]]
     buffers: Mapping[str, frozenset[int]]
     written: frozenset[str]
 
     @property
-    def end(self) -> int:
-        """The position behind the last block."""
+    def end_position(self) -> int:
+        """Position after the last block."""
         return 2 * len(self.blocks)
 
-    def spec(self, source: Source) -> Spec:
-        """Of a tensor that a call gives."""
+    def spec(self, source: CallResult) -> TensorSpec:
+        """Return the spec of a tensor in a call's result."""
         return self.calls[source.call].specs[source.leaf]
 
-    def where(self, position: int) -> str:
-        """A position in words."""
+    def describe_position(self, position: int) -> str:
+        """Return a position in words, for messages."""
         if position % 2:
             return f"block {self.blocks[position // 2]}"
-        if position in {0, self.end}:
+        if position in {0, self.end_position}:
             return "the part before the blocks" if not position else "the part after the blocks"
         return f"the part before block {self.blocks[position // 2]}"
 
 
 @lru_cache(maxsize=32)
-def order_of(architecture: ModuleArchitecture) -> CallOrder:
-    """That of the module with a micro-batch of its deck's. HpctrainError where it cannot be found, or is none
-    that stages can follow.
+def find_call_order(architecture: ModuleArchitecture) -> CallOrder:
+    """Return the order of calls in the module of an architecture, for a micro-batch of its deck.
+
+    Raises:
+        HpctrainError: The module does not run on "meta", or its calls cannot be divided into stages.
     """
     module = architecture.build(META)
-    kept = kept_buffers(module)
+    kept = persistent_buffers(module)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_floating_point() and (name in kept or isinstance(tensor, nn.Parameter)):
             tensor.data = tensor.data.to(architecture.storage)
     for parameter in module.parameters():
-        # What is frozen later, or already, learns here: then gradients come by.
+        # Gradients also flow through parameters that are frozen, now or later.
         parameter.requires_grad_(True)
     fields = {
         name: torch.ones(field.shape, dtype=field.dtype)
@@ -115,151 +136,164 @@ def order_of(architecture: ModuleArchitecture) -> CallOrder:
     }
     call = partial(architecture.call(module), fields)
     with run_user_code('its forward pass on the device "meta" of torch, whose tensors have no values, fails'):
-        return find_order(module, call, blocks_in(module, architecture.pattern))
+        return trace_call_order(module, call, find_blocks(module, architecture.pattern))
 
 
-def find_order(module: nn.Module, call: Callable[[], Any], blocks: Mapping[str, nn.Module]) -> CallOrder:
-    """That of a `call` of a module on the device "meta", which is of no use afterwards. Errors as in
-    `order_of`.
+def trace_call_order(
+    module: nn.Module, call: Callable[[], Any], blocks: Mapping[str, nn.Module]
+) -> CallOrder:
+    """Return the order of calls in a pass of a module on "meta"; see `find_call_order` for the errors.
+
+    Args:
+        module: The module, which is useless afterwards.
+        call: Function that calls the module.
+        blocks: Its blocks by name.
     """
-    trace = _Trace(module.train(), tuple(blocks))
-    for name, each in watched(module, blocks).items():
-        vars(each)["forward"] = partial(trace.called, name, each.forward)
+    trace = _OrderTracer(module.train(), tuple(blocks))
+    for name, each in watched_modules(module, blocks).items():
+        vars(each)["forward"] = partial(trace.call_module, name, each.forward)
     with trace:
         outputs = call()
     return trace.order(outputs)
 
 
-def watched(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The blocks, and outside of them the largest modules that have parameters, by name: those whose results
-    stand for all that is in them.
+def watched_modules(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules whose calls are observed, by name: blocks, and the largest others with parameters.
+
+    A stage that does not compute such a module replaces its result.
     """
-    found = {each: name for name, each in blocks.items()}
-    home = set(found)
+    names = {each: name for name, each in blocks.items()}
+    enclosed = set(names)
 
     def visit(prefix: str, each: nn.Module) -> None:
         inner = set(each.modules())
-        alone = each is not module and type(each).forward is not nn.Module.forward
-        if each in home or (alone and not inner & home and any(True for _ in each.parameters())):
-            found.setdefault(each, prefix)
+        callable_module = each is not module and type(each).forward is not nn.Module.forward
+        if each in enclosed or (
+            callable_module and not inner & enclosed and any(True for _ in each.parameters())
+        ):
+            names.setdefault(each, prefix)
             return
         for name, child in each.named_children():
             visit(f"{prefix}.{name}" if prefix else name, child)
 
     visit("", module)
-    return {name: each for each, name in found.items()}
+    return {name: each for each, name in names.items()}
 
 
 HOST = torch.device("cpu")
 
-_LEFT = -1
-"""In the place of the number of a result: what a call leaves behind otherwise."""
+_SIDE_EFFECT = -1
+"""Index that stands for tensors that a call makes besides its result."""
 
-Origin = Source | str
-"""What a tensor is made of: a call's result, or a parameter or buffer by its name."""
+Origin = CallResult | str
+"""What a tensor is computed from: a call's result, or a parameter or buffer by its name."""
 
 
-class _Trace(TorchDispatchMode):
-    """Looks at the operations of a pass."""
+class _OrderTracer(TorchDispatchMode):
+    """Dispatch mode that observes the operations of a pass."""
 
     def __init__(self, module: nn.Module, blocks: tuple[str, ...]) -> None:
         super().__init__()
         self.blocks = blocks
         self.calls: list[BlockCall] = []
-        self.uses: dict[Source, int] = {}
-        self.named: dict[str, set[int]] = {}
+        self.last_uses: dict[CallResult, int] = {}
+        self.positions_by_name: dict[str, set[int]] = {}
         self.written: set[str] = set()
-        self.done = 0
-        self.current: int | None = None
-        self._made: dict[Source, tuple[Tensor, int]] = {}
+        self.blocks_done = 0
+        self.current_call: int | None = None
+        self._made: dict[CallResult, tuple[Tensor, int]] = {}
         self._origins: dict[int, set[Origin]] = {}
         self._alive: list[object] = []
         self._buffers: dict[int, str] = {}
-        self._homes = {f"{name}.": 2 * number + 1 for number, name in enumerate(blocks)}
+        self._block_positions = {f"{name}.": 2 * number + 1 for number, name in enumerate(blocks)}
         self._parameters = [name for name, _ in module.named_parameters()]
         for name, parameter in module.named_parameters():
             self._add(parameter, {name})
         for name, buffer in module.named_buffers():
             self._add(buffer, {name})
-            self._buffers[_memory(buffer)] = name
+            self._buffers[storage_key(buffer)] = name
 
     @property
     def position(self) -> int:
-        """Where the pass is."""
-        return self.calls[self.current].position if self.current is not None else 2 * self.done
+        """Position that the pass has reached."""
+        if self.current_call is None:
+            return 2 * self.blocks_done
+        return self.calls[self.current_call].position
 
-    def called(self, name: str, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """In the place of a watched module's forward method."""
-        if self.current is not None:
-            return forward(*given, **named)
-        taken = list(leaves((given, named)))
-        versions = [tensor._version for tensor in taken]
-        self.current = number = len(self.calls)
-        self.calls.append(BlockCall(name, 2 * self.done + (name in self.blocks), None))
-        result = forward(*given, **named)
-        self.current = None
-        require_seen(name, result)
+    def call_module(self, name: str, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Call a watched module. This replaces its forward method."""
+        if self.current_call is not None:
+            return forward(*arguments, **keywords)
+        inputs = list(tensor_leaves((arguments, keywords)))
+        versions = [tensor._version for tensor in inputs]
+        self.current_call = number = len(self.calls)
+        self.calls.append(BlockCall(name, 2 * self.blocks_done + (name in self.blocks), None))
+        result = forward(*arguments, **keywords)
+        self.current_call = None
+        require_known_structure(name, result)
         made = 0
 
-        def spec(tensor: Tensor) -> Spec | InputReference:
+        def spec(tensor: Tensor) -> TensorSpec | InputTensor:
             nonlocal made
-            for index, each in enumerate(taken):
+            for index, each in enumerate(inputs):
                 if each is tensor and each._version == versions[index]:
-                    return InputReference(index)
+                    return InputTensor(index)
                 if each is tensor:
                     raise HpctrainError(
                         f"{name}: changes its input in place and returns it (return a new "
                         "tensor for pipeline stages)"
                     )
-            source, made = Source(number, made), made + 1
+            source, made = CallResult(number, made), made + 1
             self._made[source] = tensor, tensor._version
-            self._add(tensor, (self._of(tensor) - {Source(number, _LEFT)}) | {source})
-            return Spec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            self._add(tensor, (self._origins_of(tensor) - {CallResult(number, _SIDE_EFFECT)}) | {source})
+            return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
-        self.calls[number] = replace(self.calls[number], form=replaced(result, spec))
-        self.done += name in self.blocks
+        self.calls[number] = replace(self.calls[number], structure=map_leaves(result, spec))
+        self.blocks_done += name in self.blocks
         return result
 
     @override
-    def __torch_dispatch__(self, function: Any, _: Any, given: Any = (), named: Any = None) -> Any:
-        named = named or {}
-        changed = {_memory(tensor): tensor for tensor in _written(function, given, named)}
-        result = _computed(function, given, named, list(changed.values()))
-        taken = {_memory(tensor): tensor for tensor in tensors_of((given, named))}
-        of_form = _is_of_form(function)
-        origins = set[Origin]().union(*(self._of(tensor) for tensor in taken.values() if not of_form))
+    def __torch_dispatch__(self, operation: Any, _: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        keywords = keywords or {}
+        changed = {storage_key(tensor): tensor for tensor in _written_tensors(operation, arguments, keywords)}
+        result = _run_operation(operation, arguments, keywords, list(changed.values()))
+        inputs = {storage_key(tensor): tensor for tensor in tensors_of((arguments, keywords))}
+        like_operation = _is_like_operation(operation)
+        origins = set[Origin]().union(
+            *(self._origins_of(tensor) for tensor in inputs.values() if not like_operation)
+        )
         self._use(origins)
-        if self.current is not None:
-            origins = {Source(self.current, _LEFT)}
+        if self.current_call is not None:
+            origins = {CallResult(self.current_call, _SIDE_EFFECT)}
         for tensor in changed.values():
-            self._add(tensor, self._of(tensor) | origins)
-        # These change their statistics, and their schema does not say so.
-        silent = taken if "batch_norm" in function._schema.name else {}
+            self._add(tensor, self._origins_of(tensor) | origins)
+        # These operations change their statistics, although their schema does not say so.
+        silent = inputs if "batch_norm" in operation._schema.name else {}
         self.written |= {self._buffers[each] for each in {**changed, **silent} if each in self._buffers}
         for tensor in tensors_of(result):
-            if _memory(tensor) not in taken:
+            if storage_key(tensor) not in inputs:
                 self._add(tensor, origins)
         return result
 
-    def _of(self, tensor: Tensor) -> set[Origin]:
-        return self._origins.get(_memory(tensor), set())
+    def _origins_of(self, tensor: Tensor) -> set[Origin]:
+        return self._origins.get(storage_key(tensor), set())
 
     def _add(self, tensor: Tensor, origins: set[Origin]) -> None:
         if origins:
-            self._origins[_memory(tensor)] = set(origins)
-            self._alive.append(tensor.untyped_storage())  # or another would have its address
+            self._origins[storage_key(tensor)] = set(origins)
+            self._alive.append(tensor.untyped_storage())  # another tensor could get its address otherwise
 
     def _use(self, origins: set[Origin]) -> None:
         for origin in origins:
             if isinstance(origin, str):
-                self.named.setdefault(origin, set()).add(self.position)
+                self.positions_by_name.setdefault(origin, set()).add(self.position)
             else:
-                self.uses[origin] = self.position
+                self.last_uses[origin] = self.position
 
     def order(self, outputs: Any) -> CallOrder:
-        """What was found, of a pass that gave these."""
-        for tensor in leaves(outputs):
-            self._use(self._of(tensor))
+        """Return the order of calls in a pass that returned `outputs`."""
+        for tensor in tensor_leaves(outputs):
+            self._use(self._origins_of(tensor))
         self._require_in_order()
         changed = {source for source, (tensor, was) in self._made.items() if tensor._version != was}
         calls = tuple(_with_changes(call, number, changed) for number, call in enumerate(self.calls))
@@ -267,19 +301,19 @@ class _Trace(TorchDispatchMode):
         return CallOrder(
             self.blocks,
             calls,
-            {source: last for source, last in self.uses.items() if source.leaf != _LEFT},
-            {source.call: last for source, last in self.uses.items() if source.leaf == _LEFT},
+            {source: last for source, last in self.last_uses.items() if source.leaf != _SIDE_EFFECT},
+            {source.call: last for source, last in self.last_uses.items() if source.leaf == _SIDE_EFFECT},
             {name: self._positions(name) for name in self._parameters},
             {name: self._positions(name) for name in self._buffers.values() if name not in parameters},
             frozenset(self.written),
         )
 
     def _positions(self, name: str) -> frozenset[int]:
-        home = next((at for block, at in self._homes.items() if name.startswith(block)), 0)
-        return frozenset(self.named.get(name, {home}))
+        default = next((at for block, at in self._block_positions.items() if name.startswith(block)), 0)
+        return frozenset(self.positions_by_name.get(name, {default}))
 
     def _require_in_order(self) -> None:
-        """HpctrainError where blocks are not called once each, in their order."""
+        """Raise HpctrainError if blocks are not called once each, in their order."""
         called = [call.name for call in self.calls if call.is_block]
         rule = "pipeline stages require one call of each block, in their order"
         for name in self.blocks:
@@ -291,38 +325,40 @@ class _Trace(TorchDispatchMode):
                 raise HpctrainError(f"block {other} is called instead of block {name} ({rule})")
 
 
-def _with_changes(call: BlockCall, number: int, changed: set[Source]) -> BlockCall:
-    """The call, its results marked that are changed in place afterwards."""
+def _with_changes(call: BlockCall, number: int, changed: set[CallResult]) -> BlockCall:
+    """Return the call with a mark at each result that is changed in place afterwards."""
     leaf = -1
 
-    def marked(each: Spec | InputReference) -> Spec | InputReference:
+    def marked(each: TensorSpec | InputTensor) -> TensorSpec | InputTensor:
         nonlocal leaf
-        if isinstance(each, InputReference):
+        if isinstance(each, InputTensor):
             return each
         leaf += 1
-        return replace(each, changed=True) if Source(number, leaf) in changed else each
+        return replace(each, modified=True) if CallResult(number, leaf) in changed else each
 
-    return replace(call, form=replaced(call.form, marked))
+    return replace(call, structure=map_leaves(call.structure, marked))
 
 
-def _computed(function: Any, given: Any, named: Mapping[str, Any], changed: Sequence[Tensor]) -> Any:
-    """What an operation gives: without values as soon as anything that it takes has none."""
+def _run_operation(
+    operation: Any, arguments: Any, keywords: Mapping[str, Any], changed: Sequence[Tensor]
+) -> Any:
+    """Run an operation: with values if all arguments have values, else on "meta"."""
     device = HOST
-    if _is_of_form(function):
-        named = {**named, "device": named.get("device") or HOST}
-    elif any(tensor.is_meta for tensor in tensors_of((given, named))):
+    if _is_like_operation(operation):
+        keywords = {**keywords, "device": keywords.get("device") or HOST}
+    elif any(tensor.is_meta for tensor in tensors_of((arguments, keywords))):
         if any(not tensor.is_meta for tensor in changed):
-            return given[0]
+            return arguments[0]
         device = META
-        given, named = (replaced(each, _without_values) for each in (given, named))
-    if named.get("device") is not None:
-        named = {**named, "device": device}
-    return function(*given, **named)
+        arguments, keywords = (map_leaves(each, _without_values) for each in (arguments, keywords))
+    if keywords.get("device") is not None:
+        keywords = {**keywords, "device": device}
+    return operation(*arguments, **keywords)
 
 
-def _is_of_form(function: Any) -> bool:
-    """Whether an operation asks for no values, but for the form of a tensor."""
-    name = function._schema.name.rpartition("::")[2]
+def _is_like_operation(operation: Any) -> bool:
+    """Return True if an operation uses the shape and dtype of a tensor, but no values."""
+    name = operation._schema.name.rpartition("::")[2]
     return bool(name.endswith("_like") or name.startswith("new_"))
 
 
@@ -332,15 +368,17 @@ def _without_values(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
 
 
-def _memory(tensor: Tensor) -> int:
-    """What tensors have in common that are views of one."""
+def storage_key(tensor: Tensor) -> int:
+    """Return what tensors that are views of one memory have in common."""
     address: int = tensor.untyped_storage()._cdata
     return address
 
 
-def _written(function: Any, given: Sequence[Any], named: Mapping[str, Any]) -> Iterator[Tensor]:
-    """What an operation changes in place."""
-    for number, argument in enumerate(function._schema.arguments):
+def _written_tensors(
+    operation: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> Iterator[Tensor]:
+    """Yield the arguments that an operation changes in place."""
+    for number, argument in enumerate(operation._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = given[number] if number < len(given) else named.get(argument.name)
+            value = arguments[number] if number < len(arguments) else keywords.get(argument.name)
             yield from tensors_of(value)

@@ -1,7 +1,7 @@
-"""One pass of a module through a part: what of it is computed there, and what stands in for the rest.
+"""One pass of a module through a pipeline stage.
 
-The module's own code runs from its beginning, with calls of what belongs to parts before giving what arrived
-of them, or zeros where nothing there uses it, until the last block of the part is done.
+The module's own code runs from its beginning. Calls that earlier stages compute return what arrived from
+them, or zeros if nothing here uses the result. An exception leaves the code after the stage's last block.
 """
 
 from __future__ import annotations
@@ -14,98 +14,109 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.errors import HpctrainError
-from hpctrain.model.modules.nested_tensors import InputReference, Spec, leaves, replaced
-from hpctrain.model.modules.pipeline.call_order import BlockCall, Source
-from hpctrain.model.modules.pipeline.stage_split import PartPass, Passing
+from hpctrain.model.modules.nested_tensors import InputTensor, TensorSpec, map_leaves, tensor_leaves
+from hpctrain.model.modules.pipeline.call_order import BlockCall, CallResult
+from hpctrain.model.modules.pipeline.stage_split import StageMessage, StageSlice
 from hpctrain.parallel.random import DropoutSource, key_of
 from hpctrain.parallel.shards import Parameter
 
 
-def seed_draws(source: DropoutSource, place: str = "") -> None:
-    """Have what a module draws from a `place` of a pass on be a function of this, seed, step and sample."""
+def seed_random_numbers(source: DropoutSource, place: str = "") -> None:
+    """Let the random numbers that a module draws from now on depend on seed, step, sample and `place`."""
     name = f"module {source.step} {source.first} {place}".rstrip()
     torch.manual_seed(key_of(source.seed, name) & 0x7FFFFFFFFFFFFFFF)
 
 
-class Passage:
-    """Passes of a module all of which a part computes."""
+class ModuleForward:
+    """Passes through a part that is a whole module."""
 
     computing = True
-    """Whether what is done now is the part's to compute, not that of a part before."""
+    """True while the module runs code of this part, not code that a part before computes."""
 
     def run(self, call: Callable[[], Any], source: DropoutSource | None, hidden: Tensor | None) -> Any:
-        """What the part gives of one micro-batch."""
+        """Call the module with one micro-batch and return the part's result.
+
+        Args:
+            call: Function that calls the module.
+            source: Source of random numbers; None if nothing is drawn.
+            hidden: Tensor [elements, 1, 1] that the part before has sent; None for the first part.
+        """
         assert hidden is None
         if source is not None:
-            seed_draws(source)
+            seed_random_numbers(source)
         return call()
 
-    def called(self, name: str, compute: Callable[..., Any], *given: Any, **named: Any) -> Any:  # noqa: ARG002
-        """In the place of the forward method of a watched module."""
-        return compute(*given, **named)
+    def call_module(self, name: str, compute: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:  # noqa: ARG002
+        """Call a watched module through `compute`, its own forward method."""
+        return compute(*arguments, **keywords)
 
 
-class _Left(BaseException):
-    """The part is done; no code of the user's is to catch this."""
+class _StageDone(BaseException):
+    """End of a stage's pass. It is no Exception, so that no code of users catches it."""
 
 
-class PiecePassage(Passage):
-    """Passes of a module of which a part computes a `piece`. What arrives is of a length, of which as much is
-    used as there is.
+class StageForward(ModuleForward):
+    """Passes through one pipeline stage of a module.
 
-    What a call draws is a function of its name, too, and so is what is drawn after it: no stage depends on
-    what others draw.
+    Random numbers that a call draws depend on its name, and so do those that are drawn after it. So no stage
+    depends on what others draw.
+
+    Args:
+        stage: The slice of the pass that this stage computes.
+        message: Size of what is sent between stages. Less may be used.
+        device: Device of the part.
+        parameters: Parameters of the part.
     """
 
     def __init__(
-        self, piece: PartPass, passing: Passing, device: torch.device, parameters: Sequence[Parameter]
+        self, stage: StageSlice, message: StageMessage, device: torch.device, parameters: Sequence[Parameter]
     ) -> None:
-        self.piece, self.passing, self.device = piece, passing, device
-        self.calls = piece.order.calls
-        self.arriving, self.leaving = piece.arriving, piece.leaving
-        self.specs = [piece.order.spec(source) for source in self.arriving]
+        self.stage, self.message, self.device = stage, message, device
+        self.calls = stage.order.calls
+        self.received, self.sent = stage.received, stage.sent
+        self.specs = [stage.order.spec(source) for source in self.received]
         self.parameters = parameters
         self._source: DropoutSource | None = None
-        self._within = True  # a call, or a backward pass
-        self._count = self._position = 0
-        self._here: dict[Source, Tensor] = {}
-        self._blank: dict[Spec, Tensor] = {}
-
-    def run(self, call: Callable[[], Any], source: DropoutSource | None, hidden: Tensor | None) -> Any:
-        """See Passage: on a part that does not predict one flat tensor, [elements, 1, 1]."""
-        self._source, self._count, self._position, anchor = source, 0, 0, None
-        if hidden is not None:
-            *tensors, anchor = _Unpack.apply(hidden, self.specs)
-            self._here = dict(zip(self.arriving, tensors, strict=True))
-        self._seed("")
-        self._within = False
-        try:
-            return call()
-        except _Left:
-            return self._packed(anchor)
-        finally:
-            self._within, self._source = True, None
-            self._here, self._blank = {}, {}
+        self._inside = True  # inside a watched call, or after the pass
+        self._call_count = self._position = 0
+        self._results: dict[CallResult, Tensor] = {}
+        self._zeros: dict[TensorSpec, Tensor] = {}
 
     @override
-    def called(self, name: str, compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        if self._within:
-            return compute(*given, **named)
-        number, self._count = self._count, self._count + 1
+    def run(self, call: Callable[[], Any], source: DropoutSource | None, hidden: Tensor | None) -> Any:
+        self._source, self._call_count, self._position, anchor = source, 0, 0, None
+        if hidden is not None:
+            *tensors, anchor = _Unpack.apply(hidden, self.specs)
+            self._results = dict(zip(self.received, tensors, strict=True))
+        self._seed("")
+        self._inside = False
+        try:
+            return call()
+        except _StageDone:
+            return self._pack(anchor)
+        finally:
+            self._inside, self._source = True, None
+            self._results, self._zeros = {}, {}
+
+    @override
+    def call_module(self, name: str, compute: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        if self._inside:
+            return compute(*arguments, **keywords)
+        number, self._call_count = self._call_count, self._call_count + 1
         if number >= len(self.calls) or self.calls[number].name != name:
             at = "at a different place than in the forward pass from which stages were derived"
             raise HpctrainError(f"{name} is called {at}")
         call = self.calls[number]
-        if call.position < 2 * self.piece.span.first:
-            result = self._stand_in(number, call, list(leaves((given, named))))
+        if call.position < 2 * self.stage.span.first:
+            result = self._substitute_result(number, call, list(tensor_leaves((arguments, keywords))))
         else:
             self._seed(name)
-            self._within = True
-            result = compute(*given, **named)
-            self._within = False
-            self._keep(number, call, result)
-            if not self.piece.span.predicts and call.position == 2 * self.piece.span.last - 1:
-                raise _Left
+            self._inside = True
+            result = compute(*arguments, **keywords)
+            self._inside = False
+            self._store_sent(number, call, result)
+            if not self.stage.span.predicts and call.position == 2 * self.stage.span.last - 1:
+                raise _StageDone
         self._position = call.position + call.is_block
         self._seed(f"after {name}")
         return result
@@ -113,64 +124,64 @@ class PiecePassage(Passage):
     @property
     @override
     def computing(self) -> bool:  # type: ignore[override]
-        return self._position >= 2 * self.piece.span.first
+        return self._position >= 2 * self.stage.span.first
 
     def _seed(self, place: str) -> None:
         if self._source is not None:
-            seed_draws(self._source, place)
+            seed_random_numbers(self._source, place)
 
-    def _keep(self, number: int, call: BlockCall, result: Any) -> None:
-        """Keep of what a call gave what leaves the part."""
-        form = zip(leaves(result), leaves(call.form), strict=True)
-        made = [(tensor, spec) for tensor, spec in form if isinstance(spec, Spec)]
+    def _store_sent(self, number: int, call: BlockCall, result: Any) -> None:
+        """Store the tensors in a call's result that are sent to the next stage."""
+        form = zip(tensor_leaves(result), tensor_leaves(call.structure), strict=True)
+        made = [(tensor, spec) for tensor, spec in form if isinstance(spec, TensorSpec)]
         for leaf, (tensor, spec) in enumerate(made):
-            if (source := Source(number, leaf)) not in self.leaving:
+            if (source := CallResult(number, leaf)) not in self.sent:
                 continue
-            if not spec.is_of(tensor):
+            if not spec.matches(tensor):
                 raise HpctrainError(
                     f"{call.name}: expected {spec}, as in the forward pass from which stages were derived, "
-                    f"got {Spec(tuple(tensor.shape), tensor.dtype, True)} (tensors between stages must "
+                    f"got {TensorSpec(tuple(tensor.shape), tensor.dtype, True)} (tensors between stages must "
                     "have the same shape and type in all passes, and must not be split over tensor ranks)"
                 )
-            self._here[source] = tensor.clone() if spec.changed else tensor
+            self._results[source] = tensor.clone() if spec.modified else tensor
 
-    def _stand_in(self, number: int, call: BlockCall, taken: Sequence[Tensor]) -> Any:
-        """What a call of a part before gave, as far as it arrived."""
+    def _substitute_result(self, number: int, call: BlockCall, inputs: Sequence[Tensor]) -> Any:
+        """Return the result of a call that an earlier stage computed, with zeros for what was not sent."""
         leaf = -1
 
-        def tensor(each: Spec | InputReference) -> Tensor:
+        def tensor(each: TensorSpec | InputTensor) -> Tensor:
             nonlocal leaf
-            if isinstance(each, InputReference):
-                return taken[each.number]
+            if isinstance(each, InputTensor):
+                return inputs[each.number]
             leaf += 1
-            arrived = self._here.get(Source(number, leaf))
+            arrived = self._results.get(CallResult(number, leaf))
             if arrived is not None:
-                return arrived.clone() if each.changed else arrived
-            if each not in self._blank:
-                self._blank[each] = torch.zeros(each.shape, dtype=each.dtype, device=self.device)
-            return self._blank[each].detach()
+                return arrived.clone() if each.modified else arrived
+            if each not in self._zeros:
+                self._zeros[each] = torch.zeros(each.shape, dtype=each.dtype, device=self.device)
+            return self._zeros[each].detach()
 
-        return replaced(call.form, tensor)
+        return map_leaves(call.structure, tensor)
 
-    def _packed(self, anchor: Tensor | None) -> Tensor:
-        """What leaves, one behind the other."""
-        pieces = [self._here[source].reshape(-1).to(self.passing.format) for source in self.leaving]
-        missing = self.passing.elements - sum(piece.numel() for piece in pieces)
+    def _pack(self, anchor: Tensor | None) -> Tensor:
+        """Return the tensors that are sent, one after the other, as [elements, 1, 1]."""
+        pieces = [self._results[source].reshape(-1).to(self.message.dtype) for source in self.sent]
+        missing = self.message.elements - sum(piece.numel() for piece in pieces)
         if missing:
-            pieces.append(torch.zeros(missing, dtype=self.passing.format, device=self.device))
+            pieces.append(torch.zeros(missing, dtype=self.message.dtype, device=self.device))
         if torch.is_grad_enabled() and not any(piece.requires_grad for piece in pieces):
-            # A backward pass comes by all the same: others wait for it, or parameters that it does not meet.
+            # A backward pass must run all the same: other stages wait for it.
             trained = [parameter for parameter in self.parameters if parameter.requires_grad]
-            pieces += [p.reshape(-1)[:0].to(self.passing.format) for p in trained[:1]]
+            pieces += [p.reshape(-1)[:0].to(self.message.dtype) for p in trained[:1]]
             pieces += [anchor] if anchor is not None else []
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(-1, 1, 1)
 
 
 class _Unpack(torch.autograd.Function):
-    """Tensors of these forms in one that has them one behind the other; and an empty one."""
+    """Views of the tensors in a flat one, and an empty tensor through which a backward pass always runs."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, specs: Sequence[Spec]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, hidden: Tensor, specs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
         ctx.specs, ctx.shape, ctx.dtype = specs, hidden.shape, hidden.dtype
         ctx.set_materialize_grads(False)
         flat, start = hidden.reshape(-1), 0
@@ -181,19 +192,21 @@ class _Unpack(torch.autograd.Function):
             if spec.dtype != hidden.dtype or hidden.is_meta:
                 tensors.append(piece.to(spec.dtype, copy=True))
                 continue
-            # Of the same memory, yet no view to autograd: the module may go on with it as with a result.
+            # It has the same memory but is no view for autograd, so that the module may change it in place.
             own = torch.empty(0, dtype=spec.dtype, device=hidden.device)
             tensors.append(
                 own.set_(piece.untyped_storage(), piece.storage_offset(), piece.size(), piece.stride())
             )
-        ctx.mark_non_differentiable(*(t for t, spec in zip(tensors, specs, strict=True) if not spec.learns))
+        ctx.mark_non_differentiable(
+            *(t for t, spec in zip(tensors, specs, strict=True) if not spec.requires_gradient)
+        )
         return (*tensors, hidden.new_empty(0))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
         pieces = [
             torch.zeros(spec.elements, dtype=ctx.dtype, device=_device(gradients))
-            if gradient is None or not spec.learns
+            if gradient is None or not spec.requires_gradient
             else gradient.reshape(-1).to(ctx.dtype)
             for gradient, spec in zip(gradients, ctx.specs, strict=False)
         ]

@@ -1,4 +1,4 @@
-"""A module cut between blocks: what passes from part to part, which part holds what, and what cannot be."""
+"""Division of a module between blocks: what stages send and hold, and splits that are refused."""
 
 from __future__ import annotations
 
@@ -12,150 +12,163 @@ import torch
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.modules.module_architecture import ModuleArchitecture
-from hpctrain.model.modules.pipeline.call_order import CallOrder, Source, order_of
+from hpctrain.model.modules.pipeline.call_order import CallOrder, CallResult, find_call_order
 from hpctrain.model.part import LayerRange
 
 
-def crossing(order: CallOrder, block: int) -> list[Source]:
-    """The tensors that are made before a block, by its number, and used from there on."""
+def tensors_between(order: CallOrder, block: int) -> list[CallResult]:
+    """Return the tensors that are made before a block, given by its number, and used from there on."""
     return sorted(
-        source for source, last in order.uses.items() if order.calls[source.call].position < 2 * block <= last
+        source
+        for source, last in order.last_uses.items()
+        if order.calls[source.call].position < 2 * block <= last
     )
 
 
 @dataclass(frozen=True)
-class Passing:
-    """What passes wherever a module is cut: so many `elements`, in one `format`, the widest that there is."""
+class StageMessage:
+    """Size of what is sent between any two stages.
+
+    Attributes:
+        elements: Number of elements.
+        dtype: The widest dtype of all tensors that are sent.
+    """
 
     elements: int
-    format: torch.dtype
+    dtype: torch.dtype
 
     @staticmethod
-    def of(order: CallOrder) -> Passing:
-        """As much as at the place where it is most."""
-        specs = [[order.spec(s) for s in crossing(order, k)] for k in range(1, len(order.blocks) + 1)]
-        formats = [spec.dtype for each in specs for spec in each if spec.travels]
+    def of(order: CallOrder) -> StageMessage:
+        """Return the size at the boundary where most is sent."""
+        specs = [[order.spec(s) for s in tensors_between(order, k)] for k in range(1, len(order.blocks) + 1)]
+        formats = [spec.dtype for each in specs for spec in each if spec.sendable]
         elements = max((sum(spec.elements for spec in each) for each in specs), default=0)
-        return Passing(elements, reduce(torch.promote_types, formats) if formats else torch.float32)
+        return StageMessage(elements, reduce(torch.promote_types, formats) if formats else torch.float32)
 
 
 @dataclass(frozen=True)
-class PartPass:
-    """What the part of a `span` has of a module's pass."""
+class StageSlice:
+    """The slice of a module's pass that one pipeline stage computes.
+
+    Attributes:
+        order: Order of calls in the whole pass.
+        span: Blocks of the stage.
+    """
 
     order: CallOrder
     span: LayerRange
 
     def computes(self, position: int) -> bool:
-        """Whether what is at a position is this part's to compute."""
-        if position == self.order.end:
+        """Return True if this stage computes what is at a position."""
+        if position == self.order.end_position:
             return self.span.predicts
         return 2 * self.span.first <= position < 2 * self.span.last
 
-    def uses(self, positions: frozenset[int]) -> bool:
-        """Whether this part uses what these positions do."""
+    def needs(self, positions: frozenset[int]) -> bool:
+        """Return True if this stage computes one of these positions."""
         return any(map(self.computes, positions))
 
     def shares(self, positions: frozenset[int]) -> bool:
-        """Whether another part uses it too."""
-        return self.uses(positions) and not all(map(self.computes, positions))
+        """Return True if both this stage and another one compute some of these positions."""
+        return self.needs(positions) and not all(map(self.computes, positions))
 
     def has_block(self, number: int) -> bool:
-        """Whether a block is of this part."""
+        """Return True if a block belongs to this stage."""
         return self.span.first <= number < self.span.last
 
     @property
-    def buffers_elsewhere(self) -> set[str]:
-        """Those that blocks of other parts have."""
+    def remote_buffers(self) -> set[str]:
+        """Names of the buffers in blocks of other stages."""
         others = [name for number, name in enumerate(self.order.blocks) if not self.has_block(number)]
         within = tuple(f"{name}." for name in others)
         return {name for name in self.order.buffers if name.startswith(within)} if others else set()
 
     @property
-    def kept_elsewhere(self) -> set[str]:
-        """The buffers that other parts keep: the first one that uses it does."""
+    def saved_elsewhere(self) -> set[str]:
+        """Names of the buffers that other stages save: the first stage that uses a buffer does."""
         return {name for name, at in self.order.buffers.items() if not self.computes(min(at))}
 
     @property
-    def arriving(self) -> list[Source]:
-        """What it needs of the parts before."""
-        return [] if self.span.embeds else crossing(self.order, self.span.first)
+    def received(self) -> list[CallResult]:
+        """Tensors that this stage receives from the one before."""
+        return [] if self.span.embeds else tensors_between(self.order, self.span.first)
 
     @property
-    def leaving(self) -> list[Source]:
-        """What it hands over to those behind."""
-        return [] if self.span.predicts else crossing(self.order, self.span.last)
+    def sent(self) -> list[CallResult]:
+        """Tensors that this stage sends to the next one."""
+        return [] if self.span.predicts else tensors_between(self.order, self.span.last)
 
 
-def require_order(deck: Deck, architecture: ModuleArchitecture) -> None:
-    """HpctrainError where a module is to be cut in whose passes stages cannot follow each other."""
+def require_call_order(deck: Deck, architecture: ModuleArchitecture) -> None:
+    """Raise HpctrainError if a pipeline divides a module whose calls cannot be divided into stages."""
     if not architecture.cut:
         return
     try:
-        order_of(architecture)
+        find_call_order(architecture)
     except HpctrainError as error:
         first, *frames = error.problems
         raise HpctrainError([deck.problem("layout.pipeline", first), *frames]) from error.__cause__
 
 
 def module_split_problems(architecture: ModuleArchitecture, split: Sequence[int]) -> Iterable[str]:
-    """See `split_problems` in model/construction.py."""
-    return cut_problems(order_of(architecture), split) if architecture.cut else ()
+    """Return the problems of dividing a module into stages of so many blocks, as ends of sentences."""
+    return order_problems(find_call_order(architecture), split) if architecture.cut else ()
 
 
-def cut_problems(order: CallOrder, split: Sequence[int]) -> Iterator[str]:
-    """Why stages cannot compute a module that is cut into parts of so many blocks: ends of sentences."""
+def order_problems(order: CallOrder, split: Sequence[int]) -> Iterator[str]:
+    """Yield the problems of dividing a module into stages of so many blocks, as ends of sentences."""
     ends = list(accumulate(split))
     last = len(ends) - 1
 
     def part_of(position: int) -> int:
-        return last if position == order.end else sum(end <= position // 2 for end in ends)
+        return last if position == order.end_position else sum(end <= position // 2 for end in ends)
 
     for name, positions in order.parameters.items():
         parts = {part_of(position) for position in positions}
         if len(parts) > 1 and parts != {0, last}:
             yield (
-                f"conflicts with the parameter {name}, which is used by {_places(order, positions)} on "
-                "several stages: only the first and the last stage can share a parameter (use a separate "
-                "parameter for each block)"
+                f"conflicts with the parameter {name}, which is used by "
+                f"{_describe_positions(order, positions)} on several stages: only the "
+                "first and the last stage can share a parameter (use a separate parameter for each block)"
             )
     for name in sorted(order.written & order.buffers.keys()):
         positions = order.buffers[name]
         if len({part_of(position) for position in positions}) > 1:
             yield (
                 f"conflicts with the buffer {name}, which a forward pass changes and which is used by "
-                f"{_places(order, positions)} on several stages"
+                f"{_describe_positions(order, positions)} on several stages"
             )
     for end in ends[:-1]:
-        yield from _problems_at(order, end)
+        yield from _boundary_problems(order, end)
 
 
-def _problems_at(order: CallOrder, block: int) -> Iterator[str]:
-    """What cannot pass to the part that begins with a block."""
-    sources = crossing(order, block)
+def _boundary_problems(order: CallOrder, block: int) -> Iterator[str]:
+    """Yield what cannot be sent to the stage that begins with a block."""
+    sources = tensors_between(order, block)
     for source in sources:
-        call, spec, last = order.calls[source.call], order.spec(source), order.uses[source]
-        if not spec.travels:
+        call, spec = order.calls[source.call], order.spec(source)
+        user = order.describe_position(order.last_uses[source])
+        if not spec.sendable:
             yield (
-                f"splits the module where {call.name} returns {spec}, which {order.where(last)} uses on "
-                "another stage: only floating-point tensors are sent between stages (every stage can "
-                "compute what depends on the inputs alone, outside of modules with parameters)"
+                f"splits the module where {call.name} returns {spec}, which {user} uses on another "
+                "stage: only floating-point tensors are sent between stages (every stage can compute what "
+                "depends on the inputs alone, outside of modules with parameters)"
             )
-    for number, last in order.left.items():
+    for number, last in order.last_side_uses.items():
         call = order.calls[number]
         if call.position < 2 * block <= last:
             yield (
-                f"splits the module where {order.where(last)}, on another stage, uses a tensor of "
-                f"{call.name} that is not part of its result (return it)"
+                f"splits the module where {order.describe_position(last)}, on another stage, uses a tensor "
+                f"of {call.name} that is not part of its result (return it)"
             )
-    if not any(order.spec(source).learns for source in sources):
-        where = order.where(min(2 * block + 1, order.end))
+    if not any(order.spec(source).requires_gradient for source in sources):
+        where = order.describe_position(min(2 * block + 1, order.end_position))
         yield f"splits the module before {where}, where no tensor with a gradient is sent to the next stage"
 
 
-def _places(order: CallOrder, positions: frozenset[int]) -> str:
-    """Positions in words, a few of many."""
-    places = [order.where(position) for position in sorted(positions)]
+def _describe_positions(order: CallOrder, positions: frozenset[int]) -> str:
+    """Return positions in words, at most three of them."""
+    places = [order.describe_position(position) for position in sorted(positions)]
     if len(places) > 3:
         places[2:-1] = []
         return f"{places[0]}, {places[1]}, ... and {places[-1]}"

@@ -1,4 +1,4 @@
-"""What passes between split and whole activations, batch first [b, s, ...], in forward and backward."""
+"""Autograd functions between split and complete activations, batch first [b, s, ...]."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.parallel.layer_context import LayerContext
 
 
-def turned(x: Tensor) -> Tensor:
-    """Sequence first of batch first, and the other way round; contiguous."""
+def transpose_sequence(x: Tensor) -> Tensor:
+    """Return x with the batch and sequence dimensions exchanged, contiguous."""
     if x.dim() < 3:
         raise HpctrainError(
             "layout.sequence_parallel: expected activations of shape [batch, sequence, features], got "
@@ -22,69 +22,77 @@ def turned(x: Tensor) -> Tensor:
     return x.transpose(0, 1).contiguous()
 
 
-def entered(groups: LayerContext, x: Tensor) -> Tensor:
-    """The whole x, of which a rank has a piece of the sequence under sequence parallelism, for what splits
-    features: gradients, which are parts there, are summed.
+def enter_split(groups: LayerContext, x: Tensor) -> Tensor:
+    """Return the complete x for a layer that splits features.
+
+    Under sequence parallelism, x is a slice of the sequence and is gathered. Backward sums the ranks'
+    gradients.
     """
-    result: Tensor = _Entered.apply(x, groups)
+    result: Tensor = _EnterSplit.apply(x, groups)
     return result
 
 
-def both_entered(groups: LayerContext, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """As `entered` without pieces, of two, whose gradients are summed in one order on all ranks."""
-    result: tuple[Tensor, Tensor] = _BothEntered.apply(x, y, groups)
+def enter_split_pair(groups: LayerContext, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two complete tensors for layers that are split. Backward sums their gradients in order."""
+    result: tuple[Tensor, Tensor] = _EnterSplitPair.apply(x, y, groups)
     return result
 
 
-def cut(tensor: Group, x: Tensor) -> Tensor:
-    """This rank's piece of the sequence of a whole x; gradients of all pieces are gathered."""
-    result: Tensor = _Cut.apply(x, tensor)
+def scatter_sequence(tensor: Group, x: Tensor) -> Tensor:
+    """Return this rank's slice of the sequence of a complete x. Backward gathers the slices' gradients."""
+    result: Tensor = _ScatterSequence.apply(x, tensor)
     return result
 
 
-def joined(tensor: Group, x: Tensor) -> Tensor:
-    """The whole x, of which a rank has a piece of the sequence; gradients, which are whole, are cut."""
-    result: Tensor = _Joined.apply(x, tensor)
+def gather_sequence(tensor: Group, x: Tensor) -> Tensor:
+    """Return the complete x from slices of the sequence. Backward slices the gradient, which is complete."""
+    result: Tensor = _GatherSequence.apply(x, tensor)
     return result
 
 
-def summed(tensor: Group, x: Tensor, *given: Tensor) -> Tensor:
-    """The sum of all ranks' x, of which gradients are whole. Backward comes to what was `given` on all ranks,
-    even where x does not depend on it.
+def sum_results(tensor: Group, x: Tensor, *dependencies: Tensor) -> Tensor:
+    """Return the sum of all ranks' x, whose gradient is complete on each rank.
+
+    Backward reaches `dependencies` on all ranks, even if x does not depend on them there.
     """
-    result: Tensor = _Summed.apply(x, tensor, *given)
+    result: Tensor = _SumResults.apply(x, tensor, *dependencies)
     return result
 
 
-def whole_features(tensor: Group, x: Tensor, size: int) -> Tensor:
-    """All features, `size` of them, of x [..., n], of which every rank has as many; some may be padding.
-    Gradients, which are whole on all ranks, are cut.
+def gather_features(tensor: Group, x: Tensor, size: int) -> Tensor:
+    """Return all `size` features from equal slices x [..., n] of all ranks, of which the last may be padded.
+
+    Backward slices the gradient, which is complete on all ranks.
     """
-    result: Tensor = _WholeFeatures.apply(x, tensor, size)
+    result: Tensor = _GatherFeatures.apply(x, tensor, size)
     return result
 
 
-def own_features(tensor: Group, x: Tensor) -> Tensor:
-    """This rank's features of a whole x; gradients of all features are gathered."""
-    result: Tensor = _OwnFeatures.apply(x, tensor)
+def split_features(tensor: Group, x: Tensor) -> Tensor:
+    """Return this rank's slice of the features of a complete x. Backward gathers the slices' gradients."""
+    result: Tensor = _SplitFeatures.apply(x, tensor)
     return result
 
 
-class _Entered(torch.autograd.Function):
+class _EnterSplit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: LayerContext) -> Tensor:
         ctx.groups = groups
-        return turned(groups.gathered(turned(x))) if groups.sequence_parallel else x.view_as(x)
+        return (
+            transpose_sequence(groups.gathered(transpose_sequence(x)))
+            if groups.sequence_parallel
+            else x.view_as(x)
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         groups: LayerContext = ctx.groups
         if groups.sequence_parallel:
-            return turned(groups.sum(turned(gradient))), None
+            return transpose_sequence(groups.sum(transpose_sequence(gradient))), None
         return groups.sum(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
-class _BothEntered(torch.autograd.Function):
+class _EnterSplitPair(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, groups: LayerContext) -> tuple[Tensor, Tensor]:
         ctx.groups = groups
@@ -97,7 +105,7 @@ class _BothEntered(torch.autograd.Function):
         return x, y, None
 
 
-class _Cut(torch.autograd.Function):
+class _ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: Group) -> Tensor:
         ctx.tensor = tensor
@@ -105,46 +113,46 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return turned(ctx.tensor.all_gather(turned(gradient))), None
+        return transpose_sequence(ctx.tensor.all_gather(transpose_sequence(gradient))), None
 
 
-class _Joined(torch.autograd.Function):
+class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: Group) -> Tensor:
         ctx.tensor = tensor
-        return turned(tensor.all_gather(turned(x)))
+        return transpose_sequence(tensor.all_gather(transpose_sequence(x)))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.chunk(ctx.tensor.size, 1)[ctx.tensor.rank].contiguous(), None
 
 
-class _Summed(torch.autograd.Function):
+class _SumResults(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tensor: Group, *given: Tensor) -> Tensor:
-        ctx.given = len(given)
+    def forward(ctx: Any, x: Tensor, tensor: Group, *dependencies: Tensor) -> Tensor:
+        ctx.dependencies = len(dependencies)
         return tensor.all_reduce(x.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient, None, *(None for _ in range(ctx.given))
+        return gradient, None, *(None for _ in range(ctx.dependencies))
 
 
-class _WholeFeatures(torch.autograd.Function):
+class _GatherFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: Group, size: int) -> Tensor:
-        ctx.tensor, ctx.own = tensor, x.shape[-1]
-        return _all_features(tensor, x)[..., :size].contiguous()
+        ctx.tensor, ctx.local = tensor, x.shape[-1]
+        return _gather_last_dim(tensor, x)[..., :size].contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        first, own = ctx.tensor.rank * ctx.own, gradient.new_zeros(*gradient.shape[:-1], ctx.own)
-        there = gradient[..., first : first + ctx.own]
-        own[..., : there.shape[-1]] = there
-        return own, None, None
+        first, local = ctx.tensor.rank * ctx.local, gradient.new_zeros(*gradient.shape[:-1], ctx.local)
+        there = gradient[..., first : first + ctx.local]
+        local[..., : there.shape[-1]] = there
+        return local, None, None
 
 
-class _OwnFeatures(torch.autograd.Function):
+class _SplitFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: Group) -> Tensor:
         ctx.tensor = tensor
@@ -152,9 +160,9 @@ class _OwnFeatures(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_features(ctx.tensor, gradient), None
+        return _gather_last_dim(ctx.tensor, gradient), None
 
 
-def _all_features(tensor: Group, x: Tensor) -> Tensor:
-    """The features of all ranks."""
+def _gather_last_dim(tensor: Group, x: Tensor) -> Tensor:
+    """Return the features of all ranks."""
     return tensor.all_gather(x.movedim(-1, 0).contiguous()).movedim(0, -1).contiguous()

@@ -1,8 +1,8 @@
-"""Linear layers that no plan names, computed by our products where they stand: by the kernels that are
-quickest here, with gradients of weights that go straight into buckets, or wait for their W.
+"""Linear layers that no plan splits, computed by hpctrain's matrix products in place.
 
-In a backward pass that is not the run's, as of a force that a module finds as the gradient of an energy, they
-are what torch makes of them.
+They use the fastest kernels of this machine, and their weight gradients go directly into buckets, or wait for
+the W action of a pipeline schedule. In a backward pass inside the module, such as for a force that is the
+gradient of an energy, torch computes them.
 """
 
 from __future__ import annotations
@@ -17,61 +17,71 @@ from torch import Tensor, nn
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.model.modules.tensor_parallel.parallel_layers import (
-    LateParameter,
-    Linear,
-    is_hooked,
-    take_parameters,
+    LayerGradientParameter,
+    LinearSizes,
+    has_gradient_hooks,
+    set_parameters,
 )
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.tensor import ColumnAutograd, ColumnLinear, SplitLinear
 
 
-def multiplied(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of all linear layers that would be computed so."""
+def linear_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of all linear layers that `replace_linear_layers` would replace."""
     for each in module.modules():
-        if _linear(each) is not None:
+        if _linear_sizes(each) is not None:
             yield from each.parameters(recurse=False)
 
 
-def compute_whole(module: nn.Module, groups: LayerContext) -> dict[nn.Module, WholeLinear]:
-    """Have the linear layers that are here, of parameters that are LateParameters, compute so; what of."""
-    alone = planned_group(("tensor",), 0, 1, Ledger())
-    own_groups = replace(groups, tensor=alone, sequence_parallel=False)
-    made = {}
+def replace_linear_layers(module: nn.Module, groups: LayerContext) -> dict[nn.Module, UnsplitLinear]:
+    """Let linear layers whose parameters are all LayerGradientParameters compute as UnsplitLinear.
+
+    Returns:
+        The UnsplitLinear of each replaced layer.
+    """
+    one_rank = planned_group(("tensor",), 0, 1, Ledger())
+    unsplit_groups = replace(groups, tensor=one_rank, sequence_parallel=False)
+    layers = {}
     for each in module.modules():
-        linear = _linear(each)
-        if linear is not None and all(isinstance(own, LateParameter) for own in each.parameters()):
-            made[each] = WholeLinear(each, linear, own_groups)
-            # Who looks for its forward method finds this one first.
-            vars(each)["forward"] = made[each].forward
-    return made
+        linear = _linear_sizes(each)
+        if linear is not None and all(
+            isinstance(parameter, LayerGradientParameter) for parameter in each.parameters()
+        ):
+            layers[each] = UnsplitLinear(each, linear, unsplit_groups)
+            # An instance attribute hides the method of the class.
+            vars(each)["forward"] = layers[each].forward
+    return layers
 
 
-def layers_in(modules: Iterable[nn.Module], whole: Mapping[nn.Module, WholeLinear]) -> list[SplitLinear]:
-    """The layers that compute by our products among modules."""
-    found = (each if isinstance(each, SplitLinear) else whole.get(each) for each in modules)
-    return [each for each in found if each is not None]
+def matmul_layers(
+    modules: Iterable[nn.Module], replaced: Mapping[nn.Module, UnsplitLinear]
+) -> list[SplitLinear]:
+    """Return the layers among modules that compute with hpctrain's products."""
+    layers = (each if isinstance(each, SplitLinear) else replaced.get(each) for each in modules)
+    return [each for each in layers if each is not None]
 
 
-class WholeLinear(ColumnLinear):
-    """Computes in the place of a linear layer, with its parameters."""
+class UnsplitLinear(ColumnLinear):
+    """Replacement of a linear layer's forward method, which uses the layer's parameters."""
 
-    def __init__(self, module: nn.Module, linear: Linear, groups: LayerContext) -> None:
+    def __init__(self, module: nn.Module, linear: LinearSizes, groups: LayerContext) -> None:
         SplitLinear.__init__(self, groups, shared_input=False)
         weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
-        assert isinstance(weight, LateParameter) and (bias is None or isinstance(bias, LateParameter))
-        take_parameters(self, [weight], [] if bias is None else [bias], linear)
-        self.split_sizes, self.linear, self.plain = [linear.outputs], linear, module.forward
+        assert isinstance(weight, LayerGradientParameter) and (
+            bias is None or isinstance(bias, LayerGradientParameter)
+        )
+        set_parameters(self, [weight], [] if bias is None else [bias], linear)
+        self.split_sizes, self.linear, self.original_forward = [linear.outputs], linear, module.forward
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., k] -> [..., n]; what only torch can do is done by it."""
-        if not self._takes(x):
-            plain: Tensor = self.plain(x)
-            return plain
+        """Return [..., n] for x [..., k]. The original forward method computes what is unsupported here."""
+        if not self._supports(x):
+            output: Tensor = self.original_forward(x)
+            return output
         result: Tensor = _UnsplitAutograd.apply(x, self, torch.is_grad_enabled(), *self.weights, *self.biases)
         return result
 
-    def _takes(self, x: Tensor) -> bool:
+    def _supports(self, x: Tensor) -> bool:
         return (
             x.dim() > 1
             and x.numel() > 0
@@ -83,16 +93,16 @@ class WholeLinear(ColumnLinear):
         )
 
     def met(self) -> None:
-        """Any pass may."""
+        """Do nothing: any backward pass may reach this layer."""
 
     def added(self, parameters: Collection[Any]) -> None:
-        """Autograd tells."""
+        """Do nothing, because autograd reports complete gradients."""
 
 
 class _UnsplitAutograd(ColumnAutograd):
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        layer: WholeLinear = ctx.layer
+        layer: UnsplitLinear = ctx.layer
         if layer.groups.weight_gradients.running and not torch.is_grad_enabled():
             return ColumnAutograd.backward(ctx, output_gradient)
         (x,), weight = ctx.saved_tensors, layer.weights[0]
@@ -108,9 +118,9 @@ class _UnsplitAutograd(ColumnAutograd):
         return of_input, None, None, *of_others
 
 
-def _linear(module: nn.Module) -> Linear | None:
-    """The sizes of a module that is a linear layer and nothing else."""
-    weight = module._parameters.get("weight")  # what is made of others, as by weight_norm, is no parameter
+def _linear_sizes(module: nn.Module) -> LinearSizes | None:
+    """Return the sizes of a module that is a plain linear layer, or None."""
+    weight = module._parameters.get("weight")  # None for a derived weight, as of weight_norm
     if weight is None or "forward" in vars(module):
         return None
-    return None if any(map(is_hooked, module.parameters(recurse=False))) else Linear.of(module)
+    return None if any(map(has_gradient_hooks, module.parameters(recurse=False))) else LinearSizes.of(module)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import HpctrainError
-from hpctrain.model.modules.module_architecture import META, blocks_in
-from hpctrain.model.modules.module_call import call_of
-from hpctrain.model.modules.nested_tensors import InputReference, Spec, leaves, replaced
-from hpctrain.model.modules.pipeline.call_order import CallOrder, Source, find_order
-from hpctrain.model.modules.pipeline.stage_split import Passing, crossing, cut_problems
+from hpctrain.model.modules.module_architecture import META, find_blocks
+from hpctrain.model.modules.module_call import make_call
+from hpctrain.model.modules.nested_tensors import InputTensor, TensorSpec, map_leaves, tensor_leaves
+from hpctrain.model.modules.pipeline.call_order import CallOrder, CallResult, trace_call_order
+from hpctrain.model.modules.pipeline.stage_split import StageMessage, order_problems, tensors_between
 from tests.model.modules import models, staged_models
 
 H = 8
@@ -29,15 +29,15 @@ def order(build: Callable[[], nn.Module], pattern: str = "layers.*", sequence: i
     with META:
         module = build()
     tokens = torch.zeros(2, sequence, dtype=torch.int64)
-    call = call_of(module, ("tokens",))
-    return find_order(module, lambda: call({"tokens": tokens}), blocks_in(module, pattern))
+    call = make_call(module, ("tokens",))
+    return trace_call_order(module, lambda: call({"tokens": tokens}), find_blocks(module, pattern))
 
 
 def gives(found: CallOrder, name: str) -> list[tuple[list[int], int | None]]:
     """Shapes of all that a call gives, and the last position that uses each."""
     (number,) = (number for number, call in enumerate(found.calls) if call.name == name)
     specs = enumerate(found.calls[number].specs)
-    return [(list(spec.shape), found.uses.get(Source(number, leaf))) for leaf, spec in specs]
+    return [(list(spec.shape), found.last_uses.get(CallResult(number, leaf))) for leaf, spec in specs]
 
 
 def test_of_a_gpt() -> None:
@@ -54,8 +54,8 @@ def test_of_a_gpt() -> None:
     assert found.parameters["positions"] == {0, 1}  # used by what the first block is given
     assert found.parameters["layers.2.norm1.weight"] == {5}
     # Of every block before what it gives besides, and of the last one before both.
-    assert [spec.elements for spec in map(found.spec, crossing(found, 3))] == [1, 1, 2048, 1]
-    assert Passing.of(found) == Passing(2048 + 4, torch.float32)
+    assert [spec.elements for spec in map(found.spec, tensors_between(found, 3))] == [1, 1, 2048, 1]
+    assert StageMessage.of(found) == StageMessage(2048 + 4, torch.float32)
 
 
 def test_of_blocks_that_give_dicts() -> None:
@@ -64,11 +64,11 @@ def test_of_blocks_that_give_dicts() -> None:
     assert gives(found, "rows.0") == [(x, 3), (moment, 8)]
     assert gives(found, "rows.2") == [(x, 7), (moment, 8)]
     row = found.calls[[call.name for call in found.calls].index("rows.1")]
-    assert isinstance(row.form["state"].history[0], InputReference) and isinstance(
-        row.form["mask"], InputReference
+    assert isinstance(row.structure["state"].history[0], InputTensor) and isinstance(
+        row.structure["mask"], InputTensor
     )
-    assert row.form["number"] == 3 and row.form["state"].told == "block"
-    assert [spec.changed for spec in row.specs] == [True, True]
+    assert row.structure["number"] == 3 and row.structure["state"].told == "block"
+    assert [spec.modified for spec in row.specs] == [True, True]
     assert gives(found, "embed") == [(x, 8)]
     assert found.parameters["between.1.weight"] == {4}
     assert found.parameters["never.weight"] == {0}
@@ -76,7 +76,7 @@ def test_of_blocks_that_give_dicts() -> None:
     assert {name for name in found.written if name.startswith("rows.0")} == {
         f"rows.0.batch_norm.{each}" for each in ("running_mean", "running_var", "num_batches_tracked")
     }
-    assert not list(cut_problems(found, (1, 1, 1, 1))) and not list(cut_problems(found, (4, 0)))
+    assert not list(order_problems(found, (1, 1, 1, 1))) and not list(order_problems(found, (4, 0)))
 
 
 class Rows(nn.Module):
@@ -125,8 +125,8 @@ class Counted(Rows):
     """Blocks that give integers, which those behind use."""
 
     class Block(nn.Linear):
-        def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            x, count = given
+        def forward(self, arguments: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            x, count = arguments
             y = super().forward(x) + count.unsqueeze(-1)
             return y, (y > 0).sum(-1)
 
@@ -134,10 +134,10 @@ class Counted(Rows):
         return Counted.Block(H, H)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        given = self.embed(tokens), tokens
+        arguments = self.embed(tokens), tokens
         for layer in self.layers:
-            given = layer(given)
-        return self.head(given[0])
+            arguments = layer(arguments)
+        return self.head(arguments[0])
 
 
 class Left(Rows):
@@ -168,17 +168,17 @@ class Detached(Rows):
 
 class Bag(Rows):
     class Block(nn.Linear):
-        def forward(self, given: SimpleNamespace) -> SimpleNamespace:
-            return SimpleNamespace(x=super().forward(given.x))
+        def forward(self, arguments: SimpleNamespace) -> SimpleNamespace:
+            return SimpleNamespace(x=super().forward(arguments.x))
 
     def block(self, number: int) -> nn.Module:
         return Bag.Block(H, H)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        given = SimpleNamespace(x=self.embed(tokens))
+        arguments = SimpleNamespace(x=self.embed(tokens))
         for layer in self.layers:
-            given = layer(given)
-        return self.head(given.x)
+            arguments = layer(arguments)
+        return self.head(arguments.x)
 
 
 class Shared(Rows):
@@ -272,7 +272,7 @@ CUT: list[tuple[Callable[[], nn.Module], tuple[int, ...], str | None]] = [
 def test_where_a_module_cannot_be_cut(
     build: Callable[[], nn.Module], split: tuple[int, ...], told: str | None
 ) -> None:
-    problems = list(cut_problems(order(build), split))
+    problems = list(order_problems(order(build), split))
     assert all(told is not None and told in each for each in problems), problems
     assert bool(problems) == (told is not None)
 
@@ -290,17 +290,17 @@ def test_structures_are_filled_anew() -> None:
     from transformers.modeling_outputs import CausalLMOutput
 
     a, b, c = torch.zeros(1), torch.ones(2), torch.full((3,), 2.0)
-    given = {
+    arguments = {
         "pair": Pair(a, None),
         "row": [OrderedDict(inner=b, n=3), "text", (c,)],
         "held": Held(a, [b]),
         "output": CausalLMOutput(logits=c),
     }
-    assert [each.numel() for each in leaves(given)] == [1, 2, 3, 1, 2, 3]
-    specs = replaced(given, lambda each: Spec(tuple(each.shape), each.dtype, each.requires_grad))
-    assert [each.elements for each in leaves(specs)] == [1, 2, 3, 1, 2, 3]
-    again = replaced(specs, lambda each: torch.zeros(each.shape))
+    assert [each.numel() for each in tensor_leaves(arguments)] == [1, 2, 3, 1, 2, 3]
+    specs = map_leaves(arguments, lambda each: TensorSpec(tuple(each.shape), each.dtype, each.requires_grad))
+    assert [each.elements for each in tensor_leaves(specs)] == [1, 2, 3, 1, 2, 3]
+    again = map_leaves(specs, lambda each: torch.zeros(each.shape))
     assert type(again["pair"]) is Pair and again["pair"].other is None and again["row"][1] == "text"
     assert type(again["row"][0]) is OrderedDict and again["row"][0]["n"] == 3
     assert type(again["output"]) is CausalLMOutput and again["output"].logits.shape == (3,)
-    assert again["held"].rest[0].shape == (2,) and given["held"].rest[0] is b
+    assert again["held"].rest[0].shape == (2,) and arguments["held"].rest[0] is b

@@ -22,7 +22,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.model.modules.instantiate import build_module
-from hpctrain.model.modules.module_call import logits_of
+from hpctrain.model.modules.module_call import find_logits
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.traffic import plan_traffic
 from tests.engines import Trainer, by_rank_0, reference, trainer
@@ -249,7 +249,7 @@ def whole_parameters(training: Trainer, world: World) -> dict[str, Tensor]:
 
 def sum_of_losses(outputs: Any, targets: Tensor) -> Tensor:
     """As of a plain loop."""
-    return loss_of((logits_of(outputs),), targets)
+    return loss_of((find_logits(outputs),), targets)
 
 
 def assert_equal_steps(
@@ -352,7 +352,7 @@ def test_blocks_are_computed_again(world: World, kind: str) -> None:
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_the_partition_function_of_split_logits_has_its_gradient(world: World) -> None:
     def loss(outputs: Any, targets: Tensor) -> Tensor:
-        squares = logits_of(outputs).logsumexp(-1).square() * (targets >= 0)
+        squares = find_logits(outputs).logsumexp(-1).square() * (targets >= 0)
         return sum_of_losses(outputs, targets) + 0.05 * squares.sum()
 
     training = trainer(world, deck_of("twice", *TENSOR, "stability.z_loss=0.05"))

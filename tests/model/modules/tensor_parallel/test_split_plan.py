@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.model.modules.tensor_parallel.split_plan import SplitPlan, SplitRule, make_plan
-from hpctrain.model.modules.tensor_parallel.transformers_plan import own_plan
+from hpctrain.model.modules.tensor_parallel.transformers_plan import transformers_plan
 from tests.model.modules import models
 
 
@@ -58,13 +58,13 @@ def test_patterns_are_within_names_and_parts_have_their_first_name() -> None:
     given = {"layers.*.mlp.0": "column", "layers.[12].attention.heads": "divided", "scale": "sequence"}
     made = make_plan(gpt, given, 2, False)
     assert made.problems == ()
-    assert list(made.wishes) == [
+    assert list(made.rules) == [
         *(f"layers.{number}.mlp.0" for number in range(3)),
         *(f"layers.{number}.attention.heads" for number in (1, 2)),
         "scale",
     ]
-    assert list(plan({"same": {"split": "column", "parts": 3}}).wishes) == ["packed"]
-    assert plan({"pack*": {"split": "column", "parts": [16, 4, 4], "unit": 2}}).wishes["packed"] == SplitRule(
+    assert list(plan({"same": {"split": "column", "parts": 3}}).rules) == ["packed"]
+    assert plan({"pack*": {"split": "column", "parts": [16, 4, 4], "unit": 2}}).rules["packed"] == SplitRule(
         "column", (16, 4, 4), 2
     )
 
@@ -172,24 +172,26 @@ def test_pieces_of_sequences_begin_somewhere() -> None:
     assert plan(both, pieces=True).problems == ()
 
 
-def transformers_plan(name: str, config: dict[str, Any], ranks: int = 2, pieces: bool = False) -> SplitPlan:
+def plan_of_transformers(
+    name: str, config: dict[str, Any], ranks: int = 2, pieces: bool = False
+) -> SplitPlan:
     import transformers
 
     kind = getattr(transformers, name)
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     with torch.device("meta"):
         module = kind(kind.config_class(**sizes, **config))
-    return own_plan(module, ranks, pieces)
+    return transformers_plan(module, ranks, pieces)
 
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
 
 
 def test_a_modules_own_plan_is_read() -> None:
-    made = transformers_plan("LlamaForCausalLM", HEADS)
+    made = plan_of_transformers("LlamaForCausalLM", HEADS)
     attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
     assert made.problems == ()
-    assert made.wishes == {
+    assert made.rules == {
         "model.embed_tokens": SplitRule("vocabulary"),
         "lm_head": SplitRule("vocabulary"),
         **{f"{attention}.{name}_proj": SplitRule("column", unit=4) for name in "qkv"},
@@ -202,35 +204,35 @@ def test_a_modules_own_plan_is_read() -> None:
 
 def test_experts_are_spread() -> None:
     sizes = {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8}
-    made = transformers_plan("Qwen3MoeForCausalLM", HEADS | sizes)
+    made = plan_of_transformers("Qwen3MoeForCausalLM", HEADS | sizes)
     assert made.problems == ()
-    assert made.wishes["model.layers.0.mlp.experts"] == SplitRule("expert")
-    assert made.wishes["model.layers.0.self_attn.q_norm"] == SplitRule("partial")
-    assert not any("gate_up_proj" in name for name in made.wishes)
-    (told,) = transformers_plan("Qwen3MoeForCausalLM", HEADS | sizes | {"num_experts": 5}).problems
+    assert made.rules["model.layers.0.mlp.experts"] == SplitRule("expert")
+    assert made.rules["model.layers.0.self_attn.q_norm"] == SplitRule("partial")
+    assert not any("gate_up_proj" in name for name in made.rules)
+    (told,) = plan_of_transformers("Qwen3MoeForCausalLM", HEADS | sizes | {"num_experts": 5}).problems
     assert told == ("model.layers.0.mlp.experts has 5 experts, which must be a multiple of layout.tensor = 2")
 
 
 def test_ranks_that_share_keys_have_fewer_queries_of_each() -> None:
-    made = transformers_plan("LlamaForCausalLM", HEADS, ranks=4)
+    made = plan_of_transformers("LlamaForCausalLM", HEADS, ranks=4)
     assert made.problems == ()
-    assert made.wishes["model.layers.0.self_attn.num_key_value_groups"] == SplitRule("divided", units=2)
+    assert made.rules["model.layers.0.self_attn.num_key_value_groups"] == SplitRule("divided", units=2)
 
 
 def test_queries_keys_and_values_of_a_head_stay_together() -> None:
     """In GPT-NeoX those of head 0 come first, then those of head 1: head of 8 features, 24 outputs."""
     name = "gpt_neox.layers.0.attention.query_key_value"
-    made = transformers_plan("GPTNeoXForCausalLM", {"num_attention_heads": 4})
-    assert made.problems == () and made.wishes[name] == SplitRule("column", unit=3 * 8)
+    made = plan_of_transformers("GPTNeoXForCausalLM", {"num_attention_heads": 4})
+    assert made.problems == () and made.rules[name] == SplitRule("column", unit=3 * 8)
 
 
 def test_what_is_not_read_of_an_own_plan_is_told() -> None:
-    (told,) = transformers_plan("GPT2LMHeadModel", {"n_embd": 32, "n_head": 4}).problems
+    (told,) = plan_of_transformers("GPT2LMHeadModel", {"n_embd": 32, "n_head": 4}).problems
     assert told == "GPT2LMHeadModel has no plan (use a table of patterns)"
     with torch.device("meta"):
         module = Several()
     module.tp_plan = {"packed": "mla_kv_a_proj", "act": "replicate", "layers.*.no": "colwise"}
-    (told,) = own_plan(module, 2, False).problems
+    (told,) = transformers_plan(module, 2, False).problems
     assert told == 'Several has the unsupported style "mla_kv_a_proj" for packed in its plan'
-    (told,) = transformers_plan("LlamaForCausalLM", HEADS, pieces=True).problems
+    (told,) = plan_of_transformers("LlamaForCausalLM", HEADS, pieces=True).problems
     assert "conflicts with layout.sequence_parallel" in told
