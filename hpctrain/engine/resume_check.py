@@ -21,7 +21,7 @@ from hpctrain.engine.auxiliary_decks import critic_deck
 from hpctrain.engine.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.model.width_scaling import WidthScaling
-from hpctrain.sharding.compression.warmed import updates_before_reduced_momentum
+from hpctrain.sharding.compression.settings import updates_before_reduced_momentum
 
 _PROGRESS_KEYS = ("communication.warmup", "policy.rollout", "policy.epochs")
 """Keys that are refused depending on the number of steps of the checkpoint, not on their values alone."""

@@ -46,37 +46,20 @@ from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import layer_ranges
 from hpctrain.sharding.bucket import Bucket, Store, value_bytes
 from hpctrain.sharding.bucket_layout import bucket_layouts
-from hpctrain.sharding.compression.between import between_nodes
-from hpctrain.sharding.compression.codecs import RoundedCodec
-from hpctrain.sharding.compression.compressed_reduction import CompressedReduction
-from hpctrain.sharding.compression.majority import sign_sum
-from hpctrain.sharding.compression.one_bit import OneBitMomentum
-from hpctrain.sharding.compression.power import PowerSgd
-from hpctrain.sharding.compression.top_k import TopK
-from hpctrain.sharding.compression.warmed import with_exact_warmup
+from hpctrain.sharding.compression.methods import make_reduction
+from hpctrain.sharding.compression.settings import CompressionSettings
 from hpctrain.sharding.eight_bit_gather import bucket_maker
 from hpctrain.sharding.fragments import FragmentSchedule, fragments_of
 from hpctrain.sharding.gather import make_residency
 from hpctrain.sharding.local_steps import LocalSteps, OuterOptimizer
 from hpctrain.sharding.measured_reduction import FirstMicroBatch, MeasuredReduction
 from hpctrain.sharding.outer_format import FORMATS
-from hpctrain.sharding.reducer import ExactReduction, GradientReduction, make_reducer
+from hpctrain.sharding.reducer import make_reducer
 from hpctrain.sharding.replica_sync import ReplicaSync, SyncEveryStep
 from hpctrain.sharding.replication import MeshQueries, Replications, ZeroSharding
 from hpctrain.sharding.state import ModuleState, Stateful, StateTensor
 from hpctrain.sharding.synchronize import GradientSynchronizer
 from hpctrain.sharding.weight_maxima import WeightMaxima, quantized_products
-
-REDUCTIONS: Mapping[str, Callable[[Deck, Bucket], GradientReduction]] = {
-    "none": lambda _, bucket: ExactReduction(bucket),
-    "bf16": with_exact_warmup(CompressedReduction.of(RoundedCodec("bf16"))),
-    "int8": with_exact_warmup(CompressedReduction.of(RoundedCodec("int8"))),
-    "sign": with_exact_warmup(sign_sum),
-    "onebit": between_nodes(OneBitMomentum.of, of_gradients=False),
-    "topk": between_nodes(TopK.of, of_gradients=False),
-    "powersgd": with_exact_warmup(PowerSgd.of),
-}
-"""Functions that make the GradientReduction of a bucket, by `communication.compress`."""
 
 
 class ReplicaSyncChoice(NamedTuple):
@@ -318,7 +301,8 @@ def build_trained_stage(
         rule.assign([parameter for model in models for parameter in parameter_list(model)])
     stage = build_stage(deck, groups, models, replications, offload.parameters, trained=True)
     trained = [bucket for bucket in stage.buckets if bucket.trained]
-    reductions = [REDUCTIONS[deck.communication.compress](deck, bucket) for bucket in trained]
+    compression = CompressionSettings.of(deck)
+    reductions = [make_reduction(compression, bucket) for bucket in trained]
     measured, first = reductions, None
     if deck.run.noise_scale_steps and all(bucket.sharding.ranks == 1 for bucket in stage.buckets):
         first = FirstMicroBatch(stage.buckets[0].sharding.group.device)

@@ -25,7 +25,7 @@ from hpctrain.optim.matrix.muon import Muon
 from hpctrain.optim.optimizer import UpdateRule
 from hpctrain.optim.schedule_free import ScheduleFree
 from hpctrain.optim.sgd import SGD
-from hpctrain.sharding.compression.warmed import updates_before_reduced_momentum
+from hpctrain.sharding.compression.settings import updates_before_reduced_momentum
 
 
 def _adamw(deck: Deck) -> UpdateRule:

@@ -19,7 +19,7 @@ from torch import Tensor
 from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.stage import REDUCTIONS, build_stage, load_parameters
+from hpctrain.engine.stage import build_stage, load_parameters
 from hpctrain.memory.scratch import fill_pieces, read_pieces
 from hpctrain.model.construction import build_model
 from hpctrain.parallel.matmul import Matmul
@@ -27,6 +27,7 @@ from hpctrain.parallel.matmul_choice import PRODUCTS
 from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
 from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.compression.methods import METHODS
 from hpctrain.sharding.reducer import ExactReduction
 from hpctrain.sharding.state import ModuleState, StateTensor, state_bytes, state_of_ranks
 from hpctrain.train.checkpoints import Checkpoints
@@ -116,7 +117,7 @@ def rows_shard(weight: Parameter) -> Shard:
 @pytest.fixture
 def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
     """All reducers and products keep state."""
-    monkeypatch.setitem(REDUCTIONS, "none", Rounding)  # type: ignore[misc]
+    monkeypatch.setitem(METHODS, "none", Rounding)  # type: ignore[misc]
     for product_format in PRODUCTS:
         monkeypatch.setitem(PRODUCTS, product_format, Remembering)  # type: ignore[misc]
 

@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
-from hpctrain.deck.schema import Deck
 from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.compression.settings import CompressionSettings
 from hpctrain.sharding.reducer import ExactReduction, GradientReduction
 from hpctrain.sharding.replication import ZeroSharding
 from hpctrain.sharding.state import Stateful, StateTensor
@@ -122,8 +122,8 @@ class _HierarchicalWork(Work[Tensor]):
 
 
 def between_nodes(
-    make: Callable[[Deck, Bucket], GradientReduction], of_gradients: bool = True
-) -> Callable[[Deck, Bucket], GradientReduction]:
+    make: Callable[[CompressionSettings, Bucket], GradientReduction], of_gradients: bool = True
+) -> Callable[[CompressionSettings, Bucket], GradientReduction]:
     """Return a function that compresses only between nodes, if the bucket's group is divided by node.
 
     Args:
@@ -132,15 +132,15 @@ def between_nodes(
             result is something else, such as a momentum.
     """
 
-    def made(deck: Deck, bucket: Bucket) -> GradientReduction:
+    def made(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
         nodes = bucket.sharding.nodes
         if nodes is None or nodes.inside.size == 1:
-            return make(deck, bucket)
+            return make(settings, bucket)
         if nodes.between.size == 1 and of_gradients:
             return ExactReduction(bucket)
         turn = nodes.turn(bucket.layout.used)
         is_turn = turn == nodes.inside.rank
-        between = make(deck, bucket_over_group(bucket, nodes.between)) if is_turn else None
+        between = make(settings, bucket_over_group(bucket, nodes.between)) if is_turn else None
         return HierarchicalReduction(bucket, nodes.inside, turn, between)
 
     return made

@@ -12,13 +12,13 @@ from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import SequentialWork, Work
-from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.communication import RoundedTable
 from hpctrain.host.device import on_host
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.blocks import CompressionBlocks, Span, read_spans, write_spans
 from hpctrain.sharding.compression.codecs import Codec
+from hpctrain.sharding.compression.settings import CompressionSettings
 from hpctrain.sharding.reducer import GradientReduction
 from hpctrain.sharding.state import StateTensor
 
@@ -220,11 +220,11 @@ class CompressedReduction(CodedSum, GradientReduction):
             self.owner_residual = torch.zeros(self.owned_blocks.elements, device=device)
 
     @staticmethod
-    def of(codec: Codec) -> Callable[[Deck, Bucket], CompressedReduction]:
-        """Return a function that makes the reduction of a deck and a bucket."""
+    def of(codec: Codec) -> Callable[[CompressionSettings, Bucket], CompressedReduction]:
+        """Return a function that makes the reduction of a bucket."""
 
-        def make(deck: Deck, bucket: Bucket) -> CompressedReduction:
-            form = deck.communication.compression
+        def make(settings: CompressionSettings, bucket: Bucket) -> CompressedReduction:
+            form = settings.keys.compression
             assert isinstance(form, RoundedTable)
             return CompressedReduction(bucket, codec, form.error_feedback)
 

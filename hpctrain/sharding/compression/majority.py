@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.communication import SignTable
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.codecs import SignCodec, pack_signs, sign_values, unpack_signs
 from hpctrain.sharding.compression.compressed_reduction import CompressedReduction
+from hpctrain.sharding.compression.settings import CompressionSettings
 
 
 class MajorityVote(CompressedReduction):
@@ -48,8 +48,8 @@ class MajorityVote(CompressedReduction):
         return pack_signs(rows >= 0, rows.abs().amax(1))
 
 
-def sign_sum(deck: Deck, bucket: Bucket) -> CompressedReduction:
+def sign_sum(settings: CompressionSettings, bucket: Bucket) -> CompressedReduction:
     """Return a sum of signs with error feedback, or a majority vote without."""
-    form = deck.communication.compression
+    form = settings.keys.compression
     assert isinstance(form, SignTable)
     return CompressedReduction(bucket, SignCodec(), True) if form.error_feedback else MajorityVote(bucket)

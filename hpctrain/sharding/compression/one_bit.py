@@ -10,11 +10,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.work import SequentialWork, Work
-from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.optimizer import AdamWTable
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.codecs import SignCodec
 from hpctrain.sharding.compression.compressed_reduction import CompressedReduction
+from hpctrain.sharding.compression.settings import CompressionSettings
 from hpctrain.sharding.reducer import ExactReduction, GradientReduction
 from hpctrain.sharding.state import StateTensor, state_of_ranks
 
@@ -41,11 +41,10 @@ class OneBitMomentum(GradientReduction):
         self._warm = True
 
     @staticmethod
-    def of(deck: Deck, bucket: Bucket) -> OneBitMomentum:
-        """Return the reduction of a deck whose optimizer is AdamW."""
-        rule = deck.optimizer.rule
-        assert isinstance(rule, AdamWTable)
-        return OneBitMomentum(bucket, rule.beta1, deck.communication.warmup)
+    def of(settings: CompressionSettings, bucket: Bucket) -> OneBitMomentum:
+        """Return the reduction of a bucket whose optimizer is AdamW."""
+        assert isinstance(settings.rule, AdamWTable)
+        return OneBitMomentum(bucket, settings.rule.beta1, settings.keys.warmup)
 
     @property
     @override

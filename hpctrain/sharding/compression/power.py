@@ -20,13 +20,13 @@ from torch.nn import functional
 from typing_extensions import override
 
 from hpctrain.comm.work import SequentialWork, Work
-from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.communication import PowerSgdTable
 from hpctrain.host.device import on_host
 from hpctrain.model.initialize import fill_normal
 from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.matrices import FACTOR, Matrices
+from hpctrain.sharding.compression.settings import CompressionSettings
 from hpctrain.sharding.reducer import GradientReduction
 from hpctrain.sharding.state import StateTensor
 
@@ -185,11 +185,11 @@ class PowerSgd(GradientReduction):
             fill_normal(self._fresh.view(-1), 0, Shard.whole(FACTOR, (most, longest)), seed, 1.0)
 
     @staticmethod
-    def of(deck: Deck, bucket: Bucket) -> PowerSgd:
-        """Return the reduction of a deck."""
-        keys = deck.communication.compression
+    def of(settings: CompressionSettings, bucket: Bucket) -> PowerSgd:
+        """Return the reduction of a bucket."""
+        keys = settings.keys.compression
         assert isinstance(keys, PowerSgdTable)
-        return PowerSgd(bucket, keys.rank, deck.run.seed, keys.error_feedback)
+        return PowerSgd(bucket, keys.rank, settings.seed, keys.error_feedback)
 
     @property
     def messages(self) -> tuple[int, int]:

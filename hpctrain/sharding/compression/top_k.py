@@ -11,10 +11,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.work import SequentialWork, Work
-from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.communication import TopKTable
 from hpctrain.deck.sections.optimizer import SgdTable
 from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.compression.settings import CompressionSettings
 from hpctrain.sharding.reducer import ExactReduction, GradientReduction
 from hpctrain.sharding.state import StateTensor, state_of_ranks
 
@@ -47,17 +47,17 @@ class TopK(GradientReduction):
         self.unsent = torch.zeros(0 if alone else bucket.length, device=device)
 
     @staticmethod
-    def of(deck: Deck, bucket: Bucket) -> GradientReduction:
-        """Return the reduction of a deck, or an exact one if it would send everything.
+    def of(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
+        """Return the reduction of a bucket, or an exact one if it would send everything.
 
         It is also exact on a single rank without momentum.
         """
-        keys, rule = deck.communication.compression, deck.optimizer.rule
+        keys, rule = settings.keys.compression, settings.rule
         assert isinstance(keys, TopKTable)
         momentum = rule.momentum if isinstance(rule, SgdTable) else 0.0
         if keys.ratio == 1 or (bucket.sharding.group.size == 1 and not momentum):
             return ExactReduction(bucket)
-        return TopK(bucket, keys.ratio, momentum, deck.communication.warmup)
+        return TopK(bucket, keys.ratio, momentum, settings.keys.warmup)
 
     @property
     @override

@@ -8,11 +8,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.work import Work
-from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.communication import OneBitTable, TopKTable
-from hpctrain.deck.sections.optimizer import SgdTable
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.between import between_nodes
+from hpctrain.sharding.compression.settings import CompressionSettings
 from hpctrain.sharding.reducer import ExactReduction, GradientReduction
 from hpctrain.sharding.state import Stateful, StateTensor
 
@@ -49,31 +47,18 @@ class WarmedUpReduction(GradientReduction):
 
 
 def with_exact_warmup(
-    make: Callable[[Deck, Bucket], GradientReduction],
-) -> Callable[[Deck, Bucket], GradientReduction]:
-    """Return a function that makes a reduction with exact sums during the deck's `warmup`.
+    make: Callable[[CompressionSettings, Bucket], GradientReduction],
+) -> Callable[[CompressionSettings, Bucket], GradientReduction]:
+    """Return a function that makes a reduction with exact sums during `communication.warmup`.
 
     If a rank sums with no other, all sums are exact.
     """
     make = between_nodes(make)
 
-    def made(deck: Deck, bucket: Bucket) -> GradientReduction:
+    def made(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
         if bucket.sharding.group.size == 1:
             return ExactReduction(bucket)
-        warmup = deck.communication.warmup
-        return WarmedUpReduction(bucket, make(deck, bucket), warmup) if warmup else make(deck, bucket)
+        warmup = settings.keys.warmup
+        return WarmedUpReduction(bucket, make(settings, bucket), warmup) if warmup else make(settings, bucket)
 
     return made
-
-
-def updates_before_reduced_momentum(deck: Deck) -> int | None:
-    """Return the number of updates after which reductions return gradients that include momentum.
-
-    From then on the optimizer applies no momentum of its own. None means never.
-    """
-    form, rule = deck.communication.compression, deck.optimizer.rule
-    has_momentum = isinstance(rule, SgdTable) and rule.momentum > 0
-    is_reduced = isinstance(form, OneBitTable) or (
-        isinstance(form, TopKTable) and form.ratio < 1 and has_momentum
-    )
-    return deck.communication.warmup if is_reduced else None

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.engine.stage import REDUCTIONS
+from hpctrain.sharding.compression.methods import make_reduction
+from hpctrain.sharding.compression.settings import CompressionSettings
 from tests.engines import small_deck, trainer
 from tests.sharding.compression.given import ODD, Array, fill, given, own_of
 from tests.sharding.compression.test_compressed_reduction import sign
@@ -54,7 +55,7 @@ def test_updates_are_those_of_numpy(world: World, keys: tuple[str, ...]) -> None
     training = trainer(world, deck)
     engine = training.engine
     before = {name: values.numpy().reshape(-1).copy() for name, values in training.parameters().items()}
-    summations = [REDUCTIONS["onebit"](deck, bucket) for bucket in engine.buckets]
+    summations = [make_reduction(CompressionSettings.of(deck), bucket) for bucket in engine.buckets]
     for step in range(STEPS):
         for bucket, summation in zip(engine.buckets, summations, strict=True):
             whole = bucket.final_gradients()
@@ -82,7 +83,7 @@ def test_a_rank_alone_has_exact_momentum(world: World) -> None:
     deck = small_deck(*KEYS)
     training = trainer(world, deck)
     bucket = training.engine.buckets[0]
-    summation = REDUCTIONS["onebit"](deck, bucket)
+    summation = make_reduction(CompressionSettings.of(deck), bucket)
     mean = np.zeros(bucket.length, np.float32)
     for step in range(6):
         flat = fill(bucket, 0, step)
