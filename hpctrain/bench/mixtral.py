@@ -28,6 +28,7 @@ DIFFERENT = {
     "capacity": None,
     "dropout": 0.0,
     "rope_scaling": None,
+    "attention_bias": "none",
 }
 """What Mixtral has, where a shape may have something else."""
 

@@ -22,10 +22,11 @@ class _Attention(nn.Module):
         super().__init__()
         inner, whole = shape.head_size * shape.key_value_heads, shape.head_size * shape.heads
         self.head_size = shape.head_size
-        self.query = nn.Linear(shape.hidden, whole, bias=shape.biases)
-        self.key = nn.Linear(shape.hidden, inner, bias=shape.biases)
-        self.value = nn.Linear(shape.hidden, inner, bias=shape.biases)
-        self.output = nn.Linear(whole, shape.hidden, bias=shape.biases)
+        biased = shape.attention_bias != "none"
+        self.query = nn.Linear(shape.hidden, whole, bias=biased)
+        self.key = nn.Linear(shape.hidden, inner, bias=biased)
+        self.value = nn.Linear(shape.hidden, inner, bias=biased)
+        self.output = nn.Linear(whole, shape.hidden, bias=shape.attention_bias == "all")
 
     def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         query, key, value = (

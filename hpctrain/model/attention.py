@@ -42,7 +42,7 @@ class Attention(nn.Module):
                 (f"{name}.key", replace(keys, unit=size)),
                 (f"{name}.value", keys),
             ],
-            shape.biases,
+            shape.attention_bias != "none",
             groups,
             adapters=shape.adapters,
         )
@@ -50,7 +50,8 @@ class Attention(nn.Module):
         self.norm = QueryKeyNorm(name, shape, groups, queries, keys) if normed else None
         sizes = shape.heads * size, shape.hidden
         shared = groups.saved_policy.keeps_core and not self.exchanges
-        self.output = RowLinear(f"{name}.output", *sizes, shape.biases, groups, shared, shape.adapters)
+        biased = shape.attention_bias == "all"
+        self.output = RowLinear(f"{name}.output", *sizes, biased, groups, shared, shape.adapters)
 
     @property
     def _compiled(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from hpctrain.deck.activations import DEFAULT_ACTIVATIONS
+from hpctrain.deck.families import FAMILIES, AttentionBias
 from hpctrain.deck.presets import Family
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.adapters import Adapters
@@ -47,7 +48,7 @@ class ModelShape(Architecture):
     """The sizes that fix a decoder-only transformer.
 
     `gpt2`: learned positions, LayerNorm, biases. `llama`: RoPE, RMSNorm, no biases. An `activation` of ""
-    stands for the usual one of the family. Of what
+    stands for the usual one of the family, and so does an `attention_bias` of "". Of what
     concerns mixtures, what is meant is told by the deck's keys of these names. `packed` says that documents
     in a sequence do not see each other; a `head` that is scalar has a row of its own, whatever is `tied`.
     With `adapters` nothing else is trained, but for such a head.
@@ -75,6 +76,7 @@ class ModelShape(Architecture):
     router_groups_per_token: int = 1
     sequence: int
     tied: bool
+    attention_bias: AttentionBias | Literal[""] = ""
     activation: str = ""
     dropout: float = 0.0
     rope_base: float = 10_000.0
@@ -94,7 +96,9 @@ class ModelShape(Architecture):
     adapters: Adapters | None = None
 
     def __post_init__(self) -> None:
-        """Fill the features of one attention head, hidden / heads, and the activation of the family."""
+        """Fill the features of one attention head, hidden / heads, and the family's activation and biases."""
+        if not self.attention_bias:
+            object.__setattr__(self, "attention_bias", FAMILIES[self.family].attention_bias)
         if not self.activation:
             object.__setattr__(self, "activation", DEFAULT_ACTIVATIONS[self.family])
         if not self.head_size:
@@ -138,7 +142,7 @@ class ModelShape(Architecture):
 
     @property
     def biases(self) -> bool:
-        """Whether linear layers and norms carry biases."""
+        """True if norms and linear layers of feed-forward parts have biases."""
         return self.family == "gpt2"
 
 

@@ -20,7 +20,7 @@ class MatrixSize(NamedTuple):
 
     There are as many as `experts`, of which a token is multiplied with `met`: these lie on ranks of the
     expert axis, and those of the expert_tensor axis cut them. What is multiplied `beside` another has no
-    messages of its own.
+    messages of its own. A bias is added to the product if it is `biased`.
     """
 
     outputs: int
@@ -29,6 +29,7 @@ class MatrixSize(NamedTuple):
     met: int = 1
     experts: int = 1
     beside: bool = False
+    biased: bool = False
 
     @property
     def elements(self) -> int:

@@ -144,7 +144,8 @@ class SplitLinear(MatmulLayer):
         """See MatmulLayer: one, of all that are fused."""
         outputs = sum(weight.shard.shape[0] for weight in self.weights)
         beside = [] if self.adapter is None else self.adapter.matrices
-        return [MatrixSize(outputs, self.weights[0].shard.shape[1], self.cut), *beside]
+        biased = bool(self.biases)
+        return [MatrixSize(outputs, self.weights[0].shard.shape[1], self.cut, biased=biased), *beside]
 
     @property
     @override

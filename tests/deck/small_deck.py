@@ -41,6 +41,7 @@ VALUES: dict[str, list[str]] = {
     "model.key_value_heads": ["1", "2", "3"],
     "model.head_size": ["1", "4", "6"],
     "model.query_key_norm": ['"head"', '"all"'],
+    "model.attention_bias": ['"none"', '"query_key_value"', '"all"'],
     "model.mlp": ["1", "7", "40"],
     "model.vocabulary": ["2", "257", "300"],
     "model.tied": ["true", "false"],

@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
 FAMILIES = {
     "gpt2": (),
     "llama": LLAMA,
-    "normed": (*LLAMA, "model.query_key_norm=head", *YARN_KEYS),
+    "normed": (*LLAMA, "model.query_key_norm=head", "model.attention_bias=all", *YARN_KEYS),
     "mixture": (*LLAMA, "model.experts.count=4", "model.experts.per_token=2", "model.experts.shared=1"),
 }
 

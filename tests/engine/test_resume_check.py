@@ -40,6 +40,7 @@ CHANGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "model.mlp": ((), ("model.mlp=40",)),
     "model.key_value_heads": (LLAMA, (*LLAMA, "model.key_value_heads=1")),
     "model.query_key_norm": (LLAMA, (*LLAMA, "model.query_key_norm=head")),
+    "model.attention_bias": (LLAMA, (*LLAMA, "model.attention_bias=all")),
     "model.tied": ((), ("model.tied=false",)),
     "model.vocabulary": (("model.vocabulary=99",), ("model.vocabulary=101",)),
     "model.adapters": ((), (ADAPTERS,)),

@@ -47,17 +47,18 @@ def of_transformers(family: str, tied: bool = False) -> torch.nn.Module:
         config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, n_positions=40, **sizes)
         model = transformers.GPT2LMHeadModel(config)
     else:
-        config = transformers.LlamaConfig(
+        kind = "Qwen2" if family == "qwen2-yarn" else "Llama"
+        config = getattr(transformers, f"{kind}Config")(
             num_hidden_layers=2,
             hidden_size=32,
             intermediate_size=48,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=40,
-            rope_parameters=hf_rope_parameters(SCALINGS["yarn"] if family == "yarn" else None, 10000.0),
+            rope_parameters=hf_rope_parameters(SCALINGS["yarn"] if kind == "Qwen2" else None, 10000.0),
             **sizes,
         )
-        model = transformers.LlamaForCausalLM(config)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.4)
@@ -66,7 +67,7 @@ def of_transformers(family: str, tied: bool = False) -> torch.nn.Module:
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
-@pytest.mark.parametrize("family", ["gpt2", "llama", "yarn"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2-yarn"])
 @pytest.mark.parametrize("by", ["torch", "compiled"])
 def test_greedy_text_is_that_of_transformers(world: World, mpi_tmp_path: Path, family: str, by: str) -> None:
     functions = TORCH if by == "torch" else CompiledFunctions(open_library(compile_functions()))

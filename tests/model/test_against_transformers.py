@@ -51,7 +51,8 @@ LLAMA = ModelShape(
     tied=False,
     norm_epsilon=1e-6,
 )
-QWEN3 = replace(LLAMA, head_size=12, query_key_norm="head")
+QWEN2 = replace(LLAMA, attention_bias="query_key_value")
+QWEN3 = replace(LLAMA, head_size=12, query_key_norm="head", attention_bias="all")
 
 
 def roughen(model: torch.nn.Module) -> torch.nn.Module:
@@ -105,11 +106,21 @@ def llama_reference(scaling: RopeScaling | None = None) -> tuple[torch.nn.Module
     return model, llama_names(dict(model.named_parameters()))
 
 
+def qwen2_reference() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    config = transformers.Qwen2Config(
+        vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=24, rms_norm_eps=1e-6, rope_theta=10000.0,
+        tie_word_embeddings=False, attn_implementation="eager",
+    )  # fmt: skip
+    model = roughen(transformers.Qwen2ForCausalLM(config))
+    return model, llama_names(dict(model.named_parameters()))
+
+
 def qwen3_reference() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     config = transformers.Qwen3Config(
         vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
         num_key_value_heads=2, head_dim=12, max_position_embeddings=24, rms_norm_eps=1e-6,
-        rope_theta=10000.0, tie_word_embeddings=False, attn_implementation="eager",
+        rope_theta=10000.0, tie_word_embeddings=False, attn_implementation="eager", attention_bias=True,
     )  # fmt: skip
     model = roughen(transformers.Qwen3ForCausalLM(config))
     return model, qwen3_names(dict(model.named_parameters()))
@@ -143,15 +154,25 @@ def llama_names(theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             "mlp.up_proj": "feed_forward.up",
             "mlp.down_proj": "feed_forward.down",
         }.items():
-            ours[f"{new}.{ours_name}.weight"] = theirs[f"{old}.{theirs_name}.weight"]
+            for kind in ("weight", "bias"):
+                if (tensor := theirs.get(f"{old}.{theirs_name}.{kind}")) is not None:
+                    ours[f"{new}.{ours_name}.{kind}"] = tensor
     return ours
 
 
-@pytest.mark.parametrize("shape", [GPT2, LLAMA, QWEN3], ids=["gpt2", "llama", "qwen3"])
+REFERENCES = {
+    GPT2: gpt2_reference,
+    LLAMA: llama_reference,
+    QWEN2: qwen2_reference,
+    QWEN3: qwen3_reference,
+}
+
+
+@pytest.mark.parametrize("shape", [GPT2, LLAMA, QWEN2, QWEN3], ids=["gpt2", "llama", "qwen2", "qwen3"])
 def test_loss_logits_and_gradients_are_those_of_transformers(shape: ModelShape, world) -> None:
     torch.manual_seed(0)
-    make = {GPT2: gpt2_reference, LLAMA: llama_reference, QWEN3: qwen3_reference}[shape]
-    names = {GPT2: gpt2_names, LLAMA: llama_names, QWEN3: qwen3_names}[shape]
+    make = REFERENCES[shape]
+    names = qwen3_names if shape == QWEN3 else gpt2_names if shape == GPT2 else llama_names
     expect_same_training(shape, *make(), names, world)
 
 
@@ -211,7 +232,7 @@ def expect_same_training(
 
 
 def test_parameter_counts(world) -> None:
-    for shape in (GPT2, LLAMA, QWEN3):
+    for shape in (GPT2, LLAMA, QWEN2, QWEN3):
         model = Transformer(shape, alone(world))
         assert sum(p.numel() for p in parameter_list(model)) == count(shape).parameters
     gpt2 = replace(

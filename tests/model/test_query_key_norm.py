@@ -24,6 +24,7 @@ NORMS = {
     kind: (*LLAMA, f"model.query_key_norm={kind}", "model.head_size=6", "batch.global_size=4")
     for kind in ("head", "all")
 }
+NORMS["head"] += ("model.attention_bias=query_key_value",)
 LAYOUTS: dict[int, list[tuple[str, ...]]] = {
     2: [
         ("layout.tensor=2",),

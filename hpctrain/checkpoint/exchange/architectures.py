@@ -14,6 +14,7 @@ from typing import Any
 
 from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, NameRule, Rule, StackRule
 from hpctrain.deck.activations import ACTIVATIONS
+from hpctrain.deck.families import AttentionBias
 from hpctrain.deck.presets import Family
 from hpctrain.model.shape import Head
 
@@ -72,6 +73,9 @@ class HuggingFaceArchitecture:
     """The key of a config that names the activation, and its value where it is not there."""
     gated: bool = True
     """Whether its feed-forward parts have a gate."""
+    attention_biases: tuple[AttentionBias, ...] = ("none", "all")
+    """Values of model.attention_bias that it supports. If there are several, attention_bias of a config says
+    whether all layers of attention have biases or none."""
 
     @property
     def activations(self) -> dict[str, str]:
@@ -159,10 +163,9 @@ _DEEPSEEK_RULES = (
 _LLAMA_BUFFERS = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 # What configs may say of a model's function and ours cannot vary.
-_UNBIASED = Fixed("attention_bias", (False,), False)
 _UNQUANTIZED = Fixed("quantization_config", (None,), None)
 _WHOLE_ROTARY = Fixed("partial_rotary_factor", (None, 1, 1.0), None)
-_LLAMA_FIXED = (_UNBIASED, _WHOLE_ROTARY, _UNQUANTIZED)
+_LLAMA_FIXED = (_WHOLE_ROTARY, _UNQUANTIZED)
 
 
 def _sizes(
@@ -202,6 +205,7 @@ _GPT2 = HuggingFaceArchitecture(
     tied=True,
     hidden_act=("activation_function", "gelu_new"),
     gated=False,
+    attention_biases=("all",),
 )
 _LLAMA = HuggingFaceArchitecture(
     name="LlamaForCausalLM",
@@ -211,7 +215,6 @@ _LLAMA = HuggingFaceArchitecture(
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
     fixed=(
-        _UNBIASED,
         Fixed("mlp_bias", (False,), False),
         Fixed("sliding_window", (None,), None),
         _WHOLE_ROTARY,
@@ -244,6 +247,19 @@ _QWEN3 = HuggingFaceArchitecture(
     head_size=128,
     always={"query_key_norm": "head"},
 )
+_QWEN2 = HuggingFaceArchitecture(
+    name="Qwen2ForCausalLM",
+    model_type="qwen2",
+    family="llama",
+    rules=_LLAMA_RULES,
+    prefix="model.",
+    buffers=_LLAMA_BUFFERS,
+    fixed=_LLAMA_FIXED,
+    sizes=_sizes(151936, 32768, 4096, 32, 32, 22016),
+    epsilon=("rms_norm_eps", 1e-6),
+    key_value_heads=32,
+    attention_biases=("query_key_value",),
+)
 _MIXTRAL = HuggingFaceArchitecture(
     name="MixtralForCausalLM",
     model_type="mixtral",
@@ -256,6 +272,7 @@ _MIXTRAL = HuggingFaceArchitecture(
     epsilon=("rms_norm_eps", 1e-5),
     key_value_heads=8,
     rope_base=1e6,
+    attention_biases=("none",),
     mixture={"experts": ("num_local_experts", 8), "experts_per_token": ("num_experts_per_tok", 2)},
 )
 _QWEN3_MOE = HuggingFaceArchitecture(
@@ -331,8 +348,10 @@ _DEEPSEEK_V3 = HuggingFaceArchitecture(
         Fixed("kv_lora_rank", (None,), 512),
         Fixed("q_lora_rank", (None,), 1536),
         Fixed("rope_interleave", (False,), True),
+        Fixed("attention_bias", (False,), False),
         *_LLAMA_FIXED,
     ),
+    attention_biases=("none",),
     sizes=_sizes(129280, 4096, 7168, 61, 128, 18432),
     epsilon=("rms_norm_eps", 1e-6),
     key_value_heads=128,
@@ -358,6 +377,7 @@ SCORED: Mapping[str, HuggingFaceArchitecture] = MappingProxyType(
             (_GPT2, "GPT2"),
             (_LLAMA, "Llama"),
             (_ARCEE, "Arcee"),
+            (_QWEN2, "Qwen2"),
             (_QWEN3, "Qwen3"),
             (_MIXTRAL, "Mixtral"),
             (_QWEN3_MOE, "Qwen3Moe"),
@@ -370,7 +390,7 @@ ARCHITECTURES: Mapping[str, HuggingFaceArchitecture] = MappingProxyType(
     {
         each.name: each
         for each in (
-            *(_GPT2, _LLAMA, _ARCEE, _QWEN3, _MIXTRAL, _QWEN3_MOE, _OLMOE, _DOTS1, _DEEPSEEK_V3),
+            *(_GPT2, _LLAMA, _ARCEE, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE, _OLMOE, _DOTS1, _DEEPSEEK_V3),
             *SCORED.values(),
         )
     }

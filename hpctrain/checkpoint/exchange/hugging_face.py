@@ -8,6 +8,7 @@ from typing import Any
 from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES, SCORED, HuggingFaceArchitecture
 from hpctrain.checkpoint.exchange.rope_parameters import RopeParametersReader, rope_config
 from hpctrain.deck.activations import ACTIVATIONS, imported_activation
+from hpctrain.deck.families import AttentionBias
 from hpctrain.deck.schema import fields
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
@@ -67,6 +68,7 @@ class _Reading:
             self.check_windows(sizes["layers"])
         if architecture.mixture:
             sizes |= self.mixture(sizes)
+        sizes["attention_bias"] = self.attention_bias()
         sizes["norm_epsilon"] = self.number(*architecture.epsilon)
         sizes["tied"] = self.flag("tie_word_embeddings", architecture.tied) and architecture.head != "scalar"
         if architecture.head == "scalar":
@@ -88,6 +90,13 @@ class _Reading:
             told = f"unsupported; expected {either(names)} for {self.architecture.model_type}"
             self.problem(key, value, told)
         return name or ""
+
+    def attention_bias(self) -> AttentionBias:
+        """Return which layers of attention have biases."""
+        supported = self.architecture.attention_biases
+        if len(supported) == 1:
+            return supported[0]
+        return "all" if self.flag("attention_bias", False) else "none"
 
     def problem(self, key: str, value: object, told: str) -> None:
         self.problems.append(f"{self.where}: {key} = {value!r}: {told}")
@@ -237,6 +246,8 @@ def config_of(shape: ModelShape, dtype: str) -> dict[str, Any]:
             "attention_dropout": 0.0,
             **_mixture_keys(shape, architecture),
         }
+        if len(architecture.attention_biases) > 1:
+            own["attention_bias"] = shape.attention_bias == "all"
         if architecture.model_type not in {"llama", "arcee", "olmoe"}:
             own |= {"sliding_window": None, "use_sliding_window": False}
     named: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
@@ -272,6 +283,9 @@ def exported_as(shape: ModelShape) -> HuggingFaceArchitecture:
         raise _refused(
             shape, "activation", f"requires {either(map(toml_value, architecture.activations))}", family
         )
+    if shape.attention_bias not in architecture.attention_biases:
+        supported = either(map(toml_value, architecture.attention_biases))
+        raise _refused(shape, "attention_bias", f"requires {supported}", family)
     if architecture.family == "gpt2" and shape.key_value_heads != shape.heads:
         raise HpctrainError(
             f"model.key_value_heads = {shape.key_value_heads}: the GPT-2 of transformers requires as "
@@ -324,6 +338,8 @@ def _of_mixtures(shape: ModelShape) -> str:
 def _dense(shape: ModelShape) -> str:
     if shape.query_key_norm == "none" and not ACTIVATIONS[shape.activation].gated:
         return "ArceeForCausalLM"
+    if shape.query_key_norm == "none" and shape.attention_bias == "query_key_value":
+        return "Qwen2ForCausalLM"
     return "LlamaForCausalLM" if shape.query_key_norm == "none" else "Qwen3ForCausalLM"
 
 

@@ -109,7 +109,7 @@ settled_keys = SourceReader()
 def model_keys(shape: ModelShape) -> dict[str, object]:
     """The keys of a deck's [model] that say a shape."""
     names = ["family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "tied"]
-    names += ["head_size", "activation", "norm_epsilon"]
+    names += ["head_size", "attention_bias", "activation", "norm_epsilon"]
     by = shape.parametrization
     base = {"base_width": round(shape.hidden / by.width), "base_head_size": round(shape.head_size / by.head)}
     names += ["rope_base", "query_key_norm"] if shape.family == "llama" else []

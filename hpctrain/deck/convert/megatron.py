@@ -13,6 +13,7 @@ _LAYER_LIST = re.compile(r"\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?")
 _LLAMA_ONLY = (
     "model.rope_base",
     "model.query_key_norm",
+    "model.attention_bias",
     "model.rope_scaling.kind",
     "model.rope_scaling.factor",
     "model.rope_scaling.original_sequence",

@@ -10,6 +10,7 @@ from typing import TypeGuard
 
 from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS
 from hpctrain.deck.decays import ENDLESS, WITH_COOLDOWN
+from hpctrain.deck.families import FAMILIES
 from hpctrain.deck.key import selecting_key
 from hpctrain.deck.presets import preset_named
 from hpctrain.deck.reading.nested import Tables, choices_in, look_up, remove, table_in
@@ -187,6 +188,7 @@ def _add_dependent_defaults(tables: Tables, filled: set[str], completed: Complet
     if as_base and _is_integer(model.get("head_size")):
         default("model", "base_head_size", model["head_size"])
     if isinstance(family, str) and family in DEFAULT_ACTIVATIONS:
+        default("model", "attention_bias", FAMILIES[family].attention_bias)
         default("model", "tied", family == "gpt2" and not _of_scores(tables))
         default("model", "activation", DEFAULT_ACTIVATIONS[family])
         name = model["activation"]

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS, GATED
+from hpctrain.deck.families import FAMILIES, AttentionBias
 from hpctrain.deck.key import PathText, Section, key, table
 from hpctrain.deck.presets import PresetName
 from hpctrain.deck.problem import DeckProblem, divisors, must_divide, nearest_numbers
@@ -76,6 +77,10 @@ class Model(Section):
     query_key_norm: Literal["none", "head", "all"] = key(
         "RMSNorm of queries and keys before rotation (llama): none, over each head, over all heads together.",
         "none",
+    )
+    attention_bias: AttentionBias = key(
+        "Attention layers with biases: none, those of queries, keys and values (Qwen2), or all four.",
+        derived=", ".join(f'"{traits.attention_bias}" ({name})' for name, traits in FAMILIES.items()),
     )
     activation: ActivationName = key(
         f"Activation of the feed-forward part; with a gate: {', '.join(GATED)}.", derived=_USUAL_ACTIVATIONS

@@ -74,14 +74,13 @@ def shapes_of(deck: Deck, tokens: int, tensor: int, host: bool) -> Iterator[Prod
     """The different matrices of a deck, as so many tensor ranks have them."""
     assert deck.model.vocabulary is not None
     layers = layer_sizes(ModelShape.of(deck, deck.model.vocabulary))
-    biased = deck.model.family == "gpt2"
     for layer in dict.fromkeys(layers):
         for matrix in dict.fromkeys(layer.matrices):
             outputs = matrix.outputs // (tensor if matrix.cut == "outputs" else 1)
             inputs = matrix.inputs // (tensor if matrix.cut == "inputs" else 1)
             rows = chunk_rows(tokens, outputs, not host) if layer.is_last else tokens
             if matrix.experts == 1:
-                yield ProductShape(rows, outputs, inputs, layer.is_last, biased and not layer.is_last)
+                yield ProductShape(rows, outputs, inputs, layer.is_last, matrix.biased)
 
 
 def _passes(

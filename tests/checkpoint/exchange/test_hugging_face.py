@@ -59,6 +59,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         )
         for name, each in SCALINGS.items()
     },
+    "llama-biased": ("Llama", {"num_key_value_heads": 2, "attention_bias": True}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
+    "qwen2-tied": ("Qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 6}),
+    "qwen3-biased": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 12, "attention_bias": True}),
     "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 12}),
     "gpt2-relu2": ("GPT2", {"activation_function": "relu2"}),
     "llama-geglu": ("Llama", {"num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh"}),
@@ -69,6 +73,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 SIZES: dict[str, dict[str, Any]] = {
     "GPT2": {"vocab_size": 61, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4},
     "Llama": {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 24,
+    },
+    "Qwen2": {
         "vocab_size": 61,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -337,7 +349,8 @@ def change(folder: Path, changes: dict[str, Any], **nulls: None) -> None:
             "unsupported architecture; expected GPT2LMHeadModel, Llama",
         ),
         ("llama", "hidden_act", "gelu", "hidden_act = 'gelu'"),
-        ("llama", "attention_bias", True, "attention_bias = True"),
+        ("llama", "attention_bias", 1, "attention_bias = 1: must be true or false"),
+        ("llama", "attention_bias", True, "q_proj.bias: not in these files"),
         ("llama", "mlp_bias", True, "mlp_bias = True"),
         ("llama", "sliding_window", 4096, "sliding_window = 4096"),
         (

@@ -239,7 +239,7 @@ def test_a_run_starts_from_a_mixture(
             "block_sparse_moe.gate.weight: has shape [4, 32], expected [5, 32]",
         ),
         ("qwen3-moe", "mlp_only_layers", [1], "mlp_only_layers = [1]: dense layers behind"),
-        ("qwen3-moe", "attention_bias", True, "attention_bias = True"),
+        ("qwen3-moe", "attention_bias", True, "q_proj.bias: not in these files"),
         ("qwen3-moe", "norm_topk_prob", 1, "norm_topk_prob = 1: must be true or false"),
         ("olmoe", "clip_qkv", 8.0, "clip_qkv = 8.0: unsupported; expected None for olmoe"),
         ("dots1", "n_group", 3, "n_group = 3: must divide n_routed_experts = 8"),
@@ -362,6 +362,15 @@ TINY = ModelShape(
         ({"query_key_norm": "all", "head_size": 6}, "model.head_size = 6: the OlmoeForCausalLM of"),
         ({"router": "sigmoid"}, "the Dots1ForCausalLM of transformers"),
         ({"experts": 0, "query_key_norm": "all"}, 'model.query_key_norm = "all"'),
+        ({"attention_bias": "all"}, 'model.attention_bias = "all": the MixtralForCausalLM of transformers'),
+        (
+            {"experts": 0, "query_key_norm": "head", "attention_bias": "query_key_value"},
+            'the Qwen3ForCausalLM of transformers requires "none" or "all"',
+        ),
+        (
+            {"experts": 0, "family": "gpt2", "activation": "gelu-tanh", "attention_bias": "none"},
+            'requires "all"',
+        ),
     ],
 )
 def test_what_transformers_does_not_have_is_not_exported(changes: dict[str, Any], told: str) -> None:

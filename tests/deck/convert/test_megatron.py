@@ -162,15 +162,16 @@ def test_any_text_is_read(text: str) -> None:
         ),
         ("--group-query-attention --num-query-groups 2", {"key_value_heads": 2}),
         (
-            "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --use-rope-scaling"
-            " --rope-scaling-factor 32",
+            "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --add-qkv-bias"
+            " --use-rope-scaling --rope-scaling-factor 32",
             {
+                "attention_bias": "query_key_value",
                 "rope_scaling.kind": "llama3",
                 "rope_scaling.factor": 32.0,
                 "rope_scaling.original_sequence": 8192,
             },
         ),
-        ("--num-layers 4 --use-rope-scaling", {"layers": 4}),
+        ("--num-layers 4 --use-rope-scaling --add-qkv-bias", {"layers": 4}),
         ("--kv-channels 128 --vocab-size 512", {"head_size": 128, "vocabulary": 512}),
         ("--untie-embeddings-and-output-weights", {"tied": False}),
         ("--hidden-dropout 0.0 --attention-dropout 0", {"dropout": 0.0}),
