@@ -19,7 +19,8 @@ from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
 from hpctrain.deck.sections.machine import Machine
 from hpctrain.errors import HpctrainError
-from hpctrain.host.device import gpu_name, synchronize, used_bytes
+from hpctrain.host.device import gpu_name, synchronize
+from hpctrain.host.device_memory import used_bytes
 from hpctrain.parallel.fp8.device_support import native
 from hpctrain.parallel.fp8.formats import E4M3, E5M2
 from hpctrain.parallel.fp8.multiply import multiply_quantized

@@ -22,7 +22,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
-from hpctrain.host.device import processor_name
+from hpctrain.host.processor import processor_name
 from hpctrain.plan.calibrate.calibrate import CalibrateOptions, measure_machine
 from hpctrain.plan.calibrate.decks import LARGER, SMALL, measured_decks, of_sizes
 from hpctrain.plan.time.machine_rates import MachineRates, read_machine

@@ -33,8 +33,10 @@ from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.mesh_sizes import expert_sizes, on_one_rank
 from hpctrain.errors import HpctrainError
-from hpctrain.host.device import gpu_name, on_host, peak_bytes, processor_name
+from hpctrain.host.device import gpu_name, on_host
+from hpctrain.host.device_memory import peak_bytes
 from hpctrain.host.memory import peak_proportional_bytes
+from hpctrain.host.processor import processor_name
 from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.saved_bytes import gpt_activation_bytes
 from hpctrain.model.construction import architecture_of

@@ -21,7 +21,8 @@ import torch
 
 from hpctrain.checkpoint.checksum import Words
 from hpctrain.checkpoint.draft import DraftBox
-from hpctrain.host.device import SideStream, StreamWork, empty_host_tensor, on_host
+from hpctrain.host.device import on_host
+from hpctrain.host.streams import SideStream, StreamWork, empty_host_tensor
 
 _ALIGNMENT = 64
 

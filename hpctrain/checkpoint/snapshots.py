@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.host.device import empty_host_tensor, synchronize_stream
+from hpctrain.host.streams import empty_host_tensor, synchronize_stream
 from hpctrain.memory.scratch import fill_pieces, read_pieces
 from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.sharding.state import StateTensor

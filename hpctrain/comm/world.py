@@ -33,15 +33,8 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.rank_devices import RankDevice, device_problems
 from hpctrain.comm.transports.emulated import EmulatedLink
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError, UserCodeError
-from hpctrain.host.device import (
-    choose_device,
-    device_of_run,
-    on_host,
-    peak_bytes,
-    prepare_device,
-    used_bytes,
-    visible_gpus,
-)
+from hpctrain.host.device import choose_device, device_of_run, on_host, prepare_device, visible_gpus
+from hpctrain.host.device_memory import peak_bytes, used_bytes
 from hpctrain.host.launcher import check_launched_size, find_contradictions
 from hpctrain.host.memory import is_out_of_memory
 from hpctrain.host.mpi_library import MPI, communicator_of, finalizes_between_nodes, start_mpi

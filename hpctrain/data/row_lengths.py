@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hpctrain.host.device import start_copy
+from hpctrain.host.streams import start_copy
 
 
 @dataclass(frozen=True)

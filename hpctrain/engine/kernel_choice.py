@@ -36,7 +36,8 @@ from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.engine.stage import make_groups
 from hpctrain.errors import HpctrainError
 from hpctrain.files import parse_json, read_text, user_cache
-from hpctrain.host.device import device_kind, on_host, processor_identity
+from hpctrain.host.device import device_kind, on_host
+from hpctrain.host.processor import processor_identity
 from hpctrain.model.construction import architecture_of, build_parts, layer_kinds
 from hpctrain.model.part import Layer, LayerRange
 from hpctrain.model.precision import Precision

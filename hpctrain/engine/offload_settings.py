@@ -15,7 +15,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.memory import HOST_REFUSAL
 from hpctrain.engine.update_rules import RULES
 from hpctrain.errors import HpctrainError
-from hpctrain.host.device import choose_device, empty_host_tensor, on_host, visible_gpus
+from hpctrain.host.device import choose_device, on_host, visible_gpus
+from hpctrain.host.streams import empty_host_tensor
 from hpctrain.memory.offload_folder import check_disk_space
 from hpctrain.memory.scratch import Flat, ScratchFile, ScratchFiles, ScratchTensor
 from hpctrain.optim.matrix.matrix_optimizer import MatrixOptimizer

@@ -1,22 +1,18 @@
-"""Differences between CPUs and GPUs other than kernels: choice of a device, memory, streams, and names."""
+"""Choice of the device of a rank, the reasons why torch cannot use GPUs, and properties of GPUs."""
 
 from __future__ import annotations
 
 import os
-import platform
 import re
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from hpctrain.errors import HpctrainError
-from hpctrain.host.memory import keep_freed_memory, peak_rss_bytes, resident_bytes
+from hpctrain.host.memory import keep_freed_memory
 
 GPU_KINDS = "cuda", "xpu"
 """torch's types of GPUs: "cuda" for those of NVIDIA (CUDA) and AMD (ROCm), "xpu" for those of Intel."""
@@ -24,8 +20,8 @@ GPU_KINDS = "cuda", "xpu"
 GPU_SELECTORS = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 """Environment variable by which a process selects among the GPUs of each type."""
 
-_CUBLAS_WORKSPACE, _CUBLAS_BYTES = ":4096:8", 8 * 4096 << 10
-"""Workspace of cuBLAS for its environment variable, which torch requires for determinism; in bytes."""
+CUBLAS_WORKSPACE, CUBLAS_BYTES = ":4096:8", 8 * 4096 << 10
+"""Workspace of cuBLAS: value of its environment variable, which torch requires for determinism, and bytes."""
 
 
 def on_host(device: torch.device) -> bool:
@@ -229,7 +225,7 @@ def prepare_device(device: torch.device, deterministic: bool = True) -> None:
     else:
         if device.type == "cuda":
             configure_allocator(os.environ)
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
             # Streams that share a connection delay each other.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.use_deterministic_algorithms(deterministic)
@@ -243,259 +239,19 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _module(device: torch.device | None = None) -> Any:
+def gpu_module(device: torch.device | None = None) -> Any:
     """Return torch's module for a GPU, such as torch.cuda; by default for the GPUs that this process uses."""
     return torch.get_device_module(device)
 
 
 def gpu_name(device: torch.device) -> str | None:
     """Return the product name of a GPU, such as "NVIDIA H100"; None for a CPU."""
-    return None if on_host(device) else _module(device).get_device_name(device)
+    return None if on_host(device) else gpu_module(device).get_device_name(device)
 
 
 def gpu_identity(device: torch.device) -> str | None:
     """Return the UUID of a GPU, by which ranks find out whether they share it; None for a CPU."""
     if on_host(device):
         return None
-    uuid = _module(device).get_device_properties(device).uuid
+    uuid = gpu_module(device).get_device_properties(device).uuid
     return uuid.hex() if isinstance(uuid, bytes) else str(uuid)
-
-
-def matmul_workspace_bytes(device: torch.device) -> int:
-    """Return the bytes that cuBLAS keeps on a GPU for matrix products; 0 on other devices.
-
-    It counts the thread of the forward pass and that of the backward pass.
-    """
-    return 2 * _CUBLAS_BYTES if device.type == "cuda" else 0
-
-
-def used_bytes(device: torch.device) -> int:
-    """Return the memory that this process uses, in bytes.
-
-    On a CPU this is its resident memory, on a GPU the memory of its tensors, without what torch keeps unused.
-    """
-    return resident_bytes() if on_host(device) else int(_module(device).memory_allocated(device))
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the peak of `used_bytes` since the process started, or on a GPU since the last `reset_peak`."""
-    return peak_rss_bytes() if on_host(device) else int(_module(device).max_memory_allocated(device))
-
-
-def reset_peak(device: torch.device) -> None:
-    """Reset `peak_bytes` of a GPU, and release its unused memory to other processes; do nothing on a CPU."""
-    if not on_host(device):
-        _module(device).empty_cache()
-        _module(device).reset_peak_memory_stats(device)
-
-
-def available_bytes_of_gpu(device: torch.device) -> int:
-    """Return the bytes that tensors of this process can have on a GPU now, those that they have included.
-
-    The rest belongs to CUDA, to libraries such as NCCL, to other processes, and to their tensors.
-    """
-    return free_gpu_bytes(device) + int(_module(device).memory_reserved(device))
-
-
-def runtime_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU that no tensors of this process have, for CUDA and libraries; 0 on a CPU.
-
-    What other processes have on the GPU is included.
-    """
-    if on_host(device):
-        return 0
-    _, total = _module(device).mem_get_info(device)
-    return int(total) - available_bytes_of_gpu(device)
-
-
-def fragmented_bytes(device: torch.device) -> int:
-    """Return the most bytes of a GPU that torch has had beside its tensors' peak; 0 on a CPU."""
-    return 0 if on_host(device) else int(_module(device).max_memory_reserved(device)) - peak_bytes(device)
-
-
-def gpu_memory_bytes(device: torch.device) -> int | None:
-    """Return the size of a GPU's whole memory in bytes, used or not.
-
-    Returns:
-        The size; None if this process sees no GPU of this type.
-    """
-    if visible_gpus().kind != device.type:
-        return None
-    return int(_module(device).get_device_properties(device).total_memory)
-
-
-def free_gpu_bytes(device: torch.device) -> int:
-    """Return the memory of a GPU that no process uses, in bytes."""
-    return int(_module(device).mem_get_info(device)[0])
-
-
-def empty_host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialized tensor in host memory, pinned if it is copied from or to a GPU `device`.
-
-    For the meta device of a plan it is not pinned, and the system gives it no memory before it is written.
-    torch keeps pinned memory for later tensors, but not before the copies that use it are complete.
-    """
-    return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type not in {"cpu", "meta"})
-
-
-def start_copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device, copied by the device's current stream while the host goes on.
-
-    A tensor that is there is returned itself. A copy from the host to a GPU is made from pinned memory, since
-    the host would wait for a copy from other memory. Its source may be changed or dropped at once.
-    """
-    if tensor.is_cpu and device.type not in {"cpu", "meta"}:
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
-def synchronize_stream(device: torch.device) -> None:
-    """Wait on the host until the work of the current stream of a GPU is complete; do nothing on a CPU."""
-    if not on_host(device):
-        _module(device).current_stream(device).synchronize()
-
-
-class StreamWork:
-    """Work that was started on a SideStream."""
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        """Make the stream that is current now wait for the work.
-
-        The host does not wait; `synchronize` makes it do so.
-        """
-        _module().current_stream().wait_event(self._event)
-
-    def test(self) -> bool:
-        """Return True if the GPU has completed the work. It does not wait."""
-        return bool(self._event.query())
-
-    def synchronize(self) -> None:
-        """Wait on the host until the work is complete."""
-        self._event.synchronize()
-
-    def deliver(self, memory: Tensor) -> Tensor:
-        """Make the current stream wait for the work, and return `memory`, which that stream may then use.
-
-        Args:
-            memory: Tensor that `SideStream.copy_to_device` has returned together with this handle.
-        """
-        self.wait()
-        memory.record_stream(_module().current_stream())
-        return memory
-
-
-class SideStream:
-    """GPU stream beside the stream that computes. It is made when it is first used."""
-
-    def __init__(self) -> None:
-        self._stream: Any = None
-
-    def start(self, action: Callable[[], object], tensors: Sequence[Tensor | None]) -> StreamWork:
-        """Call `action` at once on this stream, and return a handle of the GPU work that it starts.
-
-        The work begins after all work that the current stream has been given before. The host does not wait
-        for it, and the current stream does so only in `wait` of the handle.
-
-        Args:
-            action: Function that starts GPU work.
-            tensors: GPU tensors that the work uses, whose memory is not reused before; None entries are
-                skipped.
-        """
-        stream = self._make()
-        stream.wait_stream(_module().current_stream())
-        with _module().stream(stream):
-            action()
-        for tensor in tensors:
-            if tensor is not None:
-                tensor.record_stream(stream)
-        return StreamWork(stream.record_event())
-
-    def follow(self) -> None:
-        """Let work that is started here from now on begin after all work that the current stream has."""
-        self._make().wait_stream(_module().current_stream())
-
-    def copy_to_host(self, memory: Tensor, host: Tensor) -> StreamWork:
-        """Start to copy a GPU tensor to the host, without waiting for earlier work of the current stream.
-
-        Any thread may call it after `follow`.
-
-        Args:
-            memory: GPU tensor of any strides. The caller keeps it alive and unchanged until the copy is
-                complete.
-            host: Pinned tensor of the same shape and dtype.
-
-        Returns:
-            Handle of the copy. On a GPU of NVIDIA or AMD, a thread that waits for it sleeps.
-        """
-        stream = self._make()
-        with _module().stream(stream):
-            host.copy_(memory, non_blocking=True)
-        # Only events of CUDA let a thread sleep.
-        event = torch.cuda.Event(blocking=True) if memory.is_cuda else None  # type: ignore[no-untyped-call, unused-ignore]
-        return StreamWork(stream.record_event(event))
-
-    def copy_to_device(self, host: Tensor, device: torch.device) -> tuple[Tensor, StreamWork]:
-        """Start to copy a host tensor to the GPU, without waiting for earlier work of the current stream.
-
-        Args:
-            host: Host tensor, best pinned; it must not change until the copy is complete.
-            device: The GPU.
-
-        Returns:
-            New GPU tensor of the same shape and dtype, and the handle of the copy. Pass the tensor to
-            `deliver` of the handle before use.
-        """
-        stream = self._make()
-        with _module().stream(stream):
-            memory = torch.empty_like(host, device=device).copy_(host, non_blocking=True)
-        return memory, StreamWork(stream.record_event())
-
-    def precede(self) -> None:
-        """Make the current stream wait for all work that was started on this stream so far, if any."""
-        if self._stream is not None:
-            _module().current_stream().wait_stream(self._stream)
-
-    def _make(self) -> Any:
-        if self._stream is None:
-            self._stream = _module().Stream()
-        return self._stream
-
-
-_LIMITS = "ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"
-"""Environment variables that prevent libraries from using some instructions."""
-
-
-def processor_name() -> str:
-    """Return the product name of the processor, or its architecture if the name is unknown."""
-    return _first_core().get("model name") or platform.processor() or platform.machine()
-
-
-def processor_identity(threads: int | None = None) -> str:
-    """Return a text that identifies what determines the speed of matrix products on this processor.
-
-    It names the processor (whose name a hypervisor may hide), its features, limits on instructions set by
-    environment variables, threads, and the version of torch.
-
-    Args:
-        threads: Number of threads; by default the current number.
-    """
-    core = _first_core()
-    model = f"family {core.get('cpu family', '?')} model {core.get('model', '?')}"
-    flags = f"flags {zlib.crc32(core.get('flags', '').encode()):08x}"
-    limits = (f"{name}={os.environ[name]}" for name in _LIMITS if os.environ.get(name))
-    here = processor_name(), model, flags, *limits, f"threads {threads or torch.get_num_threads()}"
-    return ", ".join((*here, f"torch {torch.__version__}"))
-
-
-def _first_core() -> dict[str, str]:
-    """Return what Linux tells about the first core, by name; empty on other systems."""
-    with (
-        suppress(OSError),
-        Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines,
-    ):
-        rows = (line.partition(":") for line in takewhile(str.strip, lines))
-        return {name.strip(): value.strip() for name, _, value in rows}
-    return {}

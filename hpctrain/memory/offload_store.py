@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.host.device import SideStream, StreamWork, empty_host_tensor, on_host
+from hpctrain.host.device import on_host
+from hpctrain.host.streams import SideStream, StreamWork, empty_host_tensor
 from hpctrain.memory.scratch import ScratchFile, ScratchFiles, Transfer
 
 

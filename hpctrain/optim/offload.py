@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.errors import HpctrainError
-from hpctrain.host.device import SideStream, StreamWork, empty_host_tensor
+from hpctrain.host.streams import SideStream, StreamWork, empty_host_tensor
 from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer
 from hpctrain.optim.optimizer import (
     Agreement,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpctrain.host.device import start_copy
+from hpctrain.host.streams import start_copy
 from hpctrain.parallel.kernels.function_library import HIGHEST, PAGE, AttentionArguments, Heads, Paged, padded
 from hpctrain.parallel.kernels.layer_functions import CompiledFunctions, LayerFunctions, rotate
 

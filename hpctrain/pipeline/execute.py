@@ -19,7 +19,8 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.work import Work
 from hpctrain.data.batches import MicroBatch
-from hpctrain.host.device import on_host, start_copy
+from hpctrain.host.device import on_host
+from hpctrain.host.streams import start_copy
 from hpctrain.model.inputs import AuxiliaryLosses, ModelInputs
 from hpctrain.model.part import ModelPart
 from hpctrain.model.routing_choices import RoutingChoices

@@ -19,7 +19,8 @@ from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import PipelinePosition, TrainedStage, build_trained_stage, plan_stage
 from hpctrain.engine.update_rules import RULES
 from hpctrain.errors import HpctrainError
-from hpctrain.host.device import device_kind, matmul_workspace_bytes, on_host
+from hpctrain.host.device import device_kind, on_host
+from hpctrain.host.device_memory import matmul_workspace_bytes
 from hpctrain.host.topology import ranks_per_node_of
 from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.memory.saved_bytes import PartBytes, part_bytes

@@ -12,7 +12,8 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.deck.sections.machine import Machine
 from hpctrain.errors import HpctrainError
-from hpctrain.host.device import gpu_identity, gpu_memory_bytes, on_host
+from hpctrain.host.device import gpu_identity, on_host
+from hpctrain.host.device_memory import gpu_memory_bytes
 from hpctrain.host.memory import (
     MemoryLimit,
     available_bytes,

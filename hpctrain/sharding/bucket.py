@@ -31,7 +31,8 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import CombinedWork, Work
-from hpctrain.host.device import StreamWork, empty_host_tensor, on_host
+from hpctrain.host.device import on_host
+from hpctrain.host.streams import StreamWork, empty_host_tensor
 from hpctrain.memory.accounts import storage_bytes
 from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer
 from hpctrain.parallel.shards import Parameter

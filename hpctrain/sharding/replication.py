@@ -24,7 +24,7 @@ from functools import cached_property
 from typing import Protocol
 
 from hpctrain.comm.group import Group
-from hpctrain.host.device import SideStream
+from hpctrain.host.streams import SideStream
 from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.pool import BufferPool
 

@@ -15,7 +15,8 @@ from hpctrain.engine.build import Engine
 from hpctrain.engine.stage import Stage
 from hpctrain.errors import failing_as
 from hpctrain.files import write_text
-from hpctrain.host.device import fragmented_bytes, on_host, runtime_bytes
+from hpctrain.host.device import on_host
+from hpctrain.host.device_memory import fragmented_bytes, runtime_bytes
 from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.memory.live import ActivationKeeper, LiveActivations
 from hpctrain.memory.recompute import Recompute

@@ -14,7 +14,9 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.files import parse_json, read_text
-from hpctrain.host.device import gpu_name, on_host, processor_name, reset_peak, synchronize
+from hpctrain.host.device import gpu_name, on_host, synchronize
+from hpctrain.host.device_memory import reset_peak
+from hpctrain.host.processor import processor_name
 from hpctrain.model.precision import Precision
 
 PEAK_FILE = "peak.json"  # in a run's folder: measured rates by kind of machine

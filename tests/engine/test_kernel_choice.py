@@ -1,5 +1,5 @@
 """The choice of kernels: the same on all ranks, kept, stored, taken over; what it computes. Also of
-`engine/deck_kernels.py` and `host/device.py`.
+`engine/deck_kernels.py` and `host/processor.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hpctrain.engine.kernel_choice import (
     write_cache,
 )
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.host.device import processor_identity, processor_name
+from hpctrain.host.processor import processor_identity, processor_name
 from hpctrain.parallel.copies import converted_bytes
 from hpctrain.parallel.kernels.matmul_kernels import KERNELS, KernelTable, OneDnn
 from hpctrain.parallel.kernels.timing import MEASUREMENT, MatmulPass

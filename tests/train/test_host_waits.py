@@ -1,4 +1,7 @@
-"""Where a step waits for its device: once to know loss and norm, and once where experts' rows travel."""
+"""Where a step waits for its device: once to know loss and norm, and once where experts' rows travel.
+
+Tests of host/streams.py.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.host.device import start_copy
+from hpctrain.host.streams import start_copy
 from hpctrain.parallel.experts.grouped import count_numbers
 from tests.device_double import on_gpu
 from tests.engines import LLAMA, small_deck, trainer

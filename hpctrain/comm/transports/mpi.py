@@ -32,8 +32,8 @@ from hpctrain.comm.transports.transport import (
     offsets_of,
     run_steps,
 )
-from hpctrain.host.device import empty_host_tensor, synchronize_stream
 from hpctrain.host.mpi_library import MPI
+from hpctrain.host.streams import empty_host_tensor, synchronize_stream
 
 MPI_TYPES: Mapping[torch.dtype, MPI.Datatype] = {
     torch.float32: MPI.FLOAT,

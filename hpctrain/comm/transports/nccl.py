@@ -32,7 +32,7 @@ from hpctrain.comm.transports.process_group import (
 )
 from hpctrain.comm.transports.reduction import reduce_in_rank_order
 from hpctrain.comm.transports.transport import TransportWork, run_steps
-from hpctrain.host.device import SideStream
+from hpctrain.host.streams import SideStream
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hpctrain.host.device import choose_device, on_host, processor_name, visible_gpus
+from hpctrain.host.device import choose_device, on_host, visible_gpus
 from hpctrain.host.doctor import DoctorFinding
+from hpctrain.host.processor import processor_name
 from hpctrain.parallel.kernels.matmul_kernels import Pass
 from hpctrain.parallel.kernels.timing import MatmulPass, measure, quickest
 

@@ -14,7 +14,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.files import require_writable
-from hpctrain.host.device import gpu_name, on_host, processor_name
+from hpctrain.host.device import gpu_name, on_host
+from hpctrain.host.processor import processor_name
 from hpctrain.parallel.vocabulary import logits_of_chunk
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.decks import SMALL, TINY, measured_decks, of_sizes

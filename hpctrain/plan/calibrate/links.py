@@ -11,7 +11,8 @@ import torch
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import choose_transport
 from hpctrain.comm.world import World
-from hpctrain.host.device import gpu_memory_bytes, on_host
+from hpctrain.host.device import on_host
+from hpctrain.host.device_memory import gpu_memory_bytes
 from hpctrain.host.memory import available_bytes
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.fit import fit_link

@@ -7,7 +7,8 @@ import os
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.host.device import gpu_memory_bytes, on_host
+from hpctrain.host.device import on_host
+from hpctrain.host.device_memory import gpu_memory_bytes
 from hpctrain.host.memory import memory_limits
 from hpctrain.plan.calibrate.clock import Clock
 

@@ -17,7 +17,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.function_choice import planned_functions
 from hpctrain.engine.stage import make_groups
 from hpctrain.engine.update_rules import RULES
-from hpctrain.host.device import device_kind, matmul_workspace_bytes, on_host
+from hpctrain.host.device import device_kind, on_host
+from hpctrain.host.device_memory import matmul_workspace_bytes
 from hpctrain.memory.recompute import Recompute, segment_size
 from hpctrain.memory.saved_bytes import PartBytes, part_bytes
 from hpctrain.model.construction import build_parts

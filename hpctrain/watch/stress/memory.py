@@ -7,7 +7,8 @@ import os
 import torch
 from torch import Tensor
 
-from hpctrain.host.device import free_gpu_bytes, on_host
+from hpctrain.host.device import on_host
+from hpctrain.host.device_memory import free_gpu_bytes
 from hpctrain.host.memory import is_out_of_memory, obtainable_bytes
 from hpctrain.units import format_bytes
 from hpctrain.watch.stress.difference import difference

@@ -19,8 +19,10 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_INTERRUPTED
-from hpctrain.host.device import gpu_identity, gpu_name, on_host, processor_name, reset_peak
+from hpctrain.host.device import gpu_identity, gpu_name, on_host
+from hpctrain.host.device_memory import reset_peak
 from hpctrain.host.doctor import DoctorFinding
+from hpctrain.host.processor import processor_name
 from hpctrain.text import counted
 from hpctrain.units import format_seconds
 from hpctrain.watch.stress import collectives, disk, products
