@@ -14,8 +14,13 @@ Family = Literal["gpt2", "llama"]
 # fmt: off
 PresetName = Literal[
     "gpt2-124m", "gpt2-355m", "gpt2-774m", "gpt2-1.5b", "llama-1b", "llama-7b", "llama-13b", "llama-65b",
-    "llama-70b", "megatron-1.7b", "megatron-18.4b", "megatron-76.1b", "megatron-310.1b", "megatron-1008b",
-    "mixtral-tiny", "mixtral-8x7b", "olmoe-1b-7b", "qwen3-30b-a3b",
+    "llama-70b", "llama-2-7b", "llama-2-13b", "llama-3-8b", "llama-3-70b", "llama-3.1-8b", "llama-3.1-70b",
+    "llama-3.1-405b", "llama-3.2-1b", "llama-3.2-3b", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b",
+    "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b",
+    "qwen3-8b", "qwen3-14b", "qwen3-32b", "smollm2-135m", "smollm2-360m", "smollm2-1.7b", "mistral-7b",
+    "mistral-12b", "mistral-24b", "yi-6b", "yi-34b", "deepseek-7b", "megatron-1.7b",
+    "megatron-18.4b", "megatron-76.1b", "megatron-310.1b", "megatron-1008b", "mixtral-tiny", "mixtral-8x7b",
+    "olmoe-1b-7b", "qwen3-30b-a3b",
 ]
 # fmt: on
 """Name of a published shape, which `model.preset` may have."""
@@ -28,14 +33,22 @@ class Preset:
     Attributes:
         source: Publication that describes the model.
         sequence: Value of `batch.sequence`.
-        model: Keys of [model] with their values, except for those of [model.experts].
+        model: Keys of [model] with their values, except for those of its tables.
         experts: Keys of [model.experts] with their values; empty for a dense model.
+        rope_scaling: Keys of [model.rope_scaling] with their values; empty if positions are not scaled.
     """
 
     source: str
     sequence: int
     model: Mapping[str, Any]
     experts: Mapping[str, Any] = field(default_factory=dict)
+    rope_scaling: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tables(self) -> Mapping[str, Mapping[str, Any]]:
+        """Tables of [model] that the preset fills: their keys and values by the name of the table."""
+        tables = {"experts": self.experts, "rope_scaling": self.rope_scaling}
+        return {name: keys for name, keys in tables.items() if keys}
 
 
 @cache

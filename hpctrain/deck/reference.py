@@ -159,6 +159,9 @@ def _presets(width: int, as_table: bool) -> list[str]:
         if experts := preset.experts:
             sizes = f"{name}: {experts['count']} experts of mlp {experts['mlp']}"
             lines += _wrapped(f"{sizes}, each token goes to {experts['per_token']}.", width, 4)
+        if scaling := preset.rope_scaling:
+            by = f"rotary positions are scaled by {scaling['factor']:g} ({scaling['kind']})"
+            lines += _wrapped(f"{name}: {by}.", width, 4)
     lines.append("")
     for source in dict.fromkeys(preset.source for preset in presets().values()):
         names = [name for name, preset in presets().items() if preset.source == source]

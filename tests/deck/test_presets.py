@@ -8,6 +8,7 @@ import pytest
 
 from hpctrain.deck.presets import Preset, PresetName, presets
 from hpctrain.deck.read import parse_deck
+from hpctrain.deck.sections.rope_scaling import RopeScaling
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 
@@ -32,8 +33,10 @@ def llama_parameters(preset: Preset, chosen: int | None = None) -> int:
         count = preset.experts["count"]
         expert = 3 * hidden * preset.experts["mlp"]
         expanded = expert * (count if chosen is None else chosen) + hidden * count
-    layer = 2 * hidden * (queries + keys) + expanded + 2 * hidden + norms
-    return int(2 * model["vocabulary"] * hidden + model["layers"] * layer + hidden)
+    biases = {"none": 0, "query_key_value": queries + 2 * keys}[model.get("attention_bias", "none")]
+    layer = 2 * hidden * (queries + keys) + expanded + 2 * hidden + norms + biases
+    tables = 1 if model["tied"] else 2
+    return int(tables * model["vocabulary"] * hidden + model["layers"] * layer + hidden)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,37 @@ def llama_parameters(preset: Preset, chosen: int | None = None) -> int:
         ("llama-13b", 13_015_864_320),
         ("llama-65b", 65_285_660_672),
         ("llama-70b", 68_976_648_192),
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-2-13b", 13_015_864_320),
+        ("llama-3-8b", 8_030_261_248),
+        ("llama-3-70b", 70_553_706_496),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.1-70b", 70_553_706_496),
+        ("llama-3.1-405b", 405_853_388_800),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.2-3b", 3_212_749_824),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-3b", 3_085_938_688),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-14b", 14_770_033_664),
+        ("qwen2.5-32b", 32_763_876_352),
+        ("qwen2.5-72b", 72_706_203_648),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
+        ("smollm2-135m", 134_515_008),
+        ("smollm2-360m", 361_821_120),
+        ("smollm2-1.7b", 1_711_376_384),
+        ("mistral-7b", 7_248_023_552),
+        ("mistral-12b", 12_247_782_400),
+        ("mistral-24b", 23_572_403_200),
+        ("yi-6b", 6_061_035_520),
+        ("yi-34b", 34_388_917_248),
+        ("deepseek-7b", 6_910_365_696),
     ],
 )
 def test_parameters_are_those_published(name: PresetName, count: int) -> None:
@@ -103,7 +137,21 @@ def test_a_preset_fills_the_model_and_the_sequence(name: PresetName) -> None:
     preset = presets()[name]
     assert deck.batch.sequence == preset.sequence
     assert {key: deck.value(f"model.{key}") for key in preset.model} == preset.model
-    assert {key: deck.value(f"model.experts.{key}") for key in preset.experts} == preset.experts
+    for table, keys in preset.tables.items():
+        assert {key: deck.value(f"model.{table}.{key}") for key in keys} == keys
+
+
+def test_rope_scaling_of_a_preset_can_be_changed() -> None:
+    head = '[run]\nsteps = 1\n[data]\ntokens = "t.h5"\n[batch]\nglobal_size = 1\n'
+    head += '[model]\npreset = "llama-3.1-8b"\n'
+
+    def scaling(text: str) -> RopeScaling | None:
+        return parse_deck(head + text).model.rope_scaling
+
+    assert scaling('rope_scaling = "none"\n') is None
+    changed = RopeScaling(kind="llama3", factor=16.0, original_sequence=8192)
+    assert scaling("rope_scaling.factor = 16\n") == changed
+    assert scaling('rope_scaling = {kind = "linear", factor = 2}\n') == RopeScaling(kind="linear", factor=2.0)
 
 
 def test_the_schema_has_the_names_of_the_file() -> None:

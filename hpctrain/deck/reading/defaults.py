@@ -75,12 +75,14 @@ def fill_defaults(
             for name, value in preset.model.items()
             if follows.get(name) not in model and (name, scored) != ("tied", True)
         }
-        own = model.get("experts", {})
-        if preset.experts and isinstance(own, dict):
-            given = {"hidden", "mlp"} & model.keys()
-            experts = {name: value for name, value in preset.experts.items() if name != "mlp" or not given}
-            filled.preset.update(f"model.experts.{name}" for name in experts if name not in own)
-            model = {**model, "experts": {**experts, **own}}
+        for table, keys in preset.tables.items():
+            own = model.get(table, {})
+            if not isinstance(own, dict) or own.get("kind", keys.get("kind")) != keys.get("kind"):
+                continue
+            follows_others = {"mlp"} if {"hidden", "mlp"} & model.keys() else set[str]()
+            defaults = {name: value for name, value in keys.items() if name not in follows_others}
+            filled.preset.update(f"model.{table}.{name}" for name in defaults if name not in own)
+            model = {**model, table: {**defaults, **own}}
         filled.preset.update(f"model.{name}" for name in values if name not in model)
         tables["model"] = {**values, **model}
         if "sequence" not in batch:

@@ -120,7 +120,7 @@ class DeckValidator:
     def _rename_keys(self) -> None:
         """Rename keys of older versions to their present names, and report those that have no effect."""
         preset = preset_named(look_up(self.deck_input.values, "model.preset"))
-        preset_tables = ("model.experts",) if preset is not None and preset.experts else ()
+        preset_tables = () if preset is None else tuple(f"model.{table}" for table in preset.tables)
 
         def has_table(table: str) -> bool:
             return any(f"{name}.".startswith(f"{table}.") for name in (*preset_tables, *self.source))
