@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.shape import ModelShape
-from hpctrain.model.transformer import Surroundings, TransformerBlock
+from hpctrain.model.transformer import PassContext, TransformerBlock
 from hpctrain.parallel.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage
 from hpctrain.parallel.kernels.matmul_kernels import apart_bytes
 from hpctrain.parallel.layer_context import LayerContext
@@ -26,8 +26,8 @@ class WideBlock(TransformerBlock):
         wide = replace(shape, mlp=FACTOR * shape.mlp)
         self.wide = FeedForward(f"blocks.{index}.wide", wide, groups)
 
-    def forward(self, x: Tensor, around: Surroundings) -> Tensor:
-        x = super().forward(x, around)
+    def forward(self, x: Tensor, context: PassContext) -> Tensor:
+        x = super().forward(x, context)
         wide: Tensor = self.wide(x)
         return x + wide
 

@@ -257,7 +257,7 @@ def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
     if not (blocks := blocks_of(engine.model)):
         return ""
     first = blocks[0]
-    with engine.residency.in_memory(first.held[0]):
+    with engine.residency.in_memory(first.gather_keys[0]):
         parameters = [bucket.values for bucket in engine.buckets if bucket.values is not None]
         with LiveActivations(lambda: parameters) as saved:
             engine.model.run_layer(first, inputs, x)

@@ -71,7 +71,7 @@ def _weight_gradient(layer: Layer) -> int:
 
     Matrices that belong to another layer count as trained.
     """
-    matrices = [p for p in {*layer.own, *layer.added_in_forward} if p.dim() > 1]
+    matrices = [p for p in {*layer.all_parameters, *layer.added_in_forward} if p.dim() > 1]
     sizes = [(prod(p.shard.shape), p.requires_grad) for p in matrices]
     if not sizes:
         return 2 * layer.matrix_elements

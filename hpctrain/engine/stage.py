@@ -83,7 +83,7 @@ def make_local_steps(deck: Deck, stage: Stage) -> LocalSteps:
         parameter: model.span.first + number
         for model in stage.models
         for number, block in enumerate(blocks_of(model))
-        for parameter in block.own
+        for parameter in block.all_parameters
     }
     fragments = fragments_of(stage.buckets, blocks, keys.fragments)
     timing = FragmentSchedule(keys.steps, keys.fragments, keys.delay, deck.communication.warmup)
@@ -265,8 +265,8 @@ def build_stage(
         make(layout, precision.storage, precision.gradient, trained and (layout.trained or not apart), store)
         for layout in layouts
     ]
-    blocks = [block.held for model in models for block in blocks_of(model)]
-    lasting = [parameter for layer in layers if layer.lasting for parameter in layer.held]
+    blocks = [block.gather_keys for model in models for block in blocks_of(model)]
+    lasting = [parameter for layer in layers if layer.lasting for parameter in layer.gather_keys]
     residency = make_residency(buckets, blocks, deck.memory.keep_gathered, lasting)
     for model in models:
         model.residency = residency

@@ -115,7 +115,7 @@ class GenerationModel:
         return self._world.device
 
     def __repr__(self) -> str:
-        count = sum(parameter.numel() for layer in self.part.layers for parameter in layer.own)
+        count = sum(parameter.numel() for layer in self.part.layers for parameter in layer.all_parameters)
         return f"<{self.path}: step {self.step}, {count} parameters on {self.device}>"
 
     def logits(self, tokens: Tokens) -> Tensor:

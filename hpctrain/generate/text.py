@@ -290,7 +290,7 @@ def parameter_bytes(deck: Deck) -> int:
     assert deck.model.vocabulary is not None
     shape = ModelShape.of(deck, deck.model.vocabulary)
     stages = split_layers(bare_model(shape).layers, even_split(shape.layers, deck.layout.pipeline))
-    of_stages = ({parameter for layer in stage for parameter in layer.own} for stage in stages)
+    of_stages = ({parameter for layer in stage for parameter in layer.all_parameters} for stage in stages)
     most = max(sum(parameter.shard.elements for parameter in own) for own in of_stages)
     return most * Precision.of(deck).storage.itemsize
 

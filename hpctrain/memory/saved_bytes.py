@@ -107,9 +107,9 @@ class PartBytes:
         if self.recompute in {"none", "selective"}:
             saved = [block.saved(self.at) for block in blocks]
             if blocks and not embedding_trained(self.part) and not self.part.residency.gathers:
-                saved[0] = saved[0][len(blocks[0].unseen(self.at)) :]
+                saved[0] = saved[0][len(blocks[0].unsaved_inputs(self.at)) :]
             return saved
-        segments = [block.computed_again(self.at) for block in blocks[:: self.segment_size]]
+        segments = [block.recomputed_bytes(self.at) for block in blocks[:: self.segment_size]]
         return [[self.hidden] if each is None else each[0] for each in segments]
 
     @property
@@ -120,18 +120,18 @@ class PartBytes:
         """
         unsaved = silent_blocks(self.part)
         factor = 2 if segment_size(self.recompute, len(self.blocks)) else 0
-        forward = sum(2 * block.exchanged(self.at) for block in self.blocks)
-        backward = sum(2 * block.exchanged(self.at) for block in self.blocks[unsaved:])
+        forward = sum(2 * block.exchanged_bytes(self.at) for block in self.blocks)
+        backward = sum(2 * block.exchanged_bytes(self.at) for block in self.blocks[unsaved:])
         return (
             forward
             + backward
-            + sum(factor * block.exchanged(self.at) for block in self.saved_blocks(unsaved))
+            + sum(factor * block.exchanged_bytes(self.at) for block in self.saved_blocks(unsaved))
         )
 
     @property
     def unknown_reason(self) -> str | None:
         """Explanation why the bytes are not known; None if they are."""
-        return next((why for layer in self.part.layers if (why := layer.unknown(self.at))), None)
+        return next((why for layer in self.part.layers if (why := layer.unknown_reason(self.at))), None)
 
     @property
     def block_bytes(self) -> int:
@@ -149,7 +149,7 @@ class PartBytes:
         saved, size = [block.saved(self.at) for block in self.blocks], self.segment_size
         if not segment_size(self.recompute, len(saved)):
             return [0] * len(saved)
-        sizes = [again for block in self.blocks if (again := block.computed_again(self.at)) is not None]
+        sizes = [again for block in self.blocks if (again := block.recomputed_bytes(self.at)) is not None]
         if sizes:
             return [size for _, size in sizes]
         block_bytes = [total(storages) for storages in saved]

@@ -1,4 +1,4 @@
-"""What is known of a model before there is any of it, whatever its family."""
+"""Facts about a model that are known before it is built, for all families of models."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from collections.abc import Sequence
 class Architecture(ABC):
     """Facts about a model that a deck describes. Equal architectures are built into equal models.
 
-    `sequence` are the tokens of a sample. What else is to be known (parameters, FLOPs, the terms of layers)
-    its parts tell: `model/count.py`.
+    All else, such as parameters, FLOPs and auxiliary losses, is derived from the layers: `model/count.py`.
+
+    Attributes:
+        sequence: Tokens of a sample.
     """
 
     sequence: int
@@ -18,24 +20,24 @@ class Architecture(ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """What it is called where a run is introduced."""
+        """Name of the model at the start of a run."""
 
     @property
     def notes(self) -> Sequence[str]:
-        """What is to be said of it besides, a sentence each."""
+        """Notes for the start of a run, a sentence each."""
         return ()
 
     @property
     @abstractmethod
     def draws(self) -> bool:
-        """Whether it draws random numbers in training, as dropout does."""
+        """True if the model draws random numbers in training, as dropout does."""
 
     @property
     @abstractmethod
     def block_count(self) -> int:
-        """Its layers between the first and the last."""
+        """Number of layers between the first and the last one."""
 
     @property
     def begins_with_block(self) -> bool:
-        """Whether the first part of a pipeline has to have a block."""
+        """True if the first part of a pipeline must have a block."""
         return False

@@ -59,7 +59,7 @@ class Attention(nn.Module):
         return self.groups.functions.compiled and self.groups.context.size == 1
 
     @property
-    def _turns_apart(self) -> bool:
+    def _saves_rotated_copies(self) -> bool:
         """Whether the core keeps other queries and keys than those that were projected."""
         return self.rotated and (self.norm is not None or not self._compiled)
 
@@ -148,7 +148,13 @@ class Attention(nn.Module):
             exchanged = at.features(max(keys, self.groups.context.size * self.head_size))
             normed = [] if self.norm is None else [projected, *statistics]
             return [*normed, output, exchanged, exchanged, output, log_sum]
-        return [projected, *statistics, *([output, shared] if self._turns_apart else []), output, log_sum]
+        return [
+            projected,
+            *statistics,
+            *([output, shared] if self._saves_rotated_copies else []),
+            output,
+            log_sum,
+        ]
 
     def made_again(self, at: ActivationSizes) -> int:
         """Bytes that the core, where it is computed again, saves beside its inputs and output."""

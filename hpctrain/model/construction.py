@@ -1,5 +1,6 @@
-"""From a deck to a model's architecture, its parts and their initial values: the one place that knows which
-classes these are.
+"""Construction of a model from a deck: its architecture, its parts, and their initial values.
+
+This is the only module that knows all classes of architectures and parts.
 """
 
 from __future__ import annotations
@@ -30,9 +31,13 @@ Targets = Iterable[tuple[Parameter, Tensor, int]]
 """Flat fp32 tensors to fill, each the elements of a parameter's local piece from an offset on."""
 
 
-class Maker(NamedTuple):
-    """What makes models of one class of architectures: `build_parts`, `initialize_parts` and `split_problems`
-    of these.
+class ModelFamily(NamedTuple):
+    """Functions that build models of one class of architectures.
+
+    Attributes:
+        parts: Implementation of `build_parts`.
+        initialize: Implementation of `initialize_parts`.
+        problems: Implementation of `split_problems`.
     """
 
     parts: Callable[[Any, LayerContext, Sequence[LayerRange]], list[ModelPart]]
@@ -41,7 +46,7 @@ class Maker(NamedTuple):
 
 
 def _transformers(shape: ModelShape, groups: LayerContext, spans: Sequence[LayerRange]) -> list[ModelPart]:
-    """Tied embeddings of two of them are one table."""
+    """Build parts of a transformer. Tied embeddings of two parts on this rank are one parameter."""
     parts: list[ModelPart] = []
     table: Parameter | None = None
     for span in spans:
@@ -59,15 +64,21 @@ def _initialize_transformers(
     initialize(targets, shape, seed, roughness)
 
 
-MAKERS: Mapping[type[Architecture], Maker] = {
-    ModelShape: Maker(_transformers, _initialize_transformers),
-    ModuleArchitecture: Maker(build_module_parts, initialize_module, module_split_problems),
+FAMILIES: Mapping[type[Architecture], ModelFamily] = {
+    ModelShape: ModelFamily(_transformers, _initialize_transformers),
+    ModuleArchitecture: ModelFamily(build_module_parts, initialize_module, module_split_problems),
 }
 
 
 def architecture_of(deck: Deck, vocabulary: int) -> Architecture:
-    """The architecture that a deck asks for, with the vocabulary already settled. HpctrainError with all that
-    keeps a module from being it.
+    """Return the architecture that a deck asks for.
+
+    Args:
+        deck: The deck.
+        vocabulary: Size of the vocabulary, which the data may have decided.
+
+    Raises:
+        HpctrainError: A user's module cannot be trained as the deck says.
     """
     if deck.model.module is None:
         return ModelShape.of(deck, vocabulary)
@@ -79,8 +90,11 @@ def architecture_of(deck: Deck, vocabulary: int) -> Architecture:
 def build_parts(
     architecture: Architecture, groups: LayerContext, spans: Sequence[LayerRange]
 ) -> list[ModelPart]:
-    """The parts of a model that one rank holds, without memory until bucketed."""
-    return MAKERS[type(architecture)].parts(architecture, groups, spans)
+    """Build the parts of a model that this rank holds, one for each range of blocks.
+
+    Parameters have no memory before they are in buckets.
+    """
+    return FAMILIES[type(architecture)].parts(architecture, groups, spans)
 
 
 def initialize_parts(
@@ -90,27 +104,33 @@ def initialize_parts(
     seed: int,
     roughness: float = 0.0,
 ) -> None:
-    """Fill the targets, and what else these parts begin with: functions of the seed, equal on every layout.
+    """Fill targets with initial values, which depend on the seed and are equal on every layout.
 
-    With `roughness`, the standard deviation of what is added to biases and norm weights, no two tensors are
-    alike: what mistakes one for another shows.
+    Args:
+        architecture: Architecture of the model.
+        parts: This rank's parts. What they hold besides parameters is initialized as well.
+        targets: Flat fp32 tensors, each for the elements of a parameter's local piece from an offset on.
+        seed: Seed of the run.
+        roughness: Standard deviation of noise that is added to biases and norm weights. Checks use it, so
+            that no two tensors are alike and a mix-up shows.
     """
-    MAKERS[type(architecture)].initialize(architecture, parts, targets, seed, roughness)
+    FAMILIES[type(architecture)].initialize(architecture, parts, targets, seed, roughness)
 
 
 def split_problems(architecture: Architecture, split: Sequence[int]) -> Iterable[str]:
-    """What keeps a model from being cut into parts of so many blocks: ends of sentences."""
-    return MAKERS[type(architecture)].problems(architecture, split)
+    """Return the problems of dividing a model into stages of so many blocks, each as the end of a sentence.
+    """
+    return FAMILIES[type(architecture)].problems(architecture, split)
 
 
 def build_model(architecture: Architecture, groups: LayerContext) -> ModelPart:
-    """All of a model in one part."""
+    """Build a model in one part."""
     (model,) = build_parts(architecture, groups, [LayerRange.all_of(architecture.block_count)])
     return model
 
 
 def bare_model(architecture: Architecture) -> ModelPart:
-    """The whole model as a single rank has it, without memory."""
+    """Build the model as a single rank has it, without memory."""
     ledger = Ledger()
     tensor, context = (planned_group((axis,), 0, 1, ledger) for axis in ("tensor", "context"))
     return build_model(architecture, LayerContext(tensor, context))
@@ -118,5 +138,5 @@ def bare_model(architecture: Architecture) -> ModelPart:
 
 @lru_cache(maxsize=64)
 def layer_kinds(architecture: Architecture) -> tuple[str, ...]:
-    """The kind of each of its layers: of what embeds, of all blocks, and of what predicts."""
+    """Return the kind of each layer: the embedding, all blocks, and the output layer."""
     return tuple(layer.kind for layer in bare_model(architecture).layers)

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a whole model, told by its layers."""
+"""Parameters and FLOPs of a model, derived from its layers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from hpctrain.model.shape import Recomputed
 
 @dataclass(frozen=True)
 class ModelCount:
-    """`parameters`: elements of all, without padding; `active_parameters` without those of experts that a
-    token does not go to. FLOPs are those of one token. `terms` names what layers add to the losses.
+    """Parameters and FLOPs of a model.
 
-    `block_forward` is the forward pass of all blocks, `core_forward` the part of it that is not products with
-    their matrices: of queries, keys and values.
+    Attributes:
+        parameters: Number of elements of all parameters, without padding.
+        active_parameters: The same without experts that a token is not routed to.
+        flops_per_token: FLOPs of forward and backward pass for one token.
+        block_forward: FLOPs of the forward pass of all blocks for one token.
+        core_forward: The part of `block_forward` that is products of queries, keys and values.
+        terms: Names of the auxiliary losses of all layers.
     """
 
     parameters: int
@@ -29,19 +33,20 @@ class ModelCount:
     terms: tuple[str, ...]
 
     def recomputed_flops_per_token(self, recompute: Recomputed) -> float:
-        """FLOPs that recomputation adds to one token's backward pass: the forward pass again.
+        """Return the FLOPs that recomputation adds for one token.
 
-        Of all blocks, or of the products of queries, keys and values alone ("selective").
+        They are the forward pass of all blocks, or of the products of queries, keys and values for
+        "selective".
         """
         return {"none": 0.0, "selective": self.core_forward}.get(str(recompute), self.block_forward)
 
 
 @lru_cache
 def count(shape: Architecture) -> ModelCount:
-    """The count of a model: forward and backward pass (arXiv 2104.04473, without recomputation).
+    """Count parameters and FLOPs of a model, as in arXiv 2104.04473 without recomputation.
 
-    6 FLOPs for every matrix element that a token is multiplied with, the head's included, and 12 l h s for
-    the products of queries, keys and values; the causal mask is not subtracted, as in the paper.
+    There are 6 FLOPs for each matrix element that a token is multiplied with, including the output layer, and
+    12 l h s for the products of queries, keys and values. The causal mask is not subtracted, as in the paper.
     """
     model = bare_model(shape)
     forward = sum(2 * layer.matrix_elements + layer.core_flops for layer in model.layers)

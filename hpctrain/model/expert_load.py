@@ -1,4 +1,4 @@
-"""What the routers of a step noted, as figures of each mixture."""
+"""Load of experts in one step, from the statistics that routers record."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpctrain.model.router import noted_name, router_name
+from hpctrain.model.router import router_name, statistic_name
 from hpctrain.model.shape import ModelShape
 
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """Of the mixtures of a model, by block: fp64 on the host.
+    """Load of each mixture of experts, as fp64 tensors on the host.
 
-    `tokens` [mixtures, experts] went to each expert, before any was dropped; `dropped` [mixtures] of these
-    choices; `entropy` [mixtures] is the mean over the tokens, in nats.
+    Attributes:
+        blocks: Blocks that are mixtures.
+        tokens: Tokens routed to each expert before any is dropped, [mixtures, experts].
+        dropped: Share of choices that are dropped, [mixtures].
+        entropy: Mean entropy of the router's probabilities in nats, [mixtures].
     """
 
     blocks: tuple[int, ...]
@@ -27,11 +30,11 @@ class ExpertLoad:
 
     @staticmethod
     def of(statistics: Mapping[str, Tensor], shape: ModelShape) -> ExpertLoad | None:
-        """That of a step in which all ranks `noted` this; None of a dense model."""
+        """Return the load of a step from the statistics of all ranks, or None for a model without experts."""
         blocks = tuple(filter(shape.is_mixture, range(shape.layers)))
         if not blocks:
             return None
-        values = torch.stack([statistics[noted_name(router_name(block))] for block in blocks])
+        values = torch.stack([statistics[statistic_name(router_name(block))] for block in blocks])
         tokens, others = values.cpu().split((shape.experts, 2), dim=1)
         choices = tokens.sum(1).clamp_min(1)
         return ExpertLoad(
@@ -39,8 +42,10 @@ class ExpertLoad:
         )
 
     def row(self) -> dict[str, list[float]]:
-        """For a line of metrics, a value a mixture: `load` is the most tokens of an expert over the mean,
-        `unused` the experts without a token, `dropped` a share of the choices, `entropy` in nats.
+        """Return a row of metrics with a list of values per mixture.
+
+        `load` is the most tokens of an expert divided by the mean, `unused` the number of experts without
+        tokens, `dropped` a share of choices, and `entropy` is in nats.
         """
         mean = self.tokens.mean(1).clamp_min(1e-300)
         return {

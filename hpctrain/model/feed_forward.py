@@ -1,4 +1,4 @@
-"""The feed-forward part of a block: two products with an activation between them, perhaps a gated one."""
+"""Feed-forward part of a block: two linear layers with an activation between them, which may be gated."""
 
 from __future__ import annotations
 
@@ -13,8 +13,16 @@ from hpctrain.parallel.tensor import ColumnLinear, RowLinear, RowPartition
 
 
 class FeedForward(nn.Module):
-    """[s or s/t, b, h] -> the same, split by columns, then by rows over the tensor axis. `inner` is its
-    width, if it is not the shape's; `shared_input` says that others keep its input, too.
+    """Feed-forward part, [s or s/t, b, h] -> the same shape.
+
+    The first layer is split by columns over the tensor axis, and the second one by rows.
+
+    Args:
+        name: Name of the layer, with which names of parameters begin.
+        shape: Sizes of the model.
+        groups: Process groups and settings of this rank's layers.
+        inner: Features between the layers; None for those of the shape.
+        shared_input: True if other layers save the same input.
     """
 
     def __init__(
@@ -40,7 +48,7 @@ class FeedForward(nn.Module):
 
     @property
     def elementwise(self) -> list[ElementwiseSize]:
-        """What is done between the two."""
+        """Elementwise operations between the two layers."""
         inner = self.down.weights[0].shard.shape[1]
         return [ElementwiseSize(kind_of(self.activation), inner, True)]
 
@@ -50,16 +58,16 @@ class FeedForward(nn.Module):
         return sum(self.up.split_sizes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Expand, activate, contract."""
+        """Return down(activation(up(x)))."""
         inner = self.functions.activate(self.up(x), self.activation, self.up.split_sizes)
         output: Tensor = self.down(inner)
         return output
 
     def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """Return the input and the output of the activation.
+        """Return what autograd saves: input and output of the activation.
 
-        Of a gated one these are gate and up, which are one tensor, and their product, with the function of
-        the gate where torch computes it.
+        Of a gated activation these are gate and up, which are one tensor, their product, and the activation
+        of the gate if torch computes it.
         """
         widest = [at.features(self.expanded_features)] if self.activation.gated else []
         kept = [*self._factor(at), *self.down.kept(at), *self.down.beside(at)]
@@ -70,16 +78,20 @@ class FeedForward(nn.Module):
         return [] if one else [at.features(self.up.split_sizes[-1])]
 
     def workspace(self, at: ActivationSizes) -> int:
-        """Bytes that its backward pass needs in passing: gradients of the hidden states, before and after,
-        and of the widest ones between, and what their products need.
+        """Return the temporary bytes of the backward pass.
+
+        They are gradients of the hidden states, before and after, and of the widest features between, and
+        what the matrix products need.
         """
         hidden = self.down.weights[0].shard.shape[0]
         passing = max(layer.product.passing(at.tokens, at) for layer in (self.up, self.down))
         return at.features(self.expanded_features + 2 * hidden).bytes + passing
 
     def passing(self, at: ActivationSizes) -> tuple[int, int]:
-        """Where weight gradients are computed later, bytes that are there beside what is saved of a block:
-        at the most while its own backward pass goes, and when it is over, one factor of a gate being gone.
+        """Return the bytes beside what is saved if weight gradients are deferred.
+
+        The first number is the peak during the layer's own backward pass, the second one what remains after
+        it.
         """
         hidden = at.features(self.down.weights[0].shard.shape[0]).bytes
         return hidden, hidden - (total(self._factor(at)) if self.activation.gated else 0)

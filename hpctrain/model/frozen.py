@@ -1,4 +1,4 @@
-"""Which parameters of a model are not trained, and of which of its blocks autograd therefore sees nothing."""
+"""Frozen parameters of a model, and leading blocks that need no backward pass because of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.parallel.scalar_head import ScalarHead
 
 
 def freeze_parameters(parts: Sequence[ModelPart], patterns: Sequence[str]) -> None:
-    """Freeze what the patterns name: no gradient, no weight decay."""
+    """Freeze the parameters whose names match a pattern: they have no gradient and no weight decay."""
     for parameter in (parameter for part in parts for parameter in parameter_list(part)):
         if any(fnmatchcase(parameter.shard.name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)
@@ -19,7 +19,7 @@ def freeze_parameters(parts: Sequence[ModelPart], patterns: Sequence[str]) -> No
 
 
 def freeze_all_but_adapters(part: ModelPart) -> None:
-    """Freeze what is neither an adapter nor a head of scores, which begins anew."""
+    """Freeze all parameters except adapters and a scalar head, which has no pretrained values."""
     modules = [module for layer in part.layers for module in layer.modules()]
     kept = {parameter for each in modules if isinstance(each, LayerAdapters) for parameter in each.weights}
     kept |= {each.table for each in modules if isinstance(each, ScalarHead)}
@@ -30,14 +30,13 @@ def freeze_all_but_adapters(part: ModelPart) -> None:
 
 
 def embedding_trained(part: ModelPart) -> bool:
-    """Whether what a part passes to its first block depends on parameters that are trained: its own, or
-    those of the parts before.
+    """Return True if the input of a part's first block depends on trained parameters, also of parts before.
     """
     return not part.span.embeds or any(p.requires_grad for p in part.layers[0].parameters())
 
 
 def silent_blocks(part: ModelPart) -> int:
-    """Leading blocks that neither are trained nor follow anything that is."""
+    """Return the number of leading blocks without trained parameters in themselves or before them."""
     if embedding_trained(part):
         return 0
     trained = [any(p.requires_grad for p in block.parameters()) for block in blocks_of(part)]

@@ -1,9 +1,9 @@
-"""Initial values: functions of seed, tensor name and element index alone (design rule 1).
+"""Initial values of transformers, which depend on seed, tensor name and element index alone.
 
-Weights are normal with standard deviation `initial_std`; those that end a residual branch are
-divided by sqrt(2 layers), as in GPT-2. Biases are zero, norm weights one. What the model's width changes
-besides, its `parametrization` says. The first factor of an adapter has the deviation that its authors' code
-gives it, 1 / sqrt(3 inputs), and the second one is zero.
+Weights are normal with standard deviation `initial_std`, divided by sqrt(2 layers) for those that end a
+residual branch, as in GPT-2. Biases are zero, and norm weights one. `parametrization` changes deviations with
+the model's width. The first factor of an adapter has the deviation 1 / sqrt(3 inputs) of its authors' code,
+and the second one is zero.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CHUNK = 1 << 16
 
 
 def fill_normal(target: Tensor, offset: int, shard: Shard, seed: int, deviation: float) -> None:
-    """Fill `target`, the elements from `offset` on of the local piece of a normal tensor [rows, ...]."""
+    """Fill `target` with elements of the local piece of a normal tensor [rows, ...], from `offset` on."""
     key, width = key_of(seed, shard.name), prod(shard.local[1:])
     strides = [prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))]
     rows, *others = (
@@ -53,7 +53,7 @@ def fill_normal(target: Tensor, offset: int, shard: Shard, seed: int, deviation:
 
 
 def deviation(shape: ModelShape, initial: Initial) -> float:
-    """The standard deviation of initial weights of a role."""
+    """Return the standard deviation of initial weights of a role."""
     usual = shape.initial_std / sqrt(2 * shape.layers) if initial == "residual" else shape.initial_std
     return usual * shape.parametrization.deviation(initial)
 
@@ -61,10 +61,9 @@ def deviation(shape: ModelShape, initial: Initial) -> float:
 def initialize(
     targets: Iterable[tuple[Parameter, Tensor, int]], shape: ModelShape, seed: int, roughness: float = 0.0
 ) -> None:
-    """Fill flat fp32 tensors, each the elements of a parameter's local piece from an offset on.
+    """Fill flat fp32 tensors, each with elements of a parameter's local piece from an offset on.
 
-    Padding is zero. With `roughness`, the standard deviation of what is added to biases and norm weights, no
-    two tensors are alike: what mistakes one for another shows.
+    Padding is zero. `roughness` is the standard deviation of noise on biases and norm weights, for checks.
     """
     for parameter, target, offset in targets:
         if parameter.initial not in ("ones", "zeros"):

@@ -1,4 +1,4 @@
-"""What goes into a model, and what its layers have to say besides."""
+"""Inputs of a model for one micro-batch, and what its layers add: auxiliary losses and routing choices."""
 
 from __future__ import annotations
 
@@ -12,15 +12,54 @@ from torch import Tensor
 
 from hpctrain.data.documents import Documents
 from hpctrain.data.row_lengths import RowLengths
-from hpctrain.model.routing_choices import RoutingChoices
 from hpctrain.parallel.random import DropoutSource
 
 
-class AuxiliaryLosses:
-    """What layers add to the losses of one micro-batch, as a mixture of experts does to balance its load.
+class RoutingChoices:
+    """Experts that routers choose in one micro-batch.
 
-    They go the way of the inputs: every part of the model meets the same record, and so does a layer that is
-    computed again, whose term is in the figures once all the same. `scale` is their factor in the gradient.
+    No method waits for the device.
+
+    Attributes:
+        records: True if `recorded_experts` is filled.
+        prescribed: Experts that tokens must be routed to, int64 [samples, s, k] on the device, by router. A
+            router chooses itself where the value is -1.
+        recorded_experts: Rows (sample of the micro-batch, position, experts), int64 [n, 2 + k], by router.
+            Recomputation records the same rows again.
+    """
+
+    def __init__(self, records: bool, prescribed: Mapping[str, Tensor]) -> None:
+        self.records, self.prescribed = records, prescribed
+        self.recorded_experts: dict[str, Tensor] = {}
+
+    def apply(self, router: str, chosen: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+        """Return the experts [n, k] that tokens are routed to.
+
+        Args:
+            router: Name of the router.
+            chosen: Experts that the router chose, [n, k].
+            samples: Sample of each token, int64 [n].
+            positions: Position of each token, int64 [n].
+        """
+        prescribed = self.prescribed.get(router)
+        if prescribed is not None:
+            known = prescribed[samples, positions]
+            chosen = torch.where(known < 0, chosen, known)
+        if self.records:
+            self.recorded_experts[router] = torch.cat(
+                (samples.unsqueeze(1), positions.unsqueeze(1), chosen), dim=1
+            )
+        return chosen
+
+
+class AuxiliaryLosses:
+    """Losses that layers add in one micro-batch, such as the load balancing of a mixture of experts.
+
+    All parts of a model on this rank get the same record. A recomputed layer adds its loss again, which
+    counts once in the metrics.
+
+    Args:
+        scale: Factor of the losses in the gradient; None if there is no backward pass.
     """
 
     def __init__(self, scale: Tensor | None = None) -> None:
@@ -30,10 +69,15 @@ class AuxiliaryLosses:
     def add(
         self, x: Tensor, name: str, layer: str, value: Tensor, counted: bool = True, weight: float = 1.0
     ) -> Tensor:
-        """`x`, whose backward pass adds `weight` times the gradient of `value` too.
+        """Return `x` with a backward pass that also adds `weight` times the gradient of `value`.
 
-        `value`, 0-dim: this rank's part of a sum over the micro-batch's tokens; where several ranks have the
-        same, one of them is `counted`. `layer` tells it from those of other layers with that `name`.
+        Args:
+            x: Any tensor on the path of the loss.
+            name: Name of the loss in metrics.
+            layer: Name of the layer, which tells apart losses of one name.
+            value: This rank's part of a sum over the micro-batch's tokens, 0-dim.
+            counted: False if another rank counts the same value.
+            weight: Weight of the loss.
         """
         self._values[name, layer] = value.detach() * counted
         if self._scale is None or not value.requires_grad:
@@ -48,7 +92,7 @@ class AuxiliaryLosses:
 
 
 class _WithTerm(torch.autograd.Function):
-    """x, beside whose gradient goes that of a term: the scale."""
+    """Identity whose backward pass also sends a scale as the gradient of a loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, scale: Tensor) -> Tensor:
@@ -113,29 +157,29 @@ class ModelInputs:
         dropout: DropoutSource | None = None,
         terms: AuxiliaryLosses | None = None,
     ) -> ModelInputs:
-        """Tokens [s, b] alone, all of which are of samples."""
+        """Return inputs that are only tokens [s, b], with all rows being samples."""
         return ModelInputs(
             {"tokens": tokens.t()}, positions, dropout, AuxiliaryLosses() if terms is None else terms
         )
 
     @property
     def tokens(self) -> Tensor:
-        """Of sequences, these in front: int64 [s, b], contiguous."""
+        """Token ids, sequence first: int64 [s, b], contiguous."""
         return self.fields["tokens"].t()
 
     @property
     def rows(self) -> int:
-        """The b of them."""
+        """Number b of rows."""
         return len(next(iter(self.fields.values())))
 
     @property
     def present(self) -> int:
-        """Rows of b that are samples."""
+        """Number of rows that are samples."""
         return self.rows if self.samples is None else self.samples
 
     @cached_property
     def padding(self) -> Tensor | None:
-        """Places of the local piece that hold no real token, bool [s, b]; None if there are none."""
+        """Positions of the local piece that hold no real token, bool [s, b]; None if there are none."""
         return None if self.lengths is None else self.lengths.padding_at(self.positions)
 
     def real_rows(self, rows: slice) -> Tensor | None:

@@ -1,8 +1,8 @@
-"""A mixture of experts in place of a block's feed-forward part: each token goes to a few of many experts.
+"""Mixture of experts in place of a feed-forward layer: a few of many experts compute each token.
 
-The rows of a rank are split over the tensor axis before they are routed, whether or not the layers around are
-split by sequence: every rank of a stage sends other tokens to the experts, which lie on the same ranks in a
-folding of their own.
+The tokens of a rank are split over the tensor axis before they are routed, with or without sequence
+parallelism. So every rank of a stage sends other tokens to the experts. The experts are on the same ranks,
+in groups of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from hpctrain.parallel.residency import ParameterResidency
 
 
 class Mixture(nn.Module):
-    """[s or s/t, b, h] -> the same: the weighted sum of a token's experts, and of the shared ones."""
+    """Mixture of experts, [s or s/t, b, h] -> the same shape.
+
+    The result is the weighted sum of a token's experts, plus the shared experts.
+    """
 
     def __init__(self, name: str, shape: ModelShape, groups: LayerContext) -> None:
         super().__init__()
@@ -44,9 +47,9 @@ class Mixture(nn.Module):
         self.shared = FeedForward(f"{name}.shared", shape, groups, inner, True) if inner else None
 
     def forward(self, x: Tensor, inputs: ModelInputs, residency: ParameterResidency) -> Tensor:
-        """Route, send, compute, and combine; shared experts compute while tokens travel.
+        """Route and send tokens, compute experts, and combine the results. Collective over the expert group.
 
-        Padding goes to no expert but the shared ones, and its result is theirs alone.
+        Shared experts compute while tokens are on their way. Padding is computed by shared experts only.
         """
         groups = self.groups
         sizes = self.groups.row_sizes(inputs.tokens.numel())
@@ -62,7 +65,7 @@ class Mixture(nn.Module):
         routing = self.router(rows, tokens, inputs)
         unit = row_unit(rows.dtype, rows.device)
         dispatch = Dispatch(
-            routing.experts, routing.kept, self.shape.experts, groups.expert, groups.expert_tensor, unit
+            routing.experts, routing.accepted, self.shape.experts, groups.expert, groups.expert_tensor, unit
         )
         coming = dispatch.send(tokens.select(rows))
         shared = self.shared(x) if self.shared is not None else None
@@ -75,7 +78,7 @@ class Mixture(nn.Module):
 
     @property
     def elementwise(self) -> list[ElementwiseSize]:
-        """What is done to rows: they are gathered by expert, activated, and added up again."""
+        """Elementwise operations: tokens are gathered by expert, activated, and summed again."""
         chosen, inner = self.shape.experts_per_token, self.shape.expert_mlp
         moved = ElementwiseSize("add", 2 * chosen * self.shape.hidden)
         shared = self.shared.elementwise if self.shared is not None else []
@@ -87,21 +90,22 @@ class Mixture(nn.Module):
         return self.router.terms
 
     def results(self, at: ActivationSizes) -> SavedStorage:
-        """What comes back from the experts."""
+        """Return the storage of what comes back from the experts."""
         return SavedStorage(self.experts.copies(at) * self.shape.hidden * at.itemsize, at.itemsize)
 
-    def exchanged(self, at: ActivationSizes) -> int:
-        """See Layer."""
+    def exchanged_bytes(self, at: ActivationSizes) -> int:
+        """Return the bytes that this rank sends in one exchange; see Layer."""
         ranks = self.groups.expert.size
         return self.results(at).bytes * (ranks - 1) // ranks
 
     def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """What router and experts keep, results, and what the shared experts keep."""
+        """Return what autograd saves in the router, the shared experts and the experts, and their results."""
         shared = self.shared.saved(at) if self.shared is not None else []
         return [*self.router.saved(at), *shared, *self.experts.saved(at), self.results(at)]
 
     def workspace(self, at: ActivationSizes) -> int:
-        """See FeedForward: gradients of the experts' rows, between their products and around them."""
+        """Return the temporary bytes of the backward pass: gradients of rows, and what matrix products need.
+        """
         rows = self.experts.rows(at) * at.itemsize
         inner = rows * 2 * (self.experts.expanded_features + self.shape.hidden)
         shared = self.shared.workspace(at) if self.shared is not None else 0
@@ -110,7 +114,7 @@ class Mixture(nn.Module):
         return max(inner + product, shared)
 
     def passing(self, at: ActivationSizes) -> tuple[int, int]:
-        """See FeedForward: what comes for weight gradients of the experts, less their results."""
+        """Return the bytes beside what is saved if weight gradients are deferred; see FeedForward."""
         held = self.experts.waiting(at) - total(self.experts.saved(at)) - self.results(at).bytes
         chosen = self.shape.experts_per_token
         weights = 4 * self.groups.row_sizes(at.tokens)[self.groups.tensor.rank] * chosen
@@ -125,7 +129,7 @@ class Mixture(nn.Module):
 
 
 class _LocalRows(torch.autograd.Function):
-    """Of rows [n, h] that all ranks of a group have, as many as `sizes` says: this rank's."""
+    """This rank's slice of rows [n, h] that all ranks have; rank i has `sizes[i]` rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Group, sizes: list[int]) -> Tensor:
@@ -139,7 +143,7 @@ class _LocalRows(torch.autograd.Function):
 
 
 class _GatheredRows(torch.autograd.Function):
-    """The other way round."""
+    """The rows of all ranks, gathered from slices of `sizes[i]` rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Group, sizes: list[int]) -> Tensor:

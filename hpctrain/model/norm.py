@@ -11,8 +11,10 @@ from hpctrain.parallel.shards import Parameter, Shard
 
 
 class Norm(nn.Module):
-    """[s, b, h] -> [s, b, h]; under sequence parallelism each rank sees its part of s only, so the
-    parameters' gradients are partial over the tensor axis.
+    """LayerNorm or RMSNorm of [s, b, h].
+
+    Under sequence parallelism each rank sees its slice of s, so that the gradients of the weight and the bias
+    are partial sums over the tensor axis.
     """
 
     def __init__(self, name: str, shape: ModelShape, groups: LayerContext) -> None:
@@ -27,14 +29,16 @@ class Norm(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize over the last dim."""
+        """Return x normalized over the last dimension."""
         if self.bias is None:
             return self.functions.rms_norm(x, self.weight, self.epsilon)
         return self.functions.layer_norm(x, self.weight, self.bias, self.epsilon)
 
     def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """Input and statistics; torch's RMSNorm on the CPU keeps in fp32 the input and, for the weight's
-        gradient, the normalized one.
+        """Return what autograd saves: input and statistics.
+
+        torch's RMSNorm on the CPU saves the input in fp32 and, for the weight's gradient, the normalized
+        input.
         """
         (hidden,), gpu = self.size, at.gpu
         if self.bias is not None:

@@ -1,4 +1,4 @@
-"""What a piece of a model is to those who run, freeze, place, plan and time it."""
+"""Interfaces of model parts and their layers, for all code that runs, plans, times or freezes them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,17 @@ Computed = TypeVar("Computed")
 
 @dataclass(frozen=True)
 class LayerRange:
-    """Which piece of the model a pipeline stage's chunk is: blocks `first` to `last` (exclusive).
+    """Range of blocks, `first` to `last` (exclusive), that a part of the model has.
 
-    The first part embeds, the last one predicts. `tied_stage` numbers this stage among those that hold
-    tied embeddings, of which there are `tied_stages`.
+    The first part has the embedding, and the last part the output layer.
+
+    Attributes:
+        first: First block.
+        last: Block after the last one.
+        embeds: True for the first part.
+        predicts: True for the last part.
+        tied_stage: Index of this stage among those that hold tied embeddings.
+        tied_stages: Number of these stages.
     """
 
     first: int
@@ -39,22 +46,24 @@ class LayerRange:
 
     @staticmethod
     def all_of(layers: int) -> LayerRange:
-        """A model of so many blocks in one piece."""
+        """Return the range of a model with so many blocks in one part."""
         return LayerRange(0, layers, True, True)
 
     @property
     def blocks(self) -> int:
-        """All of them."""
+        """Number of blocks."""
         return self.last - self.first
 
 
 class Layer(nn.Module, ABC):
-    """A layer of a part, from which everything about the part is told.
+    """Layer of a part. All facts about a part are derived from its layers.
 
-    `kind` names what it is: layers of one kind of a model take as long, and save as much. `is_block` says
-    that it is one of those between the first and the last, which backward may compute again, `lasting` that
-    its parameters, where they are gathered, stay so until a step ends; `core` is its attention, if it has
-    any; `terms` names what it adds to the losses, see Terms.
+    Attributes:
+        kind: Kind of the layer. Layers of one kind take the same time and save the same bytes.
+        is_block: True for layers between the first and the last one, which backward may recompute.
+        lasting: True if gathered parameters of the layer stay gathered until the end of a step.
+        core: Sizes of the layer's attention; None if it has none.
+        terms: Names of the auxiliary losses of the layer.
     """
 
     kind: str
@@ -64,114 +73,122 @@ class Layer(nn.Module, ABC):
     terms: tuple[str, ...] = ()
 
     def units(self) -> Iterator[list[list[Parameter]]]:
-        """What computes together, in the order of the forward pass: of each unit its modules' parameters."""
-        yield list(leaves(self))
+        """Yield units that compute together, in the order of the forward pass: the parameters of each module.
+        """
+        yield list(parameters_by_module(self))
 
     @cached_property
-    def held(self) -> list[Parameter]:
-        """The parameters that stand for what the forward pass has there, in its order; see
-        ParameterResidency.
+    def gather_keys(self) -> list[Parameter]:
+        """Parameters by which ParameterResidency gathers the layer's units, in the order of the forward pass.
 
-        The first one of a block is there throughout, in forward and backward.
+        The unit of the first one of a block is gathered throughout its forward and backward pass.
         """
         return [unit[0][0] for unit in self.units()]
 
     @cached_property
-    def own(self) -> list[Parameter]:
-        """Its parameters."""
-        return own_parameters(self)
+    def all_parameters(self) -> list[Parameter]:
+        """Parameters of the layer."""
+        return parameters_in(self)
 
     @property
     def added_in_forward(self) -> list[Parameter]:
-        """Those to whose gradients the forward pass adds."""
+        """Parameters to whose gradients the forward pass adds."""
         return []
 
     def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
-        """What backward tells to be added, in its order, with the parameter that is held meanwhile, besides
-        what is there throughout.
+        """Yield the parameters whose gradients are complete, in the order of the backward pass.
+
+        Each list comes with the parameter whose unit is gathered meanwhile, in addition to what always is.
         """
-        yield None if self.is_block else self.held[0], self.own[::-1]
+        yield None if self.is_block else self.gather_keys[0], self.all_parameters[::-1]
 
     @property
     def late(self) -> set[Parameter]:
-        """Those whose gradients may be computed later than the rest of backward."""
+        """Parameters whose gradients may be computed after the rest of the backward pass."""
         return {p for layer in self.modules() if isinstance(layer, MatmulLayer) for p in layer.late}
 
     @property
     def multipliers(self) -> list[SplitLinear | VocabularyHead]:
-        """What of it has one Product each."""
+        """Sublayers that have one matrix product each."""
         return [each for each in self.modules() if isinstance(each, SplitLinear | VocabularyHead)]
 
     def rows(self, multiplier: SplitLinear | VocabularyHead, tokens: int) -> int:  # noqa: ARG002
-        """How many rows one of these multiplies of a micro-batch of so many tokens."""
+        """Return the number of rows that a sublayer multiplies for a micro-batch of so many tokens."""
         return tokens
 
     @property
     def matrices(self) -> list[MatrixSize]:
-        """The whole matrices that activations are multiplied with."""
+        """Sizes of the matrices that activations are multiplied with, not divided by tensor ranks."""
         multiplying = (layer for layer in self.modules() if isinstance(layer, MatmulLayer))
         return [matrix for layer in multiplying for matrix in layer.matrices]
 
     @property
     def elementwise(self) -> list[ElementwiseSize]:
-        """What its forward pass does besides."""
+        """Elementwise operations of the forward pass."""
         return []
 
     @property
     def core_flops(self) -> int:
-        """FLOPs of a token's forward pass that are not products with its matrices."""
+        """FLOPs of a token's forward pass other than products with the layer's matrices."""
         return 0 if self.core is None else self.core.flops
 
     @property
     def matrix_elements(self) -> int:
-        """Elements of the whole matrices that activations are multiplied with."""
+        """Elements of the matrices that a token is multiplied with, not divided by tensor ranks."""
         return sum(matrix.elements for matrix in self.matrices)
 
     @property
     def idle_elements(self) -> int:
-        """Elements of its whole parameters that a token does not meet: of experts that it does not go to."""
+        """Elements of parameters that a token does not use, because it is not routed to their experts."""
         return sum(matrix.idle_elements for matrix in self.matrices)
 
-    def exchanged(self, at: ActivationSizes) -> int:  # noqa: ARG002
-        """Bytes that one exchange of a micro-batch's rows with their experts takes from this rank to others,
-        where all experts have as many: one of those there and back, of forward and of backward.
+    def exchanged_bytes(self, at: ActivationSizes) -> int:  # noqa: ARG002
+        """Return the bytes that this rank sends to other ranks in one exchange of tokens with their experts.
+
+        All experts are assumed to get equally many tokens. Forward and backward have two exchanges each.
         """
         return 0
 
     @abstractmethod
     def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """What autograd saves of it, in the order of the forward pass, each storage once."""
+        """Return what autograd saves, in the order of the forward pass, each storage once."""
 
-    def unseen(self, at: ActivationSizes) -> list[SavedStorage]:  # noqa: ARG002
-        """What of that, from its beginning on, is not saved where no gradient is asked of its input."""
+    def unsaved_inputs(self, at: ActivationSizes) -> list[SavedStorage]:  # noqa: ARG002
+        """Return the beginning of `saved` that is not saved if the input needs no gradient."""
         return []
 
-    def unknown(self, at: ActivationSizes) -> str | None:  # noqa: ARG002
-        """Why nobody knows what autograd saves of it, where nobody does."""
+    def unknown_reason(self, at: ActivationSizes) -> str | None:  # noqa: ARG002
+        """Return why it is unknown what autograd saves, or None if it is known."""
         return None
 
-    def computed_again(self, at: ActivationSizes) -> tuple[list[SavedStorage], int] | None:  # noqa: ARG002
-        """Of a block that is computed again by itself: what is kept of it, and the bytes that are there
-        besides meanwhile. None: hidden states, and what it saves.
+    def recomputed_bytes(self, at: ActivationSizes) -> tuple[list[SavedStorage], int] | None:  # noqa: ARG002
+        """Return what stays saved of a recomputed block, and further bytes during its recomputation.
+
+        None stands for the hidden states, and for what the block saves.
         """
         return None
 
     def waiting(self, at: ActivationSizes) -> DeferredBytes:
-        """What its weight gradients need where they are computed later."""
+        """Return the bytes that deferred weight gradients need."""
         linear = (layer for layer in self.modules() if isinstance(layer, MatmulLayer))
         return DeferredBytes(sum(layer.waiting(at) for layer in linear), 0)
 
     def workspace(self, at: ActivationSizes) -> int:  # noqa: ARG002
-        """Bytes that its backward pass, or its loss, needs in passing."""
+        """Return the temporary bytes of the layer's backward pass or loss."""
         return 0
 
-    def holes(self, at: ActivationSizes) -> int:  # noqa: ARG002
-        """Bytes of freed memory that the C library keeps between what is in use, by the largest layer."""
+    def allocator_gaps(self, at: ActivationSizes) -> int:  # noqa: ARG002
+        """Return the bytes of freed memory that the C library keeps between tensors, by the largest layer."""
         return 0
 
 
 class ModelPart(Protocol):
-    """Part of a model that one chunk of a pipeline stage holds. Modules of users implement it, too."""
+    """Part of a model that one chunk of a pipeline stage holds: a Transformer or a ModulePart.
+
+    Attributes:
+        span: Blocks of the part.
+        residency: Gathers parameters that ZeRO-3 splits. The engine replaces it after building the part.
+    """
 
     span: LayerRange
     residency: ParameterResidency
@@ -213,8 +230,12 @@ class ModelPart(Protocol):
 
 @torch.no_grad()
 def logits_of(model: ModelPart, tokens: Tensor, last: int = 0) -> Tensor:
-    """Logits [b, s, V] of tokens [b, s] by a whole Transformer, or of the `last` ones alone; without sequence
-    parallelism.
+    """Return the logits [b, s, V] of tokens [b, s] by a Transformer in one part.
+
+    Args:
+        model: The model, without sequence parallelism.
+        tokens: Token ids.
+        last: Number of positions at the end of the sequences to return; 0 for all.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     hidden = model(ModelInputs.of_tokens(tokens.t().contiguous(), positions))
@@ -223,22 +244,22 @@ def logits_of(model: ModelPart, tokens: Tensor, last: int = 0) -> Tensor:
 
 
 def blocks_of(part: ModelPart) -> list[Layer]:
-    """The layers between the first and the last, in their order."""
+    """Return the layers between the first and the last one, in order."""
     return [layer for layer in part.layers if layer.is_block]
 
 
 def parameter_list(part: ModelPart) -> list[Parameter]:
-    """All parameters, each once, in the order of the forward pass."""
+    """Return all parameters, each once, in the order of the forward pass."""
     return [parameter for unit in part.units() for leaf in unit for parameter in leaf]
 
 
-def own_parameters(module: nn.Module) -> list[Parameter]:
-    """A module's parameters."""
+def parameters_in(module: nn.Module) -> list[Parameter]:
+    """Return the Parameters of a module."""
     return [p for p in module.parameters() if isinstance(p, Parameter)]
 
 
-def leaves(module: nn.Module) -> Iterable[list[Parameter]]:
-    """The parameters of each of a module's modules; those of one stay together."""
+def parameters_by_module(module: nn.Module) -> Iterable[list[Parameter]]:
+    """Yield the parameters of each submodule that has any."""
     for layer in module.modules():
         parameters = [p for p in layer.parameters(recurse=False) if isinstance(p, Parameter)]
         if parameters:

@@ -1,4 +1,4 @@
-"""The number formats that a deck names, as torch calls them."""
+"""Number formats that a deck selects, as torch dtypes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,21 @@ DOUBLE = "fp64"
 """Value of `precision.compute` in comparisons of modules. No deck may ask for it."""
 
 DOUBLE_FP8 = "fp8 in fp64"
-"""Value of `precision.compute` in comparisons of products in 8 bits: all that is not multiplied in 8 bits is
-in fp64, so that two layouts quantize the same numbers. No deck may ask for it.
+"""Value of `precision.compute` in comparisons of products in 8 bits. No deck may ask for it.
+
+All that is not multiplied in 8 bits is in fp64, so that two layouts quantize the same numbers.
 """
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Formats: `storage` of parameters, activations, messages; `product`, in which matrices are multiplied;
-    `gradient` of the buffers in which weight gradients are summed. `fp8` says how matrices of layers
-    are multiplied in 8 bits, where they are; what is not is multiplied as `product`.
+    """Formats of a model's numbers.
+
+    Attributes:
+        storage: dtype of parameters, activations and messages.
+        product: dtype in which matrices are multiplied.
+        gradient: dtype of the buffers in which weight gradients are summed.
+        fp8: Settings of products in 8 bits; None without them. All other products use `product`.
     """
 
     storage: torch.dtype
@@ -49,5 +54,5 @@ class Precision:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients would underflow without a loss scale."""
+        """True if gradients would underflow without a loss scale."""
         return torch.float16 in {self.storage, self.product, self.gradient}

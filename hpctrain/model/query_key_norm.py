@@ -15,11 +15,12 @@ from hpctrain.parallel.tensor import RowPartition, rows_shard
 
 
 class QueryKeyNorm(nn.Module):
-    """Queries [s, b, heads/t, d] and keys [s, b, key/value heads/t, d] -> the same.
+    """RMSNorm of queries [s, b, heads/t, d] and keys [s, b, key/value heads/t, d].
 
-    Over each head, all heads have one weight [d]; a rank sees its own heads alone, so that its gradient is
-    partial over the tensor axis. Over all heads the weight is split as they are, and the mean of squares is
-    that of all ranks' heads: two numbers of each token are summed over the tensor axis in both passes.
+    Over each head: all heads share one weight [d], and a rank sees its own heads only, so that the weight's
+    gradient is a partial sum over the tensor axis. Over all heads: the weight is split like the heads, and
+    the mean of squares is over the heads of all ranks. Two numbers per token are summed over the tensor axis
+    in both passes.
     """
 
     def __init__(
@@ -40,22 +41,27 @@ class QueryKeyNorm(nn.Module):
         return Shard.whole(name, (self.head_size,), frozenset({"tensor"}))
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Both normalized."""
+        """Return normalized queries and keys."""
         result: tuple[Tensor, Tensor] = _Normalized.apply(
             query, key, self.query_weight, self.key_weight, self
         )
         return result
 
     def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """What it keeps beside its inputs: a statistic of every head, or of all of them, in fp32."""
+        """Return what autograd saves beside the inputs: one fp32 statistic for each head, or for all heads.
+        """
         heads = (1 if self.joint else rows.local // self.head_size for rows in self.rows)
         return [SavedStorage(4 * at.tokens * count, 4, features=False) for count in heads]
 
     def means(self, products: list[Tensor], shared: bool) -> list[Tensor]:
-        """Means of [s, b, heads, d] over each head, or over all heads of all ranks; [s, b, heads or 1, 1].
+        """Return means of [s, b, heads, d] over each head, or over all heads of all ranks.
 
-        Of keys that several ranks hold, `shared` says that all have the same, which counts once; else each
-        has a part of a sum.
+        Args:
+            products: Tensors of queries and of keys.
+            shared: For keys that several ranks hold: True if all have the same values, which count once, or
+                False if each rank has a part of a sum.
+
+        Returns: For each tensor the means, [s, b, heads or 1, 1].
         """
         if not self.joint:
             return [product.mean(-1, keepdim=True) for product in products]
@@ -69,7 +75,7 @@ class QueryKeyNorm(nn.Module):
 
 
 class _Normalized(torch.autograd.Function):
-    """x^ = x / sqrt(mean x^2 + epsilon), times the weight; backward makes x^ again, to keep less."""
+    """Product of x^ = x / sqrt(mean x^2 + epsilon) and the weight. Backward recomputes x^ to save memory."""
 
     @staticmethod
     def forward(
@@ -112,11 +118,11 @@ class _Normalized(torch.autograd.Function):
 
 
 def _of_heads(weight: Tensor, x: Tensor) -> Tensor:
-    """A weight [d] or [heads * d] as a factor of x [s, b, heads, d], in fp32."""
+    """Return a weight [d] or [heads * d] as a factor of x [s, b, heads, d], in fp32."""
     return weight.float().view(-1, x.shape[-1])
 
 
 def _summed(products: Tensor, weight: Tensor) -> Tensor:
-    """[s, b, heads, d] summed to the weight's shape, [d] or [heads * d], in its type."""
+    """Return [s, b, heads, d] summed to the weight's shape, [d] or [heads * d], in its dtype."""
     sums = products.sum((0, 1))
     return (sums.sum(0) if weight.numel() == products.shape[-1] else sums.flatten()).to(weight.dtype)

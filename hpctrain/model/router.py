@@ -1,7 +1,7 @@
-"""Routers: which experts each token goes to, with what weight, and what evens their load out.
+"""Routers of mixtures of experts: which experts a token is sent to, with what weight, and load balancing.
 
 Probabilities are a softmax over the experts (Mixtral, arXiv 2401.04088) or a sigmoid of each one
-(DeepSeek-V3, arXiv 2412.19437), in fp32. Equal ones are chosen in the order of the experts.
+(DeepSeek-V3, arXiv 2412.19437), in fp32. Of equal probabilities the expert with the lower index is chosen.
 """
 
 from __future__ import annotations
@@ -69,43 +69,48 @@ class RoutedTokens:
 
 
 class Routing(NamedTuple):
-    """Of n tokens: `experts` [n, k] int64, `weights` [n, k] fp32 of their results, and which of the experts
-    take them, `kept` [n, k] (None: all).
+    """Routing of n tokens.
+
+    Attributes:
+        experts: Experts of each token, int64 [n, k].
+        weights: Weights of their results, fp32 [n, k].
+        accepted: True where the expert has capacity, bool [n, k]; None if all have.
     """
 
     experts: Tensor
     weights: Tensor
-    kept: Tensor | None
+    accepted: Tensor | None
 
 
 class Router(nn.Module):
-    """Chooses the experts of the real tokens among rows [rows, h] of hidden states.
+    """Router that chooses the experts of the real tokens among rows [rows, h] of hidden states.
 
-    What it sees of a step's tokens it notes, under `noted_name`: how many went to each expert, before any was
-    dropped, how many were dropped, and the sum of the entropies of their probabilities, in nats: [E + 2].
+    It records a statistic [E + 2] of each step under `statistic_name`: tokens per expert before any is
+    dropped, the number of dropped choices, and the sum of the entropies of the probabilities, in nats.
     """
 
     def __init__(self, name: str, shape: ModelShape, groups: LayerContext) -> None:
         super().__init__()
         self.name, self.shape, self.groups = name, shape, groups
-        self.noted_name = noted_name(name)
+        self.statistic_name = statistic_name(name)
         size = (shape.experts, shape.hidden)
         self.weight = Parameter(Shard.whole(f"{name}.weight", size, frozenset({"tensor"})), initial="router")
         biased = shape.balance == "bias"
         shared = bool(shape.balance_loss) and shape.balance_over == "step"
-        self.bias = self._remembered() if biased else None
-        self.shares = self._remembered() if shared else None
+        self.bias = self._zero_per_expert() if biased else None
+        self.shares = self._zero_per_expert() if shared else None
         self.terms = tuple(
             term
             for term, weight in ((BALANCE_LOSS, shape.balance_loss), (Z_LOSS, shape.router_z_loss))
             if weight
         )
 
-    def _remembered(self) -> Tensor:
+    def _zero_per_expert(self) -> Tensor:
         return self.groups.tensor.empty((self.shape.experts,), torch.float32).zero_()
 
     def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
-        """See KeepsState: the bias of the choice, and each expert's share of the tokens of the last step."""
+        """Yield the bias of the choice, and each expert's share of the last step's tokens, for checkpoints.
+        """
         shard = Shard.whole(f"{self.name}.weight", (self.shape.experts,))
         if self.bias is not None:
             yield "router/bias", shard, self.bias
@@ -113,33 +118,37 @@ class Router(nn.Module):
             yield "router/shares", shard, self.shares
 
     def after_update(self, statistics: Mapping[str, Tensor]) -> None:
-        """See UsesStatistics: `bias += rate * sign(mean - count)` (arXiv 2408.15664)."""
-        counts = statistics[self.noted_name][: self.shape.experts]
+        """Update the bias, `bias += rate * sign(mean - count)` (arXiv 2408.15664), and the shares."""
+        counts = statistics[self.statistic_name][: self.shape.experts]
         if self.bias is not None:
             self.bias.add_((counts.mean() - counts).sign().float(), alpha=self.shape.balance_rate)
         if self.shares is not None:
             self.shares.copy_(counts / counts.sum().clamp_min(1))
 
     def forward(self, rows: Tensor, tokens: RoutedTokens, inputs: ModelInputs) -> Routing:
-        """Return the routing of the `tokens` among all `rows`, and add the router's terms to the losses."""
+        """Return the routing of the `tokens` among all `rows`, and add the router's auxiliary losses.
+
+        Collective over the micro-batch's ranks if there is a capacity or a loss over the micro-batch.
+        """
         shape = self.shape
         logits = tokens.select(_Logits.apply(rows, self, self.weight))
         scores = logits.softmax(1) if shape.router == "softmax" else logits.sigmoid()
         experts = self.choose(scores.detach())
         if inputs.choices is not None:
-            experts = inputs.choices.settle(self.name, experts, tokens.samples, tokens.positions)
+            experts = inputs.choices.apply(self.name, experts, tokens.samples, tokens.positions)
         weights = scores.gather(1, experts)
         if shape.router_normalize:
             weights = weights / weights.sum(1, keepdim=True).clamp_min(1e-20)
         if shape.router_scale != 1:
             weights = weights * shape.router_scale
-        kept = self.kept(experts, tokens, inputs)
-        self._note(scores.detach(), experts, kept)
-        return Routing(experts, self.with_terms(weights, logits, scores, experts, tokens, inputs), kept)
+        accepted = self.within_capacity(experts, tokens, inputs)
+        self._record_statistics(scores.detach(), experts, accepted)
+        return Routing(experts, self.with_terms(weights, logits, scores, experts, tokens, inputs), accepted)
 
     def choose(self, scores: Tensor) -> Tensor:
-        """The experts [n, k] of the highest scores [n, E], with the bias, the best first; where there are
-        groups, from the best of these, by the sum of each one's best two.
+        """Return the experts [n, k] with the highest biased scores [n, E], the best one first.
+
+        With groups of experts, only the best groups are considered, by the sum of each one's best two scores.
         """
         shape = self.shape
         scores = scores if self.bias is None else scores + self.bias
@@ -147,12 +156,12 @@ class Router(nn.Module):
         if chosen < groups:
             of_group = scores.unflatten(1, (groups, -1))
             best = of_group.topk(min(2, of_group.shape[2]), 2).values.sum(2)
-            among = _best(best, chosen)
+            among = _top_experts(best, chosen)
             allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, among, value=True)
             scores = of_group.masked_fill(~allowed.unsqueeze(2), -torch.inf).flatten(1)
-        return _best(scores, shape.experts_per_token)
+        return _top_experts(scores, shape.experts_per_token)
 
-    def kept(self, experts: Tensor, tokens: RoutedTokens, inputs: ModelInputs) -> Tensor | None:
+    def within_capacity(self, experts: Tensor, tokens: RoutedTokens, inputs: ModelInputs) -> Tensor | None:
         """Return which choices [n, k] are followed: bool, or None if all are.
 
         An expert takes no more than its capacity of the micro-batch's real tokens: the first ones by sample
@@ -173,11 +182,11 @@ class Router(nn.Module):
         places = torch.empty_like(every[:, 0])
         places[every[:, 0].argsort()] = torch.arange(len(every), device=every.device)
         first = sum(sizes[: group.rank])
-        taken = experts.new_zeros(len(every), shape.experts).index_put_(
+        counts_before = experts.new_zeros(len(every), shape.experts).index_put_(
             (places.unsqueeze(1), every[:, 1:]), experts.new_ones(())
         )
         own_places = tokens.select(places[first : first + tokens.rows])
-        return taken.cumsum(0)[own_places].gather(1, experts) <= most
+        return counts_before.cumsum(0)[own_places].gather(1, experts) <= most
 
     def _real_tokens(self, inputs: ModelInputs) -> int:
         """Return how many tokens of the whole micro-batch are real."""
@@ -228,7 +237,7 @@ class Router(nn.Module):
         return (counts.view(sets, -1) / (of_sequence * shape.experts_per_token))[tokens.samples]
 
     def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """What autograd saves of it beside its input: scores, choices and weights, and what terms need."""
+        """Return what autograd saves beside the input: scores, choices and weights, and what losses need."""
         shape, rows = self.shape, self.groups.row_sizes(at.tokens)[self.groups.tensor.rank]
         sizes = [shape.experts, 2 * shape.experts_per_token, shape.experts_per_token]
         if shape.router_normalize:
@@ -243,28 +252,28 @@ class Router(nn.Module):
         return [SavedStorage(each, 4, features=False) for each in features]
 
     @torch.no_grad()
-    def _note(self, scores: Tensor, experts: Tensor, kept: Tensor | None) -> None:
+    def _record_statistics(self, scores: Tensor, experts: Tensor, accepted: Tensor | None) -> None:
         if self.shape.router == "sigmoid":
             scores = scores / (scores.sum(1, keepdim=True) + _LEAST)
         entropy = -torch.special.xlogy(scores, scores).sum(1)
         counts = count_numbers(experts.flatten(), self.shape.experts).double()
-        dropped = counts.new_zeros(()) if kept is None else experts.numel() - kept.sum()
+        dropped = counts.new_zeros(()) if accepted is None else experts.numel() - accepted.sum()
         others = torch.stack((dropped.double(), entropy.sum().double()))
-        self.groups.statistics.record_sum(self.noted_name, torch.cat((counts, others)))
+        self.groups.statistics.record_sum(self.statistic_name, torch.cat((counts, others)))
 
 
 def router_name(block: int) -> str:
-    """Of the router of a block that is a mixture."""
+    """Return the name of the router of a block that is a mixture."""
     return f"blocks.{block}.feed_forward.router"
 
 
-def noted_name(router: str) -> str:
-    """Under which a router of that name notes what it sees of a step."""
+def statistic_name(router: str) -> str:
+    """Return the name under which a router records its statistics."""
     return f"router/{router}"
 
 
 class _Logits(torch.autograd.Function):
-    """Rows [n, h] times the router's matrix [E, h], transposed: [n, E] in fp32."""
+    """Product of rows [n, h] and the router's transposed matrix [E, h]: [n, E] in fp32."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, router: Router, weight: Tensor) -> Tensor:
@@ -291,6 +300,6 @@ class _Logits(torch.autograd.Function):
         return gradient.to(rows.dtype) @ weight.detach(), None, None
 
 
-def _best(scores: Tensor, count: int) -> Tensor:
-    """Indices of the highest in each row, the first of equal ones first."""
+def _top_experts(scores: Tensor, count: int) -> Tensor:
+    """Return the indices of the highest scores in each row; of equal scores the lower index comes first."""
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()

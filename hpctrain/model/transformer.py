@@ -1,7 +1,7 @@
 """One decoder-only transformer for GPT-2 and Llama, from parallel layers.
 
-Activations are sequence first, [s, b, h]; under sequence parallelism [s/t, b, h] between the layers
-that are split over the tensor axis.
+Activations are sequence first, [s, b, h]; under sequence parallelism [s/t, b, h] between the layers that are
+split over the tensor axis.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.mixture import Mixture
 from hpctrain.model.norm import Norm
-from hpctrain.model.part import Computed, Layer, LayerRange, leaves, own_parameters
+from hpctrain.model.part import Computed, Layer, LayerRange, parameters_by_module, parameters_in
 from hpctrain.model.rotary import Rotary, RotaryFrequencies
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage, total
@@ -46,7 +46,7 @@ what they keep: 2.6 blocks after five steps, 3.8 after 250.
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class PassContext:
     """What a layer of a transformer sees of a micro-batch beside hidden states.
 
     `positions` are those of the rows between split layers; all blocks share `rotary`, where a family has one;
@@ -62,12 +62,12 @@ class Surroundings:
 class TransformerLayer(Layer):
     """A layer that is one step of a pass over hidden states, see Transformer."""
 
-    def run(self, x: Tensor, around: Surroundings, residency: ParameterResidency) -> Tensor:
+    def run(self, x: Tensor, context: PassContext, residency: ParameterResidency) -> Tensor:
         """`self(x, around)`, its parameters there in forward and backward."""
         unseen = residency.gathers and torch.is_grad_enabled() and not x.requires_grad
-        if unseen and any(parameter.requires_grad for parameter in self.own):
+        if unseen and any(parameter.requires_grad for parameter in self.all_parameters):
             x = x.detach().requires_grad_()  # so that the end of its backward is seen
-        return residency.around(self.held[0], partial(self, around=around), x)
+        return residency.around(self.gather_keys[0], partial(self, context=context), x)
 
 
 class PositionEmbedding(nn.Module):
@@ -101,25 +101,25 @@ class Embedding(TransformerLayer):
         """The tokens' rows [V/t, h]."""
         return self.tokens.table
 
-    def forward(self, tokens: Tensor, around: Surroundings) -> Tensor:
+    def forward(self, tokens: Tensor, context: PassContext) -> Tensor:
         """The first hidden states."""
         x: Tensor = self.tokens(tokens)
         if self.positions is not None:
-            documents = around.inputs.documents
-            x = self.positions(x, around.positions if documents is None else documents.at(around.positions))
-        if around.inputs.dropout is not None:
-            x = dropout(x, around.inputs.dropout, 0, around.positions, self.probability)
+            documents = context.inputs.documents
+            x = self.positions(x, context.positions if documents is None else documents.at(context.positions))
+        if context.inputs.dropout is not None:
+            x = dropout(x, context.inputs.dropout, 0, context.positions, self.probability)
         return x
 
-    def run(self, x: Tensor, around: Surroundings, residency: ParameterResidency) -> Tensor:
+    def run(self, x: Tensor, context: PassContext, residency: ParameterResidency) -> Tensor:
         """See TransformerLayer: backward needs no parameter of it."""
         with residency.in_memory(self.table):
-            result: Tensor = self(x, around)
+            result: Tensor = self(x, context)
         return result
 
     @override
     def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
-        yield None, self.own[::-1]
+        yield None, self.all_parameters[::-1]
 
     @property
     @override
@@ -158,18 +158,18 @@ class TransformerBlock(TransformerLayer):
             self.feed_forward = FeedForward(f"{name}.feed_forward", shape, groups)
         self.core, self.family = self.attention.core, shape.family
 
-    def forward(self, x: Tensor, around: Surroundings) -> Tensor:
+    def forward(self, x: Tensor, context: PassContext) -> Tensor:
         """[s or s/t, b, h] -> the same."""
-        source, positions = around.inputs.dropout, around.positions
-        inputs = around.inputs
-        attended = self.attention(self.attention_norm(x), around.rotary, inputs.documents, inputs.cache)
+        source, positions = context.inputs.dropout, context.positions
+        inputs = context.inputs
+        attended = self.attention(self.attention_norm(x), context.rotary, inputs.documents, inputs.cache)
         if source is not None:
             attended = dropout(attended, source, self.site, positions, self.probability)
         x = x + attended
         normal = self.feed_forward_norm(x)
         expanded: Tensor
         if isinstance(self.feed_forward, Mixture):
-            expanded = self.feed_forward(normal, around.inputs, around.residency)
+            expanded = self.feed_forward(normal, context.inputs, context.residency)
         else:
             expanded = self.feed_forward(normal)
         if source is not None:
@@ -179,8 +179,12 @@ class TransformerBlock(TransformerLayer):
     def units(self) -> Iterator[list[list[Parameter]]]:
         """See Layer: experts are a unit of their own, needed later than the rest."""
         if isinstance(self.feed_forward, Mixture):
-            experts = list(leaves(self.feed_forward.experts))
-            yield [leaf for leaf in leaves(self) if leaf[0] is not self.feed_forward.experts.gate_up]
+            experts = list(parameters_by_module(self.feed_forward.experts))
+            yield [
+                leaf
+                for leaf in parameters_by_module(self)
+                if leaf[0] is not self.feed_forward.experts.gate_up
+            ]
             yield experts
         else:
             yield from super().units()
@@ -190,13 +194,13 @@ class TransformerBlock(TransformerLayer):
         if isinstance(self.feed_forward, Mixture):
             experts = self.feed_forward.experts
             yield experts.gate_up, []
-            yield None, [*experts.late, *(p for p in self.own[::-1] if p not in set(experts.late))]
+            yield None, [*experts.late, *(p for p in self.all_parameters[::-1] if p not in set(experts.late))]
         else:
             yield from super().backward_order()
 
     @override
-    def exchanged(self, at: ActivationSizes) -> int:
-        return self.feed_forward.exchanged(at) if isinstance(self.feed_forward, Mixture) else 0
+    def exchanged_bytes(self, at: ActivationSizes) -> int:
+        return self.feed_forward.exchanged_bytes(at) if isinstance(self.feed_forward, Mixture) else 0
 
     @override
     def saved(self, at: ActivationSizes) -> list[SavedStorage]:
@@ -209,7 +213,7 @@ class TransformerBlock(TransformerLayer):
         return [*of_norms[0], *attended, *mask, *of_norms[1], *normal, *expanding.saved(at), *mask]
 
     @override
-    def unseen(self, at: ActivationSizes) -> list[SavedStorage]:
+    def unsaved_inputs(self, at: ActivationSizes) -> list[SavedStorage]:
         norm = self.attention_norm
         return [] if norm.weight.requires_grad else norm.saved(at)
 
@@ -228,8 +232,8 @@ class TransformerBlock(TransformerLayer):
     @property
     @override
     def elementwise(self) -> list[ElementwiseSize]:
-        around = ElementwiseSize("norm", 2 * self.hidden), ElementwiseSize("add", 2 * self.hidden)
-        return [*around, *self.attention.elementwise, *self.feed_forward.elementwise]
+        context = ElementwiseSize("norm", 2 * self.hidden), ElementwiseSize("add", 2 * self.hidden)
+        return [*context, *self.attention.elementwise, *self.feed_forward.elementwise]
 
     def waiting(self, at: ActivationSizes) -> DeferredBytes:
         """See Layer: before anything of it goes, and while the core of its attention is computed again."""
@@ -244,7 +248,7 @@ class TransformerBlock(TransformerLayer):
         return DeferredBytes(held, max(left + again - gone, most - masks))
 
     @override
-    def holes(self, at: ActivationSizes) -> int:
+    def allocator_gaps(self, at: ActivationSizes) -> int:
         return int(HOLES[self.family] * total(self.saved(at)))
 
 
@@ -270,18 +274,18 @@ class Predictor(TransformerLayer):
             self.owned = nn.Module()
             self.owned.register_parameter("table", table)
 
-    def forward(self, x: Tensor, around: Surroundings) -> Tensor:  # noqa: ARG002
+    def forward(self, x: Tensor, context: PassContext) -> Tensor:  # noqa: ARG002
         """The last hidden states, of which the head predicts."""
         result: Tensor = self.norm(x)
         return result
 
     @override
     def units(self) -> Iterator[list[list[Parameter]]]:
-        yield from ([leaf] for leaf in leaves(self))
+        yield from ([leaf] for leaf in parameters_by_module(self))
 
     @cached_property
     @override
-    def held(self) -> list[Parameter]:
+    def gather_keys(self) -> list[Parameter]:
         return [self.norm.weight, self.head.table]
 
     @property
@@ -292,7 +296,7 @@ class Predictor(TransformerLayer):
     @override
     def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
         yield None, [self.head.table]
-        yield self.norm.weight, own_parameters(self.norm)[::-1]
+        yield self.norm.weight, parameters_in(self.norm)[::-1]
 
     @property
     @override
@@ -349,7 +353,7 @@ class Transformer(nn.Module):
             else:
                 table.uses = 2
                 # Lookup and head of one stage's two chunks add in an order that the schedule decides.
-                table.apart = not self.span.embeds
+                table.separate_lookups = not self.span.embeds
             layers.append(Predictor(shape, groups, table, own))
         self.table = table
         self.layers = tuple(layers)
@@ -376,11 +380,11 @@ class Transformer(nn.Module):
 
     def forward(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Tensor:
         """See Part. The one that predicts ends with the final norm."""
-        around = self._surroundings(inputs)
-        shared = around.rotary.tables if around.rotary is not None else ()
+        context = self._pass_context(inputs)
+        shared = context.rotary.tables if context.rotary is not None else ()
         x = inputs.tokens if hidden is None else hidden
         for is_block, layers in groupby(self.layers, lambda layer: layer.is_block):
-            passes = [LayerPass(partial(self._run, layer, around), layer.own) for layer in layers]
+            passes = [LayerPass(partial(self._run, layer, context), layer.all_parameters) for layer in layers]
             if is_block:
                 x = self.groups.saved_policy.run(passes, x, shared)
             else:
@@ -390,13 +394,13 @@ class Transformer(nn.Module):
 
     def run_layer(self, layer: Layer, inputs: ModelInputs, x: Tensor) -> Tensor:
         """Return the output of one layer for the input `x`. The parameters of the layer must be gathered."""
-        result: Tensor = layer(x, self._surroundings(inputs))
+        result: Tensor = layer(x, self._pass_context(inputs))
         return result
 
-    def _run(self, layer: TransformerLayer, around: Surroundings, x: Tensor) -> Tensor:
-        return layer.run(x, around, self.residency)
+    def _run(self, layer: TransformerLayer, context: PassContext, x: Tensor) -> Tensor:
+        return layer.run(x, context, self.residency)
 
-    def _surroundings(self, inputs: ModelInputs) -> Surroundings:
+    def _pass_context(self, inputs: ModelInputs) -> PassContext:
         tensor, rotary = self.groups.tensor, None
         rows = inputs.positions
         if self.groups.sequence_parallel:
@@ -404,7 +408,7 @@ class Transformer(nn.Module):
         if self.shape.family == "llama" and inputs.cache is None:
             positions = inputs.positions if self.rotary_positions is None else self.rotary_positions
             rotary = Rotary(positions, RotaryFrequencies.of(self.shape), self.dtype)
-        return Surroundings(inputs, rows, rotary, self.residency)
+        return PassContext(inputs, rows, rotary, self.residency)
 
     def predict(self, hidden: Tensor, compute: Callable[[Any, Tensor], Computed]) -> Computed:
         """Return the result of `compute` for the output of the last part, with its parameters gathered."""
@@ -426,7 +430,7 @@ class Transformer(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """dtype of the tensors that are sent between parts."""
-        return self.layers[0].held[0].dtype
+        return self.layers[0].gather_keys[0].dtype
 
 
 def _masks(layer: Embedding | TransformerBlock, at: ActivationSizes) -> list[SavedStorage]:

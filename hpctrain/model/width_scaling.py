@@ -1,7 +1,8 @@
-"""What a model's width changes beside its shapes: multipliers, initial deviations and rates (muP).
+"""Changes with a model's width beside its sizes: multipliers, initial deviations and learning rates (muP).
 
 Maximal update parametrization, Tensor Programs V (arXiv 2203.03466), table 8, relative to a base width at
-which nothing is changed: what is good for narrow models, the learning rate above all, is good for wide ones.
+which nothing changes. Settings that are good for a narrow model, such as the learning rate, are then good for
+a wide one.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ HIDDEN: frozenset[Initial] = frozenset({"normal", "residual"})
 
 @dataclass(frozen=True)
 class WidthScaling:
-    """`width` and `head` are how many times wider the model, and one of its heads, is than the base; both 1
-    where the parametrization is the standard one.
+    """Ratios of a model's width, and of the size of its heads, to those of the base; both 1 by default.
 
-    A router, from the width to a number of experts that stays, is an output whose multiplier is in its
-    weights: their deviation, and for Adam their rate, are over the width (table 3 of the paper).
+    A router maps from the width to a fixed number of experts, so it is an output layer. Its multiplier is in
+    its
+    weights: the deviation and, for Adam, the learning rate are divided by the width (table 3 of the paper).
     """
 
     width: float = 1.0
@@ -34,7 +35,7 @@ class WidthScaling:
 
     @staticmethod
     def of(deck: Deck) -> WidthScaling:
-        """The deck's."""
+        """Return the ratios that a deck asks for."""
         model = deck.model
         if model.parametrization == "standard":
             return STANDARD
@@ -43,24 +44,25 @@ class WidthScaling:
 
     @property
     def of_logits(self) -> float:
-        """By what logits are multiplied."""
+        """Factor of the logits."""
         return 1 / self.width
 
     @property
     def of_scores(self) -> float:
-        """By what attention's scores are multiplied beside 1 / sqrt(head size): 1 / head size, and at the
-        base's head size the same.
+        """Factor of attention scores in addition to 1 / sqrt(head size).
+
+        The product is proportional to 1 / head size, and unchanged at the base's head size.
         """
         return 1 / sqrt(self.head)
 
     def deviation(self, initial: Initial) -> float:
-        """By what the standard deviation of initial weights is multiplied."""
+        """Return the factor of the standard deviation of initial weights with a role."""
         if initial in HIDDEN:
             return 1 / sqrt(self.width)
         return 1 / self.width if initial == "router" else 1.0
 
     def rate(self, initial: Initial, optimizer: str) -> float:
-        """By what the learning rate is multiplied."""
+        """Return the factor of the learning rate of weights with a role."""
         return RATES[optimizer](self, initial)
 
 
@@ -68,12 +70,11 @@ STANDARD = WidthScaling()
 
 
 def _of_adam(model: WidthScaling, initial: Initial) -> float:
-    """Of steps whose elements are as large as the rate, whatever the size of gradients; by the root of their
-    mean square over a cell or the tensor, as those of Adam-mini and Adafactor, or each.
+    """Return the factor for updates whose elements are as large as the rate, whatever the size of gradients.
 
-    Those of a matrix go along with the values that it is multiplied with: what they add to sums of as many
-    terms as the width grows with it. Sums over rows, columns or cells that get larger with the width are
-    means: they leave elements their size.
+    These are updates divided by the root of the gradients' mean square: of each element, or of a row, a cell
+    or the tensor as in Adam-mini and Adafactor. Updates of a matrix are correlated with the values that it
+    multiplies, so that their effect grows with the number of terms, which is the width.
     """
     return 1 / model.width if initial in HIDDEN or initial == "router" else 1.0
 
@@ -85,14 +86,16 @@ def _of_gradients(model: WidthScaling, initial: Initial) -> float:
 
 
 def _of_muon(model: WidthScaling, initial: Initial) -> float:
-    """Of steps of one spectral norm: what they add to values of a kind is of one size, but of routers, whose
-    rows get longer steps the more they add up.
+    """Return the factor for updates of one spectral norm.
+
+    What they add to hidden values is of one size. Routers are an exception, since their rows get longer
+    updates the more values they sum.
     """
     return 1.0 if initial in HIDDEN else 1 / sqrt(model.width)
 
 
 def _of_larger_muon(model: WidthScaling, initial: Initial) -> float:
-    """Of steps that grow with the root of the width."""
+    """Return the factor for updates that grow with the root of the width."""
     return _of_muon(model, initial) / sqrt(model.width)
 
 
@@ -112,7 +115,7 @@ those whose steps do not depend on the size of gradients, and those whose steps 
 
 
 def set_rates(parts: Iterable[ModelPart], deck: Deck) -> None:
-    """Give the parameters of a deck's model the rates that its width asks for."""
+    """Set the learning rates of a deck's model that its width asks for."""
     parametrization = WidthScaling.of(deck)
     if parametrization == STANDARD:
         return

@@ -145,7 +145,7 @@ class Parameter(nn.Parameter):
     `decayed` says whether weight decay applies, `rate` by what the learning rate is multiplied, `block` what
     is updated as one, if not each element by itself, and `uses` how many additions to `gradient` one backward
     pass of one micro-batch makes. A table whose two uses add in an order that depends on the schedule is
-    `apart`: its Bucket gives it `lookups`, a second buffer for one of them.
+    `separate_lookups`: its Bucket gives it `lookups`, a second buffer for one of them.
     """
 
     shard: Shard
@@ -154,7 +154,7 @@ class Parameter(nn.Parameter):
     rate: float = 1.0
     block: UpdateBlock | None = None
     uses: int = 1
-    apart: bool = False
+    separate_lookups: bool = False
     lookups: Tensor | None = None
     open_gradient: Callable[[], None] | None = None
     on_added: Callable[[Parameter], None] | None = None

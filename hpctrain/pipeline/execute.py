@@ -21,9 +21,8 @@ from hpctrain.comm.work import Work
 from hpctrain.data.batches import MicroBatch
 from hpctrain.host.device import on_host
 from hpctrain.host.streams import start_copy
-from hpctrain.model.inputs import AuxiliaryLosses, ModelInputs
+from hpctrain.model.inputs import AuxiliaryLosses, ModelInputs, RoutingChoices
 from hpctrain.model.part import ModelPart
-from hpctrain.model.routing_choices import RoutingChoices
 from hpctrain.objective.objective import LossFunction, Objective
 from hpctrain.parallel.backward import BackwardStart
 from hpctrain.parallel.random import DropoutSource

@@ -231,7 +231,7 @@ def plan_memory(
             summed = parts[0].at.tokens * parts[0].part.hidden_shape(1)[-1], parts[0].at.itemsize
             buffer += stage.groups.tensor.host.scratch_bytes(*summed, deck.layout.sequence_parallel)
         if on_host(device):
-            other += max(layer.holes(part.at) for part in parts for layer in part.part.layers)
+            other += max(layer.allocator_gaps(part.at) for part in parts for layer in part.part.layers)
             kept = _snapshot(deck, stage) + held_bytes(deck, stage)
             kept += mirror_bytes(deck, stage) if ranks > per_node else 0
         memory = replace(

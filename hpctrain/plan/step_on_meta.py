@@ -118,18 +118,18 @@ def _met(part: ModelPart, recompute: Recomputed) -> Iterator[_Layer]:
         steps = [
             _Step(held, added, [p for p in added if p not in late]) for held, added in layer.backward_order()
         ]
-        yield _Layer(again, layer.held[0] if layer.is_block else None, steps)
+        yield _Layer(again, layer.gather_keys[0] if layer.is_block else None, steps)
 
 
 def _compute(layer: Layer, residency: ParameterResidency, trained: bool = True) -> None:
     """The forward pass of a layer."""
     with ExitStack() as throughout:
-        for parameter in layer.held:
+        for parameter in layer.gather_keys:
             with ExitStack() as held:
                 held.enter_context(residency.in_memory(parameter))
                 if trained and parameter in set(layer.added_in_forward):
                     assert not parameter.requires_grad or parameter.gradient is not None
-                if layer.is_block and parameter is layer.held[0]:
+                if layer.is_block and parameter is layer.gather_keys[0]:
                     throughout.push(held.pop_all())
 
 

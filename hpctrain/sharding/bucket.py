@@ -113,7 +113,7 @@ class Bucket:
                 parameter.requires_grad_(False)
                 continue
             parameter.open_gradient = self.open_gradients if zero > 1 else None
-            if parameter.apart:
+            if parameter.separate_lookups:
                 parameter.lookups = torch.zeros(parameter.shape, dtype=gradient_dtype, device=group.device)
         self._added: dict[Parameter, int] = {}
         self._incomplete: set[Parameter] = set()

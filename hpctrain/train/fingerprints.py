@@ -117,7 +117,7 @@ class Fingerprints(Hook):
             each.shard.name: (float(number), float(index))
             for part in self.engine.models
             for number, layer in _numbered(part)
-            for index, each in enumerate(layer.own)
+            for index, each in enumerate(layer.all_parameters)
         }
 
     @contextmanager

@@ -11,8 +11,8 @@ from torch import Tensor
 from hpctrain.comm.world import World
 from hpctrain.engine.build import Engine
 from hpctrain.errors import HpctrainError
+from hpctrain.model.inputs import RoutingChoices
 from hpctrain.model.router import router_name
-from hpctrain.model.routing_choices import RoutingChoices
 from hpctrain.model.shape import ModelShape
 from hpctrain.text import counted
 from hpctrain.train.control import StepDecision
@@ -94,7 +94,7 @@ class RoutingRecorder(Hook):
     def after_step(self, done: StepDone) -> None:
         """Take what was chosen off the device; write where it is all there. Collective."""
         for first, choices in self._made:
-            for router, made in choices.made.items():
+            for router, made in choices.recorded_experts.items():
                 host = made.cpu()
                 host[:, 0] += first
                 self._rows.setdefault(router, []).append(host[host[:, 0] < self._end(done.state)])

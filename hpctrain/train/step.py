@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.engine.build import Engine
-from hpctrain.model.routing_choices import RoutingChoices
+from hpctrain.model.inputs import RoutingChoices
 from hpctrain.optim.clip import clip_coefficient, local_square_norm
 from hpctrain.optim.spikes import Spike
 from hpctrain.parallel.random import DropoutSource

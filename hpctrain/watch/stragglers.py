@@ -99,7 +99,7 @@ def work_of(parts: Iterable[ModelPart]) -> object:
     much of them is trained. It is equal on the ranks of a stage, and on stages of the same layers.
     """
     return [
-        (layer.kind, sum(prod(p.shard.shape) for p in layer.own if p.requires_grad))
+        (layer.kind, sum(prod(p.shard.shape) for p in layer.all_parameters if p.requires_grad))
         for part in parts
         for layer in part.layers
     ]

@@ -45,7 +45,7 @@ def test_peers_begin_with_our_weights(world: World, changes: tuple[str, ...]) ->
 def test_a_module_begins_with_the_weights_of_a_run(world: World) -> None:
     alone, deck = world.single_rank_world(), gpt2()
     engine = build_engine(deck, alone, Mesh(alone, {}))
-    ours = {p.shard.name: p.detach() for layer in engine.model.layers for p in layer.own}
+    ours = {p.shard.name: p.detach() for layer in engine.model.layers for p in layer.all_parameters}
     training = TorchTraining(deck)
     module = training.whole_model()
     theirs = {name.removeprefix("module."): p for name, p in module.named_parameters()}

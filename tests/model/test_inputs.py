@@ -12,7 +12,7 @@ from hpctrain.comm.world import World
 from hpctrain.model import transformer
 from hpctrain.model.count import count
 from hpctrain.model.inputs import AuxiliaryLosses
-from hpctrain.model.transformer import Surroundings, TransformerBlock
+from hpctrain.model.transformer import PassContext, TransformerBlock
 from tests.engines import LLAMA, small_deck, trainer
 
 WEIGHT = 0.03
@@ -24,11 +24,11 @@ class TermBlock(TransformerBlock):
 
     terms = ("size",)
 
-    def forward(self, x: Tensor, around: Surroundings) -> Tensor:
-        x = super().forward(x, around)
+    def forward(self, x: Tensor, context: PassContext) -> Tensor:
+        x = super().forward(x, context)
         value = WEIGHT * self.site * x.float().square().mean(-1).sum()
         counted = self.feed_forward.up.groups.tensor.rank == 0  # on the same tokens as its neighbours
-        return around.inputs.terms.add(x, "size", self.feed_forward_norm.weight.shard.name, value, counted)
+        return context.inputs.terms.add(x, "size", self.feed_forward_norm.weight.shard.name, value, counted)
 
 
 @pytest.fixture(autouse=True)

@@ -144,19 +144,19 @@ def test_the_last_tokens_by_sample_and_position_are_dropped(lengths: tuple[int, 
     inputs = inputs_of(3, lengths=[*lengths])
     tokens = tokens_of(inputs)
     routing = router(rows_of(inputs), tokens, inputs)
-    assert routing.kept is not None
+    assert routing.accepted is not None
     rows = {(int(b), int(s)): row for row, (b, s) in enumerate(zip(*tokens_at(tokens), strict=True))}
     most = ceil(0.6 * sum(lengths) * 3 / 8)
-    taken = [0] * 8
-    expected = torch.zeros_like(routing.kept)
+    counts_before = [0] * 8
+    expected = torch.zeros_like(routing.accepted)
     for sample, length in enumerate(lengths):
         for position in range(length):
             row = rows.pop((sample, position))
             for slot, expert in enumerate(routing.experts[row].tolist()):
-                taken[expert] += 1
-                expected[row, slot] = taken[expert] <= most
-    assert not rows and torch.equal(routing.kept, expected)
-    assert not expected.all() and max(taken) > most
+                counts_before[expert] += 1
+                expected[row, slot] = counts_before[expert] <= most
+    assert not rows and torch.equal(routing.accepted, expected)
+    assert not expected.all() and max(counts_before) > most
 
 
 @pytest.mark.parametrize("keys", [{}, {"shared_experts": 1}, {"capacity": 0.6}])
@@ -242,7 +242,7 @@ def test_the_bias_follows_the_counts_and_does_not_weigh(world: Any) -> None:
     router = make_router(world, balance="bias", balance_rate=0.25)
     assert router.bias is not None
     counts = torch.tensor([4, 0, 2, 2, 8, 0, 0, 0, 0, 0], dtype=torch.float64)
-    router.after_update({router.noted_name: counts})
+    router.after_update({router.statistic_name: counts})
     assert router.bias.tolist() == [-0.25, 0.25, 0.0, 0.0, -0.25, 0.25, 0.25, 0.25]
     inputs = inputs_of(2)
     routing = router(rows_of(inputs), tokens_of(inputs), inputs)
@@ -261,7 +261,7 @@ def test_over_the_step_shares_are_those_of_the_step_before(world: Any) -> None:
     router(rows_of(inputs), tokens_of(inputs), inputs)
     (value,) = inputs.terms._values.values()
     assert float(value) == 0.0
-    router.after_update({router.noted_name: counts})
+    router.after_update({router.statistic_name: counts})
     inputs = inputs_of(2)
     router(rows_of(inputs), tokens_of(inputs), inputs)
     (value,) = inputs.terms._values.values()

@@ -144,7 +144,7 @@ def test_blocks_that_stay_gathered_change_nothing_but_the_traffic(world: World) 
 def test_a_block_needed_twice_in_a_row_is_gathered_once(world: World) -> None:
     """From the second step of a kind on, whose order is known: three gathers instead of four."""
     engine = trainer(world, small_deck("layout.zero=3")).engine
-    first, second = (block.held[0] for block in blocks_of(engine.model))
+    first, second = (block.gather_keys[0] for block in blocks_of(engine.model))
     moved = []
     for _ in range(2):
         world.ledger.reset()

@@ -76,8 +76,8 @@ def make_call(
     """Return the way to call a module with fields of a micro-batch.
 
     Without `requested`, the module gets all fields that it accepts by keyword, except targets. A module with
-    the parameter `input_ids` gets the tokens there, any other one gets a single field by position.
-    A cache for generation is switched off.
+    the parameter `input_ids` gets the tokens there, any other one gets a single field by position. A cache
+    for generation is switched off.
 
     Args:
         module: The module.

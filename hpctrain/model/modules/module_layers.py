@@ -58,24 +58,31 @@ class ModuleLayer(Layer):
 
     def units(self) -> Iterator[list[list[Parameter]]]:
         """Yield each parameter as a unit of its own. The parts of a packed one stay together."""
-        if self.own:
-            yield [list(each) for _, each in groupby(self.own, lambda parameter: parameter.shard.name)]
+        if self.all_parameters:
+            yield [
+                list(each) for _, each in groupby(self.all_parameters, lambda parameter: parameter.shard.name)
+            ]
 
     @cached_property
     @override
-    def held(self) -> list[Parameter]:
-        return [*self.own[:1], *self.borrowed]
+    def gather_keys(self) -> list[Parameter]:
+        return [*self.all_parameters[:1], *self.borrowed]
 
     @override
     def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
-        yield None if self.is_block or not self.own else self.own[0], self.own[::-1]
+        yield (
+            None if self.is_block or not self.all_parameters else self.all_parameters[0],
+            self.all_parameters[::-1],
+        )
         if self.borrowed:
             yield self.borrowed[0], list(self.borrowed)
 
     @property
     @override
     def late(self) -> set[Parameter]:
-        return {parameter for parameter in self.own if isinstance(parameter, LayerGradientParameter)}
+        return {
+            parameter for parameter in self.all_parameters if isinstance(parameter, LayerGradientParameter)
+        }
 
     @property
     @override
@@ -114,12 +121,12 @@ class ModuleLayer(Layer):
         return list(trace.saved_recomputed if at.again and not self.is_block else trace.saved)
 
     @override
-    def unknown(self, at: ActivationSizes) -> str | None:
+    def unknown_reason(self, at: ActivationSizes) -> str | None:
         trace = self.trace(at)
         return trace if isinstance(trace, str) else None
 
     @override
-    def computed_again(self, at: ActivationSizes) -> tuple[list[SavedStorage], int] | None:
+    def recomputed_bytes(self, at: ActivationSizes) -> tuple[list[SavedStorage], int] | None:
         trace = self.trace(at)
         return ([], 0) if isinstance(trace, str) else (list(trace.saved_recomputed), trace.recompute_bytes)
 
@@ -171,8 +178,8 @@ class BlockRunner:
         residency = self.residency()
         needed = torch.is_grad_enabled() and (policy.repeats or residency.gathers)
         versions = _versions(inputs) if needed else []
-        if self.layer.own:
-            result = residency.surround(self.layer.own[0], compute, inputs, tensors_of)
+        if self.layer.all_parameters:
+            result = residency.surround(self.layer.all_parameters[0], compute, inputs, tensors_of)
         else:
             result = compute()
         if needed and _versions(inputs) != versions:

@@ -165,7 +165,7 @@ class ModulePart(nn.Module):
 
     def _gather_layer(self, layer: ModuleLayer) -> None:
         """Keep the parameters of an outer layer gathered until the end of the pass."""
-        for parameter in layer.held:
+        for parameter in layer.gather_keys:
             self._gathered.enter_context(self.residency.in_memory(parameter))
 
     def _current_residency(self) -> ParameterResidency:

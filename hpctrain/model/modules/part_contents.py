@@ -194,7 +194,7 @@ def _replace_stage_parameter(
         return nn.Parameter(placeholder.expand(original.shape), requires_grad=False)
     if name in shared_parameters:
         # The schedule decides in which order the two parts of this rank add their gradients.
-        shared_parameters[name].uses, shared_parameters[name].apart = 2, True
+        shared_parameters[name].uses, shared_parameters[name].separate_lookups = 2, True
         return shared_parameters[name]
     own = _replace_parameter(partial_gradients, layer_gradients, name, original)
     assert isinstance(own, Parameter)

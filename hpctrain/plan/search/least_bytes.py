@@ -218,7 +218,9 @@ def _kept(deck: Deck, layer: Layer, part: PartBytes) -> MicroBatchBytes:
         kept = packed if deck.memory.activations == "keep" else 0
         staying, present, later = stays + kept, computed - kept, layer.waiting(at)
         first = saved[0].bytes if saved[0] == part.hidden else 0
-    return MicroBatchBytes(whole, staying, present, first, *later, layer.workspace(at), layer.holes(at))
+    return MicroBatchBytes(
+        whole, staying, present, first, *later, layer.workspace(at), layer.allocator_gaps(at)
+    )
 
 
 def _few(layers: Sequence[LayerSizes]) -> int:

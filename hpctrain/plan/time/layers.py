@@ -119,13 +119,13 @@ def layer_sizes(shape: ModelShape, frozen: tuple[str, ...] = ()) -> tuple[LayerS
 def _sizes(layer: Layer, shape: ModelShape, silent: bool, unasked: bool) -> LayerSizes:
     of_axes = {"tensor": 0, "expert": 0, "none": 0}
     shapes = []
-    for parameter in layer.own:
+    for parameter in layer.all_parameters:
         axes = parameter.shard.split
         where = "expert" if axes & EXPERT_AXES else "tensor" if axes else "none"
         of_axes[where] += prod(parameter.shard.shape)
         if len(parameter.shard.shape) > 1:
             shapes.append((where == "expert", tuple(parameter.shard.shape)))
-    weights = [p for p in {*layer.own, *layer.added_in_forward} if p.dim() > 1]
+    weights = [p for p in {*layer.all_parameters, *layer.added_in_forward} if p.dim() > 1]
     trained = sum(prod(p.shard.shape) for p in weights if p.requires_grad)
     return LayerSizes(
         layer.kind,
@@ -148,7 +148,7 @@ def _sizes(layer: Layer, shape: ModelShape, silent: bool, unasked: bool) -> Laye
 
 
 def _adapting(layer: Layer) -> tuple[int, int]:
-    trained = [parameter.shard for parameter in layer.own if parameter.requires_grad]
+    trained = [parameter.shard for parameter in layer.all_parameters if parameter.requires_grad]
     split, whole = (
         sum(prod(each.shape) for each in trained if bool(each.split) == cut) for cut in (True, False)
     )

@@ -1,7 +1,7 @@
 """Parallel layers that replace a module's own: linear layers, embeddings and experts.
 
-Activations are batch first, and weights have the module's own form. A module may call a layer several
-times in a pass. So autograd reports when a gradient is complete, and not each call of the layer.
+Activations are batch first, and weights have the module's own form. A module may call a layer several times
+in a pass. So autograd reports when a gradient is complete, and not each call of the layer.
 """
 
 from __future__ import annotations

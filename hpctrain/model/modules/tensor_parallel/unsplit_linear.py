@@ -36,8 +36,7 @@ def linear_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 def replace_linear_layers(module: nn.Module, groups: LayerContext) -> dict[nn.Module, UnsplitLinear]:
     """Let linear layers whose parameters are all LayerGradientParameters compute as UnsplitLinear.
 
-    Returns:
-        The UnsplitLinear of each replaced layer.
+    Returns: The UnsplitLinear of each replaced layer.
     """
     one_rank = planned_group(("tensor",), 0, 1, Ledger())
     unsplit_groups = replace(groups, tensor=one_rank, sequence_parallel=False)
