@@ -1,1 +1,1 @@
-"""The transformer, made from parallel layers."""
+"""Models: transformers, mixtures of experts, and modules that users bring."""

@@ -1,4 +1,9 @@
-"""Causal self-attention with grouped queries, split by heads over the tensor axis."""
+"""Causal self-attention with grouped queries, split by heads over the tensor axis.
+
+One column-parallel linear layer computes queries, keys and values of this rank's heads. They may be
+normalized, are rotated in the family `llama`, and go to the core: softmax attention by the kernel of this
+machine, or over the ranks of the context axis. A row-parallel linear layer computes the output.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,14 @@ from hpctrain.parallel.tensor import ColumnLinear, RowLinear, RowPartition
 
 
 class Attention(nn.Module):
-    """[s or s/t, b, h] -> the same, in the block of that number."""
+    """Attention of one block, [s or s/t, b, h] -> the same shape.
+
+    Args:
+        name: Name of the layer, with which names of parameters begin.
+        shape: Sizes of the model.
+        groups: Process groups and settings of this rank's layers.
+        block: Number of the block, by which a cache stores keys and values.
+    """
 
     def __init__(self, name: str, shape: ModelShape, groups: LayerContext, block: int) -> None:
         super().__init__()
@@ -55,17 +67,18 @@ class Attention(nn.Module):
 
     @property
     def _compiled(self) -> bool:
-        """Whether rotation and core are one function that is compiled."""
+        """True if rotation and core are one compiled function."""
         return self.groups.functions.compiled and self.groups.context.size == 1
 
     @property
     def _saves_rotated_copies(self) -> bool:
-        """Whether the core keeps other queries and keys than those that were projected."""
+        """True if the core saves other queries and keys than the projected ones."""
         return self.rotated and (self.norm is not None or not self._compiled)
 
     def workspace(self, at: ActivationSizes) -> int:
-        """Bytes that its backward pass needs in passing where its core is compiled: gradients of the output
-        and of what was projected, and what it computes in.
+        """Return the temporary bytes of the backward pass of a compiled core; 0 for other cores.
+
+        They are the gradients of the output and of the projections, and the kernel's workspace.
         """
         if not self._compiled:
             return 0
@@ -76,14 +89,14 @@ class Attention(nn.Module):
 
     @property
     def elementwise(self) -> list[ElementwiseSize]:
-        """What is done to queries and keys before the core."""
+        """Elementwise operations on queries and keys before the core."""
         features = (self.core.heads + self.core.key_value_heads) * self.head_size
         normed = [ElementwiseSize("norm", features, True)] if self.norm is not None else []
         return [*normed, *([ElementwiseSize("rotation", features, True)] if self.rotated else [])]
 
     @property
     def exchanges(self) -> bool:
-        """Whether the core's output comes back from other ranks, and is another tensor there."""
+        """True if the core's output is sent back by other ranks, into another tensor."""
         return self.groups.context.size > 1 and self.groups.context_form == "all_to_all"
 
     def forward(
@@ -93,8 +106,15 @@ class Attention(nn.Module):
         documents: Documents | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Attend to all earlier positions of the same sequence, or of the same of its documents, or with a
-        cache of the same of its texts.
+        """Return the attention output for x. Collective over the context and tensor axes.
+
+        Each position attends to all earlier ones of its sequence.
+
+        Args:
+            x: Normalized hidden states.
+            rotary: Tables of the positions; None in families without rotation.
+            documents: Documents of packed sequences, to which attention is limited; None without packing.
+            cache: Keys and values of texts that are continued, which replace the sequence; None in training.
         """
         inner = self.inner(x)
         parts = [
@@ -115,7 +135,7 @@ class Attention(nn.Module):
     def _attend(
         self, documents: Documents | None, query: Tensor, key: Tensor, value: Tensor, *tables: Tensor
     ) -> Tensor:
-        """The core: rotation, where there are tables for it, and softmax attention."""
+        """Return softmax attention, with rotation if there are tables."""
         context, attend = self.groups.context, self.groups.functions.attend
         if context.size == 1:
             return attend(query, key, value, tables, self.scale, documents)
@@ -127,14 +147,12 @@ class Attention(nn.Module):
         return all_to_all_attention(query, key, value, context, whole)
 
     def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """What the core keeps, and its output, if it does not keep it itself."""
+        """Return what autograd saves: what the core saves, and its output if the core does not save it."""
         alone = at.selective or self.exchanges
         return [*self._core(at), *(self.output.kept(at) if alone else []), *self.output.beside(at)]
 
     def _core(self, at: ActivationSizes) -> list[SavedStorage]:
-        """The core's inputs as it keeps them, and unless it is computed again its output, or what is
-        exchanged of it, and the log-sum-exp.
-        """
+        """Return what the core saves: its inputs, and unless it is recomputed its output and log-sum-exp."""
         queries, keys, _ = self.inner.split_sizes
         projected, output, shared = (at.features(count) for count in (queries + 2 * keys, queries, keys))
         statistics = [] if self.norm is None else self.norm.saved(at)
@@ -144,7 +162,7 @@ class Attention(nn.Module):
         log_sum = at.features(queries // self.head_size, 4)
         log_sum = SavedStorage(log_sum.bytes, 4, features=False)
         if self.exchanges:
-            # The exchanged queries, keys, values and output.
+            # The queries, keys, values and output after the exchange.
             exchanged = at.features(max(keys, self.groups.context.size * self.head_size))
             normed = [] if self.norm is None else [projected, *statistics]
             return [*normed, output, exchanged, exchanged, output, log_sum]
@@ -157,11 +175,11 @@ class Attention(nn.Module):
         ]
 
     def made_again(self, at: ActivationSizes) -> int:
-        """Bytes that the core, where it is computed again, saves beside its inputs and output."""
+        """Return the bytes that a recomputed core saves beside its inputs and output."""
         queries, keys, _ = self.inner.split_sizes
         known = total(self._core(replace(at, selective=True)))
         known += 0 if self.exchanges else at.features(queries).bytes
         if self.norm is not None and not self._compiled:
-            # It is normalized queries and keys then, but rotated ones otherwise.
+            # The first ones are normalized queries and keys, the others rotated ones.
             known -= at.features(queries + keys).bytes
         return total(self._core(replace(at, selective=False))) - known

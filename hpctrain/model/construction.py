@@ -28,7 +28,7 @@ from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter
 
 Targets = Iterable[tuple[Parameter, Tensor, int]]
-"""Flat fp32 tensors to fill, each the elements of a parameter's local piece from an offset on."""
+"""Parameters, flat fp32 tensors to fill, and the offset of these in the parameter's local piece."""
 
 
 class ModelFamily(NamedTuple):
@@ -64,7 +64,7 @@ def _initialize_transformers(
     initialize(targets, shape, seed, roughness)
 
 
-FAMILIES: Mapping[type[Architecture], ModelFamily] = {
+MODEL_FAMILIES: Mapping[type[Architecture], ModelFamily] = {
     ModelShape: ModelFamily(_transformers, _initialize_transformers),
     ModuleArchitecture: ModelFamily(build_module_parts, initialize_module, module_split_problems),
 }
@@ -94,7 +94,7 @@ def build_parts(
 
     Parameters have no memory before they are in buckets.
     """
-    return FAMILIES[type(architecture)].parts(architecture, groups, spans)
+    return MODEL_FAMILIES[type(architecture)].parts(architecture, groups, spans)
 
 
 def initialize_parts(
@@ -114,13 +114,12 @@ def initialize_parts(
         roughness: Standard deviation of noise that is added to biases and norm weights. Checks use it, so
             that no two tensors are alike and a mix-up shows.
     """
-    FAMILIES[type(architecture)].initialize(architecture, parts, targets, seed, roughness)
+    MODEL_FAMILIES[type(architecture)].initialize(architecture, parts, targets, seed, roughness)
 
 
 def split_problems(architecture: Architecture, split: Sequence[int]) -> Iterable[str]:
-    """Return the problems of dividing a model into stages of so many blocks, each as the end of a sentence.
-    """
-    return FAMILIES[type(architecture)].problems(architecture, split)
+    """Return the problems of dividing a model into stages of so many blocks, as ends of sentences."""
+    return MODEL_FAMILIES[type(architecture)].problems(architecture, split)
 
 
 def build_model(architecture: Architecture, groups: LayerContext) -> ModelPart:

@@ -54,7 +54,7 @@ class FeedForward(nn.Module):
 
     @property
     def expanded_features(self) -> int:
-        """Features of a token between the two."""
+        """Features of a token between the two layers."""
         return sum(self.up.split_sizes)
 
     def forward(self, x: Tensor) -> Tensor:

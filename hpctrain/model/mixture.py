@@ -43,7 +43,7 @@ class Mixture(nn.Module):
         activation = ACTIVATIONS[shape.activation]
         self.experts = Experts(f"{name}.experts", sizes, groups, shape.capacity, activation)
         inner = shape.shared_experts * shape.expert_mlp
-        # The router keeps what it sees, too.
+        # The router saves the same input.
         self.shared = FeedForward(f"{name}.shared", shape, groups, inner, True) if inner else None
 
     def forward(self, x: Tensor, inputs: ModelInputs, residency: ParameterResidency) -> Tensor:
@@ -59,7 +59,7 @@ class Mixture(nn.Module):
         split = self.groups.tensor.size > 1 and not self.groups.sequence_parallel
         rows = _LocalRows.apply(flat, self.groups.tensor, sizes) if split else flat
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
-            # Whatever is frozen before or here: who starts an exchange in backward needs who completes it.
+            # Backward must run through both ends of the exchange, even if all before it is frozen.
             rows = rows if rows.requires_grad else rows.detach().requires_grad_()
         tokens = RoutedTokens.of(inputs, own)
         routing = self.router(rows, tokens, inputs)
@@ -99,13 +99,12 @@ class Mixture(nn.Module):
         return self.results(at).bytes * (ranks - 1) // ranks
 
     def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """Return what autograd saves in the router, the shared experts and the experts, and their results."""
+        """Return what autograd saves in the router, the shared experts and the experts, and the results."""
         shared = self.shared.saved(at) if self.shared is not None else []
         return [*self.router.saved(at), *shared, *self.experts.saved(at), self.results(at)]
 
     def workspace(self, at: ActivationSizes) -> int:
-        """Return the temporary bytes of the backward pass: gradients of rows, and what matrix products need.
-        """
+        """Return the temporary bytes of the backward pass: gradients of rows, and what products need."""
         rows = self.experts.rows(at) * at.itemsize
         inner = rows * 2 * (self.experts.expanded_features + self.shape.hidden)
         shared = self.shared.workspace(at) if self.shared is not None else 0
@@ -129,7 +128,7 @@ class Mixture(nn.Module):
 
 
 class _LocalRows(torch.autograd.Function):
-    """This rank's slice of rows [n, h] that all ranks have; rank i has `sizes[i]` rows."""
+    """Slice of rows [n, h] that all ranks have: rank i has `sizes[i]` rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Group, sizes: list[int]) -> Tensor:

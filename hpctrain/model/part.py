@@ -73,13 +73,12 @@ class Layer(nn.Module, ABC):
     terms: tuple[str, ...] = ()
 
     def units(self) -> Iterator[list[list[Parameter]]]:
-        """Yield units that compute together, in the order of the forward pass: the parameters of each module.
-        """
+        """Yield units that compute together, in the order of the forward pass: each module's parameters."""
         yield list(parameters_by_module(self))
 
     @cached_property
     def gather_keys(self) -> list[Parameter]:
-        """Parameters by which ParameterResidency gathers the layer's units, in the order of the forward pass.
+        """Parameters that identify the layer's units for ParameterResidency, in the forward pass's order.
 
         The unit of the first one of a block is gathered throughout its forward and backward pass.
         """

@@ -48,8 +48,7 @@ class QueryKeyNorm(nn.Module):
         return result
 
     def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """Return what autograd saves beside the inputs: one fp32 statistic for each head, or for all heads.
-        """
+        """Return what autograd saves beside the inputs: an fp32 statistic of each head, or of all heads."""
         heads = (1 if self.joint else rows.local // self.head_size for rows in self.rows)
         return [SavedStorage(4 * at.tokens * count, 4, features=False) for count in heads]
 
@@ -111,7 +110,7 @@ class _Normalized(torch.autograd.Function):
         means = norm.means([g * x for g, x in zip(of_normed, normed, strict=True)], shared=False)
         of_inputs = []
         for g, x, mean, inverse, rows in zip(of_normed, normed, means, inverses, norm.rows, strict=True):
-            # The gradients of ranks that hold the same keys are summed later: each takes its part of this.
+            # The gradients of ranks that hold the same keys are summed later: each one has its share here.
             share = mean / rows.copies if norm.joint else mean
             of_inputs.append((inverse * (g - x * share)).to(query.dtype))
         return (*of_inputs, *of_weights, None)

@@ -22,7 +22,7 @@ from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter, Shard
 
 _LEAST = 1e-20
-"""Added to a sum of sigmoids, all of which may be zero."""
+"""Term that keeps a sum of sigmoids from being zero."""
 
 BALANCE_LOSS, Z_LOSS = "balance_loss", "router_z_loss"
 
@@ -109,8 +109,7 @@ class Router(nn.Module):
         return self.groups.tensor.empty((self.shape.experts,), torch.float32).zero_()
 
     def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
-        """Yield the bias of the choice, and each expert's share of the last step's tokens, for checkpoints.
-        """
+        """Yield the bias of the choice and each expert's share of the last step's tokens, for checkpoints."""
         shard = Shard.whole(f"{self.name}.weight", (self.shape.experts,))
         if self.bias is not None:
             yield "router/bias", shard, self.bias
@@ -173,7 +172,7 @@ class Router(nn.Module):
         length = inputs.tokens.shape[0] * self.groups.context.size
         total = self._real_tokens(inputs)
         most = ceil(shape.capacity * total * shape.experts_per_token / shape.experts)
-        # Padding is sent along, behind all real tokens, as other ranks do not know how much each one has.
+        # Padding is sent along, after all real tokens, since other ranks do not know how much there is.
         order = tokens.expand(tokens.samples * length + tokens.positions, inputs.rows * length)
         own = torch.cat((order.unsqueeze(1), tokens.expand(experts)), dim=1)
         group = self.groups.micro_batch

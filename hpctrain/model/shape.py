@@ -1,4 +1,4 @@
-"""Sizes of a model: arithmetic only, no tensors."""
+"""Sizes of a transformer, without tensors."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from hpctrain.model.architecture import Architecture
 from hpctrain.model.width_scaling import STANDARD, WidthScaling
 
 Head = Literal["vocabulary", "scalar"]
-"""What predicts: logits of every token of the vocabulary, or one number a token."""
+"""Output layer: logits of all tokens of the vocabulary, or one number per token."""
 
 Recomputed = int | Literal["none", "full", "selective", "sqrt"]
-"""What backward computes again; a number is that of blocks of which only the first one's input is kept."""
+"""Recomputation in backward. A number is the length of segments of blocks that save only their input."""
 
 
 EXPERT_KEYS: Mapping[str, str] = {
@@ -40,18 +40,26 @@ EXPERT_KEYS: Mapping[str, str] = {
     "router_groups": "router_groups",
     "router_groups_per_token": "router_groups_per_token",
 }
-"""Sizes of a shape that describe mixtures -> keys of [model.experts]."""
+"""Keys of [model.experts] by the field of a ModelShape."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape(Architecture):
-    """The sizes that fix a decoder-only transformer.
+    """Sizes that define a decoder-only transformer.
 
-    `gpt2`: learned positions, LayerNorm, biases. `llama`: RoPE, RMSNorm, no biases. An `activation` of ""
-    stands for the usual one of the family, and so does an `attention_bias` of "". Of what
-    concerns mixtures, what is meant is told by the deck's keys of these names. `packed` says that documents
-    in a sequence do not see each other; a `head` that is scalar has a row of its own, whatever is `tied`.
-    With `adapters` nothing else is trained, but for such a head.
+    The family `gpt2` has learned positions, LayerNorm and biases. The family `llama` has rotary positions,
+    RMSNorm and no biases. Most fields are keys of `[model]` and `[model.experts]` under the same or a similar
+    name; the deck's help explains them.
+
+    Attributes:
+        activation: Activation of feed-forward layers; "" is replaced by the default of the family.
+        attention_bias: Biases of attention's linear layers; "" is replaced by the default of the family.
+        head_size: Features of an attention head; 0 is replaced by hidden / heads.
+        parametrization: Scaling with the width (muP).
+        packed: True if attention is limited to documents within a sequence.
+        head: Kind of output layer. A scalar one has its own weight even if embeddings are `tied`.
+        adapters: Settings of adapters, which are the only trained parameters besides a scalar head; None
+            trains all.
     """
 
     family: Family
@@ -96,7 +104,7 @@ class ModelShape(Architecture):
     adapters: Adapters | None = None
 
     def __post_init__(self) -> None:
-        """Fill the features of one attention head, hidden / heads, and the family's activation and biases."""
+        """Replace the defaults of `activation`, `attention_bias` and `head_size`."""
         if not self.attention_bias:
             object.__setattr__(self, "attention_bias", FAMILIES[self.family].attention_bias)
         if not self.activation:
@@ -106,9 +114,14 @@ class ModelShape(Architecture):
 
     @staticmethod
     def of(deck: Deck, vocabulary: int) -> ModelShape:
-        """The shape that a deck asks for, with the vocabulary already settled.
+        """Return the shape that a deck asks for.
 
-        HpctrainError where it asks for a module that users bring.
+        Args:
+            deck: The deck.
+            vocabulary: Size of the vocabulary, which the data may have decided.
+
+        Raises:
+            HpctrainError: The deck asks for a user's module.
         """
         if deck.model.module is not None:
             raise HpctrainError(deck.problem("model.module", "is unsupported here: built-in models only"))
@@ -122,7 +135,7 @@ class ModelShape(Architecture):
         return ModelShape(**{name: getattr(deck.model, name) for name in names}, **settled)
 
     def is_mixture(self, block: int) -> bool:
-        """Whether a block's feed-forward part is a mixture of experts."""
+        """Return True if a block has a mixture of experts."""
         return self.experts > 0 and block >= self.dense_first and (block + 1) % self.expert_every == 0
 
     @property

@@ -1,7 +1,22 @@
-"""One decoder-only transformer for GPT-2 and Llama, from parallel layers.
+"""Decoder-only transformer of the families GPT-2 and Llama, made of parallel layers.
 
-Activations are sequence first, [s, b, h]; under sequence parallelism [s/t, b, h] between the layers that are
-split over the tensor axis.
+Sizes: s tokens of a sequence (of this rank's piece, if the context axis splits sequences), b sequences of a
+micro-batch, h hidden features, t tensor ranks, V tokens of the vocabulary. Activations are sequence first.
+
+1. `Embedding`: token ids [s, b] -> hidden states x [s, b, h], plus learned positions in GPT-2.
+2. Each `TransformerBlock`, with pre-norms and residual connections:
+       x = x + attention(attention_norm(x))
+       x = x + feed_forward(feed_forward_norm(x))
+   - `Norm`: LayerNorm or RMSNorm, [s, b, h] -> the same shape.
+   - `Attention`: linear layer [s, b, h] -> queries, keys and values [s, b, heads/t, d] of this rank's heads,
+     attention of each head, and linear layer [s, b, heads/t * d] -> [s, b, h], summed over tensor ranks.
+   - `FeedForward`: linear layer [s, b, h] -> [s, b, inner/t], activation, and linear layer back to
+     [s, b, h], summed over tensor ranks. A `Mixture` of experts may take its place.
+3. `Predictor`: final norm, and the output layer [s, b, h] -> logits [s, b, V/t], which the loss computes in
+   chunks of tokens.
+
+Under sequence parallelism, x is [s/t, b, h] between split layers. They gather the sequence first, and each
+rank gets its slice of the sum in the end. A pipeline gives a range of these layers to each part.
 """
 
 from __future__ import annotations
@@ -35,22 +50,25 @@ from hpctrain.parallel.scalar_head import ScalarHead
 from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_shard
 
-HOLES = {"gpt2": 2.4, "llama": 3.5}
-"""Activations of so many blocks: freed memory between what is in use, which the C library keeps.
+ALLOCATOR_GAPS = {"gpt2": 2.4, "llama": 3.5}
+"""Freed memory between used blocks that the C library keeps, in units of the activations of one block.
 
-Measured, not derived: with glibc 2.36, on models of 2M to 124M parameters, the peak of a process beside that
-of one whose tensors are mapped apart (MALLOC_MMAP_THRESHOLD_: it leaves no holes and costs half of the
-speed). gpt2: 0.3 to 3.9 blocks. llama, whose norms, rotation and gate free what they need in passing between
-what they keep: 2.6 blocks after five steps, 3.8 after 250.
+Measured with glibc 2.36 on models of 2M to 124M parameters: the difference to the peak of a process with
+MALLOC_MMAP_THRESHOLD_, which leaves no gaps and costs half of the speed. gpt2: 0.3 to 3.9 blocks. llama: 2.6
+blocks after five steps and 3.8 after 250, because its norms, rotation and gate free temporary tensors between
+saved ones.
 """
 
 
 @dataclass(frozen=True)
 class PassContext:
-    """What a layer of a transformer sees of a micro-batch beside hidden states.
+    """Inputs of a transformer's layers in one pass beside hidden states.
 
-    `positions` are those of the rows between split layers; all blocks share `rotary`, where a family has one;
-    `residency` brings the parameters of what a layer has besides its first unit.
+    Attributes:
+        inputs: The micro-batch.
+        positions: Positions of the rows of x between split layers, int64 [s or s/t].
+        rotary: Tables that all blocks share; None in families without rotation.
+        residency: Gathers parameters of a layer that are not in its first unit.
     """
 
     inputs: ModelInputs
@@ -60,18 +78,18 @@ class PassContext:
 
 
 class TransformerLayer(Layer):
-    """A layer that is one step of a pass over hidden states, see Transformer."""
+    """Layer that is one step of a pass over hidden states."""
 
     def run(self, x: Tensor, context: PassContext, residency: ParameterResidency) -> Tensor:
-        """`self(x, around)`, its parameters there in forward and backward."""
+        """Return `self(x, context)`, with the layer's parameters gathered in forward and backward."""
         unseen = residency.gathers and torch.is_grad_enabled() and not x.requires_grad
         if unseen and any(parameter.requires_grad for parameter in self.all_parameters):
-            x = x.detach().requires_grad_()  # so that the end of its backward is seen
+            x = x.detach().requires_grad_()  # so that a hook sees the end of its backward pass
         return residency.around(self.gather_keys[0], partial(self, context=context), x)
 
 
 class PositionEmbedding(nn.Module):
-    """Adds a learned row per position to [s or s/t, b, h]."""
+    """Learned vector per position that is added to [s or s/t, b, h]."""
 
     def __init__(self, name: str, shape: ModelShape, groups: LayerContext) -> None:
         super().__init__()
@@ -79,13 +97,13 @@ class PositionEmbedding(nn.Module):
         self.table = Parameter(Shard.whole(f"{name}.weight", size, groups.sequence_partial), initial="table")
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rows of x stand at `positions`, [s or s/t] or, where documents count their own, [s or s/t, b]."""
+        """Return x plus the vectors of `positions`: [s or s/t], or [s or s/t, b] with packed documents."""
         added = functional.embedding(positions, self.table)
         return x + (added.unsqueeze(1) if positions.dim() == 1 else added)
 
 
 class Embedding(TransformerLayer):
-    """Tokens [s, b] -> [s or s/t, b, h], with learned positions where the family has them."""
+    """Embedding of tokens [s, b] -> [s or s/t, b, h], with learned positions if the family has them."""
 
     kind = "embedding"
 
@@ -98,11 +116,11 @@ class Embedding(TransformerLayer):
 
     @property
     def table(self) -> Parameter:
-        """The tokens' rows [V/t, h]."""
+        """Parameter of this rank's token vectors, [V/t, h]."""
         return self.tokens.table
 
     def forward(self, tokens: Tensor, context: PassContext) -> Tensor:
-        """The first hidden states."""
+        """Return the first hidden states of token ids."""
         x: Tensor = self.tokens(tokens)
         if self.positions is not None:
             documents = context.inputs.documents
@@ -112,7 +130,7 @@ class Embedding(TransformerLayer):
         return x
 
     def run(self, x: Tensor, context: PassContext, residency: ParameterResidency) -> Tensor:
-        """See TransformerLayer: backward needs no parameter of it."""
+        """Return the first hidden states. The table need not be gathered in backward."""
         with residency.in_memory(self.table):
             result: Tensor = self(x, context)
         return result
@@ -128,7 +146,7 @@ class Embedding(TransformerLayer):
         return [ElementwiseSize("lookup", self.hidden), *added]
 
     def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """Token ids, with a mark of those that other ranks look up, and the places of learned positions."""
+        """Return what autograd saves: token ids, marks of those that other ranks look up, and positions."""
         ids = 8 if self.tokens.groups.tensor.size == 1 else 9
         positions = (
             8 * at.tokens // (1 if self.packed else at.micro_size) if self.positions is not None else 0
@@ -137,7 +155,7 @@ class Embedding(TransformerLayer):
 
 
 class TransformerBlock(TransformerLayer):
-    """Attention and feed-forward, each after a norm and with a residual connection."""
+    """Attention and feed-forward part, each after a norm and with a residual connection."""
 
     kind = "block"
     is_block = True
@@ -159,7 +177,7 @@ class TransformerBlock(TransformerLayer):
         self.core, self.family = self.attention.core, shape.family
 
     def forward(self, x: Tensor, context: PassContext) -> Tensor:
-        """[s or s/t, b, h] -> the same."""
+        """Return hidden states of the shape of x, [s or s/t, b, h]."""
         source, positions = context.inputs.dropout, context.positions
         inputs = context.inputs
         attended = self.attention(self.attention_norm(x), context.rotary, inputs.documents, inputs.cache)
@@ -177,7 +195,7 @@ class TransformerBlock(TransformerLayer):
         return x + expanded
 
     def units(self) -> Iterator[list[list[Parameter]]]:
-        """See Layer: experts are a unit of their own, needed later than the rest."""
+        """Yield the units of the block. Experts are a unit of their own, since they are needed later."""
         if isinstance(self.feed_forward, Mixture):
             experts = list(parameters_by_module(self.feed_forward.experts))
             yield [
@@ -236,31 +254,39 @@ class TransformerBlock(TransformerLayer):
         return [*context, *self.attention.elementwise, *self.feed_forward.elementwise]
 
     def waiting(self, at: ActivationSizes) -> DeferredBytes:
-        """See Layer: before anything of it goes, and while the core of its attention is computed again."""
+        """Return the bytes that deferred weight gradients need.
+
+        The peak is before any of them is freed, or while the core of attention is recomputed.
+        """
         inner, held = self.attention.inner, super().waiting(at).held
         masks = total(_masks(self, at))
         most, left = self.feed_forward.passing(at)
         if not at.selective:
             return DeferredBytes(held, most - masks)
         again = self.attention.made_again(at) + at.features(inner.split_sizes[0]).bytes
-        # By then masks are gone, and what the second norm keeps for itself alone.
+        # Masks are freed by then, and the statistics of the second norm.
         gone = 2 * masks + total(self.feed_forward_norm.saved(at)[1:])
         return DeferredBytes(held, max(left + again - gone, most - masks))
 
     @override
     def allocator_gaps(self, at: ActivationSizes) -> int:
-        return int(HOLES[self.family] * total(self.saved(at)))
+        return int(ALLOCATOR_GAPS[self.family] * total(self.saved(at)))
 
 
 class Predictor(TransformerLayer):
-    """Final norm and head: that of the vocabulary, of which `own` says that its `table` is not another
-    layer's, or without a table a scalar one.
+    """Final norm and output layer.
+
+    Args:
+        shape: Sizes of the model.
+        groups: Process groups and settings of this rank's layers.
+        table: Matrix of the output layer, which has one row per token; None for a scalar output.
+        owns_table: True if `table` belongs to this layer and not to the embedding.
     """
 
     kind = "head"
 
     def __init__(
-        self, shape: ModelShape, groups: LayerContext, table: Parameter | None, own: bool = False
+        self, shape: ModelShape, groups: LayerContext, table: Parameter | None, owns_table: bool = False
     ) -> None:
         super().__init__()
         self.norm = Norm("final_norm", shape, groups)
@@ -270,12 +296,12 @@ class Predictor(TransformerLayer):
             self.head = ScalarHead(shape.hidden, groups, multiplier)
         else:
             self.head = VocabularyHead(table, groups, multiplier)
-        if own:
+        if owns_table:
             self.owned = nn.Module()
             self.owned.register_parameter("table", table)
 
     def forward(self, x: Tensor, context: PassContext) -> Tensor:  # noqa: ARG002
-        """The last hidden states, of which the head predicts."""
+        """Return the normalized last hidden states, which are the input of the output layer."""
         result: Tensor = self.norm(x)
         return result
 
@@ -290,7 +316,7 @@ class Predictor(TransformerLayer):
 
     @property
     def added_in_forward(self) -> list[Parameter]:
-        """See Layer: as soon as the loss has the logits of a chunk of tokens."""
+        """Matrix of the output layer, because the loss adds to its gradient in the forward pass."""
         return [self.head.table]
 
     @override
@@ -309,7 +335,7 @@ class Predictor(TransformerLayer):
         return [ElementwiseSize("norm", *self.norm.size), *self.head.elementwise]
 
     def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """See Layer: the gradient of the hidden states is computed in the forward pass."""
+        """Return what autograd saves. The gradient of the hidden states is computed in the forward pass."""
         return [*self.norm.saved(at), self.head.saved(at)]
 
     @override
@@ -318,12 +344,21 @@ class Predictor(TransformerLayer):
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, final norm and head, or the piece of these that `span` says: a Part.
+    """Transformer, or the part of it with the blocks of `span`, as a ModelPart.
 
-    Its parameters are without memory until bucketed. `table` is the embedding's table where another chunk
-    of the same stage holds it and the two are tied; then that of the part that embeds. `rotary_positions` [s]
-    int64 are None in a run. The layout check sets them, to rotate a short sequence as one that stands at
-    positions near the end of a long one.
+    Parameters have no memory before they are in buckets.
+
+    Args:
+        shape: Sizes of the model.
+        groups: Process groups and settings of this rank's layers.
+        span: Blocks of this part; None for the whole model.
+        table: Table of the embedding if it is tied and another part on this rank holds it; None otherwise.
+
+    Attributes:
+        table: Table of the embedding or the output layer; None if this part has neither.
+        rotary_positions: Positions [s] int64 for the rotation instead of those of the inputs, None in a run.
+            The
+            layout check rotates a short sequence as if it was near the end of a long one.
     """
 
     def __init__(
@@ -346,22 +381,22 @@ class Transformer(nn.Module):
         if self.span.predicts and shape.head == "scalar":
             layers.append(Predictor(shape, groups, None))
         elif self.span.predicts:
-            own = not shape.tied or table is None
-            if own or table is None:
+            owns_table = not shape.tied or table is None
+            if owns_table or table is None:
                 name = "embedding.tokens.weight" if shape.tied else "head.weight"
                 table = self._table(name, shape.tied)
             else:
                 table.uses = 2
-                # Lookup and head of one stage's two chunks add in an order that the schedule decides.
+                # The schedule decides in which order embedding and output layer add their gradients.
                 table.separate_lookups = not self.span.embeds
-            layers.append(Predictor(shape, groups, table, own))
+            layers.append(Predictor(shape, groups, table, owns_table))
         self.table = table
         self.layers = tuple(layers)
         for index, layer in enumerate(layers):
             self.add_module(str(index), layer)
 
     def _table(self, name: str, tied: bool) -> Parameter:
-        """A table [V, h], one of two where it is tied and lies on two stages."""
+        """Return a table [V, h]. If it is tied and on two stages, its shard says so."""
         shard = vocabulary_shard(name, self.shape.vocabulary, self.shape.hidden, self.groups)
         if tied:
             shard = replace(shard, stage_copy=self.span.tied_stage, stage_copies=self.span.tied_stages)
@@ -369,7 +404,7 @@ class Transformer(nn.Module):
 
     @property
     def predictor(self) -> Predictor:
-        """The last layer, on the part that predicts."""
+        """The last layer, on the part that has the output layer."""
         last = self.layers[-1]
         assert isinstance(last, Predictor)
         return last
@@ -379,7 +414,7 @@ class Transformer(nn.Module):
         return (unit for layer in self.layers for unit in layer.units())
 
     def forward(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Tensor:
-        """See Part. The one that predicts ends with the final norm."""
+        """Return the hidden states after this part, after the final norm on the last part; see ModelPart."""
         context = self._pass_context(inputs)
         shared = context.rotary.tables if context.rotary is not None else ()
         x = inputs.tokens if hidden is None else hidden
@@ -417,12 +452,12 @@ class Transformer(nn.Module):
             return compute(head, hidden)
 
     def shared_bytes(self, at: ActivationSizes) -> int:
-        """See Part: the tables of a Rotary."""
+        """Return the bytes of the rotary tables."""
         rotary = 2 * at.itemsize * at.tokens // at.micro_size * self.shape.head_size
         return rotary if self.shape.family == "llama" else 0
 
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
-        """Shape of what passes from part to part."""
+        """Return the shape of the tensors that are sent between parts."""
         tensor, context = self.groups.tensor.size, self.groups.context.size
         rows = self.shape.sequence // context // (tensor if self.groups.sequence_parallel else 1)
         return rows, micro_size, self.shape.hidden
@@ -434,5 +469,5 @@ class Transformer(nn.Module):
 
 
 def _masks(layer: Embedding | TransformerBlock, at: ActivationSizes) -> list[SavedStorage]:
-    """What dropout keeps of the hidden states."""
+    """Return what dropout saves of the hidden states."""
     return [SavedStorage(at.rows * layer.hidden, 1, features=False)] if layer.probability else []

@@ -18,7 +18,7 @@ from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.parallel.shards import Initial
 
 HIDDEN: frozenset[Initial] = frozenset({"normal", "residual"})
-"""Matrices from width to width, and so are each expert's."""
+"""Roles of matrices that map from width to width, including those of experts."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,9 @@ RATES: Mapping[str, Callable[[WidthScaling, Initial], float]] = {
     "original": _of_muon,
     "adamw-rms": _of_larger_muon,
 }
-"""What multiplies the rate of a parameter by its role, by optimizer, or by optimizer.match of what is Muon's:
-those whose steps do not depend on the size of gradients, and those whose steps are proportional to it.
+"""Factor of the learning rate of a parameter with some role, by the name of the optimizer.
+
+For matrices that Muon updates, the key is `optimizer.match`.
 """
 
 
