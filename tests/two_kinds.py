@@ -10,7 +10,7 @@ from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import PassContext, TransformerBlock
 from hpctrain.parallel.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage
-from hpctrain.parallel.kernels.matmul_kernels import apart_bytes
+from hpctrain.parallel.kernels.matmul_kernels import gradient_workspace
 from hpctrain.parallel.layer_context import LayerContext
 
 FACTOR = 3
@@ -34,14 +34,14 @@ class WideBlock(TransformerBlock):
     def saved(self, at: ActivationSizes) -> list[SavedStorage]:
         return [*super().saved(at), at.row_features(self.hidden), *self.wide.saved(at)]
 
-    def waiting(self, at: ActivationSizes) -> DeferredBytes:
+    def deferred_bytes(self, at: ActivationSizes) -> DeferredBytes:
         """See Layer: while its first feed-forward goes, the gradient before the second one is there, too."""
-        held, passing = super().waiting(at)
+        held, passing = super().deferred_bytes(at)
         return DeferredBytes(held, passing + at.features(self.hidden).bytes)
 
     def workspace(self, at: ActivationSizes) -> int:
         widest = sum(self.wide.up.split_sizes)
-        return at.features(widest + 2 * self.hidden).bytes + apart_bytes(widest * self.hidden, at)
+        return at.features(widest + 2 * self.hidden).bytes + gradient_workspace(widest * self.hidden, at)
 
 
 def block(index: int, shape: ModelShape, groups: LayerContext) -> TransformerBlock:

@@ -21,11 +21,12 @@ from hpctrain.deck.sections.machine import Machine
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import gpu_name, synchronize
 from hpctrain.host.device_memory import used_bytes
+from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
 from hpctrain.parallel.fp8.device_support import native
 from hpctrain.parallel.fp8.formats import E4M3, E5M2
 from hpctrain.parallel.fp8.multiply import multiply_quantized
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
-from hpctrain.parallel.fp8.quantized_matmul import KINDS, DelayedMatmul, QuantizedMatmul
+from hpctrain.parallel.fp8.quantized_matmul import KINDS, QuantizedMatmul
 from hpctrain.parallel.fp8.recipes import RECIPES, ScalingRecipe
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul
@@ -189,13 +190,13 @@ def _variant(
     inputs = normal(shape.tokens, shape.inputs, 1.0)
     gradients = normal(shape.tokens, shape.outputs, 1e-6)
     sizes = (shape.outputs, shape.inputs)
-    weight = Parameter(Shard.whole("matrix", sizes))
+    weight = Parameter(Shard.replicated("matrix", sizes))
     weight.data = normal(*sizes, 0.02)
     weight.gradient = torch.zeros(sizes, device=device)
     product = _product(weight, recipe)
     if isinstance(product, DelayedMatmul):
         for kind, values in zip(KINDS, (inputs, weight.data, gradients), strict=True):
-            product.histories[kind].remember(values.abs().amax())
+            product.histories[kind].append(values.abs().amax())
     _, kept = product.forward_and_save(inputs, None, None, True)
     whole = product.gather_gradient(gradients, None)
     runs: dict[str, Callable[[], object]] = {

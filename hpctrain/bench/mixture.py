@@ -31,7 +31,7 @@ from hpctrain.model.mixture import Mixture
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.experts.dispatch import Dispatch
-from hpctrain.parallel.experts.grouped import row_unit
+from hpctrain.parallel.experts.grouped_products import row_unit
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.shards import Parameter

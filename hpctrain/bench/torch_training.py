@@ -242,7 +242,7 @@ def fill(target: Tensor, name: str, seed: int, shape: ModelShape) -> None:
     if initial in ("ones", "zeros"):
         target.fill_(float(initial == "ones"))
     else:
-        shard = Shard.whole(name, tuple(target.shape))
+        shard = Shard.replicated(name, tuple(target.shape))
         fill_normal(target.view(-1), 0, shard, seed, deviation(shape, initial))
 
 

@@ -23,7 +23,7 @@ from hpctrain.parallel.product_audit.matmul_audit import MatmulAudit
 def with_matmul_audit(groups: LayerContext, world: World, seed: int) -> LayerContext:
     """Return a layer context whose matrix products are checked. Collective over all ranks."""
     audit = MatmulAudit(seed, world.rank, lambda: world.ledger.phase, _passes(world))
-    return replace(groups, audit=audit)
+    return replace(groups, products=replace(groups.products, audit=audit))
 
 
 def _passes(world: World) -> AuditKernels:
@@ -66,7 +66,7 @@ def agree(one: AuditKernels, other: AuditKernels) -> bool:
                 passes.add_columns(matrix.to(form), across, across.square(), *sums)
                 worst = torch.zeros(())
                 there = across + torch.linspace(0, 1, rows)
-                bounds = ErrorBounds(columns, rows, form, form, 2, alike=True)
+                bounds = ErrorBounds(columns, rows, form, form, 2, uniform=True)
                 passes.judge(bounds, across, there, across.square(), there.square(), worst)
                 results += [
                     *passes.rows(matrix.to(form), along, along.square()),

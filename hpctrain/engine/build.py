@@ -241,8 +241,8 @@ def assemble(
         objective = make_objective(deck)
         stage = build(deck, groups, models, replications, offload, world.device, world.agreement)
     _initialize(world, architecture, stage, deck.run.seed, roughness)
-    if groups.audit is not None:
-        stage.synchronizer.all_added = groups.audit.compare
+    if groups.products.audit is not None:
+        stage.synchronizer.all_added = groups.products.audit.check_gradients
     stage.outer.begin(stage.optimizer)
     if deck.stability.check_parameters:
         check_replicas(stage.buckets, world.everyone)

@@ -135,10 +135,10 @@ def describe_kernels(deck: Deck, kernels: KernelTable) -> list[str]:
 
 def computed_by(groups: LayerContext) -> dict[str, str]:
     """Return identifiers of the kernels that compute "products" and "functions", to compare runs."""
-    kernels = groups.kernels
+    kernels = groups.products.kernels
     choice = crc32(json.dumps(kernels.record, sort_keys=True).encode()) if kernels.record else None
     return {
-        "products": kernels.other.name if choice is None else f"chosen {choice:08x}",
+        "products": kernels.default.name if choice is None else f"chosen {choice:08x}",
         "functions": f"compiled {groups.functions.record}" if groups.functions.compiled else "torch",
     }
 

@@ -22,7 +22,7 @@ from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import build_parts, initialize_parts, layer_kinds
 from hpctrain.model.part import Layer, LayerRange, ModelPart
 from hpctrain.objective.factory import make_objective
-from hpctrain.parallel.backward import BackwardStart
+from hpctrain.parallel.autograd import BackwardStart
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.parallel.sequence import context_positions

@@ -38,7 +38,7 @@ from hpctrain.model.precision import Precision
 from hpctrain.model.width_scaling import set_rates
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.optimizer import Agreement, Optimizer, refresh
-from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.parallel.layer_context import LayerContext, ProductSettings
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.vocabulary import TABLE_ROWS
@@ -164,16 +164,13 @@ def make_groups(
         saved_policy: Decides what layers save for the backward pass.
         device: Device of the run.
     """
-    formats = Precision.of(deck)
     return LayerContext(
         tensor=mesh.group("tensor"),
         context=mesh.group("context"),
         sequence_parallel=deck.layout.sequence_parallel,
         context_form=deck.layout.context_form,
         saved_policy=saved_policy,
-        product_format=formats.product,
-        fp8=formats.fp8,
-        kernels=kernels_of(deck, device, mesh.group("data").size),
+        products=ProductSettings(kernels_of(deck, device, mesh.group("data").size), Precision.of(deck).fp8),
         functions=functions_of(deck, device),
         table_rows=1 if on_host(device) else TABLE_ROWS,
         expert=mesh.group("expert"),

@@ -55,8 +55,8 @@ def least_rows(model: Transformer) -> int:
 
 def _multiply_few(model: Transformer, product: Matmul, head: bool) -> None:
     """Have few rows multiplied by a compiled function where it has the bits of many, in fp32."""
-    functions, kernels, kind = model.groups.functions, model.groups.kernels, PASS_OF_HEAD[head]
-    kernel = kernels.of(kind, *product.shape)
+    functions, kernels, kind = model.groups.functions, model.groups.products.kernels, PASS_OF_HEAD[head]
+    kernel = kernels.kernel_for(kind, *product.shape)
     through = isinstance(kernel, Fp32Kernel)
     by = kernel.by if isinstance(kernel, Fp32Kernel) else kernel
     fitting = type(product) is Matmul and (through or model.dtype == torch.float32)

@@ -22,7 +22,7 @@ from typing_extensions import override
 from hpctrain.memory.activation_store import ActivationStore, PackedActivation, SavedSegment, Watch
 from hpctrain.model.modules.nested_tensors import tensors_of
 from hpctrain.model.shape import Recomputed
-from hpctrain.parallel.backward import BackwardStart
+from hpctrain.parallel.autograd import BackwardStart
 from hpctrain.parallel.saved_policy import LayerPass, SavedPolicy
 
 

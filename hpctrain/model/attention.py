@@ -149,7 +149,11 @@ class Attention(nn.Module):
     def saved(self, at: ActivationSizes) -> list[SavedStorage]:
         """Return what autograd saves: what the core saves, and its output if the core does not save it."""
         alone = at.selective or self.exchanges
-        return [*self._core(at), *(self.output.kept(at) if alone else []), *self.output.beside(at)]
+        return [
+            *self._core(at),
+            *(self.output.saved_input(at) if alone else []),
+            *self.output.adapter_saved(at),
+        ]
 
     def _core(self, at: ActivationSizes) -> list[SavedStorage]:
         """Return what the core saves: its inputs, and unless it is recomputed its output and log-sum-exp."""

@@ -70,8 +70,8 @@ class FeedForward(nn.Module):
         of the gate if torch computes it.
         """
         widest = [at.features(self.expanded_features)] if self.activation.gated else []
-        kept = [*self._factor(at), *self.down.kept(at), *self.down.beside(at)]
-        return [*self.up.beside(at), *widest, *kept]
+        kept = [*self._factor(at), *self.down.saved_input(at), *self.down.adapter_saved(at)]
+        return [*self.up.adapter_saved(at), *widest, *kept]
 
     def _factor(self, at: ActivationSizes) -> list[SavedStorage]:
         one = self.activation.gated and self.functions.compiles(self.activation)
@@ -84,7 +84,7 @@ class FeedForward(nn.Module):
         what the matrix products need.
         """
         hidden = self.down.weights[0].shard.shape[0]
-        passing = max(layer.product.passing(at.tokens, at) for layer in (self.up, self.down))
+        passing = max(layer.product.workspace_bytes(at.tokens, at) for layer in (self.up, self.down))
         return at.features(self.expanded_features + 2 * hidden).bytes + passing
 
     def passing(self, at: ActivationSizes) -> tuple[int, int]:

@@ -22,8 +22,9 @@ from hpctrain.model.router import RoutedTokens, Router
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.parallel.experts.dispatch import Dispatch
-from hpctrain.parallel.experts.grouped import Experts, ExpertSizes, row_unit
-from hpctrain.parallel.kernels.matmul_kernels import apart_bytes
+from hpctrain.parallel.experts.expert_layer import Experts, ExpertSizes
+from hpctrain.parallel.experts.grouped_products import row_unit
+from hpctrain.parallel.kernels.matmul_kernels import gradient_workspace
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, kind_of
 from hpctrain.parallel.residency import ParameterResidency
@@ -69,7 +70,7 @@ class Mixture(nn.Module):
         )
         coming = dispatch.send(tokens.select(rows))
         shared = self.shared(x) if self.shared is not None else None
-        compute = partial(self.experts, segments=dispatch.segments, later=dispatch.later)
+        compute = partial(self.experts, segments=dispatch.segments, deferred=dispatch.deferred)
         results = residency.around(self.experts.gate_up, compute, dispatch.receive(coming))
         combined = tokens.expand(dispatch.combine(dispatch.send_back(results), routing.weights))
         whole: Tensor = _GatheredRows.apply(combined, self.groups.tensor, sizes) if split else combined
@@ -91,7 +92,7 @@ class Mixture(nn.Module):
 
     def results(self, at: ActivationSizes) -> SavedStorage:
         """Return the storage of what comes back from the experts."""
-        return SavedStorage(self.experts.copies(at) * self.shape.hidden * at.itemsize, at.itemsize)
+        return SavedStorage(self.experts.dispatched_rows(at) * self.shape.hidden * at.itemsize, at.itemsize)
 
     def exchanged_bytes(self, at: ActivationSizes) -> int:
         """Return the bytes that this rank sends in one exchange; see Layer."""
@@ -109,12 +110,12 @@ class Mixture(nn.Module):
         inner = rows * 2 * (self.experts.expanded_features + self.shape.hidden)
         shared = self.shared.workspace(at) if self.shared is not None else 0
         _, of_expert, *sizes = self.experts.gate_up.shape
-        product = apart_bytes(of_expert * prod(sizes), at)
+        product = gradient_workspace(of_expert * prod(sizes), at)
         return max(inner + product, shared)
 
     def passing(self, at: ActivationSizes) -> tuple[int, int]:
         """Return the bytes beside what is saved if weight gradients are deferred; see FeedForward."""
-        held = self.experts.waiting(at) - total(self.experts.saved(at)) - self.results(at).bytes
+        held = self.experts.deferred_bytes(at) - total(self.experts.saved(at)) - self.results(at).bytes
         chosen = self.shape.experts_per_token
         weights = 4 * self.groups.row_sizes(at.tokens)[self.groups.tensor.rank] * chosen
         most, left = (

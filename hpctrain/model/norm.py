@@ -21,9 +21,9 @@ class Norm(nn.Module):
         super().__init__()
         self.epsilon, self.size = shape.norm_epsilon, (shape.hidden,)
         self.functions, partial = groups.functions, groups.sequence_partial
-        self.weight = Parameter(Shard.whole(f"{name}.weight", self.size, partial), False, "ones")
+        self.weight = Parameter(Shard.replicated(f"{name}.weight", self.size, partial), False, "ones")
         self.bias = (
-            Parameter(Shard.whole(f"{name}.bias", self.size, partial), False, "zeros")
+            Parameter(Shard.replicated(f"{name}.bias", self.size, partial), False, "zeros")
             if shape.biases
             else None
         )

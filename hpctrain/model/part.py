@@ -102,9 +102,11 @@ class Layer(nn.Module, ABC):
         yield None if self.is_block else self.gather_keys[0], self.all_parameters[::-1]
 
     @property
-    def late(self) -> set[Parameter]:
+    def deferred_parameters(self) -> set[Parameter]:
         """Parameters whose gradients may be computed after the rest of the backward pass."""
-        return {p for layer in self.modules() if isinstance(layer, MatmulLayer) for p in layer.late}
+        return {
+            p for layer in self.modules() if isinstance(layer, MatmulLayer) for p in layer.deferred_parameters
+        }
 
     @property
     def multipliers(self) -> list[SplitLinear | VocabularyHead]:
@@ -167,10 +169,10 @@ class Layer(nn.Module, ABC):
         """
         return None
 
-    def waiting(self, at: ActivationSizes) -> DeferredBytes:
+    def deferred_bytes(self, at: ActivationSizes) -> DeferredBytes:
         """Return the bytes that deferred weight gradients need."""
         linear = (layer for layer in self.modules() if isinstance(layer, MatmulLayer))
-        return DeferredBytes(sum(layer.waiting(at) for layer in linear), 0)
+        return DeferredBytes(sum(layer.deferred_bytes(at) for layer in linear), 0)
 
     def workspace(self, at: ActivationSizes) -> int:  # noqa: ARG002
         """Return the temporary bytes of the layer's backward pass or loss."""

@@ -38,7 +38,7 @@ class QueryKeyNorm(nn.Module):
     def _shard(self, name: str, rows: RowPartition) -> Shard:
         if self.joint:
             return rows_shard(name, rows, ())
-        return Shard.whole(name, (self.head_size,), frozenset({"tensor"}))
+        return Shard.replicated(name, (self.head_size,), frozenset({"tensor"}))
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Return normalized queries and keys."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, as_features
-from hpctrain.parallel.experts.grouped import count_numbers
+from hpctrain.parallel.experts.grouped_products import count_numbers
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter, Shard
 
@@ -94,7 +94,9 @@ class Router(nn.Module):
         self.name, self.shape, self.groups = name, shape, groups
         self.statistic_name = statistic_name(name)
         size = (shape.experts, shape.hidden)
-        self.weight = Parameter(Shard.whole(f"{name}.weight", size, frozenset({"tensor"})), initial="router")
+        self.weight = Parameter(
+            Shard.replicated(f"{name}.weight", size, frozenset({"tensor"})), initial="router"
+        )
         biased = shape.balance == "bias"
         shared = bool(shape.balance_loss) and shape.balance_over == "step"
         self.bias = self._zero_per_expert() if biased else None
@@ -110,7 +112,7 @@ class Router(nn.Module):
 
     def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
         """Yield the bias of the choice and each expert's share of the last step's tokens, for checkpoints."""
-        shard = Shard.whole(f"{self.name}.weight", (self.shape.experts,))
+        shard = Shard.replicated(f"{self.name}.weight", (self.shape.experts,))
         if self.bias is not None:
             yield "router/bias", shard, self.bias
         if self.shares is not None:

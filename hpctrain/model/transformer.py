@@ -94,7 +94,9 @@ class PositionEmbedding(nn.Module):
     def __init__(self, name: str, shape: ModelShape, groups: LayerContext) -> None:
         super().__init__()
         size = (shape.sequence, shape.hidden)
-        self.table = Parameter(Shard.whole(f"{name}.weight", size, groups.sequence_partial), initial="table")
+        self.table = Parameter(
+            Shard.replicated(f"{name}.weight", size, groups.sequence_partial), initial="table"
+        )
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return x plus the vectors of `positions`: [s or s/t], or [s or s/t, b] with packed documents."""
@@ -212,7 +214,13 @@ class TransformerBlock(TransformerLayer):
         if isinstance(self.feed_forward, Mixture):
             experts = self.feed_forward.experts
             yield experts.gate_up, []
-            yield None, [*experts.late, *(p for p in self.all_parameters[::-1] if p not in set(experts.late))]
+            yield (
+                None,
+                [
+                    *experts.deferred_parameters,
+                    *(p for p in self.all_parameters[::-1] if p not in set(experts.deferred_parameters)),
+                ],
+            )
         else:
             yield from super().backward_order()
 
@@ -224,9 +232,9 @@ class TransformerBlock(TransformerLayer):
     def saved(self, at: ActivationSizes) -> list[SavedStorage]:
         mask, expanding = _masks(self, at), self.feed_forward
         inner = self.attention.inner
-        attended = [*inner.kept(at), *inner.beside(at), *self.attention.saved(at)]
+        attended = [*inner.saved_input(at), *inner.adapter_saved(at), *self.attention.saved(at)]
         rows = [at.row_features(self.hidden)]
-        normal = rows if isinstance(expanding, Mixture) else expanding.up.kept(at)
+        normal = rows if isinstance(expanding, Mixture) else expanding.up.saved_input(at)
         of_norms = self.attention_norm.saved(at), self.feed_forward_norm.saved(at)
         return [*of_norms[0], *attended, *mask, *of_norms[1], *normal, *expanding.saved(at), *mask]
 
@@ -253,12 +261,12 @@ class TransformerBlock(TransformerLayer):
         context = ElementwiseSize("norm", 2 * self.hidden), ElementwiseSize("add", 2 * self.hidden)
         return [*context, *self.attention.elementwise, *self.feed_forward.elementwise]
 
-    def waiting(self, at: ActivationSizes) -> DeferredBytes:
+    def deferred_bytes(self, at: ActivationSizes) -> DeferredBytes:
         """Return the bytes that deferred weight gradients need.
 
         The peak is before any of them is freed, or while the core of attention is recomputed.
         """
-        inner, held = self.attention.inner, super().waiting(at).held
+        inner, held = self.attention.inner, super().deferred_bytes(at).deferred
         masks = total(_masks(self, at))
         most, left = self.feed_forward.passing(at)
         if not at.selective:

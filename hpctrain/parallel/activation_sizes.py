@@ -1,4 +1,4 @@
-"""What layers say of the memory that autograd saves of them."""
+"""Sizes of a micro-batch on one rank, and what layers report about the memory that autograd saves."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SavedStorage:
-    """Memory that autograd saves: bytes, bytes of an element, and whether these are features of tokens, which
-    may be compressed.
+    """Memory that autograd saves.
+
+    Attributes:
+        bytes: Number of bytes.
+        itemsize: Bytes of an element.
+        features: True if the elements are features of tokens, which may be compressed.
     """
 
     bytes: int
@@ -21,30 +25,39 @@ class SavedStorage:
 
 
 def as_features(rows: Tensor) -> Tensor:
-    """Rows [m, features], as autograd is to save them: [1, 1, m, features], which tells them from what a
-    router saves of tokens.
+    """Return rows [m, features] as autograd is to save features: [1, 1, m, features].
+
+    The number of dims distinguishes them from what a router saves of tokens.
     """
     return rows[None, None]
 
 
 class DeferredBytes(NamedTuple):
-    """Bytes of a layer whose weight gradients are computed later than the rest of its backward pass: what
-    these hold, and what is there besides at the most while the rest is computed.
+    """Memory of a layer whose weight gradients are deferred.
+
+    Attributes:
+        deferred: Bytes that the deferred computations keep.
+        transient: Most bytes besides while the rest of the backward pass runs.
     """
 
-    held: int
-    passing: int
+    deferred: int
+    transient: int
 
 
 @dataclass(frozen=True)
 class ActivationSizes:
-    """A micro-batch as the layers of one rank see it.
+    """Micro-batch as the layers of one rank see it.
 
-    `tokens` of the rank's piece of the sequences, `rows` of them where the layers are split by sequence;
-    `itemsize` of weights and activations as stored, which is how layers save what their Products do not
-    keep otherwise, `gradient_itemsize` of weights' gradients; `gpu` tells which of
-    torch's kernels save; `selective` says that the core of attention is computed again, `again` that whole
-    blocks are. `objective` makes a loss of what a module that users bring gives.
+    Attributes:
+        tokens: Tokens of this rank's piece of the sequences.
+        rows: Tokens of them between the linear layers, which sequence parallelism splits.
+        micro_size: Sequences of a micro-batch.
+        itemsize: Bytes of an element of weights and activations as stored.
+        gradient_itemsize: Bytes of an element of weight gradients.
+        gpu: True on a GPU, whose kernels save other tensors.
+        selective: True if the core of attention is recomputed.
+        again: True if complete blocks are recomputed.
+        objective: Makes a loss of the result of a user's module.
     """
 
     tokens: int
@@ -58,16 +71,16 @@ class ActivationSizes:
     objective: Any = None
 
     def features(self, count: int, itemsize: int | None = None) -> SavedStorage:
-        """So many features of every token."""
+        """Return the memory of `count` features of every token."""
         size = itemsize or self.itemsize
         return SavedStorage(self.tokens * count * size, size)
 
     def row_features(self, count: int, itemsize: int | None = None) -> SavedStorage:
-        """So many features of every row."""
+        """Return the memory of `count` features of every row."""
         size = itemsize or self.itemsize
         return SavedStorage(self.rows * count * size, size)
 
 
 def total(storages: Iterable[SavedStorage]) -> int:
-    """Their bytes."""
+    """Return the bytes of all storages together."""
     return sum(storage.bytes for storage in storages)

@@ -1,7 +1,8 @@
-"""Low-rank matrices beside those of a linear layer (LoRA, arXiv 2106.09685): (W + (alpha / rank) B A) x.
+"""Low-rank adapters of linear layers (LoRA, arXiv 2106.09685): (W + (alpha / rank) B A) x.
 
-They are cut as the layer's own are, and go along with its messages: of a layer that is split by outputs every
-rank has all of A, of one that is split by inputs all of B, and their gradients arrive in parts.
+A is [rank, inputs] and B is [outputs, rank]. They are split as the matrix of the layer is, so they need no
+messages of their own. If the layer is split by outputs, B is split and every rank has all of A; if it is
+split by inputs, A is split and every rank has all of B. The replicated factor has partial gradients.
 """
 
 from __future__ import annotations
@@ -23,14 +24,20 @@ from hpctrain.parallel.shards import Initial, Parameter, Shard
 
 
 class AdaptedMatrix(NamedTuple):
-    """A matrix of a layer that has an adapter: its Shard, and which local outputs are its."""
+    """Matrix of a layer that has an adapter: its shard, and its range of the local outputs."""
 
     weight: Shard
     outputs: slice
 
 
 class Factors(nn.Module):
-    """One factor of some adapters: matrices that lie behind each other, with the Matmul of all."""
+    """One factor of several adapters, fused into one product.
+
+    Args:
+        shards: Shard of each factor.
+        initial: Initial values.
+        groups: Context of the layer.
+    """
 
     def __init__(self, shards: Sequence[Shard], initial: Initial, groups: LayerContext) -> None:
         super().__init__()
@@ -41,99 +48,119 @@ class Factors(nn.Module):
 
 
 class LayerAdapters(nn.Module):
-    """Those of the matrices of one layer at these `places`, which tensor ranks `cut`.
+    """Adapters of the matrices of one layer.
 
-    `inner` is A of all of them, [places x rank, k], and `outer` the B of each, [n, rank].
+    Args:
+        adapted: Matrices that have an adapter.
+        cut: Features by which tensor ranks split the layer.
+        adapters: Rank and scale in the deck.
+        groups: Context of the layer.
+
+    Attributes:
+        inner: Factors A of all matrices, [matrices x rank, k].
+        outer: Factor B of each matrix, [n, rank].
     """
 
     def __init__(
-        self, places: Sequence[AdaptedMatrix], cut: Cut, adapters: Adapters, groups: LayerContext
+        self, adapted: Sequence[AdaptedMatrix], cut: Cut, adapters: Adapters, groups: LayerContext
     ) -> None:
         super().__init__()
-        self.places, self.cut, self.rank, self.scale = list(places), cut, adapters.rank, adapters.scale
-        whole = frozenset({"tensor"}) if groups.tensor.size > 1 else frozenset[str]()
-        # Products so small are the library's, or what the deck names.
-        groups = replace(groups, kernels=KernelTable(groups.kernels.other))
+        self.adapted, self.cut, self.rank, self.scale = list(adapted), cut, adapters.rank, adapters.scale
+        partial = frozenset({"tensor"}) if groups.tensor.size > 1 else frozenset[str]()
+        # No kernel is measured for products so small.
+        kernels = KernelTable(groups.products.kernels.default)
+        groups = replace(groups, products=replace(groups.products, kernels=kernels))
         inner, self.outer = [], nn.ModuleList()
-        for weight, _ in places:
+        for weight, _ in adapted:
             name, (outputs, inputs) = weight.name.removesuffix(".weight"), weight.shape
-            a = Shard.whole(f"{name}.adapter.a", (self.rank, inputs), whole)
-            b = Shard.whole(f"{name}.adapter.b", (outputs, self.rank), whole)
+            a = Shard.replicated(f"{name}.adapter.a", (self.rank, inputs), partial)
+            b = Shard.replicated(f"{name}.adapter.b", (outputs, self.rank), partial)
             if cut == "inputs":
-                a = _cut_as(weight, a, 1)
+                a = _split_like(weight, a, 1)
             else:
-                b = _cut_as(weight, b, 0)
+                b = _split_like(weight, b, 0)
             inner.append(replace(a, zero_exempt=True))
             self.outer.append(Factors([replace(b, zero_exempt=True)], "zeros", groups))
         self.inner = Factors(inner, "adapter", groups)
 
     @property
     def weights(self) -> list[Parameter]:
-        """All of its parameters."""
+        """All parameters of the adapters."""
         return [*self.inner.weights, *(weight for factors in self._outer for weight in factors.weights)]
 
     @property
     def matrices(self) -> list[MatrixSize]:
-        """The whole matrices, as a layer tells its own."""
+        """Global matrices of all factors."""
         cuts: tuple[Cut, Cut] = ("inputs", "whole") if self.cut == "inputs" else ("whole", "outputs")
-        found = []
-        for weight, _ in self.places:
+        sizes = []
+        for weight, _ in self.adapted:
             outputs, inputs = weight.shape
-            found.append(MatrixSize(self.rank, inputs, cuts[0], beside=True))
-            found.append(MatrixSize(outputs, self.rank, cuts[1], beside=True))
-        return found
+            sizes.append(MatrixSize(self.rank, inputs, cuts[0], adapter=True))
+            sizes.append(MatrixSize(outputs, self.rank, cuts[1], adapter=True))
+        return sizes
 
     def saved(self, at: ActivationSizes) -> SavedStorage:
-        """What is kept between its factors, of all tokens."""
-        return SavedStorage(at.tokens * len(self.places) * self.rank * at.itemsize, at.itemsize)
+        """Return what is saved for the backward pass: the values between the factors."""
+        return SavedStorage(at.tokens * len(self.adapted) * self.rank * at.itemsize, at.itemsize)
 
     def add(self, output: Tensor, inputs: Tensor) -> Tensor:
-        """Add to the layer's output [..., n] of inputs [..., k]; what is to be kept [..., places x rank]."""
+        """Add the adapters' products of inputs [..., k] to the layer's output [..., n].
+
+        Returns:
+            Scaled values between the factors, [..., matrices x rank], for the backward pass.
+        """
         inner = self.inner.product.forward(inputs).mul_(self.scale)
-        for factors, place, part in zip(self._outer, self.places, self._parts(inner), strict=True):
-            output[..., place.outputs] += factors.product.forward(part)
+        for factors, matrix, part in zip(self._outer, self.adapted, self._split(inner), strict=True):
+            output[..., matrix.outputs] += factors.product.forward(part)
         return inner
 
     def inner_gradient(self, output_gradient: Tensor) -> Tensor:
-        """The gradient of what is between A and B, [..., places x rank], of that of the layer's output."""
+        """Return the gradient [..., matrices x rank] between the factors, for an output gradient [..., n]."""
         parts = [
-            factors.product.input_gradient(output_gradient[..., place.outputs].contiguous())
-            for factors, place in zip(self._outer, self.places, strict=True)
+            factors.product.input_gradient(output_gradient[..., matrix.outputs].contiguous())
+            for factors, matrix in zip(self._outer, self.adapted, strict=True)
         ]
         return torch.cat(parts, dim=-1).mul_(self.scale)
 
     def add_input_gradient(self, input_gradient: Tensor, inner_gradient: Tensor) -> None:
-        """Add to the gradient of the inputs [..., k]."""
+        """Add the adapters' part to the gradient of the inputs [..., k]."""
         input_gradient.add_(self.inner.product.input_gradient(inner_gradient).view_as(input_gradient))
 
     def add_weight_gradients(
         self, output_gradient: Tensor, inner: Tensor, inner_gradient: Tensor, inputs: Tensor
     ) -> None:
-        """Add to the gradients of A and B; not yet told as added."""
+        """Add to the gradients of A and B. The caller reports the additions.
+
+        Args:
+            output_gradient: Gradient of the layer's output [..., n].
+            inner: Result of `add`.
+            inner_gradient: Result of `inner_gradient`.
+            inputs: Inputs [..., k].
+        """
         self.inner.product.add_weight_gradient(inner_gradient, inputs)
-        for factors, place, part in zip(self._outer, self.places, self._parts(inner), strict=True):
-            factors.product.add_weight_gradient(output_gradient[..., place.outputs].contiguous(), part)
+        for factors, matrix, part in zip(self._outer, self.adapted, self._split(inner), strict=True):
+            factors.product.add_weight_gradient(output_gradient[..., matrix.outputs].contiguous(), part)
 
     @property
     def _outer(self) -> list[Factors]:
         return [each for each in self.outer if isinstance(each, Factors)]
 
-    def _parts(self, inner: Tensor) -> list[Tensor]:
-        """What is between the factors of each place."""
+    def _split(self, inner: Tensor) -> list[Tensor]:
+        """Return the values between the factors of each matrix."""
         return [part.contiguous() for part in inner.split(self.rank, dim=-1)]
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is a factor of one."""
+    """Return True if a parameter of this name is a factor of an adapter."""
     return name.rpartition(".")[0].endswith(".adapter")
 
 
-def _cut_as(weight: Shard, whole: Shard, dim: int) -> Shard:
-    """A factor that is cut along a dim as the layer's own matrix is."""
-    start, local = list(whole.start), list(whole.local)
+def _split_like(weight: Shard, factor: Shard, dim: int) -> Shard:
+    """Return a factor that is split along `dim` as the layer's own matrix is."""
+    start, local = list(factor.start), list(factor.local)
     start[dim], local[dim] = weight.start[dim], weight.local[dim]
     return replace(
-        whole,
+        factor,
         start=tuple(start),
         local=tuple(local),
         split=weight.split,

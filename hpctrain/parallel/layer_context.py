@@ -1,11 +1,22 @@
-"""What a layer needs to know of the mesh."""
+"""Context of the layers of one rank: the groups that they are split over, and how they compute.
+
+Every layer receives one `LayerContext` and keeps it as `groups`. With 2 data, 2 pipeline and 2 tensor ranks,
+rank 5 has these groups (the tensor axis is innermost):
+
+| group | ranks | layers use it for |
+|---|---|---|
+| `tensor` | 4, 5 | features of the linear layers, rows of the vocabulary |
+| `context` | 5 | pieces of a sequence in attention |
+| `micro_batch` | 4, 5 | all ranks with tokens of the same micro-batches |
+| `pipeline` | 1, 5 | stages before and after this one |
+| `data` | 5, 7 | ranks with other micro-batches |
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
@@ -16,80 +27,110 @@ from hpctrain.parallel.kernels.layer_functions import TORCH, LayerFunctions
 from hpctrain.parallel.kernels.matmul_kernels import KernelTable
 from hpctrain.parallel.product_audit.matmul_audit import MatmulAudit
 from hpctrain.parallel.saved_policy import SavedPolicy
+from hpctrain.parallel.sequence import ContextForm
 from hpctrain.parallel.step_statistics import StepStatistics
 from hpctrain.parallel.weight_gradients import WeightGradientQueue
 
 if TYPE_CHECKING:
     from hpctrain.parallel.fp8.settings import Fp8Settings  # fp8/ imports this module
 
-ContextForm = Literal["ring", "all_to_all"]
+
+@dataclass(frozen=True)
+class ProductSettings:
+    """How the layers' products with weight matrices are computed.
+
+    Attributes:
+        kernels: Choice of the library for each product that is not in 8 bits.
+        fp8: Recipe of the products in 8 bits. None if there are none.
+        audit: Check of the products of training steps. None if they are not checked.
+    """
+
+    kernels: KernelTable = field(default_factory=KernelTable)
+    fp8: Fp8Settings | None = None
+    audit: MatmulAudit | None = None
 
 
-def _unsplit() -> Group:
-    """The group of an axis along which nothing is split: it has one rank, and so never moves anything."""
-    return planned_group(("expert",), 0, 1, Ledger())
-
-
-def _one_stage() -> Group:
-    """The group of a pipeline of one stage."""
-    return planned_group(("pipeline",), 0, 1, Ledger())
+def _one_rank(axis: str) -> Group:
+    """Return the group of an axis along which nothing is split."""
+    return planned_group((axis,), 0, 1, Ledger())
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """The groups over which layers are split, and how.
+    """Groups and choices with which a layer is built.
 
-    `sequence_parallel` splits what lies between the tensor-parallel layers by sequence over the
-    tensor axis; `context_form` says how attention crosses the context axis; `saved_policy` decides what
-    is kept of the blocks for backward; `product_format` is that in which matrices are multiplied, which
-    chooses the layers' Products, and `eight_bits` says how some are multiplied in 8 bits, if any; `kernels`
-    say what computes the products of the others, and `functions` compute what is no product with a matrix;
-    `noted` takes what layers and Products note of a step, and `audit`, if any, checks products; of a table
-    split over the vocabulary every rank has a multiple of `table_rows`. Experts are spread over `expert` and
-    each of them split over `expert_tensor`; the ranks of `micro_batch` train on tokens of the same
-    micro-batches, those of `data` on others; layers before and behind these lie on the ranks of `pipeline`.
+    Attributes:
+        tensor: Ranks that split features (tensor parallelism).
+        context: Ranks that split sequences in attention (context parallelism).
+        sequence_parallel: True if tensor ranks also split the sequence between the linear layers
+            (arXiv 2205.05198).
+        context_form: How attention exchanges pieces of a sequence over `context`.
+        expert: Ranks that split the experts of a mixture.
+        expert_tensor: Ranks that split the features of each expert.
+        micro_batch: Ranks with tokens of the same micro-batches.
+        data: Ranks with other micro-batches.
+        pipeline: Ranks with the stages before and after this one.
+        products: How products with weight matrices are computed.
+        functions: What computes attention, norms, activations and softmax.
+        table_rows: Each rank's rows of a table that is split over the vocabulary are a multiple of this.
+        saved_policy: Decides what layers save for the backward pass.
+        weight_gradients: Weight gradients that are computed later.
+        statistics: Receives what layers record of a step.
     """
 
     tensor: Group
     context: Group
     sequence_parallel: bool = False
     context_form: ContextForm = "ring"
-    weight_gradients: WeightGradientQueue = field(default_factory=WeightGradientQueue)
-    saved_policy: SavedPolicy = field(default_factory=SavedPolicy)
-    product_format: torch.dtype = torch.float32
-    fp8: Fp8Settings | None = None
-    kernels: KernelTable = field(default_factory=KernelTable)
+    expert: Group = field(default_factory=lambda: _one_rank("expert"))
+    expert_tensor: Group = field(default_factory=lambda: _one_rank("expert"))
+    micro_batch: Group = field(default_factory=lambda: _one_rank("expert"))
+    data: Group = field(default_factory=lambda: _one_rank("expert"))
+    pipeline: Group = field(default_factory=lambda: _one_rank("pipeline"))
+    products: ProductSettings = field(default_factory=ProductSettings)
     functions: LayerFunctions = TORCH
-    statistics: StepStatistics = field(default_factory=StepStatistics)
-    audit: MatmulAudit | None = None
     table_rows: int = 1
-    expert: Group = field(default_factory=_unsplit)
-    expert_tensor: Group = field(default_factory=_unsplit)
-    micro_batch: Group = field(default_factory=_unsplit)
-    data: Group = field(default_factory=_unsplit)
-    pipeline: Group = field(default_factory=_one_stage)
+    saved_policy: SavedPolicy = field(default_factory=SavedPolicy)
+    weight_gradients: WeightGradientQueue = field(default_factory=WeightGradientQueue)
+    statistics: StepStatistics = field(default_factory=StepStatistics)
 
     def row_sizes(self, rows: int) -> list[int]:
-        """How many of the rows of all tensor ranks each one takes where they are split."""
+        """Return how many of `rows` rows each tensor rank has if they are split as evenly as possible."""
         ranks = self.tensor.size
         return [rows * (rank + 1) // ranks - rows * rank // ranks for rank in range(ranks)]
 
-    def gathered(self, x: Tensor) -> Tensor:
-        """The whole sequence [s, ...] of x, which is a piece of it under sequence parallelism."""
+    def gather_sequence(self, x: Tensor) -> Tensor:
+        """Return the full sequence [s, ...]. Collective over `tensor` under sequence parallelism.
+
+        Args:
+            x: This rank's piece [s/t, ...] under sequence parallelism, else the full sequence.
+        """
         return self.tensor.all_gather(x) if self.sequence_parallel else x
 
-    def start_sum(self, x: Tensor, blocking: bool = False) -> Work[Tensor]:
-        """Sum x [s, ...] over the tensor axis: a piece of it under sequence parallelism, else in place."""
+    def start_reduce_output(self, x: Tensor, blocking: bool = False) -> Work[Tensor]:
+        """Start the sum of partial results over tensor ranks. Collective over `tensor`.
+
+        Args:
+            x: This rank's term [s, ...]; the sum may overwrite it.
+            blocking: True if the caller waits at once.
+
+        Returns:
+            Work whose result is this rank's piece [s/t, ...] under sequence parallelism (a reduce-scatter),
+            else the sum [s, ...] (an all-reduce).
+        """
         if self.tensor.size == 1:
             return Work(x)
         start = self.tensor.start_reduce_scatter if self.sequence_parallel else self.tensor.start_all_reduce
         return start(x, blocking=blocking)
 
-    def sum(self, x: Tensor) -> Tensor:
-        """As `start_sum`, at once."""
-        return self.start_sum(x, True).wait()
+    def reduce_output(self, x: Tensor) -> Tensor:
+        """Return the result of `start_reduce_output`. Collective over `tensor`."""
+        return self.start_reduce_output(x, True).wait()
 
     @property
     def sequence_partial(self) -> frozenset[str]:
-        """Axes over which parameters applied to the split sequence get partial gradients."""
+        """Axes over which gradients of replicated parameters are partial, as for `Shard.partial`.
+
+        Under sequence parallelism a norm sees a piece of the sequence on each tensor rank.
+        """
         return frozenset({"tensor"}) if self.sequence_parallel else frozenset()

@@ -1,9 +1,26 @@
-"""The products of a layer's matrix: forward, input gradient, weight gradient."""
+"""Matrix products of a layer: the output, the gradient of its input, and the gradient of its weights.
+
+A linear layer with weights W [n, k] and input X [m, k] computes three products:
+
+    forward          Y  = X W^T      [m, n]
+    input gradient   dX = dY W       [m, k]
+    weight gradient  dW += dY^T X    [n, k], added to the gradient buffer of the weights
+
+The classes of products, with what each adds:
+
+    Matmul                as stored, by the kernels that `KernelTable` has chosen
+    ├── QuantizedMatmul   in 8 bits, by scales of current maxima     (fp8/quantized_matmul.py)
+    │   └── DelayedMatmul    by scales of maxima of earlier steps    (fp8/delayed_matmul.py)
+    └── TransposedMatmul  of weights [k, n]                          (model/modules/)
+
+`make_matmul` (matmul_choice.py) chooses the class for a layer. A kernel is a library that computes one
+product (kernels/matmul_kernels.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +29,7 @@ from hpctrain.comm.group import Group
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.kernels.matmul_kernels import MatmulKernel, Pass
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.product_audit.matmul_audit import WatchedKernel
+from hpctrain.parallel.product_audit.matmul_audit import AuditedKernel
 from hpctrain.parallel.shards import Parameter
 
 
@@ -24,153 +41,198 @@ class QuantizedRows(NamedTuple):
 
 
 Operand = Tensor | QuantizedRows
-"""What a Matmul multiplies of activations, or of their gradients: [..., features] as stored, or scaled."""
+"""Activations, or their gradients, as a Matmul multiplies them: [..., features] as stored, or in 8 bits."""
 
 
 def operand_tensors(operand: Operand) -> tuple[Tensor, ...]:
-    """What autograd is to save of one."""
+    """Return the tensors of an operand, as autograd saves them."""
     return tuple(operand) if isinstance(operand, QuantizedRows) else (operand,)
 
 
 def operand_from(tensors: Sequence[Tensor]) -> Operand:
-    """What `operand_tensors` made these of."""
+    """Return the operand whose `operand_tensors` are these."""
     return QuantizedRows(*tensors) if len(tensors) > 1 else tensors[0]
 
 
 class Matmul:
-    """Y = X W^T with fused weights W [n, k], which lie behind each other in one Bucket, multiplied as stored,
-    by the kernels of its groups.
+    """Products of activations with fused weights W [n, k], as stored.
 
-    One for each layer, so that what a format needs to remember of its matrix has a place; it is made with
-    the first of the weights. What it sees in the passes of a step goes into the `noted` of its groups.
+    Each layer has one of its own, so a subclass can keep state of its weights. What it records of a step goes
+    to the statistics of its context.
+
+    Args:
+        weights: Weights [n_i, k] that are neighbours in one bucket. Further ones may be appended later.
+        groups: Context of the layer.
     """
 
     def __init__(self, weights: Sequence[Parameter], groups: LayerContext) -> None:
         self.weights, self.groups = weights, groups
         self._converted: Tensor | None = None
-        self._converted_for: int | None = None
+        self._converted_period: int | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(n, k)."""
+        """Local sizes (n, k) of all weights together."""
         return sum(weight.shard.local[0] for weight in self.weights), self.weights[0].shard.local[1]
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Those (n, k) of the matrices that kernels multiply with."""
+        """Sizes (n, k) of the matrices that kernels multiply."""
         return [self.shape]
 
     def weight(self) -> Tensor:
-        """All weights as one matrix [n, k]."""
+        """Return all weights as one matrix [n, k], which shares their memory."""
         return join_neighbors([parameter.detach() for parameter in self.weights])
 
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[..., k] -> [..., n], with a bias [n] added."""
+        """Return the product [..., n] of inputs [..., k], with a bias [n] added."""
         kernel = self._kernel("forward")
         return kernel.forward(inputs, self._matrix(kernel), bias)
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """As `forward`, of [r, k] and a table of many rows."""
+        """Return the product [r, n] of inputs [r, k] with a table of many rows."""
         kernel = self._kernel("logits")
         return kernel.logits(inputs, self._matrix(kernel))
 
     def input_gradient(self, output_gradient: Tensor, out: Tensor | None = None) -> Tensor:
-        """[..., n] -> [..., k], into `out` where there is one."""
+        """Return the gradient [..., k] of the input for an output gradient [..., n], in `out` if given."""
         kernel = self._kernel("input_gradient")
         return kernel.input_gradient(output_gradient, self._matrix(kernel), out)
+
+    def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
+        """Add dY^T X to the gradient of the weights. The caller reports the addition (`Parameter.added`).
+
+        Args:
+            output_gradient: Gradient of the output, dY, [..., n].
+            inputs: Input of the layer, X, [..., k].
+        """
+        left, right = (each.reshape(-1, each.shape[-1]) for each in (output_gradient, inputs))
+        gradient, overwrite = self.gradient_buffer()
+        self._kernel("weight_gradient").add_weight_gradient(gradient, left, right, overwrite)
+
+    # What a linear layer calls. Subclasses save and send operands in other formats.
 
     def forward_and_save(
         self,
         inputs: Tensor,
         bias: Tensor | None,
-        pieces: Group | None,
+        sequence_group: Group | None,
         compact: bool,  # noqa: ARG002
     ) -> tuple[Tensor, Operand]:
-        """`forward` of the inputs, and what is to be kept of them for the weight's gradient.
+        """Return the product, and what the backward pass needs of the inputs.
 
-        With `pieces` the inputs are a piece of the tokens of these ranks, which the product is of
-        (collective), and so is what is kept. Where it is not to be `compact`, that is the inputs themselves.
+        Args:
+            inputs: Inputs [..., k], with a `sequence_group` this rank's piece of the tokens.
+            bias: Bias [n], or None.
+            sequence_group: Ranks that have the other pieces (collective over it), or None.
+            compact: True if the inputs may be saved in another format. Otherwise they are saved themselves.
         """
-        whole = inputs if pieces is None else pieces.all_gather(inputs)
-        return self.forward(whole, bias), inputs
+        gathered = inputs if sequence_group is None else sequence_group.all_gather(inputs)
+        return self.forward(gathered, bias), inputs
 
-    def kept(self, rows: int, at: ActivationSizes, pieces: Group | None) -> list[SavedStorage]:  # noqa: ARG002
-        """What that is, compact, of so many rows of inputs: in a step of the run where it is most."""
+    def saved_input(self, rows: int, at: ActivationSizes, sequence_group: Group | None) -> list[SavedStorage]:  # noqa: ARG002
+        """Return what `forward_and_save` saves of `rows` rows at most, if it may be compact."""
         return [SavedStorage(rows * self.weights[0].shard.local[1] * at.itemsize, at.itemsize)]
 
     def start_gather_saved(
-        self, kept: Operand, pieces: Group, blocking: bool = False
+        self, saved: Operand, sequence_group: Group, blocking: bool = False
     ) -> Callable[[], Operand]:
-        """Have what is kept of all `pieces` come (collective); what waits for it."""
-        assert isinstance(kept, Tensor)
-        return pieces.start_all_gather(kept, blocking=blocking).wait
+        """Start to gather what each rank has saved, and return a function that waits for it. Collective."""
+        assert isinstance(saved, Tensor)
+        return sequence_group.start_all_gather(saved, blocking=blocking).wait
 
-    def gather_gradient(self, output_gradient: Tensor, pieces: Group | None) -> Operand:
-        """The gradient of the output, of the tokens of all `pieces` (collective), as both other products
-        take it.
-        """
-        return output_gradient if pieces is None else pieces.all_gather(output_gradient)
+    def gather_gradient(self, output_gradient: Tensor, sequence_group: Group | None) -> Operand:
+        """Return the output gradient of all tokens as both other products take it. Collective."""
+        return output_gradient if sequence_group is None else sequence_group.all_gather(output_gradient)
 
     def gradient_bytes(self, rows: int, at: ActivationSizes) -> int:
-        """Bytes of that, of so many rows, in a step where they are most."""
+        """Return the most bytes of `gather_gradient` for `rows` rows."""
         return rows * sum(weight.shard.local[0] for weight in self.weights) * at.itemsize
 
     def input_gradient_of(self, output_gradient: Operand) -> Tensor:
-        """As `input_gradient`."""
+        """Return the gradient of the input for a result of `gather_gradient`."""
         assert isinstance(output_gradient, Tensor)
         return self.input_gradient(output_gradient)
 
-    def add_weight_gradient_of(self, output_gradient: Operand, kept: Operand) -> None:
-        """As `add_weight_gradient`, of what was kept of whole inputs."""
-        assert isinstance(output_gradient, Tensor) and isinstance(kept, Tensor)
-        self.add_weight_gradient(output_gradient, kept)
+    def add_weight_gradient_of(self, output_gradient: Operand, saved: Operand) -> None:
+        """Add the weight gradient of a result of `gather_gradient` and of gathered saved inputs."""
+        assert isinstance(output_gradient, Tensor) and isinstance(saved, Tensor)
+        self.add_weight_gradient(output_gradient, saved)
 
-    def passing(self, rows: int, at: ActivationSizes) -> int:
-        """Bytes that a product of so many rows takes in passing beside operands and results as stored."""
-        return self.groups.kernels.passing(rows, *self.shape, at)
+    def workspace_bytes(self, rows: int, at: ActivationSizes) -> int:
+        """Return the most temporary bytes of a product of `rows` rows beside operands and results."""
+        return self.groups.products.kernels.workspace_bytes(rows, *self.shape, at)
 
-    def gradient(self) -> tuple[Tensor, bool]:
-        """The buffer [n, k] of all weights' gradients, and whether it is to be overwritten."""
-        first = [buffer for weight in self.weights if (buffer := weight.gradient_to_overwrite()) is not None]
-        assert len(first) in {0, len(self.weights)}, "fused weights have their gradients added together"
-        return join_neighbors(first or [gradient_of(weight) for weight in self.weights]), bool(first)
+    # Buffers and kernels
 
-    def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
-        """[n, k] += output_gradient [..., n]^T inputs [..., k]; not yet told as added."""
-        rows, right = (each.reshape(-1, each.shape[-1]) for each in (output_gradient, inputs))
-        gradient, first = self.gradient()
-        self._kernel("weight_gradient").add_weight_gradient(gradient, rows, right, first)
+    def gradient_buffer(self) -> tuple[Tensor, bool]:
+        """Return the buffer [n, k] of all weights' gradients, and whether it must be overwritten."""
+        stale = [buffer for w in self.weights if (buffer := w.gradient_to_overwrite()) is not None]
+        assert len(stale) in {0, len(self.weights)}, "fused weights have their gradients added together"
+        return join_neighbors(stale or [gradient_of(weight) for weight in self.weights]), bool(stale)
 
     def _kernel(self, kind: Pass) -> MatmulKernel:
-        kernel, audit = self.groups.kernels.of(kind, *self.shape), self.groups.audit
-        return WatchedKernel(kernel, audit, self.weights) if audit is not None and audit.active else kernel
+        products = self.groups.products
+        kernel, audit = products.kernels.kernel_for(kind, *self.shape), products.audit
+        return AuditedKernel(kernel, audit, self.weights) if audit is not None and audit.active else kernel
 
     def _matrix(self, kernel: MatmulKernel) -> Tensor:
-        """All weights as this kernel takes them: converted, if they are, once for as long as they stay."""
-        stays, whole = self.groups.kernels.stays, self.weight()
-        if stays is None or not kernel.converts:
-            return whole
+        """Return the weights as a kernel takes them, converted at most once while they are constant."""
+        period, weight = self.groups.products.kernels.constant_period, self.weight()
+        if period is None or not kernel.converts:
+            return weight
         if self._converted is None:
-            self._converted = torch.empty(whole.shape, dtype=torch.float32)
-        if self._converted_for != stays:
-            self._converted.copy_(whole)
-            self._converted_for = stays
+            self._converted = torch.empty(weight.shape, dtype=torch.float32)
+        if self._converted_period != period:
+            self._converted.copy_(weight)
+            self._converted_period = period
         return self._converted
 
     @property
     def converted_bytes(self) -> int:
-        """Bytes of the converted weights, which stay from their first use on."""
+        """Bytes of the converted weights, which remain allocated after their first use."""
         return 0 if self._converted is None else self._converted.nbytes
 
     @property
     def planned_converted_bytes(self) -> int:
-        """What those are in a run."""
+        """Bytes that `converted_bytes` has after a step."""
         outputs, inputs = self.shape
-        return 4 * outputs * inputs if self.groups.kernels.copies(outputs, inputs) else 0
+        return 4 * outputs * inputs if self.groups.products.kernels.reuses_converted(outputs, inputs) else 0
+
+
+class HasMatmul(Protocol):
+    """Part of a layer that has a Matmul."""
+
+    product: Matmul
+
+
+class HasMultipliers(Protocol):
+    """Layer that consists of parts with a Matmul each."""
+
+    @property
+    def multipliers(self) -> Sequence[HasMatmul]:
+        """Parts that have a Matmul."""
+
+
+def matmuls_of(layers: Iterable[HasMultipliers]) -> Iterator[Matmul]:
+    """Yield the products of some layers."""
+    for layer in layers:
+        for each in layer.multipliers:
+            yield each.product
+
+
+def converted_bytes(layers: Iterable[HasMultipliers]) -> int:
+    """Return the bytes of the converted weights of some layers that exist now."""
+    return sum(product.converted_bytes for product in matmuls_of(layers))
+
+
+def planned_converted_bytes(layers: Iterable[HasMultipliers]) -> int:
+    """Return the bytes of the converted weights of some layers after a step."""
+    return sum(product.planned_converted_bytes for product in matmuls_of(layers))
 
 
 def join_neighbors(tensors: Sequence[Tensor]) -> Tensor:
-    """One tensor over `tensors` that lie behind each other in one Bucket, join_neighbors along dim 0."""
+    """Return a view of tensors that are neighbours in memory, joined along dim 0."""
     first = tensors[0]
     if len(tensors) == 1:
         return first
@@ -183,6 +245,6 @@ def join_neighbors(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def gradient_of(parameter: Parameter) -> Tensor:
-    """The buffer of a parameter's gradient, which must be there."""
+    """Return the gradient buffer of a parameter, which must exist."""
     assert parameter.gradient is not None, f"{parameter.shard.name} has no gradient buffer"
     return parameter.gradient

@@ -1,29 +1,23 @@
-"""What multiplies in each format."""
+"""Choice of the class that computes the products of a layer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import torch
-
-from hpctrain.parallel.fp8.quantized_matmul import DelayedMatmul, QuantizedMatmul
+from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
+from hpctrain.parallel.fp8.quantized_matmul import QuantizedMatmul
 from hpctrain.parallel.fp8.recipes import GRADIENT_FORMS, RECIPES
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.shards import Parameter
 
-PRODUCTS: Mapping[torch.dtype, type[Matmul]] = dict.fromkeys(
-    (torch.float32, torch.bfloat16, torch.float16, torch.float64), Matmul
-)
-"""By `Precision.product`."""
-
 
 def make_matmul(weights: Sequence[Parameter], groups: LayerContext) -> Matmul:
-    """The products of a layer's matrix, in the format of the groups; the first of its weights is there."""
-    how = groups.fp8
-    if how is None or how.excludes(weights[0].shard.name):
-        return PRODUCTS[groups.product_format](weights, groups)
-    recipe, form = RECIPES[how.recipe], GRADIENT_FORMS[how.gradients]
+    """Return the products of a layer with `weights`, of which at least the first one is known."""
+    fp8 = groups.products.fp8
+    if fp8 is None or fp8.excludes(weights[0].shard.name):
+        return Matmul(weights, groups)
+    recipe, form = RECIPES[fp8.recipe], GRADIENT_FORMS[fp8.gradients]
     if recipe.delayed:
-        return DelayedMatmul(weights, groups, recipe, how.history, form, how.messages)
-    return QuantizedMatmul(weights, groups, recipe, form, how.messages)
+        return DelayedMatmul(weights, groups, recipe, fp8.history, form, fp8.messages)
+    return QuantizedMatmul(weights, groups, recipe, form, fp8.messages)

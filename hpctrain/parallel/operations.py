@@ -1,4 +1,4 @@
-"""What layers compute, told in sizes, so that the seconds of a layer follow from the rates of a machine."""
+"""Work of layers in sizes, from which a plan predicts FLOPs, and seconds with the rates of a machine."""
 
 from __future__ import annotations
 
@@ -7,44 +7,54 @@ from typing import Literal, NamedTuple
 from hpctrain.deck.activations import Activation
 
 Cut = Literal["outputs", "inputs", "whole"]
-"""Of which features of a matrix each rank of an axis has a part, if of any."""
+"""Features of a matrix that the ranks of an axis split: of its outputs, of its inputs, or none."""
 
 ElementwiseKind = Literal["norm", "add", "activation", "gate", "rotation", "loss", "lookup"]
-"""What is done to elements: normalized; added to others; an activation; a gated one; turned by their
-position; made losses of logits; looked up in a table.
+"""Elementwise operation: normalization, addition, activation, gated activation, rotation by position, losses
+of logits, or lookup in a table.
 """
 
 
 class MatrixSize(NamedTuple):
-    """A whole matrix, `outputs` by `inputs`, that activations are multiplied with; tensor ranks `cut` it.
+    """Global matrix that activations are multiplied with.
 
-    There are as many as `experts`, of which a token is multiplied with `met`: these lie on ranks of the
-    expert axis, and those of the expert_tensor axis cut them. What is multiplied `beside` another has no
-    messages of its own. A bias is added to the product if it is `biased`.
+    Attributes:
+        outputs: Output features.
+        inputs: Input features.
+        cut: Features that tensor ranks split, or `expert_tensor` ranks in a mixture.
+        chosen: Number of experts with such a matrix that each token is multiplied with.
+        experts: Number of experts with such a matrix, which `expert` ranks split.
+        adapter: True for a factor of an adapter, which needs no messages of its own.
+        biased: True if a bias is added to the product.
     """
 
     outputs: int
     inputs: int
     cut: Cut
-    met: int = 1
+    chosen: int = 1
     experts: int = 1
-    beside: bool = False
+    adapter: bool = False
     biased: bool = False
 
     @property
     def elements(self) -> int:
-        """Of those that a token is multiplied with."""
-        return self.outputs * self.inputs * self.met
+        """Number of elements that a token is multiplied with."""
+        return self.outputs * self.inputs * self.chosen
 
     @property
     def idle_elements(self) -> int:
-        """Of the others."""
-        return self.outputs * self.inputs * (self.experts - self.met)
+        """Number of elements of the experts that a token is not multiplied with."""
+        return self.outputs * self.inputs * (self.experts - self.chosen)
 
 
 class AttentionSize(NamedTuple):
-    """Attention between queries, keys and values: heads, those of keys and values, features of each one, and
-    tokens of a sequence.
+    """Attention between queries, keys and values.
+
+    Attributes:
+        heads: Heads of queries.
+        key_value_heads: Heads of keys and values.
+        head_size: Features of a head.
+        sequence: Tokens of a sequence.
     """
 
     heads: int
@@ -54,13 +64,18 @@ class AttentionSize(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of a token's forward pass: both products; the causal mask is not subtracted."""
+        """FLOPs of both products in the forward pass of a token, without regard to the causal mask."""
         return 4 * self.heads * self.head_size * self.sequence
 
 
 class ElementwiseSize(NamedTuple):
-    """So many `features` of a token come out of what is done to each by itself; `split` says that tensor
-    ranks have a part each, where they otherwise have all, or under sequence parallelism a part of the tokens.
+    """Elementwise operation on the features of a token.
+
+    Attributes:
+        kind: The operation.
+        features: Number of features that it returns.
+        split: True if tensor ranks split the features. Otherwise each has all of them, under sequence
+            parallelism of a piece of the tokens.
     """
 
     kind: ElementwiseKind

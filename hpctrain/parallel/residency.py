@@ -1,4 +1,4 @@
-"""Whether parameters are in memory when a layer computes with them."""
+"""Residency of parameters: in memory when a layer computes with them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,28 @@ Result = TypeVar("Result")
 
 
 class ParameterResidency:
-    """Parameters that are always there. Whoever keeps them elsewhere overrides all methods.
+    """Residency of parameters that are always in memory. A subclass that stores them elsewhere overrides all.
 
-    A parameter stands for all that computes together with it. `gathers` says that some are not there always.
+    A parameter stands for all parameters that compute together with it.
+
+    Attributes:
+        gathers: True if some parameters are not always in memory.
     """
 
     gathers = False
 
     @contextmanager
     def step(self, kind: Hashable) -> Iterator[None]:  # noqa: ARG002
-        """One step, training or evaluation, of a `kind` that uses parameters in one order."""
+        """Return a context for one step of training or evaluation.
+
+        Args:
+            kind: Kind of step. Steps of one kind use parameters in the same order.
+        """
         yield
 
     @contextmanager
     def in_memory(self, parameter: Parameter) -> Iterator[None]:  # noqa: ARG002
-        """The parameter is there within."""
+        """Return a context within which a parameter is in memory."""
         yield
 
     def around(
@@ -37,7 +44,7 @@ class ParameterResidency:
         compute: Callable[[Tensor], Tensor],
         x: Tensor,
     ) -> Tensor:
-        """`compute(x)`, whose forward and backward have the parameter there."""
+        """Return `compute(x)`, with a parameter in memory in its forward and backward pass."""
         return compute(x)
 
     def surround(
@@ -47,5 +54,12 @@ class ParameterResidency:
         inputs: Sequence[Tensor],  # noqa: ARG002
         tensors_of: Callable[[Result], Iterable[Tensor]],  # noqa: ARG002
     ) -> Result:
-        """As `around`, of a layer with any `inputs`, and a result of any form, with the tensors of it."""
+        """Return `compute()`, with a parameter in memory in its forward and backward pass.
+
+        Args:
+            parameter: The parameter.
+            compute: Layer with a result of any type.
+            inputs: Tensors that the layer receives.
+            tensors_of: Returns the tensors in the result.
+        """
         return compute()

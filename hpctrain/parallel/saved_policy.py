@@ -1,4 +1,4 @@
-"""What is kept of a forward pass for its backward."""
+"""Policy of what layers save for the backward pass."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from hpctrain.parallel.shards import Parameter
 
 @dataclass(frozen=True)
 class LayerPass:
-    """A layer in one forward pass: its computation, from hidden states to hidden states, and parameters.
+    """One forward pass of a layer, which may be repeated with the same bits.
 
-    Computing it again gives the same bits.
+    Attributes:
+        compute: Function from hidden states to hidden states.
+        parameters: Parameters that it uses.
     """
 
     compute: Callable[[Tensor], Tensor]
@@ -23,27 +25,34 @@ class LayerPass:
 
 
 class SavedPolicy:
-    """Keeps all that autograd saves. Whoever keeps less, or keeps it elsewhere, overrides these methods.
+    """Policy that saves all that autograd saves. Subclasses save less, or save it elsewhere.
 
-    `repeats` says that what is given to `call` may be computed again, `keeps_core` that the core of attention
-    keeps its output, for its own backward.
+    Attributes:
+        keeps_core: True if the core of attention saves its output.
+        repeats: True if functions that are given to `call` may be computed again.
     """
 
     keeps_core = True
     repeats = False
 
     def run(self, layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor] = ()) -> Tensor:  # noqa: ARG002
-        """All layers, one after the other, of x. `shared` are tensors that every layer uses besides."""
+        """Return the result of layers that are applied to `x` one after the other.
+
+        Args:
+            layers: Layers to apply.
+            x: Hidden states.
+            shared: Further tensors that every layer uses.
+        """
         for layer in layers:
             x = layer.compute(x)
         return x
 
-    def call(self, compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """What a layer of any form gives, one of those that `run` would have."""
-        return compute(*given, **named)
+    def call(self, compute: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Return the result of a layer of any signature, under the policy of `run`."""
+        return compute(*arguments, **named)
 
     def attend(
         self, compute: Callable[..., Tensor], inputs: Sequence[Tensor], shared: Sequence[Tensor] = ()
     ) -> Tensor:
-        """`compute(*inputs, *shared)`, the core of attention: without parameters, and large inside."""
+        """Return `compute(*inputs, *shared)` for the core of attention, which has no parameters."""
         return compute(*inputs, *shared)

@@ -1,8 +1,7 @@
-"""A head that gives one number a token: the score of a reward model, the value of a critic.
+"""Output layer with one number per token: the score of a reward model, the value of a critic.
 
-Every rank of the tensor axis has all of its one row; under sequence parallelism each computes the scores of
-its part of the tokens, and all have all scores. As of logits, losses and their gradients are computed in one
-pass, so that backward needs no parameter of it.
+Every tensor rank holds its only row. Under sequence parallelism each rank computes the scores of its piece of
+the tokens, and all gather all scores. As in `VocabularyHead`, losses and gradients are computed in one pass.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.layer_context import LayerContext
@@ -21,81 +21,93 @@ from hpctrain.parallel.shards import Parameter, Shard
 NAME = "score.weight"
 
 ScoreLoss = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Of scores [s, b] in fp32: the sum of their losses, and its gradient by them, as large, fp32."""
+"""Function of scores [s, b] in fp32 that returns the sum of their losses and its gradient [s, b] in fp32."""
 
 
 class ScalarHead(nn.Module):
-    """A linear head [1, h] without a bias. Scores are the products times `multiplier`, in fp32."""
+    """Linear output layer [1, h] without a bias.
+
+    Args:
+        hidden: Features of a token, h.
+        groups: Context of the layer.
+        multiplier: Factor of the products, which gives the scores in fp32.
+    """
 
     def __init__(self, hidden: int, groups: LayerContext, multiplier: float = 1.0) -> None:
         super().__init__()
         self.groups, self.multiplier = groups, multiplier
-        self.table = Parameter(Shard.whole(NAME, (1, hidden), groups.sequence_partial), initial="table")
+        self.table = Parameter(Shard.replicated(NAME, (1, hidden), groups.sequence_partial), initial="table")
 
-    def forward(self, hidden: Tensor, of_scores: ScoreLoss) -> Tensor:
-        """The loss that `of_scores` finds of hidden [s or s/t, b, h], fp32 0-dim.
+    def forward(self, hidden: Tensor, score_loss: ScoreLoss) -> Tensor:
+        """Return the loss of all scores, fp32 0-dim. Collective over tensor ranks.
 
-        The gradients are those that it gives: start backward here with a gradient of one.
+        The gradients are those that `score_loss` returns: the backward pass must start here with a gradient
+        of one.
+
+        Args:
+            hidden: Hidden states [s or s/t, b, h].
+            score_loss: Computes the loss.
         """
-        loss: Tensor = _ScoreLossAutograd.apply(hidden, self, of_scores, torch.is_grad_enabled(), self.table)
+        loss: Tensor = _ScoreLossAutograd.apply(hidden, self, score_loss, torch.is_grad_enabled(), self.table)
         return loss
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """Scores [s, b] of hidden [s or s/t, b, h], without a gradient."""
+        """Return the scores [s, b] of hidden states [s or s/t, b, h], without a graph. Collective."""
         with torch.no_grad():
-            return self.groups.gathered(self._of(self._rows(hidden)).view(hidden.shape[:-1]))
+            scores = _rows(hidden) @ self.table.detach()[0].float()
+            scores = scores * self.multiplier if self.multiplier != 1 else scores
+            return self.groups.gather_sequence(scores.view(hidden.shape[:-1]))
 
     @property
     def matrix(self) -> MatrixSize:
-        """What hidden states are multiplied with."""
+        """Global matrix that hidden states are multiplied with."""
         return MatrixSize(1, self.table.shard.shape[1], "whole")
 
     @property
     def elementwise(self) -> list[ElementwiseSize]:
-        """What is done besides: next to nothing."""
+        """Elementwise operations: none that takes time."""
         return []
 
     def saved(self, at: ActivationSizes) -> SavedStorage:
-        """The gradient of the hidden states, of the rank's own tokens."""
+        """Return what is saved: the gradient of this rank's hidden states."""
         return at.row_features(self.table.shard.shape[1])
 
     def workspace(self, at: ActivationSizes) -> int:
-        """Bytes of a loss in passing: scores and their gradients, and in 16 bits hidden states in fp32."""
+        """Return the temporary bytes of a loss: scores, their gradients, and hidden states in fp32."""
         wide = 4 * at.rows * self.table.shard.shape[1] if at.itemsize < 4 else 0
         return wide + 3 * 4 * at.tokens
-
-    def _rows(self, hidden: Tensor) -> Tensor:
-        return hidden.reshape(-1, hidden.shape[-1]).float()
-
-    def _of(self, rows: Tensor) -> Tensor:
-        scores = rows @ self.table.detach()[0].float()
-        return scores * self.multiplier if self.multiplier != 1 else scores
 
 
 class _ScoreLossAutograd(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(
-        ctx: Any, hidden: Tensor, head: ScalarHead, of_scores: ScoreLoss, learning: bool, _: Tensor
+        ctx: Any, hidden: Tensor, head: ScalarHead, score_loss: ScoreLoss, training: bool, _: Tensor
     ) -> Tensor:
         table, groups = head.table, head.groups
-        loss, gradient = of_scores(head.scores(hidden))
+        loss, gradient = score_loss(head.scores(hidden))
         ctx.head = head
-        if not learning:
+        if not training:
             return loss.float()
         if groups.sequence_parallel:
             gradient = gradient.chunk(groups.tensor.size)[groups.tensor.rank]
-        own = gradient.reshape(-1) * head.multiplier
+        local = gradient.reshape(-1) * head.multiplier
         if table.requires_grad:
             buffer = table.gradient
             assert buffer is not None
-            buffer[0].add_((own @ head._rows(hidden)).to(buffer.dtype))
-        ctx.save_for_backward(torch.outer(own, table[0].float()).to(hidden.dtype).view_as(hidden))
+            buffer[0].add_((local @ _rows(hidden)).to(buffer.dtype))
+        ctx.save_for_backward(torch.outer(local, table[0].float()).to(hidden.dtype).view_as(hidden))
         return loss.float()
 
     @staticmethod
+    @override
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         head: ScalarHead = ctx.head
         (gradient,) = ctx.saved_tensors
         if head.table.requires_grad:
             head.table.added()
         return gradient, None, None, None, None
+
+
+def _rows(hidden: Tensor) -> Tensor:
+    return hidden.reshape(-1, hidden.shape[-1]).float()

@@ -1,19 +1,35 @@
-"""Which part of a sequence a context rank holds."""
+"""Pieces of a sequence that context ranks have (context parallelism).
+
+With 2 context ranks and a sequence of 8 tokens, the ranks have these positions:
+
+| `context_form` | rank 0 | rank 1 | attention |
+|---|---|---|---|
+| `ring` | 0 1 6 7 | 2 3 4 5 | keys and values travel around the ring (`attention/ring.py`) |
+| `all_to_all` | 0 1 2 3 | 4 5 6 7 | heads are exchanged for pieces (`attention/all_to_all.py`) |
+
+In a ring every rank has an early and a late piece, which balances the work of causal attention. Sequence
+parallelism, which splits the sequence between the linear layers over tensor ranks, is in `tensor.py`.
+"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
-from hpctrain.parallel.layer_context import ContextForm
+
+ContextForm = Literal["ring", "all_to_all"]
 
 
 def context_positions(group: Group, form: ContextForm, sequence: int) -> Tensor:
-    """Global positions [sequence / c] int64 of this rank's piece.
+    """Return the global positions of this rank's piece, int64 [s/c], in increasing order.
 
-    In a ring each rank holds one early and one late piece of 2c, which balances the causal work
-    (Striped and zigzag ring attention); for the all-to-all form pieces follow each other.
+    Args:
+        group: Ranks of the context axis.
+        form: How attention exchanges pieces.
+        sequence: Tokens of a sequence, s, a multiple of twice the number of ranks.
     """
     rank, size = group.rank, group.size
     if size == 1:
@@ -25,7 +41,7 @@ def context_positions(group: Group, form: ContextForm, sequence: int) -> Tensor:
 
 
 def context_piece(tokens: Tensor, positions: Tensor) -> Tensor:
-    """[b, s] -> [s / c, b]: the columns at `positions`, sequence first."""
+    """Return the columns at `positions` of tokens [b, s], sequence first: [s/c, b]."""
     if positions.numel() == tokens.shape[1]:
         return tokens.t().contiguous()
     return tokens.t()[positions]

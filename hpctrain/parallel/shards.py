@@ -1,7 +1,11 @@
-"""Where one tensor's piece lies in the global logical tensor.
+"""Place of a local tensor in the global one.
 
-A Shard is the single source for initialization, gradient synchronization, ZeRO, checkpoints,
-conversion and verification: nothing else guesses names or shapes.
+A Shard is the single source for initialization, gradient synchronization, ZeRO, checkpoints, conversion and
+verification: nothing else guesses names or shapes. For example, a query matrix of 8 heads with 64 features
+each, split over 2 tensor ranks, has on rank 1 this shard:
+
+    Shard("blocks.0.attention.query.weight", shape=(512, 512), start=(256, 0), local=(256, 512),
+          split=frozenset({"tensor"}), unit=64)
 """
 
 from __future__ import annotations
@@ -15,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 Initial = Literal["normal", "residual", "table", "router", "adapter", "ones", "zeros"]
-"""How a parameter starts, by its role: "residual" is a normal weight that ends a residual branch, "table" one
-with a row for each token or position, or that of a scalar head, "router" one with a row for each expert,
-"adapter" the first factor of a low-rank one.
+"""Initial values of a parameter by its role.
+
+"residual" is a normal weight at the end of a residual branch, "table" a weight with a row for each token or
+position, or that of a scalar head, "router" one with a row for each expert, and "adapter" the first factor of
+a low-rank adapter.
 """
 
 
@@ -25,16 +31,21 @@ with a row for each token or position, or that of a scalar head, "router" one wi
 class Shard:
     """One rank's rectangular piece of a global tensor.
 
-    `shape` is the global logical shape. The piece starts at index `start` and has shape `local`,
-    which may reach beyond `shape`: what lies beyond is padding, is zero and is never stored.
-    `split` names the mesh axes that cut the tensor; over every other axis the piece is replicated.
-    `partial` names the axes besides data and context over which the gradient arrives in parts that
-    must be summed, although the parameter itself is replicated there (the norms under sequence
-    parallelism, key/value heads shared by several tensor ranks).
-    `copies` is how many neighbours along the split axes hold this same piece; `stage_copy` and
-    `stage_copies` number the pipeline stages that do (tied embeddings, on the first and the last one).
-    `unit` are its rows that act together on what a layer computes: those of one head of queries or keys.
-    With `stays` ZeRO does not cut it where it cuts parameters: it is small.
+    Attributes:
+        name: Name of the tensor.
+        shape: Global shape.
+        start: Index in the global tensor of the first element of the piece.
+        local: Shape of the piece. It may extend beyond `shape`; the part beyond is padding, which is zero and
+            never stored.
+        split: Mesh axes that split the tensor. Over every other axis the piece is replicated.
+        partial: Axes besides data and context over which gradients are partial and must be summed, although
+            the parameter is replicated there, such as norms under sequence parallelism.
+        copies: Number of neighbors along the split axes that hold the same piece, such as key and value heads
+            that several tensor ranks share.
+        stage_copy: Number of this pipeline stage among those that hold the piece (tied embeddings).
+        stage_copies: Number of pipeline stages that hold the piece.
+        unit: Rows that belong together, such as those of one head of queries or keys.
+        zero_exempt: True if ZeRO does not split the tensor where it splits parameters, because it is small.
     """
 
     name: str
@@ -50,23 +61,23 @@ class Shard:
     zero_exempt: bool = False
 
     @staticmethod
-    def whole(name: str, shape: tuple[int, ...], partial: frozenset[str] = frozenset()) -> Shard:
-        """The Shard of a tensor that every rank holds whole."""
+    def replicated(name: str, shape: tuple[int, ...], partial: frozenset[str] = frozenset()) -> Shard:
+        """Return the shard of a tensor that every rank holds completely."""
         return Shard(name, shape, (0,) * len(shape), shape, partial=partial)
 
     def stacked(self, number: int, count: int) -> Shard:
-        """The Shard of number `number` of `count` such tensors that differ, which lie behind each other."""
+        """Return the shard of tensor `number` of `count` different ones, stacked along a new first dim."""
         start, local = (number, *self.start), (1, *self.local)
         return replace(self, shape=(count, *self.shape), start=start, local=local)
 
     @property
     def unstacked(self) -> Shard:
-        """The Shard of one of those."""
+        """Shard of one of the tensors that `stacked` has stacked."""
         return replace(self, shape=self.shape[1:], start=self.start[1:], local=self.local[1:])
 
     @property
     def elements(self) -> int:
-        """Elements of the local piece, padding included."""
+        """Number of elements of the local piece, with padding."""
         return prod(self.local)
 
     @property
@@ -79,37 +90,39 @@ class Shard:
 
     @property
     def is_longer(self) -> bool:
-        """Whether a piece is longer than the whole, as of a small table that GPUs fill up."""
+        """True if the piece is longer than the global tensor, such as a small table that GPUs pad."""
         return any(local > total for local, total in zip(self.local, self.shape, strict=True))
 
     @property
-    def held(self) -> tuple[int, ...]:
-        """The shape of its piece; of one that is longer than the whole without its padding."""
+    def clipped_local(self) -> tuple[int, ...]:
+        """Shape of the local piece, without its padding if it is longer than the global tensor."""
         return self.extent if self.is_longer else self.local
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The piece, without padding, as an index into the global tensor."""
+        """Index of the piece, without padding, in the global tensor."""
         return tuple(
             slice(start, start + extent) for start, extent in zip(self.start, self.extent, strict=True)
         )
 
-    def take(self, whole: Tensor) -> Tensor:
-        """This rank's piece, zero-padded to `local`, of a global tensor of shape `shape`."""
-        assert tuple(whole.shape) == self.shape, (self.name, tuple(whole.shape), self.shape)
-        piece = whole[self.slices]
+    def take(self, global_tensor: Tensor) -> Tensor:
+        """Return a copy of this rank's piece of a global tensor, padded with zeros to `local`."""
+        assert tuple(global_tensor.shape) == self.shape, (self.name, tuple(global_tensor.shape), self.shape)
+        piece = global_tensor[self.slices]
         if self.extent == self.local:
             return piece.clone()
-        padded = whole.new_zeros(self.local)
+        padded = global_tensor.new_zeros(self.local)
         padded[tuple(slice(0, n) for n in self.extent)] = piece
         return padded
 
 
 class UpdateSettings(NamedTuple):
-    """How elements are updated: whether weight decay applies, what multiplies their learning rate, and
-    whether that is in Blocks.
+    """How the optimizer updates elements.
 
-    Weight decay, where it applies, takes the learning rate as it is.
+    Attributes:
+        decayed: True if weight decay applies, which takes the learning rate as it is.
+        rate: Factor of the learning rate.
+        in_blocks: True if elements are updated in blocks (`UpdateBlock`).
     """
 
     decayed: bool = True
@@ -118,34 +131,45 @@ class UpdateSettings(NamedTuple):
 
 
 class UpdateBlock(NamedTuple):
-    """What of a parameter is updated as one, because its elements depend on each other.
+    """Part of a parameter that is updated as one, because its elements depend on each other.
 
-    `shape` has as many dims as the parameter, of the whole tensor: 1 in leading ones, all in those behind the
-    first that is neither. `work` are the FLOPs of its update.
+    Attributes:
+        shape: Global shape, with as many dims as the parameter: 1 in leading dims, then any size in one dim,
+            then the parameter's own sizes.
+        work: FLOPs of its update.
     """
 
     shape: tuple[int, ...]
     work: float
 
     def elements(self, shard: Shard) -> int:
-        """Elements of one in the local piece of a Shard, where they are neighbours."""
+        """Return the number of elements of one block in a local piece."""
         return prod(self.local(shard))
 
     def local(self, shard: Shard) -> tuple[int, ...]:
-        """Its shape in the local piece of a Shard."""
-        return tuple(min(size, held) for size, held in zip(self.shape, shard.local, strict=True))
+        """Return the shape of one block in a local piece."""
+        return tuple(min(size, local) for size, local in zip(self.shape, shard.local, strict=True))
 
 
 class Parameter(nn.Parameter):
-    """A model parameter with its Shard, its gradient buffer and its share in the schedule.
+    """Model parameter with its Shard and its gradient buffer.
 
-    It is made without memory of its own; its Bucket gives it some. `gradient` is the buffer, of the
-    parameter's shape, into which every backward pass adds. Who adds to it without autograd (the
-    parallel linear layers) calls `added()` afterwards; for all others a hook of the Bucket does.
-    `decayed` says whether weight decay applies, `rate` by what the learning rate is multiplied, `block` what
-    is updated as one, if not each element by itself, and `uses` how many additions to `gradient` one backward
-    pass of one micro-batch makes. A table whose two uses add in an order that depends on the schedule is
-    `separate_lookups`: its Bucket gives it `lookups`, a second buffer for one of them.
+    It is created without memory; its bucket provides some. Every backward pass adds to the gradient buffer.
+    A layer that adds without autograd, such as a linear layer, calls `added` afterwards; for all others a
+    hook does.
+
+    Attributes:
+        shard: Place in the global tensor.
+        decayed: True if weight decay applies.
+        initial: Initial values.
+        rate: Factor of the learning rate.
+        block: Part that is updated as one. None if each element is updated by itself.
+        uses: Number of additions to the gradient in the backward pass of one micro-batch.
+        separate_lookups: True for a table whose two uses add in an order that depends on the schedule. Its
+            bucket then provides `lookups`.
+        lookups: Second gradient buffer, for lookups in the table.
+        open_gradient: Allocates the gradient buffer if it exists only while it is used.
+        on_added: Called with the parameter after each addition.
     """
 
     shard: Shard
@@ -164,7 +188,7 @@ class Parameter(nn.Parameter):
     def __new__(  # noqa: D102
         cls, shard: Shard, decayed: bool = True, initial: Initial = "normal"
     ) -> Parameter:
-        # One element seen as many: of the right shape, yet without memory.
+        # One element, expanded to the shape, without memory for the others.
         data = torch.empty(()).expand(shard.local)
         self: Parameter = super().__new__(cls, data, requires_grad=True)
         self.shard, self.decayed, self.initial = shard, decayed, initial
@@ -172,12 +196,12 @@ class Parameter(nn.Parameter):
 
     @property
     def update_settings(self) -> UpdateSettings:
-        """How it is updated."""
+        """How the optimizer updates the parameter."""
         return UpdateSettings(self.decayed, self.rate, self.block is not None)
 
     @property
     def gradient(self) -> Tensor | None:
-        """The buffer, to add to; one that is there only while it is used is opened by asking for it."""
+        """Gradient buffer of the parameter's shape, to add to. It is allocated first if necessary."""
         buffer = self._buffer()
         if self._stale and buffer is not None:
             buffer.zero_()
@@ -189,11 +213,15 @@ class Parameter(nn.Parameter):
         self._gradient = buffer
 
     def reset_gradient(self) -> None:
-        """Begin again from zero; what the buffer holds does not count from now on."""
+        """Make the gradient zero. The buffer is zeroed or overwritten at the next addition."""
         self._stale = True
 
     def gradient_to_overwrite(self) -> Tensor | None:
-        """The buffer, to overwrite, if nothing has been added since `forget_gradient`; else None."""
+        """Return the buffer if nothing was added since `reset_gradient`; the caller must overwrite it.
+
+        Returns:
+            The buffer, or None if the caller must add to `gradient`.
+        """
         buffer = self._buffer()
         if buffer is None or not self._stale:
             return None
@@ -206,6 +234,6 @@ class Parameter(nn.Parameter):
         return self._gradient
 
     def added(self) -> None:
-        """Tell the Bucket that one addition to `gradient` is complete."""
+        """Report that one addition to the gradient is complete."""
         if self.on_added is not None:
             self.on_added(self)

@@ -1,10 +1,19 @@
-"""Linear layers split by columns or rows over the tensor axis (Megatron-LM, arXiv 1909.08053).
+"""Tensor parallelism: linear layers split by output or input features (Megatron-LM, arXiv 1909.08053).
 
-Activations are sequence first, [s, b, features], so that pieces of a sequence are contiguous.
-One autograd function owns the backward pass of both layers: it starts the reduction of the input
-gradient before it computes the weight gradient, and adds the weight gradient straight into the
-bucket's fp32 buffer. Under sequence parallelism (arXiv 2205.05198) the gathered input is not kept
-for backward but gathered again.
+A `ColumnLinear` splits its matrix by output features, a `RowLinear` by input features. Behind each other they
+need one sum over tensor ranks. With 2 ranks, X [s, b, h], A [4h, h] and B [h, 4h]:
+
+    rank 0:  X ── A[:2h] ── activation ── B[:, :2h] ──┐
+                                                      (+) all-reduce ── Y on both ranks
+    rank 1:  X ── A[2h:] ── activation ── B[:, 2h:] ──┘
+
+In the backward pass the gradient of X is summed instead. Under sequence parallelism (arXiv 2205.05198) X and
+Y are pieces [s/2, b, h] of the sequence: the first layer gathers X, and the sum of the second is a
+reduce-scatter. What is saved for the backward pass is the piece, which is gathered again.
+
+One autograd function for each layer makes these calls. It starts the sum of the input gradient before it
+computes the weight gradient, which it adds to the gradient buffer of the bucket. Activations are sequence
+first, so that pieces of a sequence are contiguous.
 """
 
 from __future__ import annotations
@@ -39,10 +48,14 @@ from hpctrain.parallel.shards import Initial, Parameter, Shard
 
 @dataclass(frozen=True)
 class RowPartition:
-    """One rank's rows `start .. start + local` of `size` output features.
+    """One rank's range of output features: `start` to `start + local` of `size`.
 
-    Where there are fewer units (heads) than ranks, `copies` neighbouring ranks hold the same rows. `unit` is
-    that of the Shard.
+    Attributes:
+        size: Global number of features.
+        start: First feature of this rank.
+        local: Number of features of this rank.
+        copies: Number of neighbors with the same features, if there are fewer units (heads) than ranks.
+        unit: Features that belong together, as for `Shard.unit`.
     """
 
     size: int
@@ -53,7 +66,7 @@ class RowPartition:
 
     @staticmethod
     def split(size: int, group: Group, unit: int = 1) -> RowPartition:
-        """Split `size` features, made of units of `unit`, over the ranks of `group`."""
+        """Return this rank's range of `size` features that consist of units of `unit`."""
         units, ranks = size // unit, group.size
         if units % ranks == 0:
             local = size // ranks
@@ -63,13 +76,13 @@ class RowPartition:
         return RowPartition(size, group.rank // copies * unit, unit, copies)
 
 
-def rows_shard(name: str, rows: RowPartition, others: tuple[int, ...]) -> Shard:
-    """The Shard of a tensor [rows, *others] split by rows."""
+def rows_shard(name: str, rows: RowPartition, dims: tuple[int, ...]) -> Shard:
+    """Return the shard of a tensor [rows.size, *dims] that tensor ranks split by rows."""
     return Shard(
         name,
-        (rows.size, *others),
-        (rows.start, *(0 for _ in others)),
-        (rows.local, *others),
+        (rows.size, *dims),
+        (rows.start, *(0 for _ in dims)),
+        (rows.local, *dims),
         split=frozenset({"tensor"}),
         partial=frozenset({"tensor"}) if rows.copies > 1 else frozenset(),
         copies=rows.copies,
@@ -78,27 +91,36 @@ def rows_shard(name: str, rows: RowPartition, others: tuple[int, ...]) -> Shard:
 
 
 class MatmulLayer(nn.Module, ABC):
-    """What multiplies activations with matrices, and may compute these matrices' gradients later."""
+    """Layer that multiplies activations with matrices, and may compute their gradients later."""
 
     @property
     @abstractmethod
     def matrices(self) -> list[MatrixSize]:
-        """Whole."""
+        """Global matrices that activations are multiplied with."""
 
     @property
     @abstractmethod
-    def late(self) -> list[Parameter]:
-        """The parameters whose gradients wait in the queue of weight gradients."""
+    def deferred_parameters(self) -> list[Parameter]:
+        """Parameters whose gradients the queue of weight gradients may defer."""
 
     @abstractmethod
-    def waiting(self, at: ActivationSizes) -> int:
-        """Bytes of input and output gradient, which weight gradients hold that are computed later."""
+    def deferred_bytes(self, at: ActivationSizes) -> int:
+        """Return the bytes of the tensors that deferred weight gradients keep."""
 
 
 class SplitLinear(MatmulLayer):
-    """What both layers share: fused weights and biases, and the weight-gradient computation.
+    """Base class of the linear layers: fused weights with their biases, their product, and adapters.
 
-    `shared_input` says that others keep the input for backward, too; `adapter`, if any, adds to the product.
+    Args:
+        groups: Context of the layer.
+        shared_input: True if another layer saves the same input for its backward pass.
+
+    Attributes:
+        cut: Features by which tensor ranks split the matrix.
+        weights: Weights [n_i, k], which are neighbours in one bucket.
+        biases: Bias [n_i] of each weight, or none.
+        product: Products with all weights.
+        adapter: Low-rank matrices that are added to the weights. None if there are none.
     """
 
     cut: ClassVar[Cut]
@@ -111,8 +133,8 @@ class SplitLinear(MatmulLayer):
         self.product: Matmul
         self.biases: list[Parameter] = []
 
-    def declare(self, weight: Shard, bias: Shard | None, initial: Initial = "normal") -> None:
-        """Add one weight [n, k] and, if any, its bias [n]; several are fused along n."""
+    def add_weight(self, weight: Shard, bias: Shard | None, initial: Initial = "normal") -> None:
+        """Create a weight [n_i, k] and its bias [n_i]. Weights are fused along n."""
         index = len(self.weights)
         self.weights.append(Parameter(weight, initial=initial))
         self.register_parameter(f"weight{index}", self.weights[-1])
@@ -122,84 +144,85 @@ class SplitLinear(MatmulLayer):
             self.biases.append(Parameter(bias, decayed=False, initial="zeros"))
             self.register_parameter(f"bias{index}", self.biases[-1])
 
-    def adapt(self, adapters: Adapters | None) -> None:
-        """Have adapters of those of its weights, all declared by now, that they are for."""
+    def add_adapters(self, adapters: Adapters | None) -> None:
+        """Create the adapters of the weights that `adapters` names. All weights must exist."""
         if adapters is None:
             return
-        places, row = [], 0
+        matrices, row = [], 0
         for weight in self.weights:
             rows = weight.shard.local[0]
             if adapters.adapts(weight.shard.name.removesuffix(".weight")):
-                places.append(AdaptedMatrix(weight.shard, slice(row, row + rows)))
+                matrices.append(AdaptedMatrix(weight.shard, slice(row, row + rows)))
             row += rows
-        if places:
-            self.adapter = LayerAdapters(places, self.cut, adapters, self.groups)
+        if matrices:
+            self.adapter = LayerAdapters(matrices, self.cut, adapters, self.groups)
 
     def bias(self) -> Tensor | None:
-        """All biases as one vector [n], if there are any."""
+        """Return all biases as one vector [n], or None if there are none."""
         return join_neighbors([parameter.detach() for parameter in self.biases]) if self.biases else None
 
     @property
+    @override
     def matrices(self) -> list[MatrixSize]:
-        """See MatmulLayer: one, of all that are fused."""
         outputs = sum(weight.shard.shape[0] for weight in self.weights)
-        beside = [] if self.adapter is None else self.adapter.matrices
-        biased = bool(self.biases)
-        return [MatrixSize(outputs, self.weights[0].shard.shape[1], self.cut, biased=biased), *beside]
+        adapter = [] if self.adapter is None else self.adapter.matrices
+        size = MatrixSize(outputs, self.weights[0].shard.shape[1], self.cut, biased=bool(self.biases))
+        return [size, *adapter]
 
     @property
     @override
-    def late(self) -> list[Parameter]:
-        return self.weights + self.adapting
+    def deferred_parameters(self) -> list[Parameter]:
+        return self.weights + self.adapter_parameters
 
     @property
-    def adapting(self) -> list[Parameter]:
-        """The parameters of its adapter, if any."""
+    def adapter_parameters(self) -> list[Parameter]:
+        """Parameters of the adapter; empty if there is none."""
         return [] if self.adapter is None else self.adapter.weights
 
-    def beside(self, at: ActivationSizes) -> list[SavedStorage]:
-        """What its adapter keeps for backward."""
+    def adapter_saved(self, at: ActivationSizes) -> list[SavedStorage]:
+        """Return what the adapter saves for the backward pass."""
         return [] if self.adapter is None else [self.adapter.saved(at)]
 
-    def _multiply(
-        self, x: Tensor, bias: Tensor | None, pieces: Group | None, training: bool
-    ) -> tuple[Tensor, Operand, tuple[Tensor, ...]]:
-        """The product, what is kept of x, and what its adapter keeps, see Matmul.forward_kept."""
-        if self.adapter is None:
-            return *self.product.forward_and_save(x, bias, pieces, self.compact(training)), ()
-        whole = x if pieces is None else pieces.all_gather(x)
-        output = self.product.forward(whole, bias)
-        return output, x, (self.adapter.add(output, whole),)
-
     @property
-    def pieces(self) -> Group | None:
-        """The ranks whose sequence is split before and after."""
+    def sequence_group(self) -> Group | None:
+        """Ranks that split the sequence before and after the layer, or None."""
         return self.groups.tensor if self.groups.sequence_parallel else None
 
-    def compact(self, training: bool) -> bool:
-        """Whether a product may keep its input in another form for backward: nobody else keeps it."""
-        return training and not self.shared_input
+    def on_backward(self) -> None:
+        """Do nothing at the start of a backward pass. Subclasses may check it."""
 
-    def _kept(self, rows: int, at: ActivationSizes, pieces: Group | None) -> list[SavedStorage]:
+    def added(self, parameters: Sequence[Parameter]) -> None:
+        """Report that one addition to the gradients of these parameters is complete."""
+        for parameter in parameters:
+            parameter.added()
+
+    # What the autograd functions call
+
+    def _multiply(
+        self, x: Tensor, bias: Tensor | None, sequence_group: Group | None, training: bool
+    ) -> tuple[Tensor, Operand, tuple[Tensor, ...]]:
+        """Return the product, what backward needs of x, and what the adapter's backward needs."""
+        if self.adapter is None:
+            compact = training and not self.shared_input
+            return *self.product.forward_and_save(x, bias, sequence_group, compact), ()
+        gathered = x if sequence_group is None else sequence_group.all_gather(x)
+        output = self.product.forward(gathered, bias)
+        return output, x, (self.adapter.add(output, gathered),)
+
+    def _split_saved(self, saved: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Operand]:
+        """Return what the forward pass saved, of the adapter and of the input."""
+        count = int(self.adapter is not None)
+        return saved[:count], operand_from(saved[count:])
+
+    def _saved_rows(self, rows: int, at: ActivationSizes, sequence_group: Group | None) -> list[SavedStorage]:
         if self.shared_input:
-            return Matmul.kept(self.product, rows, at, pieces)
-        return self.product.kept(rows, at, pieces)
+            return Matmul.saved_input(self.product, rows, at, sequence_group)
+        return self.product.saved_input(rows, at, sequence_group)
 
-    def _add_gradients(self, output_gradient: Operand, kept: Operand, inner: Sequence[Tensor]) -> None:
-        """`inner` is what is between the factors of its adapter, if any, and the gradient of that."""
-        if self.weights[0].requires_grad:
-            self.product.add_weight_gradient_of(output_gradient, kept)
-            self.added(self.weights)
-        if self.adapter is not None:
-            assert isinstance(output_gradient, Tensor) and isinstance(kept, Tensor)
-            between, gradient = inner
-            self.adapter.add_weight_gradients(output_gradient, between, gradient, kept)
-            self.added(self.adapter.weights)
-
-    def _pass_inner(self, output_gradient: Operand, input_gradient: Tensor | None) -> tuple[Tensor, ...]:
-        """The gradient of what is between the factors of its adapter, if any, whose part of the input's is
-        added to that, where there is one.
-        """
+    def _add_inner_gradient(
+        self, output_gradient: Operand, input_gradient: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Return the gradient between the adapter's factors, and add its part of the input gradient."""
         if self.adapter is None:
             return ()
         assert isinstance(output_gradient, Tensor)
@@ -208,117 +231,41 @@ class SplitLinear(MatmulLayer):
             self.adapter.add_input_gradient(input_gradient, inner_gradient)
         return (inner_gradient,)
 
+    def _add_gradients(self, output_gradient: Operand, saved: Operand, inner: Sequence[Tensor]) -> None:
+        """Add the gradients of the weights and, of the values `inner` between its factors, the adapter's."""
+        if self.weights[0].requires_grad:
+            self.product.add_weight_gradient_of(output_gradient, saved)
+            self.added(self.weights)
+        if self.adapter is not None:
+            assert isinstance(output_gradient, Tensor) and isinstance(saved, Tensor)
+            values, gradient = inner
+            self.adapter.add_weight_gradients(output_gradient, values, gradient, saved)
+            self.added(self.adapter.weights)
+
     def _add_bias_gradients(self, output_gradient: Tensor) -> None:
-        """[n] += output_gradient [..., n] summed over all but the last dim, in fp32, in its own type."""
+        """Add the sum of an output gradient [..., n] over all tokens to the gradients of the biases."""
         if self.biases and self.biases[0].requires_grad:
             gradient = join_neighbors([gradient_of(bias) for bias in self.biases])
             gradient.add_(output_gradient.reshape(-1, output_gradient.shape[-1]).sum(0))
             self.added(self.biases)
 
-    def saved_of(self, saved: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Operand]:
-        """What a forward pass has saved: of its adapter, if any, and of the input."""
-        own = int(self.adapter is not None)
-        return saved[:own], operand_from(saved[own:])
-
-    def met(self) -> None:
-        """A backward pass has come to it."""
-
-    def added(self, parameters: Sequence[Parameter]) -> None:
-        """Tell that one addition to each of their gradients is complete."""
-        for parameter in parameters:
-            parameter.added()
-
-
-class ColumnAutograd(torch.autograd.Function):
-    """The passes of a ColumnLinear: of its input, itself, whether it is trained, and all its parameters."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, x: Tensor, layer: ColumnLinear, training: bool, *_: Tensor) -> Tensor:
-        ctx.layer = layer
-        output, kept, inner = layer._multiply(x, layer.bias(), layer.pieces, training)
-        ctx.save_for_backward(*inner, *operand_tensors(kept))
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of the input; what is of parameters is added to their buffers."""
-        layer: ColumnLinear = ctx.layer
-        layer.met()
-        groups, product, pieces = layer.groups, layer.product, layer.pieces
-        inner, kept = layer.saved_of(ctx.saved_tensors)
-        output_gradient = output_gradient.contiguous()
-        deferred = groups.weight_gradients.deferring
-        coming = product.start_gather_saved(kept, pieces) if pieces is not None and not deferred else None
-        gradient = product.gather_gradient(output_gradient, None)
-        summing, of_input = None, None
-        if ctx.needs_input_grad[0]:
-            of_input = product.input_gradient_of(gradient).view(*output_gradient.shape[:-1], -1)
-        inner = (*inner, *layer._pass_inner(gradient, of_input))
-        if of_input is not None:
-            summing = groups.start_sum(of_input)
-
-        of_biases = output_gradient if layer.biases else None
-
-        def compute() -> None:
-            whole = kept
-            if pieces is not None:
-                whole = (product.start_gather_saved(kept, pieces, True) if coming is None else coming)()
-            layer._add_gradients(gradient, whole, inner)
-            if of_biases is not None:
-                layer._add_bias_gradients(of_biases)
-
-        others = () if of_biases is None or gradient is of_biases else (of_biases,)
-        groups.weight_gradients.submit(
-            compute, *operand_tensors(kept), *operand_tensors(gradient), *others, *inner
-        )
-        input_gradient = None if summing is None else summing.wait()
-        return (input_gradient, None, None, *(None for _ in ctx.needs_input_grad[3:]))
-
-
-class _RowAutograd(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: RowLinear, training: bool, *_: Tensor) -> Tensor:
-        ctx.layer = layer
-        groups, bias = layer.groups, layer.bias()
-        of_product = bias if groups.tensor.size == 1 else None
-        output, kept, inner = layer._multiply(x, of_product, None, training)
-        ctx.save_for_backward(*inner, *operand_tensors(kept))
-        if groups.tensor.size == 1:
-            return output
-        output = groups.sum(output)
-        return output if bias is None else output.add_(bias)
-
-    @staticmethod
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        layer: RowLinear = ctx.layer
-        layer.met()
-        groups, product = layer.groups, layer.product
-        inner, kept = layer.saved_of(ctx.saved_tensors)
-        output_gradient = output_gradient.contiguous()
-        layer._add_bias_gradients(output_gradient)
-        whole, input_gradient = product.gather_gradient(output_gradient, layer.pieces), None
-        if ctx.needs_input_grad[0]:
-            batch = output_gradient.shape[1:-1]
-            of_input = product.input_gradient_of(whole)
-            input_gradient = of_input.view(-1, *batch, of_input.shape[-1])
-        inner = (*inner, *layer._pass_inner(whole, input_gradient))
-        groups.weight_gradients.submit(
-            lambda: layer._add_gradients(whole, kept, inner),
-            *operand_tensors(whole),
-            *operand_tensors(kept),
-            *inner,
-        )
-        return (input_gradient, None, None, *(None for _ in ctx.needs_input_grad[3:]))
-
 
 class ColumnLinear(SplitLinear):
-    """Y = X A^T + b with A split by output features: each rank computes its features of Y.
+    """Linear layer Y = X A^T + b with A split by output features.
 
-    Several outputs (query, key, value; gate, up) are computed by one product; each keeps its own
-    global name `<name>.weight` / `<name>.bias`. Input [s, b, k], replicated over the tensor axis, or
-    [s/t, b, k] under sequence parallelism; output [s, b, sum of local features]. `split_sizes` are the
-    local features of each output.
+    Several outputs (query, key and value; gate and up) are computed by one product. Each has parameters of
+    its own, `<name>.weight` and `<name>.bias`.
+
+    Args:
+        inputs: Input features k.
+        outputs: Name and range of features of each output.
+        bias: True for a layer with biases.
+        groups: Context of the layer.
+        shared_input: True if another layer saves the same input for its backward pass.
+        adapters: Low-rank adapters of the deck, or None.
+
+    Attributes:
+        split_sizes: Local features of each output.
     """
 
     cut = "outputs"
@@ -336,37 +283,50 @@ class ColumnLinear(SplitLinear):
         self.split_sizes = [rows.local for _, rows in outputs]
         for name, rows in outputs:
             weight = rows_shard(f"{name}.weight", rows, (inputs,))
-            self.declare(weight, rows_shard(f"{name}.bias", rows, ()) if bias else None)
-        self.adapt(adapters)
+            self.add_weight(weight, rows_shard(f"{name}.bias", rows, ()) if bias else None)
+        self.add_adapters(adapters)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s or s/t, b, k] -> [s, b, sum of split_sizes]."""
-        parameters = *self.weights, *self.biases, *self.adapting
+        """Return the local features [s, b, sum of split_sizes]. Collective over tensor ranks.
+
+        Args:
+            x: Input [s, b, k], the same on all tensor ranks; under sequence parallelism this rank's piece
+                [s/t, b, k].
+        """
+        parameters = *self.weights, *self.biases, *self.adapter_parameters
         result: Tensor = apply_function(ColumnAutograd, x, self, torch.is_grad_enabled(), *parameters)
         return result
 
     @property
     @override
-    def late(self) -> list[Parameter]:
-        return self.weights + self.biases + self.adapting
+    def deferred_parameters(self) -> list[Parameter]:
+        return self.weights + self.biases + self.adapter_parameters
 
     @override
-    def waiting(self, at: ActivationSizes) -> int:
+    def deferred_bytes(self, at: ActivationSizes) -> int:
         gradient = self.product.gradient_bytes(at.tokens, at)
         plain = at.features(sum(self.split_sizes)).bytes
-        between = 2 * total(self.beside(at))
-        return total(self.kept(at)) + gradient + (plain if self.biases and gradient < plain else 0) + between
+        of_biases = plain if self.biases and gradient < plain else 0
+        return total(self.saved_input(at)) + gradient + of_biases + 2 * total(self.adapter_saved(at))
 
-    def kept(self, at: ActivationSizes) -> list[SavedStorage]:
-        """What is kept of the input for the weights' gradients."""
-        return self._kept(at.rows, at, self.pieces)
+    def saved_input(self, at: ActivationSizes) -> list[SavedStorage]:
+        """Return what the layer saves of its input for the weight gradient."""
+        return self._saved_rows(at.rows, at, self.sequence_group)
 
 
 class RowLinear(SplitLinear):
-    """Y = X A^T + b with A split by input features, the parts of Y summed over the tensor axis.
+    """Linear layer Y = X A^T + b with A split by input features.
 
-    Input [s, b, k/t]; output [s, b, n], whole on every rank, or [s/t, b, n] under sequence
-    parallelism. The bias is added once, after the sum.
+    Tensor ranks sum their partial outputs. The bias is added once, after the sum.
+
+    Args:
+        name: Name of the layer; its parameters are `<name>.weight` and `<name>.bias`.
+        inputs: Global input features k.
+        outputs: Output features n.
+        bias: True for a layer with a bias.
+        groups: Context of the layer.
+        shared_input: True if another layer saves the same input for its backward pass.
+        adapters: Low-rank adapters of the deck, or None.
     """
 
     cut = "inputs"
@@ -383,7 +343,7 @@ class RowLinear(SplitLinear):
     ) -> None:
         super().__init__(groups, shared_input)
         columns = RowPartition.split(inputs, groups.tensor)
-        self.declare(
+        self.add_weight(
             Shard(
                 f"{name}.weight",
                 (outputs, inputs),
@@ -391,22 +351,118 @@ class RowLinear(SplitLinear):
                 (outputs, columns.local),
                 split=frozenset({"tensor"}),
             ),
-            Shard.whole(f"{name}.bias", (outputs,), partial=groups.sequence_partial) if bias else None,
+            Shard.replicated(f"{name}.bias", (outputs,), partial=groups.sequence_partial) if bias else None,
             "residual",
         )
-        self.adapt(adapters)
+        self.add_adapters(adapters)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, k/t] -> [s or s/t, b, n]."""
-        parameters = *self.weights, *self.biases, *self.adapting
+        """Return the output [s, b, n], the same on all tensor ranks. Collective over tensor ranks.
+
+        Under sequence parallelism it is this rank's piece [s/t, b, n].
+
+        Args:
+            x: Local features [s, b, k/t] of the input.
+        """
+        parameters = *self.weights, *self.biases, *self.adapter_parameters
         result: Tensor = apply_function(_RowAutograd, x, self, torch.is_grad_enabled(), *parameters)
         return result
 
     @override
-    def waiting(self, at: ActivationSizes) -> int:
-        between = 2 * total(self.beside(at))
-        return total(self.kept(at)) + self.product.gradient_bytes(at.tokens, at) + between
+    def deferred_bytes(self, at: ActivationSizes) -> int:
+        gradient = self.product.gradient_bytes(at.tokens, at)
+        return total(self.saved_input(at)) + gradient + 2 * total(self.adapter_saved(at))
 
-    def kept(self, at: ActivationSizes) -> list[SavedStorage]:
-        """Return the tensors that autograd saves, as for a `ColumnLinear`."""
-        return self._kept(at.tokens, at, None)
+    def saved_input(self, at: ActivationSizes) -> list[SavedStorage]:
+        """Return what the layer saves of its input for the weight gradient."""
+        return self._saved_rows(at.tokens, at, None)
+
+
+class ColumnAutograd(torch.autograd.Function):
+    """Forward and backward pass of a ColumnLinear.
+
+    Its arguments are the input, the layer, whether it is trained, and all its parameters. The gradients of
+    parameters are added to their buffers and not returned.
+    """
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, layer: ColumnLinear, training: bool, *_: Tensor) -> Tensor:
+        ctx.layer = layer
+        output, saved, inner = layer._multiply(x, layer.bias(), layer.sequence_group, training)
+        ctx.save_for_backward(*inner, *operand_tensors(saved))
+        return output
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        layer: ColumnLinear = ctx.layer
+        layer.on_backward()
+        groups, product, sequence_group = layer.groups, layer.product, layer.sequence_group
+        inner, saved = layer._split_saved(ctx.saved_tensors)
+        output_gradient = output_gradient.contiguous()
+        finish_gather = None
+        if sequence_group is not None and not groups.weight_gradients.deferring:
+            finish_gather = product.start_gather_saved(saved, sequence_group)
+        gradient = product.gather_gradient(output_gradient, None)
+        reduction, input_gradient = None, None
+        if ctx.needs_input_grad[0]:
+            input_gradient = product.input_gradient_of(gradient).view(*output_gradient.shape[:-1], -1)
+        inner = (*inner, *layer._add_inner_gradient(gradient, input_gradient))
+        if input_gradient is not None:
+            reduction = groups.start_reduce_output(input_gradient)
+
+        bias_gradient = output_gradient if layer.biases else None
+
+        def compute() -> None:
+            inputs = saved
+            if finish_gather is not None:
+                inputs = finish_gather()
+            elif sequence_group is not None:
+                inputs = product.start_gather_saved(saved, sequence_group, blocking=True)()
+            layer._add_gradients(gradient, inputs, inner)
+            if bias_gradient is not None:
+                layer._add_bias_gradients(bias_gradient)
+
+        tensors = [*operand_tensors(saved), *operand_tensors(gradient)]
+        if bias_gradient is not None and gradient is not bias_gradient:
+            tensors.append(bias_gradient)
+        groups.weight_gradients.submit(compute, *tensors, *inner)
+        result = None if reduction is None else reduction.wait()
+        return (result, None, None, *(None for _ in ctx.needs_input_grad[3:]))
+
+
+class _RowAutograd(torch.autograd.Function):
+    """Forward and backward pass of a RowLinear, with the arguments of `ColumnAutograd`."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, layer: RowLinear, training: bool, *_: Tensor) -> Tensor:
+        ctx.layer = layer
+        groups, bias = layer.groups, layer.bias()
+        alone = groups.tensor.size == 1
+        output, saved, inner = layer._multiply(x, bias if alone else None, None, training)
+        ctx.save_for_backward(*inner, *operand_tensors(saved))
+        if alone:
+            return output
+        output = groups.reduce_output(output)
+        return output if bias is None else output.add_(bias)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        layer: RowLinear = ctx.layer
+        layer.on_backward()
+        groups, product = layer.groups, layer.product
+        inner, saved = layer._split_saved(ctx.saved_tensors)
+        output_gradient = output_gradient.contiguous()
+        layer._add_bias_gradients(output_gradient)
+        gathered, result = product.gather_gradient(output_gradient, layer.sequence_group), None
+        if ctx.needs_input_grad[0]:
+            batch = output_gradient.shape[1:-1]
+            input_gradient = product.input_gradient_of(gathered)
+            result = input_gradient.view(-1, *batch, input_gradient.shape[-1])
+        inner = (*inner, *layer._add_inner_gradient(gathered, result))
+        tensors = (*operand_tensors(gathered), *operand_tensors(saved), *inner)
+        groups.weight_gradients.submit(lambda: layer._add_gradients(gathered, saved, inner), *tensors)
+        return (result, None, None, *(None for _ in ctx.needs_input_grad[3:]))

@@ -1,9 +1,12 @@
-"""Embedding and head split over the vocabulary (Megatron-LM, arXiv 1909.08053).
+"""Embedding and output layer split over the vocabulary (Megatron-LM, arXiv 1909.08053).
 
-Every rank of the tensor axis holds `ceil(V / t)` rows, on GPUs a multiple of TABLE_ROWS; the last rows may
-be padding, which is never looked up and never predicted. No rank ever holds the full logits: losses are
-taken of chunks of tokens, and their gradients computed in the same pass, so that no logits are kept for
-backward.
+Each of t tensor ranks holds a range of the rows of the table [V, h]. With V = 10 and 2 ranks, rank 0 holds
+rows 0 to 4 and rank 1 rows 5 to 9. A rank looks up the tokens in its range and sums with the others; its
+logits are those of its range. The last rows may be padding, which is never looked up and never predicted.
+
+No rank ever holds all logits. The head computes losses of chunks of tokens and their gradients in the same
+pass, so no logits are saved for the backward pass either: the forward pass saves the gradient of the hidden
+states and adds the gradient of the table.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.autograd import apply_function
@@ -24,36 +28,41 @@ from hpctrain.parallel.operations import ElementwiseSize, MatrixSize
 from hpctrain.parallel.shards import Parameter, Shard
 
 CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU = 6_500_000, 1 << 26
-"""Logits of one chunk, per rank: 26 MB in fp32, on GPUs 268 MB. Each takes three passes over the table."""
+"""Logits of one chunk on a rank: 26 MB in fp32, on GPUs 268 MB. Each chunk reads the table three times."""
 
 TABLE_ROWS = 64
-"""By a table of another number of rows GPUs multiply several times slower."""
+"""GPUs multiply a table several times slower if its rows are not a multiple of this."""
 
 CHUNK_ROWS = 64
-"""Tokens of a chunk at the least, so that its products stay efficient."""
+"""Smallest number of tokens in a chunk, so that its products stay efficient."""
 
 
 def chunk_rows(tokens: int, rows: int, gpu: bool) -> int:
-    """Tokens of a chunk of the loss, of `tokens` in all, where a rank holds `rows` of the table.
+    """Return the number of tokens in a chunk of the loss.
 
-    Chunks are as even as can be: one of a few tokens would take as many passes as the others.
+    Chunks are as even as possible: one of a few tokens would read the table as often as the others.
+
+    Args:
+        tokens: Tokens of all chunks together.
+        rows: Rows of the table on a rank.
+        gpu: True on a GPU.
     """
-    return chunk_of(tokens, max(CHUNK_ROWS, logits_of_chunk(gpu) // rows))
+    return even_chunk(tokens, max(CHUNK_ROWS, chunk_logits(gpu) // rows))
 
 
-def logits_of_chunk(gpu: bool) -> int:
-    """How many of them are computed at a time, on a rank."""
+def chunk_logits(gpu: bool) -> int:
+    """Return the largest number of logits in a chunk on a rank."""
     return CHUNK_ELEMENTS_ON_GPU if gpu else CHUNK_ELEMENTS
 
 
-def chunk_of(tokens: int, most: int) -> int:
-    """Tokens of an even chunk of so many, of `most` at the most."""
-    chunks = -(-tokens // most)
+def even_chunk(tokens: int, largest: int) -> int:
+    """Return the size of even chunks of `tokens`, none larger than `largest`."""
+    chunks = -(-tokens // largest)
     return max(1, -(-tokens // max(1, chunks)))
 
 
 def vocabulary_shard(name: str, vocabulary: int, hidden: int, groups: LayerContext) -> Shard:
-    """This rank's rows of a [vocabulary, hidden] tensor, padded to divide."""
+    """Return this rank's shard of a table [vocabulary, hidden], padded to equal sizes on all ranks."""
     aligned = groups.tensor.size * groups.table_rows
     rows = -(-vocabulary // aligned) * groups.table_rows
     return Shard(
@@ -65,8 +74,36 @@ def vocabulary_shard(name: str, vocabulary: int, hidden: int, groups: LayerConte
     )
 
 
+class VocabularyEmbedding(nn.Module):
+    """Lookup in a table [V, h] whose rows are split over the tensor axis.
+
+    Args:
+        table: Table of this rank, with a shard of `vocabulary_shard`.
+        groups: Context of the layer.
+    """
+
+    def __init__(self, table: Parameter, groups: LayerContext) -> None:
+        super().__init__()
+        self.groups = groups
+        self.shard = table.shard
+        self.table = table
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the rows [s, b, h] of token ids [s, b] int64. Collective over tensor ranks.
+
+        Under sequence parallelism they are those of this rank's piece, [s/t, b, h].
+        """
+        result: Tensor = apply_function(_EmbeddingAutograd, tokens, self, self.table)
+        return result
+
+    def added(self) -> None:
+        """Report that one addition to the gradient of the table is complete. Subclasses may defer it."""
+        self.table.added()
+
+
 class _EmbeddingAutograd(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, indices: Tensor, layer: VocabularyEmbedding, weight: Tensor) -> Tensor:
         ctx.layer = layer
         if layer.groups.tensor.size == 1:
@@ -77,14 +114,15 @@ class _EmbeddingAutograd(torch.autograd.Function):
         local = local.masked_fill(outside, 0)
         ctx.save_for_backward(local, outside)
         output = functional.embedding(local, weight).masked_fill_(outside.unsqueeze(-1), 0)
-        return layer.groups.sum(output)
+        return layer.groups.reduce_output(output)
 
     @staticmethod
+    @override
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[None, None, None]:
         layer: VocabularyEmbedding = ctx.layer
         if not layer.table.requires_grad:
             return None, None, None
-        output_gradient = layer.groups.gathered(output_gradient)
+        output_gradient = layer.groups.gather_sequence(output_gradient)
         table = layer.table
         gradient = table.lookups if table.lookups is not None else table.gradient
         assert gradient is not None
@@ -92,7 +130,7 @@ class _EmbeddingAutograd(torch.autograd.Function):
         rows = output_gradient.reshape(-1, output_gradient.shape[-1]).to(gradient.dtype)
         if outside:
             rows = rows.masked_fill(outside[0].reshape(-1, 1), 0)
-        audit = layer.groups.audit
+        audit = layer.groups.products.audit
         if audit is not None and audit.active and table.lookups is None:
             audit.expect_lookup(table, gradient, indices.reshape(-1), rows)
         gradient.index_add_(0, indices.reshape(-1), rows)
@@ -100,39 +138,24 @@ class _EmbeddingAutograd(torch.autograd.Function):
         return None, None, None
 
 
-class VocabularyEmbedding(nn.Module):
-    """Rows of a table [V, h], split over the tensor axis.
-
-    `forward` takes token ids [s, b] and gives [s, b, h], or [s/t, b, h] under sequence parallelism.
-    """
-
-    def __init__(self, table: Parameter, groups: LayerContext) -> None:
-        super().__init__()
-        self.groups = groups
-        self.shard = table.shard
-        self.table = table
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[s, b] int64 -> [s or s/t, b, h]."""
-        result: Tensor = apply_function(_EmbeddingAutograd, tokens, self, self.table)
-        return result
-
-    def added(self) -> None:
-        """Tell that one addition to the table's gradient is complete."""
-        self.table.added()
-
-
 ChunkLoss = Callable[[SplitLogits, slice, bool], tuple[Tensor, Tensor | None]]
-"""Losses [n] of a chunk of tokens, and when learning the gradient [n, V/t] of the products that its logits
-are made of, as stored: of the rank's logits, and of which tokens these are.
+"""Function of the logits of a chunk, of the tokens in it, and of whether gradients are needed.
+
+It returns the losses [n] and, if needed, their gradient with respect to the products that the logits consist
+of, [n, V/t] as stored.
 """
 
 
 class VocabularyHead(nn.Module):
-    """A linear head [V, h] split over the vocabulary.
+    """Linear output layer [V, h] split over the vocabulary.
 
-    `table` is the head's own parameter, or the embedding's where the two are tied. Logits are the products
-    times `multiplier`.
+    Args:
+        table: The head's own parameter, or the embedding's if the two are tied.
+        groups: Context of the layer.
+        multiplier: Factor of the products with the table, which gives the logits.
+
+    Attributes:
+        rows: Number of this rank's rows that are not padding.
     """
 
     def __init__(self, table: Parameter, groups: LayerContext, multiplier: float = 1.0) -> None:
@@ -144,24 +167,31 @@ class VocabularyHead(nn.Module):
 
     @property
     def table(self) -> Parameter:
-        """The matrix [V/t, h]."""
+        """Matrix [V/t, h] of this rank."""
         return self.weight[0]
 
-    def forward(self, hidden: Tensor, of_chunk: ChunkLoss) -> Tensor:
-        """Sum over tokens of the losses that `of_chunk` finds, fp32, of hidden [s or s/t, b, h].
+    def forward(self, hidden: Tensor, chunk_loss: ChunkLoss) -> Tensor:
+        """Return the sum of the losses of all tokens, fp32. Collective over tensor ranks.
 
-        The gradients are those that it gives: start backward here with a gradient of one.
+        The gradients are those that `chunk_loss` returns: the backward pass must start here with a gradient
+        of one.
+
+        Args:
+            hidden: Hidden states [s or s/t, b, h].
+            chunk_loss: Computes the losses of a chunk of tokens.
         """
-        learning = torch.is_grad_enabled()
-        loss: Tensor = _HeadLossAutograd.apply(hidden, self, of_chunk, learning, self.table)
+        training = torch.is_grad_enabled()
+        loss: Tensor = _HeadLossAutograd.apply(hidden, self, chunk_loss, training, self.table)
         return loss
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Whole logits [s, b, V] of hidden [s or s/t, b, h], for sampling; in fp32 where they are scaled."""
+        """Return all logits [s, b, V] of hidden states [s or s/t, b, h]. Collective over tensor ranks.
+
+        They have the bits that a loss computes with, and are in fp32 if they are scaled.
+        """
         tensor = self.groups.tensor
-        whole = self.groups.gathered(hidden)
-        # As the loss does: its logits have these bits.
-        local: Tensor = self.product.logits(whole.flatten(0, -2)).view(*whole.shape[:-1], -1)
+        sequence = self.groups.gather_sequence(hidden)
+        local: Tensor = self.product.logits(sequence.flatten(0, -2)).view(*sequence.shape[:-1], -1)
         if self.multiplier != 1:
             local = local.float() * self.multiplier  # rounded no more than in a loss
         if tensor.size > 1:
@@ -170,67 +200,65 @@ class VocabularyHead(nn.Module):
 
     @property
     def matrix(self) -> MatrixSize:
-        """What hidden states are multiplied with."""
+        """Global matrix that hidden states are multiplied with."""
         rows, hidden = self.table.shard.shape
         return MatrixSize(rows, hidden, "outputs")
 
     @property
     def elementwise(self) -> list[ElementwiseSize]:
-        """What is done to the logits."""
+        """Elementwise operations on the logits."""
         return [ElementwiseSize("loss", self.table.shard.shape[0], True)]
 
     def saved(self, at: ActivationSizes) -> SavedStorage:
-        """The gradient of the hidden states, which is computed in the forward pass."""
+        """Return what is saved: the gradient of the hidden states, which the forward pass computes."""
         return at.features(self.table.shard.shape[1])
 
     def workspace(self, at: ActivationSizes) -> int:
-        """Bytes of a loss in passing: logits, or their gradients, of a chunk of tokens; beside these what
-        products take, or in 16 bits a copy in fp32 for torch's functions.
+        """Return the temporary bytes of a loss.
+
+        They are the logits of a chunk, or their gradients, and what products need; or, for torch's functions
+        in 16 bits, a copy in fp32.
         """
         count = chunk_rows(at.tokens, len(self.table), at.gpu)
         logits = count * len(self.table)
         copied = 4 if at.itemsize < 4 and not self.groups.functions.compiled else 0
-        return logits * at.itemsize + max(logits * copied, self.product.passing(count, at))
-
-    def losses(
-        self, hidden: Tensor, rows: slice, of_chunk: ChunkLoss, learning: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Losses of tokens [n] and, when learning, the gradient of their products with the table [n, V/t]."""
-        return of_chunk(
-            SplitLogits(self.product.logits(hidden[rows]), self.rows, self.multiplier), rows, learning
-        )
+        return logits * at.itemsize + max(logits * copied, self.product.workspace_bytes(count, at))
 
 
 class _HeadLossAutograd(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(
-        ctx: Any, hidden: Tensor, head: VocabularyHead, of_chunk: ChunkLoss, learning: bool, _: Tensor
+        ctx: Any, hidden: Tensor, head: VocabularyHead, chunk_loss: ChunkLoss, training: bool, _: Tensor
     ) -> Tensor:
-        table = head.table
-        whole = head.groups.gathered(hidden)
-        rows = whole.reshape(-1, whole.shape[-1])
-        gradient = torch.empty_like(rows) if learning else None
+        table, product = head.table, head.product
+        sequence = head.groups.gather_sequence(hidden)
+        rows = sequence.reshape(-1, sequence.shape[-1])
+        gradient = torch.empty_like(rows) if training else None
         loss = torch.zeros((), dtype=torch.float32, device=rows.device)
         count = chunk_rows(rows.shape[0], table.shape[0], not rows.is_cpu)
         for start in range(0, rows.shape[0], count):
             part = slice(start, start + count)
-            losses, of_logits = head.losses(rows, part, of_chunk, learning)
+            losses, logits_gradient = chunk_loss(
+                SplitLogits(product.logits(rows[part]), head.rows, head.multiplier), part, training
+            )
             loss += losses.sum()
-            if gradient is not None and of_logits is not None:
-                head.product.input_gradient(of_logits, gradient[part])
+            if gradient is not None and logits_gradient is not None:
+                product.input_gradient(logits_gradient, gradient[part])
                 if table.requires_grad:
-                    head.product.add_weight_gradient(of_logits, rows[part])
-            del of_logits  # the next chunk's logits can lie where this one's did
+                    product.add_weight_gradient(logits_gradient, rows[part])
+            del logits_gradient  # the next chunk's logits may use this memory
         ctx.head = head
         if gradient is not None:
-            ctx.save_for_backward(gradient.view_as(whole))
+            ctx.save_for_backward(gradient.view_as(sequence))
         return loss
 
     @staticmethod
+    @override
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         head: VocabularyHead = ctx.head
         (gradient,) = ctx.saved_tensors
-        gradient = head.groups.sum(gradient)
+        gradient = head.groups.reduce_output(gradient)
         if head.table.requires_grad:
             head.table.added()
         return gradient, None, None, None, None

@@ -1,4 +1,8 @@
-"""Weight gradients that may be computed later than the input gradient (arXiv 2401.10241)."""
+"""Weight gradients that are computed later than input gradients (zero bubble, arXiv 2401.10241).
+
+The backward pass of a layer computes the gradient of its input at once, because the stage before waits for
+it. A schedule may defer the gradients of the weights and fill idle time with them.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +16,37 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DeferredGradient:
-    """A computation that waits; `watched` is what a watch on its tensors returned, held with it."""
+    """Computation of a weight gradient that has been deferred.
+
+    Attributes:
+        compute: Computes the gradient and adds it to the buffer.
+        watched: Results of `WeightGradientQueue.watch` for its tensors, kept as long as the computation.
+    """
 
     compute: Callable[[], None]
     watched: Sequence[object] = ()
 
 
 class WeightGradientQueue:
-    """Holds weight-gradient computations back while `deferring`; `take` hands them over.
+    """Queue of the weight gradients that the layers of one rank submit.
 
-    `running` says that what autograd does is a backward pass of the run. `watch`, if set, is called with
-    every tensor that a computation held back needs.
+    Attributes:
+        deferring: True while submitted computations are queued instead of being computed at once.
+        running: True during a backward pass of the run, false in one that a module starts itself.
+        watch: Called with each tensor that a queued computation needs. May be None.
     """
 
     def __init__(self) -> None:
         self.deferring = self.running = False
         self.watch: Callable[[Tensor], object] | None = None
-        self._waiting: list[DeferredGradient] = []
+        self._queued: list[DeferredGradient] = []
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._queued)
 
     @contextmanager
     def backward(self, deferring: bool = False) -> Iterator[None]:
-        """A backward pass of the run goes by within."""
+        """Return a context for a backward pass of the run."""
         self.running, self.deferring = True, deferring
         try:
             yield
@@ -43,8 +54,8 @@ class WeightGradientQueue:
             self.running = self.deferring = False
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """What autograd does within is no backward pass of the run: a module's own."""
+    def outside_run(self) -> Iterator[None]:
+        """Return a context for a backward pass that is not the run's, such as one of a user's module."""
         running, self.running = self.running, False
         try:
             yield
@@ -52,21 +63,26 @@ class WeightGradientQueue:
             self.running = running
 
     def submit(self, compute: Callable[[], None], *tensors: Tensor) -> None:
-        """Compute now, or keep for `take` while deferring. `tensors` are what the computation holds."""
+        """Compute a gradient now, or queue the computation if gradients are deferred.
+
+        Args:
+            compute: The computation.
+            tensors: Tensors that the computation keeps.
+        """
         if self.deferring:
             watched = [self.watch(tensor) for tensor in tensors] if self.watch is not None else ()
-            self._waiting.append(DeferredGradient(compute, watched))
+            self._queued.append(DeferredGradient(compute, watched))
         else:
             compute()
 
     def take(self) -> list[DeferredGradient]:
-        """The computations held back since the last call, for `compute_all`."""
-        waiting, self._waiting = self._waiting, []
-        return waiting
+        """Remove and return the queued computations, for `compute_all`."""
+        queued, self._queued = self._queued, []
+        return queued
 
 
 def compute_all(computations: list[DeferredGradient]) -> None:
-    """Do what was held back, in its order, outside autograd."""
+    """Compute deferred gradients in the order in which they were submitted, without a graph."""
     with torch.no_grad():
         for computation in computations:
             computation.compute()

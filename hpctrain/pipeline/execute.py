@@ -24,7 +24,7 @@ from hpctrain.host.streams import start_copy
 from hpctrain.model.inputs import AuxiliaryLosses, ModelInputs, RoutingChoices
 from hpctrain.model.part import ModelPart
 from hpctrain.objective.objective import LossFunction, Objective
-from hpctrain.parallel.backward import BackwardStart
+from hpctrain.parallel.autograd import BackwardStart
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.parallel.sequence import context_piece
 from hpctrain.parallel.step_statistics import StepStatistics

@@ -84,9 +84,9 @@ def _figures(deck: Deck, part: PartBytes) -> _PartFigures:
     presents = [computed - (0 if elsewhere else packed) for _, packed, computed in segments]
     waiting = sum(rests) + part.head + (part.shared if segments else 0)
     waiting += part.embedding if embedding_trained(part.part) else 0
-    needs = [block.waiting(part.at) for block in seen]
-    held, size = [each.held for each in needs], part.segment_size
-    again, passing = part.recompute_bytes, [each.passing for each in needs]
+    needs = [block.deferred_bytes(part.at) for block in seen]
+    held, size = [each.deferred for each in needs], part.segment_size
+    again, passing = part.recompute_bytes, [each.transient for each in needs]
     # By when a segment is computed again, those behind it are gone.
     kept = enumerate(again[len(again) - len(rests) :])
     most = max((besides - sum(rests[number + 1 :]) for number, besides in kept), default=0)

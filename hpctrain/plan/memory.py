@@ -27,7 +27,7 @@ from hpctrain.memory.saved_bytes import PartBytes, part_bytes
 from hpctrain.model.construction import architecture_of, layer_kinds
 from hpctrain.model.count import count
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
-from hpctrain.parallel.copies import planned_converted_bytes
+from hpctrain.parallel.matmul import planned_converted_bytes
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import receives_ahead
 from hpctrain.pipeline.split import layer_ranges

@@ -37,7 +37,7 @@ def rehearse(
             if action.kind == "F":
                 of_chunk.forward(stage.residency)
             elif action.kind == "W":
-                for late in of_chunk.late:
+                for late in of_chunk.deferred_parameters:
                     add(late)
             else:
                 of_chunk.backward(stage.residency, action.kind == "I")
@@ -77,8 +77,8 @@ class _Passes:
     def __init__(self, part: ModelPart, recompute: Recomputed) -> None:
         self.part = part
         self._layers = list(_met(part, recompute))
-        self.late = [
-            [p for _, added in layer.backward_order() for p in added if p in layer.late]
+        self.deferred_parameters = [
+            [p for _, added in layer.backward_order() for p in added if p in layer.deferred_parameters]
             for layer in reversed(part.layers)
         ]
 
@@ -114,7 +114,7 @@ def _met(part: ModelPart, recompute: Recomputed) -> Iterator[_Layer]:
                 again = blocks[number // size * size : number + 1]  # the forward pass of its segment
         elif layer is part.layers[0] and not embedding_trained(part):
             continue
-        late = layer.late
+        late = layer.deferred_parameters
         steps = [
             _Step(held, added, [p for p in added if p not in late]) for held, added in layer.backward_order()
         ]

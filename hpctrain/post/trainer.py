@@ -314,7 +314,7 @@ def make_writer(deck: Deck, engine: Engine, tokenizer: Tokenizer) -> tuple[Answe
         def ready() -> Iterator[None]:
             with ExitStack() as stack:
                 stack.enter_context(engine.weight_maxima.known())
-                stack.enter_context(engine.groups.kernels.constant_matrices())
+                stack.enter_context(engine.groups.products.kernels.constant_matrices())
                 yield
 
         copies, copy = mesh.size("data"), mesh.coordinate("data")

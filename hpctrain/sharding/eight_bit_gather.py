@@ -48,7 +48,7 @@ class MakeBucket(Protocol):
 
 def bucket_maker(layers: Iterable[torch.nn.Module]) -> MakeBucket:
     """Return a function that makes buckets, EightBitBuckets where products of these layers can use them."""
-    products = [product for product in products_in_8_bits(layers) if product.gathered]
+    products = [product for product in products_in_8_bits(layers) if product.gathers_quantized]
 
     def make(layout: BucketLayout, *arguments: Any) -> Bucket:
         parameters = {segment.parameter for segment in layout.segments}
@@ -158,7 +158,7 @@ class EightBitBucket(Bucket):
             rows = sum(weight.shape[0] for weight in product.weights)
             shape = rows, product.weights[0].shape[1]
             values = codes[first : first + shape[0] * shape[1]].view(shape).view(E4M3.dtype)
-            quantized = QuantizedTensor(values, prequantized.found.scales, prequantized.found.blocks)
+            quantized = QuantizedTensor(values, prequantized.weights.scales, prequantized.weights.blocks)
             product.set_prequantized(PrequantizedWeights(quantized, prequantized.counts))
 
     def _take(self) -> Tensor:

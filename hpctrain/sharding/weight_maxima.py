@@ -41,7 +41,7 @@ class WeightMaxima:
             if bucket.sharding.zero < 3:
                 self._unsplit += [(product, dims) for dims in product.weight_dims]
             elif product.weight_dims == (WEIGHTS,) and (
-                product.gathered or (tensor.size > 1 and isinstance(bucket.owned_values, Tensor))
+                product.gathers_quantized or (tensor.size > 1 and isinstance(bucket.owned_values, Tensor))
             ):
                 self._cut.append(product)
         self._slices = list(dict.fromkeys(bucket_of[product.weights[0]] for product in self._cut))

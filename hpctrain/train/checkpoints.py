@@ -299,7 +299,7 @@ class Checkpoints(Hook):
             **({RECORD: self.best.record()} if self.best.of else {}),
             **deck_state(self.deck),
             "split": list(engine.placement.split),
-            "products": engine.groups.kernels.record,
+            "products": engine.groups.products.kernels.record,
             "compiled": engine.groups.functions.record,
             **self.known,
             "ranks": self.world.size,

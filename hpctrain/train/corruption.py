@@ -53,7 +53,7 @@ class Guard(StepGuard, Hook):
         self._learning = [tensor for tensor in engine.state() if tensor.changes_in_step]
         self.learned = WatchedMemory(tensors_changed_in_steps(self._learning), engine.world.rank)
         self.summed = ReducedGradients(engine.synchronizer, engine.world.rank)
-        self._products, self._messages = engine.groups.audit, message_audit_of(engine.world)
+        self._products, self._messages = engine.groups.products.audit, message_audit_of(engine.world)
         self._early: list[DetectedFault] = []
         self._repeated: list[DetectedFault] = []
         self._miscounted: list[DetectedFault] = []
@@ -69,7 +69,7 @@ class Guard(StepGuard, Hook):
             former, self._before = self._before, StateSnapshot(self._step, {})
             self._before.take(self._learning, former)
         if self._products is not None:
-            self._products.begin(self._step)
+            self._products.begin_step(self._step)
         if self.repetition is not None and self._step > 1 and self._step % (REPEATED * self.every) == 0:
             self._repeated = self.repetition.compare()
             if self._before is not None:

@@ -251,7 +251,7 @@ def _computed_otherwise(
     """What something else computes here than in the runs `made`, or, as the checkpoint says, before them."""
     here, reasons = computed_by(groups), []
     before = {
-        "products": groups.kernels.record != (state.get("products") or {}),
+        "products": groups.products.kernels.record != (state.get("products") or {}),
         "functions": groups.functions.record != record_of(state.get("compiled")),
     }
     for name, differs in before.items():

@@ -83,7 +83,7 @@ def _of_first(step: Step, batches: Batches, sequences: int, find: Finding) -> Te
     ledger.phase = "evaluation"
     with (
         engine.weight_maxima.known(),
-        engine.groups.kernels.constant_matrices(),
+        engine.groups.products.kernels.constant_matrices(),
         engine.residency.step(("evaluate", len(prepared))),
     ):
         step.executor.run(forward_only(engine.schedule, len(prepared)), prepared, training=False)

@@ -232,7 +232,7 @@ class Step:
         engine.synchronizer.start(len(prepared), state.step - state.skipped)
         with (
             engine.weight_maxima.known(),
-            engine.groups.kernels.constant_matrices(),
+            engine.groups.products.kernels.constant_matrices(),
             engine.residency.step(("train", len(prepared))),
         ):
             sums = self.executor.run(engine.placement.schedule_of(len(prepared)), prepared)
@@ -291,7 +291,7 @@ class Step:
             self.engine.outer.common_weights(self.engine.optimizer),
             self.engine.optimizer.evaluation_weights(),
             self.engine.weight_maxima.known(),
-            self.engine.groups.kernels.constant_matrices(),
+            self.engine.groups.products.kernels.constant_matrices(),
             self.engine.residency.step(("evaluate", len(prepared))),
         ):
             sums = self.executor.run(forward, prepared, training=False)

@@ -92,7 +92,7 @@ def introduction(
             f"{deck.batch.sequence} tokens is trained on {epochs:,.0f} times, and the model memorizes it; "
             "use more text or fewer steps"
         )
-    lines += describe_kernels(deck, engine.groups.kernels)
+    lines += describe_kernels(deck, engine.groups.products.kernels)
     lines += describe_functions(deck, engine.groups.functions)
     if mesh.size("pipeline") > 1:
         lines.append(f"{deck.layout.schedule}: {engine.placement}")

@@ -69,7 +69,7 @@ def test_torch_gets_back_what_it_saved(world: World, mpi_tmp_path: Path, whole: 
     rank, size, rows = world.rank, world.size, 3
     shape = (rows, 5)
     values = torch.arange(15.0)
-    shard = Shard.whole("a", shape)
+    shard = Shard.replicated("a", shape)
     half = TensorRange(
         "/model/a", shard, values[15 * rank // size : 15 * (rank + 1) // size], 15 * rank // size
     )

@@ -61,7 +61,7 @@ LAYOUTS: dict[str, Callable[[Tensors, int, int], list[TensorRange]]] = {
 def entry(
     name: str, tensor: Tensor, shard: Shard | None = None, copy: int = 0, copies: int = 1
 ) -> TensorRange:
-    shard = shard or Shard.whole(name, tuple(tensor.shape))
+    shard = shard or Shard.replicated(name, tuple(tensor.shape))
     # Padding that is not zero, so that storing it, or leaving it as it was, is noticed.
     values = torch.ones(shard.local, dtype=tensor.dtype)
     values[tuple(slice(0, n) for n in shard.extent)] = tensor[shard.slices]

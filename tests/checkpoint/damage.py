@@ -169,7 +169,7 @@ def main(folder: Path, first: int, last: int) -> None:
         # Asks for what the good file holds, as an engine does.
         entries = []
         for stored in examine(good).datasets.values():
-            shard = Shard.whole(stored.dataset, stored.shape)
+            shard = Shard.replicated(stored.dataset, stored.shape)
             kind = "float32" if stored.kind == "float32" else STORED_AS[stored.kind]
             dtype = torch.bfloat16 if stored.kind == "bfloat16" else getattr(torch, str(kind))
             entries.append(

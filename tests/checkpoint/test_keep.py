@@ -37,7 +37,7 @@ from hpctrain.parallel.shards import Shard
 world = World.start("cpu")
 folder, mode, place, who = sys.argv[1:]
 values = torch.ones(600000)
-shards = [Shard.whole(name, (600000,)) for name in "ab"]
+shards = [Shard.replicated(name, (600000,)) for name in "ab"]
 held = [TensorRange(f"/model/{shard.name}", shard, values, 0, world.rank, world.size) for shard in shards]
 
 def write(step):

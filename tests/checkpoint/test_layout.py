@@ -74,7 +74,7 @@ def test_a_range_makes_few_rectangles(shape: list[int], data: Any) -> None:
 @given(st.integers(0, 10), st.integers(1, 5), st.booleans())
 def test_shares_of_copies_tile_the_values(count: int, copies: int, large: bool) -> None:
     values = torch.zeros(count + (1 << 18 if large else 0))
-    shard = Shard.whole("t", tuple(values.shape))
+    shard = Shard.replicated("t", tuple(values.shape))
     shares = [TensorRange("/model/t", shard, values, 0, copy, copies).share() for copy in range(copies)]
     covered = sorted(share for share in shares if share[0] < share[1])
     assert sum(last - first for first, last in covered) == values.numel()

@@ -23,7 +23,7 @@ class Values:
     def state(self) -> Iterator[StateTensor]:
         for number, values in enumerate(self.tensors):
             yield StateTensor(
-                "model", Shard.whole(f"w{number}", tuple(values.shape)), values, 0, (0, 1), True
+                "model", Shard.replicated(f"w{number}", tuple(values.shape)), values, 0, (0, 1), True
             )
 
 

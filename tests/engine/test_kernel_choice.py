@@ -32,9 +32,9 @@ from hpctrain.engine.kernel_choice import (
 )
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.host.processor import processor_identity, processor_name
-from hpctrain.parallel.copies import converted_bytes
 from hpctrain.parallel.kernels.matmul_kernels import KERNELS, KernelTable, OneDnn
 from hpctrain.parallel.kernels.timing import MEASUREMENT, MatmulPass
+from hpctrain.parallel.matmul import converted_bytes
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.served import build_role_within_memory
@@ -75,7 +75,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, mpi_tmp_path: Path) -> Measuring:
 def chosen(world: World, *overrides: str, before: object = None) -> KernelTable:
     deck = small_deck(*overrides)
     deck, mesh = with_stored_choices(deck, deck, {"products": before}, Path()), make_mesh(deck, world)
-    return arrange(choose_kernels(deck, world, mesh), world, mesh).groups.kernels
+    return arrange(choose_kernels(deck, world, mesh), world, mesh).groups.products.kernels
 
 
 @pytest.mark.mpi(max_size=1)
@@ -139,7 +139,7 @@ def test_servers_store_what_workers_compute_with(
     monkeypatch.setattr(module, "write_cache", lambda *_: None)  # either role might read the other's
     measuring.seconds = QUICK_FORWARD if world.rank else {}
     engine, _ = build_role_within_memory(small_deck("communication.server.mode=sync"), world, lambda: None)
-    kernels = engine.groups.kernels
+    kernels = engine.groups.products.kernels
     assert {name for key, name in kernels.record.items() if key.startswith("forward")} == {"onednn"}
     assert {kernel.name for (kind, *_), kernel in kernels.chosen.items() if kind == "forward"} == {"onednn"}
     engine.close()
@@ -200,7 +200,7 @@ def test_plans_count_what_such_processors_multiply_by(
     )
     engine, plan = build_within_memory(deck, one, make_mesh(deck, one))
     kept = with_cached_kernels(deck, 1)
-    assert kept.runtime_choices.kernels == engine.groups.kernels.record
+    assert kept.runtime_choices.kernels == engine.groups.products.kernels.record
     assert kept.runtime_choices.kernels_note == f"from {cache_file()}"
     planned, held = plan_memory(kept, 1, 61).largest.memory, plan.largest.memory
     by_library = plan_memory(deck, 1, 61).largest.memory
@@ -306,7 +306,7 @@ def test_training_is_the_same_to_rounding(world: World, named: str) -> None:
         training = trainer(
             world.single_rank_world(), small_deck(f"machine.products={name}", f"precision.compute={compute}")
         )
-        assert training.engine.groups.kernels.of("forward", 32, 32).name == name
+        assert training.engine.groups.products.kernels.kernel_for("forward", 32, 32).name == name
         losses[name, compute] = [step.loss for step in training.train(3)]
     exact, own = losses["library", "fp32"], losses[named, form]
     assert form == "fp32" or own != losses["library", form]

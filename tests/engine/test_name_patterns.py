@@ -10,7 +10,8 @@ from hpctrain.deck.problem import DeckProblem
 from hpctrain.engine.name_patterns import pattern_problems
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.fp8.quantized_matmul import DelayedMatmul, QuantizedMatmul
+from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
+from hpctrain.parallel.fp8.quantized_matmul import QuantizedMatmul
 from hpctrain.parallel.tensor import SplitLinear
 from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.plan.named import named_problems

@@ -55,7 +55,7 @@ def test_nodes_of_unequal_ranks_are_refused() -> None:
 def test_parts_of_a_group_have_peers() -> None:
     deck = small_deck("layout.zero=1", "layout.zero_group=2", "batch.global_size=16")
     replications = make_replications(deck, PlannedMesh(axis_sizes(deck, 8), 0, 8))
-    sharding = replications.of(Shard.whole("weight", (4, 4))).sharding
+    sharding = replications.of(Shard.replicated("weight", (4, 4))).sharding
     assert (sharding.zero, sharding.group.size, sharding.replicas.size) == (1, 2, 4)
 
 

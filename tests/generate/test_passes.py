@@ -283,7 +283,7 @@ def test_a_few_are_multiplied_by_a_compiled_function(
     sizes = "model.hidden=400", "model.heads=4", "model.mlp=640", f"precision.compute={compute}", *by_fp32
     model = model_of(world, *sizes, f"layout.tensor={world.size}", functions=compiled)
     texts, seen = grown_by(model, places=5, rows=24, order=range(5), tokens=12)
-    kernels = model.groups.kernels.chosen.values()
+    kernels = model.groups.products.kernels.chosen.values()
     few = [
         isinstance(each.by if isinstance(each, Fp32Kernel) else each, SmallBatchKernel) for each in kernels
     ]

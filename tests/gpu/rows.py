@@ -184,7 +184,7 @@ def grouped_products(device: str) -> str:
     """Multiply rows of experts, some or all of which are empty, and their gradients."""
     import torch
 
-    from hpctrain.parallel.experts.grouped import Segments, add_grouped_gradient, grouped_product
+    from hpctrain.parallel.experts.grouped_products import Segments, add_grouped_gradient, grouped_product
 
     dtype, generator = torch.bfloat16, torch.Generator().manual_seed(1)
     for counts in ([0, 16, 0, 32, 0], [0, 0, 0], [0, 0, 48]):

@@ -26,7 +26,8 @@ from hpctrain.model.part import logits_of, parameter_list
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.next_token import CrossEntropy
-from hpctrain.parallel.experts.grouped import Experts, ExpertSizes, Segments
+from hpctrain.parallel.experts.expert_layer import Experts, ExpertSizes
+from hpctrain.parallel.experts.grouped_products import Segments
 from hpctrain.parallel.kernels.layer_functions import TORCH
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.sharding.reducer import ExactReduction, make_reducer
@@ -179,7 +180,7 @@ def test_experts(name: str, world: World) -> None:
     torch.manual_seed(1)
     experts = Experts("experts", ExpertSizes(3, 1, 6, 8), alone(world), None, activation)
     weights = torch.randn(3, 8 * activation.input_projections, 6), torch.randn(3, 6, 8)
-    for parameter, weight in zip(experts.late, weights, strict=True):
+    for parameter, weight in zip(experts.deferred_parameters, weights, strict=True):
         parameter.data = weight.view(parameter.shape).clone()
         parameter.gradient = torch.zeros_like(parameter)
     segments, later = Segments(torch.tensor([2, 0, 4]), 1), list[Callable[[], None]]()
@@ -196,7 +197,7 @@ def test_experts(name: str, world: World) -> None:
     expected = torch.einsum("mk,mnk->mn", inner, leaves[1][owners])
     expected.backward(gradient.double())
     torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-4)
-    found = [rows.grad, *(parameter.gradient for parameter in experts.late)]
+    found = [rows.grad, *(parameter.gradient for parameter in experts.deferred_parameters)]
     for here, leaf in zip(found, (x, *leaves), strict=True):
         torch.testing.assert_close(here.double().view(leaf.shape), leaf.grad, rtol=1e-4, atol=1e-4)
 

@@ -10,7 +10,7 @@ from hpctrain.parallel.shards import Shard
 
 def test_a_piece_has_the_values_of_the_whole_and_zeros_beyond_it() -> None:
     whole = torch.empty(5 * 3)
-    fill_normal(whole, 0, Shard.whole("table", (5, 3)), 1, 1.0)
+    fill_normal(whole, 0, Shard.replicated("table", (5, 3)), 1, 1.0)
     assert whole.unique().numel() == 15
     padded = Shard("table", (5, 3), (3, 0), (8, 3))  # two rows, and six of padding
     expected = torch.cat((whole[9:], torch.zeros(18)))

@@ -20,7 +20,7 @@ from hpctrain.parallel.activation_sizes import ActivationSizes
 from hpctrain.parallel.kernels.function_library import open_library
 from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions
 from hpctrain.parallel.kernels.matmul_kernels import KERNELS, LIBRARY, KernelTable, MatmulKernel
-from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.parallel.layer_context import LayerContext, ProductSettings
 from hpctrain.parallel.shards import Parameter
 from hpctrain.parallel.vocabulary import VocabularyHead, vocabulary_shard
 
@@ -44,8 +44,7 @@ def head(
         mesh.group("tensor"),
         mesh.group("context"),
         functions=functions,
-        product_format=weight.dtype,
-        kernels=KernelTable(kernel),
+        products=ProductSettings(KernelTable(kernel)),
     )
     table = Parameter(vocabulary_shard("head.weight", *weight.shape, groups))
     table.data = table.shard.take(weight)

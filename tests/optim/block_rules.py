@@ -27,7 +27,7 @@ def ten_updates(world: World, dtype: torch.dtype, rules: MatrixRules, expected: 
     """Ten steps of the parameters above, whose matrices are decayed, are those that `expected` makes. One of
     them has a quarter of the rate, but as much decay.
     """
-    shards = {name: Shard.whole(name, shape) for name, shape in SHAPES.items()}
+    shards = {name: Shard.replicated(name, shape) for name, shape in SHAPES.items()}
     shards["query"] = replace(shards["query"], unit=HEAD)
     parameters = {name: Parameter(shard, decayed=len(shard.shape) > 1) for name, shard in shards.items()}
     parameters["matrix"].rate = 0.25

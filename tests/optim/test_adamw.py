@@ -21,7 +21,8 @@ SHAPES = {"a.weight": (5, 7), "a.bias": (5,), "b.weight": (3, 5), "norm.weight":
 
 def setup(world, dtype: torch.dtype) -> tuple[dict[str, Parameter], list[Bucket]]:
     parameters = {
-        name: Parameter(Shard.whole(name, shape), decayed=len(shape) == 2) for name, shape in SHAPES.items()
+        name: Parameter(Shard.replicated(name, shape), decayed=len(shape) == 2)
+        for name, shape in SHAPES.items()
     }
     leaves = [
         [parameters["a.weight"], parameters["a.bias"]],

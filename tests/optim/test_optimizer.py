@@ -41,7 +41,10 @@ class Momentum:
 
 def made(world: World, dtype: torch.dtype) -> tuple[list[Parameter], list[Bucket]]:
     """A weight and a bias of ones, whose gradients are two."""
-    parameters = [Parameter(Shard.whole("w", (6, 3))), Parameter(Shard.whole("b", (6,)), decayed=False)]
+    parameters = [
+        Parameter(Shard.replicated("w", (6, 3))),
+        Parameter(Shard.replicated("b", (6,)), decayed=False),
+    ]
     replications = Replications.of_one_rank(alone(world).tensor)
     buckets = make_buckets([[[parameter] for parameter in parameters]], replications, dtype, 10_000)
     for parameter in parameters:
@@ -91,7 +94,7 @@ def test_every_element_is_decayed_or_not(world: World) -> None:
 def test_what_is_updated_alike_lies_together() -> None:
     """Padded to a multiple of 64, and the whole for two ranks: the second has parts of three rates."""
     sizes = {"a": (70, 0.5), "b": (3, 1.0), "c": (60, 0.5), "d": (5, 2.0)}
-    parameters = [Parameter(Shard.whole(name, (size, 1))) for name, (size, _) in sizes.items()]
+    parameters = [Parameter(Shard.replicated(name, (size, 1))) for name, (size, _) in sizes.items()]
     for parameter, (_, rate) in zip(parameters, sizes.values(), strict=True):
         parameter.rate = rate
     group = planned_group(("data",), 1, 2, Ledger())
@@ -130,7 +133,10 @@ def test_a_rate_of_its_own_is_that_of_the_step(world: World, make: Callable[[flo
     results = []
     for factor, learning_rate, decay in ((0.25, 0.5, 0.1), (1.0, 0.125, 0.4), (1.0, 0.5, 0.1)):
         rule = make(decay)
-        weight, bias = Parameter(Shard.whole("w", (6, 3))), Parameter(Shard.whole("b", (6,)), decayed=False)
+        weight, bias = (
+            Parameter(Shard.replicated("w", (6, 3))),
+            Parameter(Shard.replicated("b", (6,)), decayed=False),
+        )
         weight.rate = factor
         buckets = make_buckets(
             [[[weight], [bias]]], Replications.of_one_rank(alone(world).tensor), torch.float32, 10_000

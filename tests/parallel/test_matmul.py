@@ -9,11 +9,10 @@ from torch import Tensor
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
-from hpctrain.model.precision import Precision
+from hpctrain.parallel import matmul_choice
 from hpctrain.parallel.kernels import matmul_kernels as kernels
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul
-from hpctrain.parallel.matmul_choice import PRODUCTS
 from hpctrain.parallel.shards import Parameter, Shard
 from tests.engines import small_deck, trainer
 
@@ -28,7 +27,7 @@ def test_products_in_pieces_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch,
     found = []
     for most in (1 << 20, 7 * 16):
         monkeypatch.setattr(kernels, "PRODUCT_ELEMENTS", most)
-        weight = Parameter(Shard.whole("a.weight", (40, 16)))
+        weight = Parameter(Shard.replicated("a.weight", (40, 16)))
         weight.gradient = torch.full((40, 16), torch.nan if first else 2.0)
         if first:
             weight.reset_gradient()
@@ -42,7 +41,7 @@ def test_products_in_pieces_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("block", [1, 7, VOCABULARY])
 def test_products_by_blocks_are_the_products(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     monkeypatch.setattr(kernels, "BLOCK_ROWS", block)
-    hidden, table = torch.randn(5, HIDDEN), Parameter(Shard.whole("table", (VOCABULARY, HIDDEN)))
+    hidden, table = torch.randn(5, HIDDEN), Parameter(Shard.replicated("table", (VOCABULARY, HIDDEN)))
     table.data = torch.randn(VOCABULARY, HIDDEN)
     torch.testing.assert_close(Matmul([table], GROUPS).logits(hidden), hidden @ table.detach().t())
     table.data = table.data.bfloat16()
@@ -69,9 +68,7 @@ class Rounded(Matmul):
 def test_another_format_is_one_class_and_one_choice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     deck = small_deck("precision.compute=bf16")
     exact = [step.loss for step in trainer(world.single_rank_world(), deck).train(2)]
-    monkeypatch.setitem(PRODUCTS, torch.float8_e4m3fn, Rounded)
-    eight = Precision(torch.bfloat16, torch.float8_e4m3fn, torch.float32)
-    monkeypatch.setattr(Precision, "of", staticmethod(lambda _: eight))
+    monkeypatch.setattr(matmul_choice, "Matmul", Rounded)
     training = trainer(world.single_rank_world(), deck)
     rounded = [step.loss for step in training.train(2)]
     assert rounded != exact

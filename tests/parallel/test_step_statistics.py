@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.world import World
+from hpctrain.parallel import matmul_choice
 from hpctrain.parallel.matmul import Matmul
-from hpctrain.parallel.matmul_choice import PRODUCTS
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 STEPS = 2
@@ -57,7 +57,7 @@ class Watching(Matmul):
 def watching(monkeypatch: pytest.MonkeyPatch) -> None:
     """All products watch; the head's are of a few tokens at a time."""
     monkeypatch.setattr("hpctrain.parallel.vocabulary.chunk_rows", lambda *_: 24)
-    monkeypatch.setitem(PRODUCTS, torch.float32, Watching)  # type: ignore[misc]
+    monkeypatch.setattr(matmul_choice, "Matmul", Watching)
 
 
 def seen(training: Trainer) -> list[dict[str, Tensor]]:

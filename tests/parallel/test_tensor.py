@@ -1,6 +1,7 @@
 """Column and row layers: fused weights, and weight gradients computed later.
 
 Tests of parallel/tensor.py, parallel/shards.py and parallel/weight_gradients.py.
+Tests of parallel/tensor.py and parallel/layer_context.py.
 """
 
 from __future__ import annotations

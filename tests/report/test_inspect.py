@@ -43,7 +43,7 @@ def write(group: Group, path: Path, *overrides: str, step: int = 7, grown: float
     tensors["large"][1_500_000] += grown
     entries = [
         TensorRange(
-            f"{folder}/{name}", Shard.whole(name, tuple(values.shape)), values, 0, group.rank, group.size
+            f"{folder}/{name}", Shard.replicated(name, tuple(values.shape)), values, 0, group.rank, group.size
         )
         for folder in FOLDERS
         for name, values in tensors.items()
@@ -280,7 +280,7 @@ def test_only_the_nested_values_that_differ_are_listed(group: Group, tmp_path: P
 
 def test_tensors_of_one_file_alone(group: Group, tmp_path: Path) -> None:
     def entry(name: str, values: torch.Tensor) -> TensorRange:
-        return TensorRange(f"/model/{name}", Shard.whole(name, tuple(values.shape)), values.reshape(-1))
+        return TensorRange(f"/model/{name}", Shard.replicated(name, tuple(values.shape)), values.reshape(-1))
 
     both = entry("both", torch.ones(4))
     save(tmp_path / "one.h5", group, [both, entry("mine", torch.ones(2)), entry("x", torch.ones(2, 3))], {})

@@ -14,7 +14,7 @@ from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.parallel.fp8.formats import E4M3
 from hpctrain.parallel.fp8.quantization_loss import count_losses, loss_metrics
-from hpctrain.parallel.fp8.quantized_matmul import TURNED_WEIGHTS, WEIGHTS
+from hpctrain.parallel.fp8.quantized_matmul import TRANSPOSED_WEIGHTS, WEIGHTS
 from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.eight_bit_gather import UNIT, EightBitBucket
 from hpctrain.train.checkpoints import Checkpoints
@@ -194,13 +194,13 @@ def test_what_is_given_is_what_the_product_would_make(world: World, more: tuple[
         bucket.set_values(bucket.start_gather().wait())
         there = {id(parameter): segment for segment in bucket.segments for parameter in [segment.parameter]}
         for product in bucket.products:
-            found = product._weights(WEIGHTS), product._weights(TURNED_WEIGHTS)
-            assert product._given is not None and product._given.counts is not None
-            counts = bucket.sharding.group.all_reduce(product._given.counts)
+            found = product._weights(WEIGHTS), product._weights(TRANSPOSED_WEIGHTS)
+            assert product._prequantized is not None and product._prequantized.counts is not None
+            counts = bucket.sharding.group.all_reduce(product._prequantized.counts)
             product.set_prequantized(None)
             for weight in product.weights:
                 weight.data = there[id(weight)].view(whole)
-            expected = product._weights(WEIGHTS), product._weights(TURNED_WEIGHTS)
+            expected = product._weights(WEIGHTS), product._weights(TRANSPOSED_WEIGHTS)
             assert found[0].values.storage_offset() % UNIT == 0
             for one, other in zip(found, expected, strict=True):
                 assert one.values.shape == other.values.shape and one.blocks == other.blocks
@@ -216,5 +216,5 @@ def test_what_is_given_is_what_the_product_would_make(world: World, more: tuple[
             inside = range(segment.start + 1, segment.start + segment.length)
             cut += bucket.layout.borders[1] in inside
         bucket.release_values()
-        assert all(product._given is None for product in bucket.products)
+        assert all(product._prequantized is None for product in bucket.products)
     assert cut or more == RAGGED

@@ -138,7 +138,7 @@ def test_measuring_changes_no_bit_of_a_step(world: World) -> None:
 
 def test_a_table_with_two_buffers_counts_once_as_their_sum() -> None:
     """When both of its additions of the first micro-batch are there, and no other's are."""
-    table = Parameter(Shard.whole("table", (2500, 3)))
+    table = Parameter(Shard.replicated("table", (2500, 3)))
     table.uses, table.gradient, table.lookups = 2, torch.randn(2500, 3), torch.randn(2500, 3)
     expected = float((table.gradient + table.lookups).double().square().sum())
     first = FirstMicroBatch(torch.device("cpu"))

@@ -26,12 +26,12 @@ def blocks(count: int) -> list[list[list[Parameter]]]:
     """Units of blocks of a transformer, their matrices whole, beside norms; and experts of one tensor."""
     units = []
     for _ in range(count):
-        leaves = [[Parameter(Shard.whole("norm", (H,)), decayed=False)]]
+        leaves = [[Parameter(Shard.replicated("norm", (H,)), decayed=False)]]
         for name, shape in SHAPES.items():
-            matrix = Parameter(Shard.whole(name, shape))
+            matrix = Parameter(Shard.replicated(name, shape))
             matrix.block = UpdateBlock(shape, work(*shape))
-            leaves.append([matrix, Parameter(Shard.whole(f"{name} bias", shape[:1]), decayed=False)])
-        experts = Parameter(Shard.whole("experts", (4, H, H)))
+            leaves.append([matrix, Parameter(Shard.replicated(f"{name} bias", shape[:1]), decayed=False)])
+        experts = Parameter(Shard.replicated("experts", (4, H, H)))
         experts.block = UpdateBlock((1, H, H), work(H, H))
         units.append([*leaves, [experts]])
     return units

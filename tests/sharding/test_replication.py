@@ -68,7 +68,7 @@ def shards(place: dict[str, int]) -> dict[str, tuple[Shard, int]]:
     split = frozenset({"tensor"})
     return {
         "matrix": (Shard("m", (8,), (2 * tensor,), (2,), split), tensor),
-        "norm": (Shard.whole("n", (8,), frozenset({"tensor"})), 0),
+        "norm": (Shard.replicated("n", (8,), frozenset({"tensor"})), 0),
         "shared keys": (Shard("k", (8,), (tensor // 2 * 4,), (4,), split, split, 2), tensor // 2),
         "tied": (Shard("t", (8,), (2 * tensor,), (2,), split, stage_copy=last, stage_copies=2), tensor),
         "experts": (Shard("e", (8, 8), start, (2, 4), experts), 2 * here["expert"] + here["expert_tensor"]),
@@ -106,7 +106,7 @@ def test_experts_are_summed_over_all_ranks_of_a_stage_that_hold_them() -> None:
         assert own.sharding.group.axes == ("expert_data",)
         assert own.pieces is not None and own.pieces.axes == ("expert_tensor",)
         assert own.ends is None
-        dense = answers.of(Shard.whole("w", (8,)))
+        dense = answers.of(Shard.replicated("w", (8,)))
         assert dense.sharding is not own.sharding
         other = Shard("f", (8,), (0,), (4,), frozenset({"expert", "expert_tensor"}))
         assert answers.of(other).sharding is own.sharding
@@ -119,9 +119,9 @@ def test_what_an_axis_of_other_tokens_cuts_is_summed_over_the_others() -> None:
         MeshAt(tuple(place.items()), {}), lambda everyone: ZeroSharding(0, everyone, everyone)
     )
     cut = answers.of(Shard("e", (8,), (0,), (4,), frozenset({"data"})))
-    whole = answers.of(Shard.whole("w", (8,)))
+    whole = answers.of(Shard.replicated("w", (8,)))
     assert (cut.sharding.group.axes, whole.sharding.group.axes) == (("context",), ("data", "context"))
-    assert answers.of(Shard.whole("v", (8,))).sharding is whole.sharding
+    assert answers.of(Shard.replicated("v", (8,))).sharding is whole.sharding
 
 
 def test_one_rank_of_those_with_the_same_tokens_speaks_for_them() -> None:

@@ -22,8 +22,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.stage import build_stage, load_parameters
 from hpctrain.memory.scratch import fill_pieces, read_pieces
 from hpctrain.model.construction import build_model
+from hpctrain.parallel import matmul_choice
 from hpctrain.parallel.matmul import Matmul
-from hpctrain.parallel.matmul_choice import PRODUCTS
 from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
 from hpctrain.sharding.bucket import Bucket
@@ -102,7 +102,7 @@ class Remembering(Matmul):
             self.history = tuple(torch.zeros(HISTORY, device=device) for _ in self.weights)
             self.rows = tuple(torch.zeros(WIDTH * weight.shape[0], device=device) for weight in self.weights)
         for weight, history, rows in zip(self.weights, self.history, self.rows, strict=True):
-            yield "product/history", Shard.whole(weight.shard.name, (HISTORY,)), history
+            yield "product/history", Shard.replicated(weight.shard.name, (HISTORY,)), history
             yield "product/rows", rows_shard(weight), rows
 
 
@@ -118,8 +118,7 @@ def rows_shard(weight: Parameter) -> Shard:
 def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
     """All reducers and products keep state."""
     monkeypatch.setitem(METHODS, "none", Rounding)  # type: ignore[misc]
-    for product_format in PRODUCTS:
-        monkeypatch.setitem(PRODUCTS, product_format, Remembering)  # type: ignore[misc]
+    monkeypatch.setattr(matmul_choice, "Matmul", Remembering)
 
 
 DECK = ("model.layers=4", "batch.global_size=8", "run.steps=3", "model.tied=false")

@@ -22,7 +22,7 @@ from hpctrain.comm.transports.reduction import HALVES
 from hpctrain.comm.transports.transport import ElementRange, Transport, TransportWork
 from hpctrain.comm.world import World
 from hpctrain.parallel.product_audit.audit_kernels import AuditKernels, ErrorBounds
-from hpctrain.parallel.product_audit.matmul_audit import MatmulAudit, Sum
+from hpctrain.parallel.product_audit.matmul_audit import AuditTarget, GradientSum, MatmulAudit
 from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER
@@ -182,7 +182,7 @@ class Campaign:
             wrong = None
             if mine and due is not None:
                 wrong = Wrong(int(due.shares[0] * self.usual["products"]), *due.shares[1:])
-            kernel.begin(wrong)
+            kernel.begin_step(wrong)
             try:
                 return call(step, *given)
             finally:
@@ -225,10 +225,10 @@ class Campaign:
 
     def watch_products(self, trainer: Trainer) -> None:
         """Have products computed by what can flip a bit, and know whose they are."""
-        audit = trainer.engine.groups.audit
+        audit = trainer.engine.groups.products.audit
         if audit is not None:
-            assert not trainer.engine.groups.kernels.chosen
-            trainer.engine.groups.kernels.other = self.kernel
+            assert not trainer.engine.groups.products.kernels.chosen
+            trainer.engine.groups.products.kernels.default = self.kernel
             WatchedProducts(self, audit, trainer.world)
 
 
@@ -237,9 +237,9 @@ class WatchedProducts:
 
     def __init__(self, campaign: Campaign, audit: MatmulAudit, world: World) -> None:
         self.campaign, self.world, self.row = campaign, world, -1
-        self.judged, self.adding, self.compare = audit.product, audit.adding, audit._compare
+        self.judged, self.adding, self.compare = audit.check_product, audit.expect_addition, audit._compare
         self.passes, self.judge = audit._passes, audit._passes.judge
-        audit.product, audit.adding = self._product, self._add  # type: ignore[method-assign]
+        audit.check_product, audit.expect_addition = self._product, self._add  # type: ignore[method-assign]
         audit._compare = self._compared  # type: ignore[method-assign]
         self.passes.judge = self._judge  # type: ignore[method-assign]
 
@@ -251,17 +251,17 @@ class WatchedProducts:
         due.names = tuple(weight.shard.name for weight in weights)
         return due
 
-    def _product(self, weights: Sequence[Parameter], *given: Any, **named: Any) -> None:
-        due = self._note(self.campaign.kernel.calls - 1, weights[:1], self.world.ledger.phase)
+    def _product(self, target: AuditTarget, *given: Any, **named: Any) -> None:
+        due = self._note(self.campaign.kernel.calls - 1, target.weights[:1], self.world.ledger.phase)
         self.row = -1 if due is None else self.campaign.kernel.row
-        self.judged(weights, *given, **named)
+        self.judged(target, *given, **named)
         self.row = -1
 
-    def _add(self, weights: Sequence[Parameter], *given: Any, **named: Any) -> None:
-        self._note(self.campaign.kernel.calls, weights, "backward")
-        self.adding(weights, *given, **named)
+    def _add(self, target: AuditTarget, *given: Any, **named: Any) -> None:
+        self._note(self.campaign.kernel.calls, target.weights, "backward")
+        self.adding(target, *given, **named)
 
-    def _compared(self, entry: Sum) -> None:
+    def _compared(self, entry: GradientSum) -> None:
         due = self.campaign.now
         names = tuple(weight.shard.name for weight in entry.weights)
         mine = due is not None and due.kind == "product" and due.happened and due.names == names

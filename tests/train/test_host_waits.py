@@ -12,7 +12,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.host.streams import start_copy
-from hpctrain.parallel.experts.grouped import count_numbers
+from hpctrain.parallel.experts.grouped_products import count_numbers
 from tests.device_double import on_gpu
 from tests.engines import LLAMA, small_deck, trainer
 from tests.host_waits import HostWaits

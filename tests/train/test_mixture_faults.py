@@ -15,7 +15,7 @@ from torch import Tensor
 
 import hpctrain.model.router as router_module
 import hpctrain.optim.clip as clip
-import hpctrain.parallel.experts.grouped as experts
+import hpctrain.parallel.experts.expert_layer as experts
 from hpctrain.comm.world import World
 from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError

@@ -169,7 +169,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
     entries = [
         TensorRange(
             dataset,
-            Shard.whole(dataset.rpartition("/")[2], size),
+            Shard.replicated(dataset.rpartition("/")[2], size),
             cast("Flat", FolderTensor(model, dataset, size, 0, prod(size))),
             copy=group.rank,
             copies=group.size,

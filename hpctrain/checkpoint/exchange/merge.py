@@ -51,7 +51,7 @@ class Merge:
 
     def _read(self, source: TensorSource, stored: StoredTensor) -> Tensor:
         """All of a small tensor in fp32, compared with its checksums."""
-        shard = Shard.whole(stored.dataset.rpartition("/")[2], stored.shape)
+        shard = Shard.replicated(stored.dataset.rpartition("/")[2], stored.shape)
         values = torch.empty(shard.elements, dtype=getattr(torch, stored.kind))
         sums = checksum.seeds(stored.dataset, stored.kind, stored.shape)
         source.fill([ReadRequest(TensorRange(stored.dataset, shard, values), stored, sums)])

@@ -71,7 +71,7 @@ class ModuleBuffers:
             if not buffer.is_contiguous():
                 owner, attribute = _owner(self.module, name)
                 buffer = owner._buffers[attribute] = buffer.contiguous()
-            yield BUFFER_KIND, Shard.whole(name, tuple(buffer.shape)), buffer.view(-1)
+            yield BUFFER_KIND, Shard.replicated(name, tuple(buffer.shape)), buffer.view(-1)
 
     def after_update(self, statistics: Mapping[str, Tensor]) -> None:  # noqa: ARG002
         """Let all data ranks agree on the values. Collective over the data ranks."""

@@ -79,7 +79,7 @@ class ModuleLayer(Layer):
 
     @property
     @override
-    def late(self) -> set[Parameter]:
+    def deferred_parameters(self) -> set[Parameter]:
         return {
             parameter for parameter in self.all_parameters if isinstance(parameter, LayerGradientParameter)
         }
@@ -192,7 +192,7 @@ class BlockRunner:
 
     def _call_alone(self, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Run the block without deferring weight gradients, because this may be part of a backward pass."""
-        with self.groups.weight_gradients.apart():
+        with self.groups.weight_gradients.outside_run():
             return forward(*arguments, **keywords)
 
 

@@ -115,7 +115,7 @@ class ModulePart(nn.Module):
         inputs_text = ", ".join(
             f"{name} of shape {list(inputs.fields[name].shape)}" for name in self._module_call.field_names
         )
-        apart = self.groups.weight_gradients.apart()
+        apart = self.groups.weight_gradients.outside_run()
         with run_user_code(f"{self.title} fails with {inputs_text}"), apart, ExitStack() as stack:
             self._gathered = stack
             self._gather_layer(self.layers[0])

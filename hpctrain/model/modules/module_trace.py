@@ -326,7 +326,7 @@ def _trace_part(
         for axis, of in (("tensor", (rank_index, size)), ("context", (0, 1)))
     )
     with META:
-        groups = LayerContext(tensor, context, by_sequence, product_format=architecture.storage)
+        groups = LayerContext(tensor, context, by_sequence)
         part = kind(architecture, groups, span)
     for parameter in part.names:
         parameter.requires_grad_(parameter.requires_grad and parameter.shard.name not in frozen)

@@ -166,7 +166,7 @@ def _replace_parameter(
         return original
     shape, axes = tuple(original.shape), frozenset({"tensor"} if original in partial_gradients else ())
     kind = LayerGradientParameter if original in layer_gradients else Parameter
-    own = kind(Shard.whole(name, shape, axes), decayed=len(shape) > 1)
+    own = kind(Shard.replicated(name, shape, axes), decayed=len(shape) > 1)
     if not original.requires_grad:
         own.requires_grad_(False)
         own.decayed = False

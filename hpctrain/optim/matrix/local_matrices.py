@@ -61,7 +61,7 @@ class LocalMatrices:
         updated, elements = bucket.owned_slice, block.elements(shard)
         start = min(max(segment.start, updated.start), updated.stop)
         # No rank updates the padding of a piece that is longer than the global tensor.
-        length = prod(shard.held) if shard.is_longer else segment.length
+        length = prod(shard.clipped_local) if shard.is_longer else segment.length
         stop = max(start, min(segment.start + length, updated.stop))
         count, rest = divmod(stop - start, elements)
         assert not rest, f"{shard.name}: a matrix is cut"

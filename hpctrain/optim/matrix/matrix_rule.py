@@ -85,13 +85,13 @@ class MatrixRules:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the optimizer state of all parameters other than the master weights."""
-        return (*self.element_state_names, *self.blocks.cells(Shard.whole("", (1, 1))))
+        return (*self.element_state_names, *self.blocks.cells(Shard.replicated("", (1, 1))))
 
     def numbers(self, update_settings: UpdateSettings) -> int:
         """Return how many numbers of state each element has, without master weights and state of cells."""
         if not update_settings.in_blocks:
             return len(self.element_state_names)
-        return sum(cell is None for cell in self.blocks.cells(Shard.whole("", (1, 1))).values())
+        return sum(cell is None for cell in self.blocks.cells(Shard.replicated("", (1, 1))).values())
 
     def cell_state_elements(self, parameter: Parameter, elements: int) -> int:
         """Return how many numbers the state of cells has for some elements of a parameter.
@@ -147,9 +147,9 @@ class CellLayout(NamedTuple):
         start = tuple(
             at // size * each for at, size, each in zip(shard.start, block.shape, block_shape, strict=True)
         )
-        same_blocks = blocks(shard.held) == blocks(shard.shape) and not shard.is_longer
+        same_blocks = blocks(shard.clipped_local) == blocks(shard.shape) and not shard.is_longer
         split = frozenset[str]() if same_blocks else shard.split
         cells = replace(
-            shard, shape=numbers(shard.shape), start=start, local=numbers(shard.held), split=split
+            shard, shape=numbers(shard.shape), start=start, local=numbers(shard.clipped_local), split=split
         )
         return CellLayout(cells, block_shape)

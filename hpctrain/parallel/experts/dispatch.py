@@ -1,11 +1,16 @@
-"""The way of a mixture's rows to the ranks of their experts, and back.
+"""Exchange of the rows of a mixture with the ranks of their experts, and back.
 
-On its own rank a token's row is copied once for each of its experts, in their order; one exchange over the
-expert axis brings the copies there, a gathering over the expert_tensor axis to all that have some of an
-expert's features; there they lie behind each other by expert. The results go back the same way.
+On its own rank the row of a token is copied once for each of its experts, ordered by expert. One all-to-all
+over the `expert` axis brings the copies to the ranks of their experts. An all-gather over the `expert_tensor`
+axis gives them to all ranks that hold some of an expert's features, where they are ordered by expert again.
+The results return the same way. With 2 expert ranks, 2 experts and 1 choice per token:
 
-Both exchanges travel while something else is computed: what comes between `leave` and `arrive` in forward,
-between their backward passes in backward, and weight gradients.
+    rank 0: tokens a b c, chosen experts 1 0 1   sends b to rank 0, a and c to rank 1
+    rank 1: tokens d e, chosen experts 0 1       sends d to rank 0, e to rank 1
+    rank 0 computes expert 0 of b d, rank 1 computes expert 1 of a c e
+
+Both exchanges overlap with other work: what is between `send` and `receive` in the forward pass, what is
+between their backward passes in the backward pass, and weight gradients.
 """
 
 from __future__ import annotations
@@ -15,120 +20,137 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.parallel.activation_sizes import as_features
-from hpctrain.parallel.experts.grouped import Segments, compute_later, count_numbers
+from hpctrain.parallel.experts.grouped_products import Segments, compute_deferred, count_numbers
 
 
 class Dispatch:
-    """Where the copies of one rank's rows go in one pass.
+    """Plan of the exchanges of one rank's rows in one pass. Collective over `expert` and `expert_tensor`.
 
-    `choices` [n, k] int64 are the experts of each row, of `count` in all, `kept` [n, k] says which of them
-    take it (None: all do). `unit` is that of the Segments. Collective over `expert` and `expert_tensor`.
-    It waits for the device once where there are several ranks, or a capacity: the host must know how many
-    copies there are.
+    It waits for the device once if there are several ranks or a capacity, since the host must know the
+    number of copies.
 
-    `segments` are those of the rows that come to this rank, `sent` how many copies leave it.
+    Args:
+        choices: Experts of each row, int64 [n, k].
+        accepted: Which of these choices are within the capacity of the expert, bool [n, k]. None for all.
+        count: Number of experts.
+        expert: Ranks that split the experts.
+        expert_tensor: Ranks that split the features of each expert.
+        unit: Multiple to which the rows of an expert are padded (`Segments`).
+
+    Attributes:
+        segments: Rows that arrive for this rank's experts.
+        sent: Number of copies that leave this rank.
+        deferred: Computations that the backward pass runs while it waits for an exchange.
     """
 
     def __init__(
         self,
         choices: Tensor,
-        kept: Tensor | None,
+        accepted: Tensor | None,
         count: int,
         expert: Group,
         expert_tensor: Group,
         unit: int,
     ) -> None:
         self.expert, self.expert_tensor = expert, expert_tensor
-        self.later: list[Callable[[], None]] = []
+        self.deferred: list[Callable[[], None]] = []
         self._work: Work[Tensor] | None = None
         self.shape = tuple(choices.shape)
-        wanted = choices.flatten() if kept is None else choices.masked_fill(~kept, count).flatten()
-        order = wanted.argsort(stable=True)
-        counts = count_numbers(wanted, count + 1)[:count]
-        self.kept = kept
-        self.alone = expert.size == expert_tensor.size == 1
-        if self.alone:
-            # Without a capacity every copy has room, and nothing waits for the device.
-            self.sent = order.numel() if kept is None else int(counts.sum())
+        numbers = choices.flatten() if accepted is None else choices.masked_fill(~accepted, count).flatten()
+        order = numbers.argsort(stable=True)
+        counts = count_numbers(numbers, count + 1)[:count]
+        self.accepted = accepted
+        self.local = expert.size == expert_tensor.size == 1
+        if self.local:
+            # Without a capacity all copies are accepted, and nothing waits for the device.
+            self.sent = order.numel() if accepted is None else int(counts.sum())
             self.segments = Segments(counts, unit)
-            self.places = self.segments.places if unit > 1 else None
+            self.positions = self.segments.positions if unit > 1 else None
         else:
-            self._meet(counts.view(expert.size, -1), unit)
+            self._exchange_counts(counts.view(expert.size, -1), unit)
         self.order = order[: self.sent]
-        # Copies that stay away are looked up in the first one's place, and do not count.
-        self.slots = torch.zeros_like(wanted).index_copy_(
+        # Copies that are not accepted read the first one, and are masked afterwards.
+        self.slots = torch.zeros_like(numbers).index_copy_(
             0, self.order, torch.arange(self.sent, device=order.device)
         )
 
-    def _meet(self, counts: Tensor, unit: int) -> None:
-        """Learn what comes, `counts` [expert ranks, local experts] being what goes."""
-        coming = self.expert.all_to_all(counts.contiguous())
-        table = self.expert_tensor.all_gather(coming.unsqueeze(0)).flatten(0, 1)  # [sources, local experts]
+    def _exchange_counts(self, counts: Tensor, unit: int) -> None:
+        """Exchange the numbers of rows; `counts` [expert ranks, local experts] are those that leave."""
+        arriving = self.expert.all_to_all(counts.contiguous())
+        table = self.expert_tensor.all_gather(arriving.unsqueeze(0)).flatten(0, 1)  # [sources, local experts]
         # The only wait for the device in a pass: the host has to know how many rows travel.
         sizes: list[int] = torch.cat((counts.sum(1), table.sum(1))).tolist()
         ranks = self.expert.size
         self.send_sizes, *sources = (sizes[first : first + ranks] for first in range(0, len(sizes), ranks))
         self.receive_sizes = sources[self.expert_tensor.rank]
         self.gather_sizes = [sum(each) for each in sources]
-        self.sent, coming_rows = sum(self.send_sizes), sum(self.gather_sizes)
+        self.sent, arriving_rows = sum(self.send_sizes), sum(self.gather_sizes)
         self.segments = Segments(table.sum(0), unit)
         local = torch.arange(table.shape[1], device=table.device).repeat(len(table))
-        experts = local.repeat_interleave(table.flatten(), output_size=coming_rows)
+        experts = local.repeat_interleave(table.flatten(), output_size=arriving_rows)
         order = experts.argsort(stable=True)
-        places = self.segments.places if unit > 1 else torch.arange(len(order), device=order.device)
-        self.places = torch.empty_like(order).index_copy_(0, order, places)
+        positions = self.segments.positions if unit > 1 else torch.arange(len(order), device=order.device)
+        self.positions = torch.empty_like(order).index_copy_(0, order, positions)
 
     def send(self, rows: Tensor) -> Tensor:
-        """Send copies of the `rows` [n, h] on their way; what has arrived when `arrive` has taken it."""
-        result: Tensor = _Leave.apply(rows, self)
+        """Start to send copies of rows [n, h] to their experts, and return an argument for `receive`."""
+        result: Tensor = _Send.apply(rows, self)
         return result
 
-    def receive(self, coming: Tensor) -> Tensor:
-        """The rows of this rank's experts, by `segments`: [m, h]."""
-        result: Tensor = _Arrive.apply(coming, self)
+    def receive(self, arriving: Tensor) -> Tensor:
+        """Return the rows [m, h] of this rank's experts, ordered as `segments` says."""
+        result: Tensor = _Receive.apply(arriving, self)
         return result
 
     def send_back(self, results: Tensor) -> Tensor:
-        """Send results of these rows, summed over the expert_tensor ranks, back; to be taken by `combine`."""
-        result: Tensor = _LeaveBack.apply(results, self)
+        """Sum results of these rows over `expert_tensor`, start to return them; an argument for `combine`."""
+        result: Tensor = _SendBack.apply(results, self)
         return result
 
-    def combine(self, coming: Tensor, weights: Tensor) -> Tensor:
-        """Of each row the sum of its results with `weights` [n, k], in fp32, in the order of the choices:
-        [n, h] in the format of the results.
+    def combine(self, arriving: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum [n, h] of the results of each row.
+
+        Args:
+            arriving: Result of `send_back`.
+            weights: Weight of each choice, [n, k]. The sum is in fp32, in the order of the choices.
         """
-        result: Tensor = _Combine.apply(coming, weights, self)
+        result: Tensor = _Combine.apply(arriving, weights, self)
         return result
 
-    # The exchanges, of tensors without graph
+    # Exchanges of tensors without a graph, for the autograd functions
 
     def copies(self, rows: Tensor) -> Tensor:
-        """What leaves: [sent, h]."""
+        """Return the copies [sent, h] that leave this rank."""
         return rows.index_select(0, self.source)
 
     @property
     def source(self) -> Tensor:
-        """The row that each copy is of, int64 [sent]."""
+        """Row of each copy, int64 [sent]."""
         return self.order // self.shape[1]
 
     def copies_of_choice(self, copies: Tensor, slot: int) -> Tensor:
-        """Of every row the copy [n, h] of one choice, zero where there is none; in fp32."""
+        """Return every row's copy for one choice, fp32 [n, h], zero if it was not accepted."""
         n, k = self.shape
         if not self.sent:
             return copies.new_zeros((n, copies.shape[1]), dtype=torch.float32)
-        found = copies.index_select(0, self.slots.view(n, k)[:, slot]).float()
-        return found if self.kept is None else found.masked_fill_(~self.kept[:, slot].unsqueeze(1), 0.0)
+        chosen = copies.index_select(0, self.slots.view(n, k)[:, slot]).float()
+        return (
+            chosen
+            if self.accepted is None
+            else chosen.masked_fill_(~self.accepted[:, slot].unsqueeze(1), 0.0)
+        )
 
-    def start_there(self, copies: Tensor) -> Tensor:
-        """Start the exchange to the experts' ranks; the memory that receives."""
+    def start_to_experts(self, copies: Tensor) -> Tensor:
+        """Start the exchange to the experts' ranks, and return the memory that receives."""
         return self._start(copies, self.send_sizes, self.receive_sizes)
 
-    def start_back(self, copies: Tensor) -> Tensor:
-        """Start the exchange back; the memory that receives."""
+    def start_return(self, copies: Tensor) -> Tensor:
+        """Start the exchange back, and return the memory that receives."""
         return self._start(copies, self.receive_sizes, self.send_sizes)
 
     def _start(self, copies: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -138,51 +160,51 @@ class Dispatch:
         return output
 
     def wait(self) -> Tensor:
-        """Complete the exchange; what has come."""
+        """Wait for the exchange that was started, and return what arrived."""
         work, self._work = self._work, None
         assert work is not None
         return work.wait()
 
     def gather(self, arrived: Tensor) -> Tensor:
-        """What has come to this rank, or another one of its expert_tensor ranks, by segments."""
-        whole = self.expert_tensor.all_gather(arrived, sizes=self.gather_sizes)
-        return self.placed(whole)
+        """Return what arrived at any rank of `expert_tensor`, ordered as `segments` says."""
+        return self.arrange(self.expert_tensor.all_gather(arrived, sizes=self.gather_sizes))
 
     def scatter(self, results: Tensor) -> Tensor:
-        """The sum over the expert_tensor ranks of what goes back from this one, in the order of coming."""
-        assert self.places is not None
-        return self.expert_tensor.reduce_scatter(
-            results.index_select(0, self.places), sizes=self.gather_sizes
-        )
+        """Return the sum over `expert_tensor` of what returns from this rank, in the order of arrival."""
+        assert self.positions is not None
+        arrived = results.index_select(0, self.positions)
+        return self.expert_tensor.reduce_scatter(arrived, sizes=self.gather_sizes)
 
-    def placed(self, rows: Tensor) -> Tensor:
-        """Rows in the order of the segments, filled up with zeros."""
-        if self.places is None:
+    def arrange(self, rows: Tensor) -> Tensor:
+        """Return rows in the order of `segments`, padded with zeros."""
+        if self.positions is None:
             return rows
         unit = self.segments.unit
         if unit == 1:
-            return torch.empty_like(rows).index_copy_(0, self.places, rows)
-        filled = rows.new_zeros(int(self.segments.ends[-1]), rows.shape[1])
-        return filled.index_copy_(0, self.places, rows)
+            return torch.empty_like(rows).index_copy_(0, self.positions, rows)
+        padded = rows.new_zeros(int(self.segments.ends[-1]), rows.shape[1])
+        return padded.index_copy_(0, self.positions, rows)
 
-    def taken(self, rows: Tensor) -> Tensor:
-        """The other way round."""
-        return rows if self.places is None else rows.index_select(0, self.places)
+    def restore(self, rows: Tensor) -> Tensor:
+        """Return the rows that `arrange` has arranged, in their original order."""
+        return rows if self.positions is None else rows.index_select(0, self.positions)
 
 
-class _Leave(torch.autograd.Function):
+class _Send(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, rows: Tensor, dispatch: Dispatch) -> Tensor:
         ctx.dispatch = dispatch
         copies = dispatch.copies(rows)
-        return copies if dispatch.alone else dispatch.start_there(copies)
+        return copies if dispatch.local else dispatch.start_to_experts(copies)
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         dispatch: Dispatch = ctx.dispatch
-        later, dispatch.later = dispatch.later, []
-        compute_later(later)
-        if not dispatch.alone:
+        deferred, dispatch.deferred = dispatch.deferred, []
+        compute_deferred(deferred)
+        if not dispatch.local:
             gradient = dispatch.wait()
         total = dispatch.copies_of_choice(gradient, 0)
         for slot in range(1, dispatch.shape[1]):
@@ -190,69 +212,75 @@ class _Leave(torch.autograd.Function):
         return total.to(gradient.dtype), None
 
 
-class _Arrive(torch.autograd.Function):
+class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, coming: Tensor, dispatch: Dispatch) -> Tensor:
+    @override
+    def forward(ctx: Any, arriving: Tensor, dispatch: Dispatch) -> Tensor:
         ctx.dispatch = dispatch
-        if dispatch.alone:
-            return coming.view_as(coming) if dispatch.places is None else dispatch.placed(coming)
+        if dispatch.local:
+            return arriving.view_as(arriving) if dispatch.positions is None else dispatch.arrange(arriving)
         dispatch.wait()
-        return dispatch.gather(coming)
+        return dispatch.gather(arriving)
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         dispatch: Dispatch = ctx.dispatch
-        if dispatch.alone:
-            return dispatch.taken(gradient), None
-        coming = dispatch.start_back(dispatch.scatter(gradient))
-        return _in_place_of(coming, sum(dispatch.receive_sizes)), None
+        if dispatch.local:
+            return dispatch.restore(gradient), None
+        arriving = dispatch.start_return(dispatch.scatter(gradient))
+        return _placeholder(arriving, sum(dispatch.receive_sizes)), None
 
 
-class _LeaveBack(torch.autograd.Function):
+class _SendBack(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, results: Tensor, dispatch: Dispatch) -> Tensor:
         ctx.dispatch = dispatch
-        if dispatch.alone:
-            return results.view_as(results) if dispatch.places is None else dispatch.taken(results)
-        return dispatch.start_back(dispatch.scatter(results))
+        if dispatch.local:
+            return results.view_as(results) if dispatch.positions is None else dispatch.restore(results)
+        return dispatch.start_return(dispatch.scatter(results))
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         dispatch: Dispatch = ctx.dispatch
-        if dispatch.alone:
-            return dispatch.placed(gradient), None
+        if dispatch.local:
+            return dispatch.arrange(gradient), None
         return dispatch.gather(dispatch.wait()), None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, coming: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
-        if not dispatch.alone:
+    @override
+    def forward(ctx: Any, arriving: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
+        if not dispatch.local:
             dispatch.wait()
         ctx.dispatch = dispatch
-        ctx.save_for_backward(as_features(coming), weights)
-        total = dispatch.copies_of_choice(coming, 0).mul_(weights[:, :1])
+        ctx.save_for_backward(as_features(arriving), weights)
+        total = dispatch.copies_of_choice(arriving, 0).mul_(weights[:, :1])
         for slot in range(1, weights.shape[1]):
-            total.addcmul_(dispatch.copies_of_choice(coming, slot), weights[:, slot : slot + 1])
-        return total.to(coming.dtype)
+            total.addcmul_(dispatch.copies_of_choice(arriving, slot), weights[:, slot : slot + 1])
+        return total.to(arriving.dtype)
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         dispatch: Dispatch = ctx.dispatch
         features, weights = ctx.saved_tensors
-        coming = features[0, 0]
+        arriving = features[0, 0]
         k = dispatch.shape[1]
-        of_row = gradient.float()
+        row_gradient = gradient.float()
         weights_gradient = torch.stack(
-            [(dispatch.copies_of_choice(coming, slot) * of_row).sum(1) for slot in range(k)], dim=1
+            [(dispatch.copies_of_choice(arriving, slot) * row_gradient).sum(1) for slot in range(k)], dim=1
         )
         factors = weights.flatten().index_select(0, dispatch.order)
-        copies = of_row.index_select(0, dispatch.source).mul_(factors.unsqueeze(1)).to(coming.dtype)
-        if not dispatch.alone:
-            copies = _in_place_of(dispatch.start_there(copies), dispatch.sent)
+        copies = row_gradient.index_select(0, dispatch.source).mul_(factors.unsqueeze(1)).to(arriving.dtype)
+        if not dispatch.local:
+            copies = _placeholder(dispatch.start_to_experts(copies), dispatch.sent)
         return copies, weights_gradient, None
 
 
-def _in_place_of(coming: Tensor, rows: int) -> Tensor:
-    """What autograd passes on while a gradient travels: so many rows, as it expects, without memory."""
-    return coming.new_zeros(()).expand(rows, coming.shape[1])
+def _placeholder(arriving: Tensor, rows: int) -> Tensor:
+    """Return a tensor without memory for autograd to pass on while the gradient of so many rows travels."""
+    return arriving.new_zeros(()).expand(rows, arriving.shape[1])

@@ -1,4 +1,4 @@
-"""Delayed scaling: scales from the maxima of steps before, which are known before a tensor is there."""
+"""Histories of the maxima from which delayed scales follow."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import torch
 from torch import Tensor
 
 HISTORY_KIND = "fp8"
-"""Kinds of State that begin so, "fp8/...", are Histories. A run may leave those that it does not ask for, as
-of layers that it multiplies in another format, and goes on with as many maxima as there is room for.
+"""Beginning of the kinds of state that are histories, "fp8/...".
+
+A run may ignore histories that it does not need, such as those of layers that it multiplies in another
+format, and uses as many maxima as its own histories have room for.
 """
 
 
 class History:
-    """The largest magnitudes of one tensor in the last steps in which it was not zero, as all ranks have
-    agreed on them.
+    """Largest magnitudes of a tensor in the last steps in which it was not zero, over all ranks.
 
-    `maxima`, fp32 [steps], is State: the newest first, zero where there was none yet. It changes once a step,
-    and not with micro-batches, with what is computed again or with what is computed later: all of a step has
-    the same scale.
+    They change once a step, so all micro-batches of a step, and what is recomputed or deferred, use the same
+    scale.
+
+    Attributes:
+        maxima: fp32 [steps], the newest first, zero for steps that are missing.
     """
 
     def __init__(self, maxima: Tensor) -> None:
@@ -25,14 +28,16 @@ class History:
 
     @property
     def largest(self) -> Tensor:
-        """Of all, [1, 1]; zero as long as nothing is known, when there is no scale to be had."""
+        """Largest maximum, [1, 1]. It is zero as long as none is known; then there is no scale."""
         return self.maxima.amax().reshape(1, 1)
 
-    def remember(self, maximum: Tensor) -> None:
-        """Add that of a step, a number, finite and of all ranks, and forget the oldest.
+    def append(self, maximum: Tensor) -> None:
+        """Add the maximum of a step and drop the oldest one.
 
-        Zeros need no scale, and tell nothing of the numbers to come: theirs is not added, so that what is
-        known once stays known.
+        A maximum of zero is not added: zeros need no scale and tell nothing about later steps.
+
+        Args:
+            maximum: Finite number, the same on all ranks.
         """
         newest = maximum.to(self.maxima).reshape(1)
         self.maxima.copy_(torch.where(newest > 0, torch.cat((newest, self.maxima[:-1])), self.maxima))

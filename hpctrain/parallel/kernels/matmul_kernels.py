@@ -1,8 +1,14 @@
-"""How a CPU computes the three products of a matrix: ways that agree to rounding, and differ in speed.
+"""Kernels of a CPU for the products of a matrix, which agree up to rounding and differ in speed.
 
-Which library is fastest depends on the processor: MKL leaves AVX-512 to Intel's own, oneDNN does not, and
-where the processor has no instructions for 16-bit numbers, a product of these takes longer than one of the
-same numbers in fp32. `engine/kernel_choice.py` measures and chooses.
+    MatmulKernel          torch's own choice of a library ("library")
+    ├── OneDnn            oneDNN for fp32, which torch leaves to MKL ("onednn")
+    ├── Fp32Kernel        16-bit operands converted to fp32 for another kernel ("fp32", "fp32-onednn")
+    ├── SmallBatchKernel  a compiled function for a few rows, as in generation (small_batch.py)
+    └── AuditedKernel     another kernel, with a check of its results (product_audit/)
+
+Which library is fastest depends on the processor: MKL uses AVX-512 on Intel's processors only, oneDNN on all.
+On a processor without instructions for 16-bit numbers, their product takes longer than one in fp32.
+`engine/kernel_choice.py` measures the kernels and chooses; a `KernelTable` holds the choice.
 """
 
 from __future__ import annotations
@@ -21,43 +27,47 @@ from typing_extensions import override
 from hpctrain.parallel.activation_sizes import ActivationSizes
 
 PRODUCT_ELEMENTS = 1 << 22
-"""Of a product in another format than the sum to which it is added; a larger one comes in pieces.
+"""Largest part of a product that is added at a time to a sum in another format.
 
-torch converts a piece before it adds it: to 17 MB of fp32. From 32 MB on the C library maps memory anew each
-time, and the faults of its pages take four times as long as the sum.
+torch converts a part before it adds it, to 17 MB of fp32. From 32 MB on the C library maps new memory each
+time, and its page faults take four times as long as the sum.
 """
 
 BLOCK_ROWS = 2048
-"""Rows of a table that the CPU multiplies by at a time."""
+"""Rows of a table that the CPU multiplies at a time."""
 
 Pass = Literal["forward", "logits", "input_gradient", "weight_gradient"]
 
 Matrix = tuple[Pass, int, int]
-"""A pass of a matrix [outputs, inputs]: the pass, outputs, inputs."""
+"""A pass, and the outputs and inputs of its matrix."""
 
 PASSES: tuple[Pass, ...] = ("forward", "logits", "input_gradient", "weight_gradient")
 
 
 class MatmulKernel:
-    """The library that torch itself takes, of operands as they are."""
+    """Kernel of the library that torch chooses, for operands as they are.
+
+    Attributes:
+        name: Name in the deck (`machine.products`) and in stored measurements.
+        converts: True if it converts a 16-bit matrix to fp32, so it also takes one that is converted already.
+    """
 
     name = "library"
     converts = False
-    """Whether it multiplies a matrix in 16 bits in fp32, and so gladly takes it in fp32."""
 
     def multiplies(self, storage: torch.dtype) -> bool:  # noqa: ARG002
-        """Whether it is there, for operands of this format on a CPU."""
+        """Return True if this installation has the kernel for CPU operands of a format."""
         return True
 
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[..., k] times [n, k] transposed, with a bias [n] added: [..., n]."""
+        """Return inputs [..., k] times weight [n, k] transposed, with a bias [n] added: [..., n]."""
         return functional.linear(inputs, weight, bias)
 
     def logits(self, inputs: Tensor, table: Tensor) -> Tensor:
-        """As `forward`, of [r, k] and a table of many rows.
+        """Return inputs [r, k] times a table [n, k] of many rows, transposed: [r, n].
 
-        In fp32 on the CPU block by block of the table, which takes two thirds of the time of one product: the
-        library packs all of a transposed table before it multiplies.
+        In fp32 on a CPU it multiplies blocks of the table, which takes two thirds of the time of one product:
+        the library packs all of a transposed matrix before it multiplies.
         """
         if not inputs.is_cpu or inputs.dtype != torch.float32 or len(table) <= BLOCK_ROWS:
             return functional.linear(inputs, table)
@@ -68,41 +78,42 @@ class MatmulKernel:
         return outputs
 
     def input_gradient(self, output_gradient: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """[..., n] times [n, k]: [..., k], into `out` where there is one."""
+        """Return output_gradient [..., n] times weight [n, k]: [..., k], in `out` if given."""
         return torch.matmul(output_gradient, weight, out=out)
 
     def add_weight_gradient(self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool) -> None:
-        """`into` [n, k] += output_gradient [m, n]^T inputs [m, k]; what was there counts not if `first`."""
+        """Add output_gradient [m, n] transposed times inputs [m, k] to `into` [n, k].
+
+        Args:
+            into: Gradient buffer.
+            output_gradient: Gradient of the output.
+            inputs: Input of the layer.
+            first: True to overwrite `into` instead.
+        """
         left = output_gradient.t()
         if left.dtype == into.dtype:
             into.addmm_(left, inputs, beta=0 if first else 1)
-            return
-        if not left.is_cpu and into.dtype == torch.float32:
+        elif not left.is_cpu and into.dtype == torch.float32:
             torch.addmm(into, left, inputs, into.dtype, beta=0 if first else 1, out=into)
-            return
-        rows = max(1, PRODUCT_ELEMENTS // inputs.shape[1])
-        for some, part in zip(into.split(rows), left.split(rows), strict=True):
-            if first:
-                some.copy_(part @ inputs)
-            else:
-                some.add_(part @ inputs)
+        else:
+            rows = max(1, PRODUCT_ELEMENTS // inputs.shape[1])
+            for target, part in zip(into.split(rows), left.split(rows), strict=True):
+                _store(target, part @ inputs, first)
 
-    def passing(self, rows: int, outputs: int, inputs: int, at: ActivationSizes) -> int:  # noqa: ARG002
-        """Bytes that a product of so many rows and of a matrix [outputs, inputs] takes beside operands and
-        results as stored: the one of the three that takes most.
-        """
-        return apart_bytes(outputs * inputs, at)
+    def workspace_bytes(self, rows: int, outputs: int, inputs: int, at: ActivationSizes) -> int:  # noqa: ARG002
+        """Return the most temporary bytes of the products of `rows` rows with a matrix [outputs, inputs]."""
+        return gradient_workspace(outputs * inputs, at)
 
 
 class OneDnn(MatmulKernel):
-    """oneDNN, of operands in fp32: torch leaves these to MKL."""
+    """Kernel of oneDNN for operands in fp32."""
 
     name = "onednn"
 
     @override
     def multiplies(self, storage: torch.dtype) -> bool:
-        there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        return there and storage == torch.float32
+        available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        return available and storage == torch.float32
 
     @override
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -121,21 +132,24 @@ class OneDnn(MatmulKernel):
     def add_weight_gradient(self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool) -> None:
         left, right = output_gradient.t(), inputs.t()
         rows = max(1, PRODUCT_ELEMENTS // inputs.shape[1])
-        for some, part in zip(into.split(rows), left.split(rows), strict=True):
-            if first:
-                some.copy_(_onednn(part, right))
-            else:
-                some.add_(_onednn(part, right))
+        for target, part in zip(into.split(rows), left.split(rows), strict=True):
+            _store(target, _onednn(part, right), first)
 
-    def passing(self, rows: int, outputs: int, inputs: int, at: ActivationSizes) -> int:  # noqa: ARG002
-        """See MatmulKernel: the matrix as it lays it out, or operands, and a product that is added."""
+    @override
+    def workspace_bytes(self, rows: int, outputs: int, inputs: int, at: ActivationSizes) -> int:
+        # oneDNN's layout of the matrix; or of both operands, with a product that is added.
         product = min(outputs * inputs, PRODUCT_ELEMENTS)
         return 4 * max(rows * inputs + outputs * inputs, rows * (inputs + outputs) + product)
 
 
 class Fp32Kernel(MatmulKernel):
-    """Operands of 16 bits are converted to fp32, multiplied so, and results rounded once: what is added to
-    sums in fp32 not at all.
+    """Kernel that converts 16-bit operands to fp32 and multiplies these by another kernel.
+
+    Results are rounded once; a weight gradient that is added in fp32 is not rounded.
+
+    Args:
+        name: Name in the deck.
+        by: Kernel that multiplies in fp32.
     """
 
     converts = True
@@ -147,8 +161,8 @@ class Fp32Kernel(MatmulKernel):
     def multiplies(self, storage: torch.dtype) -> bool:
         return storage in {torch.bfloat16, torch.float16} and self.by.multiplies(torch.float32)
 
+    @override
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See MatmulKernel; the matrix, here and below, may be converted already."""
         product = self.by.forward(inputs.float(), weight.float(), None if bias is None else bias.float())
         return product.to(inputs.dtype)
 
@@ -166,11 +180,11 @@ class Fp32Kernel(MatmulKernel):
         by = self.by if into.dtype == torch.float32 else LIBRARY
         by.add_weight_gradient(into, output_gradient.float(), inputs.float(), first)
 
-    def passing(self, rows: int, outputs: int, inputs: int, at: ActivationSizes) -> int:
-        """See MatmulKernel: operands and results in fp32, and what their product takes in passing."""
+    @override
+    def workspace_bytes(self, rows: int, outputs: int, inputs: int, at: ActivationSizes) -> int:
         by = self.by if at.gradient_itemsize == 4 else LIBRARY
-        beside = by.passing(rows, outputs, inputs, replace(at, itemsize=4))
-        return 4 * (rows * outputs + rows * inputs + outputs * inputs) + beside
+        converted = 4 * (rows * outputs + rows * inputs + outputs * inputs)
+        return converted + by.workspace_bytes(rows, outputs, inputs, replace(at, itemsize=4))
 
 
 LIBRARY = MatmulKernel()
@@ -188,71 +202,77 @@ KERNELS: Mapping[str, MatmulKernel] = MappingProxyType(
         )
     }
 )
-"""By `machine.products`, and what is kept of measurements. Of those that take as long the first is chosen."""
+"""Kernels by their name in the deck. The first of those that are equally fast is chosen."""
 
 
 class KernelTable:
-    """Which kernel computes which pass of matrices of which shape [n, k]: what is chosen, or else `other`.
+    """Choice of a kernel for each pass of each matrix shape [n, k].
 
-    `record` tells what was chosen by the names of what was measured, and `why` in words from what. With
-    `keeps`, where matrices are whole all the time, one that is converted is so once for as long as it stays.
+    Args:
+        default: Kernel of matrices without an entry.
+        reuse_converted: True if a matrix that is converted to fp32 is so once for as long as it is constant.
+            Only matrices that are always in memory allow this.
+        chosen: Kernels by pass and shape.
+        record: Names of the chosen kernels, by the name of the measurement.
+        why: Origin of the choice, in words.
+
+    Attributes:
+        constant_period: Number of the current period in which matrices do not change. None outside of them.
     """
 
     def __init__(
         self,
-        other: MatmulKernel = LIBRARY,
-        keeps: bool = False,
+        default: MatmulKernel = LIBRARY,
+        reuse_converted: bool = False,
         chosen: Mapping[Matrix, MatmulKernel] | None = None,
         record: Mapping[str, str] | None = None,
         why: str = "",
     ) -> None:
-        self.other, self.keeps = other, keeps
+        self.default, self.reuse_converted = default, reuse_converted
         self.chosen = {} if chosen is None else dict(chosen)
         self.record, self.why = {} if record is None else dict(record), why
-        self.stays: int | None = None
-        """A number for each time for which matrices stay what they are; None where they may change."""
-        self._times = 0
+        self.constant_period: int | None = None
+        self._periods = 0
 
-    def of(self, kind: Pass, outputs: int, inputs: int) -> MatmulKernel:
-        """What computes this pass of a matrix [outputs, inputs]."""
-        return self.chosen.get((kind, outputs, inputs), self.other)
+    def kernel_for(self, kind: Pass, outputs: int, inputs: int) -> MatmulKernel:
+        """Return the kernel for a pass of a matrix [outputs, inputs]."""
+        return self.chosen.get((kind, outputs, inputs), self.default)
 
     def choose(self, kind: Pass, outputs: int, inputs: int, kernel: MatmulKernel) -> None:
-        """Have this compute this pass of such a matrix from now on."""
+        """Set the kernel for a pass of a matrix [outputs, inputs]."""
         self.chosen[kind, outputs, inputs] = kernel
 
-    def copies(self, outputs: int, inputs: int) -> bool:
-        """Whether a matrix of that shape is kept converted for a step."""
+    def reuses_converted(self, outputs: int, inputs: int) -> bool:
+        """Return True if a matrix [outputs, inputs] remains in memory in fp32."""
         kinds: tuple[Pass, ...] = ("forward", "logits", "input_gradient")
-        return self.keeps and any(self.of(kind, outputs, inputs).converts for kind in kinds)
+        return self.reuse_converted and any(self.kernel_for(kind, outputs, inputs).converts for kind in kinds)
 
     @contextmanager
     def constant_matrices(self) -> Iterator[None]:
-        """Matrices stay what they are within."""
-        self._times += 1
-        self.stays = self._times if self.keeps else None
+        """Return a context within which no matrix changes."""
+        self._periods += 1
+        self.constant_period = self._periods if self.reuse_converted else None
         try:
             yield
         finally:
-            self.stays = None
+            self.constant_period = None
 
-    def passing(self, rows: int, outputs: int, inputs: int, at: ActivationSizes) -> int:
-        """Bytes that the products of so many rows and of a matrix of that shape take in passing."""
-        kernels = {self.chosen.get((kind, outputs, inputs), self.other) for kind in PASSES}
-        return max(kernel.passing(rows, outputs, inputs, at) for kernel in kernels)
+    def workspace_bytes(self, rows: int, outputs: int, inputs: int, at: ActivationSizes) -> int:
+        """Return the most temporary bytes of the products of `rows` rows with a matrix [outputs, inputs]."""
+        kernels = {self.kernel_for(kind, outputs, inputs) for kind in PASSES}
+        return max(kernel.workspace_bytes(rows, outputs, inputs, at) for kernel in kernels)
 
 
 def kernel_named(name: str, storage: torch.dtype) -> MatmulKernel:
-    """The kernel that `machine.products` names for operands of a format; the library where it names none, or
-    one that is not there.
-    """
+    """Return the kernel of a name, or the library if the name is "auto" or the kernel is not available."""
     kernel = KERNELS.get(name, LIBRARY)
     return kernel if kernel.multiplies(storage) else LIBRARY
 
 
-def apart_bytes(elements: int, at: ActivationSizes) -> int:
-    """What the product for a weight's gradient takes beside a sum in another format to which it is added:
-    itself, and on a CPU, where torch adds what is of one format, converted.
+def gradient_workspace(elements: int, at: ActivationSizes) -> int:
+    """Return the temporary bytes of a weight gradient that is added to a buffer in another format.
+
+    They are the product itself, and on a CPU the product converted, since torch adds numbers of one format.
     """
     if at.itemsize == at.gradient_itemsize:
         return 0
@@ -260,8 +280,15 @@ def apart_bytes(elements: int, at: ActivationSizes) -> int:
     return min(elements, PRODUCT_ELEMENTS) * (at.itemsize + converted)
 
 
+def _store(into: Tensor, values: Tensor, first: bool) -> None:
+    if first:
+        into.copy_(values)
+    else:
+        into.add_(values)
+
+
 def _onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[..., k] times [n, k] transposed: [..., n]; of no elements by torch, as it takes none."""
+    """Return left [..., k] times right [n, k] transposed: [..., n]. oneDNN takes no empty operands."""
     if not left.numel() or not right.numel():
         return functional.linear(left, right, bias)
     product: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")

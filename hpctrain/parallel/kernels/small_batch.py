@@ -64,8 +64,8 @@ class SmallBatchKernel(MatmulKernel):
         self.by.add_weight_gradient(into, output_gradient, inputs, first)
 
     @override
-    def passing(self, rows: int, outputs: int, inputs: int, at: ActivationSizes) -> int:
-        return self.by.passing(rows, outputs, inputs, at)
+    def workspace_bytes(self, rows: int, outputs: int, inputs: int, at: ActivationSizes) -> int:
+        return self.by.workspace_bytes(rows, outputs, inputs, at)
 
 
 def _many(inputs: Tensor, weight: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The passes over matrices by which an audit judges products: by torch, or on a CPU compiled, in one go each.
+"""Passes over matrices by which an audit judges products: by torch, or on a CPU compiled from `audit.c`.
 
 All sums are in fp32.
 """
@@ -16,23 +16,33 @@ from torch import Tensor
 from typing_extensions import override
 
 REACH = 8.0
-"""Of rounding, see `judge`: of rows whose errors are all alike, the worst, 1e-14 are beyond."""
+"""Factor of the expected rounding error in the bound (`judge`).
+
+If the errors of a row are independent, a fraction of 1e-14 of all rows exceeds the bound.
+"""
 
 AT_ONCE = 1 << 20
-"""Elements that torch looks at at a time: what one pass has read is near for the next."""
+"""Elements that torch reads at a time, so that the next pass finds them in the cache."""
 
 COHERENT, BIASED = 4.0, 5.0
-"""What elements come to above so many times the root of squares, as where all tokens are the same, may be
-rounded the same way each time: so much more than by chance.
+"""Threshold and weight for elements that are rounded in the same direction each time.
+
+Elements above COHERENT times the root of their sum of squares, as where all tokens are the same, accumulate
+BIASED times the error that independent rounding causes.
 """
 
 LEAST = 1e-17
-"""What is smaller may have a square that is none."""
+"""Bound for numbers so small that their square is zero."""
 
 
 class Checksums(NamedTuple):
-    """What stands for a matrix W [n, k] in a step: W s [n] and W^T r [k], and sums of squares of its rows and
-    of its columns.
+    """Projections that represent a matrix W [n, k] within a step.
+
+    Attributes:
+        of_rows: W s [n], with signs s [k].
+        row_squares: Sums of squares of the rows, [n].
+        of_columns: W^T r [k], with signs r [n].
+        column_squares: Sums of squares of the columns, [k].
     """
 
     of_rows: Tensor
@@ -43,9 +53,15 @@ class Checksums(NamedTuple):
 
 @dataclass(frozen=True)
 class ErrorBounds:
-    """Of elements of a result: how many numbers each is the sum of, how many of them are added up by signs,
-    the result's format, and to what, and how often, they were `rounded` besides. Where `alike`, what is added
-    to all rows is of the same kind.
+    """What determines the rounding errors of the elements of a result.
+
+    Attributes:
+        depth: Number of products that each element is the sum of.
+        width: Number of elements that are summed with signs.
+        dtype: Format of the result.
+        rounded: Format to which elements are rounded besides. None if they are not.
+        times: Number of times that they are.
+        uniform: True if all rows are sums of products of the same kind, as in a gradient.
     """
 
     depth: int
@@ -53,18 +69,18 @@ class ErrorBounds:
     dtype: torch.dtype
     rounded: torch.dtype | None = None
     times: int = 1
-    alike: bool = False
+    uniform: bool = False
 
     @property
     def factors(self) -> tuple[float, float]:
-        """By what sizes are multiplied for a tolerance of adding up, and for one of rounding besides."""
+        """Factors of magnitudes in the bounds for accumulation, and for rounding besides."""
         unit = torch.finfo(torch.float32).eps / 2
         besides = 0.0 if self.rounded is None else torch.finfo(self.rounded).eps / 2 * math.sqrt(self.times)
         return REACH * unit * math.sqrt((self.depth + self.width) / 6), REACH * besides
 
     @property
     def least(self) -> float:
-        """What is added to tolerances: numbers near the least of a format are rounded to multiples of it."""
+        """Smallest bound: numbers near the smallest one of a format are rounded to multiples of it."""
         if self.rounded is None:
             return LEAST
         form = torch.finfo(self.rounded)
@@ -73,18 +89,27 @@ class ErrorBounds:
 
     @property
     def largest(self) -> float:
-        """The largest number that is certain to be one in the formats."""
+        """Largest magnitude that is certainly finite in the formats."""
         return torch.finfo(self.dtype if self.rounded is None else self.rounded).max / 2
 
 
 class AuditKernels:
-    """By torch."""
+    """Passes by torch."""
 
     def __init__(self) -> None:
-        self._room: Tensor | None = None
+        self._scratch: Tensor | None = None
 
     def rows(self, matrix: Tensor, vector: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Of [m, k] the product [m] with a vector [k], and that of its squares with weights [k], or ones."""
+        """Return the products of a matrix and of its squares with two vectors.
+
+        Args:
+            matrix: Matrix [m, k].
+            vector: Factors [k] of the elements.
+            weights: Factors [k] of the squares; None for ones.
+
+        Returns:
+            Products [m] and weighted sums of squares [m] of the rows.
+        """
         products, squares = (vector.new_empty(len(matrix)) for _ in range(2))
         for rows, part in self._parts(matrix):
             torch.mv(part, vector, out=products[rows])
@@ -97,73 +122,92 @@ class AuditKernels:
     def add_columns(
         self, matrix: Tensor, vector: Tensor, weights: Tensor, products: Tensor, squares: Tensor
     ) -> None:
-        """`products` [k] += matrix [m, k]^T vector [m], and `squares` so of its squares with weights [m]."""
+        """Add the products of a transposed matrix and of its squares with two vectors.
+
+        Args:
+            matrix: Matrix [m, k].
+            vector: Factors [m] of the elements.
+            weights: Factors [m] of the squares.
+            products: Sums [k] to which the products are added.
+            squares: Sums [k] to which the weighted squares are added.
+        """
         for rows, part in self._parts(matrix):
             products.addmv_(part.t(), vector[rows])
             squares.addmv_(self._squared(part).t(), weights[rows])
 
     def checksums(self, matrix: Tensor, along: Tensor, across: Tensor) -> Checksums:
-        """Those of a matrix [n, k] by signs [k] along its rows, and [n] across them."""
-        found = Checksums(*(along.new_zeros(size) for size in (*matrix.shape[:1] * 2, *matrix.shape[1:] * 2)))
+        """Return the checksums of a matrix [n, k] with signs [k] along its rows and [n] across them."""
+        sums = Checksums(*(along.new_zeros(size) for size in (*matrix.shape[:1] * 2, *matrix.shape[1:] * 2)))
         ones = torch.ones_like(max(along, across, key=len))
         for rows, part in self._parts(matrix):
             squared = self._squared(part)
-            torch.mv(part, along, out=found.of_rows[rows])
-            torch.mv(squared, ones[: len(along)], out=found.row_squares[rows])
-            found.of_columns.addmv_(part.t(), across[rows])
-            found.column_squares.addmv_(squared.t(), ones[: len(part)])
-        return found
+            torch.mv(part, along, out=sums.of_rows[rows])
+            torch.mv(squared, ones[: len(along)], out=sums.row_squares[rows])
+            sums.of_columns.addmv_(part.t(), across[rows])
+            sums.column_squares.addmv_(squared.t(), ones[: len(part)])
+        return sums
 
     def judge(
         self,
         bounds: ErrorBounds,
         expected: Tensor,
-        there: Tensor,
+        actual: Tensor,
         added: Tensor,
         squares: Tensor,
         worst: Tensor,
     ) -> None:
-        """Make `worst` [] the most by which a row is off, in tolerances, if it is more.
+        """Raise `worst` to the largest error of a row, in units of its bound.
 
-        Of each row: what its product with signs is to be and is; the sums of squares of what its elements are
-        sums of, and of themselves. An element is rounded as its partial sums are, which are about as large as
-        the root of the former, or as what they come to; k additions round by the root of k times what one
-        does. As signs do not depend on errors, what these add up to is beyond REACH times the root of their
-        squares in e^-(REACH^2 / 2) of all cases (Hoeffding). What is no number is wrong where the operands
-        cannot have made it.
+        An element is rounded as its partial sums are. These are about as large as the root of the sum of
+        squares of its terms, or as the element itself; k additions cause root k times the error of one. Since
+        signs do not depend on errors, their signed sum exceeds REACH times the root of their sum of squares
+        with a probability of e^-(REACH^2 / 2) (Hoeffding). A result that is not finite is wrong if its
+        operands cannot have made it so.
+
+        Args:
+            bounds: Sizes and formats.
+            expected: Expected signed sum of each row.
+            actual: Signed sum of each row.
+            added: Sum of squares of the terms of each row.
+            squares: Sum of squares of the elements of each row.
+            worst: Largest error so far, 0-dim.
         """
-        most, size = (added * bounds.depth).sqrt_(), added.sqrt()  # Cauchy and Schwarz: it comes to no more
+        most, size = (added * bounds.depth).sqrt_(), added.sqrt()  # Cauchy-Schwarz: no element is larger
         own = torch.fmin(squares.sqrt(), most)
-        if bounds.alike:
+        if bounds.uniform:
             # What cancels in one row in the end may have been large meanwhile, as in others.
             own = torch.fmax(own, size * (own / size).nan_to_num_(0, 0, 0).mean())
         accumulated, besides = bounds.factors
         tolerance = (size + own).add_((own - COHERENT * size).clamp_min_(0), alpha=BIASED)
         tolerance.mul_(accumulated).add_(bounds.least)
-        tolerance.add_(size + own if bounds.alike else own, alpha=besides)
-        off = torch.where(
-            torch.isfinite(there),
-            (expected - there).abs_() / tolerance,
+        tolerance.add_(size + own if bounds.uniform else own, alpha=besides)
+        errors = torch.where(
+            torch.isfinite(actual),
+            (expected - actual).abs_() / tolerance,
             torch.where(most < bounds.largest, torch.inf, 0.0),
         )
-        torch.maximum(worst, off.nan_to_num_(0.0, torch.inf).amax(), out=worst)
+        torch.maximum(worst, errors.nan_to_num_(0.0, torch.inf).amax(), out=worst)
 
     def _parts(self, matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Some rows after others, and which."""
+        """Yield ranges of rows, and the rows in fp32."""
         rows = max(1, AT_ONCE // matrix.shape[1])
         for start in range(0, len(matrix), rows):
             part = matrix[start : start + rows]
             yield slice(start, start + len(part)), part.float()
 
     def _squared(self, part: Tensor) -> Tensor:
-        """The squares of some rows, until others' are taken."""
-        if self._room is None or self._room.numel() < part.numel():
-            self._room = part.new_empty(max(AT_ONCE, part.numel()))
-        return torch.mul(part, part, out=self._room[: part.numel()].view(part.shape))
+        """Return the squares of some rows, in memory that the next call overwrites."""
+        if self._scratch is None or self._scratch.numel() < part.numel():
+            self._scratch = part.new_empty(max(AT_ONCE, part.numel()))
+        return torch.mul(part, part, out=self._scratch[: part.numel()].view(part.shape))
 
 
 class CompiledAuditKernels(AuditKernels):
-    """By the library of `audit.c`, of what that knows."""
+    """Passes by the library of `audit.c`, for CPU matrices in fp32 and bf16, and by torch for others.
+
+    Args:
+        library: The compiled library.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()
@@ -171,58 +215,60 @@ class CompiledAuditKernels(AuditKernels):
 
     @override
     def rows(self, matrix: Tensor, vector: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if not _is_known(matrix):
+        if not _is_supported(matrix):
             return super().rows(matrix, vector, weights)
         products, squares = torch.empty(2, len(matrix))
-        self._library.audit_rows(*_matrix(matrix), *_at(vector, weights, products, squares), _size(matrix))
+        self._library.audit_rows(
+            *_matrix(matrix), *_addresses(vector, weights, products, squares), _size(matrix)
+        )
         return products, squares
 
     @override
     def add_columns(
         self, matrix: Tensor, vector: Tensor, weights: Tensor, products: Tensor, squares: Tensor
     ) -> None:
-        if not _is_known(matrix):
+        if not _is_supported(matrix):
             super().add_columns(matrix, vector, weights, products, squares)
             return
-        operands = _at(vector, weights, products, squares)
+        operands = _addresses(vector, weights, products, squares)
         self._library.audit_columns(*_matrix(matrix), *operands, _size(matrix))
 
     @override
     def checksums(self, matrix: Tensor, along: Tensor, across: Tensor) -> Checksums:
-        if not _is_known(matrix):
+        if not _is_supported(matrix):
             return super().checksums(matrix, along, across)
         n, k = matrix.shape
-        found = Checksums(*torch.empty(2, n), *torch.zeros(2, k))
-        self._library.audit_matrix(*_matrix(matrix), *_at(along, across, *found), _size(matrix))
-        return found
+        sums = Checksums(*torch.empty(2, n), *torch.zeros(2, k))
+        self._library.audit_matrix(*_matrix(matrix), *_addresses(along, across, *sums), _size(matrix))
+        return sums
 
     @override
     def judge(
         self,
         bounds: ErrorBounds,
         expected: Tensor,
-        there: Tensor,
+        actual: Tensor,
         added: Tensor,
         squares: Tensor,
         worst: Tensor,
     ) -> None:
-        if not there.is_cpu:
-            super().judge(bounds, expected, there, added, squares, worst)
+        if not actual.is_cpu:
+            super().judge(bounds, expected, actual, added, squares, worst)
             return
         self._library.audit_judge(
-            ctypes.c_int64(len(there)),
-            *_at(expected, there, added, squares),
+            ctypes.c_int64(len(actual)),
+            *_addresses(expected, actual, added, squares),
             ctypes.c_int64(bounds.depth),
             *map(ctypes.c_float, bounds.factors),
             ctypes.c_float(bounds.largest),
-            int(bounds.alike),
+            int(bounds.uniform),
             *map(ctypes.c_float, (bounds.least, COHERENT, BIASED)),
-            *_at(worst),
+            *_addresses(worst),
         )
 
 
-def _is_known(matrix: Tensor) -> bool:
-    """Whether a matrix is what `audit.c` takes."""
+def _is_supported(matrix: Tensor) -> bool:
+    """Return True if `audit.c` computes with a matrix."""
     return matrix.is_cpu and matrix.dtype in {torch.float32, torch.bfloat16} and matrix.stride(1) == 1
 
 
@@ -231,8 +277,8 @@ def _matrix(matrix: Tensor) -> tuple[object, ...]:
     return ctypes.c_void_p(matrix.data_ptr()), *map(ctypes.c_int64, sizes)
 
 
-def _at(*tensors: Tensor | None) -> list[object]:
-    """Their addresses."""
+def _addresses(*tensors: Tensor | None) -> list[object]:
+    """Return the addresses of tensors."""
     assert all(each is None or each.is_contiguous() for each in tensors)
     return [ctypes.c_void_p(None if each is None else each.data_ptr()) for each in tensors]
 

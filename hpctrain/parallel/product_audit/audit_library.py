@@ -1,6 +1,6 @@
-"""The library that is made of `audit.c`; as a program, it calls all functions of one.
+"""Trial program of the library that is compiled from `audit.c`: it calls all functions once.
 
-Imports nothing but what Python brings, as `function_library.py` does, and for the same reasons.
+It imports only the standard library, for the same reasons as `kernels/function_library.py`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 ROWS, COLUMNS = 9, 70
-"""Of a matrix that has all cases: more rows than are taken at a time, and columns that are left over."""
+"""Sizes of a matrix with all cases: more rows than are computed at a time, and a remainder of columns."""
 
 
 def call_all(library: ctypes.CDLL) -> None:
-    """Every function, of both formats, on zeros."""
+    """Call every function of the library on zeros, in both formats."""
     memory = ctypes.create_string_buffer(4 * ROWS * COLUMNS)
     x, sizes = ctypes.byref(memory), [ctypes.c_int64(each) for each in (ROWS, COLUMNS, COLUMNS)]
     for size in (4, 2):
@@ -22,8 +22,8 @@ def call_all(library: ctypes.CDLL) -> None:
             library.audit_rows(x, *sizes, x, weights, x, x, size)
             library.audit_columns(x, *sizes, x, weights, x, x, size)
         library.audit_matrix(x, *sizes, x, x, x, x, x, x, size)
-    factors, beside = (map(ctypes.c_float, (1.0, 1.0, 1.0)) for _ in range(2))
-    library.audit_judge(sizes[0], x, x, x, x, sizes[1], *factors, 1, *beside, x)
+    factors, others = (map(ctypes.c_float, (1.0, 1.0, 1.0)) for _ in range(2))
+    library.audit_judge(sizes[0], x, x, x, x, sizes[1], *factors, 1, *others, x)
 
 
 if __name__ == "__main__":

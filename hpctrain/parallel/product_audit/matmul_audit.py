@@ -1,11 +1,15 @@
-"""Freivalds' test of matrix products: whoever has X, W and Y can tell, for O(n^2), whether Y is X W^T.
+"""Check of matrix products by random projections (Freivalds' test).
 
-With a vector r of random signs, Y r is X (W^T r) but for rounding, row by row: what changes one element of Y
-changes one number of Y r by as much, whatever r is, and what changes several escapes by chance alone. So with
-the gradient of the input. The gradient of a weight is a sum of products over a step: what G s has to be, the
-sum of all dY^T (X s), is carried along, and compared when no more is added, with all that happened meanwhile.
-What rounding may do follows from the operands, row by row (`judge` in `audit_passes.py`): neither rows of
-zeros nor outliers do any harm to others.
+Whoever has X, W and Y can check in O(n^2) whether Y = X W^T. With a vector r of random signs, Y r equals
+X (W^T r) up to rounding, row by row. An error in one element of Y changes one element of Y r by the same
+amount, whatever r is; several errors in a row escape only by chance. The gradient of the input is checked
+the same way.
+
+The gradient of a weight is a sum of products over a step, G = sum of dY^T X. For signs s the audit adds up
+dY^T (X s), and compares it with G s after the last addition. So it also finds what changed G in between.
+
+The errors that rounding may cause follow from the operands, row by row (`AuditKernels.judge`): neither rows
+of zeros nor outliers affect the check of other rows.
 """
 
 from __future__ import annotations
@@ -27,11 +31,30 @@ from hpctrain.parallel.shards import Parameter
 INPUT_GRADIENT = "gradient of the input"
 
 
+class AuditTarget(NamedTuple):
+    """Weights that a product multiplies or whose gradient it adds to.
+
+    Attributes:
+        weights: Fused weights.
+        key: What identifies the matrix within a step.
+    """
+
+    weights: Sequence[Parameter]
+    key: object
+
+
 @dataclass
-class Sum:
-    """Of a gradient G [n, k], of weights that lie behind each other, what G s has to be [n]; the sums of
-    squares of what is added to each row [n]; how much that is, how often, and to what it is rounded before,
-    if it is.
+class GradientSum:
+    """Expected sum of the products that are added to a gradient G [n, k].
+
+    Attributes:
+        weights: Fused weights.
+        buffer: The gradient.
+        expected: Expected G s, [n].
+        squares: Sums of squares of what is added to each row, [n].
+        depth: Number of products that each element is the sum of.
+        times: Number of additions.
+        rounded: Format to which each addition is rounded before. None if it is not.
     """
 
     weights: Sequence[Parameter]
@@ -43,8 +66,8 @@ class Sum:
     rounded: torch.dtype | None = None
 
 
-class Where(NamedTuple):
-    """What was looked at: of which weights, in which phase, and what it is of them."""
+class AuditedResult(NamedTuple):
+    """Result that was checked: the names of its weights, the phase of the step, and what it is of them."""
 
     names: tuple[str, ...]
     phase: str
@@ -52,10 +75,19 @@ class Where(NamedTuple):
 
 
 class MatmulAudit:
-    """Checks the products of training steps on a rank of the world, in the `phase` that its ledger tells.
+    """Check of the products of training steps on one rank.
 
-    It does so between `begin` and `settle`, before which nothing waits for the device, and changes no bit of
-    what is computed. `seed` is that of the signs.
+    It checks between `begin_step` and `collect_faults`, does not wait for the device in between, and changes
+    no bit of what is computed.
+
+    Args:
+        seed: Seed of the signs.
+        rank: Rank in the world.
+        phase: Returns the current phase of the step.
+        passes: Kernels that compute projections; torch's by default.
+
+    Attributes:
+        active: True within a step that is checked.
     """
 
     def __init__(
@@ -67,87 +99,99 @@ class MatmulAudit:
         self._step = 0
         self._signs: Tensor | None = None
         self._checksums: dict[object, Checksums] = {}
-        self._sums: dict[object, Sum] = {}
-        self._worst: dict[Where, Tensor] = {}
+        self._sums: dict[object, GradientSum] = {}
+        self._worst: dict[AuditedResult, Tensor] = {}
 
-    def begin(self, step: int) -> None:
-        """A training step begins, of this number, in which weights stay what they are."""
-        self._forget()
+    def begin_step(self, step: int) -> None:
+        """Start to check a training step, within which weights do not change."""
+        self._reset()
         self._step, self.active = step, True
 
     def collect_faults(self) -> list[DetectedFault]:
-        """What was wrong in the step, which is over. Waits for the device."""
-        found = list(self._worst)
-        worst = torch.stack(list(self._worst.values())).tolist() if found else []
-        self._forget()
+        """Return the faults of the completed step. Waits for the device."""
+        results = list(self._worst)
+        worst = torch.stack(list(self._worst.values())).tolist() if results else []
+        self._reset()
         return [
-            DetectedFault("product", where.names[0], where.phase, (self._rank,), _words(where, ratio))
-            for where, ratio in zip(found, worst, strict=True)
+            DetectedFault("product", result.names[0], result.phase, (self._rank,), _describe(result, ratio))
+            for result, ratio in zip(results, worst, strict=True)
             if ratio > 1
         ]
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.active, self._signs = False, None
         for each in (self._checksums, self._sums, self._worst):
             each.clear()
 
     @torch.no_grad()
-    def product(
+    def check_product(
         self,
-        weights: Sequence[Parameter],
-        key: object,
+        target: AuditTarget,
         inputs: Tensor,
         matrix: Tensor,
         output: Tensor,
         bias: Tensor | None = None,
-        turned: bool = False,
+        transposed: bool = False,
         what: str | None = None,
     ) -> None:
-        """`output` [..., n] is computed: inputs [..., k] times `matrix` [n, k] transposed, with a `bias` [n];
-        or `turned`, [..., k] of inputs [..., n] times the matrix. By its `key` a matrix is known in a step.
-        `what` is the name of the output.
+        """Check a computed product.
+
+        Args:
+            target: Weights and key of the matrix.
+            inputs: Left operand [..., k], or [..., n] if `transposed`.
+            matrix: Right operand [n, k].
+            output: Inputs times the matrix transposed, [..., n]; if `transposed`, times the matrix, [..., k].
+            bias: Bias [n] in the output, or None.
+            transposed: True for the gradient of the input.
+            what: Name of the output for faults.
         """
         left, right = _rows(inputs), _rows(output)
         if not left.numel() or not right.numel():
             return
-        known = self._checksums.get(key)
-        if known is None:
+        checksums = self._checksums.get(target.key)
+        if checksums is None:
             along, across = (self._signs_of(size, matrix) for size in (matrix.shape[1], len(matrix)))
-            known = self._checksums[key] = self._passes.checksums(matrix, along, across)
-        vector, squares = known.of_columns, known.column_squares
-        if turned:
-            vector, squares = known.of_rows, known.row_squares
+            checksums = self._checksums[target.key] = self._passes.checksums(matrix, along, across)
+        vector, squares = checksums.of_columns, checksums.column_squares
+        if transposed:
+            vector, squares = checksums.of_rows, checksums.row_squares
         expected, added = self._passes.rows(left, vector, squares)
-        of_signs = self._signs_of(right.shape[1], matrix)
-        there, own = self._passes.rows(right, of_signs)
+        output_signs = self._signs_of(right.shape[1], matrix)
+        actual, output_squares = self._passes.rows(right, output_signs)
         if bias is not None:
-            of_bias, square = self._passes.rows(bias.unsqueeze(0), of_signs)
+            of_bias, square = self._passes.rows(bias.unsqueeze(0), output_signs)
             expected, added = expected + of_bias, added + square
-        bounds = ErrorBounds(
-            left.shape[1] + (bias is not None), right.shape[1], output.dtype, _in_16_bits(output.dtype)
-        )
-        what = what or (INPUT_GRADIENT if turned else "product")
-        self._passes.judge(bounds, expected, there, added, own, self._worst_of(weights, what, there))
+        depth = left.shape[1] + (bias is not None)
+        bounds = ErrorBounds(depth, right.shape[1], output.dtype, _if_16_bits(output.dtype))
+        what = what or (INPUT_GRADIENT if transposed else "product")
+        worst = self._worst_of(target.weights, what, actual)
+        self._passes.judge(bounds, expected, actual, added, output_squares, worst)
 
-    def knows(self, key: object) -> bool:
-        """Whether a matrix was there in the step by now: it is not looked at again."""
+    def has_checksums(self, key: object) -> bool:
+        """Return True if a matrix was used in this step before, so its values are not needed again."""
         return key in self._checksums
 
     @torch.no_grad()
-    def adding(
+    def expect_addition(
         self,
-        weights: Sequence[Parameter],
-        key: object,
+        target: AuditTarget,
         output_gradient: Tensor,
         inputs: Tensor,
         into: Tensor,
         first: bool,
         rounded: torch.dtype | None = None,
     ) -> None:
-        """What is added next to `into` [n, k] is output_gradient [m, n]^T inputs [m, k], to what was there
-        unless it is the `first`. It may be `rounded` before.
+        """Record that a product will be added to a gradient next.
+
+        Args:
+            target: Weights and key of the gradient.
+            output_gradient: Gradient of the output [m, n].
+            inputs: Input of the layer [m, k].
+            into: Gradient [n, k] to which output_gradient^T inputs will be added.
+            first: True if it will be overwritten instead.
+            rounded: Format to which the product is rounded before it is added, or None.
         """
-        entry = self._sum(weights, key, into, first)
+        entry = self._sum(target, into, first)
         if len(inputs):
             along, squares = self._passes.rows(inputs, self._signs_of(inputs.shape[1], into))
             self._passes.add_columns(output_gradient, along, squares, entry.expected, entry.squares)
@@ -155,23 +199,32 @@ class MatmulAudit:
         entry.times += 1
         entry.rounded = rounded or entry.rounded
 
-    def grouped_product(
+    def finish_addition(self, key: object) -> None:
+        """Report that an expected addition is done. It is checked now if modules may add, too."""
+        if _is_shared(self._sums[key].weights):
+            self._compare(self._sums.pop(key))
+
+    def check_grouped_product(
         self,
         weight: Parameter,
-        inputs: Tensor,
-        matrices: Tensor,
-        output: Tensor,
+        operands: tuple[Tensor, Tensor, Tensor],
         segments: Iterable[tuple[int, slice]],
-        turned: bool,
+        transposed: bool,
     ) -> None:
-        """As `product`, of those rows of each one of `matrices` [e, n, k] that segments tell. Waits for the
-        device where they are there.
-        """
-        for expert, rows in segments:
-            key = weight, expert
-            self.product([weight], key, inputs[rows], matrices[expert], output[rows], turned=turned)
+        """Check the product of each expert's rows with its matrix. Waits for the device.
 
-    def adding_grouped(
+        Args:
+            weight: Weight of all experts.
+            operands: Inputs [m, k], matrices [e, n, k] and output [m, n], as for `check_product`.
+            segments: Number and rows of each expert.
+            transposed: True for the gradient of the input.
+        """
+        inputs, matrices, output = operands
+        for expert, rows in segments:
+            target = AuditTarget([weight], (weight, expert))
+            self.check_product(target, inputs[rows], matrices[expert], output[rows], transposed=transposed)
+
+    def expect_grouped_addition(
         self,
         weight: Parameter,
         output_gradient: Tensor,
@@ -180,108 +233,117 @@ class MatmulAudit:
         segments: Iterable[tuple[int, slice]],
         first: bool,
     ) -> None:
-        """As `adding`, to `into` [e, n, k], of those rows of each expert that segments tell."""
-        rounded = inputs.dtype if inputs.is_cpu and inputs.dtype != into.dtype else _in_16_bits(inputs.dtype)
+        """Record that products of each expert's rows will be added to a gradient [e, n, k] next.
+
+        Args:
+            weight: Weight of all experts.
+            output_gradient: Gradient of the output [m, n].
+            inputs: Inputs [m, k].
+            into: The gradient.
+            segments: Number and rows of each expert.
+            first: True if the gradient will be overwritten instead.
+        """
+        rounded = inputs.dtype if inputs.is_cpu and inputs.dtype != into.dtype else _if_16_bits(inputs.dtype)
         if first:
             for expert in range(len(into)):
-                self._sum([weight], (weight, expert), into[expert], first)
+                self._sum(AuditTarget([weight], (weight, expert)), into[expert], first)
         for expert, rows in segments:
-            key = weight, expert
-            self.adding([weight], key, output_gradient[rows], inputs[rows], into[expert], first, rounded)
-
-    def added(self, key: object) -> None:
-        """That is done. Where others add, too, it is looked at by itself."""
-        if _is_mixed(self._sums[key].weights):
-            self._compare(self._sums.pop(key))
+            target = AuditTarget([weight], (weight, expert))
+            self.expect_addition(target, output_gradient[rows], inputs[rows], into[expert], first, rounded)
 
     @torch.no_grad()
     def expect_lookup(self, table: Parameter, into: Tensor, indices: Tensor, rows: Tensor) -> None:
-        """What is added next to rows `indices` [m] of the gradient of a table are `rows` [m, k]."""
-        if table.uses == 1 or _is_mixed([table]):
+        """Record that `rows` [m, k] will be added to the rows `indices` [m] of a table's gradient next."""
+        if table.uses == 1 or _is_shared([table]):
             return
-        entry = self._sum([table], table, into, first=False)
+        entry = self._sum(AuditTarget([table], table), into, first=False)
         along, squares = self._passes.rows(rows, self._signs_of(rows.shape[1], rows))
         entry.expected.index_add_(0, indices, along)
         entry.squares.index_add_(0, indices, squares)
         entry.depth += len(rows)
         entry.times += len(rows)
 
-    def compare(self, parameters: Iterable[Parameter]) -> None:
-        """All is added to the gradients of these, and nothing else has happened to them."""
-        final = set(parameters)
-        for key in [key for key, each in self._sums.items() if each.weights[0] in final]:
+    def check_gradients(self, parameters: Iterable[Parameter]) -> None:
+        """Check the gradients of parameters after their last addition, before anything else changes them."""
+        complete = set(parameters)
+        for key in [key for key, each in self._sums.items() if each.weights[0] in complete]:
             self._compare(self._sums.pop(key))
 
-    def _sum(self, weights: Sequence[Parameter], key: object, into: Tensor, first: bool) -> Sum:
-        """That of this key, which begins where there is none, with what is there where others add, too."""
-        entry = self._sums.get(key)
+    def _sum(self, target: AuditTarget, into: Tensor, first: bool) -> GradientSum:
+        """Return the expected sum of a gradient. A new one starts with what modules may have added."""
+        entry = self._sums.get(target.key)
         if entry is None or first:
             expected, squares = torch.zeros(2, len(into), device=into.device)
-            entry = self._sums[key] = Sum(weights, into, expected, squares)
-            if not first and _is_mixed(weights):
-                entry.expected, entry.squares = self._along(into)
+            entry = self._sums[target.key] = GradientSum(target.weights, into, expected, squares)
+            if not first and _is_shared(target.weights):
+                entry.expected, entry.squares = self._project(into)
                 entry.depth = 1
         return entry
 
     @torch.no_grad()
-    def _compare(self, entry: Sum) -> None:
+    def _compare(self, entry: GradientSum) -> None:
         into, weights = entry.buffer, entry.weights
-        rounded, times = entry.rounded, 1  # what is added is rounded, each by itself
-        if _in_16_bits(into.dtype):
-            rounded, times = into.dtype, entry.times  # the sum is, again and again
-        bounds = ErrorBounds(entry.depth, into.shape[1], into.dtype, rounded, times, alike=True)
+        rounded, times = entry.rounded, 1  # each addition is rounded by itself
+        if _if_16_bits(into.dtype):
+            rounded, times = into.dtype, entry.times  # the sum is rounded with each addition
+        bounds = ErrorBounds(entry.depth, into.shape[1], into.dtype, rounded, times, uniform=True)
         sizes = [len(into)] if len(weights) == 1 else [weight.shard.local[0] for weight in weights]
-        there, own = self._along(into)
-        rows = (each.split(sizes) for each in (entry.expected, there, entry.squares, own))
-        for weight, expected, found, added, squares in zip(weights, *rows, strict=True):
-            worst = self._worst_of([weight], "gradient", found)
-            self._passes.judge(bounds, expected, found, added, squares, worst)
+        rows = (each.split(sizes) for each in (entry.expected, entry.squares, *self._project(into)))
+        for weight, expected, added, actual, squares in zip(weights, *rows, strict=True):
+            worst = self._worst_of([weight], "gradient", actual)
+            self._passes.judge(bounds, expected, actual, added, squares, worst)
 
-    def _along(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a matrix [m, k] its product [m] with signs, and sums of its squares."""
+    def _project(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the product [m] of a matrix [m, k] with signs, and the sums of squares of its rows."""
         return self._passes.rows(matrix, self._signs_of(matrix.shape[1], matrix))
 
     def _signs_of(self, count: int, like: Tensor) -> Tensor:
-        """The step's first so many signs."""
+        """Return the first `count` signs of the step."""
         if self._signs is None or len(self._signs) < count:
-            made = torch.from_numpy(signs(key_of(self._seed, f"audit {self._step}"), count))
-            self._signs = made.to(like.device)
+            drawn = torch.from_numpy(signs(key_of(self._seed, f"audit {self._step}"), count))
+            self._signs = drawn.to(like.device)
         return self._signs[:count]
 
     def _worst_of(self, weights: Sequence[Parameter], what: str, like: Tensor) -> Tensor:
-        """The worst that was found there so far."""
-        where = Where(tuple(weight.shard.name for weight in weights), self._phase(), what)
-        if where not in self._worst:
-            self._worst[where] = like.new_zeros(())
-        return self._worst[where]
+        """Return the largest error of a result in this step so far, in units of its bound."""
+        result = AuditedResult(tuple(weight.shard.name for weight in weights), self._phase(), what)
+        if result not in self._worst:
+            self._worst[result] = like.new_zeros(())
+        return self._worst[result]
 
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _in_16_bits(dtype: torch.dtype) -> torch.dtype | None:
-    """The format, if it is of so many: what is added up in more is rounded to it."""
+def _if_16_bits(dtype: torch.dtype) -> torch.dtype | None:
+    """Return a 16-bit format, to which sums of more bits are rounded, or None for another one."""
     return dtype if dtype.itemsize == 2 else None
 
 
-def _is_mixed(weights: Sequence[Parameter]) -> bool:
-    """Whether others may add to their gradients without a word, as a module of a user's does."""
+def _is_shared(weights: Sequence[Parameter]) -> bool:
+    """Return True if a user's module may add to the gradients without a report."""
     return any(type(weight) is not Parameter for weight in weights)
 
 
-def _words(where: Where, ratio: float) -> str:
-    """What was found, for people."""
-    beside = f" (computed with {', '.join(where.names[1:])})" if where.names[1:] else ""
+def _describe(result: AuditedResult, ratio: float) -> str:
+    """Return the text of a fault."""
+    others = f" (computed with {', '.join(result.names[1:])})" if result.names[1:] else ""
     size = "is not finite" if ratio == float("inf") else f"differs by {ratio:.3g} times the rounding bound"
-    return f"{where.what}{beside} {size}"
+    return f"{result.what}{others} {size}"
 
 
-class WatchedKernel(MatmulKernel):
-    """What another kernel computes of the weights of a Product, looked at by an audit."""
+class AuditedKernel(MatmulKernel):
+    """Kernel whose results an audit checks.
+
+    Args:
+        by: Kernel that computes.
+        audit: The audit.
+        weights: Weights that it multiplies.
+    """
 
     def __init__(self, by: MatmulKernel, audit: MatmulAudit, weights: Sequence[Parameter]) -> None:
-        self._by, self._audit, self._weights = by, audit, weights
+        self._by, self._audit, self._target = by, audit, AuditTarget(weights, weights[0])
         self.name, self.converts = by.name, by.converts
 
     @override
@@ -291,25 +353,25 @@ class WatchedKernel(MatmulKernel):
     @override
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         output = self._by.forward(inputs, weight, bias)
-        self._audit.product(self._weights, self._weights[0], inputs, weight, output, bias)
+        self._audit.check_product(self._target, inputs, weight, output, bias)
         return output
 
     @override
     def logits(self, inputs: Tensor, table: Tensor) -> Tensor:
         output = self._by.logits(inputs, table)
-        self._audit.product(self._weights, self._weights[0], inputs, table, output)
+        self._audit.check_product(self._target, inputs, table, output)
         return output
 
     @override
     def input_gradient(self, output_gradient: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        made = self._by.input_gradient(output_gradient, weight, out)
-        self._audit.product(self._weights, self._weights[0], output_gradient, weight, made, turned=True)
-        return made
+        result = self._by.input_gradient(output_gradient, weight, out)
+        self._audit.check_product(self._target, output_gradient, weight, result, transposed=True)
+        return result
 
     @override
     def add_weight_gradient(self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool) -> None:
-        apart = inputs.is_cpu and not self.converts and inputs.dtype != into.dtype
-        rounded, key = inputs.dtype if apart else None, self._weights[0]
-        self._audit.adding(self._weights, key, output_gradient, inputs, into, first, rounded)
+        is_rounded = inputs.is_cpu and not self.converts and inputs.dtype != into.dtype
+        rounded = inputs.dtype if is_rounded else None
+        self._audit.expect_addition(self._target, output_gradient, inputs, into, first, rounded)
         self._by.add_weight_gradient(into, output_gradient, inputs, first)
-        self._audit.added(key)
+        self._audit.finish_addition(self._target.key)

@@ -16,7 +16,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.files import require_writable
 from hpctrain.host.device import gpu_name, on_host
 from hpctrain.host.processor import processor_name
-from hpctrain.parallel.vocabulary import logits_of_chunk
+from hpctrain.parallel.vocabulary import chunk_logits
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.decks import SMALL, TINY, measured_decks, of_sizes
 from hpctrain.plan.calibrate.file import machine_text, rounded, write_whole
@@ -165,7 +165,7 @@ def measure_machine(
         attention=first.attention,
         elementwise=first.elementwise,
         formats={form: of_formats[form] for form in formats[1:]},
-        logits=float(logits_of_chunk(not on_host(world.device))),
+        logits=float(chunk_logits(not on_host(world.device))),
         shared_memory=on_host(world.device) and not world.share_memory(),
         gpu=not on_host(world.device),
         inside=links.inside,

@@ -93,17 +93,21 @@ def _passes(
         kinds = ("logits", "logits_input_gradient", "logits_weight_gradient")
 
     def forward() -> Tensor:
-        kernel, inputs, weight = kernels.of(first, n, k), memory.rows.take(m, k), memory.matrices.take(n, k)
+        kernel, inputs, weight = (
+            kernels.kernel_for(first, n, k),
+            memory.rows.take(m, k),
+            memory.matrices.take(n, k),
+        )
         if head:
             return kernel.logits(inputs, weight)
         return kernel.forward(inputs, weight, memory.rows.take(n) if biased else None)
 
     def input_gradient() -> Tensor:
-        kernel, weight = kernels.of("input_gradient", n, k), memory.matrices.take(n, k)
+        kernel, weight = kernels.kernel_for("input_gradient", n, k), memory.matrices.take(n, k)
         return kernel.input_gradient(memory.rows.take(m, n), weight)
 
     def weight_gradient() -> None:
-        kernel, of_output = kernels.of("weight_gradient", n, k), memory.rows.take(m, n)
+        kernel, of_output = kernels.kernel_for("weight_gradient", n, k), memory.rows.take(m, n)
         kernel.add_weight_gradient(memory.sums.take(n, k), of_output, memory.rows.take(m, k), first=False)
         if biased:
             memory.sums.take(n).add_(of_output.sum(0))

@@ -56,7 +56,7 @@ def measure_fixed(deck: Deck, machine: MachineRates, clock: Clock) -> float:
     def step() -> None:
         batch = _batch(engine, deck)
         engine.synchronizer.start(1)
-        with engine.groups.kernels.constant_matrices(), engine.residency.step(("train", 1)):
+        with engine.groups.products.kernels.constant_matrices(), engine.residency.step(("train", 1)):
             sums = executor.run(engine.placement.schedule_of(1), [batch])
         engine.synchronizer.finish()
         engine.groups.statistics.reduce(world.everyone)

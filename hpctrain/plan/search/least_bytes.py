@@ -216,7 +216,7 @@ def _kept(deck: Deck, layer: Layer, part: PartBytes) -> MicroBatchBytes:
     if layer.is_block:
         stays, packed, computed = segment_bytes(deck, saved)
         kept = packed if deck.memory.activations == "keep" else 0
-        staying, present, later = stays + kept, computed - kept, layer.waiting(at)
+        staying, present, later = stays + kept, computed - kept, layer.deferred_bytes(at)
         first = saved[0].bytes if saved[0] == part.hidden else 0
     return MicroBatchBytes(
         whole, staying, present, first, *later, layer.workspace(at), layer.allocator_gaps(at)

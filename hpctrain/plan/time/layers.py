@@ -17,7 +17,7 @@ from hpctrain.model.frozen import freeze_parameters, silent_blocks
 from hpctrain.model.part import Layer
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.activation_sizes import ActivationSizes, total
-from hpctrain.parallel.experts.grouped import EXPERT_AXES
+from hpctrain.parallel.experts.expert_layer import EXPERT_AXES
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize, MatrixSize
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.machine_rates import Direction, MachineRates, ProductPass, collective_seconds
@@ -220,7 +220,7 @@ class _Times:
     def weight_gradient(self) -> dict[str, float]:
         """What the optimizer needs."""
         if self.layer.adapting is not None:
-            return {"products": self._products(2, [each for each in self.layer.matrices if each.beside])}
+            return {"products": self._products(2, [each for each in self.layer.matrices if each.adapter])}
         return {"products": self.layer.trained * self._products(2)}
 
     def _pass(self, direction: Direction, products: float, core: float, summed: float) -> dict[str, float]:
@@ -254,8 +254,8 @@ class _Times:
         if matrix.experts > 1:
             ranks = at.expert_tensor
             count = matrix.experts / at.expert
-            rows = at.tokens / at.tensor * matrix.met * at.expert_tensor / count
-        elif matrix.cut == "whole" and not matrix.beside:
+            rows = at.tokens / at.tensor * matrix.chosen * at.expert_tensor / count
+        elif matrix.cut == "whole" and not matrix.adapter:
             rows = at.tokens / at.tensor  # a router's: of the rows that a rank sends to experts
         n = matrix.outputs / ranks if matrix.cut == "outputs" else matrix.outputs
         k = matrix.inputs / ranks if matrix.cut == "inputs" else matrix.inputs
@@ -312,7 +312,7 @@ class _Times:
         gathering = collective_seconds(machine, "all_gather", hidden, at.tensor_ranks)
         scattering = collective_seconds(machine, "reduce_scatter", hidden, at.tensor_ranks)
         summing = collective_seconds(machine, "all_reduce", hidden, at.tensor_ranks)
-        dense = [matrix for matrix in self.layer.matrices if matrix.experts == 1 and not matrix.beside]
+        dense = [matrix for matrix in self.layer.matrices if matrix.experts == 1 and not matrix.adapter]
         begins = sum(matrix.cut == "outputs" for matrix in dense)
         ends = sum(matrix.cut == "inputs" for matrix in dense) + float(self.layer.is_first)
         if any(matrix.experts > 1 for matrix in self.layer.matrices) and not at.sequence_parallel:
@@ -348,7 +348,7 @@ class _Times:
     def _experts(self) -> float:
         """Rows to their experts and back."""
         at = self.at
-        met = max((matrix.met for matrix in self.layer.matrices if matrix.experts > 1), default=0)
+        met = max((matrix.chosen for matrix in self.layer.matrices if matrix.experts > 1), default=0)
         if not met:
             return 0.0
         rows = at.tokens / at.tensor * met * self.layer.hidden * at.itemsize

@@ -23,7 +23,7 @@ from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import read_text
 from hpctrain.parallel.kernels.matmul_kernels import Pass
 from hpctrain.parallel.operations import ElementwiseKind
-from hpctrain.parallel.vocabulary import CHUNK_ROWS, chunk_of
+from hpctrain.parallel.vocabulary import CHUNK_ROWS, even_chunk
 from hpctrain.plan.time.others import kind_problems, with_others
 from hpctrain.text import counted, either, nearest
 
@@ -303,7 +303,7 @@ class MachineRates(_RatesTable):
         """Tokens of a chunk of so many, for which the head computes `outputs` logits each."""
         if self.logits is None:
             return tokens
-        return chunk_of(max(1, int(tokens)), max(CHUNK_ROWS, int(self.logits // outputs)))
+        return even_chunk(max(1, int(tokens)), max(CHUNK_ROWS, int(self.logits // outputs)))
 
 
 @dataclass(frozen=True)

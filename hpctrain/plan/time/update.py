@@ -110,7 +110,7 @@ def _muon(
         if not at.update.in_blocks[not layer.is_block]:
             continue
         for of_experts, shape in layer.shapes:
-            block = muon.block(Shard.whole("", shape))
+            block = muon.block(Shard.replicated("", shape))
             assert block is not None
             rows, columns = sorted(shape[-2:])
             of_one = rates.seconds(rows, rows, columns) / (2.0 * rows * rows * columns) * block.work

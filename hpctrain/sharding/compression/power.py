@@ -182,7 +182,7 @@ class PowerSgd(GradientReduction):
         most, longest = (max((s.factor.shape[d] for s in self.stacks), default=0) for d in (1, 2))
         self._fresh = torch.zeros(most, longest, device=device)
         if not self._fresh.is_meta:
-            fill_normal(self._fresh.view(-1), 0, Shard.whole(FACTOR, (most, longest)), seed, 1.0)
+            fill_normal(self._fresh.view(-1), 0, Shard.replicated(FACTOR, (most, longest)), seed, 1.0)
 
     @staticmethod
     def of(settings: CompressionSettings, bucket: Bucket) -> PowerSgd:

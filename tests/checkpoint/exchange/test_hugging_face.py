@@ -162,7 +162,7 @@ def rewritten(path: Path, out: Path, state: dict[str, Any], world: World) -> Non
             )
         )
     entries = [
-        TensorRange(f"/model/{name}", Shard.whole(name, tuple(tensor.shape)), tensor.reshape(-1))
+        TensorRange(f"/model/{name}", Shard.replicated(name, tuple(tensor.shape)), tensor.reshape(-1))
         for name, tensor in found.items()
     ]
     save(out, world.single_rank_world().everyone, entries, state)

@@ -46,7 +46,7 @@ def make_local_matrices(rule: Rows, buckets: Sequence[Bucket]) -> list[LocalMatr
 
 
 def parameters(rule: Rows) -> list[Parameter]:
-    made = [Parameter(Shard.whole(name, shape)) for name, shape in SHAPES.items()]
+    made = [Parameter(Shard.replicated(name, shape)) for name, shape in SHAPES.items()]
     MatrixRules(rule).assign(made)
     return made
 

@@ -44,7 +44,7 @@ class Rows:
 
 def parameters() -> dict[str, Parameter]:
     shapes = {"a.weight": (5, 7), "a.bias": (5,), "b.weight": (2, 3, 4)}
-    return {name: Parameter(Shard.whole(name, shape)) for name, shape in shapes.items()}
+    return {name: Parameter(Shard.replicated(name, shape)) for name, shape in shapes.items()}
 
 
 def test_what_patterns_name_is_in_blocks_where_the_rule_is_for_it() -> None:
@@ -83,7 +83,7 @@ def test_numbers_of_state_are_those_of_either_rule() -> None:
 
 
 def test_cells_of_stacked_matrices_are_each_ones() -> None:
-    shard = Shard.whole("experts", (3, 2, 4, 5))
+    shard = Shard.replicated("experts", (3, 2, 4, 5))
     block = UpdateBlock((1, 1, 4, 5), 1.0)
     for cell, of_block, whole in (
         ((1, 1, 1, 5), (1, 1, 4, 1), (3, 2, 4, 1)),
@@ -97,7 +97,7 @@ def test_cells_of_stacked_matrices_are_each_ones() -> None:
 
 def test_pieces_of_a_block_have_its_cells_whole_and_blocks_of_a_piece_their_own() -> None:
     """Rows 4 to 8 of eight: of one block of all rows, or of four blocks of two."""
-    piece = replace(Shard.whole("m", (8, 6)), start=(4, 0), local=(4, 6), split=frozenset({"tensor"}))
+    piece = replace(Shard.replicated("m", (8, 6)), start=(4, 0), local=(4, 6), split=frozenset({"tensor"}))
     whole = CellLayout.of(piece, UpdateBlock((8, 6), 1.0), (1, 6))
     assert (whole.block_shape, whole.shard.shape, whole.shard.local) == ((8, 1), (8, 1), (8, 1))
     assert (whole.shard.start, whole.shard.split) == ((0, 0), frozenset())

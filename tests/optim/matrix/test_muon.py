@@ -41,13 +41,15 @@ def test_updates_are_those_of_torch(world: World, match: Match, theirs: str, nes
     """
     one_thread()
     torch.manual_seed(5)
-    parameters = {f"m{number}": Parameter(Shard.whole(f"m{number}", s)) for number, s in enumerate(SHAPES)}
-    parameters["stack"] = Parameter(Shard.whole("stack", (3, 24, 40)))
+    parameters = {
+        f"m{number}": Parameter(Shard.replicated(f"m{number}", s)) for number, s in enumerate(SHAPES)
+    }
+    parameters["stack"] = Parameter(Shard.replicated("stack", (3, 24, 40)))
     parameters["slow"], parameters["bare"] = (
-        Parameter(Shard.whole(name, (30, 50)), decayed=name == "slow") for name in ("slow", "bare")
+        Parameter(Shard.replicated(name, (30, 50)), decayed=name == "slow") for name in ("slow", "bare")
     )
     parameters["slow"].rate = 0.5
-    parameters["v"] = Parameter(Shard.whole("v", (33,)), decayed=False)
+    parameters["v"] = Parameter(Shard.replicated("v", (33,)), decayed=False)
     rules = MatrixRules(
         Muon(0.95, nesterov, 0.1, 5, torch.bfloat16, match), ("*",), AdamW((0.9, 0.95), 1e-8, 0.1), 0.25
     )

@@ -1,4 +1,7 @@
-"""Rows that travel to their experts and back, on any ranks, against a plain loop over all of them on one."""
+"""Rows that travel to their experts and back, on any ranks, against a plain loop over all of them on one.
+
+Tests of parallel/experts/dispatch.py and parallel/experts/expert_layer.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from torch import Tensor
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.parallel.experts.dispatch import Dispatch
-from hpctrain.parallel.experts.grouped import Experts, ExpertSizes, row_unit
+from hpctrain.parallel.experts.expert_layer import Experts, ExpertSizes
+from hpctrain.parallel.experts.grouped_products import row_unit
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter
 
@@ -28,7 +32,7 @@ class Routed:
     choices: Tensor
     weights: Tensor
     gradient: Tensor
-    kept: Tensor | None = None
+    accepted: Tensor | None = None
 
 
 def routed(ranks: int, rows: int, choose: Callable[[int, int], Tensor]) -> Routed:
@@ -59,15 +63,15 @@ CASES: dict[str, Callable[[int], Routed]] = {
 def some_kept(ranks: int) -> Routed:
     """Drops of either choice, both choices of a row, and all of one expert's rows."""
     case = routed(ranks, ROWS, at_random)
-    case.kept = torch.rand(case.choices.shape) < 0.6
-    case.kept[:, 2] = False
-    case.kept[case.choices == 5] = False
+    case.accepted = torch.rand(case.choices.shape) < 0.6
+    case.accepted[:, 2] = False
+    case.accepted[case.choices == 5] = False
     return case
 
 
 def none_kept(ranks: int) -> Routed:
     case = routed(ranks, ROWS, at_random)
-    case.kept = torch.zeros_like(case.choices, dtype=torch.bool)
+    case.accepted = torch.zeros_like(case.choices, dtype=torch.bool)
     return case
 
 
@@ -112,7 +116,7 @@ def by_loop(case: Routed, dtype: torch.dtype) -> dict[str, Tensor]:
         for row, of_row in enumerate(choices.tolist()):
             x, result = leaves["rows"][rank, row], torch.zeros(HIDDEN, dtype=torch.float64)
             for slot, expert in enumerate(of_row):
-                if case.kept is None or case.kept[rank, row, slot]:
+                if case.accepted is None or case.accepted[rank, row, slot]:
                     gate, up = leaves["gate_up"][expert]
                     inner = torch.nn.functional.silu(gate @ x) * (up @ x)
                     result = result + leaves["weights"][rank, row, slot] * (leaves["down"][expert] @ inner)
@@ -127,13 +131,13 @@ def by_ranks(world: World, groups: LayerContext, case: Routed, dtype: torch.dtyp
     experts = experts_of(groups, dtype)
     rows = case.rows[world.rank].to(dtype).requires_grad_()
     weights = case.weights[world.rank].clone().requires_grad_()
-    kept = None if case.kept is None else case.kept[world.rank]
+    kept = None if case.accepted is None else case.accepted[world.rank]
     unit = row_unit(dtype, rows.device)
     dispatch = Dispatch(case.choices[world.rank], kept, EXPERTS, groups.expert, groups.expert_tensor, unit)
     arrived = dispatch.receive(dispatch.send(rows))
-    assert len(arrived) == int(dispatch.segments.filled.sum())
+    assert len(arrived) == int(dispatch.segments.padded_counts.sum())
     output = dispatch.combine(
-        dispatch.send_back(experts(arrived, dispatch.segments, dispatch.later)), weights
+        dispatch.send_back(experts(arrived, dispatch.segments, dispatch.deferred)), weights
     )
     output.backward(case.gradient[world.rank].to(dtype))
     found: dict[str, Any] = {"output": output.detach(), "rows": rows.grad, "weights": weights.grad}
@@ -171,15 +175,15 @@ def test_the_sizes_of_exchanges_are_those_of_the_choices(world: World) -> None:
     """A rank sends to each expert rank the choices of its experts, and takes what others have for its own."""
     groups = groups_of(world, world.size, 1)
     case = some_kept(world.size)
-    assert case.kept is not None
+    assert case.accepted is not None
     dispatch = Dispatch(
-        case.choices[world.rank], case.kept[world.rank], EXPERTS, groups.expert, groups.expert_tensor, 1
+        case.choices[world.rank], case.accepted[world.rank], EXPERTS, groups.expert, groups.expert_tensor, 1
     )
     of_rank = EXPERTS // world.size
     homes = case.choices // of_rank
     for rank in range(world.size):
-        there = (homes[world.rank] == rank) & case.kept[world.rank]
+        there = (homes[world.rank] == rank) & case.accepted[world.rank]
         assert dispatch.send_sizes[rank] == int(there.sum())
-        assert dispatch.receive_sizes[rank] == int(((homes[rank] == world.rank) & case.kept[rank]).sum())
-    own = case.choices[case.kept & (homes == world.rank)] - world.rank * of_rank
+        assert dispatch.receive_sizes[rank] == int(((homes[rank] == world.rank) & case.accepted[rank]).sum())
+    own = case.choices[case.accepted & (homes == world.rank)] - world.rank * of_rank
     assert torch.equal(dispatch.segments.counts, torch.bincount(own, minlength=of_rank))

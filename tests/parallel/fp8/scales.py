@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.world import World
+from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
-from hpctrain.parallel.fp8.quantized_matmul import DelayedMatmul, Dims, Kind, QuantizedMatmul
+from hpctrain.parallel.fp8.quantized_matmul import Dims, Kind, QuantizedMatmul
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 KEYS = (

@@ -14,10 +14,11 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.parallel.fp8 import quantized_matmul as product_module
+from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, agreed_maximum
 from hpctrain.parallel.fp8.multiply import multiply_quantized
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
-from hpctrain.parallel.fp8.quantized_matmul import DelayedMatmul, Dims, Kind, QuantizedMatmul
+from hpctrain.parallel.fp8.quantized_matmul import Dims, Kind, QuantizedMatmul
 from hpctrain.parallel.fp8.recipes import RECIPES
 from hpctrain.parallel.shards import Shard
 from hpctrain.parallel.step_statistics import StepStatistics
@@ -36,8 +37,8 @@ def scales_by_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def remembering(self: DelayedMatmul, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         output = forward(self, inputs, bias)
-        self.histories["inputs"].remember(agreed_maximum(inputs.abs().amax()))
-        self.histories["weights"].remember(agreed_maximum(self.weight().abs().amax()))
+        self.histories["inputs"].append(agreed_maximum(inputs.abs().amax()))
+        self.histories["weights"].append(agreed_maximum(self.weight().abs().amax()))
         self._known.clear()
         return output
 
@@ -49,11 +50,11 @@ def maxima_as_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is noted adds up, so that what is computed again counts twice."""
 
     def adding(self: DelayedMatmul, kind: Kind, values: Tensor) -> None:
-        noted, name = self.groups.statistics, self._noted_name(kind)
+        noted, name = self.groups.statistics, self._statistic_name(kind)
         before = next((v for (n, *_), v in noted._values["max"].items() if n == name), torch.zeros(1))
         noted.record_max(name, before + agreed_maximum(values.abs().amax().reshape(1)))
 
-    monkeypatch.setattr(DelayedMatmul, "_note", adding)
+    monkeypatch.setattr(DelayedMatmul, "_record", adding)
 
 
 @pytest.fixture
@@ -128,7 +129,9 @@ def operands_are_of_high_precision(name: str, watch: Callable[[object, str, obje
     watch(product_module, "multiply_quantized", watched)
     inputs, weight, gradient = whole
     shape = (weight.shape[0], weight.shape[1])
-    passes(QuantizedMatmul([parameter(weight, Shard.whole("a", shape))], ALONE, recipe), inputs, gradient)
+    passes(
+        QuantizedMatmul([parameter(weight, Shard.replicated("a", shape))], ALONE, recipe), inputs, gradient
+    )
     x, w, g = (each.double().numpy() for each in whole)
     tokens, weights = recipe.tokens.blocks, recipe.weights.blocks
     expected = (

@@ -1,6 +1,6 @@
 """What is kept of inputs in 8 bits: the training of a run that keeps none, bit for bit, in fewer bytes.
 
-Tests of parallel/fp8/quantized_matmul.py and of parallel/fp8/gather.py.
+Tests of parallel/fp8/quantized_matmul.py and of parallel/fp8/gather_rows.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.parallel import matmul_choice as products
-from hpctrain.parallel.fp8.quantized_matmul import DelayedMatmul, QuantizedMatmul
+from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
+from hpctrain.parallel.fp8.quantized_matmul import QuantizedMatmul
 from hpctrain.parallel.fp8.recipes import RECIPES
 from hpctrain.parallel.matmul import Matmul
 from tests.engines import LLAMA, small_deck, trainer

@@ -1,4 +1,7 @@
-"""The three products of a layer in 8 bits, against numpy, on one rank and on several."""
+"""The three products of a layer in 8 bits, against numpy, on one rank and on several.
+
+Tests of parallel/fp8/quantized_matmul.py and parallel/fp8/delayed_matmul.py.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ from hpctrain.comm.world import World
 from hpctrain.parallel.activation_sizes import ActivationSizes
 from hpctrain.parallel.fp8 import formats, quantize
 from hpctrain.parallel.fp8 import quantized_matmul as product_module
+from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format
 from hpctrain.parallel.fp8.history import History
 from hpctrain.parallel.fp8.multiply import multiply_quantized
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
-from hpctrain.parallel.fp8.quantized_matmul import KINDS, DelayedMatmul, Kind, QuantizedMatmul
+from hpctrain.parallel.fp8.quantized_matmul import KINDS, Kind, QuantizedMatmul
 from hpctrain.parallel.fp8.recipes import RECIPES, ScalingRecipe
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul
@@ -65,7 +69,7 @@ def test_each_product_is_of_operands_quantized_for_it(recipe: ScalingRecipe, for
     whole = given()
     m, n, k = 40, 72, 160
     inputs, weight, gradient = whole[0][:m, :k], whole[1][:n, :k], whole[2][:m, :n]
-    product = QuantizedMatmul([parameter(weight, Shard.whole("a", (n, k)))], ALONE, recipe, form)
+    product = QuantizedMatmul([parameter(weight, Shard.replicated("a", (n, k)))], ALONE, recipe, form)
     found = passes(product, inputs.reshape(10, 4, k), gradient.reshape(10, 4, n))
     x, w, g = (each.double().numpy() for each in (inputs, weight, gradient))
     tokens, weights = recipe.tokens.blocks, recipe.weights.blocks
@@ -89,7 +93,7 @@ def test_memory_in_passing_is_what_is_told(
         monkeypatch.setattr(module, "AT_ONCE", 1 << 15)
     m, n, k = shape
     inputs, weight, gradient = (normal(*each).bfloat16() for each in ((m, k), (n, k), (m, n)))
-    made = parameter(weight, Shard.whole("a", (n, k)))
+    made = parameter(weight, Shard.replicated("a", (n, k)))
     made.gradient = torch.ones(n, k)
     product, taken = QuantizedMatmul([made], ALONE, recipe), []
     for run in (
@@ -100,13 +104,13 @@ def test_memory_in_passing_is_what_is_told(
         with Held() as held:
             result = run()
         taken.append(held.most - (0 if result is None else result.nbytes))
-    told = product.passing(m, ActivationSizes(m, m, 1, itemsize=2, gradient_itemsize=4))
+    told = product.workspace_bytes(m, ActivationSizes(m, m, 1, itemsize=2, gradient_itemsize=4))
     assert 1 <= max(taken) / told <= 1.02
 
 
 def test_the_first_gradient_is_written_and_others_are_added() -> None:
     inputs, weight, gradient = given()
-    own = parameter(weight, Shard.whole("a", (N, K)))
+    own = parameter(weight, Shard.replicated("a", (N, K)))
     product = QuantizedMatmul([own], ALONE, RECIPES["block"])
     own.reset_gradient()
     assert own.gradient is not None
@@ -132,7 +136,7 @@ def test_ranks_scale_parts_as_the_whole(
         return multiply_quantized(left, right, dtype)
 
     monkeypatch.setattr(product_module, "multiply_quantized", watched)
-    alone = QuantizedMatmul([parameter(weight, Shard.whole("a", (N, K)))], ALONE, recipe)
+    alone = QuantizedMatmul([parameter(weight, Shard.replicated("a", (N, K)))], ALONE, recipe)
     whole = passes(alone, inputs, gradient)
     of_whole, operands = operands, []
     mesh = Mesh(world, {"context" if split == "tokens" else "tensor": 2})
@@ -140,7 +144,7 @@ def test_ranks_scale_parts_as_the_whole(
     groups = LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context"), micro_batch=both)
     m, n, k = (slice(world.rank * size // 2, (world.rank + 1) * size // 2) for size in (M, N, K))
     everything = slice(None)
-    shard = Shard.whole("a", (N, K))
+    shard = Shard.replicated("a", (N, K))
     if split == "columns":
         m = k = everything
         shard = Shard("a", (N, K), (n.start, 0), (N // 2, K), frozenset({"tensor"}))
@@ -186,17 +190,17 @@ def test_what_was_zero_so_far_is_multiplied_as_stored(unknown: Kind) -> None:
     seen = {"inputs": inputs, "weights": weight, "gradients": gradient}
 
     def after_a_step(zero: Kind | None) -> DelayedMatmul:
-        own = parameter(weight, Shard.whole("a", (N, K)))
+        own = parameter(weight, Shard.replicated("a", (N, K)))
         made = DelayedMatmul([own], ALONE, RECIPES["delayed"], 2)
         made.histories = {kind: History(torch.zeros(2)) for kind in KINDS}  # not those of a plan
         own.requires_grad_(True)
-        noted = {made._noted_name(k): (v * (k != zero)).abs().amax()[None] for k, v in seen.items()}
+        noted = {made._statistic_name(k): (v * (k != zero)).abs().amax()[None] for k, v in seen.items()}
         assert not made.known  # and it asks again after the update
         made.after_update(noted)
         assert made.known == (zero is None)
         return made
 
-    product, stored = after_a_step(unknown), Matmul([parameter(weight, Shard.whole("a", (N, K)))], ALONE)
+    product, stored = after_a_step(unknown), Matmul([parameter(weight, Shard.replicated("a", (N, K)))], ALONE)
     eight = after_a_step(None)
     found, exact, coarse = (passes(each, inputs, gradient) for each in (product, stored, eight))
     # Forward needs no gradients.

@@ -21,6 +21,7 @@ from hpctrain.parallel.kernels.matmul_kernels import (
     MatmulKernel,
     kernel_named,
 )
+from hpctrain.parallel.layer_context import ProductSettings
 from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.shards import Parameter, Shard
 from tests.parallel.test_matmul import GROUPS
@@ -122,12 +123,12 @@ def test_the_chosen_kernel_computes_the_pass_of_its_matrix() -> None:
     calls: list[tuple[str, str]] = []
     kernels = KernelTable(Noting("other"))
     kernels.chosen["weight_gradient", 10, 3] = Noting("chosen")
-    groups = replace(GROUPS, kernels=kernels)
+    groups = replace(GROUPS, products=ProductSettings(kernels))
     for rows in (4, 6):
-        parts = [Parameter(Shard.whole(name, (rows, 3))) for name in ("a", "b")][: 2 if rows == 4 else 1]
+        parts = [Parameter(Shard.replicated(name, (rows, 3))) for name in ("a", "b")][: 2 if rows == 4 else 1]
         # What lies behind each other is one matrix: 8 rows of two weights, and 6 of one.
         memory, sums = torch.randn(10, 3), torch.zeros(10, 3)
-        first = Parameter(Shard.whole("c", (10 - rows * len(parts), 3)))
+        first = Parameter(Shard.replicated("c", (10 - rows * len(parts), 3)))
         weights = [*parts, first]
         start = 0
         for weight in weights:

@@ -24,7 +24,7 @@ from hpctrain.parallel.kernels.function_library import open_library
 from hpctrain.parallel.kernels.matmul_kernels import LIBRARY, MatmulKernel
 from hpctrain.parallel.product_audit.audit_kernels import AuditKernels, CompiledAuditKernels, ErrorBounds
 from hpctrain.parallel.product_audit.audit_library import call_all
-from hpctrain.parallel.product_audit.matmul_audit import MatmulAudit
+from hpctrain.parallel.product_audit.matmul_audit import AuditTarget, MatmulAudit
 from hpctrain.parallel.shards import Parameter, Shard
 from tests.engines import LLAMA, Trainer, one_thread, small_deck, trainer
 from tests.model.modules.tensor_parallel.test_unsplit_linear import deck_of
@@ -74,10 +74,10 @@ def compiled() -> AuditKernels:
 
 def gradients_of(run: Trainer, audit: bool) -> tuple[dict[str, Tensor], list[DetectedFault]]:
     """A step's gradients, on weights that stay, and what was found."""
-    judge = run.engine.groups.audit
+    judge = run.engine.groups.products.audit
     assert judge is not None
     if audit:
-        judge.begin(1)
+        judge.begin_step(1)
     run.step.accumulate(run.state, run.deck.batch.global_size)
     return {
         name: each.clone() for name, each in run.gradients().items()
@@ -117,7 +117,7 @@ def test_nothing_changes_and_nothing_is_found(world: World, name: str) -> None:
 def test_nothing_is_found_on_any_layout(world: World, name: str) -> None:
     one_thread()
     run = trainer(world, small_deck(FULL, *LAYOUTS[name]))
-    audit = run.engine.groups.audit
+    audit = run.engine.groups.products.audit
     assert audit is not None
     settle, seen = audit.collect_faults, list[int]()
 
@@ -138,7 +138,7 @@ def test_nothing_is_found_in_modules(world: World, more: tuple[str, ...]) -> Non
     """To whose gradients others add, too, before or after products of the same matrix."""
     one_thread()
     run = trainer(world, deck_of(FULL, "batch.sequence=8", *more))
-    audit = run.engine.groups.audit
+    audit = run.engine.groups.products.audit
     assert audit is not None
     settle, seen = audit.collect_faults, set[tuple[str, str]]()
 
@@ -161,14 +161,14 @@ def test_a_step_with_a_wrong_product_is_made_again(world: World) -> None:
     plain.train(3)
     run.train(1)
     if world.rank == world.size - 1:
-        kernel = run.engine.groups.kernels.other = Flipping()
-        kernel.begin(Flip(9, 0.3, 30.5 / 32))
+        kernel = run.engine.groups.products.kernels.default = Flipping()
+        kernel.begin_step(Flip(9, 0.3, 30.5 / 32))
     with pytest.raises(SilentFaultError) as caught:
         run.train(1)
     (fault,) = caught.value.faults
     assert fault.kind == "product" and fault.ranks == (world.size - 1,)
     assert caught.value.state_unchanged and run.state.step == 1
-    run.engine.groups.kernels.other = LIBRARY
+    run.engine.groups.products.kernels.default = LIBRARY
     run.train(2)
     expected = plain.parameters()
     for name, values in run.parameters().items():
@@ -194,7 +194,7 @@ class Flipping(MatmulKernel):
         self.row, self.by, self.rounding = 0, 0.0, 0.0
         self.additions: list[int] = []
 
-    def begin(self, flip: Flip | None) -> None:
+    def begin_step(self, flip: Flip | None) -> None:
         self.flip, self.calls, self.by = flip, 0, 0.0
 
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -257,22 +257,22 @@ class Found:
         one_thread()
         self.run = trainer(world.single_rank_world(), small_deck(FULL, "batch.global_size=4", *overrides))
         self.kernel = Flipping()
-        self.run.engine.groups.kernels.other = self.kernel
-        audit = self.run.engine.groups.audit
+        self.run.engine.groups.products.kernels.default = self.kernel
+        audit = self.run.engine.groups.products.audit
         assert audit is not None
         self.audit, self.names = audit, dict[int, tuple[str, list[tuple[str, int]]]]()
-        judged, adding = audit.product, audit.adding
+        judged, adding = audit.check_product, audit.expect_addition
 
-        def product(weights: Sequence[Parameter], *given: object, **named: object) -> None:
-            self._note(self.kernel.calls - 1, weights[:1])
-            judged(weights, *given, **named)  # type: ignore[arg-type]
+        def product(target: AuditTarget, *given: object, **named: object) -> None:
+            self._note(self.kernel.calls - 1, target.weights[:1])
+            judged(target, *given, **named)  # type: ignore[arg-type]
 
-        def add(weights: Sequence[Parameter], *given: object, **named: object) -> None:
-            self._note(self.kernel.calls, weights, "backward")
-            adding(weights, *given, **named)  # type: ignore[arg-type]
+        def add(target: AuditTarget, *given: object, **named: object) -> None:
+            self._note(self.kernel.calls, target.weights, "backward")
+            adding(target, *given, **named)  # type: ignore[arg-type]
 
-        audit.product, audit.adding = product, add  # type: ignore[method-assign]
-        self.kernel.begin(None)
+        audit.check_product, audit.expect_addition = product, add  # type: ignore[method-assign]
+        self.kernel.begin_step(None)
         gradients_of(self.run, audit=True)
         self.calls = self.kernel.calls
 
@@ -282,7 +282,7 @@ class Found:
 
     def of(self, flip: Flip) -> bool | None:
         """Whether it was found, and then in its place; None where it is lost in rounding."""
-        self.kernel.begin(flip)
+        self.kernel.begin_step(flip)
         _, faults = gradients_of(self.run, audit=True)
         phase, weights = self.names[flip.call]
         if not self.kernel.by > MARGIN * self.kernel.rounding and not faults:
@@ -341,53 +341,57 @@ MATRICES = {
 def test_rounding_is_no_fault(form: torch.dtype, by_library: bool) -> None:
     """Of all pairs of matrices of these kinds, whatever signs are drawn."""
     one_thread()
-    weight = Parameter(Shard.whole("weight", (40, 72)))
+    weight = Parameter(Shard.replicated("weight", (40, 72)))
     audit = MatmulAudit(5, 0, lambda: "forward", compiled() if by_library else AuditKernels())
     generator = torch.Generator().manual_seed(1)
     for step in range(4):
         for one, left in MATRICES.items():
             for other, right in MATRICES.items():
-                audit.begin(step)
+                audit.begin_step(step)
                 x = left(torch.randn(64, 72, generator=generator)).to(form)
                 matrix = right(torch.randn(40, 72, generator=generator)).to(form)
                 bias = torch.randn(40, generator=generator).to(form)
-                audit.product([weight], 0, x, matrix, LIBRARY.forward(x, matrix, bias), bias)
+                audit.check_product(
+                    AuditTarget([weight], 0), x, matrix, LIBRARY.forward(x, matrix, bias), bias
+                )
                 y = LIBRARY.forward(x, matrix)
-                audit.product([weight], 0, y, matrix, LIBRARY.input_gradient(y, matrix), turned=True)
+                audit.check_product(
+                    AuditTarget([weight], 0), y, matrix, LIBRARY.input_gradient(y, matrix), transposed=True
+                )
                 into = torch.empty(40, 72)
                 rounded = None if form == into.dtype else form
                 for first in (True, False, False):
-                    audit.adding([weight], 0, y, x, into, first, rounded)
+                    audit.expect_addition(AuditTarget([weight], 0), y, x, into, first, rounded)
                     LIBRARY.add_weight_gradient(into, y, x, first)
-                audit.compare([weight])
+                audit.check_gradients([weight])
                 assert audit.collect_faults() == [], (one, other)
 
 
 def test_no_number_is_a_fault_where_operands_are_small() -> None:
-    weight = Parameter(Shard.whole("weight", (8, 16)))
+    weight = Parameter(Shard.replicated("weight", (8, 16)))
     for passes in (AuditKernels(), compiled()):
         audit = MatmulAudit(0, 3, lambda: "backward", passes)
         for value in (torch.inf, torch.nan, 1e38):
-            audit.begin(0)
+            audit.begin_step(0)
             x, matrix = torch.randn(4, 16), torch.randn(8, 16)
             output = x @ matrix.t()
             output[2, 3] = value
-            audit.product([weight], 0, x, matrix, output)
+            audit.check_product(AuditTarget([weight], 0), x, matrix, output)
             (fault,) = audit.collect_faults()
             assert (fault.name, fault.phase, fault.ranks) == ("weight", "backward", (3,))
 
 
 def test_signs_are_others_in_each_step() -> None:
     """So that what one step's do not tell, as of two elements that changed by as much, another's do."""
-    weight = Parameter(Shard.whole("weight", (8, 16)))
+    weight = Parameter(Shard.replicated("weight", (8, 16)))
     audit = MatmulAudit(0, 0, lambda: "forward")
     x, matrix = torch.randn(4, 16), torch.randn(8, 16)
     output = x @ matrix.t()
     output[1, :2] += 1
     found = []
     for step in range(20):
-        audit.begin(step)
-        audit.product([weight], 0, x, matrix, output)
+        audit.begin_step(step)
+        audit.check_product(AuditTarget([weight], 0), x, matrix, output)
         found.append(bool(audit.collect_faults()))
     assert 3 < sum(found) < 17
 

@@ -45,7 +45,7 @@ def bucket_of(world: World, shapes: Mapping[str, tuple[int, ...]] = SHAPES, zero
     replications = Replications(
         mesh, lambda everyone: ZeroSharding(zero, everyone, mesh.new_subgroup("data", 1))
     )
-    parameters = [Parameter(Shard.whole(name, shape)) for name, shape in shapes.items()]
+    parameters = [Parameter(Shard.replicated(name, shape)) for name, shape in shapes.items()]
     (bucket,) = make_buckets([[parameters]], replications, torch.float32, 1 << 30)
     return bucket
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 import hpctrain.model.router as router
-import hpctrain.parallel.experts.grouped as experts
+import hpctrain.parallel.experts.expert_layer as experts
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.parallel.step_statistics import StepStatistics
 from tests.train.layout_faults.deck_keys import BIASED, EXPERT, MIXTURE
@@ -50,11 +50,11 @@ def faults() -> list[LayoutFault]:
         fault(
             "a bias of one rank", BIASED, wrapped(router.Router, "after_update", reverse_counts, on_rank_1)
         ),
-        fault("counts of one rank", BIASED, skipped_calls(StepStatistics, "sum", on_rank_1)),
+        fault("counts of one rank", BIASED, skipped_calls(StepStatistics, "record_sum", on_rank_1)),
         fault(
             "counts of the third micro-batch",
             BIASED,
-            skipped_calls(StepStatistics, "sum", in_third_micro_batch),
+            skipped_calls(StepStatistics, "record_sum", in_third_micro_batch),
         ),
         fault(
             "a balance loss of twice its weight",

@@ -17,10 +17,11 @@ from torch import Tensor
 import hpctrain.parallel.fp8.quantize as quantize
 import hpctrain.parallel.fp8.quantized_matmul as fp8_product
 import hpctrain.sharding.eight_bit_gather as eight_bit_gather
+from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
 from hpctrain.parallel.fp8.formats import agreed_maximum
 from hpctrain.parallel.fp8.history import History
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, Scaling
-from hpctrain.parallel.fp8.quantized_matmul import DelayedMatmul, Dims, QuantizedMatmul
+from hpctrain.parallel.fp8.quantized_matmul import Dims, QuantizedMatmul
 from hpctrain.parallel.step_statistics import StepStatistics
 from tests.train.layout_faults.deck_keys import (
     CONTEXT,
@@ -57,7 +58,7 @@ def faults() -> list[LayoutFault]:
         fault(
             "maxima of the third micro-batch",
             DELAYED_SCALES,
-            skipped_calls(StepStatistics, "most", in_third_micro_batch),
+            skipped_calls(StepStatistics, "record_max", in_third_micro_batch),
         ),
         fault(
             "maxima that replace each other",
@@ -72,22 +73,22 @@ def faults() -> list[LayoutFault]:
         fault(
             "messages in 8 bits in another order",
             (*ONE_SCALE, *FP8_MESSAGES),
-            wrapped(fp8_product, "gathered", _reverse_values),
+            wrapped(fp8_product, "gather_rows", _reverse_values),
         ),
         fault(
             "scales of messages in another order",
             (*ROW_SCALES, *FP8_MESSAGES),
-            wrapped(fp8_product, "gathered", _reverse_scales),
+            wrapped(fp8_product, "gather_rows", _reverse_scales),
         ),
         fault(
             "maxima of weights of one rank",
             (*ONE_SCALE, *TENSOR),
-            wrapped(QuantizedMatmul, "know_weights", _keep_local_weight_maxima),
+            wrapped(QuantizedMatmul, "set_weight_maxima", _keep_local_weight_maxima),
         ),
         fault(
             "maxima of a part of each row of weights",
             (*ROW_SCALES, *TENSOR),
-            wrapped(QuantizedMatmul, "know_weights", _keep_local_weight_maxima),
+            wrapped(QuantizedMatmul, "set_weight_maxima", _keep_local_weight_maxima),
         ),
         fault(
             "maxima of the tokens of one context rank",
@@ -107,7 +108,7 @@ def faults() -> list[LayoutFault]:
         fault(
             "maxima of gathered weights that one rank does not tell",
             (*DELAYED_SCALES, *FP8_GATHER),
-            skipped_calls(DelayedMatmul, "note_weights", on_rank_1),
+            skipped_calls(DelayedMatmul, "record_weight_maximum", on_rank_1),
         ),
         fault(
             "exponents of one rank",

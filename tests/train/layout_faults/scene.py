@@ -32,7 +32,7 @@ class Scene:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.patch = patch
         self.in_layout, self.step, self.micro_batch, self.rank = False, 0, -1, 0
-        make_step, begin = Step.__call__, StepStatistics.begin
+        make_step, begin = Step.__call__, StepStatistics.begin_action
 
         def follow_step(step: Step, state: Any, *arguments: Any) -> Any:
             world = step.engine.world

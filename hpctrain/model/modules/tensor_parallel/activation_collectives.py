@@ -79,7 +79,7 @@ class _EnterSplit(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, groups: LayerContext) -> Tensor:
         ctx.groups = groups
         return (
-            transpose_sequence(groups.gathered(transpose_sequence(x)))
+            transpose_sequence(groups.gather_sequence(transpose_sequence(x)))
             if groups.sequence_parallel
             else x.view_as(x)
         )
@@ -88,8 +88,8 @@ class _EnterSplit(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         groups: LayerContext = ctx.groups
         if groups.sequence_parallel:
-            return transpose_sequence(groups.sum(transpose_sequence(gradient))), None
-        return groups.sum(gradient.clone(memory_format=torch.contiguous_format)), None
+            return transpose_sequence(groups.reduce_output(transpose_sequence(gradient))), None
+        return groups.reduce_output(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
 class _EnterSplitPair(torch.autograd.Function):
@@ -101,7 +101,7 @@ class _EnterSplitPair(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_x: Tensor, of_y: Tensor) -> tuple[Tensor, Tensor, None]:
         of_both = (each.clone(memory_format=torch.contiguous_format) for each in (of_x, of_y))
-        x, y = map(ctx.groups.sum, of_both)
+        x, y = map(ctx.groups.reduce_output, of_both)
         return x, y, None
 
 

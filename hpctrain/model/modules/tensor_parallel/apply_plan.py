@@ -173,7 +173,7 @@ class _PlanApplication:
             whole = (linear.outputs,), self.groups.sequence_partial
             bias = None
             if old.bias is not None:
-                bias = self._parameter(old, "bias", Shard.whole(self._name(old, "bias"), *whole))
+                bias = self._parameter(old, "bias", Shard.replicated(self._name(old, "bias"), *whole))
             return BatchFirstRowLinear(weight, bias, self.groups, linear, rule.style == "row of whole input")
         sizes = part_sizes(linear.outputs, rule.parts)
         assert sizes is not None

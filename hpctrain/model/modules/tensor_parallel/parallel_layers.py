@@ -126,7 +126,7 @@ class ReplacementLinear(SplitLinear):
     def matrices(self) -> list[MatrixSize]:
         return [MatrixSize(self.linear.outputs, self.linear.inputs, self.cut)]
 
-    def met(self) -> None:
+    def on_backward(self) -> None:
         """Raise HpctrainError in a backward pass inside the module, which would add to gradients, too."""
         if not self.groups.weight_gradients.running or torch.is_grad_enabled():
             raise HpctrainError(
@@ -163,7 +163,7 @@ class BatchFirstColumnLinear(ReplacementLinear, ColumnLinear):
         _require_features(self, x, self.linear.inputs, "column", 'use "row" for split features')
         y = (
             super().forward(x)
-            if self.pieces is None
+            if self.sequence_group is None
             else transpose_sequence(super().forward(transpose_sequence(x)))
         )
         return gather_features(self.tensor, y, self.outputs) if self.outputs else y
@@ -194,7 +194,7 @@ class BatchFirstRowLinear(ReplacementLinear, RowLinear):
         local = split_features(self.groups.tensor, x) if self.splits_input else x
         return (
             super().forward(local)
-            if self.pieces is None
+            if self.sequence_group is None
             else transpose_sequence(super().forward(transpose_sequence(local)))
         )
 

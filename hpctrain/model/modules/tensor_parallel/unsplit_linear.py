@@ -91,7 +91,7 @@ class UnsplitLinear(ColumnLinear):
             and not torch._C._are_functorch_transforms_active()
         )
 
-    def met(self) -> None:
+    def on_backward(self) -> None:
         """Do nothing: any backward pass may reach this layer."""
 
     def added(self, parameters: Collection[Any]) -> None:

@@ -1,6 +1,6 @@
 """Linear layers of a module that hpctrain computes: all ways to call them, and gradients inside a pass.
 
-Also what engine/kernel_choice.py and parallel/copies.py do with such layers.
+Also what engine/kernel_choice.py and parallel/matmul.py do with such layers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import make_mesh
 from hpctrain.engine.kernel_choice import products_of
 from hpctrain.errors import HpctrainError
-from hpctrain.parallel.copies import converted_bytes, planned_converted_bytes
 from hpctrain.parallel.kernels.timing import MatmulPass
+from hpctrain.parallel.matmul import converted_bytes, planned_converted_bytes
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
 from tests.engines import by_rank_0, trainer

@@ -9,8 +9,8 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.engine.build import make_mesh
-from hpctrain.parallel.copies import converted_bytes, matmuls_of, planned_converted_bytes
 from hpctrain.parallel.kernels.matmul_kernels import Fp32Kernel
+from hpctrain.parallel.matmul import converted_bytes, matmuls_of, planned_converted_bytes
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
 from tests.engines import LLAMA, Trainer, small_deck, trainer
@@ -39,9 +39,9 @@ def test_what_is_kept_is_what_is_stored(
     found = []
     for keeps in (True, False):
         training = trainer(world.single_rank_world(), small_deck(*THROUGH, *more))
-        kernels = training.engine.groups.kernels
-        assert kernels.keeps
-        kernels.keeps = keeps
+        kernels = training.engine.groups.products.kernels
+        assert kernels.reuse_converted
+        kernels.reuse_converted = keeps
         losses = [step.loss for step in training.train(2)]
         assert converted_bytes(training.engine.model.layers) == (
             planned_converted_bytes(training.engine.model.layers) if keeps else 0
@@ -77,4 +77,4 @@ def test_they_are_planned(world: World) -> None:
     difference = plan.largest.memory.parameter - without.largest.memory.parameter
     assert difference == 4 * elements == planned_converted_bytes(engine.model.layers)
     assert plan_memory(deck, 1, 61).largest.memory.parameter == plan.largest.memory.parameter
-    assert isinstance(engine.groups.kernels.other, Fp32Kernel)
+    assert isinstance(engine.groups.products.kernels.default, Fp32Kernel)

@@ -8,10 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.comm.world import World
-from hpctrain.parallel.experts.grouped import (
+from hpctrain.parallel.experts.expert_layer import Experts, ExpertSizes
+from hpctrain.parallel.experts.grouped_products import (
     ROW_UNIT,
-    Experts,
-    ExpertSizes,
     Segments,
     add_grouped_gradient,
     grouped_product,
@@ -28,8 +27,8 @@ COUNTS = {"even": (3, 3, 3), "empty ones": (0, 5, 0), "all to the last": (0, 0, 
 
 def rows_of(segments: Segments, width: int) -> Tensor:
     """Rows by expert, zero where they fill up."""
-    rows = torch.zeros(int(segments.filled.sum()), width)
-    rows[segments.places] = torch.randn(int(segments.counts.sum()), width)
+    rows = torch.zeros(int(segments.padded_counts.sum()), width)
+    rows[segments.positions] = torch.randn(int(segments.counts.sum()), width)
     return rows
 
 
@@ -45,7 +44,7 @@ def test_segments_lie_behind_each_other(name: str, unit: int) -> None:
             listed.append((expert, slice(start, start + filled)))
         start += filled
         assert int(segments.ends[expert]) == start
-    assert segments.places.tolist() == places
+    assert segments.positions.tolist() == places
     assert list(segments) == listed
 
 
@@ -55,9 +54,9 @@ def test_each_row_meets_its_own_matrix(name: str, unit: int) -> None:
     torch.manual_seed(0)
     segments = Segments(torch.tensor(COUNTS[name]), unit)
     rows, matrices = rows_of(segments, 6), torch.randn(3, 5, 6)
-    found = grouped_product(rows, matrices, segments)[segments.places]
+    found = grouped_product(rows, matrices, segments)[segments.positions]
     owners = torch.arange(3).repeat_interleave(segments.counts)
-    expected = torch.einsum("mk,mnk->mn", rows[segments.places].double(), matrices[owners].double())
+    expected = torch.einsum("mk,mnk->mn", rows[segments.positions].double(), matrices[owners].double())
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -69,7 +68,7 @@ def test_weight_gradients_are_sums_of_outer_products(name: str, dtype: torch.dty
     torch.manual_seed(0)
     segments = Segments(torch.tensor(COUNTS[name]), 1)
     left, right = rows_of(segments, 5).to(dtype), rows_of(segments, 6).to(dtype)
-    weight = Parameter(Shard.whole("w", (3, 5, 6)))
+    weight = Parameter(Shard.replicated("w", (3, 5, 6)))
     before = torch.randn(3, 5, 6)
     weight.gradient = before.clone()
     told: list[Parameter] = []
@@ -115,7 +114,7 @@ def test_kernels_of_gpus_and_experts_without_rows(
     assert torch.equal(outputs.as_subclass(Tensor), grouped_product(right, matrices, host))
     gradients = []
     for rows, put in ((host, Tensor.clone), (segments, on_gpu)):
-        weight = Parameter(Shard.whole("w", (3, 8, 16)))
+        weight = Parameter(Shard.replicated("w", (3, 8, 16)))
         weight.gradient = torch.ones(3, 8, 16)
         weight.on_added = lambda _: None
         if stale:
@@ -128,7 +127,7 @@ def test_kernels_of_gpus_and_experts_without_rows(
 
 
 def test_a_frozen_matrix_takes_no_gradient() -> None:
-    weight = Parameter(Shard.whole("w", (1, 2, 2)))
+    weight = Parameter(Shard.replicated("w", (1, 2, 2)))
     weight.requires_grad_(False)
     add_grouped_gradient(torch.ones(1, 2), torch.ones(1, 2), weight, Segments(torch.tensor([1]), 1))
     assert weight.gradient is None
@@ -147,7 +146,7 @@ def test_gradients_are_those_of_autograd(world: World, deferred: bool) -> None:
     groups = alone(world)
     experts = Experts("experts", ExpertSizes(3, 1, 6, 8), groups)
     weights = torch.randn(3, 2, 8, 6), torch.randn(3, 6, 8)
-    for parameter, weight in zip(experts.late, weights, strict=True):
+    for parameter, weight in zip(experts.deferred_parameters, weights, strict=True):
         parameter.data = weight.clone()
         parameter.gradient = torch.zeros_like(weight)
     segments = Segments(torch.tensor([2, 0, 4]), 1)
@@ -158,7 +157,7 @@ def test_gradients_are_those_of_autograd(world: World, deferred: bool) -> None:
     queue.deferring = deferred
     experts(rows, segments, later).backward(gradient)
     queue.deferring = False
-    assert all(not parameter.gradient.any() for parameter in experts.late)
+    assert all(not parameter.gradient.any() for parameter in experts.deferred_parameters)
     assert (len(queue), len(later)) == ((1, 0) if deferred else (0, 1))
     compute_all(queue.take())
     for compute in later:
@@ -170,6 +169,6 @@ def test_gradients_are_those_of_autograd(world: World, deferred: bool) -> None:
     owners = torch.arange(3).repeat_interleave(segments.counts)
     gate, up = torch.einsum("mk,mznk->zmn", x, leaves[0][owners])
     torch.einsum("mk,mnk->mn", functional.silu(gate) * up, leaves[1][owners]).backward(gradient.double())
-    found = [rows.grad, *(parameter.gradient for parameter in experts.late)]
+    found = [rows.grad, *(parameter.gradient for parameter in experts.deferred_parameters)]
     for here, leaf in zip(found, (x, *leaves), strict=True):
         torch.testing.assert_close(here.double(), leaf.grad, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,237 @@
+"""Experts of a mixture: two grouped products with an activation in between, mostly a gated one.
+
+The matrices of all experts of a rank are one parameter. It is split by expert over the `expert` axis and, as
+in Megatron-LM's feed-forward layer, by inner features over the `expert_tensor` axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hpctrain.deck.activations import ACTIVATIONS, Activation
+from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, as_features
+from hpctrain.parallel.experts.grouped_products import (
+    ROW_UNIT,
+    Segments,
+    add_grouped_gradient,
+    grouped_product,
+)
+from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.parallel.operations import MatrixSize
+from hpctrain.parallel.shards import Parameter, Shard
+from hpctrain.parallel.tensor import MatmulLayer, RowPartition
+
+EXPERT_AXES = frozenset({"expert", "expert_tensor"})
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Sizes of a mixture.
+
+    Attributes:
+        count: Experts.
+        chosen: Experts that each token goes to.
+        hidden: Features of a token.
+        inner: Features of a token within an expert.
+    """
+
+    count: int
+    chosen: int
+    hidden: int
+    inner: int
+
+
+class Experts(MatmulLayer):
+    """Feed-forward layers of this rank's experts.
+
+    Their parameters are `<name>.gate_up.weight` [E, 2, f, h], gates first, or `<name>.up.weight` [E, f, h]
+    for an activation without a gate, and `<name>.down.weight` [E, h, f].
+
+    Args:
+        name: Name of the layer.
+        sizes: Sizes of the mixture.
+        groups: Context of the layer.
+        capacity: Limit on the rows of an expert, as a multiple of an even load. None if there is none.
+        activation: Activation between the products.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sizes: ExpertSizes,
+        groups: LayerContext,
+        capacity: float | None = None,
+        activation: Activation = ACTIVATIONS["swiglu"],
+    ) -> None:
+        super().__init__()
+        self.groups, self.chosen, self.activation = groups, sizes.chosen, activation
+        self.accepted_share = 1.0 if capacity is None else min(1.0, capacity)
+        count, hidden, inner = sizes.count, sizes.hidden, sizes.inner
+        experts = RowPartition.split(count, groups.expert)
+        columns = RowPartition.split(inner, groups.expert_tensor)
+        self.local, self.hidden, self.inner = experts.local, hidden, columns.local
+        gated = activation.gated
+        copies, first = ((2,), (0,)) if gated else ((), ())
+        self.gate_up = Parameter(
+            Shard(
+                f"{name}.{'gate_up' if gated else 'up'}.weight",
+                (count, *copies, inner, hidden),
+                (experts.start, *first, columns.start, 0),
+                (experts.local, *copies, columns.local, hidden),
+                split=EXPERT_AXES,
+            )
+        )
+        self.down = Parameter(
+            Shard(
+                f"{name}.down.weight",
+                (count, hidden, inner),
+                (experts.start, 0, columns.start),
+                (experts.local, hidden, columns.local),
+                split=EXPERT_AXES,
+            ),
+            initial="residual",
+        )
+
+    def forward(self, rows: Tensor, segments: Segments, deferred: list[Callable[[], None]]) -> Tensor:
+        """Return the results [m, h] of rows [m, h] by expert: this rank's term of a sum over `expert_tensor`.
+
+        Args:
+            rows: Rows of this rank's experts.
+            segments: Rows of each expert.
+            deferred: List to which the backward pass appends the computation of weight gradients, for a
+                caller that has to wait for an exchange soon.
+        """
+        result: Tensor = _ExpertsAutograd.apply(rows, self, segments, deferred, self.gate_up, self.down)
+        return result
+
+    def multiply(
+        self, rows: Tensor, weight: Parameter, segments: Segments, transposed: bool = False
+    ) -> Tensor:
+        """Return each row times the transposed matrix [n, k] of its expert, or times the matrix itself.
+
+        Args:
+            rows: Rows by expert, [m, k], or [m, n] if `transposed`.
+            weight: Weight of all experts.
+            segments: Rows of each expert.
+            transposed: True for the gradient of the input.
+        """
+        matrices, audit = weight.detach().view(len(weight), -1, weight.shape[-1]), self.groups.products.audit
+        output = grouped_product(rows, matrices.transpose(1, 2) if transposed else matrices, segments)
+        if audit is not None and audit.active:
+            audit.check_grouped_product(weight, (rows, matrices, output), segments, transposed)
+        return output
+
+    # Sizes for plans
+
+    @property
+    @override
+    def matrices(self) -> list[MatrixSize]:
+        count, hidden, inner = self.down.shard.shape
+        return [
+            MatrixSize(self.activation.input_projections * inner, hidden, "outputs", self.chosen, count),
+            MatrixSize(hidden, inner, "inputs", self.chosen, count),
+        ]
+
+    @property
+    @override
+    def deferred_parameters(self) -> list[Parameter]:
+        return [self.gate_up, self.down]
+
+    @property
+    def expanded_features(self) -> int:
+        """Local features of a row between the two products."""
+        return self.activation.input_projections * self.inner
+
+    def dispatched_rows(self, at: ActivationSizes) -> int:
+        """Return the number of rows that leave this rank for experts under an even load."""
+        tensor = self.groups.tensor
+        return int(self.groups.row_sizes(at.tokens)[tensor.rank] * self.chosen * self.accepted_share)
+
+    def rows(self, at: ActivationSizes) -> int:
+        """Return the number of padded rows of this rank's experts under an even load."""
+        rows = self.dispatched_rows(at) * self.groups.expert_tensor.size
+        unit = ROW_UNIT if at.itemsize == 2 and not at.gpu else 1
+        return rows if unit == 1 else self.local * (-(-rows // (self.local * unit)) * unit)
+
+    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
+        """Return what is saved for the backward pass: the rows, and the results of the first product."""
+        sizes = (self.hidden, self.expanded_features)
+        return [SavedStorage(self.rows(at) * size * at.itemsize, at.itemsize) for size in sizes]
+
+    @override
+    def deferred_bytes(self, at: ActivationSizes) -> int:
+        # The rows, the results of the first product, and the gradients of both products.
+        return self.rows(at) * 2 * (self.hidden + self.expanded_features) * at.itemsize
+
+
+class _ExpertsAutograd(torch.autograd.Function):
+    """Autograd function that saves the rows and the first product; it recomputes the activation."""
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        experts: Experts,
+        segments: Segments,
+        deferred: list[Callable[[], None]],
+        *_: Tensor,
+    ) -> Tensor:
+        ctx.experts, ctx.segments, ctx.deferred = experts, segments, deferred
+        inner = experts.multiply(rows, experts.gate_up, segments)
+        ctx.save_for_backward(as_features(rows), as_features(inner))
+        return experts.multiply(_activate(inner, experts.activation), experts.down, segments)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        experts: Experts = ctx.experts
+        segments: Segments = ctx.segments
+        rows, inner = (saved[0, 0] for saved in ctx.saved_tensors)
+        output_gradient = output_gradient.contiguous()
+        activated_gradient = experts.multiply(output_gradient, experts.down, segments, transposed=True)
+        inner_gradient = _activation_gradient(inner, activated_gradient, experts.activation)
+        del activated_gradient
+        rows_gradient = None
+        if ctx.needs_input_grad[0]:
+            rows_gradient = experts.multiply(inner_gradient, experts.gate_up, segments, transposed=True)
+
+        def compute() -> None:
+            audit, activated = experts.groups.products.audit, _activate(inner, experts.activation)
+            add_grouped_gradient(output_gradient, activated, experts.down, segments, audit)
+            del activated
+            add_grouped_gradient(inner_gradient, rows, experts.gate_up, segments, audit)
+
+        queue = experts.groups.weight_gradients
+        if queue.deferring:
+            queue.submit(compute, output_gradient, inner, inner_gradient, rows)
+        else:
+            ctx.deferred.append(compute)
+        return (rows_gradient, *(None for _ in ctx.needs_input_grad[1:]))
+
+
+def _activate(inner: Tensor, activation: Activation) -> Tensor:
+    """Return the activation [m, f] of [m, f], or of gates and their factors side by side, [m, 2 f]."""
+    if not activation.gated:
+        return activation.function.value(inner)
+    gate, up = inner.chunk(2, dim=1)
+    return activation.function.value(gate).mul_(up)
+
+
+def _activation_gradient(inner: Tensor, gradient: Tensor, activation: Activation) -> Tensor:
+    """Return the gradient of the input of `_activate` for the gradient [m, f] of its result."""
+    function, result = activation.function, torch.empty_like(inner)
+    if not activation.gated:
+        function.gradient(gradient, inner, result)
+        return result
+    gate, up = inner.chunk(2, dim=1)
+    gate_gradient, up_gradient = result.chunk(2, dim=1)
+    torch.mul(gradient, function.value(gate), out=up_gradient)
+    function.gradient(gradient * up, gate, gate_gradient)
+    return result

@@ -1,0 +1,177 @@
+"""Matrix products in 8 bits with delayed scales, from the maxima of earlier steps (Transformer Engine).
+
+With delayed scales no product waits for a maximum of its own operands. Each product records the largest
+magnitude of its operands; after a step all ranks reduce these maxima at once, with the other statistics of
+the step, and append them to a history of some steps. The scales of the next step follow from the largest
+maximum in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hpctrain.comm.group import Group
+from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
+from hpctrain.parallel.fp8.formats import E5M2, Fp8Format, agreed_maximum
+from hpctrain.parallel.fp8.history import HISTORY_KIND, History
+from hpctrain.parallel.fp8.quantize import ScaleBlocks, block_maxima
+from hpctrain.parallel.fp8.quantized_matmul import KINDS, Kind, QuantizedMatmul
+from hpctrain.parallel.fp8.recipes import ScalingRecipe
+from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.parallel.matmul import Matmul, Operand
+from hpctrain.parallel.shards import Parameter, Shard
+
+
+class DelayedMatmul(QuantizedMatmul):
+    """Products in 8 bits by scales of the maxima of earlier steps.
+
+    All passes of a step use the same scales, in whatever order micro-batches run and are recomputed. As long
+    as no maximum is known for an operand, or all of it was zero, a pass multiplies as stored: forward needs
+    maxima of inputs and weights, backward of all three operands.
+
+    Args:
+        weights: Weights [n_i, k], as for Matmul.
+        groups: Context of the layer.
+        recipe: Which elements share a scale.
+        steps: Number of steps in the history.
+        gradient_form: Format of gradients of the output.
+        messages: True if ranks exchange pieces of tokens in 8 bits.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Parameter],
+        groups: LayerContext,
+        recipe: ScalingRecipe,
+        steps: int,
+        gradient_form: Fp8Format = E5M2,
+        messages: bool = False,
+    ) -> None:
+        super().__init__(weights, groups, recipe, gradient_form, messages)
+        self.histories = {
+            kind: History(groups.tensor.empty((steps,), torch.float32).zero_()) for kind in KINDS
+        }
+        self._known: dict[Kind, tuple[int, bool]] = {}  # for a version of the maxima
+
+    @property
+    def known(self) -> bool:
+        """True if there are scales for all three products."""
+        return self._knows(*KINDS)
+
+    def _knows(self, *kinds: Kind) -> bool:
+        """Return True if there are scales for these operands.
+
+        Once a step it waits for the device, as long as there are none.
+        """
+        for kind in kinds:
+            maxima = self.histories[kind].maxima
+            if self._known.get(kind, (-1, False))[0] != maxima._version:
+                self._known[kind] = maxima._version, maxima.is_meta or bool(maxima.any())
+            if not self._known[kind][1]:
+                return False
+        return True
+
+    @override
+    def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
+        self._record("inputs", inputs)
+        self._record_weights()
+        if not self._knows("inputs", "weights"):
+            return Matmul.forward(self, inputs, bias)
+        return super().forward(inputs, bias)
+
+    @override
+    def input_gradient(self, output_gradient: Tensor, out: Tensor | None = None) -> Tensor:
+        self._record("gradients", output_gradient)
+        if not self.known:
+            return Matmul.input_gradient(self, output_gradient, out)
+        return super().input_gradient(output_gradient, out)
+
+    @override
+    def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
+        self._record("gradients", output_gradient)  # again, unless nothing needs the gradient of the input
+        if not self.known:
+            Matmul.add_weight_gradient(self, output_gradient, inputs)
+        else:
+            super().add_weight_gradient(output_gradient, inputs)
+
+    @override
+    def forward_and_save(
+        self, inputs: Tensor, bias: Tensor | None, sequence_group: Group | None, compact: bool
+    ) -> tuple[Tensor, Operand]:
+        # Inputs are saved in 8 bits only if backward has all scales, or does not need them.
+        trained = self.weights[0].requires_grad
+        if not (self.known if trained else self._knows("inputs", "weights")):
+            return Matmul.forward_and_save(self, inputs, bias, sequence_group, compact)
+        self._record("inputs", inputs)
+        self._record_weights()
+        return super().forward_and_save(inputs, bias, sequence_group, compact)
+
+    @override
+    def gather_gradient(self, output_gradient: Tensor, sequence_group: Group | None) -> Operand:
+        if not self.known:
+            return Matmul.gather_gradient(self, output_gradient, sequence_group)
+        self._record("gradients", output_gradient)
+        return super().gather_gradient(output_gradient, sequence_group)
+
+    @override
+    def add_weight_gradient_of(self, output_gradient: Operand, saved: Operand) -> None:
+        if not self.known:
+            Matmul.add_weight_gradient_of(self, output_gradient, saved)
+        else:
+            super().add_weight_gradient_of(output_gradient, saved)
+
+    @override
+    def saved_input(self, rows: int, at: ActivationSizes, sequence_group: Group | None) -> list[SavedStorage]:
+        return Matmul.saved_input(self, rows, at, sequence_group)  # of the first steps, which need most
+
+    @override
+    def gradient_bytes(self, rows: int, at: ActivationSizes) -> int:
+        return Matmul.gradient_bytes(self, rows, at)
+
+    def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
+        """Yield the kind, shard and values of each history, for checkpoints (`KeepsState`)."""
+        for kind, history in self.histories.items():
+            shard = Shard.replicated(self.weights[0].shard.name, (len(history.maxima),))
+            yield f"{HISTORY_KIND}/{kind}", shard, history.maxima
+
+    def after_update(self, statistics: Mapping[str, Tensor]) -> None:
+        """Append the maxima of a completed step. Not called for steps that are skipped."""
+        for kind, history in self.histories.items():
+            # There is none of gradients if no layer before this one is trained.
+            maximum = statistics.get(self._statistic_name(kind))
+            if maximum is not None:
+                history.append(maximum[0])
+        # A kind whose scale was known still is; this avoids another wait for the device.
+        known = [kind for kind, (_, is_known) in self._known.items() if is_known]
+        self._known = {kind: (self.histories[kind].maxima._version, True) for kind in known}
+
+    @property
+    @override
+    def weight_maxima(self) -> Tensor | None:
+        # Without all scales, some pass needs weights that are not in 8 bits.
+        return self.histories["weights"].largest if self.known else None
+
+    @override
+    def record_weight_maximum(self, largest: Tensor) -> None:
+        self.groups.statistics.record_max(self._statistic_name("weights"), agreed_maximum(largest))
+
+    def _maxima(self, kind: Kind, *_: object) -> Tensor:
+        return self.histories[kind].largest
+
+    def _record_weights(self) -> None:
+        """Record the maximum of the weights, unless the owners of gathered slices have recorded it."""
+        if self._prequantized is None:
+            self._record("weights", self.weight())
+
+    def _record(self, kind: Kind, values: Tensor) -> None:
+        rows = values.reshape(-1, values.shape[-1])
+        padding = self._padding(len(rows)) if kind == "inputs" else None
+        largest = block_maxima(rows if padding is None else rows.masked_fill(padding, 0.0), ScaleBlocks())
+        self.groups.statistics.record_max(self._statistic_name(kind), agreed_maximum(largest.reshape(1)))
+
+    def _statistic_name(self, kind: Kind) -> str:
+        return f"{HISTORY_KIND}/{self.weights[0].shard.name}/{kind}"
