@@ -76,6 +76,9 @@ class HuggingFaceArchitecture:
     attention_biases: tuple[AttentionBias, ...] = ("none", "all")
     """Values of model.attention_bias that it supports. If there are several, attention_bias of a config says
     whether all layers of attention have biases or none."""
+    equivalent: str = ""
+    """Name of the architecture that computes the same, as which its models are exported if they were not
+    imported from it; "" if there is none."""
 
     @property
     def activations(self) -> dict[str, str]:
@@ -247,6 +250,20 @@ _QWEN3 = HuggingFaceArchitecture(
     head_size=128,
     always={"query_key_norm": "head"},
 )
+_MISTRAL = HuggingFaceArchitecture(
+    name="MistralForCausalLM",
+    model_type="mistral",
+    family="llama",
+    rules=_LLAMA_RULES,
+    prefix="model.",
+    buffers=_LLAMA_BUFFERS,
+    fixed=(Fixed("sliding_window", (None,), 4096), *_LLAMA_FIXED),
+    sizes=_sizes(32000, 131072, 4096, 32, 32, 14336),
+    epsilon=("rms_norm_eps", 1e-6),
+    key_value_heads=8,
+    attention_biases=("none",),
+    equivalent="LlamaForCausalLM",
+)
 _QWEN2 = HuggingFaceArchitecture(
     name="Qwen2ForCausalLM",
     model_type="qwen2",
@@ -377,6 +394,7 @@ SCORED: Mapping[str, HuggingFaceArchitecture] = MappingProxyType(
             (_GPT2, "GPT2"),
             (_LLAMA, "Llama"),
             (_ARCEE, "Arcee"),
+            (_MISTRAL, "Mistral"),
             (_QWEN2, "Qwen2"),
             (_QWEN3, "Qwen3"),
             (_MIXTRAL, "Mixtral"),
@@ -390,7 +408,8 @@ ARCHITECTURES: Mapping[str, HuggingFaceArchitecture] = MappingProxyType(
     {
         each.name: each
         for each in (
-            *(_GPT2, _LLAMA, _ARCEE, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE, _OLMOE, _DOTS1, _DEEPSEEK_V3),
+            *(_GPT2, _LLAMA, _ARCEE, _MISTRAL, _QWEN2, _QWEN3),
+            *(_MIXTRAL, _QWEN3_MOE, _OLMOE, _DOTS1, _DEEPSEEK_V3),
             *SCORED.values(),
         )
     }

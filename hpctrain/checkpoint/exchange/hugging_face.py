@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES, SCORED, HuggingFaceArchitecture
@@ -17,6 +18,7 @@ from hpctrain.text import either
 
 Config = Mapping[str, Any]
 
+_NONE: Config = MappingProxyType({})
 _LARGEST = 10_000_000
 _EXPERTS = ("num_experts", "num_local_experts")
 """One and the same: which one is written depends on the version."""
@@ -212,13 +214,21 @@ class _Reading:
             self.problem(names["router_groups_per_token"], of_groups, told)
 
 
-def config_of(shape: ModelShape, dtype: str) -> dict[str, Any]:
-    """The config.json of a shape whose tensors are of a type such as "float32", without ids of tokens.
+def config_of(shape: ModelShape, dtype: str, imported: Config = _NONE) -> dict[str, Any]:
+    """Return the config.json of a model without ids of tokens.
 
-    HpctrainError where `transformers` has no such model. Both the newer and the older names of some keys
-    are there, so that its versions 4 and 5 read the same.
+    Both the newer and the older names of some keys are there, so that versions 4 and 5 of `transformers`
+    read the same.
+
+    Args:
+        shape: Shape of the model.
+        dtype: Type of its tensors, such as "float32".
+        imported: The config.json that the model was imported with; empty if it was not imported.
+
+    Raises:
+        HpctrainError: `transformers` has no such model.
     """
-    architecture = exported_as(shape)
+    architecture = exported_as(shape, imported)
     shared = {
         "initializer_range": shape.initial_std,
         "tie_word_embeddings": shape.tied,
@@ -274,10 +284,20 @@ def _mixture_keys(shape: ModelShape, architecture: HuggingFaceArchitecture) -> d
     return keys
 
 
-def exported_as(shape: ModelShape) -> HuggingFaceArchitecture:
-    """The architecture that computes what a model of this shape does; HpctrainError where there is none."""
+def exported_as(shape: ModelShape, imported: Config = _NONE) -> HuggingFaceArchitecture:
+    """Return the architecture that computes what a model of this shape does.
+
+    Args:
+        shape: Shape of the model.
+        imported: The config.json that the model was imported with; empty if it was not imported. Of several
+            architectures that compute the same, the result is the one that it names.
+
+    Raises:
+        HpctrainError: `transformers` has no such model.
+    """
     name = "GPT2LMHeadModel" if shape.family == "gpt2" else _LLAMAS[bool(shape.experts)](shape)
-    architecture = ARCHITECTURES[name]
+    architecture = _equivalent(ARCHITECTURES[name], shape, imported)
+    name = architecture.name
     family = {"gpt2": "GPT-2", "llama": "Llama"}.get(architecture.model_type, name)
     if shape.activation not in architecture.activations:
         raise _refused(
@@ -325,6 +345,17 @@ def exported_as(shape: ModelShape) -> HuggingFaceArchitecture:
             told = f"transformers has no {family} with a scalar head, so this model cannot be exported"
             raise HpctrainError(f'objective.kind = "reward": {told}')
         return SCORED[name]
+    return architecture
+
+
+def _equivalent(
+    architecture: HuggingFaceArchitecture, shape: ModelShape, imported: Config
+) -> HuggingFaceArchitecture:
+    """Return the imported architecture if it computes the same as another one, or else the other one."""
+    for each in _LANGUAGE_MODELS:
+        computes_same = each.equivalent == architecture.name and shape.attention_bias in each.attention_biases
+        if computes_same and each.model_type == imported.get("model_type"):
+            return each
     return architecture
 
 

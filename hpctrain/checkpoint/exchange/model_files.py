@@ -49,11 +49,11 @@ def model_files(
     Raises:
         HpctrainError: `transformers` has no such model.
     """
-    architecture = exported_as(shape)
     imported = settings.file(MODEL_CONFIG)
+    architecture = exported_as(shape, imported)
     context = context_length(shape, architecture, settings)
     ids = _special_ids_by_file(settings, tokenizer)
-    config = _imported_config(imported, architecture) | config_of(shape, dtype)
+    config = _imported_config(imported, architecture) | config_of(shape, dtype, imported)
     if "initializer_range" in imported:
         config["initializer_range"] = imported["initializer_range"]
     config |= ids[MODEL_CONFIG]

@@ -60,6 +60,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         for name, each in SCALINGS.items()
     },
     "llama-biased": ("Llama", {"num_key_value_heads": 2, "attention_bias": True}),
+    "mistral": ("Mistral", {"num_key_value_heads": 2, "head_dim": 12, "sliding_window": None}),
     "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
     "qwen2-tied": ("Qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 6}),
     "qwen3-biased": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 12, "attention_bias": True}),
@@ -73,6 +74,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 SIZES: dict[str, dict[str, Any]] = {
     "GPT2": {"vocab_size": 61, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4},
     "Llama": {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 24,
+    },
+    "Mistral": {
         "vocab_size": 61,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -345,7 +354,7 @@ def change(folder: Path, changes: dict[str, Any], **nulls: None) -> None:
         (
             "llama",
             "architectures",
-            ["MistralForCausalLM"],
+            ["GemmaForCausalLM"],
             "unsupported architecture; expected GPT2LMHeadModel, Llama",
         ),
         ("llama", "hidden_act", "gelu", "hidden_act = 'gelu'"),
@@ -353,6 +362,7 @@ def change(folder: Path, changes: dict[str, Any], **nulls: None) -> None:
         ("llama", "attention_bias", True, "q_proj.bias: not in these files"),
         ("llama", "mlp_bias", True, "mlp_bias = True"),
         ("llama", "sliding_window", 4096, "sliding_window = 4096"),
+        ("mistral", "sliding_window", 16, "sliding_window = 16: unsupported; expected None for mistral"),
         (
             "llama",
             "rope_scaling",
