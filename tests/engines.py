@@ -46,6 +46,8 @@ peak = 1e-2
 warmup = 2
 [communication]
 bucket_bytes = 20000
+[machine]
+compile = false
 """
 
 Result = TypeVar("Result")

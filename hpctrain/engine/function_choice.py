@@ -41,19 +41,23 @@ def compile_functions() -> bytes:
 def with_functions(deck: Deck, world: World) -> Deck:
     """Return the deck with the functions that compute its blocks. Collective over all ranks.
 
-    If the deck asks for compiled functions, one rank of each node compiles them. All ranks use torch's if
-    this fails on one of them, or if the resumed run used them.
+    If the deck allows compiled functions, one rank of each node compiles them. All ranks use torch's if this
+    fails on one of them, or if the resumed run used them.
 
     Raises:
-        HpctrainError: On all ranks if the deck asks for compiled functions on GPUs.
+        HpctrainError: On all ranks if the deck requires compiled functions on GPUs.
     """
-    if not deck.machine.compile or deck.runtime_choices.functions is not None:
+    if deck.machine.compile is False or deck.runtime_choices.functions is not None:
         return deck
     everyone = world.everyone
     if not on_host(world.device):
+        if deck.machine.compile == "auto":
+            return deck
         raise HpctrainError(
             deck.problem("machine.compile", "is supported on CPUs only (leave it out on GPUs)")
         )
+    if obstacle := _obstacle(deck):
+        return _with_torch(deck, obstacle)
     start, content, why = perf_counter(), None, ""
     if world.local_rank == 0:
         try:
@@ -74,29 +78,47 @@ def with_functions(deck: Deck, world: World) -> Deck:
             why = "" if agrees(functions) else "the compiled library does not agree with torch"
     reasons = [each for each in everyone.all_gather_object(why) if each]
     if reasons or not functions.compiled:
-        why = reasons[0] if reasons else "no library was built"
-        warning = (
-            f"; {_RESUMED_RUN_USED} compiled ones: {_OTHER_BITS}"
-            if deck.runtime_choices.compiled_record
-            else ""
-        )
-        functions = LayerFunctions(f"{why}{warning}")
-    return deck.with_runtime_choices(replace(deck.runtime_choices, functions=functions))
+        return _with_torch(deck, reasons[0] if reasons else "no library was built")
+    return _with(deck, functions)
 
 
 def planned_functions(deck: Deck) -> Deck:
-    """Return the deck for a plan, in which functions that the run compiles count as compiled. Local."""
-    if not deck.machine.compile or deck.runtime_choices.functions is not None:
+    """Return the deck for a plan, in which functions that the run compiles count as compiled. Local.
+
+    With machine.compile = "auto", the machine of the run is assumed to have a compiler.
+    """
+    if deck.machine.compile is False or deck.runtime_choices.functions is not None or _obstacle(deck):
         return deck
-    return deck.with_runtime_choices(replace(deck.runtime_choices, functions=CompiledFunctions()))
+    return _with(deck, CompiledFunctions())
+
+
+def _obstacle(deck: Deck) -> str:
+    """Return why the functions of a deck with machine.compile = "auto" are not compiled; "" if they are.
+
+    With machine.compile = true, `deck/sections/machine.py` refuses these decks.
+    """
+    if deck.run.threads != 1:
+        return f"run.threads = {deck.run.threads}, and compiled functions have one thread"
+    if deck.precision.compute == "fp16":
+        return "compiled functions compute in fp32 or bf16"
+    return "compiled functions support built-in models only" if deck.model.module is not None else ""
+
+
+def _with_torch(deck: Deck, why: str) -> Deck:
+    """Return the deck with torch's functions, and the reason for them, with a warning for a resumed run."""
+    warning = f"; {_RESUMED_RUN_USED} compiled ones: {_OTHER_BITS}"
+    return _with(deck, LayerFunctions(why + warning * bool(deck.runtime_choices.compiled_record)))
+
+
+def _with(deck: Deck, functions: LayerFunctions) -> Deck:
+    return deck.with_runtime_choices(replace(deck.runtime_choices, functions=functions))
 
 
 def functions_of(deck: Deck, device: torch.device) -> LayerFunctions:
     """Return the functions of a deck's blocks: torch's if none were compiled for it."""
     chosen = deck.runtime_choices.functions
-    return (
-        chosen if isinstance(chosen, LayerFunctions) and deck.machine.compile and on_host(device) else TORCH
-    )
+    allowed = deck.machine.compile is not False and on_host(device)
+    return chosen if isinstance(chosen, LayerFunctions) and allowed else TORCH
 
 
 def record_of(stored: object) -> str:
@@ -109,7 +131,8 @@ def record_of(stored: object) -> str:
 def with_stored_functions(deck: Deck, before: Deck, stored: object) -> Deck:
     """Return the deck of a resumed run with the record of the functions that the checkpoint's run used.
 
-    If that run asked for compiled functions but could not have them, torch's stay, unless `--set` asks again.
+    If that run used torch's, they stay, unless the deck requires compiled functions and that run's deck did
+    not, or `--set` requires them again.
 
     Args:
         deck: Deck of the resumed run.
@@ -117,16 +140,17 @@ def with_stored_functions(deck: Deck, before: Deck, stored: object) -> Deck:
         stored: Record in the checkpoint.
     """
     choices = replace(deck.runtime_choices, compiled_record=record_of(stored))
-    place = deck.sources.place("machine.compile")
-    if before.machine.compile and not choices.compiled_record and place.override is None:
+    overridden = deck.sources.place("machine.compile").override is not None
+    required = deck.machine.compile is True and (before.machine.compile is not True or overridden)
+    if not choices.compiled_record and not required:
         why = "the resumed run did not compile them (--set machine.compile=true compiles them)"
         choices = replace(choices, functions=LayerFunctions(why))
     return deck.with_runtime_choices(choices)
 
 
 def describe_functions(deck: Deck, functions: LayerFunctions) -> list[str]:
-    """Return the lines in which a run describes its functions; empty if it uses the default."""
-    if not deck.machine.compile:
+    """Return the lines in which a run on CPUs describes its functions."""
+    if deck.machine.compile is False:
         warning = (
             "block functions are torch's (machine.compile = false); "
             f"{_RESUMED_RUN_USED} compiled ones: {_OTHER_BITS}"
@@ -134,4 +158,5 @@ def describe_functions(deck: Deck, functions: LayerFunctions) -> list[str]:
         return [warning] if deck.runtime_choices.compiled_record else []
     if functions.compiled:
         return [f"block functions are compiled for this processor ({functions.why})"]
-    return [f"machine.compile = true, but block functions are torch's: {functions.why}"]
+    required = "machine.compile = true, but " if deck.machine.compile is True else ""
+    return [f"{required}block functions are torch's: {functions.why}"] if functions.why else []

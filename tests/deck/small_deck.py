@@ -158,7 +158,7 @@ VALUES: dict[str, list[str]] = {
     "machine.bind": ["true"],
     "machine.rates": ['"selene-2021"'],
     "machine.ranks_per_node": ["1"],
-    "machine.compile": ["false", "true"],
+    "machine.compile": ["false", "true", "auto"],
     "machine.products": ['"library"', '"onednn"', '"fp32"', '"fp32-onednn"'],
 }
 

@@ -24,6 +24,7 @@ def test_sections_and_dotted_names_make_one_deck() -> None:
         "batch": {"global_size": 8, "micro_size": 2, "sequence": 32},
         "learning_rate": {"peak": 1e-2, "warmup": 2},
         "communication": {"bucket_bytes": 20000},
+        "machine": {"compile": False},
     }
     assert parse_deck(tables_to_toml(given)) == parse_deck(DECK, ["model.initial_std=0.5"])
 

@@ -16,6 +16,7 @@ from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.machine import Machine
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine import function_choice as module
 from hpctrain.engine.build import make_mesh
@@ -41,7 +42,8 @@ from tests.plan.test_memory import expect_activations
 from tests.rope_scalings import YARN_KEYS
 from tests.train.test_run import DECK, write_deck
 
-COMPILE = "machine.compile=true"
+COMPILE, AUTO = "machine.compile=true", "machine.compile=auto"
+LEFT = "the resumed run used compiled ones: from here on losses may differ in their last bits"
 CPU = torch.device("cpu")
 FAMILIES = {
     "gpt2": (),
@@ -161,6 +163,40 @@ def test_all_fall_back_where_one_cannot(
     assert describe_functions(small_deck(), TORCH) == []
 
 
+@pytest.mark.mpi(max_size=1)
+def test_functions_are_compiled_by_default_where_they_can_be(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Machine().compile == "auto"
+    deck = small_deck(AUTO)
+    assert functions_of(compiled(deck, world), CPU).compiled
+    assert functions_of(planned_functions(deck), CPU).compiled
+    threads = "run.threads = 2, and compiled functions have one thread"
+    for without, why in (
+        (small_deck(AUTO, "run.threads=2"), threads),
+        (small_deck(AUTO, "precision.compute=fp16"), "compiled functions compute in fp32 or bf16"),
+        (deck.with_keys(model={"module": "m:f"}), "compiled functions support built-in models only"),
+    ):
+        assert planned_functions(without) is without
+        found = with_functions(without, world)
+        assert describe_functions(found, functions_of(found, CPU)) == [f"block functions are torch's: {why}"]
+    gpu = world.single_rank_world()
+    gpu.device = torch.device("cuda")
+    assert with_functions(deck, gpu) is deck
+    assert describe_functions(deck, functions_of(deck, gpu.device)) == []
+    # A resumed run keeps torch's without a compiler in the first run, and says so if it loses compiled ones.
+    stored = {"compiled": "", "products": {}}
+    resumed = with_functions(with_stored_choices(deck, deck, stored, Path()), world)
+    (said,) = describe_functions(resumed, functions_of(resumed, CPU))
+    assert said.startswith("block functions are torch's: the resumed run did not compile them")
+    required = with_stored_choices(small_deck(COMPILE), deck, stored, Path())
+    assert functions_of(with_functions(required, world), CPU).compiled
+    lost = with_stored_choices(small_deck(AUTO, "run.threads=2"), deck, {"compiled": "89abcdef"}, Path())
+    lost = with_functions(lost, world)
+    (said,) = describe_functions(lost, functions_of(lost, CPU))
+    assert said == f"block functions are torch's: {threads}; {LEFT}"
+
+
 @pytest.mark.mpi(min_size=1, max_size=2)
 def test_what_would_end_the_job_is_not_called(
     world: World, monkeypatch: pytest.MonkeyPatch, mpi_tmp_path: Path
@@ -206,9 +242,7 @@ def test_a_run_that_goes_on_computes_as_before(world: World) -> None:
         (said,) = describe_functions(anew, functions_of(anew, CPU))
         assert said.endswith("the resumed run used torch: from here on losses may differ in their last bits)")
     (said,) = describe_functions(with_stored_choices(old, deck, {"compiled": "89abcdef"}, Path()), TORCH)
-    assert said.endswith(
-        "the resumed run used compiled ones: from here on losses may differ in their last bits"
-    )
+    assert said.endswith(LEFT)
     assert describe_functions(with_stored_choices(old, old, {}, Path()), TORCH) == []
     assert functions_of(planned_functions(deck), CPU).compiled
     assert functions_of(planned_functions(deck), torch.device("cuda")) is TORCH
@@ -259,7 +293,7 @@ def test_resumed_runs_have_the_same_bits(
         run("torch", "run.steps=2", "learning_rate.decay_steps=4", COMPILE)
     assert "no C compiler: magic-cc not found" in capfd.readouterr().out or world.rank
     assert resume(world, mpi_tmp_path / "torch", ["run.steps=4"]) == 0
-    run("plain", "run.steps=4")
+    run("plain", "run.steps=4", "machine.compile=false")
     assert losses("torch") == losses("plain") != losses("whole")
 
 
@@ -308,7 +342,7 @@ def test_gpus_and_other_decks_are_refused(world: World) -> None:
     for keys, sentence in (
         (("precision.compute=fp16",), "compiled functions compute in fp32 or bf16"),
         (("run.threads=2",), "compiled functions have one thread for each rank"),
-        (("run.device=cuda",), 'has no effect without run.device = "auto" or "cpu"'),
+        (("run.device=cuda",), "compiled functions run on CPUs only"),
     ):
         with pytest.raises(HpctrainError, match=sentence):
             small_deck(COMPILE, *keys)

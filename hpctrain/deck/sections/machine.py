@@ -33,9 +33,9 @@ class Machine(Section):
         "Matrix multiplication on CPUs: the fastest measured, torch's, oneDNN's, or either with fp32 inputs.",
         "auto",
     )
-    compile: bool = key(
-        "Whether attention, activations, norms and losses run on CPUs as functions compiled at the start.",
-        False,
+    compile: bool | Literal["auto"] = key(
+        "Whether CPUs compute attention, activations, norms and losses by functions compiled at the start.",
+        "auto",
     )
     deterministic: bool = key(
         "Whether GPUs add in a fixed order; operations that cannot do so (in modules of users) are an error.",
@@ -81,14 +81,30 @@ RELATIONS: Relations = (
     Conflicts(
         "machine.compile",
         "precision.compute",
-        None,
+        (True,),
         ("fp16",),
         because="compiled functions compute in fp32 or bf16",
     ),
-    Conflicts("machine.compile", "run.threads", because="compiled functions have one thread for each rank"),
-    HasEffectWith("machine.compile", "run.device", ("auto", "cpu")),
+    Conflicts(
+        "machine.compile",
+        "run.threads",
+        (True,),
+        because="compiled functions have one thread for each rank",
+    ),
+    Conflicts(
+        "machine.compile",
+        "run.device",
+        (True,),
+        ("cuda", "xpu"),
+        because="compiled functions run on CPUs only",
+    ),
     HasEffectWith("machine.deterministic", "run.device", ("auto", "cuda", "xpu")),
-    Conflicts("machine.compile", "model.module", because="compiled functions support built-in models only"),
+    Conflicts(
+        "machine.compile",
+        "model.module",
+        (True,),
+        because="compiled functions support built-in models only",
+    ),
     Conflicts("machine.rates", "model.module", because="step times are predicted for built-in models only"),
     HasEffectWith(
         "machine.rates",
