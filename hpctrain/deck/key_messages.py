@@ -20,7 +20,7 @@ def expected_value(field: FieldInfo) -> str:
     if get_origin(kind) is Literal:
         return either([toml_value(choice) for choice in get_args(kind)])
     if kind is bool:
-        return "true or false"
+        return either(["true", "false", *map(toml_value, _choices(field))])
     if field_text(field, "unit") == "bit/s":
         return 'a link of at least 1 kbit/s, such as "100 Mbit/s, 20 ms"'
     if kind is str and field_text(field, "unit") == "ranks":

@@ -101,6 +101,11 @@ from tests.deck.small_text import SMALL, changed, problems
             "deck.toml:15: layout.sequence_parallel = 1: must be true or false",
         ),
         (
+            "[run]",
+            '[machine]\ncompile = "on"\n[run]',
+            'deck.toml:2: machine.compile = "on": must be true, false or "auto"',
+        ),
+        (
             "tensor = 1",
             "[model.dropout]\nx = 1",
             "deck.toml:14: model.dropout = {x = 1}: must be a number from 0 to below 1, not a table",
