@@ -39,6 +39,7 @@ micro_size = 2
 sequence = 32
 [machine]
 peak_flops = 1e10
+compile = false
 """
 
 

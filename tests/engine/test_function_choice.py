@@ -1,4 +1,7 @@
-"""Whether functions are compiled: agreed, the same on all layouts, kept in checkpoints, planned, refused."""
+"""Whether functions are compiled: agreed, the same on all layouts, kept in checkpoints, planned, refused.
+
+Tests of engine/function_choice.py and deck/sections/machine.py.
+"""
 
 from __future__ import annotations
 

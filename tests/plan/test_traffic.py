@@ -157,6 +157,12 @@ def test_experts_are_planned_where_loads_are_even(world: World) -> None:
     assert payload["expert"] == pytest.approx(real["expert"], rel=0.01)
 
 
+def test_compiled_functions_communicate_as_torch_does() -> None:
+    keys = ("layout.tensor=2", "layout.pipeline=2", "layout.sequence_parallel=true")
+    plans = [plan_traffic(small_deck(*keys, f"machine.compile={each}"), 4, 61) for each in ("true", "false")]
+    assert plans[0] == plans[1] and plans[0].stages
+
+
 def test_inside_a_node_nothing_passes_a_link() -> None:
     deck = small_deck("layout.tensor=2")
 

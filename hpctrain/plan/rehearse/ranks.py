@@ -56,7 +56,8 @@ class RankProgrammes:
     _recall: Recall = field(init=False, default_factory=Recall)
 
     def __post_init__(self) -> None:
-        self.deck = steady(self.deck)
+        # Layers run without values, for which there are no compiled functions; torch's communicate alike.
+        self.deck = steady(self.deck).with_keys(machine={"compile": False})
         self.sizes = axis_sizes(self.deck, self.ranks)
         self.shape = ModelShape.of(self.deck, self.vocabulary)
         placement = placed_by_flops(self.deck, self.shape, self.sizes["data"])

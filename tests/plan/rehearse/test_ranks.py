@@ -104,6 +104,13 @@ def test_ranks_that_are_not_alike_fit_each_other(ranks: int, per_node: int, keys
     assert not match(alike).faults
 
 
+def test_compiled_functions_communicate_as_torch_does() -> None:
+    keys = ("layout.tensor=2", "layout.pipeline=2")
+    decks = [small_deck(*keys, f"machine.compile={each}") for each in ("true", "false")]
+    jobs = [RankProgrammes(deck, 4, VOCABULARY, 2).job() for deck in decks]
+    assert jobs[0].programmes == jobs[1].programmes and jobs[0].programmes
+
+
 def test_a_forgotten_message_of_one_rank_is_found_among_many() -> None:
     """Of 64 ranks one leaves out what it sends third."""
     keys = ("layout.pipeline=4", "layout.tensor=2", "model.layers=4", "batch.global_size=32")
