@@ -8,7 +8,6 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from importlib.resources import as_file, files
-from time import perf_counter
 from zlib import crc32
 
 import torch
@@ -30,12 +29,21 @@ _LONGEST_RECORD = 100
 def compile_functions() -> bytes:
     """Return the library of `parallel/kernels/functions.c` for this processor. Local.
 
+    A new one is compared with torch, which takes about 50 MB of memory until this process ends.
+
     Raises:
         CompilerError: No compiler makes one that runs here.
     """
     folder = files("hpctrain.parallel.kernels")
     with as_file(folder / "functions.c") as source, as_file(folder / "function_library.py") as program:
-        return build_library(source, program)
+        return build_library(source, program, _agrees)
+
+
+def _agrees(library: bytes) -> bool:
+    try:
+        return agrees(CompiledFunctions(open_library(library)))
+    except (OSError, AttributeError):
+        return False
 
 
 def with_functions(deck: Deck, world: World) -> Deck:
@@ -58,7 +66,7 @@ def with_functions(deck: Deck, world: World) -> Deck:
         )
     if obstacle := _obstacle(deck):
         return _with_torch(deck, obstacle)
-    start, content, why = perf_counter(), None, ""
+    content, why = None, ""
     if world.local_rank == 0:
         try:
             content = compile_functions()
@@ -70,12 +78,11 @@ def with_functions(deck: Deck, world: World) -> Deck:
         why = "the compiled library cannot be loaded"
         with suppress(OSError, AttributeError):
             record = " ".join(sorted({f"{crc32(each):08x}" for each in of_nodes.values()}))[:_LONGEST_RECORD]
-            description = f"compiled in {perf_counter() - start:.1f} s"
+            changed = ""
             if deck.runtime_choices.compiled_record not in {None, record}:
                 before = _OTHERWISE if deck.runtime_choices.compiled_record else "torch"
-                description += f"; {_RESUMED_RUN_USED} {before}: {_OTHER_BITS}"
-            functions = CompiledFunctions(open_library(library), description, record)
-            why = "" if agrees(functions) else "the compiled library does not agree with torch"
+                changed = f"{_RESUMED_RUN_USED} {before}: {_OTHER_BITS}"
+            functions, why = CompiledFunctions(open_library(library), changed, record), ""
     reasons = [each for each in everyone.all_gather_object(why) if each]
     if reasons or not functions.compiled:
         return _with_torch(deck, reasons[0] if reasons else "no library was built")
@@ -157,6 +164,7 @@ def describe_functions(deck: Deck, functions: LayerFunctions) -> list[str]:
         )
         return [warning] if deck.runtime_choices.compiled_record else []
     if functions.compiled:
-        return [f"block functions are compiled for this processor ({functions.why})"]
+        changed = f" ({functions.why})" if functions.why else ""
+        return [f"block functions are compiled for this processor{changed}"]
     required = "machine.compile = true, but " if deck.machine.compile is True else ""
     return [f"{required}block functions are torch's: {functions.why}"] if functions.why else []

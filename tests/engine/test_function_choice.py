@@ -158,10 +158,6 @@ def test_all_fall_back_where_one_cannot(
     monkey.undo()
     assert not functions_of(found, CPU).compiled
     assert "the compiled library cannot be loaded" in describe_functions(deck, functions_of(found, CPU))[0]
-    if world.rank == world.size - 1:
-        monkey.setattr(module, "agrees", lambda _: False)
-    assert not functions_of(with_functions(deck, world), CPU).compiled
-    monkey.undo()
     assert functions_of(with_functions(deck, world), CPU).compiled
     assert describe_functions(small_deck(), TORCH) == []
 
@@ -211,6 +207,23 @@ def test_what_would_end_the_job_is_not_called(
     found = functions_of(with_functions(deck, world), CPU)
     assert not found.compiled
     assert "the compiled library does not run on this processor: SIG" in describe_functions(deck, found)[0]
+
+
+@pytest.mark.mpi(max_size=1)
+def test_wrong_results_are_not_used(
+    world: World, library: bytes, monkeypatch: pytest.MonkeyPatch, mpi_tmp_path: Path
+) -> None:
+    gelu, deck = CompiledFunctions.gelu, small_deck(AUTO)
+    monkeypatch.setattr(module, "compile_functions", compile_functions)
+    monkeypatch.setattr(compiler, "compile_library", lambda _: library)
+    monkeypatch.setattr(compiler, "user_cache", lambda: mpi_tmp_path)
+    with monkeypatch.context() as wrong:
+        wrong.setattr(CompiledFunctions, "gelu", lambda self, x: gelu(self, x) * 1.1)
+        for _ in range(2):  # Nothing is cached.
+            found = functions_of(with_functions(deck, world), CPU)
+            why = "the compiled library does not agree with torch"
+            assert describe_functions(deck, found) == [f"block functions are torch's: {why}"]
+    assert functions_of(with_functions(deck, world), CPU).compiled
 
 
 @pytest.mark.mpi(max_size=1)
@@ -266,7 +279,6 @@ def test_resumed_runs_have_the_same_bits(
     gelu = CompiledFunctions.gelu
     # So small a model may well have the same losses otherwise.
     monkeypatch.setattr(CompiledFunctions, "gelu", lambda self, x: gelu(self, x) * 1.001)
-    monkeypatch.setattr(module, "agrees", lambda _: True)
     deck = mpi_tmp_path / "small.toml"
     if world.rank == 0:
         (mpi_tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
@@ -306,7 +318,6 @@ def test_what_leaves_the_bits_says_so(
 ) -> None:
     gelu = CompiledFunctions.gelu
     monkeypatch.setattr(CompiledFunctions, "gelu", lambda self, x: gelu(self, x) * 1.0001)
-    monkeypatch.setattr(module, "agrees", lambda _: True)
     deck, folder, shown = write_deck(world, mpi_tmp_path), mpi_tmp_path / "run", list[str]()
     keys = [f"run.dir={folder}", "checkpoint.every=2", "checkpoint.keep=9", COMPILE, "learning_rate.warmup=0"]
     assert run_deck(world, deck, [*keys, "run.steps=4"]) == 0

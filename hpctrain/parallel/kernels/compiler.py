@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -67,7 +67,7 @@ class CompilerError(HpctrainError):
     """Error of `build_library`: there is no compiler, it fails, or the library does not run here."""
 
 
-def build_library(source: Path, program: Path) -> bytes:
+def build_library(source: Path, program: Path, is_correct: Callable[[bytes], bool] = lambda _: True) -> bytes:
     """Return the shared library of a C source for this processor, new and tried, or from the cache. Local.
 
     Without a cache folder that can be written, the library is compiled each time.
@@ -75,9 +75,11 @@ def build_library(source: Path, program: Path) -> bytes:
     Args:
         source: File of C.
         program: Program of Python that calls all functions of the library whose file is its argument.
+        is_correct: Function that returns True if the results of a library are correct. It is called with a
+            new library that was tried.
 
     Raises:
-        CompilerError: There is no compiler, it fails, or the library does not run on this processor.
+        CompilerError: There is no compiler, it fails, or the library does not run or compute correctly.
     """
     path = _cache_path(source, program)
     with suppress(OSError):
@@ -87,6 +89,8 @@ def build_library(source: Path, program: Path) -> bytes:
             return library
     library = compile_library(source)
     try_library(library, program)
+    if not is_correct(library):
+        raise CompilerError("the compiled library does not agree with torch")
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as stream:
