@@ -62,3 +62,9 @@ def test_every_seam_has_at_least_ten_faults() -> None:
 
 def test_faults_have_names_of_their_own() -> None:
     assert len({(fault.seam, fault.name) for fault in FAULTS}) == len(FAULTS)
+
+
+def test_faults_are_planted_in_functions_that_exist() -> None:
+    for fault in FAULTS:
+        with planted(fault):  # AttributeError for a function that was renamed
+            pass
