@@ -43,7 +43,7 @@ def faults() -> list[LayoutFault]:
         fault(
             "maxima of products in 8 bits",
             DELAYED_SCALES,
-            wrapped(History, "remember", double_maximum, in_last_update),
+            wrapped(History, "append", double_maximum, in_last_update),
         ),
         fault("tokens of uneven micro-batches", (), wrapped(Step, "prepare", average_each_micro_batch)),
         fault("rotation at late positions", CONTEXT, changed_positions(lambda each: each.bfloat16())),

@@ -63,12 +63,12 @@ def faults() -> list[LayoutFault]:
         fault(
             "maxima that replace each other",
             DELAYED_SCALES,
-            wrapped(History, "remember", _replace_newest_maximum, on_rank_1),
+            wrapped(History, "append", _replace_newest_maximum, on_rank_1),
         ),
         fault(
             "a history of one rank",
             (*DELAYED_SCALES, *TENSOR),
-            wrapped(History, "remember", double_maximum, on_rank_1),
+            wrapped(History, "append", double_maximum, on_rank_1),
         ),
         fault(
             "messages in 8 bits in another order",
@@ -118,7 +118,7 @@ def faults() -> list[LayoutFault]:
         fault(
             "kept inputs of the third micro-batch",
             ROW_SCALES,
-            wrapped(QuantizedMatmul, "_kept_rows", _double_kept_scales, in_third_micro_batch),
+            wrapped(QuantizedMatmul, "_saved_rows", _double_kept_scales, in_third_micro_batch),
         ),
     ]
 
