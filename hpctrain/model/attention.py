@@ -170,13 +170,8 @@ class Attention(nn.Module):
             exchanged = at.features(max(keys, self.groups.context.size * self.head_size))
             normed = [] if self.norm is None else [projected, *statistics]
             return [*normed, output, exchanged, exchanged, output, log_sum]
-        return [
-            projected,
-            *statistics,
-            *([output, shared] if self._saves_rotated_copies else []),
-            output,
-            log_sum,
-        ]
+        rotated = [output, shared] if self._saves_rotated_copies else []
+        return [projected, *statistics, *rotated, output, log_sum]
 
     def made_again(self, at: ActivationSizes) -> int:
         """Return the bytes that a recomputed core saves beside its inputs and output."""

@@ -66,9 +66,8 @@ class ModuleForm:
         first_names = {name: known.setdefault(each, name) for name, each in named.items()}
         every = named | dict(module.named_buffers(remove_duplicate=False))
         shapes = {name: list(each.shape) for name, each in every.items()}
-        return ModuleForm(
-            shapes, first_names, frozenset(name for name, each in named.items() if each.requires_grad)
-        )
+        trained = frozenset(name for name, each in named.items() if each.requires_grad)
+        return ModuleForm(shapes, first_names, trained)
 
 
 @torch.no_grad()
@@ -81,9 +80,8 @@ def build_initial_module(architecture: ModuleArchitecture, seed: int) -> nn.Modu
     """
     with seeded_random_numbers(seed):
         module = architecture.build(HOST)
-        _require_same_form(
-            ModuleForm.of(architecture.copy_on_meta()), ModuleForm.of(module), architecture.title
-        )
+        expected = ModuleForm.of(architecture.copy_on_meta())
+        _require_same_form(expected, ModuleForm.of(module), architecture.title)
         if architecture.initial is not None:
             _apply_user_function(module, architecture.initial)
     return module

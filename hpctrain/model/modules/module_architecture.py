@@ -147,6 +147,11 @@ class ModuleArchitecture(Architecture):
             for name, form in self.fields
         }
 
+    def example_values(self, micro_size: int) -> dict[str, torch.Tensor]:
+        """Return the fields of a micro-batch of ones, since zeros may mean something special."""
+        specs = self.example(micro_size).items()
+        return {name: torch.ones(field.shape, dtype=field.dtype) for name, field in specs}
+
     def call_problems(self, module: nn.Module) -> Iterator[tuple[str, str]]:
         """Yield the key and the message of a problem that prevents a call of the module."""
         try:

@@ -70,10 +70,8 @@ class ModuleLayer(Layer):
 
     @override
     def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
-        yield (
-            None if self.is_block or not self.all_parameters else self.all_parameters[0],
-            self.all_parameters[::-1],
-        )
+        parameters = self.all_parameters
+        yield None if self.is_block or not parameters else parameters[0], parameters[::-1]
         if self.borrowed:
             yield self.borrowed[0], list(self.borrowed)
 

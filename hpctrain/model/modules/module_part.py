@@ -78,18 +78,14 @@ class ModulePart(nn.Module):
         self.module_buffers = contents.buffers
         self.layers[0].keeps = contents.buffers if contents.buffers.persistent else None
         self._gathered = ExitStack()
-        forwards: dict[str, Callable[..., Any]] = {
-            name: each.forward for name, each in contents.calls.items()
-        }
+        forwards = {name: each.forward for name, each in contents.calls.items()}
         for (name, block), layer in zip(contents.blocks.items(), self.layers[1:-1], strict=True):
-            forwards[name] = partial(
-                self._run_block, BlockRunner(name, block, layer, groups, self._current_residency)
-            )
+            runner = BlockRunner(name, block, layer, groups, self._current_residency)
+            forwards[name] = partial(self._run_block, runner)
+        call = self.forward_pass.call_module
         for name, forward in forwards.items():
             # An instance attribute hides the method of the class.
-            vars(self.module.get_submodule(name))["forward"] = partial(
-                self.forward_pass.call_module, name, forward
-            )
+            vars(self.module.get_submodule(name))["forward"] = partial(call, name, forward)
         for number, layer in enumerate(self.layers):
             layer.trace = partial(trace_layer, self, number)
         self.blocks = tuple(contents.blocks.values())
@@ -121,11 +117,8 @@ class ModulePart(nn.Module):
             self._gather_layer(self.layers[0])
             if len(self.layers) == 2:
                 self._gather_layer(self.layers[-1])
-            before = (
-                [parameter._version for parameter in self.names]
-                if recording and self._discards_writes
-                else []
-            )
+            checked = self.names if recording and self._discards_writes else ()
+            before = [parameter._version for parameter in checked]
             outputs = self.forward_pass.run(partial(self._module_call, inputs.fields), inputs.dropout, hidden)
             self._require_unmodified(before)
         for tensor in tensors_of(outputs):

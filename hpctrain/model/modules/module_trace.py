@@ -321,10 +321,8 @@ def _trace_part(
 ) -> PartTrace:
     """Trace a part as a tensor rank holds it: `rank` is its index, the group's size, sequence parallelism."""
     rank_index, size, by_sequence = rank
-    tensor, context = (
-        planned_group((axis,), *of, Ledger())
-        for axis, of in (("tensor", (rank_index, size)), ("context", (0, 1)))
-    )
+    tensor = planned_group(("tensor",), rank_index, size, Ledger())
+    context = planned_group(("context",), 0, 1, Ledger())
     with META:
         groups = LayerContext(tensor, context, by_sequence)
         part = kind(architecture, groups, span)
@@ -345,9 +343,5 @@ def _trace_part(
 
 
 def example_inputs(architecture: ModuleArchitecture, micro_size: int) -> ModelInputs:
-    """Return a micro-batch of ones, since zeros may mean something special."""
-    fields = {
-        name: torch.ones(field.shape, dtype=field.dtype)
-        for name, field in architecture.example(micro_size).items()
-    }
-    return ModelInputs(fields, torch.arange(architecture.sequence))
+    """Return a micro-batch of ones."""
+    return ModelInputs(architecture.example_values(micro_size), torch.arange(architecture.sequence))

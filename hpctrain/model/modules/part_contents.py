@@ -70,9 +70,8 @@ def contents_of_module(
         groups: Process groups and settings of this rank's layers.
         partial_gradients: Parameters whose gradients are summed over tensor ranks.
     """
-    names = _replace_parameters(
-        module, partial(_replace_parameter, partial_gradients, {*linear_parameters(module)})
-    )
+    replace_one = partial(_replace_parameter, partial_gradients, {*linear_parameters(module)})
+    names = _replace_parameters(module, replace_one)
     linear_layers = replace_linear_layers(module, groups)
     blocks = find_blocks(module, architecture.pattern)
     within = [set(block.parameters()) for block in blocks.values()]
@@ -113,17 +112,9 @@ def contents_of_stage(
     """
     stage = StageSlice(find_call_order(architecture), span)
     placeholder = groups.data.empty((), architecture.storage).zero_()
-    names = _replace_parameters(
-        module,
-        partial(
-            _replace_stage_parameter,
-            stage,
-            partial_gradients,
-            {*linear_parameters(module)},
-            shared_parameters,
-            placeholder,
-        ),
-    )
+    kinds = partial_gradients, {*linear_parameters(module)}
+    replace_one = partial(_replace_stage_parameter, stage, *kinds, shared_parameters, placeholder)
+    names = _replace_parameters(module, replace_one)
     linear_layers = replace_linear_layers(module, groups)
     borrowed = tuple(each for each in shared_parameters.values() if each in names)
     every = find_blocks(module, architecture.pattern)
@@ -142,14 +133,8 @@ def contents_of_stage(
         *_block_layers(blocks, block_kinds(every), outer, make),
         make(OuterLayer, "result", behind, of_behind, borrowed),
     )
-    buffers = ModuleBuffers(
-        module,
-        groups,
-        architecture.buffers,
-        architecture.storage,
-        stage.remote_buffers,
-        stage.saved_elsewhere,
-    )
+    rule = architecture.buffers, architecture.storage
+    buffers = ModuleBuffers(module, groups, *rule, stage.remote_buffers, stage.saved_elsewhere)
     own = [parameter for parameter in names if parameter not in set(borrowed)]
     forward_pass = StageForward(stage, StageMessage.of(stage.order), placeholder.device, own)
     return PartContents(names, layers, blocks, buffers, forward_pass, calls)

@@ -130,11 +130,7 @@ def find_call_order(architecture: ModuleArchitecture) -> CallOrder:
     for parameter in module.parameters():
         # Gradients also flow through parameters that are frozen, now or later.
         parameter.requires_grad_(True)
-    fields = {
-        name: torch.ones(field.shape, dtype=field.dtype)
-        for name, field in architecture.example(architecture.micro_size).items()
-    }
-    call = partial(architecture.call(module), fields)
+    call = partial(architecture.call(module), architecture.example_values(architecture.micro_size))
     with run_user_code('its forward pass on the device "meta" of torch, whose tensors have no values, fails'):
         return trace_call_order(module, call, find_blocks(module, architecture.pattern))
 

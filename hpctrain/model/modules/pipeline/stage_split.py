@@ -18,11 +18,8 @@ from hpctrain.model.part import LayerRange
 
 def tensors_between(order: CallOrder, block: int) -> list[CallResult]:
     """Return the tensors that are made before a block, given by its number, and used from there on."""
-    return sorted(
-        source
-        for source, last in order.last_uses.items()
-        if order.calls[source.call].position < 2 * block <= last
-    )
+    uses = order.last_uses.items()
+    return sorted(each for each, last in uses if order.calls[each.call].position < 2 * block <= last)
 
 
 @dataclass(frozen=True)

@@ -78,11 +78,9 @@ class _EnterSplit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: LayerContext) -> Tensor:
         ctx.groups = groups
-        return (
-            transpose_sequence(groups.gather_sequence(transpose_sequence(x)))
-            if groups.sequence_parallel
-            else x.view_as(x)
-        )
+        if not groups.sequence_parallel:
+            return x.view_as(x)
+        return transpose_sequence(groups.gather_sequence(transpose_sequence(x)))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

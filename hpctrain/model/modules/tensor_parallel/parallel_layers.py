@@ -126,6 +126,12 @@ class ReplacementLinear(SplitLinear):
     def matrices(self) -> list[MatrixSize]:
         return [MatrixSize(self.linear.outputs, self.linear.inputs, self.cut)]
 
+    def run_batch_first(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Return `forward(x)`, with the sequence as first dimension if ranks have slices of it."""
+        return (
+            forward(x) if self.sequence_group is None else transpose_sequence(forward(transpose_sequence(x)))
+        )
+
     def on_backward(self) -> None:
         """Raise HpctrainError in a backward pass inside the module, which would add to gradients, too."""
         if not self.groups.weight_gradients.running or torch.is_grad_enabled():
@@ -161,11 +167,7 @@ class BatchFirstColumnLinear(ReplacementLinear, ColumnLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Return [b, s, sum of split_sizes, or outputs] for x [b, s or s/t, k]."""
         _require_features(self, x, self.linear.inputs, "column", 'use "row" for split features')
-        y = (
-            super().forward(x)
-            if self.sequence_group is None
-            else transpose_sequence(super().forward(transpose_sequence(x)))
-        )
+        y = self.run_batch_first(super().forward, x)
         return gather_features(self.tensor, y, self.outputs) if self.outputs else y
 
 
@@ -192,11 +194,7 @@ class BatchFirstRowLinear(ReplacementLinear, RowLinear):
             features, hint = self.linear.inputs, 'use "row" for split features'
         _require_features(self, x, features, "row", hint)
         local = split_features(self.groups.tensor, x) if self.splits_input else x
-        return (
-            super().forward(local)
-            if self.sequence_group is None
-            else transpose_sequence(super().forward(transpose_sequence(local)))
-        )
+        return self.run_batch_first(super().forward, local)
 
 
 def _require_features(layer: SplitLinear, x: Tensor, features: int, style: str, hint: str) -> None:
@@ -234,11 +232,8 @@ class _BatchFirstEmbedding(VocabularyEmbedding):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the rows [b, s or s/t, h] of tokens [b, s]."""
         pieces = self.groups.sequence_parallel
-        rows = (
-            transpose_sequence(super().forward(tokens.t().contiguous()))
-            if pieces
-            else super().forward(tokens)
-        )
+        rows = super().forward(tokens.t().contiguous() if pieces else tokens)
+        rows = transpose_sequence(rows) if pieces else rows
         if self.padding is None:
             return rows
         there = tokens.chunk(self.groups.tensor.size, 1)[self.groups.tensor.rank] if pieces else tokens

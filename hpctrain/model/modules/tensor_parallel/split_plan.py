@@ -343,10 +343,8 @@ def _tied_problems(parts: _NamedParts, plan: SplitPlan) -> Iterator[str]:
             continue
         styles = {each: plan.rules[each].style for each in found if each in plan.rules}
         every = [each for each in found if not _wraps_head(parts, styles, each, parameter)]
-        scatter_sequence = {
-            each for each, style in styles.items() if style in {*LINEAR, "vocabulary", "expert"}
-        }
-        if not scatter_sequence or ({*styles.values()} == {"vocabulary"} and len(styles) == len(every)):
+        split = {each for each, style in styles.items() if style in {*LINEAR, "vocabulary", "expert"}}
+        if not split or ({*styles.values()} == {"vocabulary"} and len(styles) == len(every)):
             continue
         names = " and ".join(name for name, each in parts.parameters.items() if id(each) == parameter)
         others = [each for each in every if styles.get(each) != "vocabulary"]
