@@ -288,7 +288,7 @@ def test_a_checkpoint_s_choice_comes_first(world: World, measuring: Measuring) -
 @pytest.mark.mpi(max_size=1)
 def test_named_kernels_have_to_be_there(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     deck = small_deck("machine.products=onednn")
-    assert chosen(world, "machine.products=onednn").other is KERNELS["onednn"]
+    assert chosen(world, "machine.products=onednn").default is KERNELS["onednn"]
     monkeypatch.setattr(type(KERNELS["onednn"]), "multiplies", lambda *_: False)
     sentence = 'machine.products=onednn: is not available on all ranks for fp32 (available: "library")'
     with pytest.raises(HpctrainError) as found:

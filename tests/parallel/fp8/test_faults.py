@@ -51,7 +51,7 @@ def maxima_as_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def adding(self: DelayedMatmul, kind: Kind, values: Tensor) -> None:
         noted, name = self.groups.statistics, self._statistic_name(kind)
-        before = next((v for (n, *_), v in noted._values["max"].items() if n == name), torch.zeros(1))
+        before = next((v for (n, *_), v in noted._recorded["max"].items() if n == name), torch.zeros(1))
         noted.record_max(name, before + agreed_maximum(values.abs().amax().reshape(1)))
 
     monkeypatch.setattr(DelayedMatmul, "_record", adding)
