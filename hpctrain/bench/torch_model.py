@@ -49,9 +49,10 @@ class _FeedForward(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[shape.activation]
-        self.gate = nn.Linear(shape.hidden, shape.mlp, bias=shape.biases) if self.activation.gated else None
-        self.up = nn.Linear(shape.hidden, shape.mlp, bias=shape.biases)
-        self.down = nn.Linear(shape.mlp, shape.hidden, bias=shape.biases)
+        biased = shape.traits.feed_forward_bias
+        self.gate = nn.Linear(shape.hidden, shape.mlp, bias=biased) if self.activation.gated else None
+        self.up = nn.Linear(shape.hidden, shape.mlp, bias=biased)
+        self.down = nn.Linear(shape.mlp, shape.hidden, bias=biased)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.up(x)
@@ -63,7 +64,7 @@ class _FeedForward(nn.Module):
 
 def torch_norm(shape: ModelShape) -> nn.Module:
     """The norm of the model's family."""
-    kind = nn.LayerNorm if shape.family == "gpt2" else nn.RMSNorm
+    kind = nn.LayerNorm if shape.traits.norm == "layer" else nn.RMSNorm
     return kind(shape.hidden, eps=shape.norm_epsilon)
 
 
@@ -93,7 +94,7 @@ class TorchModel(nn.Module):
         span = LayerRange.all_of(shape.layers) if span is None else span
         self.shape, self.first = shape, span.first
         embeds, predicts = span.embeds, span.predicts
-        learned = embeds and shape.family == "gpt2"
+        learned = embeds and shape.traits.positions == "learned"
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden) if embeds else None
         self.positions = nn.Embedding(shape.sequence, shape.hidden) if learned else None
         self.blocks = nn.ModuleList(TorchBlock(shape) for _ in range(span.first, span.last))
@@ -110,7 +111,7 @@ class TorchModel(nn.Module):
         if self.positions is not None:
             x = x + self.positions(positions)
         rotary = None
-        if self.shape.family == "llama":
+        if self.shape.traits.positions == "rotary":
             rotary = Rotary(positions, RotaryFrequencies.of(self.shape), x.dtype)
         for block in self.blocks:
             x = block(x, rotary)

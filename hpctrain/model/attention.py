@@ -44,7 +44,7 @@ class Attention(nn.Module):
         changed = shape.parametrization.of_scores
         self.scale = None if changed == 1 else changed * size**-0.5
         self.core = AttentionSize(shape.heads, shape.key_value_heads, size, shape.sequence)
-        self.rotated = shape.family == "llama"
+        self.rotated = shape.traits.positions == "rotary"
         queries = RowPartition.split(shape.heads * size, groups.tensor, size)
         keys = RowPartition.split(shape.key_value_heads * size, groups.tensor, size)
         self.inner = ColumnLinear(

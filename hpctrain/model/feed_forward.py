@@ -39,12 +39,9 @@ class FeedForward(nn.Module):
         self.activation, self.functions = ACTIVATIONS[shape.activation], groups.functions
         outputs = [(f"{name}.gate", rows)] if self.activation.gated else []
         outputs = [*outputs, (f"{name}.up", rows)]
-        self.up = ColumnLinear(
-            shape.hidden, outputs, shape.biases, groups, shared_input, adapters=shape.adapters
-        )
-        self.down = RowLinear(
-            f"{name}.down", inner, shape.hidden, shape.biases, groups, adapters=shape.adapters
-        )
+        biased = shape.traits.feed_forward_bias
+        self.up = ColumnLinear(shape.hidden, outputs, biased, groups, shared_input, adapters=shape.adapters)
+        self.down = RowLinear(f"{name}.down", inner, shape.hidden, biased, groups, adapters=shape.adapters)
 
     @property
     def elementwise(self) -> list[ElementwiseSize]:

@@ -24,7 +24,7 @@ class Norm(nn.Module):
         self.weight = Parameter(Shard.replicated(f"{name}.weight", self.size, partial), False, "ones")
         self.bias = (
             Parameter(Shard.replicated(f"{name}.bias", self.size, partial), False, "zeros")
-            if shape.biases
+            if shape.traits.norm == "layer"
             else None
         )
 

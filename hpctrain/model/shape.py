@@ -9,7 +9,7 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from hpctrain.deck.activations import DEFAULT_ACTIVATIONS
-from hpctrain.deck.families import FAMILIES, AttentionBias
+from hpctrain.deck.families import FAMILIES, AttentionBias, FamilyTraits
 from hpctrain.deck.presets import Family
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.adapters import Adapters
@@ -154,9 +154,9 @@ class ModelShape(Architecture):
         return self.layers
 
     @property
-    def biases(self) -> bool:
-        """True if norms and linear layers of feed-forward parts have biases."""
-        return self.family == "gpt2"
+    def traits(self) -> FamilyTraits:
+        """Properties of all models of the family: positions, norms, and biases of feed-forward parts."""
+        return FAMILIES[self.family]
 
 
 def _mixture(deck: Deck) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class Embedding(TransformerLayer):
         super().__init__()
         self.hidden, self.probability, self.packed = shape.hidden, shape.dropout, shape.packed
         self.tokens = VocabularyEmbedding(table, groups)
-        learned = shape.family == "gpt2"
+        learned = shape.traits.positions == "learned"
         self.positions = PositionEmbedding("embedding.positions", shape, groups) if learned else None
 
     @property
@@ -448,7 +448,7 @@ class Transformer(nn.Module):
         rows = inputs.positions
         if self.groups.sequence_parallel:
             rows = rows.chunk(tensor.size)[tensor.rank]
-        if self.shape.family == "llama" and inputs.cache is None:
+        if self.shape.traits.positions == "rotary" and inputs.cache is None:
             positions = inputs.positions if self.rotary_positions is None else self.rotary_positions
             rotary = Rotary(positions, RotaryFrequencies.of(self.shape), self.dtype)
         return PassContext(inputs, rows, rotary, self.residency)
@@ -462,7 +462,7 @@ class Transformer(nn.Module):
     def shared_bytes(self, at: ActivationSizes) -> int:
         """Return the bytes of the rotary tables."""
         rotary = 2 * at.itemsize * at.tokens // at.micro_size * self.shape.head_size
-        return rotary if self.shape.family == "llama" else 0
+        return rotary if self.shape.traits.positions == "rotary" else 0
 
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
         """Return the shape of the tensors that are sent between parts."""

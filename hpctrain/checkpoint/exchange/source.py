@@ -112,7 +112,7 @@ def model_keys(shape: ModelShape) -> dict[str, object]:
     names += ["head_size", "attention_bias", "activation", "norm_epsilon"]
     by = shape.parametrization
     base = {"base_width": round(shape.hidden / by.width), "base_head_size": round(shape.head_size / by.head)}
-    names += ["rope_base", "query_key_norm"] if shape.family == "llama" else []
+    names += ["rope_base", "query_key_norm"] if shape.traits.positions == "rotary" else []
     experts = {f"experts.{key}": getattr(shape, name) for name, key in EXPERT_KEYS.items()}
     if shape.balance == "bias":  # without a bias in the router, the deck says how the load is balanced
         experts["experts.balance"] = shape.balance

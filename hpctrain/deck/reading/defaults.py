@@ -191,7 +191,7 @@ def _add_dependent_defaults(tables: Tables, filled: set[str], completed: Complet
         default("model", "base_head_size", model["head_size"])
     if isinstance(family, str) and family in DEFAULT_ACTIVATIONS:
         default("model", "attention_bias", FAMILIES[family].attention_bias)
-        default("model", "tied", family == "gpt2" and not _of_scores(tables))
+        default("model", "tied", FAMILIES[family].tied and not _of_scores(tables))
         default("model", "activation", DEFAULT_ACTIVATIONS[family])
         name = model["activation"]
         activation = ACTIVATIONS.get(name) if isinstance(name, str) else None

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS, GATED
-from hpctrain.deck.families import FAMILIES, AttentionBias
+from hpctrain.deck.families import FAMILIES, AttentionBias, FamilyTraits
 from hpctrain.deck.key import PathText, Section, key, table
 from hpctrain.deck.presets import PresetName
 from hpctrain.deck.problem import DeckProblem, divisors, must_divide, nearest_numbers
@@ -194,6 +194,11 @@ class Model(Section):
     )
 
     @property
+    def traits(self) -> FamilyTraits:
+        """Properties of all models of the family; only of a transformer, not of a module of the user."""
+        return FAMILIES[self.family]
+
+    @property
     def has_frozen_parameters(self) -> bool:
         """True if some parameters are not trained: those of model.frozen, or all but those of adapters."""
         return bool(self.frozen) or self.adapters is not None
@@ -218,7 +223,11 @@ def source_problems(deck: Deck, source: Mapping[str, object]) -> list[DeckProble
                 sentence = f"is smaller than the {own} of {name}, whose vocabulary can only grow"
                 problems.append(DeckProblem(full, sentence))
         elif full == "batch.sequence":
-            if deck.model.family == "gpt2" and isinstance(own, int) and deck.batch.sequence > own:
+            if (
+                deck.model.traits.positions == "learned"
+                and isinstance(own, int)
+                and deck.batch.sequence > own
+            ):
                 sentence = f"is longer than the {own} learned positions of {name}"
                 problems.append(DeckProblem(full, sentence, ("model.family",)))
         elif value != own and not (full == "model.tied" and deck.objective.kind in SCORE_KINDS):
@@ -282,13 +291,13 @@ def head_problems(deck: Deck) -> Iterator[DeckProblem]:
     Without model.head_size, heads have to divide model.hidden. Rotary positions require an even size.
     """
     model, heads_divide = deck.model, "model.head_size" in deck.sources.defaulted
-    if not heads_divide and model.family == "llama" and model.head_size % 2:
+    if not heads_divide and model.traits.positions == "rotary" and model.head_size % 2:
         sentence = f"must be even for rotary positions (use {model.head_size + 1})"
         yield DeckProblem("model.head_size", sentence, ("model.family",))
     elif heads_divide and model.hidden % model.heads:
         sentence = must_divide("model.hidden", model.hidden, model.heads)
         yield DeckProblem("model.heads", sentence, ("model.hidden",))
-    elif heads_divide and model.family == "llama" and model.hidden // model.heads % 2:
+    elif heads_divide and model.traits.positions == "rotary" and model.hidden // model.heads % 2:
         even = [heads for heads in divisors(model.hidden) if model.hidden // heads % 2 == 0]
         would = f" (use {either(nearest_numbers(model.heads, even))} heads)" if even else ""
         yield DeckProblem(

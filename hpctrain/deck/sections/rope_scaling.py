@@ -120,7 +120,7 @@ def scaling_values(scaling: RopeScaling) -> dict[str, object]:
 def rope_scaling_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of [model.rope_scaling] with other sizes of the model; none without that table."""
     scaling, model = deck.model.rope_scaling, deck.model
-    if scaling is None or model.family != "llama":
+    if scaling is None or model.traits.positions != "rotary":
         return
     if scaling.original_sequence is None and scaling.kind in _KINDS_WITH["original_sequence"]:
         sentence = f"requires {_TABLE}.original_sequence, the length of the sequence before scaling"
