@@ -24,7 +24,7 @@ from hpctrain.model.construction import bare_model
 from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.model.precision import Precision
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
-from hpctrain.parallel.fp8.settings import names
+from hpctrain.parallel.fp8.fp8_settings import names
 from hpctrain.parallel.shards import Parameter
 from hpctrain.parallel.tensor import SplitLinear
 from hpctrain.text import either

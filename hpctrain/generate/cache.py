@@ -28,7 +28,7 @@ class KeyValueCache:
             for block in range(span.first, span.last)
         }
         self.turning: tuple[Tensor, ...] = ()
-        if plan.form.turned:
+        if plan.form.rotated:
             positions = torch.arange(plan.window, device=device)
             self.turning = Rotary(positions, RotaryFrequencies.of(shape), plan.form.dtype).tables
         self.tables = torch.zeros((plan.sequences, plan.pages_per_sequence), dtype=torch.int64, device=device)

@@ -52,5 +52,5 @@ class CachePlan:
 
         Keys and values have 2 x blocks x tokens x heads x features elements.
         """
-        rotary = 2 * self.window * self.form.head * self.form.dtype.itemsize if self.form.turned else 0
+        rotary = 2 * self.window * self.form.head * self.form.dtype.itemsize if self.form.rotated else 0
         return self.pages * (self.blocks * self.form.bytes + 8) + rotary

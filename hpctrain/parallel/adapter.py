@@ -85,7 +85,7 @@ class LayerAdapters(nn.Module):
 
     @property
     def weights(self) -> list[Parameter]:
-        """All parameters of the adapters."""
+        """Parameters of the adapters."""
         return [*self.inner.weights, *(weight for factors in self._outer for weight in factors.weights)]
 
     @property

@@ -32,12 +32,12 @@ from hpctrain.parallel.step_statistics import StepStatistics
 from hpctrain.parallel.weight_gradients import WeightGradientQueue
 
 if TYPE_CHECKING:
-    from hpctrain.parallel.fp8.settings import Fp8Settings  # fp8/ imports this module
+    from hpctrain.parallel.fp8.fp8_settings import Fp8Settings  # fp8/ imports this module
 
 
 @dataclass(frozen=True)
 class ProductSettings:
-    """How the layers' products with weight matrices are computed.
+    """Settings of the layers' products with weight matrices.
 
     Attributes:
         kernels: Choice of the library for each product that is not in 8 bits.

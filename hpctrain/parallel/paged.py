@@ -1,7 +1,7 @@
-"""Keys and values of texts that grow, in pages, and the attention of new tokens to them.
+"""Attention of new tokens to keys and values that are stored in pages (PagedAttention, arXiv 2309.06180).
 
-A page has PAGE tokens of one text, and the same number in all layers; texts hold as many pages as they have
-come to (arXiv 2309.06180). Keys are kept rotate, so that none is rotate again for each token behind it.
+A page stores PAGE tokens of one text, and has the same number in all layers. A text has as many pages as its
+tokens need. Keys are stored rotated, so that they are not rotated again for every later token.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from hpctrain.parallel.kernels.layer_functions import CompiledFunctions, LayerFu
 
 @dataclass(frozen=True)
 class TokenPositions:
-    """Where the rows of a pass stand, those of a text behind each other and in order.
+    """Texts and positions of the rows of a pass. The rows of a text are consecutive and in order.
 
-    `runs` tells these in numbers: the text (-1: none's, rows that fill up, which stand all at the first
-    position: they may be more than there are), the first position, how many.
-    The same by row are `texts` and `positions`, int64 [n], and `tables` [texts, pages] are each text's pages.
-    `real` are the rows of texts, int64 [m].
+    Attributes:
+        runs: Text, first position and number of rows of each text in the pass. Text -1 is padding, whose
+            rows are all at the first position.
+        texts: Text of each row, int64 [n].
+        positions: Position of each row, int64 [n].
+        tables: Numbers of each text's pages, [texts, pages].
+        real: Rows that are not padding, int64 [m].
     """
 
     runs: Sequence[tuple[int, int, int]]
@@ -36,7 +39,7 @@ class TokenPositions:
 
     @staticmethod
     def of(runs: Sequence[tuple[int, int, int]], tables: Tensor) -> TokenPositions:
-        """Those of some runs; all tensors go where the tables are."""
+        """Return the positions of some runs, on the device of the tables."""
         texts = torch.tensor([text for text, _, count in runs for _ in range(count)])
         positions = torch.tensor(
             [first + (n if text >= 0 else 0) for text, first, count in runs for n in range(count)]
@@ -48,36 +51,53 @@ class TokenPositions:
 
 @dataclass(frozen=True)
 class PageLayout:
-    """How keys and values of a layer lie in memory: so many `heads` of them, of `head` features in `dtype`.
+    """Layout of the keys and values of a layer in memory.
 
-    Functions that are `compiled` turn keys in fp32, of which nothing is to be rounded away, and read features
-    by sixteen.
+    Compiled functions store rotated keys in fp32, so that rotation is not rounded, and pad features to 16.
+
+    Attributes:
+        heads: Heads of keys and values.
+        head: Features of a head.
+        dtype: Format of values, and of keys unless they are rotated by compiled functions.
+        rotated: True if keys are stored rotated.
+        compiled: True for compiled functions.
     """
 
     heads: int
     head: int
     dtype: torch.dtype
-    turned: bool
+    rotated: bool
     compiled: bool
 
     @property
     def width(self) -> int:
-        """Features of a head, filled up."""
+        """Features of a head with padding."""
         return padded(self.head) if self.compiled else self.head
 
     @property
     def key_dtype(self) -> torch.dtype:
         """Format of the keys."""
-        return torch.float32 if self.compiled and self.turned else self.dtype
+        return torch.float32 if self.compiled and self.rotated else self.dtype
 
     @property
     def bytes(self) -> int:
-        """Of a page in one layer."""
+        """Bytes of a page in one layer."""
         return PAGE * self.heads * self.width * (self.key_dtype.itemsize + self.dtype.itemsize)
 
 
 class LayerPages:
-    """A layer's `keys` [pages, heads, width, PAGE] and `values` [pages, heads, PAGE, width]."""
+    """Pages of one layer.
+
+    Args:
+        form: Layout of a page.
+        pages: Number of pages.
+        device: Device of the pages.
+        functions: Functions that compute attention.
+
+    Attributes:
+        keys: Keys [pages, heads, width, PAGE].
+        values: Values [pages, heads, PAGE, width].
+    """
 
     def __init__(self, form: PageLayout, pages: int, device: torch.device, functions: LayerFunctions) -> None:
         self.form, self.functions = form, functions
@@ -85,7 +105,7 @@ class LayerPages:
         self.values = torch.zeros((pages, form.heads, PAGE, form.width), dtype=form.dtype, device=device)
 
     def copy(self, source: int, target: int) -> None:
-        """What one page has, in another."""
+        """Copy one page to another."""
         self.keys[target], self.values[target] = self.keys[source], self.values[source]
 
     def attend(
@@ -97,8 +117,15 @@ class LayerPages:
         scale: float | None,
         places: TokenPositions,
     ) -> Tensor:
-        """As LayerFunctions.attend, of rows [n, 1, heads, d]: each attends to what its text has up to it, new
-        keys and values included, which are kept. `tables` are those of a Rotary of all positions there are.
+        """Store new keys and values, and return the attention of each row to its text up to its own position.
+
+        Args:
+            query: Queries [n, 1, heads, d].
+            key: New keys, which may have fewer heads.
+            value: New values.
+            tables: Tables of a Rotary for all positions, or none.
+            scale: Factor of the products of queries and keys, by default 1 / sqrt(d).
+            places: Texts and positions of the rows.
         """
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if isinstance(self.functions, CompiledFunctions):
@@ -106,7 +133,7 @@ class LayerPages:
         if tables:
             of_rows = [table[places.positions] for table in tables]
             query, key = rotate(query, *of_rows), rotate(key, *of_rows)
-        self._keep(key.squeeze(1), value.squeeze(1), places)
+        self._store(key.squeeze(1), value.squeeze(1), places)
         output = torch.zeros_like(query)
         singles, row = [], 0
         for text, first, count in places.runs:
@@ -115,7 +142,7 @@ class LayerPages:
             elif text >= 0:
                 rows = slice(row, row + count)
                 chosen = torch.full((1,), text, device=query.device)
-                output[rows, 0] = self._seen(
+                output[rows, 0] = self._attend_to_pages(
                     query[rows, 0].unsqueeze(0), chosen, first + count, scale, places
                 )[0]
             row += count
@@ -123,18 +150,18 @@ class LayerPages:
             rows_of, texts, positions = map(list, zip(*singles, strict=True))
             ends = max(positions) + 1
             at_rows, chosen, at = start_copy(torch.tensor([rows_of, texts, positions]), query.device)
-            output[at_rows] = self._seen(query[at_rows], chosen, ends, scale, places, at)
+            output[at_rows] = self._attend_to_pages(query[at_rows], chosen, ends, scale, places, at)
         return output
 
-    def _keep(self, key: Tensor, value: Tensor, places: TokenPositions) -> None:
-        """Put keys and values [n, heads, d] into their pages."""
-        there = places.real
-        texts, positions = places.texts[there], places.positions[there]
+    def _store(self, key: Tensor, value: Tensor, places: TokenPositions) -> None:
+        """Store keys and values [n, heads, d] in their pages."""
+        real = places.real
+        texts, positions = places.texts[real], places.positions[real]
         pages, lanes = places.tables[texts, positions // PAGE], positions % PAGE
-        self.keys[pages, :, :, lanes] = key[there]
-        self.values[pages, :, lanes] = value[there]
+        self.keys[pages, :, :, lanes] = key[real]
+        self.values[pages, :, lanes] = value[real]
 
-    def _seen(
+    def _attend_to_pages(
         self,
         query: Tensor,
         texts: Tensor,
@@ -143,7 +170,16 @@ class LayerPages:
         places: TokenPositions,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Of queries [texts, n, heads, d], the last ones before `ends` or one of a text at its position."""
+        """Return the attention of queries [texts, n, heads, d] to the pages of their texts.
+
+        Args:
+            query: The last queries before `ends`, or one query of each text at its position.
+            texts: Texts of the queries.
+            ends: Largest end of a text.
+            scale: Factor of the products of queries and keys.
+            places: Pages of the texts.
+            positions: Position of the query of each text. None for the last queries of one text.
+        """
         pages = places.tables[texts, : -(-ends // PAGE)]
         keys = self.keys[pages].permute(0, 2, 1, 4, 3).flatten(2, 3)
         values = self.values[pages].permute(0, 2, 1, 3, 4).flatten(2, 3)

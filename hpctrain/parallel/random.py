@@ -1,6 +1,6 @@
-"""Counter-based random numbers: functions of what they are for, never of the layout.
+"""Counter-based random numbers, which do not depend on the layout.
 
-Everything here is a hash of a seed and an index, so that any rank can compute any element alone.
+Each number is a hash of a seed, a name and an index, so any rank can compute any element alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _QUANTILE_BITS = 16
 
 @lru_cache(maxsize=1)
 def _quantiles() -> npt.NDArray[np.float64]:
-    """Normal quantiles at k / 2^16, the two ends cut at half a step (4.3 standard deviations)."""
+    """Return normal quantiles at k / 2^16; the ends are at half a step (4.3 standard deviations)."""
     cells, quantile = 1 << _QUANTILE_BITS, NormalDist().inv_cdf
     inner = [quantile(k / cells) for k in range(1, cells)]
     end = quantile(0.5 / cells)
@@ -30,24 +30,24 @@ def _quantiles() -> npt.NDArray[np.float64]:
 
 
 def _mixed(counter: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
-    """SplitMix64 of `counter` in the stream of `key`, in place."""
+    """Return SplitMix64 of `counter` in the stream of `key`, computed in place."""
     counter *= np.uint64(GOLDEN)
     counter += np.uint64(key)
     return mix(counter)
 
 
 def key_of(seed: int, name: str) -> int:
-    """A 64-bit key of a seed and a name."""
+    """Return a 64-bit key for a seed and a name."""
     low, high = zlib.crc32(name.encode()), zlib.adler32(name.encode())
     start = np.array([(seed * 0xD1342543DE82EF95 + (high << 32) + low) % 2**64], np.uint64)
     return int(_mixed(start, 0x632BE59BD9B4E019)[0])
 
 
 def normal(key: int, indices: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """The elements at `indices` of a stream of standard normal numbers, cut at 4.3.
+    """Return the elements at `indices` of a stream of standard normal numbers, limited to 4.3.
 
-    Inverse transform over a table of quantiles with linear interpolation. Only exactly rounded
-    operations follow the hash, so that the bits do not depend on how a tensor is cut in pieces.
+    They are interpolated linearly in a table of quantiles. Only exactly rounded operations follow the hash,
+    so the bits do not depend on how a tensor is split.
     """
     table, bits = _quantiles(), _mixed(indices.copy(), key)
     cell = (bits >> np.uint64(64 - _QUANTILE_BITS)).astype(np.int64)
@@ -59,14 +59,14 @@ def normal(key: int, indices: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]
 
 
 def signs(key: int, count: int) -> npt.NDArray[np.float32]:
-    """The first so many of a stream of -1 and 1."""
+    """Return the first `count` elements of a stream of -1 and 1."""
     bits = _mixed(np.arange(count, dtype=np.uint64), key) >> np.uint64(63)
-    made: npt.NDArray[np.float32] = bits.astype(np.float32) * np.float32(2) - np.float32(1)
-    return made
+    values: npt.NDArray[np.float32] = bits.astype(np.float32) * np.float32(2) - np.float32(1)
+    return values
 
 
 def _mix32(x: Tensor) -> Tensor:
-    """A 32-bit finalizer (MurmurHash3) of int32 values, in place, with wrapping products."""
+    """Return the 32-bit finalizer of MurmurHash3 of int32 values, in place, with wrapping products."""
     x ^= (x >> 16) & 0xFFFF
     x *= -2048144789
     x ^= (x >> 13) & 0x7FFFF
@@ -77,12 +77,18 @@ def _mix32(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DropoutSource:
-    """Draws the masks of one micro-batch.
+    """Source of the dropout masks of one micro-batch.
 
-    A mask's element depends on seed, step, site (a number of the place in the model), sample number,
-    position in the sequence and feature; so recomputation and every layout draw the same masks,
-    replicated activations the same on every rank, split ones their own parts.
-    `samples` is [b] int64, its `first` a number on the host; `positions` [s] int64 of the local piece.
+    An element of a mask depends on seed, step, site in the model, sample, position and feature. So
+    recomputation and every layout draw the same masks: replicated activations have the same mask on every
+    rank, split ones their part of it.
+
+    Attributes:
+        seed: Seed of the run.
+        step: Number of the step.
+        samples: Sample numbers [b] int64.
+        positions: Global positions [s] int64 of this rank's piece.
+        first: First sample number, on the host.
     """
 
     seed: int
@@ -92,7 +98,14 @@ class DropoutSource:
     first: int = 0
 
     def mask(self, site: int, positions: Tensor, features: int, probability: float) -> Tensor:
-        """Bool mask [s, b, features], true where an element stays (with 1 - probability)."""
+        """Return a mask, bool [s, b, features], true where an element is not dropped.
+
+        Args:
+            site: Number of the place in the model.
+            positions: Global positions [s] of the rows.
+            features: Features of a row.
+            probability: Probability with which an element is dropped.
+        """
         key = key_of(self.seed, f"dropout {self.step} {site}") & 0x7FFFFFFF
         rows = _mix32((self.samples.int() * 40503 + key).clone())
         rows = _mix32(positions.int().unsqueeze(1) * 69069 + rows.unsqueeze(0))

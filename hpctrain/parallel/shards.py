@@ -117,7 +117,7 @@ class Shard:
 
 
 class UpdateSettings(NamedTuple):
-    """How the optimizer updates elements.
+    """Settings with which the optimizer updates elements.
 
     Attributes:
         decayed: True if weight decay applies, which takes the learning rate as it is.
@@ -196,7 +196,7 @@ class Parameter(nn.Parameter):
 
     @property
     def update_settings(self) -> UpdateSettings:
-        """How the optimizer updates the parameter."""
+        """Settings with which the optimizer updates the parameter."""
         return UpdateSettings(self.decayed, self.rate, self.block is not None)
 
     @property

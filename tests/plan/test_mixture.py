@@ -181,7 +181,7 @@ def exchanged_of_a_step(world: World, deck: Deck) -> tuple[int, int, int]:
     """
     rows = 0
     exchanges = 0
-    meet, start = Dispatch._meet, Dispatch._start
+    meet, start = Dispatch._exchange_counts, Dispatch._start
 
     def counted_meet(self: Dispatch, counts: Tensor, unit: int) -> None:
         nonlocal exchanges
@@ -199,7 +199,7 @@ def exchanged_of_a_step(world: World, deck: Deck) -> tuple[int, int, int]:
     ledger = world.ledger
     ledger.reset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Dispatch, "_meet", counted_meet)
+        patch.setattr(Dispatch, "_exchange_counts", counted_meet)
         patch.setattr(Dispatch, "_start", counted_start)
         training.train(1)
     entries = [row for row in ledger.rows() if (row.axis, row.operation) == ("expert", "all_to_all")]

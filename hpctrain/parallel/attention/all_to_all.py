@@ -1,4 +1,9 @@
-"""Attention with heads exchanged for sequence over the context axis (DeepSpeed-Ulysses, arXiv 2309.14509)."""
+"""Attention with heads exchanged for pieces over the context axis (DeepSpeed-Ulysses, arXiv 2309.14509).
+
+With 2 ranks and 4 heads, each rank has half of the sequence with all heads. An all-to-all gives rank 0 the
+full sequence of heads 0 and 1, and rank 1 that of heads 2 and 3. After attention the outputs return the same
+way.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +19,13 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _heads_to_sequence(x: Tensor, group: Group) -> Tensor:
-    """[s/c, b, heads, d] with all heads -> [s, b, heads/c, d] with the whole sequence."""
+    """Return the full sequence of a share of the heads, [s, b, heads/c, d], of pieces [s/c, b, heads, d]."""
     parts = x.unflatten(2, (group.size, -1)).permute(2, 0, 1, 3, 4).contiguous()
     return group.all_to_all(parts).flatten(0, 1)
 
 
 def _sequence_to_heads(x: Tensor, group: Group) -> Tensor:
-    """The inverse: [s, b, heads/c, d] -> [s/c, b, heads, d]."""
+    """Return pieces with all heads, [s/c, b, heads, d]: the inverse of `_heads_to_sequence`."""
     parts = x.contiguous().unflatten(0, (group.size, -1))
     return group.all_to_all(parts).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
@@ -38,10 +43,16 @@ class _Exchange(torch.autograd.Function):
 
 
 def all_to_all_attention(query: Tensor, key: Tensor, value: Tensor, group: Group, attend: Attend) -> Tensor:
-    """`attend` over the whole sequence for this rank's share of the heads.
+    """Return the attention [s/c, b, heads, d] over the full sequence. Collective over the context ranks.
 
-    Tensors are [s/c, b, heads, d] with consecutive pieces of the sequence. Keys and values with fewer
-    heads than the group has ranks are repeated until each rank gets one.
+    Keys and values with fewer heads than ranks are repeated until each rank has one.
+
+    Args:
+        query: Queries of this rank's piece, [s/c, b, heads, d]. The pieces of the ranks are consecutive.
+        key: Keys of the piece.
+        value: Values of the piece.
+        group: Ranks of the context axis.
+        attend: Computes attention over full sequences.
     """
     shared = group.size // key.shape[2]
     if shared > 1:

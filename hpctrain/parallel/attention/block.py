@@ -1,9 +1,9 @@
 """Attention of one block of queries over one block of keys, with its log-sum-exp.
 
-Blocks can be combined: two outputs over different keys merge by their log-sum-exps, and the backward
-pass of a block is exact when it is given the output and log-sum-exp over all keys (FlashAttention,
-arXiv 2205.14135; ring attention, arXiv 2310.01889). Tensors are [s, b, heads, d]; keys and values may
-have fewer heads; the log-sum-exp is [b, heads, s] fp32.
+Blocks can be combined: two outputs over different keys merge by their log-sum-exps. The backward pass of a
+block is exact if it receives the output and the log-sum-exp over all keys (FlashAttention, arXiv 2205.14135;
+ring attention, arXiv 2310.01889). Tensors are [s, b, heads, d], and keys and values may have fewer heads. The
+log-sum-exp is [b, heads, s] in fp32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional
 aten = torch.ops.aten
 
 HEAD_ALIGNMENT, LOG_SUM_ALIGNMENT = 8, 32
-"""Elements of a head, and log-sum-exps of one, to which kernels of GPUs pad."""
+"""Multiples to which kernels of GPUs pad the features of a head, and its log-sum-exps."""
 
 NO_DROPOUT = 0.0
 
@@ -25,9 +25,14 @@ NO_DROPOUT = 0.0
 def attend(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output [s, b, heads, d] and log-sum-exp [b, heads, s] of one block.
+    """Return the output [s, b, heads, d] and the log-sum-exp [b, heads, s] of one block.
 
-    Scores are products of queries and keys times `scale`, by default 1 / sqrt(d).
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        causal: True if a query sees only keys at its own and earlier positions.
+        scale: Factor of the products of queries and keys, by default 1 / sqrt(d).
     """
     q, k, v = (_heads_first(x) for x in (query, key, value))
     output, log_sum = (_on_host if q.is_cpu else _on_gpu)(q, k, v, is_causal=causal, scale=scale)
@@ -36,31 +41,35 @@ def attend(
 
 def attend_backward(
     output_gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    operands: tuple[Tensor, Tensor, Tensor],
     output: Tensor,
     log_sum: Tensor,
     causal: bool,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value [s, b, heads, d] through one block.
+    """Return the gradients of query, key and value through one block.
 
-    `output` and `log_sum` are those over all keys that the queries attend to.
+    Args:
+        output_gradient: Gradient of the output over all keys.
+        operands: Queries, keys and values of the block.
+        output: Output over all keys that the queries attend to.
+        log_sum: Log-sum-exp over all these keys.
+        causal: True if a query sees only keys at its own and earlier positions.
+        scale: Factor of the products of queries and keys, by default 1 / sqrt(d).
     """
-    g, q, k, v, o = (_heads_first(x) for x in (output_gradient, query, key, value, output))
+    g, q, k, v, o = (_heads_first(x) for x in (output_gradient, *operands, output))
     backward = _on_host_backward if q.is_cpu else _on_gpu_backward
-    of_query, of_key, of_value = backward(g, q, k, v, o, log_sum, is_causal=causal, scale=scale)
-    return _sequence_first(of_query), _sequence_first(of_key), _sequence_first(of_value)
+    dq, dk, dv = backward(g, q, k, v, o, log_sum, is_causal=causal, scale=scale)
+    return _sequence_first(dq), _sequence_first(dk), _sequence_first(dv)
 
 
-# Torch's flash attention for the CPU; all tensors [b, heads, s, d].
+# Flash attention of torch for the CPU. All tensors are [b, heads, s, d].
 _on_host = aten._scaled_dot_product_flash_attention_for_cpu
 _on_host_backward = partial(aten._scaled_dot_product_flash_attention_for_cpu_backward, dropout_p=NO_DROPOUT)
 
 
 def _on_gpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    """The same by torch's kernels for GPUs: flash attention, or the memory-efficient one of any type."""
+    """Return output and log-sum-exp by torch's kernels for GPUs: flash, or memory-efficient for any dtype."""
     size, rows = q.shape[-1], q.shape[2]
     scale = size**-0.5 if scale is None else scale
     q, k, v = (_padded(x) for x in (q, _repeated(k, q), _repeated(v, q)))
@@ -73,44 +82,37 @@ def _on_gpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | Non
     return output[..., :size], log_sum[..., :rows]
 
 
-def _on_gpu_backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    log_sum: Tensor,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    size, held = q.shape[-1], k
+def _on_gpu_backward(*tensors: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients by torch's kernels for GPUs, for the operands of the CPU's operator."""
+    g, q, k, v, o, log_sum = tensors
+    size, keys = q.shape[-1], k
     scale = size**-0.5 if scale is None else scale
     g, q, k, v, o = (_padded(x) for x in (g, q, _repeated(k, q), _repeated(v, q), o))
     rows, columns = q.shape[2], k.shape[2]
-    random = [torch.empty(2, dtype=torch.int64, device=q.device)] * 2  # the state of no dropout
+    random = [torch.empty(2, dtype=torch.int64, device=q.device)] * 2  # random state, unused without dropout
     if _flash(q, k, v, is_causal):
         log_sum, kernel = log_sum.contiguous(), aten._scaled_dot_product_flash_attention_backward
-        of_query, of_key, of_value = kernel(
+        dq, dk, dv = kernel(
             g, q, k, v, o, log_sum, None, None, rows, columns, NO_DROPOUT, is_causal, *random, scale=scale
         )
     else:
-        # This kernel's log-sum-exps lie in rows of whole alignments; beyond the queries nothing has weight.
+        # This kernel pads its log-sum-exps; padding must have no weight.
         log_sum = functional.pad(log_sum, (0, -rows % LOG_SUM_ALIGNMENT), value=torch.inf)
-        kernel, wanted = aten._scaled_dot_product_efficient_attention_backward, [True, True, True, False]
-        of_query, of_key, of_value, _ = kernel(
-            g, q, k, v, None, o, log_sum, *random, NO_DROPOUT, wanted, is_causal, scale=scale
+        kernel, needed = aten._scaled_dot_product_efficient_attention_backward, [True, True, True, False]
+        dq, dk, dv, _ = kernel(
+            g, q, k, v, None, o, log_sum, *random, NO_DROPOUT, needed, is_causal, scale=scale
         )
-    return of_query[..., :size], _summed(of_key[..., :size], held), _summed(of_value[..., :size], held)
+    return dq[..., :size], _summed(dk[..., :size], keys), _summed(dv[..., :size], keys)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
-    """Whether this GPU has flash attention for these tensors."""
+    """Return True if this GPU has flash attention for these tensors."""
     cuda = torch.backends.cuda
     return cuda.can_use_flash_attention(cuda.SDPAParams(q, k, v, None, NO_DROPOUT, is_causal, False))
 
 
 def merge(output: Tensor, log_sum: Tensor, other: Tensor, other_log_sum: Tensor) -> None:
-    """Merge another block's output, and its log-sum-exp, into fp32 `output` and `log_sum`, in place."""
+    """Merge output and log-sum-exp over other keys into fp32 `output` and `log_sum`, in place."""
     both = torch.logaddexp(log_sum, other_log_sum)
     weight = (log_sum - both).exp().permute(2, 0, 1).unsqueeze(-1)
     other_weight = (other_log_sum - both).exp().permute(2, 0, 1).unsqueeze(-1)
@@ -127,16 +129,16 @@ def _sequence_first(x: Tensor) -> Tensor:
 
 
 def _repeated(x: Tensor, like: Tensor) -> Tensor:
-    """Heads of x [b, heads, s, d] repeated to as many as `like` has."""
+    """Return x [b, heads, s, d] with heads repeated to as many as `like` has."""
     return x.repeat_interleave(like.shape[1] // x.shape[1], dim=1)
 
 
 def _summed(x: Tensor, like: Tensor) -> Tensor:
-    """The transpose of `_repeated`: heads that share one are summed."""
+    """Return x with the heads summed that `_repeated` has repeated."""
     batch, _, rows, size = x.shape
     return x.view(batch, like.shape[1], -1, rows, size).sum(2)
 
 
 def _padded(x: Tensor) -> Tensor:
-    """Heads as long as kernels of GPUs take them; zeros add nothing to any product."""
+    """Return x with features padded by zeros to a size that kernels of GPUs accept."""
     return functional.pad(x, (0, -x.shape[-1] % HEAD_ALIGNMENT))

@@ -1,7 +1,7 @@
-"""Attention that stays within documents, several of which are packed in a sequence.
+"""Attention within documents, several of which are packed in a sequence.
 
-Each document is computed as one that is alone: by the kernels that whole sequences take, so that work grows
-with the squares of documents' lengths, and nothing is computed to be masked.
+Each document is one block, computed by the kernels for complete sequences. So the work grows with the squares
+of the lengths of documents, and nothing is computed that a mask would discard.
 """
 
 from __future__ import annotations
@@ -35,28 +35,33 @@ class _DocumentAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, output, log_sum = ctx.saved_tensors
-        of_query, of_key, of_value = (x.new_empty(x.shape) for x in (query, key, value))
+        gradients = [x.new_empty(x.shape) for x in (query, key, value)]
         for row, begin, end in ctx.documents.pieces:
             at = slice(begin, end), slice(row, row + 1)
-            of_query[at], of_key[at], of_value[at] = attend_backward(
+            parts = attend_backward(
                 output_gradient[at],
-                query[at],
-                key[at],
-                value[at],
+                (query[at], key[at], value[at]),
                 output[at],
                 log_sum[row : row + 1, :, begin:end],
                 True,
                 ctx.scale,
             )
-        return of_query, of_key, of_value, None, None
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient[at] = part
+        return gradients[0], gradients[1], gradients[2], None, None
 
 
 def document_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float | None = None
 ) -> Tensor:
-    """Causal attention of [s, b, heads, d] tensors of whole sequences within each of their documents.
+    """Return the causal attention of complete sequences within each of their documents.
 
-    `scale` as in `attend`.
+    Args:
+        query: Queries [s, b, heads, d].
+        key: Keys, which may have fewer heads.
+        value: Values, as many as keys.
+        documents: Boundaries of the documents.
+        scale: Factor of the products of queries and keys, by default 1 / sqrt(d).
     """
     result: Tensor = _DocumentAttention.apply(query, key, value, documents, scale)
     return result

@@ -1,9 +1,14 @@
-"""Ring attention (arXiv 2310.01889) over the context axis, its causal work balanced.
+"""Ring attention over the context axis (arXiv 2310.01889), with balanced causal work.
 
-The sequence is cut into 2c pieces; rank r holds piece r (early) and piece 2c - 1 - r (late). Keys and
-values travel around the ring; while a rank computes with one rank's, the next ones are on their way.
-Every rank then has the same work in every round: its whole queries over the early half of an earlier
-rank's keys, or its late queries over all keys of a later rank.
+The sequence is cut into 2c pieces. Rank r holds piece r (early) and piece 2c - 1 - r (late). In each of c
+rounds a rank computes with the keys and values of one rank, while the next ones arrive from its neighbor.
+With 2 ranks and pieces 0 1 2 3:
+
+    rank 0 (pieces 0 3): round 1 its own keys; round 2 queries 3 over keys 1 2
+    rank 1 (pieces 1 2): round 1 its own keys; round 2 queries 1 2 over keys 0
+
+Every rank has the same work in every round: all its queries over the early half of an earlier rank's keys, or
+its late queries over all keys of a later rank.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ _KEYS, _GRADIENTS = 1, 2
 
 
 class _Ring:
-    """Passes tensors to the next rank and takes the previous rank's."""
+    """Ring of ranks: each sends a tensor to the next rank and receives that of the previous one."""
 
     def __init__(self, group: Group, tag: int) -> None:
         self.group, self.tag = group, tag
@@ -44,7 +49,7 @@ class _Ring:
 
 
 def _visible(source: int, rank: int, half: int) -> tuple[slice, slice, bool]:
-    """Rows of the queries, rows of `source`'s keys, and whether a causal mask applies between them."""
+    """Return which queries see which keys of rank `source`, and whether a causal mask applies."""
     if source == rank:
         return slice(None), slice(None), True
     if source < rank:
@@ -52,10 +57,10 @@ def _visible(source: int, rank: int, half: int) -> tuple[slice, slice, bool]:
     return slice(half, None), slice(None), False
 
 
-def _held(place: int, rank: int, ranks: int, half: int) -> int:
-    """How many of a rank's rows stand before a place of the whole sequence."""
+def _rows_before(position: int, rank: int, ranks: int, half: int) -> int:
+    """Return how many rows of a rank are before a position of the sequence."""
     early, late = rank * half, (2 * ranks - 1 - rank) * half
-    return min(max(place - early, 0), half) + min(max(place - late, 0), half)
+    return min(max(position - early, 0), half) + min(max(position - late, 0), half)
 
 
 Block = tuple[slice, slice, slice, bool]
@@ -63,9 +68,9 @@ Block = tuple[slice, slice, slice, bool]
 
 
 def _blocks(source: int, group: Group, half: int, documents: Documents | None) -> Iterator[Block]:
-    """What this rank's queries see of `source`'s keys: all as one, or by document.
+    """Yield the blocks in which this rank's queries see keys of rank `source`: one, or one for each document.
 
-    What a rank holds of a document is a run of its rows, even of both its pieces: between these it has none.
+    The rows that a rank has of a document are consecutive, even if they are of both its pieces.
     """
     rank, ranks = group.rank, group.size
     queries, keys, causal = _visible(source, rank, half)
@@ -76,7 +81,7 @@ def _blocks(source: int, group: Group, half: int, documents: Documents | None) -
         found = []
         for holder, visible in ((rank, queries), (source, keys)):
             first, last, _ = visible.indices(2 * half)
-            own = (_held(place, holder, ranks, half) for place in (begin, end))
+            own = (_rows_before(place, holder, ranks, half) for place in (begin, end))
             found.append(slice(*(min(max(place, first), last) for place in own)))
         if all(each.start < each.stop for each in found):
             yield slice(row, row + 1), found[0], found[1], causal
@@ -140,9 +145,7 @@ class _RingAttention(torch.autograd.Function):
             of_blocks = [
                 attend_backward(
                     output_gradient[queries, some],
-                    query[queries, some],
-                    held[0][keys, some],
-                    held[1][keys, some],
+                    (query[queries, some], held[0][keys, some], held[1][keys, some]),
                     output[queries, some],
                     log_sum[some, :, queries],
                     causal,
@@ -177,10 +180,15 @@ def ring_attention(
     scale: float | None = None,
     documents: Documents | None = None,
 ) -> Tensor:
-    """Causal attention of [s/c, b, heads, d] pieces (early and late, see above) over the whole sequence, or
-    within its `documents`, if these are given.
+    """Return the causal attention [s/c, b, heads, d] over the sequence. Collective over the context ranks.
 
-    `scale` as in `attend`.
+    Args:
+        query: Queries of this rank's early and late piece, [s/c, b, heads, d].
+        key: Keys of the pieces.
+        value: Values of the pieces.
+        group: Ranks of the context axis.
+        scale: Factor of the products of queries and keys, by default 1 / sqrt(d).
+        documents: Boundaries of documents, which attention does not cross. None for full sequences.
     """
     result: Tensor = _RingAttention.apply(query, key, value, group, scale, documents)
     return result

@@ -1,4 +1,4 @@
-"""What `hpctrain doctor` tells of products in 8 bits: which recipes a device multiplies so itself."""
+"""Finding of `hpctrain doctor` about products in 8 bits: the recipes that a device supports."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ WAYS = {
     "stored": "in 8 bits except for weight gradients: {}",
     "none": "emulated in 16 or 32 bits, slower than bf16: {}",
 }
-"""What is said of recipes by how `native` finds them."""
+"""Text for the recipes of each result of `native`."""
 
 
 def check_fp8_products(local_rank: int) -> DoctorFinding:
-    """Which recipes the device of a local rank multiplies in 8 bits, and which are emulated there."""
+    """Return which recipes the device of a local rank multiplies in 8 bits, and which it emulates."""
     device = choose_device("auto", local_rank, visible_gpus())
     how = {name: native(recipe, device) for name, recipe in RECIPES.items()}
     names = {way: ", ".join(name for name in how if how[name] == way) for way in WAYS}
@@ -28,8 +28,10 @@ def check_fp8_products(local_rank: int) -> DoctorFinding:
 
 
 def native(recipe: ScalingRecipe, device: torch.device) -> str:
-    """Of the products of a layer, in bf16 and for sums in fp32, which a device has: "all", the "stored" ones
-    (forward and input gradients) or "none".
+    """Return which products of a recipe a device computes in 8 bits.
+
+    Returns:
+        "all", "stored" for those with a result in bf16 (forward and input gradient), or "none".
     """
     if any(scaling.blocks.columns is not None for scaling in (recipe.tokens, recipe.weights)):
         return "none"

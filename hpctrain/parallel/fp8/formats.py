@@ -1,10 +1,10 @@
-"""The two formats of 8 bits (arXiv 2209.05433), and the scales with which numbers come to them.
+"""The two 8-bit formats (arXiv 2209.05433), and their scales.
 
-A scale is what numbers are divided by before they are rounded, and multiplied by after. It follows from the
-largest magnitude of what it scales, which is the same number in whatever order it is found; so is the scale.
-It is a power of two, and so changes no fraction: what is divided is exact, what is expanded is so in bf16,
-too, and where rounding moves a maximum by its last bit, as on another layout, its scale is the same, unless
-it lies just at the end of the format's range. That costs 0.05 dB of a signal of normally distributed numbers.
+Numbers are divided by a scale before they are rounded, and multiplied by it afterwards. The scale follows
+from the largest magnitude, which does not depend on the order of a reduction. It is a power of two, so
+division and expansion are exact, also in bf16. If rounding changes the last bit of a maximum, as on another
+layout, the scale is the same, unless the maximum is at the end of the format's range. For normally
+distributed numbers powers of two cost 0.05 dB.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ import torch
 from torch import Tensor
 
 _FRACTION = (1 << 23) - 1
-"""The bits of a number in fp32 that are its fraction; its exponent lies above them, 127 more than it is."""
+"""Bits of the fraction of a number in fp32. Its exponent, plus 127, is above them."""
 
 AT_ONCE = 1 << 18
-"""Elements that the CPU converts at a time: what it needs between stays in its cache, and is memory that
-lies there already; of a whole matrix it is new memory each time, which takes several times as long.
+"""Elements that the CPU converts at a time, so that temporary memory stays in its cache and is reused.
+
+For a complete matrix it would be new memory each time, which takes several times as long.
 """
 
 _NOT_A_NUMBER = 255
-"""As an exponent of 8 bits (E8M0 of the Open Compute Project's microscaling formats, version 1.0)."""
+"""NaN as an exponent of 8 bits (E8M0 of the Open Compute Project's microscaling formats 1.0)."""
 
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """A format of 8 bits: its type in torch, its largest number, its least one above zero."""
+    """8-bit format: its type in torch, its largest number, and its smallest one above zero."""
 
     dtype: torch.dtype
     largest: float
@@ -37,27 +38,27 @@ class Fp8Format:
 
 
 E4M3 = Fp8Format(torch.float8_e4m3fn, 448.0, 2.0**-9)
-"""Four bits of exponent, three of fraction: of weights and activations. It has no infinity."""
+"""Format of weights and activations: four bits of exponent, three of fraction. It has no infinity."""
 
 E5M2 = Fp8Format(torch.float8_e5m2, 57344.0, 2.0**-16)
-"""Five bits of exponent, two of fraction: of gradients, whose magnitudes differ more."""
+"""Format of gradients, whose magnitudes differ more: five bits of exponent, two of fraction."""
 
 FORMATS = {form.dtype: form for form in (E4M3, E5M2)}
 
 
 def to_format(values: Tensor, form: Fp8Format) -> Tensor:
-    """To the nearest number of the format, of two as near the even one; beyond the largest, the largest.
+    """Return values rounded to the nearest number of a format, ties to even, limited to the largest one.
 
-    What is not finite is NaN, and no largest number: a step that overflows must be seen to.
+    Infinities become NaN and not the largest number, so that an overflow is noticed.
     """
     inside = values.clamp(-form.largest, form.largest)
     return inside.add_(values, alpha=0).to(form.dtype)
 
 
 def expanded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers of 8 bits [m, k], in a format that has all of them exactly, lying as they lie.
+    """Return 8-bit numbers [m, k] in a format that represents them exactly, with the same strides.
 
-    On the CPU by a table, which takes a seventh of the time of torch's conversion of E4M3.
+    The CPU uses a table, which takes a seventh of the time of torch's conversion of E4M3.
     """
     if not values.is_cpu:
         return values.to(dtype)
@@ -72,36 +73,38 @@ def expanded(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_transposed(matrix: Tensor) -> bool:
-    """Whether its columns lie behind each other in memory, not its rows."""
+    """Return True if the columns of a matrix are contiguous, and not its rows."""
     return matrix.dim() == 2 and not matrix.is_contiguous() and matrix.t().is_contiguous()
 
 
 def agreed_maximum(maxima: Tensor) -> Tensor:
-    """Maxima of magnitudes, fp32, for a reduction over ranks: inf instead of NaN, which nothing orders."""
+    """Return maxima of magnitudes in fp32 for a reduction over ranks, with inf instead of NaN."""
     return maxima.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def scales_of(maxima: Tensor, form: Fp8Format) -> Tensor:
-    """The scale, fp32, of numbers of each largest magnitude: the least power of two that keeps them within
-    the format, if it is a normal number. Of zeros it is one; of what is not finite it is NaN.
+    """Return the scale, fp32, for each largest magnitude.
+
+    It is the smallest normal power of two that keeps the magnitude within the format. It is one for zero and
+    NaN for what is not finite.
     """
     maxima = maxima.float()
     fraction, exponent = frexp(form.largest)
-    # The fraction of the largest, with its leading one before the point, and what that one is worth.
+    # Fraction of the largest number after its leading one, and the exponent of that one.
     largest, worth = int((2 * fraction - 1) * (_FRACTION + 1)), exponent - 1
-    # Whatever has more of a fraction than the largest carries into the exponent.
+    # A larger fraction than this carries into the exponent.
     above = (maxima.view(torch.int32) + (_FRACTION - largest)) >> 23
     scales = expanded_exponents((above - worth).clamp_(1, 254))
     return scales.masked_fill_(maxima == 0, 1.0).masked_fill_(~maxima.isfinite(), torch.nan)
 
 
 def exponents_of(scales: Tensor) -> Tensor:
-    """The bytes (E8M0) of scales, fp32, that are powers of two."""
+    """Return scales, fp32 powers of two, as bytes (E8M0)."""
     return (scales.view(torch.int32) >> 23).to(torch.uint8)
 
 
 def expanded_exponents(exponents: Tensor) -> Tensor:
-    """The powers of two, fp32, that bytes (E8M0) stand for."""
+    """Return the powers of two, fp32, that bytes (E8M0) represent."""
     exponents = exponents.to(torch.int32)
     powers = (exponents << 23).view(torch.float32)
     powers = powers.masked_fill(exponents == 0, 2.0**-127)

@@ -1,4 +1,4 @@
-"""The product of two quantized matrices."""
+"""Product of two quantized matrices: by the device in 8 bits, or emulated with the same numbers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from hpctrain.parallel.fp8.formats import E4M3, E5M2, expanded
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, ScaleBlocks, Scaling
 
 UNIT = 16
-"""Of sizes of matrices that GPUs multiply in these formats."""
+"""GPUs multiply matrices in 8 bits whose sizes are multiples of this."""
 
 
 def multiply_quantized(left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """Return left [m, k] right [n, k]^T in `dtype` [m, n], added up in fp32.
 
-    The device's own product computes it where it has one, or else one of the same numbers in 16 or 32 bits.
-    A product in fp64, which only the layout check asks for, is added up in fp64.
+    The device multiplies in 8 bits if it can, else the same numbers in 16 or 32 bits. A product in fp64,
+    which only the layout check needs, is summed in fp64.
 
-    No element along k has a scale of its own: that would be a matrix which was quantized for its transposed
-    one's product.
+    Args:
+        left: Matrix [m, k]. No element along k may have a scale of its own, as in a matrix that was quantized
+            for the product of its transpose.
+        right: Matrix [n, k].
+        dtype: Format of the result.
     """
     assert left.blocks.columns != 1 and right.blocks.columns != 1, (left.blocks, right.blocks)
     if is_native(left, right, dtype):
@@ -30,9 +33,9 @@ def multiply_quantized(left: QuantizedTensor, right: QuantizedTensor, dtype: tor
 
 
 def is_native(left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype) -> bool:
-    """Whether the device multiplies these in 8 bits, for a result in `dtype`."""
+    """Return True if the device multiplies two matrices in 8 bits, for a result in `dtype`."""
     pair = {left.form, right.form}
-    if not (left.scaled_alike and right.scaled_alike) or pair == {E5M2}:
+    if not (left.has_row_scales and right.has_row_scales) or pair == {E5M2}:
         return False
     sizes = (*left.values.shape, right.values.shape[0])
     by_row = left.blocks.rows is not None
@@ -43,10 +46,14 @@ def is_native(left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype)
 
 @cache
 def has_native(device: torch.device, by_row: bool, dtype: torch.dtype) -> bool:
-    """Whether a device has products in 8 bits, of one scale for a matrix or for each row.
+    """Return True if a device has products in 8 bits.
 
-    Torch's own product on a CPU does not count: it expands both matrices, too, to the same result, and takes
-    longer.
+    torch's product on a CPU does not count: it also expands both matrices, and takes longer.
+
+    Args:
+        device: The device.
+        by_row: True for one scale for each row, False for one for each matrix.
+        dtype: Format of the result.
     """
     if device.type != "cuda" or not hasattr(torch, "_scaled_mm"):
         return False
@@ -59,7 +66,7 @@ def has_native(device: torch.device, by_row: bool, dtype: torch.dtype) -> bool:
 
 
 def native_product(left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    """left [m, k] right [n, k]^T by `torch._scaled_mm`, of one scale for a matrix or for each row."""
+    """Return left [m, k] right [n, k]^T by `torch._scaled_mm`, with a scale for a matrix or each row."""
     return torch._scaled_mm(
         left.values.contiguous(),
         right.values.contiguous().t(),
@@ -72,10 +79,10 @@ def native_product(left: QuantizedTensor, right: QuantizedTensor, dtype: torch.d
 def emulated_product(left: QuantizedTensor, right: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """Return the product by one in another format, which represents all quantized numbers exactly.
 
-    Where a row has one scale it is multiplied by afterwards.
+    If each row has one scale, the product is multiplied by it.
     """
     exact = dtype if dtype in {torch.bfloat16, torch.float64} else torch.float32
-    if left.scaled_alike and right.scaled_alike:
+    if left.has_row_scales and right.has_row_scales:
         product = expanded(left.values, exact) @ expanded(right.values, exact).t()
         return product.mul_(left.factors.to(exact)).mul_(right.factors.t().to(exact)).to(dtype)
     return (left.dequantized(exact) @ right.dequantized(exact).t()).to(dtype)

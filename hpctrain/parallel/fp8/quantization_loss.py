@@ -1,4 +1,4 @@
-"""What quantizing loses, and by which scales: noted in the steps that are watched, told by kind of layer."""
+"""Losses of quantization and scales, which layers record in detailed steps, as metrics."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hpctrain.parallel.step_statistics import StepStatistics
 _LOST, _SCALES = "fp8 lost", "fp8 scales"
 _KINDS = ("inputs", "weights", "gradients")
 _BIAS, _NO_NUMBER = 127, 255
-"""Of exponents as bytes."""
+"""Bias of exponents as bytes, and the byte of NaN."""
 
 Row = dict[str, list[str] | list[float] | list[float | None]]
 
 
 def operand_name(weight: str, kind: str, use: str) -> str:
-    """Return the name under which an operand's losses are noted.
+    """Return the name under which the losses of an operand are recorded.
 
     Args:
         weight: Name of the product's matrix.
@@ -36,7 +36,7 @@ def record_loss(
     name: str,
     matrix: Tensor,
     maxima: Tensor,
-    found: QuantizedTensor,
+    quantized: QuantizedTensor,
     padding: Tensor | None = None,
 ) -> None:
     """Record the elements that quantization count_losses, and the scales. Changes neither.
@@ -46,25 +46,25 @@ def record_loss(
         name: See `operand_name`.
         matrix: What was quantized, [m, k].
         maxima: Maxima that the scales follow from.
-        found: The quantized matrix.
+        quantized: The quantized matrix.
         padding: Rows that are padding, bool [m, 1], which are all zeros and not counted. None if there are
             none.
     """
     if statistics.is_detailed and matrix.numel():
-        counts = count_losses(matrix, found)
+        counts = count_losses(matrix, quantized)
         if padding is not None:
             counts[2] -= padding.sum() * matrix.shape[1]
-        record_counts(statistics, name, counts, maxima, found)
+        record_counts(statistics, name, counts, maxima, quantized)
 
 
 def record_counts(
-    statistics: StepStatistics, name: str, counts: Tensor, maxima: Tensor, found: QuantizedTensor
+    statistics: StepStatistics, name: str, counts: Tensor, maxima: Tensor, quantized: QuantizedTensor
 ) -> None:
     """Record the `counts` of `count_losses`, of all of a matrix or of this rank's part."""
     if not statistics.is_detailed:
         return
     statistics.record_sum(f"{_LOST}/{name}", counts)
-    used, exponents = (maxima > 0) & maxima.isfinite(), exponents_of(found.factors).int()
+    used, exponents = (maxima > 0) & maxima.isfinite(), exponents_of(quantized.factors).int()
     most = [torch.where(used, of, 0).amax() for of in (exponents, _NO_NUMBER - exponents)]
     statistics.record_max(f"{_SCALES}/{name}", torch.stack(most))
 
@@ -74,14 +74,12 @@ def is_count(name: str) -> bool:
     return name.startswith(f"{_LOST}/")
 
 
-def count_losses(matrix: Tensor, found: QuantizedTensor) -> Tensor:
-    """How many elements of a matrix [m, k] are beyond the largest number that its scale leaves, how many are
-    no zeros but became such, and how many there are: int64 [3].
-    """
-    blocks, most = found.blocks, found.factors * found.form.largest
-    bits, height = found.values.view(torch.uint8), blocks.height(matrix)
+def count_losses(matrix: Tensor, quantized: QuantizedTensor) -> Tensor:
+    """Return the numbers of saturated, underflowed and all elements of a matrix [m, k]: int64 [3]."""
+    blocks, most = quantized.blocks, quantized.factors * quantized.form.largest
+    bits, height = quantized.values.view(torch.uint8), blocks.height(matrix)
     beyond = gone = torch.zeros((), dtype=torch.int64, device=matrix.device)
-    for first in range(0, len(matrix), height):  # what is needed between is small
+    for first in range(0, len(matrix), height):  # so that temporary tensors are small
         rows = slice(first, first + height)
         row = 0 if blocks.rows is None else first // blocks.rows
         cut = blocks.cut(matrix[rows])
@@ -91,11 +89,11 @@ def count_losses(matrix: Tensor, found: QuantizedTensor) -> Tensor:
 
 
 def loss_metrics(statistics: Mapping[str, Tensor]) -> Row | None:
-    """For a line of metrics, of what all ranks have `noted`: lists with a value for each of the "layers", by
-    kind; None of a step that was not watched.
+    """Return a row of metrics from the reduced statistics of a step, or None if it was not detailed.
 
-    `inputs_saturated` and `inputs_underflowed` are shares of the elements, `inputs_scale_least` and
-    `inputs_scale_largest` exponents of two, None where all is zero; likewise of weights and gradients.
+    It has lists with a value for each kind of layer in "layers". `inputs_saturated` and `inputs_underflowed`
+    are shares of the elements, `inputs_scale_least` and `inputs_scale_largest` exponents of two, None if all
+    elements are zero; likewise for weights and gradients.
     """
     counts: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     scales: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
@@ -121,6 +119,6 @@ def loss_metrics(statistics: Mapping[str, Tensor]) -> Row | None:
 
 
 def layer_kind(weight: str) -> str:
-    """What the layers of all blocks have in common in the name of a weight: "attention.query"."""
+    """Return the part of a weight's name that the layers of all blocks share, such as "attention.query"."""
     parts = weight.removesuffix(".weight").split(".")
     return ".".join(part for part in parts if not part.isdecimal()).removeprefix("blocks.")

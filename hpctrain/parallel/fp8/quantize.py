@@ -1,4 +1,4 @@
-"""Matrices in 8 bits an element, with a scale for each block of them."""
+"""Quantization of matrices to 8 bits, with a scale for each block of elements."""
 
 from __future__ import annotations
 
@@ -24,20 +24,25 @@ from hpctrain.parallel.fp8.formats import (
 
 
 class ScaleBlocks(NamedTuple):
-    """So many rows and columns of a matrix that share a scale; None: all. The last ones may be smaller."""
+    """Size of the blocks of a matrix that share a scale. The last ones may be smaller.
+
+    Attributes:
+        rows: Rows of a block. None for all.
+        columns: Columns of a block. None for all.
+    """
 
     rows: int | None = None
     columns: int | None = None
 
     def counts(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """How many of them a matrix has below and beside each other."""
+        """Return the number of blocks along both dims of a matrix."""
         rows, columns = (
             1 if size is None else -(-count // size) for count, size in zip(shape, self, strict=True)
         )
         return rows, columns
 
     def cut(self, matrix: Tensor) -> Tensor:
-        """[m, k] -> [M, rows, K, columns]: a view, or a copy where blocks have to be filled up, by zeros."""
+        """Return the blocks of a matrix [m, k] as [M, rows, K, columns]: a view, or a padded copy."""
         (rows, columns), (below, beside) = matrix.shape, self.counts((matrix.shape[0], matrix.shape[1]))
         each_rows = max(1, rows) if self.rows is None else self.rows
         each_columns = max(1, columns) if self.columns is None else self.columns
@@ -48,34 +53,33 @@ class ScaleBlocks(NamedTuple):
         return blocks
 
     def joined(self, blocks: Tensor, shape: tuple[int, int]) -> Tensor:
-        """What `cut` made of a matrix of this shape as one again, row after row."""
+        """Return the matrix of a shape that `cut` has cut into blocks, contiguous by rows."""
         rows, columns = shape
         return blocks.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous()
 
     def multiply(self, matrix: Tensor, factors: Tensor) -> None:
-        """Multiply [m, k], in place, each block by its own of the factors [M, K]. Smaller ones are not filled
-        up: that would take the memory of another matrix.
+        """Multiply each block of a matrix [m, k] by its factor in [M, K], in place.
+
+        Smaller blocks are not padded, which would take the memory of another matrix.
         """
-        for rows, below, height in _alike(matrix.shape[0], self.rows):
-            for columns, beside, width in _alike(matrix.shape[1], self.columns):
+        for rows, below, height in _block_ranges(matrix.shape[0], self.rows):
+            for columns, beside, width in _block_ranges(matrix.shape[1], self.columns):
                 blocks = matrix[rows, columns].unflatten(1, (-1, width)).unflatten(0, (-1, height))
                 blocks.mul_(factors[below, None, beside, None])
 
     def height(self, matrix: Tensor) -> int:
-        """Rows of [m, k] that the CPU converts at a time, of whole blocks where these have some rows."""
+        """Return the number of rows that the CPU converts at a time: complete blocks, if possible."""
         rows = max(1, AT_ONCE // max(1, matrix.shape[1]))
         return rows if self.rows is None else -(-rows // self.rows) * self.rows
 
     @property
     def transposed(self) -> ScaleBlocks:
-        """Those of the transposed matrix."""
+        """Blocks of the transposed matrix."""
         return ScaleBlocks(self.columns, self.rows)
 
 
-def _alike(count: int, size: int | None) -> Iterator[tuple[slice, slice, int]]:
-    """Of a dim the elements in blocks of a size, which blocks these are, and the size: of whole ones, then of
-    a smaller last one.
-    """
+def _block_ranges(count: int, size: int | None) -> Iterator[tuple[slice, slice, int]]:
+    """Yield elements of a dim, their blocks and the size of these: complete blocks, then a smaller one."""
     size = size or count
     whole = count // size if size else 0
     if whole:
@@ -85,7 +89,7 @@ def _alike(count: int, size: int | None) -> Iterator[tuple[slice, slice, int]]:
 
 
 def block_maxima(matrix: Tensor, blocks: ScaleBlocks) -> Tensor:
-    """The largest magnitude of each block of [m, k], fp32 [M, K]; NaN where a block has one."""
+    """Return the largest magnitude of each block of [m, k], fp32 [M, K]; NaN if a block has one."""
     if not matrix.is_cpu:
         return blocks.cut(matrix).abs().amax((1, 3)).float()
     if is_transposed(matrix):
@@ -96,9 +100,9 @@ def block_maxima(matrix: Tensor, blocks: ScaleBlocks) -> Tensor:
 
 
 def _largest(blocks: Tensor) -> Tensor:
-    """The largest magnitude of [M, rows, K, columns], [M, K], on the CPU.
+    """Return the largest magnitude of blocks [M, rows, K, columns] on the CPU, [M, K].
 
-    Of 16 bits by these as integers, which order magnitudes, and NaN above them: a fifth of the time.
+    16-bit numbers are compared as integers, which have the same order, with NaN last: a fifth of the time.
     """
     if blocks.dtype not in {torch.bfloat16, torch.float16}:
         return blocks.abs().amax((1, 3))
@@ -107,8 +111,12 @@ def _largest(blocks: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A matrix [m, k] in 8 bits an element: `values`, whose rows or columns lie behind each other, and
-    `scales` [M, K] of its `blocks`, powers of two in fp32 or as bytes.
+    """Matrix [m, k] in 8 bits.
+
+    Attributes:
+        values: Elements [m, k], of which rows or columns are contiguous.
+        scales: Scale of each block [M, K], powers of two in fp32 or as bytes.
+        blocks: Size of the blocks.
     """
 
     values: Tensor
@@ -117,28 +125,26 @@ class QuantizedTensor:
 
     @property
     def factors(self) -> Tensor:
-        """The scales, fp32 [M, K]."""
+        """Scales in fp32, [M, K]."""
         return expanded_exponents(self.scales) if self.scales.dtype == torch.uint8 else self.scales
 
     @property
     def form(self) -> Fp8Format:
-        """Of the values."""
+        """Format of the values."""
         return FORMATS[self.values.dtype]
 
     @property
     def bytes(self) -> int:
-        """Of the memory of both."""
+        """Bytes of values and scales."""
         return self.values.nbytes + self.scales.nbytes
 
     @property
-    def scaled_alike(self) -> bool:
-        """Whether a row has one scale, which can be multiplied by after a product."""
+    def has_row_scales(self) -> bool:
+        """True if each row has one scale, by which a product can be multiplied afterwards."""
         return self.blocks.columns is None
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The matrix [m, k] that this stands for, exactly in fp32, and in bf16 but for what is less than its
-        least normal number.
-        """
+        """Return the matrix [m, k], exactly in fp32, and in bf16 except below its smallest normal number."""
         if self.values.is_cpu and is_transposed(self.values):
             return self.transposed().dequantized(dtype).t()
         matrix = expanded(self.values, dtype)
@@ -146,17 +152,20 @@ class QuantizedTensor:
         return matrix.contiguous()
 
     def transposed(self) -> QuantizedTensor:
-        """The same numbers as the transposed matrix, its blocks transposed, too.
+        """Return the transposed matrix with the same numbers, and transposed blocks.
 
-        Unless these are square, it is not what quantizing the transposed matrix by the same blocks gives.
+        Unless blocks are square, quantizing the transposed matrix with the same blocks gives another result.
         """
         return QuantizedTensor(self.values.t(), self.scales.t().contiguous(), self.blocks.transposed)
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """How matrices of one kind are scaled: `blocks` that share a scale, and whether scales are kept as bytes
-    of an exponent.
+    """Scaling of matrices of one kind.
+
+    Attributes:
+        blocks: Elements that share a scale.
+        as_bytes: True if scales are stored as bytes (E8M0).
     """
 
     blocks: ScaleBlocks
@@ -164,16 +173,21 @@ class Scaling:
 
     @property
     def transposed(self) -> Scaling:
-        """What scales a matrix as this scales the transposed one."""
+        """Scaling that scales a matrix as this one scales its transpose."""
         return replace(self, blocks=self.blocks.transposed)
 
     def maxima(self, matrix: Tensor) -> Tensor:
-        """The largest magnitude of each block of [m, k], fp32 [M, K]."""
+        """Return the largest magnitude of each block of [m, k], fp32 [M, K]."""
         return block_maxima(matrix, self.blocks)
 
     def quantized(self, matrix: Tensor, form: Fp8Format, maxima: Tensor | None = None) -> QuantizedTensor:
-        """[m, k] in a format. `maxima` [M, K] are the blocks' where other ranks have parts of them, or are
-        of steps before; what is larger becomes the format's largest number.
+        """Return a matrix [m, k] in a format.
+
+        Args:
+            matrix: The matrix.
+            form: The format.
+            maxima: Maxima of the blocks [M, K] over all ranks, or of earlier steps; by default those of the
+                matrix. What is larger becomes the largest number of the format.
         """
         maxima = self.maxima(matrix) if maxima is None else maxima
         if matrix.is_cpu and is_transposed(matrix):
@@ -183,7 +197,7 @@ class Scaling:
         return QuantizedTensor(values, exponents_of(scales) if self.as_bytes else scales, self.blocks)
 
     def _rounded(self, matrix: Tensor, scales: Tensor, form: Fp8Format) -> Tensor:
-        """On the CPU some rows after others."""
+        """Return the rounded values. The CPU converts some rows at a time."""
         blocks, columns = self.blocks, matrix.shape[1]
         if not matrix.is_cpu:
             rounded = to_format(blocks.cut(matrix) / scales[:, None, :, None], form)

@@ -1,15 +1,15 @@
-"""Recipes: how the matrices of a layer's three products are scaled, and from which maxima.
+"""Recipes: which elements of the operands share a scale, and from which maxima it comes.
 
-A product adds up along the last dim of both of its matrices, [m, k] and [n, k], and blocks are told of
-matrices that lie so. In the three products of a layer inputs, weights and output gradients are each needed
-twice, once transposed: unless blocks are square, that is another matrix in 8 bits, made of the same numbers
-in high precision (`Scaling.transposed`).
+A product sums over the last dim of both operands, [m, k] and [n, k], and blocks are described for such
+operands. The three products of a layer need inputs, weights and output gradients twice each, once transposed.
+Unless blocks are square, the transposed operand is quantized again from high precision
+(`Scaling.transposed`).
 
 | recipe | scales | from |
 |---|---|---|
-| tensor | one | the tensor's own maximum |
-| delayed | one | the largest of the maxima of some steps before (Transformer Engine) |
-| row | one a row | the row's maximum |
+| tensor | one | the maximum of the tensor |
+| delayed | one | the largest maximum of some earlier steps (Transformer Engine) |
+| row | one for each row | the maximum of the row |
 | block | one for 128 of a row; of weights one for 128 x 128 | the block's (DeepSeek-V3, arXiv 2412.19437) |
 | mx | one for 32 of a row, as a byte | the block's (MXFP8, arXiv 2310.10537, rounded up: arXiv 2506.08027) |
 """
@@ -23,16 +23,20 @@ from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format
 from hpctrain.parallel.fp8.quantize import ScaleBlocks, Scaling
 
 BLOCK = 128
-"""Elements along which DeepSeek-V3 has one scale."""
+"""Elements that share a scale in DeepSeek-V3."""
 
 MX_BLOCK = 32
-"""Elements along which MX has one scale."""
+"""Elements that share a scale in MX."""
 
 
 @dataclass(frozen=True)
 class ScalingRecipe:
-    """How `weights` are scaled, and how activations and gradients, the `tokens`; `delayed` says that scales
-    follow from maxima of steps before.
+    """Scaling of the operands of a layer.
+
+    Attributes:
+        tokens: Scaling of activations and gradients.
+        weights: Scaling of weights.
+        delayed: True if scales follow from maxima of earlier steps.
     """
 
     tokens: Scaling
@@ -51,7 +55,7 @@ RECIPES: Mapping[str, ScalingRecipe] = {
     "block": ScalingRecipe(Scaling(ScaleBlocks(1, BLOCK)), Scaling(ScaleBlocks(BLOCK, BLOCK))),
     "mx": ScalingRecipe(_MX, _MX),
 }
-"""By the name that a deck has for each."""
+"""Recipes by their name in the deck."""
 
 GRADIENT_FORMS: Mapping[str, Fp8Format] = {"e5m2": E5M2, "e4m3": E4M3}
-"""Of gradients of outputs, by the name that a deck has for each."""
+"""Formats of gradients of outputs by their name in the deck."""

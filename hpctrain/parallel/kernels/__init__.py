@@ -1,1 +1,14 @@
-"""Kernels of CPUs: how they are compiled, chosen and measured."""
+"""Kernels of CPUs: libraries for matrix products, and functions that are compiled from C.
+
+| module | holds |
+|---|---|
+| `matmul_kernels.py` | kernels for matrix products, and the table that says which one computes a product |
+| `timing.py` | measurement of these kernels, by which a run chooses |
+| `functions.c` | attention, norms, activations and softmax for CPUs |
+| `compiler.py` | compilation of C for this processor, and the cache of libraries |
+| `function_library.py` | the compiled library as ctypes calls it, and its trial |
+| `layer_functions.py` | functions of a block by torch or by that library |
+| `logits.py` | softmax statistics of logits, for losses |
+| `small_batch.py` | products of a few rows with the bits of large ones |
+| `fastest_kernels.py` | a line of `hpctrain doctor` |
+"""

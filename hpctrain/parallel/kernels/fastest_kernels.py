@@ -1,4 +1,4 @@
-"""What `hpctrain doctor` tells of the kernels that compute products on a CPU: which is quickest here."""
+"""Finding of `hpctrain doctor` about the kernels of matrix products: which is fastest on this CPU."""
 
 from __future__ import annotations
 
@@ -20,21 +20,26 @@ _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def check_kernels(local_rank: int) -> DoctorFinding:
-    """Which kernel multiplies matrices of a middling size most quickly, by format and pass, measured by one
-    thread of a local rank; nothing of a rank that computes on a GPU.
+    """Return which kernel multiplies matrices of medium size fastest, by format and pass.
+
+    One thread measures it. On a GPU nothing is measured.
+
+    Args:
+        local_rank: Number of this rank on its node, which selects the device.
     """
     if not on_host(choose_device("auto", local_rank, visible_gpus())):
         return DoctorFinding("matrix products", "computed by the library of the GPU")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        told = "; ".join(f"{name}: {_told(storage)}" for name, storage in _FORMATS.items())
+        results = "; ".join(f"{name}: {_fastest(storage)}" for name, storage in _FORMATS.items())
     finally:
         torch.set_num_threads(before)
-    return DoctorFinding("matrix products", f"{told} (one thread of {processor_name()})")
+    return DoctorFinding("matrix products", f"{results} (one thread of {processor_name()})")
 
 
-def _told(storage: torch.dtype) -> str:
+def _fastest(storage: torch.dtype) -> str:
+    """Return the fastest kernel of each pass, with its speed relative to the library."""
     rows = measure([MatmulPass(kind, _SIZE, _SIZE, _SIZE) for kind, _ in _PASSES], storage, torch.float32)
     words = []
     for (_, name), seconds in zip(_PASSES, rows, strict=True):

@@ -1,7 +1,8 @@
-"""The library that is made of `functions.c`, as ctypes calls it; as a program, it calls all functions of one.
+"""Library that is compiled from `functions.c`, as ctypes calls it; as a program, a trial of it.
 
-Imports nothing but what Python brings: the program is to take no time. What was compiled may have
-instructions that a processor, or what emulates it, does not know: whoever calls that ends without a word.
+The program calls all functions once. It imports only the standard library, so that it starts quickly. It runs
+in another process, because a compiled function may have instructions that the processor, or an emulator, does
+not know, which ends the process.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ PAGE, HIGHEST = _PANEL, 8  # tokens of a page there, and the most queries at a t
 
 
 class Heads(ctypes.Structure):
-    """See functions.c."""
+    """Tensor [s, b, heads, d] in `functions.c`: its address, and its strides in elements."""
 
     _fields_ = (
         ("at", ctypes.c_void_p),
@@ -27,7 +28,7 @@ class Heads(ctypes.Structure):
 
 
 class AttentionArguments(ctypes.Structure):
-    """See functions.c."""
+    """Sizes, scale and rotation tables of attention in `functions.c`."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "batch", "heads", "groups", "head")),
@@ -39,7 +40,7 @@ class AttentionArguments(ctypes.Structure):
 
 
 class Paged(ctypes.Structure):
-    """See functions.c."""
+    """Pages of keys and values, and the positions of rows, in `functions.c`."""
 
     _fields_ = (
         ("of", AttentionArguments),
@@ -50,26 +51,28 @@ class Paged(ctypes.Structure):
 
 
 def padded(head: int) -> int:
-    """Features of a head, filled up to whole lanes."""
+    """Return the features of a head, padded to complete vector lanes."""
     return -(-head // _LANES) * _LANES
 
 
 def workspace_floats(rows: int, head: int) -> int:
-    """Floats that attention needs in passing."""
+    """Return the number of temporary floats of attention."""
     keys, width = -(-rows // _PANEL) * _PANEL, padded(head)
     return 6 * keys * width + _ROWS * (2 * keys + 3 * width)
 
 
 def few_rows_floats(rows: int, features: int) -> int:
-    """Floats that a product of a few rows needs in passing."""
+    """Return the number of temporary floats of a product of a few rows."""
     return -(-rows // (2 * _LANES)) * 2 * _LANES * features
 
 
 def open_library(content: bytes) -> ctypes.CDLL:
-    """The library of these bytes, from memory: a folder of temporary files may not be for programs. OSError
-    where it cannot be loaded.
+    """Load a library from memory, since folders of temporary files may forbid programs.
 
-    Its file stays open: the loader knows libraries by names, and would take another of this name for it.
+    Its file remains open: the loader identifies libraries by name, and would return it for another one.
+
+    Raises:
+        OSError: The library cannot be loaded.
     """
     file = os.memfd_create("hpctrain-functions")
     with os.fdopen(os.dup(file), "wb") as stream:
@@ -78,7 +81,7 @@ def open_library(content: bytes) -> ctypes.CDLL:
 
 
 def call_all(library: ctypes.CDLL) -> None:
-    """Every function, of both formats, with whole tiles, what is left of them, and several blocks."""
+    """Call every function of the library in both formats, with complete tiles and remainders."""
     rows, heads, head = _ROWS + 6, 2, 2 * _LANES + 8
     memory = ctypes.create_string_buffer(4 * workspace_floats(rows, head))
     zeros = ctypes.create_string_buffer(4 * rows * heads * head)
@@ -88,7 +91,7 @@ def call_all(library: ctypes.CDLL) -> None:
     first, last = ctypes.c_int64(0), ctypes.c_int64(1)
     column = (ctypes.c_int64 * 2)(-1, _BLOCK)
     texts = (ctypes.c_int64 * rows)()
-    beside = ctypes.create_string_buffer(4 * HIGHEST * (_PANEL + 2 * padded(head)))
+    scratch = ctypes.create_string_buffer(4 * HIGHEST * (_PANEL + 2 * padded(head)))
     for size in (4, 2):
         sizes = ctypes.byref(AttentionArguments(rows, 1, heads, 1, head, size, 1.0, address, address))
         library.gelu(x, x, ctypes.c_int64(rows * head + 1), size)
@@ -106,14 +109,14 @@ def call_all(library: ctypes.CDLL) -> None:
         whole = [ctypes.c_int64(each) for each in (2 * _LANES + 3, _LANES + 5, _LANES + 8, _LANES + 1)]
         library.few_rows(x, x, x, x, memory, *whole)
         library.attend_gradient(sizes, *[tensor] * 8, x, memory, first, last)
-        # All rows are of text 0 and stand at its first position, in page 0.
+        # All rows belong to text 0 at its first position, in page 0.
         none = ctypes.addressof(texts)
         of = AttentionArguments(HIGHEST + 1, 1, heads, 1, head, size, 1.0, address, address)
         for key_size in (4, size):
             pages = Paged(
                 of, 1, key_size, ctypes.addressof(memory), ctypes.addressof(memory), none, none, none
             )
-            library.attend_paged(ctypes.byref(pages), *[tensor] * 4, beside)
+            library.attend_paged(ctypes.byref(pages), *[tensor] * 4, scratch)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Functions of a block that are no products with its matrices: by torch's operations, or compiled.
+"""Functions of a block besides its matrix products: by torch's operations, or compiled from `functions.c`.
 
-Torch computes a gate, a rotation or an RMSNorm on the CPU as several passes over memory, exponentials of its
-GELU slowly, and attention in blocks whose products are small. What `functions.c` has of them reads operands
-once and computes in fp32, so that results agree to the rounding of their format.
+On a CPU torch computes a gate, a rotation or an RMSNorm in several passes over memory, exponentials of GELU
+slowly, and attention in blocks with small products. The compiled functions read their operands once and
+compute in fp32, so results agree up to the rounding of their format.
+
+    LayerFunctions         torch's operations, and the interface
+    └── CompiledFunctions  functions of the compiled library
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,17 +29,25 @@ from hpctrain.parallel.kernels.function_library import AttentionArguments, Heads
 from hpctrain.parallel.kernels.logits import CompiledPartition, Partition, SplitLogits
 
 _ROUNDING = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
-"""What results may be apart, relatively and beside that, by format."""
+"""Largest relative and absolute difference of results, by format."""
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """x [s, b, heads, head size] rotated, with the tables of a Rotary."""
+    """Return x [s, b, heads, d] rotated by the tables of a Rotary."""
     left, right = x.chunk(2, dim=-1)
     return x * cosine + torch.cat((-right, left), dim=-1) * sine
 
 
 class LayerFunctions:
-    """By torch's operations; `why` not otherwise, where that was wished. `record` tells libraries apart."""
+    """Functions by torch's operations.
+
+    Args:
+        why: Reason why they are used although the deck asks for compiled ones, or details of compiled ones.
+        record: What distinguishes the compiled library from others.
+
+    Attributes:
+        compiled: True for functions of a compiled library.
+    """
 
     compiled = False
 
@@ -61,15 +72,15 @@ class LayerFunctions:
         return _elementwise(gate, activation.function) * up
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """RMSNorm (arXiv 1910.07467) over the last dim."""
+        """Return the RMSNorm (arXiv 1910.07467) over the last dim."""
         return functional.rms_norm(x, weight.shape, weight, epsilon)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-        """LayerNorm (arXiv 1607.06450) over the last dim."""
+        """Return the LayerNorm (arXiv 1607.06450) over the last dim."""
         return functional.layer_norm(x, weight.shape, weight, bias, epsilon)
 
     def partition(self, logits: SplitLogits, column: Tensor) -> Partition:
-        """Return the `Partition` of the logits."""
+        """Return the softmax statistics of logits, and of the logit at `column` [n] of each row."""
         return Partition(logits, column)
 
     def attend(
@@ -81,11 +92,15 @@ class LayerFunctions:
         scale: float | None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Causal softmax attention of [s, b, heads, d] tensors, keys and values with as many or fewer heads,
-        all of whole sequences, after a rotation by the tables of a Rotary, if there are any; within their
-        `documents`, if these are given.
+        """Return the causal softmax attention [s, b, heads, d] of complete sequences.
 
-        Scores are products of queries and keys times `scale`, by default 1 / sqrt(d).
+        Args:
+            query: Queries [s, b, heads, d].
+            key: Keys, which may have fewer heads.
+            value: Values, as many as keys.
+            tables: Tables of a Rotary that rotates queries and keys first, or none.
+            scale: Factor of the products of queries and keys, by default 1 / sqrt(d).
+            documents: Boundaries of documents, which attention does not cross. None for full sequences.
         """
         if tables:
             query, key = rotate(query, *tables), rotate(key, *tables)
@@ -110,7 +125,7 @@ def _elementwise(x: Tensor, function: ElementwiseFunction) -> Tensor:
 
 
 class _Elementwise(torch.autograd.Function):
-    """A function of every element by its own gradient, which keeps the input alone."""
+    """Elementwise function with its own gradient, which saves only the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: ElementwiseFunction) -> Tensor:
@@ -130,9 +145,14 @@ TORCH = LayerFunctions()
 
 
 class CompiledFunctions(LayerFunctions):
-    """By a library made of `functions.c`; of none, only what is planned of them can be asked.
+    """Functions of a library that is compiled from `functions.c`.
 
-    They compute by one thread, tensors of fp32 and bf16.
+    They compute in one thread, with tensors in fp32 and bf16.
+
+    Args:
+        library: The library. Without one they can be planned with, but not computed.
+        why: Details for the description of the run.
+        record: What distinguishes the library from others.
     """
 
     compiled = True
@@ -142,9 +162,7 @@ class CompiledFunctions(LayerFunctions):
         self._library = library
 
     def call(self, name: str, *arguments: object) -> None:
-        """A function of the library; tensors go by their addresses, integers as 8 bytes, in the end the bytes
-        of an element as an int.
-        """
+        """Call a function of the library. Tensors are passed by address, and integers as 8 bytes."""
         assert self._library is not None
         getattr(self._library, name)(*map(_argument, arguments))
 
@@ -191,18 +209,20 @@ class CompiledFunctions(LayerFunctions):
         documents: Documents | None = None,
     ) -> Tensor:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        result: Tensor = apply_function(_Attend, query, key, value, self, tables, scale, documents)
+        result: Tensor = apply_function(
+            _Attend, query, key, value, self, _AttendOptions(tables, scale, documents)
+        )
         return result
 
 
 def agrees(functions: LayerFunctions) -> bool:
-    """Whether these compute here what torch's do, values and gradients, but for rounding, in all formats."""
+    """Return True if values and gradients agree with torch's on this machine, up to rounding."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    rows, head = 70, 40  # more than a block, and whole tiles and what is left of them
+    rows, head = 70, 40  # more than a block, and complete tiles with a remainder
     angles = random(rows, 1, 1, head // 2).repeat(1, 1, 1, 2)
     tables = [x.bfloat16().float() for x in (angles.cos(), angles.sin())]
     cases: list[tuple[Callable[..., Callable[..., Tensor]], list[Tensor]]] = [
@@ -229,22 +249,20 @@ def _activation_by(by: LayerFunctions, activation: Activation) -> Callable[[Tens
 def _agree(
     one: Callable[..., Tensor], other: Callable[..., Tensor], inputs: Sequence[Tensor], form: torch.dtype
 ) -> bool:
-    """The `other` in fp32, of the same numbers."""
-    found = []
+    """Return True if a function agrees with the `other` one, which computes the same numbers in fp32."""
+    results = []
     for compute, dtype in ((one, form), (other, torch.float32)):
         leaves = [x.to(form).to(dtype).requires_grad_() for x in inputs]
         result = compute(*leaves)
         weight = torch.linspace(1, 7, result.numel()).cos().view(result.shape).to(form)
         gradients = torch.autograd.grad(result, leaves, weight.to(dtype))
-        found.append([each.detach().float() for each in (result, *gradients)])
-    relative, beside = _ROUNDING[form]
-    return all(torch.allclose(a, b, rtol=relative, atol=beside) for a, b in zip(*found, strict=True))
+        results.append([each.detach().float() for each in (result, *gradients)])
+    relative, absolute = _ROUNDING[form]
+    return all(torch.allclose(a, b, rtol=relative, atol=absolute) for a, b in zip(*results, strict=True))
 
 
 class _Losses(torch.autograd.Function):
-    """Cross-entropies [n] of rows that are filled up, by their partition; gradients come a thousand times as
-    large, so that what probabilities are apart is seen.
-    """
+    """Cross-entropies [n] of padded rows, with gradients times 1000, so that differences are visible."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, functions: LayerFunctions) -> Tensor:
@@ -260,16 +278,16 @@ class _Losses(torch.autograd.Function):
         return result, None
 
 
-def _argument(given: object) -> object:
-    match given:
+def _argument(value: object) -> object:
+    match value:
         case Tensor():
-            return ctypes.c_void_p(given.data_ptr())
+            return ctypes.c_void_p(value.data_ptr())
         case ctypes.Structure():
-            return ctypes.byref(given)
+            return ctypes.byref(value)
         case float():
-            return ctypes.c_float(given)
+            return ctypes.c_float(value)
         case _:
-            return ctypes.c_int64(given) if isinstance(given, int) else given
+            return ctypes.c_int64(value) if isinstance(value, int) else value
 
 
 def _heads(x: Tensor) -> Heads:
@@ -367,6 +385,14 @@ class _LayerNorm(torch.autograd.Function):
         return result, of_weight, of_bias, None, None
 
 
+class _AttendOptions(NamedTuple):
+    """Arguments of `LayerFunctions.attend` that are no operands."""
+
+    tables: Sequence[Tensor]
+    scale: float
+    documents: Documents | None
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -375,20 +401,21 @@ class _Attend(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         functions: CompiledFunctions,
-        tables: Sequence[Tensor],
-        scale: float,
-        documents: Documents | None,
+        options: _AttendOptions,
     ) -> Tensor:
         query, key, value = map(_rows, (query, key, value))
         rows, batch, heads, head = query.shape
         output, log_sums = query.new_empty(query.shape), torch.empty(batch, heads, rows)
-        ctx.functions, ctx.tables, ctx.scale, ctx.documents = functions, tables, scale, documents
+        tables, scale, documents = ctx.options = options
+        ctx.functions = functions
         memory = torch.empty(workspace_floats(rows, head))
-        for at in _alone(query, documents):
+        for at in _attention_units(query, documents):
             operands = [x[at] for x in (query, key, value, output)]
             sizes = _sizes(operands[0], operands[1], [table[at[0]] for table in tables], scale)
             pairs = sizes.batch * sizes.groups
-            functions.call("attend", sizes, *map(_heads, operands), _of(log_sums, at), memory, 0, pairs)
+            functions.call(
+                "attend", sizes, *map(_heads, operands), _log_sums_from(log_sums, at), memory, 0, pairs
+            )
         ctx.save_for_backward(query, key, value, output, log_sums)
         return output
 
@@ -398,23 +425,24 @@ class _Attend(torch.autograd.Function):
         gradient = _rows(gradient)
         results = [x.new_empty(x.shape) for x in (query, key, value)]
         memory = torch.empty(workspace_floats(query.shape[0], query.shape[3]))
-        for at in _alone(query, ctx.documents):
+        tables, scale, documents = ctx.options
+        for at in _attention_units(query, documents):
             operands = [x[at] for x in (query, key, value, output, gradient, *results)]
-            sizes = _sizes(operands[0], operands[1], [table[at[0]] for table in ctx.tables], ctx.scale)
-            given = *map(_heads, operands), _of(log_sums, at)
-            ctx.functions.call("attend_gradient", sizes, *given, memory, 0, sizes.batch * sizes.groups)
-        return *results, None, None, None, None, None
+            sizes = _sizes(operands[0], operands[1], [table[at[0]] for table in tables], scale)
+            addresses = *map(_heads, operands), _log_sums_from(log_sums, at)
+            ctx.functions.call("attend_gradient", sizes, *addresses, memory, 0, sizes.batch * sizes.groups)
+        return *results, None, None
 
 
-def _alone(query: Tensor, documents: Documents | None) -> list[tuple[slice, slice]]:
-    """Positions and rows of what attends to itself alone: all sequences, or each of their documents."""
+def _attention_units(query: Tensor, documents: Documents | None) -> list[tuple[slice, slice]]:
+    """Return the positions and batch rows of each unit of attention: all sequences, or each document."""
     if documents is None:
         return [(slice(0, query.shape[0]), slice(0, query.shape[1]))]
     return [(slice(begin, end), slice(row, row + 1)) for row, begin, end in documents.pieces]
 
 
-def _of(log_sums: Tensor, at: tuple[slice, slice]) -> Tensor:
-    """Memory of [b, heads, s] for log-sum-exps of what is `at` some positions and rows, up to the end."""
+def _log_sums_from(log_sums: Tensor, at: tuple[slice, slice]) -> Tensor:
+    """Return the memory [b, heads, s] of log-sum-exps from the unit `at` on."""
     _, heads, length = log_sums.shape
     return log_sums.view(-1)[heads * (at[1].start * length + at[0].start) :]
 

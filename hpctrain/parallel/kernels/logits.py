@@ -1,7 +1,7 @@
-"""The partition function of rows of logits, and what losses that are functions of it have for a gradient.
+"""Softmax statistics of rows of logits, and gradients of losses that are functions of them.
 
-Logits of a large vocabulary are the largest tensor of a step: torch computes these as passes over a copy in
-fp32, `functions.c` as one over the products as stored, and one more for the gradient.
+The logits of a large vocabulary are the largest tensor of a step. torch makes several passes over a copy in
+fp32; `functions.c` makes one over the products as stored, and one more for the gradient.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from typing_extensions import override
 
 @dataclass(frozen=True)
 class SplitLogits:
-    """Logits [n, V/t] are `products`, as stored, times `multiplier`, of the first `columns`; the others, if
-    there are any, fill them up, and are logits of -inf. The memory of the products may be used.
+    """Logits of this rank's columns: products times a multiplier.
+
+    Attributes:
+        products: Products [n, V/t] as stored, whose memory may be overwritten.
+        columns: Number of columns that are not padding. Logits of padding are -inf.
+        multiplier: Factor of the products.
     """
 
     products: Tensor
@@ -27,9 +31,16 @@ class SplitLogits:
 
 
 class Partition:
-    """Of the logits, in fp32 [n]: their `maximum`, at the least the lowest finite number, so that it may be
-    subtracted where there are none; `total`, the sum of exponentials of what they are less than that;
-    `at_column`, the one at `column` [n] int64, or -inf where that is negative. By torch's operations.
+    """Softmax statistics of the logits, in fp32 [n], by torch's operations.
+
+    Args:
+        logits: The logits.
+        column: Column of one logit of each row, int64 [n]; negative for none.
+
+    Attributes:
+        maximum: Maximum of each row, at least the lowest finite number.
+        total: Sum of the exponentials of the logits minus the maximum (the partition function).
+        at_column: Logit at `column`, or -inf if that is negative.
     """
 
     maximum: Tensor
@@ -54,9 +65,14 @@ class Partition:
         self.total = x.sum(1)
 
     def gradient(self, weight: Tensor, of_column: Tensor) -> Tensor:
-        """[n, V/t] in the memory of the products, by these, of what by the logits has a gradient of their
-        exponentials, as `total` adds them, times `weight` [n], less `of_column` [n] at the column, which
-        is nought where that is negative. Once.
+        """Return the gradient [n, V/t] of the products, in their memory. May be called once.
+
+        The gradient of the logits is their exponentials, as in `total`, times `weight`, minus `of_column` at
+        the column.
+
+        Args:
+            weight: Factors [n] of the exponentials.
+            of_column: Values [n] that are subtracted at the column, zero where that is negative.
         """
         products, x = self._logits.products, self._exponentials
         x.mul_(weight.unsqueeze(1))
@@ -67,7 +83,13 @@ class Partition:
 
 
 class CompiledPartition(Partition):
-    """By `call`, which calls a function of the library, of products in fp32 or bf16."""
+    """Softmax statistics by the compiled library, of products in fp32 or bf16.
+
+    Args:
+        logits: The logits.
+        column: Column of one logit of each row, int64 [n]; negative for none.
+        call: Calls a function of the library.
+    """
 
     def __init__(self, logits: SplitLogits, column: Tensor, call: Callable[..., None]) -> None:
         self._call, self._extreme = call, torch.empty(0)
@@ -78,7 +100,7 @@ class CompiledPartition(Partition):
         assert x.is_contiguous() and column.is_contiguous() and column.dtype == torch.int64
         self._extreme, self.total, self.at_column = torch.empty(3, len(x))
         self._call("partition", x, column, self._extreme, self.total, self.at_column, *self._sizes())
-        # Scaled after the exponentials were taken: the largest one's is to be one, however it rounds.
+        # Scaled afterwards, so that the exponential of the largest logit is one, however it rounds.
         largest = self._extreme * abs(self._logits.multiplier)
         self.maximum = largest.clamp_min_(torch.finfo(torch.float32).min)
 

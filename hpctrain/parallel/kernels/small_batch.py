@@ -1,9 +1,9 @@
-"""Products of a few rows, as of texts that grow by a token each, with the bits of large ones.
+"""Products of a few rows, as in generation, with the bits of products of many rows.
 
-Libraries lay out operands for products of many rows: of a few that takes longer than to multiply them, and
-one, two or three they often add in another order. A function of `functions.c` reads the matrix from where
-it lies. Each element is a sum of blocks of features, in each of which one is multiplied and added after the
-other; how large these are with a library and a processor is found by trying.
+Libraries copy operands into a layout for many rows. For a few rows this takes longer than the product, and
+one, two or three rows are often added in another order. A function of `functions.c` reads the matrix in
+place. Each element is a sum of blocks of features, within which products are added one after the other. The
+size of the blocks that a library uses on a processor is found by trying.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ FEW = 48
 """Rows up to which it takes less time than libraries do."""
 
 LEAST_OUTPUTS = 12
-"""Of a matrix, as in functions.c."""
+"""Smallest number of outputs, as in functions.c."""
 
 _STEP = 8
-"""Blocks are of multiples of so many features."""
+"""Sizes of blocks that are tried are multiples of this."""
 
 _MOST_OUTPUTS = 8192
-"""Of a matrix that is tried: a table of more is multiplied by in parts."""
+"""Most outputs of a matrix that is tried; a larger table is multiplied in parts."""
 
 
 class SmallBatchKernel(MatmulKernel):
-    """`by` another kernel, except for products of a few rows with a matrix in fp32: these by a function that
-    adds blocks of `block` features.
+    """Kernel for products of a few rows with a matrix in fp32, which leaves all others to another kernel.
+
+    Args:
+        by: The other kernel.
+        functions: Compiled functions.
+        block: Features that are added one after the other.
     """
 
     def __init__(self, by: MatmulKernel, functions: CompiledFunctions, block: int) -> None:
@@ -76,7 +80,15 @@ def _many(inputs: Tensor, weight: Tensor) -> bool:
 def few_rows(
     functions: CompiledFunctions, inputs: Tensor, weight: Tensor, bias: Tensor | None, block: int
 ) -> Tensor:
-    """[..., k] times [n, k] transposed, n being LEAST_OUTPUTS or more, with a bias [n] added, in fp32."""
+    """Return inputs [..., k] times weight [n, k] transposed, with a bias [n] added, in fp32.
+
+    Args:
+        functions: Compiled functions.
+        inputs: Left operand.
+        weight: Right operand, of at least LEAST_OUTPUTS rows.
+        bias: Bias, or None.
+        block: Features that are added one after the other.
+    """
     inputs = inputs.contiguous()
     outputs, features = weight.shape
     rows = inputs.numel() // features
@@ -89,8 +101,17 @@ def few_rows(
 def block_of(
     by: MatmulKernel, functions: CompiledFunctions, outputs: int, inputs: int, head: bool
 ) -> int | None:
-    """By which block `few_rows` has the bits that a kernel's products of many rows have, in fp32 and of a
-    matrix [outputs, inputs], which is a `head` or not. None where it has them by none.
+    """Return the block with which `few_rows` has the bits of a kernel's products of many rows, in fp32.
+
+    Args:
+        by: The kernel.
+        functions: Compiled functions.
+        outputs: Outputs of the matrix.
+        inputs: Inputs of the matrix.
+        head: True for a table that `MatmulKernel.logits` multiplies.
+
+    Returns:
+        The block, or None if no block has these bits.
     """
     if outputs < LEAST_OUTPUTS:
         return None
@@ -100,7 +121,7 @@ def block_of(
     biases = (None,) if head else (None, torch.randn(outputs, generator=generator))
     many = [by.logits(rows, weight) if head else by.forward(rows, weight, bias) for bias in biases]
 
-    def alike(block: int) -> bool:
+    def agrees(block: int) -> bool:
         return all(
             torch.equal(few_rows(functions, rows[:count], weight, bias, block), whole[:count])
             for bias, whole in zip(biases, many, strict=True)
@@ -108,7 +129,7 @@ def block_of(
         )
 
     for block in (*range(_STEP, inputs, _STEP), inputs):
-        # A corner tells of most that they are not.
+        # A corner excludes most blocks quickly.
         if torch.equal(few_rows(functions, rows[:2], weight[some], None, block), many[0][:2, some]):
-            return block if alike(block) else None
+            return block if agrees(block) else None
     return None

@@ -1,4 +1,4 @@
-"""How long the kernels take for a pass of a matrix, measured here, and whether their results are right."""
+"""Measurement of kernels: their time for a pass of a matrix, and whether their results are right."""
 
 from __future__ import annotations
 
@@ -13,32 +13,37 @@ from torch import Tensor
 from hpctrain.parallel.kernels.matmul_kernels import BLOCK_ROWS, KERNELS, LIBRARY, MatmulKernel, Matrix, Pass
 
 FLOPS = 1 << 29
-"""Of a product that is measured, for each thread at most: some milliseconds. Of a larger one a piece is
-measured, with its longest sides cut: how a sum weighs beside its product depends on the rows of tokens.
+"""Most FLOPs per thread of a measured product: some milliseconds.
+
+Of a larger product a part is measured, with its longest sides shortened, since the share of the sum in a
+weight gradient depends on the rows of tokens.
 """
 
 _SHORTEST = 256
-"""Of a side of what is measured of a larger product."""
+"""Smallest side of a part of a larger product."""
 
 _SECONDS, _ROUNDS = 1.0, 7
 _GAIN = 1.02
-"""How much quicker another kernel has to be: quickest times of some rounds differ by so much by chance. Most
-of a block's products gain little each, and its step as much; a wrong choice costs no more than this.
+"""Factor by which another kernel must be faster.
+
+The shortest times of some rounds differ by so much by chance. A wrong choice costs no more than this.
 """
 
 MEASUREMENT = f"measured on {FLOPS} FLOPs, sides from {_SHORTEST}, for gains of {_GAIN}"
-"""What tells how is measured and chosen: what was kept of another way does not count. Whoever changes more of
-it than these numbers says so here.
+"""Description of the measurement. Stored measurements with another description are ignored.
+
+A change of the measurement beyond these numbers must change this text.
 """
 
 _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""How far a kernel's result may be from the library's, in the norm: some hundred times what rounding of sums
-in fp32 makes, or some units in the last place of results in 16 bits.
+"""Largest relative difference of a result from the library's, in the norm.
+
+It is a hundred times the rounding error of sums in fp32, or some units in the last place in 16 bits.
 """
 
 
 class MatmulPass(NamedTuple):
-    """A pass of a matrix [outputs, inputs] for so many rows of tokens."""
+    """Pass of a matrix [outputs, inputs] for a number of rows of tokens."""
 
     kind: Pass
     rows: int
@@ -47,17 +52,17 @@ class MatmulPass(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of one product."""
+        """FLOPs of the product."""
         return 2.0 * self.rows * self.outputs * self.inputs
 
     @property
     def matrix(self) -> Matrix:
-        """The same for any number of rows."""
+        """Pass and matrix, without the number of rows."""
         return self.kind, self.outputs, self.inputs
 
-    def cut(self, most: float) -> MatmulPass:
-        """What is measured for it: of at most so many FLOPs, or of sides that are short."""
-        # The library takes a large table by blocks, of which there are then two.
+    def shortened(self, most: float) -> MatmulPass:
+        """Return the product that is measured instead, with at most `most` FLOPs or short sides."""
+        # The library multiplies a large table in blocks; two of them are measured.
         shortest = (_SHORTEST, 2 * BLOCK_ROWS if self.kind == "logits" else _SHORTEST, _SHORTEST)
         sides = list(self[1:])
         while 2.0 * prod(sides) > most:
@@ -70,7 +75,13 @@ class MatmulPass(NamedTuple):
 
 
 class Operands:
-    """Random operands of a pass, of a format, and what it adds to."""
+    """Random operands of a pass, and the sum to which it adds.
+
+    Args:
+        measured: The pass.
+        storage: Format of the operands.
+        gradient: Format of the sum.
+    """
 
     def __init__(self, measured: MatmulPass, storage: torch.dtype, gradient: torch.dtype) -> None:
         rows, outputs, inputs = measured[1:]
@@ -80,7 +91,7 @@ class Operands:
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(storage)
 
-        self.inputs, self.of_output, self.weight = (
+        self.inputs, self.output_gradient, self.weight = (
             random(rows, inputs),
             random(rows, outputs),
             random(outputs, inputs),
@@ -88,61 +99,66 @@ class Operands:
         self.sum = torch.zeros(outputs, inputs, dtype=gradient)
 
     def compute(self, kernel: MatmulKernel, first: bool = False) -> Tensor:
-        """The pass by a kernel: its result; what is summed is overwritten with `first`."""
+        """Return the result of the pass by a kernel. With `first`, a weight gradient overwrites the sum."""
         if self.kind == "forward":
             return kernel.forward(self.inputs, self.weight)
         if self.kind == "logits":
             return kernel.logits(self.inputs, self.weight)
         if self.kind == "input_gradient":
-            return kernel.input_gradient(self.of_output, self.weight)
-        kernel.add_weight_gradient(self.sum, self.of_output, self.inputs, first)
+            return kernel.input_gradient(self.output_gradient, self.weight)
+        kernel.add_weight_gradient(self.sum, self.output_gradient, self.inputs, first)
         return self.sum
 
     def agrees(self, kernel: MatmulKernel) -> bool:
-        """Whether a kernel multiplies these here as the library does, but for rounding."""
+        """Return True if a kernel has the library's result on this machine, up to rounding."""
         expected = self.compute(LIBRARY, first=True).double()
         try:
-            found = self.compute(kernel, first=True).double()
+            result = self.compute(kernel, first=True).double()
         except RuntimeError:
             return False
-        apart = float((found - expected).norm() / expected.norm().clamp_min(1e-30))
-        return isfinite(apart) and apart <= _ROUNDING[self.weight.dtype]
+        difference = float((result - expected).norm() / expected.norm().clamp_min(1e-30))
+        return isfinite(difference) and difference <= _ROUNDING[self.weight.dtype]
 
 
 def candidates(storage: torch.dtype) -> list[MatmulKernel]:
-    """The kernels that there are here for operands of a format, in the order of KERNELS."""
+    """Return the available kernels for operands of a format, in the order of KERNELS."""
     return [kernel for kernel in KERNELS.values() if kernel.multiplies(storage)]
 
 
 def measure(
-    wanted: Sequence[MatmulPass],
+    passes: Sequence[MatmulPass],
     storage: torch.dtype,
     gradient: torch.dtype,
     together: Callable[[float], float] = lambda seconds: seconds,
 ) -> list[dict[str, float]]:
-    """Seconds of the quickest of some rounds, of each of the `wanted` by each kernel that there is, by name;
-    infinite of one whose result is wrong here.
+    """Return the seconds of each pass by each available kernel, by its name. Takes about a second.
 
-    Takes about a second. Ranks that measure at the same time make as many rounds: `together` gives all of
-    them the longest of their times of one round.
+    They are the shortest of some rounds, and infinite for a kernel with wrong results on this machine.
+
+    Args:
+        passes: Passes to measure.
+        storage: Format of the operands.
+        gradient: Format of weight gradients.
+        together: Returns the longest time of all ranks that measure at the same time, so that they make
+            equally many rounds.
     """
     threads, kernels = torch.get_num_threads(), candidates(storage)
     most = float(FLOPS * threads)
-    # What one thread computes takes as much of its own time on a busy machine.
+    # The CPU time of one thread does not depend on how busy the machine is.
     now = thread_time if threads == 1 else perf_counter
-    cut = [each.cut(most) for each in wanted]
+    shortened = [each.shortened(most) for each in passes]
     seconds: dict[MatmulPass, dict[str, float]] = {}
-    began = now()
-    for each in dict.fromkeys(cut):
+    start = now()
+    for each in dict.fromkeys(shortened):
         operands = Operands(each, storage, gradient)
         seconds[each] = {kernel.name: inf for kernel in kernels if not operands.agrees(kernel)}
         _measure_once(operands, kernels, seconds[each], now)
-    rounds = max(1, min(_ROUNDS, int(_SECONDS / max(together(now() - began), 1e-9))))
-    for each in dict.fromkeys(cut):
+    rounds = max(1, min(_ROUNDS, int(_SECONDS / max(together(now() - start), 1e-9))))
+    for each in dict.fromkeys(shortened):
         operands = Operands(each, storage, gradient)
         for _ in range(rounds):
             _measure_once(operands, kernels, seconds[each], now)
-    return [seconds[each] for each in cut]
+    return [seconds[each] for each in shortened]
 
 
 def _measure_once(
@@ -150,14 +166,15 @@ def _measure_once(
 ) -> None:
     for kernel in kernels:
         if seconds.get(kernel.name) != inf:
-            began = now()
+            start = now()
             operands.compute(kernel)
-            seconds[kernel.name] = min(seconds.get(kernel.name, inf), now() - began)
+            seconds[kernel.name] = min(seconds.get(kernel.name, inf), now() - start)
 
 
 def quickest(seconds: Mapping[str, float]) -> str:
-    """The name of the kernel to choose: another than the one before in KERNELS has to be quicker by more than
-    what measurements differ by.
+    """Return the name of the kernel to choose.
+
+    A kernel that is later in KERNELS must be faster by more than measurements differ by chance.
     """
     names = [name for name in KERNELS if name in seconds]
     best = names[0]

@@ -53,7 +53,7 @@ class Checksums(NamedTuple):
 
 @dataclass(frozen=True)
 class ErrorBounds:
-    """What determines the rounding errors of the elements of a result.
+    """Sizes and formats that determine the rounding errors of the elements of a result.
 
     Attributes:
         depth: Number of products that each element is the sum of.

@@ -98,7 +98,7 @@ def test_operators_of_gpus_take_what_they_are_given(
     output, log_sum = attend(q, k, k, True)
     assert (output.shape, output.dtype) == (q.shape, q.dtype)
     assert (log_sum.shape, log_sum.dtype) == ((2, 6, 12), torch.float32)
-    gradients = attend_backward(output, q, k, k, output, log_sum, True)
+    gradients = attend_backward(output, (q, k, k), output, log_sum, True)
     assert [gradient.shape for gradient in gradients] == [q.shape, k.shape, k.shape]
 
 
@@ -121,7 +121,7 @@ def test_output_and_gradients_of_one_block(kernel: str, causal: bool) -> None:
     reference.backward(gradient)
     output, log_sum = attend(q.detach(), k.detach(), v.detach(), causal)
     torch.testing.assert_close(output, reference.detach(), rtol=1e-5, atol=1e-6)
-    found = attend_backward(gradient, q.detach(), k.detach(), v.detach(), output, log_sum, causal)
+    found = attend_backward(gradient, (q.detach(), k.detach(), v.detach()), output, log_sum, causal)
     for mine, parameter in zip(found, (q, k, v), strict=True):
         torch.testing.assert_close(mine, parameter.grad, rtol=1e-4, atol=1e-6)
 
@@ -138,6 +138,6 @@ def test_two_blocks_merge_to_the_whole(kernel: str) -> None:
     k.requires_grad_()
     gradient = torch.randn_like(output)
     expected(q, k, v, False).backward(gradient)
-    part = attend_backward(gradient, q, k.detach()[5:], v[5:], output, log_sum, False)
+    part = attend_backward(gradient, (q, k.detach()[5:], v[5:]), output, log_sum, False)
     assert k.grad is not None
     torch.testing.assert_close(part[1], k.grad[5:], rtol=1e-4, atol=1e-6)

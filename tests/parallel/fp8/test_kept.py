@@ -41,9 +41,9 @@ ALONE = {"split backward": {"tensor", "row"}, "exchanged": {"delayed", "mx"}, "c
 class Unkept(Matmul):
     """Inputs are kept as stored, and everything is quantized where it is multiplied."""
 
-    forward_kept = Matmul.forward_and_save
-    start_whole = Matmul.start_gather_saved
-    whole_gradient = Matmul.gather_gradient
+    forward_and_save = Matmul.forward_and_save
+    start_gather_saved = Matmul.start_gather_saved
+    gather_gradient = Matmul.gather_gradient
     input_gradient_of = Matmul.input_gradient_of
     add_weight_gradient_of = Matmul.add_weight_gradient_of
 

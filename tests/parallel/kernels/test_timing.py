@@ -60,15 +60,20 @@ def test_another_kernel_has_to_be_clearly_quicker() -> None:
 def test_what_is_measured_is_bounded(threads: int) -> None:
     most = module.FLOPS * threads
     small = MatmulPass("forward", 512, 256, 512)
-    assert small.cut(most) == small
-    assert MatmulPass("weight_gradient", 1024, 1536, 512).cut(1 << 28) == ("weight_gradient", 512, 384, 512)
+    assert small.shortened(most) == small
+    assert MatmulPass("weight_gradient", 1024, 1536, 512).shortened(1 << 28) == (
+        "weight_gradient",
+        512,
+        384,
+        512,
+    )
     for shape in ((4096, 50257, 12288), (64, 1 << 20, 4096), (8, 4096, 1 << 20), (1 << 20, 4096, 64)):
         for kind in PASSES:
-            cut = MatmulPass(kind, *shape).cut(most)
+            cut = MatmulPass(kind, *shape).shortened(most)
             assert all(mine <= whole for mine, whole in zip(cut[1:], shape, strict=True))
             assert all(mine >= min(whole, 256) for mine, whole in zip(cut[1:], shape, strict=True))
             assert cut.flops <= most * (1 if kind != "logits" else 2)
-    assert MatmulPass("logits", 129, 50257, 768).cut(1 << 28)[1:] == (129, 4096, 256)
+    assert MatmulPass("logits", 129, 50257, 768).shortened(1 << 28)[1:] == (129, 4096, 256)
 
 
 def test_rounds_are_those_that_all_can_make(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def faults() -> list[LayoutFault]:
         fault(
             "documents that begin elsewhere",
             (*CONTEXT, "data.document_mask=true"),
-            wrapped(ring, "_held", _shift_document_start),
+            wrapped(ring, "_rows_before", _shift_document_start),
         ),
         fault(
             "tokens in another order", CONTEXT, wrapped(execute, "context_piece", _reverse_tokens, on_rank_1)
