@@ -48,7 +48,7 @@ def test_steps_are_the_same_and_reduce_less(
     before = reductions(run)
     losses = [(step.loss, step.grad_norm) for step in run.train(3)]
     once = reductions(run) - before
-    assert products(run) and not any(product._known_weights for product in products(run))
+    assert products(run) and not any(product._weight_maxima for product in products(run))
     monkeypatch.setattr(WeightMaxima, "known", lambda _: nullcontext())
     plain = trainer(world, deck)
     before = reductions(plain)
@@ -84,7 +84,7 @@ def test_they_are_the_largest_of_whole_matrices(
         return np.concatenate(matrices)
 
     with run.engine.weight_maxima.known():
-        known = [(each, *one) for each in products(run) for one in each._known_weights.items()]
+        known = [(each, *one) for each in products(run) for one in each._weight_maxima.items()]
         assert len(known) == (1 if recipe == "row" else 2) * len(products(run))
         for product, dims, found in known:
             along = None if recipe == "tensor" else 1 if dims == ("outputs", "inputs") else 0
@@ -102,7 +102,7 @@ def test_evaluation_scales_by_the_weights_that_it_shows(
     computed = QuantizedMatmul._forward
 
     def watched(self: QuantizedMatmul, *of: Any) -> Any:
-        known.append(self._known_weights[WEIGHTS].item() == self.weight().abs().max().item())
+        known.append(self._weight_maxima[WEIGHTS].item() == self.weight().abs().max().item())
         return computed(self, *of)
 
     monkeypatch.setattr(QuantizedMatmul, "_forward", watched)
