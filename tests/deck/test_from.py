@@ -10,6 +10,7 @@ import pytest
 from hpctrain.deck.code import CodeTrust, Overrides
 from hpctrain.deck.read import parse_deck, read_deck
 from hpctrain.deck.reference import reference_text
+from hpctrain.deck.sections.rope_scaling import RopeScaling
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.errors import HpctrainError, InputOutputError
 
@@ -94,6 +95,20 @@ def test_keys_that_contradict_the_model_are_errors() -> None:
     )
     message = problems(DECK, "layout.tensor=3")[0]
     assert message.startswith("--set layout.tensor=3: must divide model.heads = 4")
+
+
+def test_scaled_positions_are_those_of_the_model_or_the_deck_adds_them() -> None:
+    scaled = LLAMA | {"model.rope_scaling.kind": "linear", "model.rope_scaling.factor": 2.0}
+    deck = parse_deck(DECK, read_source=Reader(scaled))
+    assert deck.model.rope_scaling == RopeScaling(kind="linear", factor=2.0)
+    added = ["model.rope_scaling.kind=linear", "model.rope_scaling.factor=4", "batch.sequence=256"]
+    assert parse_deck(DECK, added, read_source=Reader(LLAMA)).model.rope_scaling is not None
+    end = 'conflicts with model.from = "models/small", whose model has 2.0 (leave this key out)'
+    assert problems(DECK, *added, keys=scaled) == (f"--set model.rope_scaling.factor=4: {end}",)
+    end = 'conflicts with model.from = "models/small", whose model has this table (leave this key out)'
+    assert problems(DECK, "model.rope_scaling=none", keys=scaled) == (
+        f"--set model.rope_scaling=none: {end}",
+    )
 
 
 def test_vocabularies_grow_and_positions_may_be_fewer() -> None:

@@ -91,6 +91,8 @@ def fill_defaults(
 
     for full, value in source.items():
         path, _, name = full.rpartition(".")
+        if look_up(tables, path) == NONE:  # a deck without this table, which contradicts the model
+            continue
         if look_up(tables, full) is None and not (full == "model.tied" and _of_scores(tables)):
             table_in(tables, path)[name] = value
             filled.source.add(full)

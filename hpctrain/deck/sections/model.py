@@ -216,7 +216,13 @@ def source_problems(deck: Deck, source: Mapping[str, object]) -> list[DeckProble
     """
     name = f"model.from = {toml_value(deck.model.source)}"
     problems = []
+    tables = dict.fromkeys(full.rpartition(".")[0] for full in source)
+    missing = [table for table in tables if "." in table and deck.value(table) is None]
+    sentence = f"conflicts with {name}, whose model has this table (leave this key out)"
+    problems += [DeckProblem(table, sentence) for table in missing]
     for full, own in source.items():
+        if full.rpartition(".")[0] in missing:
+            continue
         value = deck.value(full)
         if full == "model.vocabulary":
             if isinstance(value, int) and isinstance(own, int) and value < own:

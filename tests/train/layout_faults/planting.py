@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-import hpctrain.model.attention as attention
+from hpctrain.model.rotary import Rotary
 from tests.train.layout_faults.scene import Change, Scene, When
 
 Plant = Callable[[Scene], None]
@@ -64,7 +64,7 @@ def changed_positions(change: Callable[[Tensor], Tensor], when: When | None = No
     def rotate(original: Callable[..., None], rotary: Any, positions: Tensor, *rest: Any) -> None:
         original(rotary, change(positions), *rest)
 
-    return wrapped(attention.Rotary, "__init__", rotate, when)
+    return wrapped(Rotary, "__init__", rotate, when)
 
 
 def zero(values: Tensor) -> None:
