@@ -235,7 +235,8 @@ class Recorder:
     def record(self, case: Case) -> dict[str, Any]:
         """Run a case and return its record; a run that fails has the error as its record."""
         folder = Path(tempfile.mkdtemp(dir=self.folder))
-        changes = [*case.changes, "run.dir=run"]
+        # Older versions did not compile by default.
+        changes = ["machine.compile=false", *case.changes, "run.dir=run"]
         deck = ROOT / "inputs" / case.deck
         if not case.deck:
             deck = folder / "deck.toml"
