@@ -24,7 +24,7 @@ ON_HOST = {
     "comm": "transports of CPUs",
     "data": "batches are read on the host",
     "objective/next_token.py count": "tokens of batches on the host",
-    "parallel/experts/grouped.py __iter__": "products of experts on a CPU, one after the other",
+    "parallel/experts/grouped_products.py __iter__": "products of experts on a CPU, one after the other",
     "train/step.py read": "counts of tokens on the host",
 }
 """What works on the host on a machine with GPUs, too, or works on CPUs alone."""
