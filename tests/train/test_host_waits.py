@@ -69,7 +69,7 @@ def test_a_capacity_makes_each_pass_wait_once(world: World) -> None:
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_ranks_of_experts_wait_once_in_a_pass(world: World) -> None:
     found = waits(world, *MIXTURE, "layout.expert=2")
-    assert found == {AGREE: 1, "parallel/experts/dispatch.py _meet": LAYERS * MICRO_BATCHES}
+    assert found == {AGREE: 1, "parallel/experts/dispatch.py _exchange_counts": LAYERS * MICRO_BATCHES}
 
 
 def test_counts_of_experts_are_those_of_bincount() -> None:
