@@ -148,8 +148,10 @@ def print_error(text: str) -> None:
 
     If stderr is closed, nothing happens, and no error is raised.
     """
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr may be None
+        # One write, so that the launcher cannot put a line of stdout before the end of this one.
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def flush_output() -> None:
