@@ -222,7 +222,11 @@ def assert_equal_steps(world: World, kind: str, *overrides: str) -> None:
 def kept(training: Trainer) -> dict[str, Tensor]:
     """The buffers that this rank keeps."""
     parts: Any = training.engine.models
-    return {shard.name: value.view(shard.shape) for part in parts for _, shard, value in part.module_buffers.state()}
+    return {
+        shard.name: value.view(shard.shape)
+        for part in parts
+        for _, shard, value in part.module_buffers.state()
+    }
 
 
 @pytest.mark.sampled(2)
