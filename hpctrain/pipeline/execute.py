@@ -32,7 +32,14 @@ from hpctrain.parallel.weight_gradients import DeferredGradient, WeightGradientQ
 from hpctrain.pipeline.action import Action, Schedule
 
 RECEIVES_AHEAD = 2
-"""Receives posted ahead for each sending stage. On a GPU, a posted receive would occupy part of it."""
+"""Receives that a stage posts ahead for each sending stage if messages arrive in host memory."""
+
+GPU_RECEIVES_AHEAD = 1
+"""Receives that a stage posts ahead for each sending stage on a GPU.
+
+The channel between two stages carries one direction and runs one receive at a time. A second one would only
+take memory: it starts when the first is complete.
+"""
 
 ChunkMicroBatch = tuple[int, int]  # numbers of a chunk and a micro-batch
 
@@ -303,8 +310,8 @@ class _Mailbox:
 
 
 def receives_ahead(device: torch.device) -> int:
-    """Return how many receives a stage posts ahead for each sending stage; 0 on a GPU."""
-    return RECEIVES_AHEAD if on_host(device) else 0
+    """Return how many receives a stage posts ahead for each sending stage."""
+    return RECEIVES_AHEAD if on_host(device) else GPU_RECEIVES_AHEAD
 
 
 def messages(schedule: Schedule, sender: int, receiver: int) -> Iterator[BoundaryMessage]:

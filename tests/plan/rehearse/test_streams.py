@@ -5,12 +5,14 @@ Tests of plan/rehearse/streams.py.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 
+from hpctrain.plan.rehearse import streams
 from hpctrain.plan.rehearse.match import match
-from hpctrain.plan.rehearse.programme import RehearsedCall, StepProgrammes
+from hpctrain.plan.rehearse.programme import RECEIVE, WAIT, RehearsedCall, StepProgrammes
 from hpctrain.plan.rehearse.ranks import RankProgrammes
 from tests.engines import LLAMA, small_deck
 from tests.plan.rehearse.test_match import PAIR, Rows, job_of, receive, send, total, wait
@@ -47,6 +49,38 @@ def test_every_layout_comes_to_its_end(name: str) -> None:
     matched = match(RankProgrammes(small_deck(*SIZES, *keys), ranks, 61, ranks).job(), on_streams=True)
     assert matched.faults == ()
     assert matched.events > 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_receives_are_posted_ahead(schedule: str) -> None:
+    """A GPU of a stage receives its next message while it computes, and never has a third receive posted."""
+    keys = "layout.pipeline=4", f"layout.schedule={schedule}", "model.layers=8", "model.tied=false"
+    chunks = ("layout.chunks=2",) if schedule == "interleaved" else ()
+    job = job_of_schedule(*keys, *chunks)
+    for programme in job.programmes:
+        posted: dict[int, list[int]] = defaultdict(list)
+        most: dict[int, int] = defaultdict(int)
+        for index, event in enumerate(programme):
+            if event.operation == RECEIVE and event.group == "pipeline":
+                posted[event.step].append(index)
+                most[event.step] = max(most[event.step], len(posted[event.step]))
+            elif event.operation == WAIT:
+                for waiting in posted.values():
+                    if event.of in waiting:
+                        waiting.remove(event.of)
+        assert set(most.values()) == {2}, schedule  # the next one is posted when one is awaited
+
+
+def test_pipelines_need_a_channel_for_each_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one communicator for both directions, a posted receive would delay the send of the same stage."""
+    job = job_of_schedule("layout.pipeline=4")
+    assert kinds(job) == []
+    monkeypatch.setattr(streams._StreamRun, "_stream", lambda _, event: event.group or None)
+    assert kinds(job) == ["cyclic wait"]
+
+
+def job_of_schedule(*keys: str) -> StepProgrammes:
+    return RankProgrammes(small_deck(*SIZES, *keys), 4, 61, 4).job()
 
 
 def test_messages_have_no_tags() -> None:
