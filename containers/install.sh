@@ -59,6 +59,7 @@ find_python() {
     if [ -n "${PYTHON:-}" ]; then
         if [[ $PYTHON =~ ^3\.[0-9]+$ ]]; then PYTHON=python$PYTHON; fi
         has "$PYTHON" || stop "PYTHON=$PYTHON: there is no such program in the PATH"
+        "$PYTHON" --version >/dev/null 2>&1 || stop "PYTHON=$PYTHON: the program does not start"
         suits "$PYTHON" || stop "PYTHON=$PYTHON: must be Python 3.10 or newer"
         return
     fi

@@ -99,10 +99,18 @@ def test_an_unknown_mpi_is_refused(tools: Path) -> None:
 
 
 def test_an_old_python_is_refused(tools: Path) -> None:
-    write_program(tools / "python2", "#!/bin/bash\nexit 1\n")
+    write_program(tools / "python2", "#!/bin/bash\n[ $1 = --version ]\n")
     done = install(tools, PYTHON="python2")
     assert done.returncode == 1
     assert "PYTHON=python2: must be Python 3.10 or newer" in done.stderr
+
+
+def test_a_python_that_does_not_start_is_refused(tools: Path) -> None:
+    """Such as a program of pyenv whose version is not installed."""
+    write_program(tools / "python2", "#!/bin/bash\nexit 127\n")
+    done = install(tools, PYTHON="python2")
+    assert done.returncode == 1
+    assert "PYTHON=python2: the program does not start" in done.stderr
 
 
 def test_a_version_names_a_python(tools: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -114,9 +115,21 @@ def _nccl_obstacles(gpus: GpuNames) -> list[str]:
     return obstacles
 
 
+def _gloo_obstacles(_: GpuNames) -> list[str]:
+    from hpctrain.comm.transports.gloo import selected_interfaces
+
+    present = [name for _, name in socket.if_nameindex()]
+    return [
+        f"GLOO_SOCKET_IFNAME={name}: {socket.gethostname()} has no such network interface; "
+        f"it has {', '.join(present)}"
+        for name in selected_interfaces(os.environ)
+        if name not in present
+    ]
+
+
 TRANSPORTS: Mapping[str, TransportChoice] = {
     "nccl": TransportChoice(_make_nccl, _several_on_gpus, _nccl_obstacles, on_host=False, uses_store=True),
     "shared": TransportChoice(_make_shared, _several_on_cpus, _shared_obstacles, on_host=True),
     "mpi": TransportChoice(_make_mpi, lambda _: True, lambda _: [], on_host=True),
-    "gloo": TransportChoice(_make_gloo, lambda _: False, lambda _: [], on_host=True, uses_store=True),
+    "gloo": TransportChoice(_make_gloo, lambda _: False, _gloo_obstacles, on_host=True, uses_store=True),
 }

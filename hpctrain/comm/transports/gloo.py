@@ -5,7 +5,8 @@ gloo's threads carry out all operations, also while this rank computes. Messages
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
@@ -73,8 +74,15 @@ class GlooMessages(ProcessGroupWork):
         return True
 
 
+def selected_interfaces(environment: Mapping[str, str]) -> list[str]:
+    """Return the names of network interfaces in GLOO_SOCKET_IFNAME; an empty list if it is not set."""
+    return [name for name in environment.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+
+
 def connect_gloo(store: Store, rank: int, size: int, name: str) -> Any:
     """Make a ProcessGroupGloo and connect its ranks. Collective over them.
+
+    It uses the network interfaces of GLOO_SOCKET_IFNAME, by default the one of this node's host name.
 
     Args:
         store: Part of the store that belongs to these ranks alone.
@@ -85,7 +93,9 @@ def connect_gloo(store: Store, rank: int, size: int, name: str) -> Any:
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined, unused-ignore]
-    options._devices = [ProcessGroupGloo.create_default_device()]
+    options._devices = [
+        ProcessGroupGloo.create_device(interface=name) for name in selected_interfaces(os.environ)
+    ] or [ProcessGroupGloo.create_default_device()]
     options._timeout, options._threads, options.group_name = TIMEOUT, THREADS, name
     return ProcessGroupGloo(store, rank, size, options)
 

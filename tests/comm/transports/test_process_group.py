@@ -87,3 +87,34 @@ def test_process_groups_end_with_their_users(world: World) -> None:
     assert first not in store._connected
     assert len(store._connected) == count
     assert group.all_reduce(torch.ones(2)).tolist() == [world.size] * 2
+
+
+INTERFACE = """
+import os
+import sys
+import torch
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.verb import run_verb
+
+def verb(world):
+    os.environ["GLOO_SOCKET_IFNAME"] = sys.argv[1 + world.rank]
+    world.open_store()
+    print(Mesh(world, {"data": 2}, "gloo").group("data").all_reduce(torch.ones(1)).item())
+
+run_verb(verb, "cpu")
+"""
+
+
+@pytest.mark.parametrize("other", ["lo", "no-such"])
+def test_gloo_uses_the_interface_of_the_environment(
+    launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, other: str
+) -> None:
+    (tmp_path / "program.py").write_text(INTERFACE)
+    done = launch(2, tmp_path / "program.py", "lo", other, timeout=60.0)
+    if other == "lo":
+        assert (done.returncode, done.stdout) == (0, "2.0\n2.0\n"), done.stderr
+        return
+    assert done.returncode == 2, done.stderr
+    sentence = r'transport = "gloo": GLOO_SOCKET_IFNAME=no-such: \S+ has no such network interface; it has '
+    assert re.search(sentence, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
