@@ -80,7 +80,7 @@ class Trainer(trainer_module.Trainer):
         """This rank's piece of every gradient, by name."""
         return {
             segment.parameter.shard.name: segment.view(flat)
-            for bucket in self.engine.synchronizer.buckets
+            for bucket in self.engine.stage.synchronizer.buckets
             for flat in [bucket.gather_owned(bucket.owned_gradients)]
             for segment in bucket.segments
         }
@@ -89,7 +89,7 @@ class Trainer(trainer_module.Trainer):
         """This rank's piece of every parameter, by name."""
         return {
             segment.parameter.shard.name: segment.view(flat)
-            for bucket in self.engine.buckets
+            for bucket in self.engine.stage.buckets
             for flat in [bucket.gather_owned(bucket.owned_values)]
             for segment in bucket.segments
         }

@@ -65,16 +65,16 @@ def bench_offload(
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device, deck.machine.deterministic)
     files, memory = (_engine(deck, world, device) for device in ("disk", "device"))
-    assert files.offload.scratch is not None
-    size = sum(file.stat().st_size for file in files.offload.scratch.folder.glob("optimizer-*"))
+    (state_files,) = files.scratch
+    size = sum(file.stat().st_size for file in state_files.folder.glob("optimizer-*"))
     scratch = open_scratch(deck, world, size)
     with world.agreement():
         file = scratch.file("measured", size)
     buffers = [torch.zeros(min(CHUNK_BYTES, size), dtype=torch.uint8) for _ in range(THREADS)]
     turns: list[tuple[Callable[[], None], list[float]]] = [
         (lambda: _move(file, buffers), []),
-        (lambda: memory.optimizer.step(1e-6, 1.0), []),
-        (lambda: files.optimizer.step(1e-6, 1.0), []),
+        (lambda: memory.stage.optimizer.step(1e-6, 1.0), []),
+        (lambda: files.stage.optimizer.step(1e-6, 1.0), []),
     ]
     for number in range(rounds + 1):
         for run, seconds in turns:
@@ -97,7 +97,7 @@ def _engine(deck: Deck, world: World, device: str) -> Engine:
     """An engine whose gradients are random and whose optimizer state lives on `device`."""
     deck = with_vocabulary(deck).with_keys(memory={"optimizer": device, "parameters": "device"})
     engine, _ = build_within_memory(deck, world, make_mesh(deck, world))
-    for bucket in engine.buckets:
+    for bucket in engine.stage.buckets:
         bucket.owned_gradients.normal_(std=1e-3)
     return engine
 

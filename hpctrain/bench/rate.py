@@ -194,8 +194,8 @@ def rise(
     finds after it. Collective; with `tell`, a line is printed now and then.
     """
     factor = (wish.last / wish.first) ** (1 / (wish.steps - 1))
-    rate = trainer.engine.learning_rate
-    trainer.engine.learning_rate = RisingRate(**{**vars(rate), "peak": wish.first}, factor=factor)
+    rate = trainer.engine.control.learning_rate
+    trainer.engine.control.learning_rate = RisingRate(**{**vars(rate), "peak": wish.first}, factor=factor)
     rates: list[float] = []
     losses: list[float] = []
     ended = ""
@@ -211,7 +211,7 @@ def rise(
             break
         if tell and step % max(1, wish.steps // 10) == 0:
             print(f"{step} of {wish.steps}: rate {rates[-1]:.3g}, {wish.figure} {losses[-1]:.4f}", flush=True)
-    trainer.engine.learning_rate = rate
+    trainer.engine.control.learning_rate = rate
     points = list(map(RatePoint, rates, losses, centred(losses, wish.averaged)))
     return RateFigures(points, steepest(points, wish.averaged // 2), ended)
 

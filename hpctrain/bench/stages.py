@@ -47,7 +47,7 @@ class StageProbe:
         micro = next(step.batches.step(0, step.micro_size * ranks, rank, ranks, step.micro_size))
         scale = torch.tensor(1.0 / max(1, micro.targets.numel()), device=engine.world.device)
         batch = step.prepare(micro, scale, step.dropout_source(TrainState(), 0))
-        self.replay = ActionTimer(engine.models, engine.groups, batch)
+        self.replay = ActionTimer(engine.stage.models, engine.stage.groups, batch)
         self.rounds: list[tuple[StageTimes, Prediction]] = []
 
     def __call__(self, measured: float, phases: dict[str, float]) -> None:
@@ -55,7 +55,7 @@ class StageProbe:
         engine, schedule = self.engine, self.engine.schedule
         world = engine.world
         # One backward pass more than will come, so that no bucket is ever final.
-        engine.synchronizer.start(schedule.micro_batches + 1)
+        engine.stage.synchronizer.start(schedule.micro_batches + 1)
         world.everyone.barrier()
         alone = self.replay.run(schedule.stages[engine.mesh.coordinate("pipeline")])
         times = gather_part_times(alone, schedule, engine.mesh, self.replay.hidden)

@@ -247,7 +247,7 @@ def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
     first part has no block. Collective.
     """
     engine = build_engine(deck, world, mesh)
-    shape, groups, micro, dtype = engine.shape, engine.groups, deck.batch.micro_size, engine.model.dtype
+    shape, groups, micro, dtype = engine.shape, engine.stage.groups, deck.batch.micro_size, engine.model.dtype
     hidden = engine.model.hidden_shape(micro)
     x = torch.randn(hidden, dtype=dtype, device=world.device, requires_grad=True)
     samples = torch.arange(micro, device=world.device)
@@ -257,8 +257,8 @@ def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
     if not (blocks := blocks_of(engine.model)):
         return ""
     first = blocks[0]
-    with engine.residency.in_memory(first.gather_keys[0]):
-        parameters = [bucket.values for bucket in engine.buckets if bucket.values is not None]
+    with engine.stage.residency.in_memory(first.gather_keys[0]):
+        parameters = [bucket.values for bucket in engine.stage.buckets if bucket.values is not None]
         with LiveActivations(lambda: parameters) as saved:
             engine.model.run_layer(first, inputs, x)
     text = f"activations of one layer on one rank: {format_bytes(saved.peak)} measured"

@@ -6,7 +6,7 @@ model, its buckets, the optimizer and what belongs to them. `build_engine` does 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -76,50 +76,78 @@ class EngineLayout:
 
 
 @dataclass
-class Engine(TrainedStage):
+class UpdateControl:
+    """What decides whether and how far each step updates the parameters.
+
+    Attributes:
+        learning_rate: Learning rate by step.
+        loss_scale: Factor of losses in fp16.
+        noise_scale: Estimate of the gradient noise scale.
+        spikes: Detector of loss spikes.
+    """
+
+    learning_rate: LearningRate
+    loss_scale: LossScale
+    noise_scale: NoiseScale
+    spikes: SpikeDetector
+
+    @staticmethod
+    def of(deck: Deck) -> UpdateControl:
+        """Return the control of a deck's updates, as at the start of a run."""
+        keys, scaled = deck.stability, Precision.of(deck).scales_loss
+        return UpdateControl(
+            LearningRate(**deck.learning_rate.model_dump()),
+            LossScale(
+                deck.precision.initial_loss_scale if scaled else 1.0,
+                deck.precision.loss_scale_window if scaled else 0,
+            ),
+            NoiseScale(deck.run.noise_scale_steps),
+            SpikeDetector(
+                keys.spike,
+                keys.spike_window,
+                keys.spike_factor,
+                keys.spike_most,
+                deck.learning_rate.warmup,
+                scaled,
+            ),
+        )
+
+
+@dataclass
+class Engine:
     """Everything that computes a model on one mesh.
 
     Attributes:
         world: All ranks of the engine.
         mesh: Arrangement of these ranks.
         architecture: Architecture of the model.
+        stage: Model parts of this rank, with their gradients and optimizer.
         objective: Losses and metrics.
-        terms: Names of the auxiliary losses that layers add.
-        offload: Memory of state and parameters that are not on the device.
-        activation_files: Files of offloaded activations, if there are any.
-        loss_scale: Factor of losses in fp16.
-        noise_scale: Estimate of the gradient noise scale.
-        spikes: Detector of loss spikes.
-        learning_rate: Learning rate by step.
-        positions: Positions of this rank's tokens in a sequence, on the device.
+        control: Learning rate, loss scale, noise scale and loss spikes.
         placement: Number of blocks of each pipeline part.
         schedule: Pipeline schedule of the deck's batch.
+        positions: Positions of this rank's tokens in a sequence, on the device.
+        offload: Description of memory outside the device, for the log.
+        scratch: Files of this rank with offloaded state, parameters and activations.
         auxiliary_engines: Engines of models that are trained in the same run, such as a critic, by name.
     """
 
     world: World
     mesh: Mesh
     architecture: Architecture
+    stage: TrainedStage
     objective: Objective
-    terms: tuple[str, ...]
-    offload: OffloadSettings
-    activation_files: ScratchFiles | None
-    loss_scale: LossScale
-    noise_scale: NoiseScale
-    spikes: SpikeDetector
-    learning_rate: LearningRate
-    positions: torch.Tensor
+    control: UpdateControl
     placement: LayerPlacement
     schedule: Schedule
+    positions: torch.Tensor
+    offload: str
+    scratch: Sequence[ScratchFiles]
     auxiliary_engines: dict[str, Engine] = field(default_factory=dict)
-
-    def engine_state(self) -> Iterator[StateTensor]:
-        """Yield the state of this engine without that of auxiliary engines."""
-        return super().state()
 
     def state(self) -> Iterator[StateTensor]:
         """Yield all state. Tensors of an auxiliary engine have its name as a prefix."""
-        yield from self.engine_state()
+        yield from self.stage.state()
         for name, engine in self.auxiliary_engines.items():
             for each in engine.state():
                 yield replace(each, shard=replace(each.shard, name=f"{name}.{each.shard.name}"))
@@ -133,15 +161,19 @@ class Engine(TrainedStage):
     @property
     def model(self) -> ModelPart:
         """First model part of this stage, which is the whole model if there is one stage with one chunk."""
-        return self.models[0]
+        return self.stage.models[0]
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """Names of the auxiliary losses that layers add."""
+        return count(self.architecture).terms
 
     def close(self) -> None:
         """Remove the files of offloaded tensors. Nothing can be computed afterwards. Local."""
         for engine in self.auxiliary_engines.values():
             engine.close()
-        for scratch in (self.offload.scratch, self.activation_files):
-            if scratch is not None:
-                scratch.close()
+        for scratch in self.scratch:
+            scratch.close()
 
 
 def make_mesh(deck: Deck, world: World) -> Mesh:
@@ -246,41 +278,20 @@ def assemble(
     stage.outer.begin(stage.optimizer)
     if deck.stability.check_parameters:
         check_replicas(stage.buckets, world.everyone)
-    scaled = Precision.of(deck).scales_loss
+    activation_files = open_activation_store(deck, world, arrangement.recompute, models, schedule, number)
+    positions = context_positions(groups.context, groups.context_form, architecture.sequence)
     return Engine(
-        **vars(stage),
         world=world,
         mesh=mesh,
         architecture=architecture,
+        stage=stage,
         objective=objective,
-        terms=count(architecture).terms,
+        control=UpdateControl.of(deck),
         placement=arrangement.placement,
         schedule=schedule,
-        offload=offload,
-        activation_files=open_activation_store(deck, world, arrangement.recompute, models, schedule, number),
-        loss_scale=LossScale(
-            deck.precision.initial_loss_scale if scaled else 1.0,
-            deck.precision.loss_scale_window if scaled else 0,
-        ),
-        noise_scale=NoiseScale(deck.run.noise_scale_steps),
-        spikes=make_spike_detector(deck),
-        learning_rate=LearningRate(**deck.learning_rate.model_dump()),
-        positions=context_positions(groups.context, groups.context_form, architecture.sequence).to(
-            world.device
-        ),
-    )
-
-
-def make_spike_detector(deck: Deck) -> SpikeDetector:
-    """Return the spike detector of a run."""
-    keys = deck.stability
-    return SpikeDetector(
-        keys.spike,
-        keys.spike_window,
-        keys.spike_factor,
-        keys.spike_most,
-        deck.learning_rate.warmup,
-        Precision.of(deck).scales_loss,
+        positions=positions.to(world.device),
+        offload=offload.introduction,
+        scratch=[each for each in (offload.scratch, activation_files) if each is not None],
     )
 
 

@@ -69,7 +69,7 @@ def open_reference(
     shared = shares_reference(deck)
     if own is None and not shared:
         return None
-    buckets = [bucket for bucket in engine.buckets if bucket.trained or not shared]
+    buckets = [bucket for bucket in engine.stage.buckets if bucket.trained or not shared]
     if checkpoint is None:
         with world.agreement():
             if world.rank == 0:  # a replay has a folder of its own, which is not there yet

@@ -102,7 +102,7 @@ class PolicyTrainer(Trainer):
         looked_at = [model.step.engine for model, _ in models.values() if model is not None]
         if reference is not None and reference.engine is not None:
             looked_at.append(reference.engine)
-        self.shown += looked_at
+        self.shown += [each.stage for each in looked_at]
         self.closing += [each.close for each in looked_at]
         critic = None if (own := self._step.critic) is None else partial(values_of, own)
         self.experience = Experience(
@@ -307,21 +307,21 @@ def make_writer(deck: Deck, engine: Engine, tokenizer: Tokenizer) -> tuple[Answe
     """
     world, mesh, name = engine.world, engine.mesh, deck.run.title
     if generates_itself(deck):
-        part = engine.models[0]
+        part = engine.stage.models[0]
         assert isinstance(part, Transformer)
 
         @contextmanager
         def ready() -> Iterator[None]:
             with ExitStack() as stack:
-                stack.enter_context(engine.weight_maxima.known())
-                stack.enter_context(engine.groups.products.kernels.constant_matrices())
+                stack.enter_context(engine.stage.weight_maxima.known())
+                stack.enter_context(engine.stage.groups.products.kernels.constant_matrices())
                 yield
 
         copies, copy = mesh.size("data"), mesh.coordinate("data")
         places = concurrent_texts(deck, copies)
         return AnswerWriter(world, part, tokenizer, copies, copy, name, ready, places), []
     part, stage = generation_stage(deck, world, deck.layout.tensor)
-    transfer = WeightTransfer(world, engine, stage)
+    transfer = WeightTransfer(world, engine.stage, stage)
 
     @contextmanager
     def moved() -> Iterator[None]:

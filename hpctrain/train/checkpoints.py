@@ -67,7 +67,7 @@ class Checkpoints(Hook):
             self.layout,
             self.world.size,
             deck.run.steps,
-            computed_by(engine.groups),
+            computed_by(engine.stage.groups),
         )
         back = deck.stability.spike_back if deck.stability.spike == "rollback" else 0
         self.held = SnapshotHistory(deck.checkpoint.memory_every, back)
@@ -187,7 +187,7 @@ class Checkpoints(Hook):
     def give_back(self, held: StateSnapshot) -> TrainState:
         """Have all state be again what it was when a copy of it was made."""
         tensors = list(self.engine.state())
-        await_readers(self.engine.buckets)
+        await_readers(self.engine.stage.buckets)
         held.give_back(tensors)
         replicas = next((each.shard.shape[0] for each in tensors if each.of_replicas), 0)
         return self._resume(held.stored, replicas, f"memory, step {held.step}")
@@ -209,7 +209,7 @@ class Checkpoints(Hook):
             wanted = [tensor for tensor in wanted if not tensor.kind.startswith(OPTIMIZER)]
             self.heeded = [f"{path}: holds {anew}; {self.deck.optimizer.name} starts with new state"]
         entries, left = resumed_entries(wanted, structure.datasets)
-        await_readers(engine.buckets)
+        await_readers(engine.stage.buckets)
         kinds = {name: stored.kind for name, stored in structure.datasets.items()}
         adapted = {MODEL} if self.deck.model.adapters is not None else set[str]()
 
@@ -299,8 +299,8 @@ class Checkpoints(Hook):
             **({RECORD: self.best.record()} if self.best.of else {}),
             **deck_state(self.deck),
             "split": list(engine.placement.split),
-            "products": engine.groups.products.kernels.record,
-            "compiled": engine.groups.functions.record,
+            "products": engine.stage.groups.products.kernels.record,
+            "compiled": engine.stage.groups.functions.record,
             **self.known,
             "ranks": self.world.size,
             "code_version": __version__,
@@ -311,30 +311,32 @@ class Checkpoints(Hook):
 def _stored_engine(engine: Engine) -> dict[str, Any]:
     """Return the state of an engine without its tensors."""
     return {
-        "updates": engine.optimizer.updates,
-        "totals": engine.optimizer.totals,
-        "under_way": engine.outer.in_flight,
-        "loss_scale": engine.loss_scale.value if engine.loss_scale.window else None,
-        "loss_scale_good_steps": engine.loss_scale.good_steps,
-        **engine.noise_scale.state(),
-        **engine.spikes.state(),
+        "updates": engine.stage.optimizer.updates,
+        "totals": engine.stage.optimizer.totals,
+        "under_way": engine.stage.outer.in_flight,
+        "loss_scale": engine.control.loss_scale.value if engine.control.loss_scale.window else None,
+        "loss_scale_good_steps": engine.control.loss_scale.good_steps,
+        **engine.control.noise_scale.state(),
+        **engine.control.spikes.state(),
     }
 
 
 def _resume_engine(engine: Engine, state: Mapping[str, Any], replicas: int, anew: bool) -> None:
     """Have an engine, whose tensors are there, go on with the rest of its state."""
-    engine.optimizer.totals = {} if anew else state.get("totals") or {}
-    engine.optimizer.publish()
-    engine.optimizer.updates = 0 if anew else int(state["updates"])
+    engine.stage.optimizer.totals = {} if anew else state.get("totals") or {}
+    engine.stage.optimizer.publish()
+    engine.stage.optimizer.updates = 0 if anew else int(state["updates"])
     # By how many updates what is under way was begun, those that begin anew do not tell.
     under_way = {} if anew else state.get("under_way") or {}
-    engine.outer.resumed(engine.optimizer, replicas, under_way)
-    if engine.loss_scale.window and state["loss_scale"] is not None:
-        engine.loss_scale.value = float(state["loss_scale"])
-        engine.loss_scale.good_steps = int(state["loss_scale_good_steps"])
-    engine.noise_scale.resume(state)
-    engine.spikes.resume(state)
-    engine.synchronizer.after_step(True, engine.loss_scale.value / float(state.get("loss_scale") or 1.0))
+    engine.stage.outer.resumed(engine.stage.optimizer, replicas, under_way)
+    if engine.control.loss_scale.window and state["loss_scale"] is not None:
+        engine.control.loss_scale.value = float(state["loss_scale"])
+        engine.control.loss_scale.good_steps = int(state["loss_scale_good_steps"])
+    engine.control.noise_scale.resume(state)
+    engine.control.spikes.resume(state)
+    engine.stage.synchronizer.after_step(
+        True, engine.control.loss_scale.value / float(state.get("loss_scale") or 1.0)
+    )
 
 
 def _holds(path: Path, record: Mapping[str, Any]) -> bool:

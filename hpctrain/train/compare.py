@@ -232,7 +232,7 @@ def _replay(
     recorded = Recorded(start.step, following, "", run.segments(start.step + 1, start.step + count))
     with engine_of(world, changed, path) as opened:
         reasons = reasons_of(opened, before, changed, state, recorded, count)
-        groups = opened.trainer.engine.groups
+        groups = opened.trainer.engine.stage.groups
         replay = ReplayedRun(run, changed, opened.checkpoints.layout, computed_by(groups), reasons)
         for _ in range(count):
             replay.steps.append(fingerprints(opened.trainer))

@@ -49,11 +49,11 @@ class Guard(StepGuard, Hook):
     ) -> None:
         self.engine, self.every, self.repetition = engine, every, repetition
         self.counters = Counters(engine, state)
-        self.resting = RestingState(engine.buckets, engine.state())
+        self.resting = RestingState(engine.stage.buckets, engine.state())
         self._learning = [tensor for tensor in engine.state() if tensor.changes_in_step]
         self.learned = WatchedMemory(tensors_changed_in_steps(self._learning), engine.world.rank)
-        self.summed = ReducedGradients(engine.synchronizer, engine.world.rank)
-        self._products, self._messages = engine.groups.products.audit, message_audit_of(engine.world)
+        self.summed = ReducedGradients(engine.stage.synchronizer, engine.world.rank)
+        self._products, self._messages = engine.stage.groups.products.audit, message_audit_of(engine.world)
         self._early: list[DetectedFault] = []
         self._repeated: list[DetectedFault] = []
         self._miscounted: list[DetectedFault] = []
@@ -87,7 +87,7 @@ class Guard(StepGuard, Hook):
             found = [*resting, *miscounted, *wrong]
             self._agree(totals, found, spoilt=bool(resting))
         except SilentFaultError:
-            self.engine.synchronizer.after_step(False, 1.0)
+            self.engine.stage.synchronizer.after_step(False, 1.0)
             if self._before is not None:
                 self._before.give_back(self._learning)
                 self._before = None

@@ -44,9 +44,9 @@ class Counters:
         return [self._fault(name) for name in changed]
 
     def _now(self) -> dict[str, float]:
-        scale = self._engine.loss_scale
+        scale = self._engine.control.loss_scale
         of_engine = {
-            "updates": self._engine.optimizer.updates,
+            "updates": self._engine.stage.optimizer.updates,
             "loss_scale": scale.value,
             "good_steps": scale.good_steps,
         }
@@ -55,8 +55,8 @@ class Counters:
     def _give_back(self) -> None:
         for name in asdict(self._state):
             setattr(self._state, name, self._kept[name])
-        self._engine.optimizer.updates = int(self._kept["updates"])
-        scale = self._engine.loss_scale
+        self._engine.stage.optimizer.updates = int(self._kept["updates"])
+        scale = self._engine.control.loss_scale
         scale.value, scale.good_steps = self._kept["loss_scale"], int(self._kept["good_steps"])
 
     def _fault(self, name: str) -> DetectedFault:

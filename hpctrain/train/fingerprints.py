@@ -109,13 +109,13 @@ class Fingerprints(Hook):
         # Slices of tied tables are cut in other places on the two stages, so that none is a copy.
         self._tied = {
             segment.parameter.shard.name: (segment.replication.stage_copy, segment.replication.stage_copies)
-            for bucket in self.engine.buckets
+            for bucket in self.engine.stage.buckets
             for segment in bucket.segments
             if segment.replication.ends is not None and bucket.sharding.zero > 0
         }
         self._places = {
             each.shard.name: (float(number), float(index))
-            for part in self.engine.models
+            for part in self.engine.stage.models
             for number, layer in _numbered(part)
             for index, each in enumerate(layer.all_parameters)
         }
@@ -125,12 +125,12 @@ class Fingerprints(Hook):
         """Look at what a step begins with, and have its passes and sums looked at."""
         self._rows, self._samples, self._summed = {}, {}, False
         self._state("start")
-        step_of, synchronizer = self.trainer.step, self.engine.synchronizer
+        step_of, synchronizer = self.trainer.step, self.engine.stage.synchronizer
         before = step_of.before_pass, synchronizer.before_sums
         step_of.before_pass, synchronizer.before_sums = self._read, self._own_gradients
         handles = [
             module.register_forward_hook(partial(self._output, part, name, number))
-            for part in self.engine.models
+            for part in self.engine.stage.models
             for name, number, module in _watched(part)
         ]
         try:
@@ -185,7 +185,7 @@ class Fingerprints(Hook):
             row = self._row(phase, entry.dataset, place)
             copy = self._owned(entry.shard.name, (entry.copy, entry.copies))
             self._piece(row, entry.shard, entry.values, entry.offset, copy)
-        for bucket in self.engine.buckets:
+        for bucket in self.engine.stage.buckets:
             if bucket.sharding.zero not in (1, 2) or bucket.values is None:
                 continue
             for segment in bucket.segments:
@@ -229,7 +229,7 @@ class Fingerprints(Hook):
         output: Any,
     ) -> None:
         """Look at what a layer gives of a micro-batch in its forward pass."""
-        micro = self.engine.groups.statistics.micro_batch
+        micro = self.engine.stage.groups.statistics.micro_batch
         if micro is None or in_backward() or (isinstance(part, ModulePart) and not part.computing()):
             return
         fractions = (each for each in tensors_of(output) if each.is_floating_point())
@@ -239,8 +239,8 @@ class Fingerprints(Hook):
         row = self._row("forward", f"output of {name}", (float(place), 0.0))
         first, present = self._present[micro]
         values = values.detach()
-        tensor = self.engine.groups.tensor
-        cut = tensor.size > 1 and self.engine.groups.sequence_parallel
+        tensor = self.engine.stage.groups.tensor
+        cut = tensor.size > 1 and self.engine.stage.groups.sequence_parallel
         copy = _ONE if cut else (tensor.rank, tensor.size)
         if not isinstance(part, ModulePart):
             positions = self.engine.positions
@@ -278,7 +278,7 @@ class Fingerprints(Hook):
     def _sums(self) -> None:
         """Look at the sums of gradients."""
         self._summed = True
-        for bucket in self.engine.synchronizer.buckets:
+        for bucket in self.engine.stage.synchronizer.buckets:
             for segment, values, offset in bucket.owned_segments(bucket.owned_gradients):
                 shard = segment.parameter.shard
                 layer, index = self._places[shard.name]

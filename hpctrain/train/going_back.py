@@ -30,7 +30,7 @@ class GoingBack(Hook):
     @property
     def spikes(self) -> SpikeDetector:
         """Those of the run."""
-        return self.trainer.engine.spikes
+        return self.trainer.engine.control.spikes
 
     def after_step(self, done: StepDone) -> None:
         """See what is to be done about a step that was a spike."""

@@ -65,7 +65,7 @@ def residuals(engine: Engine) -> dict[str, Tensor]:
     """
     residual_tensors = [tensor for tensor in engine.state() if tensor.kind == RESIDUAL]
     sums = {}
-    for bucket in engine.synchronizer.buckets:
+    for bucket in engine.stage.synchronizer.buckets:
         for segment in bucket.segments:
             name = segment.parameter.shard.name
             total = torch.zeros(segment.length, device=bucket.sharding.group.device)
@@ -90,9 +90,9 @@ def spread_positions(engine: Engine, longest: int) -> Iterator[None]:
         engine: The engine of the check.
         longest: Length of the long sequence, in tokens.
     """
-    sequence, groups = engine.architecture.sequence, engine.groups
+    sequence, groups = engine.architecture.sequence, engine.stage.groups
     interval = longest // sequence
-    parts = [part for part in engine.models if isinstance(part, Transformer)] if interval > 1 else []
+    parts = [part for part in engine.stage.models if isinstance(part, Transformer)] if interval > 1 else []
     for part in parts:
         long_positions = context_positions(groups.context, groups.context_form, sequence * interval)
         intervals = long_positions.view(-1, interval)

@@ -48,11 +48,11 @@ class ActivationPeak(Hook):
             return
         engines = trained_engines(self.engine)
         others = [each for engine in engines for each in _keeping(engine)]
-        modules = (model for each in engines for model in each.models if isinstance(model, nn.Module))
+        modules = (model for each in engines for model in each.stage.models if isinstance(model, nn.Module))
         buffers = [buffer for module in modules for buffer in module.buffers()]
 
         def parameters() -> list[Tensor]:
-            buckets = (bucket for engine in engines for bucket in engine.buckets)
+            buckets = (bucket for engine in engines for bucket in engine.stage.buckets)
             return [bucket.values for bucket in buckets if bucket.values is not None]
 
         with LiveActivations(lambda: [*buffers, *parameters()], *others) as live:
@@ -67,12 +67,12 @@ def trained_engines(engine: Engine) -> list[Engine]:
 
 def _keeping(engine: Engine) -> Iterator[ActivationKeeper | None]:
     """What of an engine keeps tensors for backward in ways of its own."""
-    groups = engine.groups
+    groups = engine.stage.groups
     yield groups.weight_gradients
     if isinstance(groups.saved_policy, Recompute):
         yield from (groups.saved_policy, groups.saved_policy.store)
-    if isinstance(engine.residency, Gatherer):
-        yield engine.residency
+    if isinstance(engine.stage.residency, Gatherer):
+        yield engine.stage.residency
 
 
 @dataclass
@@ -119,14 +119,15 @@ class MemoryLedger(Hook):
 
     def held(self) -> MemoryAccount:
         """What this rank has held at the most; `other` is what remains of the peak that the system saw."""
-        beside, engines = self.beside(), trained_engines(self.engine)
-        world, stages = self.engine.world, [*engines, *beside.stages]
+        beside, world = self.beside(), self.engine.world
+        trained = [engine.stage for engine in trained_engines(self.engine)]
+        stages = [*trained, *beside.stages]
         layers = [layer for stage in stages for model in stage.models for layer in model.layers]
-        working = sum(each.optimizer.working_bytes for each in engines) if on_host(world.device) else 0
+        working = sum(stage.optimizer.working_bytes for stage in trained) if on_host(world.device) else 0
         known = MemoryAccount(
             sum(value_bytes(stage.buckets) for stage in stages) + converted_bytes(layers),
-            sum(gradient_bytes(each.buckets) for each in engines),
-            sum(state_bytes(each.engine_state(), each.buckets) for each in engines),
+            sum(gradient_bytes(stage.buckets) for stage in trained),
+            sum(state_bytes(stage.state(), stage.buckets) for stage in trained),
             self.activations.bytes or 0,
             beside.cache,
             sum(pool_bytes(stage.buckets) for stage in stages) + world.buffer_bytes + working,

@@ -44,7 +44,7 @@ def plain_module(engine: Engine, weights: Mapping[str, Tensor], seed: int) -> nn
     """The same with these weights, in their format."""
     module = bare_module(engine, seed)
     module.to(next(iter(weights.values())).dtype).train()
-    ours = [segment.parameter for bucket in engine.buckets for segment in bucket.segments]
+    ours = [segment.parameter for bucket in engine.stage.buckets for segment in bucket.segments]
     frozen = {parameter.shard.name for parameter in ours if not parameter.requires_grad}
     with torch.no_grad():
         for name, parameter in module.named_parameters():

@@ -36,7 +36,7 @@ class Repetition:
         if engine.mesh.size("pipeline") == 1:
             batch = min(batch, shares * step.micro_size)  # one micro-batch each
         own = self._pass(state, batch, 0)
-        _, replicas = engine.replica
+        _, replicas = engine.stage.replica
         # The next rank of the same replica, as others may have other weights.
         alone = shares == replicas or engine.mesh.size("expert") > 1
         shift = 0 if alone else replicas
@@ -45,7 +45,7 @@ class Repetition:
         ranks = dict(zip((row[0] for row in told), engine.mesh.group("data").ranks, strict=True))
         theirs = {(row[0] + shift) % shares: row for row in told}
         with_this = theirs[number]
-        segments = [segment for bucket in engine.buckets for segment in bucket.segments]
+        segments = [segment for bucket in engine.stage.buckets for segment in bucket.segments]
         names = ["losses", *(f"gradient/{segment.parameter.shard.name}" for segment in segments)]
         both = tuple(sorted({ranks[number], ranks[with_this[0]]}))
         return [
@@ -66,12 +66,12 @@ class Repetition:
         with (
             _set(step, "shift", shift),
             _set(step, "choices", lambda *_: None),
-            _set(engine.synchronizer, "before_sums", keep),
+            _set(engine.stage.synchronizer, "before_sums", keep),
         ):
             sums, _ = step.accumulate(state, batch)
-        engine.synchronizer.after_step(False, 1.0)
-        engine.groups.statistics.reduce(engine.world.everyone)
-        every = (segment for bucket in engine.buckets for segment in bucket.segments)
+        engine.stage.synchronizer.after_step(False, 1.0)
+        engine.stage.groups.statistics.reduce(engine.world.everyone)
+        every = (segment for bucket in engine.stage.buckets for segment in bucket.segments)
         return [int(fingerprint(sums)), *(found.get(segment, 0) for segment in every)]
 
 

@@ -236,7 +236,7 @@ def reasons_of(
         reasons.append("another layout")
     elif state.get("ranks") != run.world.size and not made:
         reasons.append("another number of ranks")
-    reasons += _computed_otherwise(run.trainer.engine.groups, state, recorded, made)
+    reasons += _computed_otherwise(run.trainer.engine.stage.groups, state, recorded, made)
     reasons += [f"other keys of [{name}]" for name in changed if name != "layout"]
     here = library_versions()
     for name in ("hpctrain", "torch"):

@@ -82,9 +82,9 @@ def _of_first(step: Step, batches: Batches, sequences: int, find: Finding) -> Te
     ledger = engine.world.ledger
     ledger.phase = "evaluation"
     with (
-        engine.weight_maxima.known(),
-        engine.groups.products.kernels.constant_matrices(),
-        engine.residency.step(("evaluate", len(prepared))),
+        engine.stage.weight_maxima.known(),
+        engine.stage.groups.products.kernels.constant_matrices(),
+        engine.stage.residency.step(("evaluate", len(prepared))),
     ):
         step.executor.run(forward_only(engine.schedule, len(prepared)), prepared, training=False)
     # A value is found by those who hold its place of the sequence, of whom one tells it: zeros add nothing.

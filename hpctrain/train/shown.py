@@ -34,7 +34,7 @@ def shown_engine(path: Path, deck: Deck, world: World) -> Engine:
     world.ledger.activity = "loading the model"
     size = Precision.of(deck).storage.itemsize
     engine = _assemble_within_memory(path, deck, world, size, build_inference_stage)
-    load_parameters(path, engine, world.everyone)
+    load_parameters(path, engine.stage, world.everyone)
     return engine
 
 
@@ -61,7 +61,7 @@ def initial_engine(path: Path, state: Mapping[str, Any], deck: Deck, world: Worl
     engine = _assemble_within_memory(path, deck, world, size, build_initial_stage)
     if deck.model.source is not None:
         start_from_source(deck, engine)
-    engine.optimizer = InferenceOptimizer()
+    engine.stage.optimizer = InferenceOptimizer()
     return engine
 
 

@@ -29,15 +29,15 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
     path = Path(deck.model.source)
     if deck.model.module is not None:
         return _start_module(path, engine)
-    optimizer, shape = engine.optimizer, engine.shape
-    biases = training_entries(tensor for tensor in engine.engine_state() if tensor.kind == ROUTER_BIAS)
-    entries = [*master_entries(engine.engine_state()), *biases]
+    optimizer, shape = engine.stage.optimizer, engine.shape
+    biases = training_entries(tensor for tensor in engine.stage.state() if tensor.kind == ROUTER_BIAS)
+    entries = [*master_entries(engine.stage.state()), *biases]
     source = load_source(path, engine.world, entries, shape.head, deck.model.adapters)
     optimizer.publish()
-    engine.outer.begin(optimizer)
+    engine.stage.outer.begin(optimizer)
     if deck.stability.check_parameters:
         # Ranks of several nodes may have read other files of the same name.
-        check_replicas(engine.buckets, engine.world.everyone)
+        check_replicas(engine.stage.buckets, engine.world.everyone)
     sentence = f"initialized from the weights of {path}"
     if shape.vocabulary > source.vocabulary:
         sentence += f", {shape.vocabulary - source.vocabulary} tokens added to its {source.vocabulary}"
@@ -54,12 +54,12 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
 
 def _start_module(path: Path, engine: Engine) -> str:
     """The same of a module that users bring, whose parameters and buffers have the same names there."""
-    buffers = training_entries(tensor for tensor in engine.engine_state() if tensor.kind == BUFFER)
-    parts = [part for part in engine.models if isinstance(part, ModulePart)]
+    buffers = training_entries(tensor for tensor in engine.stage.state() if tensor.kind == BUFFER)
+    parts = [part for part in engine.stage.models if isinstance(part, ModulePart)]
     names = {own.shard.name: known for part in parts for own, known in part.names.items()}
-    left = load_by_name(path, engine.world, [*master_entries(engine.engine_state()), *buffers], names)
-    engine.optimizer.publish()
-    engine.outer.begin(engine.optimizer)
+    left = load_by_name(path, engine.world, [*master_entries(engine.stage.state()), *buffers], names)
+    engine.stage.optimizer.publish()
+    engine.stage.outer.begin(engine.stage.optimizer)
     return f"initialized from the values of {path}" + (f"; {left}" if left else "")
 
 

@@ -118,14 +118,15 @@ class Step:
         self.shift = 0  # what is read is the share of another rank, so much further on
         self.before_pass: Callable[[Sequence[MicroBatch]], None] = lambda _: None
         self.own_tokens = 0  # that this rank predicts in the step, or in the micro-batch that is measured
+        self.terms = engine.terms
         self.executor = Executor(
-            engine.models,
+            engine.stage.models,
             engine.mesh.group("pipeline"),
-            engine.groups.weight_gradients,
+            engine.stage.groups.weight_gradients,
             engine.world.ledger,
             engine.objective.metrics,
-            engine.terms,
-            engine.groups.statistics,
+            self.terms,
+            engine.stage.groups.statistics,
         )
 
     def __call__(
@@ -138,41 +139,41 @@ class Step:
         engine = self.engine
         sums, read = self.accumulate(state, batch)
         tokens = read.predicted
-        noted = engine.groups.statistics.reduce(engine.world.everyone)
-        replica, replicas = engine.replica
+        noted = engine.stage.groups.statistics.reduce(engine.world.everyone)
+        replica, replicas = engine.stage.replica
         squares = sums.new_zeros(replicas)
-        squares[replica] = local_square_norm(engine.buckets)
+        squares[replica] = local_square_norm(engine.stage.buckets)
         figures, totals = self.agree(torch.cat((sums, squares)), read)
         if self.guard is not None:
             self.guard.require_sound(totals)
         # In single precision no layout's order of the sum shows.
         roots = [float(np.sqrt(np.float32(total))) if total >= 0 else total for total in totals[-replicas:]]
         counted = engine.objective.normalize(figures)
-        norms = [root / engine.loss_scale.value / counted for root in roots]
+        norms = [root / engine.control.loss_scale.value / counted for root in roots]
         engine.world.ledger.phase = "step"
         finite = all(map(isfinite, (*figures.values(), *norms)))
         loss, norm = figures["loss"], fmean(norms)
         spike = None
-        if engine.spikes.enabled:
-            spike = engine.spikes.judge(state.step + 1, loss, norm, state.samples, batch)
+        if engine.control.spikes.enabled:
+            spike = engine.control.spikes.judge(state.step + 1, loss, norm, state.samples, batch)
         updated = finite and spike is None and learns(tokens, loss)
-        rate = engine.learning_rate.at(state.step, batch)
+        rate = engine.control.learning_rate.at(state.step, batch)
         if updated:
-            if engine.spikes.enabled:
-                engine.spikes.add_step(loss, norm)
+            if engine.control.spikes.enabled:
+                engine.control.spikes.add_step(loss, norm)
             figures |= self.noise_scale(totals[-1], tokens, batch)
             before_update()
             clipped = clip_coefficient(norms[replica], self.clip)
-            engine.optimizer.step(rate, engine.loss_scale.value * counted / clipped)
-            outer = engine.outer.after_update(engine.optimizer)
+            engine.stage.optimizer.step(rate, engine.control.loss_scale.value * counted / clipped)
+            outer = engine.stage.outer.after_update(engine.stage.optimizer)
             if outer:
                 squares = engine.world.everyone.all_reduce(torch.stack(list(outer.values())))
                 figures |= zip(outer, squares.sqrt().tolist(), strict=True)
-            for each in engine.modules.learning:
+            for each in engine.stage.modules.learning:
                 each.after_update(noted)
-        scaled, scale_can_fall = engine.loss_scale.value, engine.loss_scale.can_fall
-        engine.loss_scale.update(finite)
-        engine.synchronizer.after_step(updated, engine.loss_scale.value / scaled)
+        scaled, scale_can_fall = engine.control.loss_scale.value, engine.control.loss_scale.can_fall
+        engine.control.loss_scale.update(finite)
+        engine.stage.synchronizer.after_step(updated, engine.control.loss_scale.value / scaled)
         engine.world.ledger.phase = "other"
         state.step += 1
         state.samples += batch
@@ -196,7 +197,7 @@ class Step:
         The replicas take samples in turns, so a replica has the same samples on any number of ranks.
         """
         rank, ranks = self.engine.mesh.coordinate("data"), self.engine.mesh.size("data")
-        replica, replicas = self.engine.replica
+        replica, replicas = self.engine.stage.replica
         return (rank % (ranks // replicas) * replicas + replica + self.shift) % ranks, ranks
 
     def read_share(self, state: TrainState, batch: int) -> ReadBatches:
@@ -213,10 +214,10 @@ class Step:
         read = self.read_share(state, batch)
         micro_batches = read.micro_batches
         self.before_pass(micro_batches)
-        measured = micro_batches if engine.synchronizer.first is None else micro_batches[:1]
+        measured = micro_batches if engine.stage.synchronizer.first is None else micro_batches[:1]
         self.own_tokens = sum(map(engine.objective.count, measured))
         scale, terms_scale = (
-            torch.full((), engine.loss_scale.value / count, device=engine.world.device)
+            torch.full((), engine.control.loss_scale.value / count, device=engine.world.device)
             for count in (max(1, read.predicted), max(1, read.real))
         )
         prepared = [
@@ -229,14 +230,14 @@ class Step:
             )
             for index, micro in enumerate(micro_batches)
         ]
-        engine.synchronizer.start(len(prepared), state.step - state.skipped)
+        engine.stage.synchronizer.start(len(prepared), state.step - state.skipped)
         with (
-            engine.weight_maxima.known(),
-            engine.groups.products.kernels.constant_matrices(),
-            engine.residency.step(("train", len(prepared))),
+            engine.stage.weight_maxima.known(),
+            engine.stage.groups.products.kernels.constant_matrices(),
+            engine.stage.residency.step(("train", len(prepared))),
         ):
             sums = self.executor.run(engine.placement.schedule_of(len(prepared)), prepared)
-        engine.synchronizer.finish()
+        engine.stage.synchronizer.finish()
         return sums, read
 
     def noise_scale(self, squares: float, tokens: int, batch: int) -> dict[str, float]:
@@ -249,19 +250,19 @@ class Step:
         micro-batch.
         """
         engine = self.engine
-        average, measured = engine.noise_scale, engine.synchronizer.measured
+        average, measured = engine.control.noise_scale, engine.stage.synchronizer.measured
         if not measured:
             return {}
         ratio = tokens / self.own_tokens if self.own_tokens else 0.0
         own = torch.stack([each.squares for each in measured]).sum() * ratio
-        if engine.synchronizer.first is not None:
+        if engine.stage.synchronizer.first is not None:
             small, parts = float(own) * ratio, ratio
         else:
             sums = torch.stack((own, torch.full_like(own, self.own_tokens > 0)))
             small, ranks = engine.world.everyone.all_reduce(sums).tolist()
             parts = ranks * engine.mesh.size("data") / engine.world.size
         if parts > 1 and isfinite(small):
-            square = engine.loss_scale.value**2
+            square = engine.control.loss_scale.value**2
             average.update(small / square, squares / square, batch, parts)
         return average.metrics(tokens / batch)
 
@@ -288,11 +289,11 @@ class Step:
         prepared = [self.prepare(micro, one, None) for micro in read.micro_batches]
         forward = forward_only(self.engine.schedule, len(prepared))
         with (
-            self.engine.outer.common_weights(self.engine.optimizer),
-            self.engine.optimizer.evaluation_weights(),
-            self.engine.weight_maxima.known(),
-            self.engine.groups.products.kernels.constant_matrices(),
-            self.engine.residency.step(("evaluate", len(prepared))),
+            self.engine.stage.outer.common_weights(self.engine.stage.optimizer),
+            self.engine.stage.optimizer.evaluation_weights(),
+            self.engine.stage.weight_maxima.known(),
+            self.engine.stage.groups.products.kernels.constant_matrices(),
+            self.engine.stage.residency.step(("evaluate", len(prepared))),
         ):
             sums = self.executor.run(forward, prepared, training=False)
         figures, _ = self.agree(sums, read)
@@ -359,12 +360,12 @@ class Step:
             real tokens of what was `read`; and all sums.
         """
         engine, own = self.engine, self.engine.objective.metrics
-        if not engine.replications.counts_tokens:
+        if not engine.stage.replications.counts_tokens:
             sums = sums.clone()
             sums[: len(own)] = 0
         totals: list[float] = engine.world.everyone.all_reduce(sums).tolist()
-        counts = [max(1, read.predicted)] * len(own) + [max(1, read.real)] * len(engine.terms)
-        figures = zip((*own, *engine.terms), totals, counts, strict=False)
+        counts = [max(1, read.predicted)] * len(own) + [max(1, read.real)] * len(self.terms)
+        figures = zip((*own, *self.terms), totals, counts, strict=False)
         return {name: total / count for name, total, count in figures}, totals
 
 

@@ -92,15 +92,15 @@ def introduction(
             f"{deck.batch.sequence} tokens is trained on {epochs:,.0f} times, and the model memorizes it; "
             "use more text or fewer steps"
         )
-    lines += describe_kernels(deck, engine.groups.products.kernels)
-    lines += describe_functions(deck, engine.groups.functions)
+    lines += describe_kernels(deck, engine.stage.groups.products.kernels)
+    lines += describe_functions(deck, engine.stage.groups.functions)
     if mesh.size("pipeline") > 1:
         lines.append(f"{deck.layout.schedule}: {engine.placement}")
     lines += _sums(deck, engine) + _meetings(deck, engine) + _gathers(engine)
     lines += describe_recompute(
-        deck, architecture, engine.models, engine.schedule, mesh.coordinate("pipeline")
+        deck, architecture, engine.stage.models, engine.schedule, mesh.coordinate("pipeline")
     )
-    return lines + ([engine.offload.introduction] if engine.offload.introduction else [])
+    return lines + ([engine.offload] if engine.offload else [])
 
 
 def _material(corpus: Corpus, deck: Deck) -> str:
@@ -116,7 +116,7 @@ def _material(corpus: Corpus, deck: Deck) -> str:
 
 def _sums(deck: Deck, engine: Engine) -> list[str]:
     """How gradients are summed where that is in fewer bits, or was to be and is not."""
-    keys, sharding = deck.communication, engine.buckets[0].sharding
+    keys, sharding = deck.communication, engine.stage.buckets[0].sharding
     if keys.compress == "none":
         return []
     form = f"communication.compress = {toml_value(keys.compress)}"
@@ -139,7 +139,7 @@ def _sums(deck: Deck, engine: Engine) -> list[str]:
 
 def _meetings(deck: Deck, engine: Engine) -> list[str]:
     """When replicas meet, and which steps are after that."""
-    keys, replicas = deck.layout.local_steps, engine.replica[1]
+    keys, replicas = deck.layout.local_steps, engine.stage.replica[1]
     if replicas == 1 or keys is None:
         return []
     who = f"{counted(replicas, 'replica')} of {counted(engine.world.size // replicas, 'rank')}"
@@ -156,7 +156,7 @@ def _meetings(deck: Deck, engine: Engine) -> list[str]:
 
 def _gathers(engine: Engine) -> list[str]:
     """Return a line if weights are gathered in 8 bits."""
-    if not any(isinstance(bucket, EightBitBucket) and bucket.sharers > 1 for bucket in engine.buckets):
+    if not any(isinstance(bucket, EightBitBucket) and bucket.sharers > 1 for bucket in engine.stage.buckets):
         return []
     return [
         "precision.fp8_gather = true does not reduce traffic here, since the ranks of a node share their "

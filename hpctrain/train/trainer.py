@@ -129,7 +129,7 @@ class Trainer:
 
     def stragglers(self, factor: float) -> TimeComparison:
         """What finds ranks that are above `factor` times the median. Collective."""
-        return StragglerDetector(self.engine.mesh, factor, work_of(self.engine.models))
+        return StragglerDetector(self.engine.mesh, factor, work_of(self.engine.stage.models))
 
     def go_on(self, due: Callable[[int], bool], asked: Callable[[], bool]) -> None:  # noqa: ARG002
         """Make the next step; where ranks do not go in step, all up to the next one after which something is
@@ -155,7 +155,7 @@ class Trainer:
 
     def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
         """Figures of the first `sequences` sequences, see Step. Collective."""
-        if self.engine.outer.differs:
+        if self.engine.stage.outer.differs:
             self._before_update()  # the weights are others meanwhile
         return self.step.evaluate(batches, sequences)
 

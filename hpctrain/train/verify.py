@@ -291,7 +291,7 @@ class _Description(NamedTuple):
 def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
     """Return by name what `compare` compares, in its order."""
     engine = trainer.engine
-    engine.groups.statistics.detailed = _has_same_scales(trainer.deck)
+    engine.stage.groups.statistics.detailed = _has_same_scales(trainer.deck)
 
     def parameters(when: str) -> dict[str, _Computed]:
         return _by_name(("parameter ", when), _pieces(engine, gradients=False))
@@ -303,7 +303,7 @@ def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
         sums.pieces.clear()
         data = engine.mesh.coordinate("data")
         watched = not step and data < _WATCHED
-        parts = [part for part in engine.models if isinstance(part, ModulePart) and watched]
+        parts = [part for part in engine.stage.models if isinstance(part, ModulePart) and watched]
         watching = outputs_of({part.module: part.computing for part in parts})
         with spread_positions(engine, longest if step else 0), watching as given:
             result = trainer.train_step()
@@ -319,7 +319,7 @@ def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
         }
         results |= reversed(_by_name(("gradient of ", step), sums.pieces).items())
         results[f"gradient norm{step}"] = _number(result.grad_norm)
-    if engine.outer.differs and trainer.deck.communication.warmup == 0:
+    if engine.stage.outer.differs and trainer.deck.communication.warmup == 0:
         # Each replica has gradients of its own.
         results = {name: each for name, each in results.items() if not name.startswith("gradient")}
     results |= parameters(_AT_THE_END) | _state(engine, trainer.deck.communication.warmup == 0)
@@ -458,7 +458,7 @@ class _SummedGradients(Hook):
 
 def _pieces(engine: Engine, gradients: bool) -> Iterator[tuple[Shard, Tensor]]:
     """Shard and local piece of every parameter (or its gradient), in the order of the forward pass."""
-    for bucket in engine.synchronizer.buckets if gradients else engine.buckets:
+    for bucket in engine.stage.synchronizer.buckets if gradients else engine.stage.buckets:
         flat = bucket.gather_owned(bucket.owned_gradients if gradients else bucket.owned_values)
         for segment in bucket.segments:
             yield segment.parameter.shard, segment.view(flat)

@@ -116,7 +116,7 @@ class EightBitWatch(Hook):
     """Has products in 8 bits note what they lose, every so many steps, for the line of metrics."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.every, self.statistics = trainer.deck.precision.fp8_watch, trainer.engine.groups.statistics
+        self.every, self.statistics = trainer.deck.precision.fp8_watch, trainer.engine.stage.groups.statistics
 
     def around_step(self, step: int) -> AbstractContextManager[object]:
         """More is noted where the step is due."""
@@ -191,7 +191,7 @@ class StepReport(Hook):
             skipped=result.skipped,
             epoch=batches.epoch(done.state.samples),
             epochs=batches.order.by_entry(done.state.samples) or None,
-            loss_scale=engine.loss_scale.value if engine.loss_scale.window else None,
+            loss_scale=engine.control.loss_scale.value if engine.control.loss_scale.window else None,
             mfu=None if flops is None else self.peak.share(rate * flops / self.trainer.computing),
             peak_rss_bytes=peak_rss_bytes(),
             evaluated=done.evaluated,

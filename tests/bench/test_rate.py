@@ -61,7 +61,7 @@ def test_updates_have_the_rates_that_are_told(world: World) -> None:
     assert [length / norm for length, norm in zip(lengths, norms, strict=True)] == pytest.approx(
         rates, rel=1e-3
     )
-    assert trained.engine.learning_rate.at(0, 8) == deck.learning_rate.peak  # as before
+    assert trained.engine.control.learning_rate.at(0, 8) == deck.learning_rate.peak  # as before
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -118,9 +118,13 @@ def test_a_figure_of_a_set_is_that_of_its_evaluation(world: World) -> None:
     wish = RateBenchOptions(1e-3, 1e-1, 10)
     figures = rise(trained, wish, judge=lambda: trained.evaluate(batches, 6)["loss"])
     expected = []
-    other.engine.learning_rate = RisingRate(**{**vars(other.engine.learning_rate), "peak": 1e-3}, factor=1.0)
+    other.engine.control.learning_rate = RisingRate(
+        **{**vars(other.engine.control.learning_rate), "peak": 1e-3}, factor=1.0
+    )
     for rate in np.geomspace(1e-3, 1e-1, 10):
-        other.engine.learning_rate = RisingRate(**{**vars(other.engine.learning_rate), "peak": float(rate)})
+        other.engine.control.learning_rate = RisingRate(
+            **{**vars(other.engine.control.learning_rate), "peak": float(rate)}
+        )
         other.train_step()
         expected.append(other.evaluate(batches, 6)["loss"])
     assert [point.loss for point in figures.points] == pytest.approx(expected, rel=1e-6)

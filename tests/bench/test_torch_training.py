@@ -24,7 +24,7 @@ from tests.model.modules.tensor_parallel.test_unsplit_linear import gpt2
 def test_peers_begin_with_our_weights(world: World, changes: tuple[str, ...]) -> None:
     alone, deck = world.single_rank_world(), small_deck("model.dropout=0", "model.layers=3", *changes)
     engine = build_engine(deck, alone, Mesh(alone, {}))
-    ours = {p.shard.name: p.detach() for model in engine.models for p in model.parameters()}
+    ours = {p.shard.name: p.detach() for model in engine.stage.models for p in model.parameters()}
     training = TorchTraining(deck)
     spans = (LayerRange(0, 2, True, False), LayerRange(2, 3, False, True))
     parts = [training.filled(TorchModel(training.shape, span)) for span in spans]

@@ -96,7 +96,7 @@ def test_all_but_adapters_stay_as_they_are(world: World, zero: int, compute: str
     assert losses[-1] < losses[0]
     for name, values in run.parameters().items():
         assert torch.equal(values, before[name]) != is_adapter(name), name
-    for bucket, state in zip(run.engine.buckets, run.engine.optimizer.states, strict=True):
+    for bucket, state in zip(run.engine.stage.buckets, run.engine.stage.optimizer.states, strict=True):
         adapting = {is_adapter(segment.parameter.shard.name) for segment in bucket.segments}
         assert adapting == {bucket.trained} and len(state) == (3 if bucket.trained else 1)
         assert (bucket.owned_gradients.numel() > 0) == bucket.trained

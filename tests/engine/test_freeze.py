@@ -87,7 +87,8 @@ def test_what_is_frozen_when_a_run_goes_on_stays(world: World, tmp_path: Path, w
     for name, values in frozen.parameters().items():
         held = name.startswith(("embedding.", "blocks.0.", "blocks.1.attention_norm."))
         assert torch.equal(values, before[name]) == held, name
-    free.engine.close(), frozen.engine.close()
+    free.engine.close()
+    frozen.engine.close()
 
 
 MIXTURE = (

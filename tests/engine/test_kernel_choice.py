@@ -139,7 +139,7 @@ def test_servers_store_what_workers_compute_with(
     monkeypatch.setattr(module, "write_cache", lambda *_: None)  # either role might read the other's
     measuring.seconds = QUICK_FORWARD if world.rank else {}
     engine, _ = build_role_within_memory(small_deck("communication.server.mode=sync"), world, lambda: None)
-    kernels = engine.groups.products.kernels
+    kernels = engine.stage.groups.products.kernels
     assert {name for key, name in kernels.record.items() if key.startswith("forward")} == {"onednn"}
     assert {kernel.name for (kind, *_), kernel in kernels.chosen.items() if kind == "forward"} == {"onednn"}
     engine.close()
@@ -200,7 +200,7 @@ def test_plans_count_what_such_processors_multiply_by(
     )
     engine, plan = build_within_memory(deck, one, make_mesh(deck, one))
     kept = with_cached_kernels(deck, 1)
-    assert kept.runtime_choices.kernels == engine.groups.products.kernels.record
+    assert kept.runtime_choices.kernels == engine.stage.groups.products.kernels.record
     assert kept.runtime_choices.kernels_note == f"from {cache_file()}"
     planned, held = plan_memory(kept, 1, 61).largest.memory, plan.largest.memory
     by_library = plan_memory(deck, 1, 61).largest.memory
@@ -210,7 +210,7 @@ def test_plans_count_what_such_processors_multiply_by(
     training.train_step()
     copies = converted_bytes(engine.model.layers)
     assert copies > 0
-    assert planned.parameter == value_bytes(engine.buckets) + copies
+    assert planned.parameter == value_bytes(engine.stage.buckets) + copies
     # Those of another number of rows stand in, others of other formats or matrices do not.
     fewer = with_cached_kernels(small_deck(bf16, "batch.micro_size=1"), 1)
     assert plan_memory(fewer, 1, 61).largest.memory.parameter == planned.parameter
@@ -306,7 +306,7 @@ def test_training_is_the_same_to_rounding(world: World, named: str) -> None:
         training = trainer(
             world.single_rank_world(), small_deck(f"machine.products={name}", f"precision.compute={compute}")
         )
-        assert training.engine.groups.products.kernels.kernel_for("forward", 32, 32).name == name
+        assert training.engine.stage.groups.products.kernels.kernel_for("forward", 32, 32).name == name
         losses[name, compute] = [step.loss for step in training.train(3)]
     exact, own = losses["library", "fp32"], losses[named, form]
     assert form == "fp32" or own != losses["library", form]

@@ -28,7 +28,7 @@ EXAMPLE = " (an example of a name is embedding.tokens.weight)"
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_all_linear_layers_but_what_is_left_out_multiply_in_8_bits(world: World, tied: str) -> None:
     deck = small_deck(*FP8, f"model.tied={tied}", 'precision.fp8_exclude=["blocks.0.*", "head"]')
-    (model,) = trainer(world, deck).engine.models
+    (model,) = trainer(world, deck).engine.stage.models
     modules = [module for layer in model.layers for module in layer.modules()]
     linear = [module for module in modules if isinstance(module, SplitLinear)]
     within = {layer.weights[0].shard.name for layer in linear if isinstance(layer.product, DelayedMatmul)}

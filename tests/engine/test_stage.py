@@ -120,4 +120,4 @@ def test_a_model_that_is_not_trained_stands_beside_one_that_is(
     assert gradient_bytes(stage.buckets) == 0
     whole = sum(bucket.length * 4 for bucket in stage.buckets)
     assert value_bytes(stage.buckets) == (whole // 2 if zero else whole)
-    assert value_bytes(engine.buckets) == pytest.approx(whole / 2, rel=0.05)
+    assert value_bytes(engine.stage.buckets) == pytest.approx(whole / 2, rel=0.05)

@@ -96,12 +96,12 @@ def compared(world: World, path: Path, *keys: str) -> None:
     for tensor, pipeline in targets(world, keys):
         _, target = generation_stage(training.deck, world, tensor, pipeline)
         _, expected = generation_stage(training.deck, world, tensor, pipeline)
-        transfer = WeightTransfer(world, engine, target, bytes_at_a_time=3000)
+        transfer = WeightTransfer(world, engine.stage, target, bytes_at_a_time=3000)
         for step in range(2):
             file = path / f"{tensor}-{pipeline}-{step}.h5"
             save(file, world.everyone, training_entries(engine.state(), writing=True), {})
             load_parameters(file, expected, world.everyone)
-            with engine.optimizer.evaluation_weights():
+            with engine.stage.optimizer.evaluation_weights():
                 begun = world.ledger.bytes
                 transfer.move()
                 assert world.ledger.bytes - begun == transfer.sent_bytes
@@ -141,7 +141,7 @@ def test_a_target_may_be_cut_as_well(world: World, zero: int) -> None:
     groups = make_groups(deck, engine.mesh, SavedPolicy(), world.device)
     model = build_model(engine.shape, groups)
     target = build_stage(deck, groups, [model], make_replications(deck, engine.mesh))
-    WeightTransfer(world, engine, target).move()
+    WeightTransfer(world, engine.stage, target).move()
     tokens = torch.arange(64).view(2, 32) % 61
     with target.residency.step("frozen"):
         assert torch.equal(logits_of(model, tokens), logits_of(engine.model, tokens))
@@ -153,7 +153,7 @@ def test_the_model_computes_as_on_one_rank(world: World, family: tuple[str, ...]
     keys = (*family, f"layout.zero={3 if world.size > 1 else 0}")
     training = trained(world, *keys)
     model, target = generation_stage(training.deck, world, world.size)
-    WeightTransfer(world, training.engine, target).move()
+    WeightTransfer(world, training.engine.stage, target).move()
     alone = reference(world, training.deck)
     alone.train(1)
     tokens = torch.arange(64).view(2, 32) % 61
@@ -168,7 +168,7 @@ def test_replicas_apart_have_no_model_in_common(world: World) -> None:
     engine = trainer(world, small_deck(*keys)).engine
     _, target = generation_stage(small_deck(), world, 1)
     with pytest.raises(HpctrainError, match="weights cannot be transferred from replicas that diverge"):
-        WeightTransfer(world, engine, target)
+        WeightTransfer(world, engine.stage, target)
 
 
 def test_ranks_that_do_not_split_a_model_are_refused() -> None:

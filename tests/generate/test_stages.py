@@ -65,7 +65,7 @@ def of_layouts(
     models = []
     for tensor, pipeline in layouts:
         model, stage = generation_stage(deck, world, tensor, pipeline)
-        WeightTransfer(world, engine, stage).move()
+        WeightTransfer(world, engine.stage, stage).move()
         models.append(model)
     return models
 

@@ -59,7 +59,7 @@ def layouts(ranks: int) -> list[tuple[str, ...]]:
 
 def storing(world: World, deck: Deck, store: ActivationStore | None) -> Trainer:
     training = trainer(world, deck)
-    keeping = training.engine.groups.saved_policy
+    keeping = training.engine.stage.groups.saved_policy
     assert isinstance(keeping, Recompute)
     keeping.store = store
     return training
@@ -118,7 +118,7 @@ def one_loss(training: Trainer) -> torch.Tensor:
         torch.ones(()),
         training.step.dropout_source(training.state, 0),
     )
-    training.engine.synchronizer.start(1)
+    training.engine.stage.synchronizer.start(1)
     model = training.engine.model
     return model.predict(model(batch.inputs), batch.losses).total
 

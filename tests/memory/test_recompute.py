@@ -72,9 +72,9 @@ def saved_bytes(training: Trainer) -> list[int]:
     one = torch.ones(())
     source = training.step.dropout_source(training.state, 0)
     batch = training.step.prepare(micro_batch, one, source)
-    parameters = [bucket.values for bucket in engine.buckets if bucket.values is not None]
+    parameters = [bucket.values for bucket in engine.stage.buckets if bucket.values is not None]
     found = []
-    for model in engine.models:
+    for model in engine.stage.models:
         hidden = None
         if not model.span.embeds:
             dtype = next(model.parameters()).dtype
@@ -89,7 +89,7 @@ def saved_bytes(training: Trainer) -> list[int]:
 
 def predicted(training: Trainer) -> list[int]:
     """Return the bytes that are predicted for it."""
-    deck, models = training.deck, training.engine.models
+    deck, models = training.deck, training.engine.stage.models
     return [part.total_bytes for part in part_bytes(deck, models, False, deck.memory.recompute)]
 
 

@@ -46,7 +46,7 @@ def test_bytes_of_a_layer_are_those_of_the_formula(world: World, dropout: float,
     inputs = ModelInputs.of_tokens(
         torch.zeros(shape.sequence, micro, dtype=torch.int64), engine.positions, source
     )
-    values = [bucket.values for bucket in engine.buckets if bucket.values is not None]
+    values = [bucket.values for bucket in engine.stage.buckets if bucket.values is not None]
     with LiveActivations(lambda: values) as saved:
         engine.model.run_layer(blocks_of(engine.model)[0], inputs, x)
     expected = gpt_activation_bytes(shape, micro, tensor, local)

@@ -123,9 +123,9 @@ def held(training: Trainer) -> tuple[int, int, int]:
     """Bytes of state beside parameters, of gradients, and of parameters."""
     engine = training.engine
     return (
-        state_bytes(engine.state(), engine.buckets),
-        gradient_bytes(engine.buckets),
-        value_bytes(engine.buckets),
+        state_bytes(engine.state(), engine.stage.buckets),
+        gradient_bytes(engine.stage.buckets),
+        value_bytes(engine.stage.buckets),
     )
 
 
@@ -152,7 +152,7 @@ def test_layouts_train_as_one_rank_and_hold_what_is_planned(
     assert alone.losses[-1] < alone.losses[0]
     assert [step.loss for step in training.train(3)] == pytest.approx(alone.losses, rel=1e-5)
     apart = elements = 0
-    for bucket in training.engine.buckets:
+    for bucket in training.engine.stage.buckets:
         flat = bucket.gather_owned(bucket.owned_values)
         for segment in bucket.segments:
             shard = segment.parameter.shard
@@ -186,7 +186,7 @@ def restored(world: World, folder: Path, *keys: str) -> tuple[Trainer, Trainer, 
     before, after = map(contents, paths)
     assert before.keys() == after.keys()
     assert all(values.tobytes() == after[name].tobytes() for name, values in before.items())
-    assert second.engine.optimizer.totals == first.engine.optimizer.totals
+    assert second.engine.stage.optimizer.totals == first.engine.stage.optimizer.totals
     return first, second, paths[0]
 
 
@@ -250,7 +250,7 @@ def test_replicas_have_state_of_their_own_and_meet(world: World, name: str) -> N
         return
     training = trainer(world, small_deck(*keys, "layout.local_steps.steps=2"))
     training.train(2)
-    optimizer = training.engine.optimizer
+    optimizer = training.engine.stage.optimizer
     for master in optimizer.masters:
         assert isinstance(master, Tensor)
         both = world.everyone.all_gather(master[None])

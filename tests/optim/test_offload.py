@@ -50,7 +50,9 @@ def assert_same_state(one: Trainer, other: Trainer) -> None:
     expected = one.parameters()
     for name, values in other.parameters().items():
         assert torch.equal(values, expected[name]), name
-    for mine, theirs in zip(other.engine.optimizer.states, one.engine.optimizer.states, strict=True):
+    for mine, theirs in zip(
+        other.engine.stage.optimizer.states, one.engine.stage.optimizer.states, strict=True
+    ):
         for kind in ("master", "exp_avg", "exp_avg_sq"):
             assert torch.equal(contents(mine[kind]), contents(theirs[kind])), kind
 
@@ -74,8 +76,8 @@ def test_files_change_nothing(
         for place in places:
             folder = mpi_tmp_path / f"{number}-{len(place)}"
             files = trainer(world, small_deck(*deck, *place, SMALL_BUFFER, f"memory.offload_dir={folder}"))
-            assert isinstance(files.engine.optimizer, OffloadedOptimizer)
-            assert len(files.engine.optimizer._pieces) > 2 * len(files.engine.buckets)
+            assert isinstance(files.engine.stage.optimizer, OffloadedOptimizer)
+            assert len(files.engine.stage.optimizer._pieces) > 2 * len(files.engine.stage.buckets)
             assert [step.loss for step in files.train(STEPS)] == losses, (layout, place)
             assert_same_state(plain, files)
             files.engine.close()
@@ -94,14 +96,14 @@ def test_what_lives_where(world: World, mpi_tmp_path: Path) -> None:
         f"memory.offload_dir={mpi_tmp_path / 'offload'}",
     )
     engine = trainer(world, deck).engine
-    for bucket, moments in zip(engine.buckets, engine.optimizer.states, strict=True):
+    for bucket, moments in zip(engine.stage.buckets, engine.stage.optimizer.states, strict=True):
         assert bucket.values is None
         for flat in (bucket.owned_values, *moments.values()):
             assert isinstance(flat, ScratchTensor)
             assert flat.numel() == bucket.length // world.size
     assert engine.offload.scratch is not None
     on_disk = sum(path.stat().st_size for path in engine.offload.scratch.folder.iterdir())
-    assert on_disk == sum(bucket.length for bucket in engine.buckets) // world.size * (12 + 2)
+    assert on_disk == sum(bucket.length for bucket in engine.stage.buckets) // world.size * (12 + 2)
     engine.close()
 
 
@@ -125,8 +127,8 @@ def test_checkpoints_of_files_and_of_memory_are_the_same(
         one.train(3)
         save(path, world.everyone, entries(one, writing=True), {}, piece_bytes=10_000)
         load(path, world.everyone, entries(other), buffer_bytes=10_000)
-        other.engine.optimizer.publish()
-        other.engine.optimizer.updates = one.engine.optimizer.updates
+        other.engine.stage.optimizer.publish()
+        other.engine.stage.optimizer.updates = one.engine.stage.optimizer.updates
         other.state = one.state
         assert_same_state(one, other)
         one.state, copied = type(one.state)(**vars(one.state)), one.state
@@ -148,13 +150,13 @@ def entries(training: Trainer, writing: bool = False) -> list:
 def test_state_in_host_memory_gives_the_same_bits(world: World, compute: str) -> None:
     one = trainer(world, small_deck(f"precision.compute={compute}"))
     other = trainer(world, small_deck(f"precision.compute={compute}"))
-    plain = one.engine.optimizer
+    plain = one.engine.stage.optimizer
     assert isinstance(plain, ResidentOptimizer)
-    hosted = OffloadedOptimizer(plain.rule, other.engine.buckets, host_store, 40_000)
-    for moments, bucket, start in zip(hosted.states, other.engine.buckets, plain.states, strict=True):
+    hosted = OffloadedOptimizer(plain.rule, other.engine.stage.buckets, host_store, 40_000)
+    for moments, bucket, start in zip(hosted.states, other.engine.stage.buckets, plain.states, strict=True):
         if moments[MASTER] is not bucket.owned_values:
             contents(moments[MASTER]).copy_(start[MASTER])
-    other.engine.optimizer = hosted
+    other.engine.stage.optimizer = hosted
     assert [step.loss for step in one.train(5)] == [step.loss for step in other.train(5)]
     assert_same_state(one, other)
 
@@ -222,7 +224,7 @@ def test_memory_of_pieces_is_foretold(world: World, mpi_tmp_path: Path, buffer: 
         )
         training = trainer(world, deck)
         training.train(1)
-        optimizer = training.engine.optimizer
+        optimizer = training.engine.stage.optimizer
         assert isinstance(optimizer, OffloadedOptimizer)
         held = optimizer.working_bytes
         if world.rank == 0:  # as which a plan is made; the pieces of others end elsewhere
@@ -237,7 +239,7 @@ def test_pieces_come_from_a_gpu_and_return_while_others_are_updated(world: World
     """Copies are as late as may be, so that one that nobody waits for gives other bits."""
     deck = small_deck("precision.compute=bf16", f"precision.gradients={gradients}", "optimizer.clip=0.5")
     one, other = trainer(world, deck), trainer(world, deck)
-    plain, buckets = one.engine.optimizer, other.engine.buckets
+    plain, buckets = one.engine.stage.optimizer, other.engine.stage.buckets
     assert isinstance(plain, ResidentOptimizer)
     events: list[str] = []
     to_host, to_device = LateStream("gradients", events), LateStream("parameters", events)
@@ -245,7 +247,7 @@ def test_pieces_come_from_a_gpu_and_return_while_others_are_updated(world: World
     offloaded = OffloadedOptimizer(plain.rule, buckets, host_store, 40_000, location="gpu", streams=streams)
     for state, start in zip(offloaded.states, plain.states, strict=True):
         contents(state[MASTER]).copy_(start[MASTER])
-    other.engine.optimizer = offloaded
+    other.engine.stage.optimizer = offloaded
     assert [step.loss for step in one.train(3)] == [step.loss for step in other.train(3)]
     assert_same_state(one, other)
     pieces = len(offloaded._pieces)

@@ -99,7 +99,7 @@ def test_a_checkpoint_holds_the_average_and_a_run_goes_on_from_it(
     first, second, path = restored(world, mpi_tmp_path, *keys)
     assert not [name for name in contents(path) if name.startswith("master")]
     reader = trainer(world, small_deck(*LLAMA, f"precision.compute={compute}", "layout.zero=3"))
-    load_parameters(path, reader.engine, world.everyone)
+    load_parameters(path, reader.engine.stage, world.everyone)
     shown = first.evaluate(first.step.batches, 8)["loss"]
     assert reader.evaluate(reader.step.batches, 8)["loss"] == shown
     expected = [step.loss for step in first.train(2)]

@@ -62,7 +62,7 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def seen(training: Trainer) -> list[dict[str, Tensor]]:
     """What this rank's products have been told of each step."""
-    products = [each for each in training.engine.modules.learning if isinstance(each, Watching)]
+    products = [each for each in training.engine.stage.modules.learning if isinstance(each, Watching)]
     assert all(len(product.seen) == training.state.step - training.state.skipped for product in products)
     return [
         {name: values for product in products for name, values in product.seen[step].items()}
@@ -128,7 +128,7 @@ def test_what_is_computed_again_is_noted_once(world: World) -> None:
 def test_of_a_step_that_is_skipped_nobody_learns(world: World) -> None:
     training = trainer(world, small_deck(*KEYS))
     training.train_step()
-    values = training.engine.buckets[0].owned_values
+    values = training.engine.stage.buckets[0].owned_values
     assert isinstance(values, Tensor)
     before = values.clone()
     values.fill_(float("nan"))

@@ -26,10 +26,10 @@ def test_weight_gradients_may_wait(world: World, local: bool) -> None:
     layout = (f"layout.tensor={world.size}", f"layout.sequence_parallel={str(local).lower()}")
     at_once, later = trainer(world, small_deck(*layout)), trainer(world, small_deck(*layout))
     at_once.train(1)
-    queue = later.engine.groups.weight_gradients
+    queue = later.engine.stage.groups.weight_gradients
     later.step.executor.queue = WeightGradientQueue()  # the executor's own switch would end the deferring
     queue.deferring = True
-    finish = later.engine.synchronizer.finish
+    finish = later.engine.stage.synchronizer.finish
     waiting = []
 
     def run_then_finish() -> None:
@@ -37,7 +37,7 @@ def test_weight_gradients_may_wait(world: World, local: bool) -> None:
         compute_all(queue.take())
         finish()
 
-    later.engine.synchronizer.finish = run_then_finish  # type: ignore[method-assign]
+    later.engine.stage.synchronizer.finish = run_then_finish  # type: ignore[method-assign]
     later.train(1)
     micro_batches = later.deck.batch.global_size // 2
     assert waiting == [4 * 2 * micro_batches]

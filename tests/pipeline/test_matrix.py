@@ -34,7 +34,7 @@ def first_step(run: Trainer, batch: int) -> tuple[StepResult, dict[str, Tensor]]
 
 
 def frozen(run: Trainer) -> Trainer:
-    run.engine.optimizer.step = lambda *_: None
+    run.engine.stage.optimizer.step = lambda *_: None
     return run
 
 
@@ -90,7 +90,9 @@ def demand_equality(
             )
             run = frozen(trainer(world, deck))
             shards = {
-                s.parameter.shard.name: s.parameter.shard for b in run.engine.buckets for s in b.segments
+                s.parameter.shard.name: s.parameter.shard
+                for b in run.engine.stage.buckets
+                for s in b.segments
             }
             tried = []
             for count in counts:
@@ -108,7 +110,7 @@ def demand_equality(
                     assert difference <= 1e-5 * scale, (case, key)
                     assert torch.equal(gradient, first.setdefault((count, key), gradient)), (case, key)
             assert tried == [c for c in counts if name != "interleaved" or c % stages == 0]
-            assert len(run.engine.models) == (1 if name in ONE_CHUNK_SCHEDULES else 2)
+            assert len(run.engine.stage.models) == (1 if name in ONE_CHUNK_SCHEDULES else 2)
 
 
 def can_be_had(schedule: Callable[[int], object], micro_batches: int) -> bool:

@@ -81,7 +81,7 @@ def held(training: Trainer) -> tuple[int, int, int, int]:
     """Bytes of parameters, gradients, optimizer state and turns of a rank between two steps, these with what
     sums of gradients receive. Collective.
     """
-    buckets, moments = training.engine.buckets, training.engine.optimizer.states
+    buckets, moments = training.engine.stage.buckets, training.engine.stage.optimizer.states
     values = [bucket.owned_values for bucket in buckets]
     gradients = [bucket.owned_gradients for bucket in buckets]
     lookups = [segment.parameter.lookups for bucket in buckets for segment in bucket.segments]
@@ -92,7 +92,7 @@ def held(training: Trainer) -> tuple[int, int, int, int]:
         sum(map(part_of_node, buckets)),
         storage_bytes([*gradients, *lookups]),
         storage_bytes(optimizer),
-        pool_bytes(buckets) + training.engine.synchronizer.scratch_bytes,
+        pool_bytes(buckets) + training.engine.stage.synchronizer.scratch_bytes,
     )
 
 
@@ -307,7 +307,7 @@ def test_what_is_gathered_in_8_bits_is_planned_as_it_is(world: World, recipe: st
         parameters, *_, turns = held(training)
         assert (here.parameter, here.buffer) == (parameters, turns)
         taken.append(turns)
-    block = max(bucket.layout.used for bucket in training.engine.buckets)
+    block = max(bucket.layout.used for bucket in training.engine.stage.buckets)
     # Of a block and of the next one a byte of two.
     assert taken[0] - taken[1] == pytest.approx(2 * block if recipe == "tensor" else 0, rel=0.1)
 

@@ -151,11 +151,11 @@ def test_model_states_are_those_of_a_run(world: World, zero: int) -> None:
         planned = plan_memory(deck, world.size, VOCABULARY).stages[0].memory
         training.engine.close()
         biases = sum(
-            isinstance(module, Router) for model in training.engine.models for module in model.modules()
+            isinstance(module, Router) for model in training.engine.stage.models for module in model.modules()
         )
-        pools = {bucket.sharding.pool for bucket in training.engine.buckets}
+        pools = {bucket.sharding.pool for bucket in training.engine.stage.buckets}
         parameter, gradient, optimizer, _ = held(training)
-        received = training.engine.synchronizer.scratch_bytes
+        received = training.engine.stage.synchronizer.scratch_bytes
         turns = sum(pool.bytes for pool in pools) + received
         found = parameter, gradient, optimizer + biases * 4 * 4, turns
         assert (planned.parameter, planned.gradient, planned.optimizer, planned.buffer) == found, layout

@@ -35,9 +35,9 @@ def test_each_role_holds_what_is_planned(world: World, tmp_path: Path, compute: 
     for kind in KINDS:
         assert held.kinds()[kind] == expected.kinds()[kind], kind
     assert (expected.optimizer == 0) == (training.worker is not None)
-    here = sum(bucket.owned_values.numel() for bucket in engine.buckets) if stage == 0 else 0
+    here = sum(bucket.owned_values.numel() for bucket in engine.stage.buckets) if stage == 0 else 0
     slices = sum(world.everyone.all_gather_object(here))
-    assert slices == sum(bucket.length for bucket in engine.buckets) or stage == 1
+    assert slices == sum(bucket.length for bucket in engine.stage.buckets) or stage == 1
 
 
 def test_bytes_of_a_step_by_hand() -> None:
@@ -75,8 +75,8 @@ def test_what_makes_no_update_refuses_one(world: World) -> None:
     training = served(world, served_deck("sync", 1))
     if training.worker is not None:
         with pytest.raises(AssertionError, match="servers update"):
-            training.engine.optimizer.step(0.1, 1.0)
-        gradients = training.engine.buckets[0].gradients
+            training.engine.stage.optimizer.step(0.1, 1.0)
+        gradients = training.engine.stage.buckets[0].gradients
         before = gradients.clone()
-        training.engine.synchronizer.after_step(True, 1.0)
+        training.engine.stage.synchronizer.after_step(True, 1.0)
         assert torch.equal(gradients, before) and list(training.engine.state()) == []

@@ -143,7 +143,7 @@ def policy_trainer(world: World, deck: Deck) -> PolicyTrainer:
     engine = assemble(own, seat.world, seat.mesh, arrangement, ROUGHNESS, seat.build)
     trainer = PolicyTrainer(TrainerParts(deck, engine, corpus, None, lambda: None, seat))
     for name, each in engines(trainer).items():
-        _initialize(each.world, each.architecture, each, deck.run.seed + SEEDS[name], ROUGHNESS)
+        _initialize(each.world, each.architecture, each.stage, deck.run.seed + SEEDS[name], ROUGHNESS)
     assert trainer.experience is not None
     trainer.experience.rewards = Rewards([(Judge(name), weight) for name, weight in REWARDS.items()])
     return trainer

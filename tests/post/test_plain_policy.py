@@ -356,8 +356,8 @@ def test_critic_and_reference_have_layouts_of_their_own(world: World, folder: Pa
     trainer = policy_trainer(world, policy_deck(folder, "apart", *CASES["ppo"], "layout.zero=3", *apart))
     critic = engines(trainer)[CRITIC]
     assert critic.mesh.size("tensor") == 2
-    assert critic.groups.functions is trainer.engine.groups.functions
-    assert critic.groups.functions.compiled
+    assert critic.stage.groups.functions is trainer.engine.stage.groups.functions
+    assert critic.stage.groups.functions.compiled
     assert_alike(trainer, right, "apart")
     trainer.engine.close()
 
@@ -394,7 +394,7 @@ def test_models_have_ranks_of_their_own(world: World, folder: Path) -> None:
     for name, keys in DIVIDED[world.size].items():
         trainer = policy_trainer(world, policy_deck(folder, name, *CASES["ppo"], *keys))
         assert trainer.seat.idle == (world.rank in trainer.seat.partition.other_ranks)
-        assert bool(trainer.engine.buckets) != trainer.seat.idle
+        assert bool(trainer.engine.stage.buckets) != trainer.seat.idle
         assert_alike(trainer, right, name)
         trainer.engine.close()
 

@@ -85,6 +85,6 @@ class Expected:
 def outer_of(training: Trainer) -> dict[str, Tensor]:
     """This rank's piece of every parameter of the outer model, by name."""
     engine = training.engine
-    assert isinstance(engine.outer, LocalSteps)
-    with engine.outer.common_weights(engine.optimizer):
+    assert isinstance(engine.stage.outer, LocalSteps)
+    with engine.stage.outer.common_weights(engine.stage.optimizer):
         return {name: values.clone() for name, values in training.parameters().items()}

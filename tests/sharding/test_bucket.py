@@ -84,7 +84,9 @@ def trained(world: World, *keys: str) -> tuple[Trainer, list[tuple[float, ...]],
         told.append((result.loss, result.grad_norm, evaluated))
     flats = [
         flat.clone() if isinstance(flat, Tensor) else flat.load()
-        for bucket, state in zip(training.engine.buckets, training.engine.optimizer.states, strict=True)
+        for bucket, state in zip(
+            training.engine.stage.buckets, training.engine.stage.optimizer.states, strict=True
+        )
         for flat in (bucket.owned_values, *state.values())
     ]
     return training, told, flats
@@ -97,13 +99,14 @@ def test_parameters_in_common_are_those_of_each_rank(world: World, name: str, mp
         pytest.skip(f"for {ranks} ranks")
     keys = tuple(key.format(mpi_tmp_path) if "{}" in key else key for key in keys)
     training, told, flats = trained(world, *keys, "communication.transport=shared")
-    shared = {bucket.sharers for bucket in training.engine.buckets}
+    shared = {bucket.sharers for bucket in training.engine.stage.buckets}
     assert shared == {
-        1 if name == "both on disk" else bucket.sharding.group.size for bucket in training.engine.buckets
+        1 if name == "both on disk" else bucket.sharding.group.size
+        for bucket in training.engine.stage.buckets
     }
     training.engine.close()
     training, expected, values = trained(world, *keys, "communication.transport=mpi")
-    assert {bucket.sharers for bucket in training.engine.buckets} == {1}
+    assert {bucket.sharers for bucket in training.engine.stage.buckets} == {1}
     training.engine.close()
     assert str(told) == str(expected)  # of a step without an update the norm is no number
     for one, other in zip(flats, values, strict=True):
@@ -129,7 +132,7 @@ def test_several_nodes_have_parameters_in_common_each(
     nodes = ("communication.transport=shared", f"communication.ranks_per_node={world.size // 2}")
     training, told, flats = trained(world, *keys, *nodes)
     sharers = 1 if "layout.zero=3" in keys else world.size // 2
-    for bucket in training.engine.buckets:
+    for bucket in training.engine.stage.buckets:
         host = bucket.sharding.group.host
         assert isinstance(host, HierarchicalTransport) and bucket.sharers == sharers
         assert isinstance(bucket.owned_values, Tensor)
@@ -157,10 +160,10 @@ def test_the_values_of_a_node_lie_there_once(
     keys = (f"layout.zero={zero}", "communication.transport=shared", "precision.compute=bf16")
     training = trainer(world, small_deck(*SIZES, *keys))
     training.train_step()
-    group = training.engine.buckets[0].sharding.group
+    group = training.engine.stage.buckets[0].sharding.group
     assert isinstance(group.host, SharedTransport)
     places = []
-    for bucket in training.engine.buckets:
+    for bucket in training.engine.stage.buckets:
         assert isinstance(bucket.owned_values, Tensor)
         place = group.host.memory.find(bucket.owned_values)
         begin = bucket.owned_values.storage_offset() * bucket.owned_values.element_size()
@@ -172,7 +175,7 @@ def test_the_values_of_a_node_lie_there_once(
 
 def test_nobody_changes_what_others_still_read(world: World) -> None:
     training = trainer(world, small_deck(*SIZES, "layout.zero=1", "communication.transport=shared"))
-    buckets = training.engine.buckets
+    buckets = training.engine.stage.buckets
     before = [bucket.values.clone() for bucket in buckets if bucket.values is not None]
     if world.rank == world.size - 1:
         time.sleep(0.05)

@@ -81,11 +81,11 @@ def evaluated(run: Trainer) -> dict[str, float]:
 
 
 def eight_bit_buckets(run: Trainer) -> list[EightBitBucket]:
-    return [bucket for bucket in run.engine.buckets if isinstance(bucket, EightBitBucket)]
+    return [bucket for bucket in run.engine.stage.buckets if isinstance(bucket, EightBitBucket)]
 
 
 def assert_same_maxima(one: Trainer, other: Trainer) -> None:
-    for each, again in zip(one.engine.modules.state(), other.engine.modules.state(), strict=True):
+    for each, again in zip(one.engine.stage.modules.state(), other.engine.stage.modules.state(), strict=True):
         assert torch.equal(each.values, again.values), (each.kind, each.shard.name)
 
 
@@ -104,7 +104,7 @@ def test_no_bit_differs(world: World, recipe: str, mpi_tmp_path: Path) -> None:
         assert told(run.train(2)) == told(plain.train(2)), name
         assert evaluated(run) == evaluated(plain), name
         for each in runs:
-            each.engine.groups.statistics.detailed = True
+            each.engine.stage.groups.statistics.detailed = True
         expected, found = (each.train_step() for each in runs)
         assert told([found]) == told([expected]), name
         row = loss_metrics(found.statistics)
@@ -185,7 +185,7 @@ def test_what_is_given_is_what_the_product_would_make(world: World, more: tuple[
     """Of numbers that saturate and underflow; both ways, and told as the same loss."""
     cut = 0
     run = trainer(world, small_deck(*KEYS, "precision.fp8=tensor", GATHER, *more))
-    run.engine.groups.statistics.detailed = True
+    run.engine.stage.groups.statistics.detailed = True
     for bucket in eight_bit_buckets(run):
         whole = bucket.gather_owned(bucket.owned_values)
         assert isinstance(bucket.owned_values, Tensor)

@@ -40,16 +40,16 @@ def test_every_trained_element_is_in_one_fragment(world: World, count: int) -> N
     keys += ["model.layers=4", 'model.frozen=["blocks.1.*"]', "batch.global_size=16"]
     keys += {1: [], 2: ["layout.zero=1"], 4: ["layout.pipeline=2", "layout.zero=1"]}.get(world.size, [])
     engine = trainer(world, small_deck(*keys)).engine
-    outer = engine.outer
+    outer = engine.stage.outer
     assert isinstance(outer, LocalSteps) and len(outer.fragments) == count
-    marks = [torch.full((b.owned_slice.stop - b.owned_slice.start,), -1) for b in engine.buckets]
+    marks = [torch.full((b.owned_slice.stop - b.owned_slice.start,), -1) for b in engine.stage.buckets]
     counted = torch.zeros(1, dtype=torch.int64)
     for number, pieces in enumerate(outer.fragments):
         for piece in pieces:
             assert (marks[piece.bucket][piece.span] == -1).all()
             marks[piece.bucket][piece.span] = number
             counted += sum(each.stop - each.start for each in piece.counted)
-    for bucket, mark in zip(engine.buckets, marks, strict=True):
+    for bucket, mark in zip(engine.stage.buckets, marks, strict=True):
         for segment, found, _ in bucket.owned_segments(mark):
             name = segment.parameter.shard.name.split(".")
             block = int(name[1]) if name[0] == "blocks" else 0

@@ -97,7 +97,9 @@ def test_replicas_of_two_ranks_train_as_those_of_one(world: World, layout: str) 
     for _ in range(5):
         training.train_step()
         expected.train_step()
-    shards = {s.parameter.shard.name: s.parameter.shard for b in training.engine.buckets for s in b.segments}
+    shards = {
+        s.parameter.shard.name: s.parameter.shard for b in training.engine.stage.buckets for s in b.segments
+    }
     whole = {name: shard.take(expected.outer[name]) for name, shard in shards.items()}
     assert_close(outer_of(training), whole, 2e-4)
 
@@ -117,7 +119,9 @@ def test_a_step_each_of_plain_sgd_is_data_parallel(world: World) -> None:
 def test_one_replica_whose_outer_steps_take_all_is_plain(world: World) -> None:
     one = keys(outer="diloco", outer_learning_rate=1.0, outer_momentum=0.0, local_steps=2)
     apart, plain = trainer(world, small_deck(*one)), trainer(world, small_deck())
-    assert isinstance(apart.engine.outer, LocalSteps) and isinstance(plain.engine.outer, SyncEveryStep)
+    assert isinstance(apart.engine.stage.outer, LocalSteps) and isinstance(
+        plain.engine.stage.outer, SyncEveryStep
+    )
     for _ in range(6):
         assert apart.train_step().loss == pytest.approx(plain.train_step().loss, rel=1e-5)
     assert_close(apart.parameters(), plain.parameters(), 1e-5)
@@ -144,7 +148,7 @@ def sent(training: Trainer) -> int:
 
 def elements(training: Trainer) -> int:
     """What is this rank's own, padding included."""
-    return sum(bucket.owned_slice.stop - bucket.owned_slice.start for bucket in training.engine.buckets)
+    return sum(bucket.owned_slice.stop - bucket.owned_slice.start for bucket in training.engine.stage.buckets)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -166,7 +170,7 @@ def test_bytes_between_replicas(world: World, more: tuple[str, ...], every: floa
     if every == 4:
         assert total == syncs * ranks * 2 * 4 * elements(training)
         return
-    outer = training.engine.outer
+    outer = training.engine.stage.outer
     assert isinstance(outer, LocalSteps)
     lengths = [each for pieces in outer.fragments for piece in pieces for each in piece.lengths]
     assert sum(lengths) == elements(training)
@@ -218,7 +222,7 @@ def test_a_replica_has_the_same_samples_on_any_ranks(world: World, layout: tuple
     for number, micro in enumerate(step.batches.step(state.samples, 16, *step.share, 2)):
         first = step.first_sample(state, number)
         read += list(range(first, first + len(micro.tokens)))
-    everyone = world.everyone.all_gather_object((training.engine.replica[0], read))
+    everyone = world.everyone.all_gather_object((training.engine.stage.replica[0], read))
     for replica in range(2):
         samples = {sample for of, theirs in everyone for sample in theirs if of == replica}
         assert samples == {sample for sample in range(16) if sample // 2 % 2 == replica}
@@ -252,7 +256,7 @@ def test_what_was_not_sent_takes_no_effect(world: World, mpi_tmp_path: Path, bef
         deck = small_deck(*DILOCO, *keys(local_steps=4, delay=delay), folder)
         training = restored(world, deck, path)
         losses.append([each.loss for each in training.train(3)])
-        assert training.engine.outer.in_flight == ({"0/1": 8} if delay else {})
+        assert training.engine.stage.outer.in_flight == ({"0/1": 8} if delay else {})
     assert losses[0] == losses[1]
 
 
@@ -341,9 +345,11 @@ def test_plans_know_what_replicas_keep(world: World, zero: int) -> None:
         deck = small_deck(*DILOCO, f"layout.zero={zero}", *(more or keys(local_steps=2)))
         engine = trainer(world, deck).engine
         planned = plan_memory(deck, world.size, 61).stages[0].memory
-        assert planned.optimizer == state_bytes(engine.state(), engine.buckets)
-        own = 4 * sum(bucket.owned_slice.stop - bucket.owned_slice.start for bucket in engine.buckets)
-        moments = storage_bytes([flat for s in engine.optimizer.states for flat in list(s.values())[1:]])
+        assert planned.optimizer == state_bytes(engine.state(), engine.stage.buckets)
+        own = 4 * sum(bucket.owned_slice.stop - bucket.owned_slice.start for bucket in engine.stage.buckets)
+        moments = storage_bytes(
+            [flat for s in engine.stage.optimizer.states for flat in list(s.values())[1:]]
+        )
         assert planned.optimizer == moments + own * (3 if more else 2)
 
 

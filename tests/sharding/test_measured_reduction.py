@@ -82,12 +82,12 @@ def mean_gradient(alone: Trainer, rank: int, ranks: int, batch: int) -> tuple[Te
         tokens = read.predicted
     trained = {
         segment.parameter.shard.name
-        for bucket in alone.engine.buckets
+        for bucket in alone.engine.stage.buckets
         for segment in bucket.segments
         if segment.parameter.requires_grad
     }
     pieces = [piece.double().flatten() for name, piece in alone.gradients().items() if name in trained]
-    return torch.cat(pieces) / alone.engine.loss_scale.value, tokens
+    return torch.cat(pieces) / alone.engine.control.loss_scale.value, tokens
 
 
 def deck_of(ranks: int, name: str) -> Deck:
@@ -155,7 +155,7 @@ def test_a_table_with_two_buffers_counts_once_as_their_sum() -> None:
 def test_skipped_steps_and_those_of_one_rank_alone_are_not_counted(world: World) -> None:
     """From a loss scale that overflows; and where all samples of a step are one rank's."""
     run = trainer(world, small_deck(ON, "precision.compute=fp16", "precision.initial_loss_scale=16777216.0"))
-    average = run.engine.noise_scale
+    average = run.engine.control.noise_scale
     while run.train_step().skipped:
         assert (average.weight, average.metrics(1)) == (0.0, {})
     assert average.weight == 1 / WINDOW

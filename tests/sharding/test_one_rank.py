@@ -10,6 +10,7 @@ to where norms divide by almost nothing, so that differences grow tenfold in thr
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import sqrt
@@ -140,7 +141,7 @@ def trained(world: World, folder: Path, *overrides: str) -> tuple[Trainer, list[
     # Data ranks have two micro-batches of a step at least.
     sizes = (*SIZES, f"batch.micro_size={1 if world.size > 2 else 2}", f"memory.offload_dir={folder}")
     training = trainer(world, small_deck(*sizes, *overrides))
-    keeping = training.engine.groups.saved_policy
+    keeping = training.engine.stage.groups.saved_policy
     assert isinstance(keeping, Recompute)
     if keeping.store is not None:
         keeping.store.smallest = 16
@@ -151,7 +152,7 @@ def assert_is(training: Trainer, losses: list[float], course: Course, case: str)
     assert losses == pytest.approx(course.losses, rel=1e-6), case
     shards = {
         segment.parameter.shard.name: segment.parameter.shard
-        for bucket in training.engine.buckets
+        for bucket in training.engine.stage.buckets
         for segment in bucket.segments
     }
     for name, gradient in training.gradients().items():
@@ -162,10 +163,10 @@ def assert_is(training: Trainer, losses: list[float], course: Course, case: str)
         assert difference <= course.bound(name), (case, name)
 
 
-def assert_written(scratch: ScratchFiles | None, kind: str) -> None:
+def assert_written(scratch: Sequence[ScratchFiles], kind: str) -> None:
     """Files of the kind hold something (not all: a slice may be padding)."""
-    assert scratch is not None
-    assert any(file.read_bytes().strip(b"\0") for file in scratch.folder.glob(f"{kind}-*")), kind
+    files = [file for each in scratch for file in each.folder.glob(f"{kind}-*")]
+    assert any(file.read_bytes().strip(b"\0") for file in files), kind
 
 
 @pytest.mark.mpi(min_size=2)
@@ -177,13 +178,9 @@ def test_steps_are_those_of_one_rank(world: World, mpi_tmp_path: Path) -> None:
         training, losses = trained(world, mpi_tmp_path / str(number), *FAMILIES[family], *way)
         assert_is(training, losses, one_rank(world, family), case)
         engine = training.engine
-        for kind, scratch in {
-            "optimizer": engine.offload.scratch,
-            "parameters": engine.offload.scratch,
-            "activations": engine.activation_files,
-        }.items():
+        for kind in ("optimizer", "parameters", "activations"):
             if f"memory.{kind}=disk" in way:
-                assert_written(scratch, kind)
+                assert_written(engine.scratch, kind)
         engine.close()
 
 

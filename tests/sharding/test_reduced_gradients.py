@@ -35,7 +35,7 @@ def test_what_changes_after_its_sum_is_found(world: World, layout: str) -> None:
     run = trainer(world, small_deck(*LAYOUTS[layout], "stability.corruption=cheap"))
     plain.train(3)
     run.train(1)
-    synchronizer, done = run.engine.synchronizer, list[str]()
+    synchronizer, done = run.engine.stage.synchronizer, list[str]()
     after_sum = synchronizer.after_sum
 
     def flipped(bucket: Bucket) -> None:
@@ -64,7 +64,7 @@ def test_what_changes_after_its_sum_is_found(world: World, layout: str) -> None:
 def test_what_is_nobodys_has_no_gradient(world: World) -> None:
     """It is summed with the rest: what once came into it would grow with every step."""
     run = trainer(world.single_rank_world(), small_deck())
-    gaps = [(bucket, gap) for bucket in run.engine.buckets for gap in bucket.layout.gaps]
+    gaps = [(bucket, gap) for bucket in run.engine.stage.buckets for gap in bucket.layout.gaps]
     for bucket, gap in gaps:
         bucket.gradients[gap] = 1.0
     run.train(1)

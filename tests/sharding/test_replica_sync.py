@@ -90,7 +90,7 @@ def test_replicas_that_meet_every_second_step_are_two_runs_that_do(world: World,
         norms = [single.train_step().grad_norm for single in singles]
         assert norm == sum(norms) / 2 and norms[0] != norms[1] and min(norms) > 0.1
         if step % EVERY == 0:
-            both = [single.engine.optimizer for single in singles]
+            both = [single.engine.stage.optimizer for single in singles]
             for pair in zip(*(optimizer.masters for optimizer in both), strict=True):
                 mean = (pair[0] + pair[1]) / 2
                 for master in pair:
@@ -127,8 +127,8 @@ def test_what_is_not_finite_in_one_replica_skips_the_step_in_all(world: World) -
     training = trainer(world, small_deck(*KEYS, "layout.zero=1", "layout.zero_group=1"), masked=0.0)
     before = {name: values.clone() for name, values in training.parameters().items()}
     if world.rank == 1:
-        training.engine.optimizer.masters[0][:1] = float("nan")
-    training.engine.optimizer.publish()
+        training.engine.stage.optimizer.masters[0][:1] = float("nan")
+    training.engine.stage.optimizer.publish()
     assert training.train_step().skipped
     after = training.parameters()
     assert world.rank or all(torch.equal(values, before[name]) for name, values in after.items())
@@ -178,8 +178,8 @@ def test_what_replicas_have_in_common_is_the_model_of_the_checkpoint(
     assert_equal(training.parameters(), plain.parameters())
     assert [t.kind for t in training.engine.state() if t.is_weight and not t.of_replicas]
     training.train(EVERY)
-    assert training.engine.optimizer.updates == EVERY + 1
-    outer = training.engine.outer
+    assert training.engine.stage.optimizer.updates == EVERY + 1
+    outer = training.engine.stage.outer
     assert isinstance(outer, Averaged)
     common = [values.clone() for values in outer.common]
     checkpoints = Checkpoints(apart_deck, training.engine, {})
@@ -188,14 +188,14 @@ def test_what_replicas_have_in_common_is_the_model_of_the_checkpoint(
     again = trainer(world, apart_deck, masked=0.0)
     again.state = Checkpoints(apart_deck, again.engine, {}).restore(checkpoints.newest)
     assert_equal(again.parameters(), training.parameters())
-    assert isinstance(again.engine.outer, Averaged)
-    assert all(torch.equal(*pair) for pair in zip(again.engine.outer.common, common, strict=True))
+    assert isinstance(again.engine.stage.outer, Averaged)
+    assert all(torch.equal(*pair) for pair in zip(again.engine.stage.outer.common, common, strict=True))
 
     deck = small_deck(*keys, "layout.zero_group=1", f"model.from={checkpoints.newest}")
     started = trainer(world, deck, masked=0.0)
     start_from_source(deck, started.engine)
     for bucket, values, expected in zip(
-        started.engine.buckets, started.engine.optimizer.masters, common, strict=True
+        started.engine.stage.buckets, started.engine.stage.optimizer.masters, common, strict=True
     ):
         assert all(
             torch.equal(mine, theirs)
@@ -204,8 +204,8 @@ def test_what_replicas_have_in_common_is_the_model_of_the_checkpoint(
             )
         )
 
-    model = build_model(plain.engine.shape, plain.engine.groups)
-    stage = build_stage(plain_deck, plain.engine.groups, [model], plain.engine.replications)
+    model = build_model(plain.engine.shape, plain.engine.stage.groups)
+    stage = build_stage(plain_deck, plain.engine.stage.groups, [model], plain.engine.stage.replications)
     load_parameters(checkpoints.newest, stage, world.everyone)
     generating = {parameter.shard.name: parameter for parameter in model.parameters()}
 
@@ -213,7 +213,7 @@ def test_what_replicas_have_in_common_is_the_model_of_the_checkpoint(
     back = trainer(world, plain_deck, masked=0.0)
     back.state = Checkpoints(plain_deck, back.engine, {}).restore(checkpoints.newest)
     alone = back.parameters()
-    for bucket, expected in zip(started.engine.buckets, common, strict=True):
+    for bucket, expected in zip(started.engine.stage.buckets, common, strict=True):
         for segment, values, _ in bucket.owned_segments(expected):
             name = segment.parameter.shard.name
             assert torch.equal(alone[name].reshape(-1), values.to(alone[name].dtype)), name

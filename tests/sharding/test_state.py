@@ -211,7 +211,10 @@ def test_state_comes_back_on_any_layout(world: World, mpi_tmp_path: Path, layout
     if world.size == 1:
         engine = again.engine
         stage = build_stage(
-            again.deck, engine.groups, [build_model(engine.shape, engine.groups)], engine.replications
+            again.deck,
+            engine.stage.groups,
+            [build_model(engine.shape, engine.stage.groups)],
+            engine.stage.replications,
         )
         load_parameters(source, stage, world.everyone)
         kept = {(each.kind, each.shard.name): each.values for each in stage.modules.state()}
@@ -261,13 +264,13 @@ def test_state_is_held_and_planned(world: World, tmp_path: Path) -> None:
         here = planned.stages[engine.mesh.coordinate("pipeline")].memory
         held = MemoryLedger(engine, training.activations, planned, tmp_path).held()
         assert held.optimizer == here.optimizer, keys
-        own = {id(state): state for state in engine.stateful if isinstance(state, Rounding)}
+        own = {id(state): state for state in engine.stage.stateful if isinstance(state, Rounding)}
         residuals = sum(each.residual.nbytes for each in own.values())
         of_products = [t for t in engine.state() if t.kind.startswith("product/")]
         assert len(of_products) > 4
         others = [tensor for tensor in engine.state() if tensor.kind not in KINDS]
         beside = residuals + sum(tensor.values.nbytes for tensor in of_products)
-        assert here.optimizer == state_bytes(others, engine.buckets) + beside, keys
+        assert here.optimizer == state_bytes(others, engine.stage.buckets) + beside, keys
         engine.close()
 
 
@@ -305,7 +308,7 @@ def test_what_is_lost_in_rounding_goes_on_after_steps_that_are_skipped(
     training = trainer(world, small_deck(*DECK, *LLAMA, *keys, f"run.dir={mpi_tmp_path / 'fp16'}"))
     skipped = [result.skipped for result in training.train(12)]
     assert skipped[0] and not all(skipped[-2:]), skipped
-    scale = training.engine.loss_scale.value
+    scale = training.engine.control.loss_scale.value
     carried = max(float(t.values.abs().max()) for t in training.engine.state() if "residual" in t.kind)
     assert 0 < carried / scale < 1e-2
     checkpoints = Checkpoints(training.deck, training.engine, {})

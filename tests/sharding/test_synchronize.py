@@ -25,12 +25,12 @@ from tests.engines import LLAMA, alone, make_buckets, small_deck, trainer
 @pytest.mark.mpi(min_size=2)
 def test_a_replica_that_differs_is_named(world: World) -> None:
     engine = trainer(world, small_deck()).engine
-    check_replicas(engine.buckets, world.everyone)
+    check_replicas(engine.stage.buckets, world.everyone)
     if world.rank == 1:
         with torch.no_grad():
             blocks_of(engine.model)[1].feed_forward.down.weights[0][3, 5] += 1e-6
     with pytest.raises(HpctrainError) as caught:
-        check_replicas(engine.buckets, world.everyone)
+        check_replicas(engine.stage.buckets, world.everyone)
     assert len(caught.value.problems) == 1
     assert "parameter blocks.1.feed_forward.down.weight differs" in caught.value.problems[0]
 
@@ -42,19 +42,19 @@ def test_whole_tensors_are_compared_over_the_tensor_axis(world: World) -> None:
         with torch.no_grad():
             engine.model.layers[-1].norm.weight[0] += 1e-6
     with pytest.raises(HpctrainError, match=r"final_norm\.weight"):
-        check_replicas(engine.buckets, world.everyone)
+        check_replicas(engine.stage.buckets, world.everyone)
 
 
 @pytest.mark.mpi(min_size=4)
 def test_heads_that_tensor_ranks_share_are_compared_over_those(world: World) -> None:
     heads = f"model.key_value_heads={world.size // 2}"
     engine = trainer(world, small_deck(*LLAMA, heads, f"layout.tensor={world.size}")).engine
-    check_replicas(engine.buckets, world.everyone)
+    check_replicas(engine.stage.buckets, world.everyone)
     if world.rank == 1:
         with torch.no_grad():
             blocks_of(engine.model)[1].attention.inner.weights[1][0, 0] += 1e-6
     with pytest.raises(HpctrainError) as caught:
-        check_replicas(engine.buckets, world.everyone)
+        check_replicas(engine.stage.buckets, world.everyone)
     assert len(caught.value.problems) == 1
     assert "parameter blocks.1.attention.key.weight differs" in caught.value.problems[0]
 
@@ -65,15 +65,15 @@ def test_tied_embeddings_are_compared_over_the_ends_of_the_pipeline(world: World
     if zero == 3 and world.size < 4:
         pytest.skip("cuts parameters over two ranks or more")
     engine = trainer(world, small_deck("layout.pipeline=2", f"layout.zero={zero}")).engine
-    check_replicas(engine.buckets, world.everyone)
+    check_replicas(engine.stage.buckets, world.everyone)
     if engine.mesh.coordinate("pipeline") == 1:
-        for bucket in engine.buckets:
+        for bucket in engine.stage.buckets:
             for segment, values, _ in bucket.owned_segments(bucket.owned_values):
                 if segment.replication.ends is not None:
                     values[0] += 1e-6
-    refresh(engine.buckets)
+    refresh(engine.stage.buckets)
     with pytest.raises(HpctrainError) as caught:
-        check_replicas(engine.buckets, world.everyone)
+        check_replicas(engine.stage.buckets, world.everyone)
     assert len(caught.value.problems) == 1
     assert "parameter embedding.tokens.weight differs" in caught.value.problems[0]
 
@@ -101,8 +101,8 @@ def test_what_compares_replicas_makes_its_memory_once(world: World, monkeypatch:
     monkeypatch.setattr(fingerprint, "_PIECE", 256)
     engine = trainer(world, small_deck("layout.zero=1")).engine
     with Made() as made:
-        check_replicas(engine.buckets, world.everyone)
-    assert 2 * 8 * 256 < made.bytes < sum(bucket.length for bucket in engine.buckets)
+        check_replicas(engine.stage.buckets, world.everyone)
+    assert 2 * 8 * 256 < made.bytes < sum(bucket.length for bucket in engine.stage.buckets)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -116,7 +116,9 @@ def test_buckets_start_while_backward_goes_on_and_only_once_a_step(
 
     def started(self: Group, tensor: torch.Tensor, *rest: object, **options: object) -> object:
         if self.axes == ("data", "context"):
-            names = {bucket.gradients.data_ptr(): index for index, bucket in enumerate(run.engine.buckets)}
+            names = {
+                bucket.gradients.data_ptr(): index for index, bucket in enumerate(run.engine.stage.buckets)
+            }
             order.append(f"bucket {names[tensor.data_ptr()]}")
         return start(self, tensor, *rest, **options)  # type: ignore[arg-type]
 
@@ -127,15 +129,15 @@ def test_buckets_start_while_backward_goes_on_and_only_once_a_step(
 
     monkeypatch.setattr(Group, "start_all_reduce", started)
     monkeypatch.setattr(Transformer, "forward", forward)
-    finish = run.engine.synchronizer.finish
+    finish = run.engine.stage.synchronizer.finish
 
     def finished() -> None:
         order.append("end of backward")
         finish()
 
-    monkeypatch.setattr(run.engine.synchronizer, "finish", finished)
+    monkeypatch.setattr(run.engine.stage.synchronizer, "finish", finished)
     run.train(1)
-    count, micro_batches = len(run.engine.buckets), run.deck.batch.global_size // 2 // world.size
+    count, micro_batches = len(run.engine.stage.buckets), run.deck.batch.global_size // 2 // world.size
     assert order[:micro_batches] == ["forward"] * micro_batches
     assert order[-1] == "end of backward"
     assert sorted(order[micro_batches:-1]) == [f"bucket {index}" for index in range(count)]

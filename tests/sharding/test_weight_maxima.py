@@ -29,7 +29,7 @@ LAYOUTS = [
 
 
 def products(run: Trainer) -> list[QuantizedMatmul]:
-    return quantized_products(layer for model in run.engine.models for layer in model.layers)
+    return quantized_products(layer for model in run.engine.stage.models for layer in model.layers)
 
 
 def reductions(run: Trainer) -> int:
@@ -68,7 +68,7 @@ def test_they_are_the_largest_of_whole_matrices(
     run = trainer(world, small_deck(*KEYS, f"precision.fp8={recipe}", *keys))
     own = {
         segment.parameter.shard.name: (segment.parameter.shard, segment.view(flat).float().numpy())
-        for bucket in run.engine.buckets
+        for bucket in run.engine.stage.buckets
         for flat in [bucket.gather_owned(bucket.owned_values)]
         for segment in bucket.segments
     }
@@ -83,7 +83,7 @@ def test_they_are_the_largest_of_whole_matrices(
                 matrices[-1][tuple(place)] = np.abs(piece)
         return np.concatenate(matrices)
 
-    with run.engine.weight_maxima.known():
+    with run.engine.stage.weight_maxima.known():
         known = [(each, *one) for each in products(run) for one in each._weight_maxima.items()]
         assert len(known) == (1 if recipe == "row" else 2) * len(products(run))
         for product, dims, found in known:
@@ -107,7 +107,7 @@ def test_evaluation_scales_by_the_weights_that_it_shows(
 
     monkeypatch.setattr(QuantizedMatmul, "_forward", watched)
     trained = [float(each.weight().abs().max()) for each in products(run)]
-    with run.engine.optimizer.evaluation_weights():
+    with run.engine.stage.optimizer.evaluation_weights():
         shown = [float(each.weight().abs().max()) for each in products(run)]
     assert trained != shown
     run.evaluate(run.step.batches, 4)

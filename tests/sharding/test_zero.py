@@ -79,7 +79,7 @@ def test_gradients_in_half_precision_take_half_and_give_all_stages_the_same_bits
         for name, values in cut.parameters().items():
             assert torch.equal(values, plain.parameters()[name]), (stage, name)
         reduced = sum(row.bytes for row in world.ledger.rows() if row.operation == "reduce_scatter")
-        assert reduced == STEPS * 2 * sum(bucket.length for bucket in cut.engine.buckets)
+        assert reduced == STEPS * 2 * sum(bucket.length for bucket in cut.engine.stage.buckets)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -99,7 +99,7 @@ def test_hybrid_groups_train_the_same_model(world: World) -> None:
     for stage in (1, 2, 3):
         deck = small_deck(*sizes, f"layout.zero={stage}", "layout.zero_group=2")
         hybrid, hybrid_losses = run(world, deck)
-        sharding = hybrid.engine.buckets[0].sharding
+        sharding = hybrid.engine.stage.buckets[0].sharding
         assert (sharding.group.size, sharding.replicas.size) == (2, world.size // 2)
         assert hybrid_losses == pytest.approx(losses, rel=1e-5)
         parameters = hybrid.parameters()
@@ -121,7 +121,7 @@ def test_gradients_may_be_summed_after_every_micro_batch(world: World, stage: in
     # What backward fills, what is being summed, and the table, which is tied and so open all the time; in
     # stage 3 the values of two blocks and the table, too.
     block, table = 4 * 14 * 32 * 32, 4 * 32 * (61 + 32 + ALIGNMENT * world.size)
-    assert cut.engine.buckets[0].sharding.pool.bytes < (2 * block + table) * (1 if stage == 2 else 2)
+    assert cut.engine.stage.buckets[0].sharding.pool.bytes < (2 * block + table) * (1 if stage == 2 else 2)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -135,7 +135,7 @@ def test_blocks_that_stay_gathered_change_nothing_but_the_traffic(world: World) 
     world.ledger.reset()
     kept.train(1)
     assert kept_losses == losses
-    block = sum(bucket.length for bucket in kept.engine.buckets if "blocks" in names_of(bucket))
+    block = sum(bucket.length for bucket in kept.engine.stage.buckets if "blocks" in names_of(bucket))
     micro_batches = 16 // 2 // world.size
     assert freed - gathered_bytes(world) == 4 * block * (2 * micro_batches - 1)
 
@@ -148,9 +148,9 @@ def test_a_block_needed_twice_in_a_row_is_gathered_once(world: World) -> None:
     moved = []
     for _ in range(2):
         world.ledger.reset()
-        with engine.residency.step("twice"):
+        with engine.stage.residency.step("twice"):
             for parameter in (first, second, second, first):
-                with engine.residency.in_memory(parameter):
+                with engine.stage.residency.in_memory(parameter):
                     pass
         moved.append(gathered_bytes(world))
     assert 0 < 4 * moved[1] == 3 * moved[0]
@@ -198,7 +198,7 @@ def test_traffic_is_that_of_the_closed_forms(world: World, compute: str) -> None
         for row in world.ledger.rows():
             if row.axis == "data x context":
                 moved[row.operation] += row.bytes
-        buckets = training.engine.buckets
+        buckets = training.engine.stage.buckets
         padding = sum(bucket.length - bucket.layout.used for bucket in buckets)
         parameters = count(training.engine.shape).parameters
         assert sum(bucket.layout.used for bucket in buckets) == parameters
@@ -224,7 +224,7 @@ def test_model_states_take_the_bytes_of_the_closed_forms(world: World, compute: 
     for stage in range(4):
         training = trainer(world, small_deck(f"layout.zero={stage}", f"precision.compute={compute}"))
         engine = training.engine
-        for bucket, moment in zip(engine.buckets, engine.optimizer.states, strict=True):
+        for bucket, moment in zip(engine.stage.buckets, engine.stage.optimizer.states, strict=True):
             held = {
                 "values": bucket.owned_values if stage == 3 else bucket.values,
                 "gradients": bucket.owned_gradients if stage > 1 else bucket.gradients,
@@ -246,7 +246,7 @@ def test_slices_of_the_host_come_to_a_gpu_and_are_gathered_beside_its_stream(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy and the gather are as late as may be: both belong to the stream of the uploads."""
-    layout = trainer(world, small_deck("layout.zero=3")).engine.buckets[1].layout
+    layout = trainer(world, small_deck("layout.zero=3")).engine.stage.buckets[1].layout
     sharding, stream = replace(layout.sharding), LateStream()
     monkeypatch.setattr(sharding.group, "accelerator", sharding.group.host)
     made = BufferPool(lambda shape, dtype: on_gpu(torch.full(tuple(shape), torch.nan, dtype=dtype)))

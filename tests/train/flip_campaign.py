@@ -85,7 +85,7 @@ class End:
         engine, state = loop.trainer.engine, loop.trainer.state
         self.held, self.state = StateSnapshot(state.step, loop.checkpoints.stored(state)), replace(state)
         self.held.take(engine.state())
-        self.whole = [values.clone() for values in whole_values(engine.buckets)]
+        self.whole = [values.clone() for values in whole_values(engine.stage.buckets)]
 
     def same(self, other: End) -> bool:
         """Whether no bit of another one differs."""
@@ -98,7 +98,7 @@ class End:
     def give_back(self, loop: Loop) -> None:
         """Have a run go on from it, as if it had never been in another state. Collective."""
         loop.checkpoints.give_back(self.held)
-        for values, clean in zip(whole_values(loop.trainer.engine.buckets), self.whole, strict=True):
+        for values, clean in zip(whole_values(loop.trainer.engine.stage.buckets), self.whole, strict=True):
             values.copy_(clean)
         loop.trainer.world.communicator.barrier()
         loop.checkpoints.held.forget_beyond(-1)

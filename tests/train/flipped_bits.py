@@ -52,7 +52,7 @@ def parameters(trainer: Trainer) -> list[Place]:
     """The memory of all weights on this rank, of what ranks have in common the rank's own."""
     found = [
         (f"{MODEL}/{segment.parameter.shard.name}", values)
-        for bucket in trainer.engine.buckets
+        for bucket in trainer.engine.stage.buckets
         for segment, values, _ in (
             bucket.owned_segments(bucket.owned_values)
             if bucket.values is None or bucket.sharers > 1
@@ -163,7 +163,7 @@ class Campaign:
                 case "moment":
                     due.change(kept(self.trainer, OPTIMIZER))
                 case _:
-                    due.change(gradients(buckets or engine.buckets))
+                    due.change(gradients(buckets or engine.stage.buckets))
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Have all of it happen."""
@@ -225,10 +225,10 @@ class Campaign:
 
     def watch_products(self, trainer: Trainer) -> None:
         """Have products computed by what can flip a bit, and know whose they are."""
-        audit = trainer.engine.groups.products.audit
+        audit = trainer.engine.stage.groups.products.audit
         if audit is not None:
-            assert not trainer.engine.groups.products.kernels.chosen
-            trainer.engine.groups.products.kernels.default = self.kernel
+            assert not trainer.engine.stage.groups.products.kernels.chosen
+            trainer.engine.stage.groups.products.kernels.default = self.kernel
             WatchedProducts(self, audit, trainer.world)
 
 

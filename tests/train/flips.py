@@ -35,7 +35,7 @@ def gradients(trainer: Trainer) -> list[tuple[str, Tensor]]:
     """Summed gradients."""
     return [
         (f"gradient/{segment.parameter.shard.name}", values)
-        for bucket in trainer.engine.buckets
+        for bucket in trainer.engine.stage.buckets
         for segment, values, _ in bucket.owned_segments(bucket.owned_gradients)
         if values.numel()
     ]

@@ -31,7 +31,7 @@ def flip(values: Tensor, element: int, bit: int = 28) -> None:
 
 def found(trainer: Trainer, name: str) -> tuple[Bucket, BucketSegment] | None:
     """A parameter's bucket and place, on ranks that have it."""
-    pairs = ((bucket, segment) for bucket in trainer.engine.buckets for segment in bucket.segments)
+    pairs = ((bucket, segment) for bucket in trainer.engine.stage.buckets for segment in bucket.segments)
     return next((pair for pair in pairs if pair[1].parameter.shard.name == name), None)
 
 
@@ -136,7 +136,7 @@ def in_sum(name: str, rank: int = 0) -> Plant:
         here = found(trainer, name)
         if here is None or trainer.world.rank != rank:
             return
-        finish = trainer.engine.synchronizer.finish
+        finish = trainer.engine.stage.synchronizer.finish
 
         def finished() -> None:
             finish()
@@ -146,7 +146,7 @@ def in_sum(name: str, rank: int = 0) -> Plant:
                     if each is segment and values.numel():
                         flip(values, 2)
 
-        trainer.engine.synchronizer.finish = finished  # type: ignore[method-assign]
+        trainer.engine.stage.synchronizer.finish = finished  # type: ignore[method-assign]
 
     return plant
 
@@ -158,7 +158,7 @@ def no_reduction(name: str) -> Plant:
         here = found(trainer, name)
         if here is None:
             return
-        reducer = trainer.engine.synchronizer._reducer[here[0]]
+        reducer = trainer.engine.stage.synchronizer._reducer[here[0]]
         start = reducer.reduction.start
 
         def started(gradients: Tensor, sums: Tensor) -> Work[Tensor]:
@@ -189,7 +189,7 @@ def in_activation(layer: int, rank: int | None = None, bit: int = 26) -> Plant:
             flip(changed.detach().view(-1), 5, bit)
             return changed
 
-        trainer.engine.models[0].layers[layer].register_forward_hook(hook)
+        trainer.engine.stage.models[0].layers[layer].register_forward_hook(hook)
 
     return plant
 
@@ -198,7 +198,7 @@ def other_kernel(name: str) -> Plant:
     """One product of one layer adds in another order: its halves one after the other."""
 
     def plant(trainer: Trainer) -> None:
-        for part in trainer.engine.models:
+        for part in trainer.engine.stage.models:
             for module in part.modules():  # type: ignore[attr-defined]
                 if isinstance(module, SplitLinear) and module.weights[0].shard.name == name:
                     product, forward = module.product, module.product.forward
@@ -222,13 +222,13 @@ def other_rate(factor: float = 1.001) -> Plant:
 
     def plant(trainer: Trainer) -> None:
         engine = trainer.engine
-        before = engine.learning_rate
+        before = engine.control.learning_rate
 
         class Other(type(before)):  # type: ignore[misc]
             def at(self, step: int, batch: int) -> float:
                 return before.at(step, batch) * (factor if step == STEP - 1 else 1.0)
 
-        engine.learning_rate = Other(**vars(before))
+        engine.control.learning_rate = Other(**vars(before))
 
     return plant
 

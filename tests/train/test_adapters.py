@@ -54,7 +54,7 @@ def test_heads_of_scores_are_trained_beside_them(world: World) -> None:
 
 def _held(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     """This rank's own elements of every parameter."""
-    for bucket in engine.buckets:
+    for bucket in engine.stage.buckets:
         for segment, values, _ in bucket.owned_segments(bucket.owned_values):
             if values.numel():
                 assert isinstance(values, torch.Tensor)

@@ -57,7 +57,7 @@ class Ranks:
         engine = self.training.engine
         flats = [
             values
-            for bucket, moments in zip(engine.buckets, engine.optimizer.states, strict=True)
+            for bucket, moments in zip(engine.stage.buckets, engine.stage.optimizer.states, strict=True)
             for flat in (bucket.owned_values, *moments.values())
             for _, values, _ in bucket.owned_segments(flat)
         ]

@@ -360,7 +360,7 @@ def test_figures_that_come_wrong_at_one_rank_part_nobody(
 
     def wrong(step: Step, sums: torch.Tensor, read: ReadBatches) -> tuple[dict[str, float], list[float]]:
         figures, totals = agree(step, sums, read)
-        if step.engine.optimizer.updates == 5 and not done:
+        if step.engine.stage.optimizer.updates == 5 and not done:
             done.append(True)
             if world.rank == 1:
                 totals[0] = np.nextafter(totals[0], np.inf)
@@ -396,9 +396,9 @@ def test_what_is_counted_is_kept_twice(
             return
         _, name = planned.pop(state.step)
         if world.rank == 1 and name == "loss_scale":
-            engine.loss_scale.value *= 2
+            engine.control.loss_scale.value *= 2
         elif world.rank == 1:
-            at = engine.optimizer if name == "updates" else state
+            at = engine.stage.optimizer if name == "updates" else state
             setattr(at, name, getattr(at, name) ^ 4)
 
     def train_step(trainer: Trainer, batch: int | None = None) -> Any:

@@ -27,8 +27,8 @@ def place(engine: Engine, state: TrainState, name: str) -> tuple[object, str]:
     if name in OF_STATE:
         return state, name
     if name == "updates":
-        return engine.optimizer, name
-    return engine.loss_scale, {"loss_scale": "value"}.get(name, name)
+        return engine.stage.optimizer, name
+    return engine.control.loss_scale, {"loss_scale": "value"}.get(name, name)
 
 
 def values(engine: Engine, state: TrainState) -> dict[str, object]:
@@ -38,7 +38,7 @@ def values(engine: Engine, state: TrainState) -> dict[str, object]:
 @pytest.mark.parametrize("name", ALL)
 def test_what_changed_is_told_and_put_right(engine: Engine, name: str) -> None:
     state = TrainState(step=7, samples=56, tokens=900, skipped=1)
-    engine.optimizer.updates, engine.loss_scale.good_steps = 6, 3
+    engine.stage.optimizer.updates, engine.control.loss_scale.good_steps = 6, 3
     counters = Counters(engine, state)
     assert counters.put_right() == [] and counters.step == 0  # nothing is known yet
     assert counters.take() == [] and counters.step == 8

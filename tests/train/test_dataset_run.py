@@ -195,7 +195,7 @@ def plain_loop(
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(trained, deck.optimizer.clip)
         for group in optimizer.param_groups:
-            group["lr"] = training.engine.learning_rate.at(step, size)
+            group["lr"] = training.engine.control.learning_rate.at(step, size)
         optimizer.step()
         figures.append([loss.item(), norm.item()])
     state = {name: value for name, value in module.named_buffers() if name in module.state_dict()}
@@ -221,7 +221,7 @@ def assert_equal_steps(world: World, kind: str, *overrides: str) -> None:
 
 def kept(training: Trainer) -> dict[str, Tensor]:
     """The buffers that this rank keeps."""
-    parts: Any = training.engine.models
+    parts: Any = training.engine.stage.models
     return {
         shard.name: value.view(shard.shape)
         for part in parts
@@ -302,7 +302,7 @@ def test_evaluation_counts_every_sample_once(world: World, kind: str) -> None:
 
 @pytest.mark.mpi(min_size=1, max_size=1)
 def test_parts_know_an_example_without_values(world: World) -> None:
-    part: Any = trainer(world, deck_of("Regression")).engine.models[0]
+    part: Any = trainer(world, deck_of("Regression")).engine.stage.models[0]
     shapes = {
         name: (list(field.shape), field.dtype, field.device.type) for name, field in part.example(4).items()
     }

@@ -146,7 +146,7 @@ def test_ranks_ask_for_as_much_memory_as_they_hold(
     make_checkpoint(world, mpi_tmp_path / "a.h5", *layout)
     deck = stored_deck(read_state(mpi_tmp_path / "a.h5"), mpi_tmp_path / "a.h5")
     engine = shown.shown_engine(mpi_tmp_path / "a.h5", deck, world)
-    held = sum(bucket.owned_values.nbytes for bucket in engine.buckets)
+    held = sum(bucket.owned_values.nbytes for bucket in engine.stage.buckets)
     assert asked == [pytest.approx(held, rel=0.1)]
 
 

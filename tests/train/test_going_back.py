@@ -211,7 +211,7 @@ def test_copies_take_the_memory_that_is_planned(world: World, mpi_tmp_path: Path
         run.checkpoints.hold(run.trainer.state)
         run.trainer.train_step()
     taken = [values.nbytes for held in run.checkpoints.held.all for values in held._values]
-    assert sum(taken) == held_bytes(deck, run.trainer.engine)
+    assert sum(taken) == held_bytes(deck, run.trainer.engine.stage)
     run.trainer.engine.close()
 
 

@@ -58,14 +58,14 @@ def test_they_are_told_what_the_ledger_counts_of_the_step(world: World) -> None:
         assert (
             note.done[-1].payload
             == own.ledger.bytes - before
-            > 8 * sum(bucket.layout.used for bucket in watched.engine.buckets)
+            > 8 * sum(bucket.layout.used for bucket in watched.engine.stage.buckets)
         )
 
 
 def test_a_skipped_update_is_no_update(world: World) -> None:
     training, calls = trainer(world.single_rank_world(), small_deck()), list[str]()
     training.hooks.append(Note("a", calls))
-    values = training.engine.buckets[0].values
+    values = training.engine.stage.buckets[0].values
     assert values is not None
     values.fill_(torch.nan)
     assert training.train_step().skipped

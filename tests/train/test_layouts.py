@@ -263,7 +263,7 @@ def test_tied_embeddings_stay_tied(world: World) -> None:
 def test_replicas_stay_equal_bit_for_bit(world: World) -> None:
     run = trainer(world, small_deck("model.dropout=0.1"))
     run.train(5)
-    for bucket in run.engine.buckets:
+    for bucket in run.engine.stage.buckets:
         gathered = run.engine.mesh.group("data").all_gather(bucket.values.unsqueeze(0))
         assert (gathered == gathered[0]).all()
 

@@ -73,7 +73,7 @@ def activations(run: Trainer) -> int:
 
 def partial_bytes(run: Trainer) -> int:
     """Bytes of the parameters whose gradients are partial over the tensor axis."""
-    segments = [s for bucket in run.engine.buckets for s in bucket.segments]
+    segments = [s for bucket in run.engine.stage.buckets for s in bucket.segments]
     return FP32 * sum(s.length for s in segments if "tensor" in s.parameter.shard.partial)
 
 
@@ -86,11 +86,14 @@ def loss_bytes(run: Trainer) -> int:
 @pytest.mark.mpi(min_size=2)
 def test_data_parallel_moves_two_phi(world: World) -> None:
     run, moved = one_step(world, small_deck())
-    phi = sum(bucket.length for bucket in run.engine.buckets)
-    assert moved["data x context", "all_reduce", "backward"] == (len(run.engine.buckets), 2 * phi * FP32)
+    phi = sum(bucket.length for bucket in run.engine.stage.buckets)
+    assert moved["data x context", "all_reduce", "backward"] == (
+        len(run.engine.stage.buckets),
+        2 * phi * FP32,
+    )
     padding = phi - count(run.engine.shape).parameters
-    assert 0 <= padding < 64 * world.size * len(run.engine.buckets)
-    assert len(run.engine.buckets) > 2
+    assert 0 <= padding < 64 * world.size * len(run.engine.stage.buckets)
+    assert len(run.engine.stage.buckets) > 2
     assert {axis for axis, _, _ in moved} <= {"data", "data x context", "world"}
 
 

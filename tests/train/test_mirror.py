@@ -242,7 +242,7 @@ def test_a_run_that_went_back_does_not_go_on_from_what_it_gave_up(
     make = Trainer.train_step
 
     def train_step(self: Trainer, batch: int | None = None) -> object:
-        if self.state.step == 6 and self.engine.spikes.count and not lost:
+        if self.state.step == 6 and self.engine.control.spikes.count and not lost:
             lost.append(self.state.step)
             raise LostError
         return make(self, batch)

@@ -163,7 +163,7 @@ def assert_same(world: World, deck: Deck, tolerance: float) -> None:
     """The deck's steps are those of one rank. Collective."""
     expected = expected_steps(world, deck)
     run = trainer(world, deck)
-    shards = {s.parameter.shard.name: s.parameter.shard for b in run.engine.buckets for s in b.segments}
+    shards = {s.parameter.shard.name: s.parameter.shard for b in run.engine.stage.buckets for s in b.segments}
     for measured, theirs in zip(steps(run, world), expected, strict=True):
         assert measured.choices == theirs.choices
         # Both figures are fp32, whatever they are made of.

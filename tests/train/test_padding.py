@@ -79,7 +79,7 @@ def steps(world: World, length: int, *keys: str) -> Steps:
     run = trainer_of(world, small_deck(*keys, f"batch.sequence={length}"), ShortRows(length))
     results = run.train(2)
     routers = (
-        module for part in run.engine.models for module in part.modules() if isinstance(module, Router)
+        module for part in run.engine.stage.models for module in part.modules() if isinstance(module, Router)
     )
     state = {f"{module.name} {kind}": value for module in routers for kind, _, value in module.state()}
     return Steps(results, run.gradients(), run.parameters(), state)
@@ -122,10 +122,10 @@ def test_fp8_scales_do_not_depend_on_padding(world: World, recipe: str) -> None:
     actual = []
     for length in (48, 96):
         run = trainer_of(world, small_deck(*keys, f"batch.sequence={length}"), ShortRows(length))
-        table = run.engine.models[0].table
+        table = run.engine.stage.models[0].table
         with torch.no_grad():
             table[0] = 50.0
-        run.engine.groups.statistics.detailed = True
+        run.engine.stage.groups.statistics.detailed = True
         actual.append(run.train(2))
     for ours, reference in zip(*actual, strict=True):
         assert ours.figures == pytest.approx(reference.figures, rel=1e-5)

@@ -76,7 +76,7 @@ def before_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Step, Tr
         def changed(self: Step, state: TrainState, batch: int) -> tuple[torch.Tensor, int]:
             factor = function(self, state)
             sums, tokens = accumulate(self, state, batch)
-            for bucket in self.engine.buckets:
+            for bucket in self.engine.stage.buckets:
                 bucket.owned_gradients.mul_(factor)
             return sums, tokens
 
@@ -125,7 +125,7 @@ def test_infinite_weight_is_named_and_not_loaded(
 
     def spoil(step: Step, state: TrainState) -> float:
         if state.step == 5:
-            (bucket, *_) = step.engine.buckets
+            (bucket, *_) = step.engine.stage.buckets
             bucket.owned_values[ord("t") * 16 + 7] = math.inf
         return 1.0
 
@@ -182,13 +182,13 @@ def test_steps_that_lower_the_loss_scale_do_not_count(world: World) -> None:
         small_deck("precision.compute=fp16", "precision.initial_loss_scale=16777216.0"),
     )
     skipped = []
-    while not run.engine.optimizer.updates:
+    while not run.engine.stage.optimizer.updates:
         skipped.append(run.train(1)[0].skipped)
         assert run.state.skipped_in_a_row == 0
     assert sum(skipped) > 3
-    run.engine.loss_scale.value = 2.0**-14  # it cannot fall any more
+    run.engine.control.loss_scale.value = 2.0**-14  # it cannot fall any more
     run.step.clip = 0.0
-    for bucket in run.engine.buckets:
+    for bucket in run.engine.stage.buckets:
         bucket.owned_values.fill_(math.nan)
     run.train(2)
     assert run.state.skipped_in_a_row == 2

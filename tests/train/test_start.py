@@ -111,7 +111,7 @@ def test_every_rank_takes_its_pieces(name: str, world: World, mpi_tmp_path: Path
         assert np.array_equal(found[name][:rows], expected[:rows]), name
         assert np.array_equal(found[name][rows:], initial[name][rows:]), name
         assert not np.array_equal(found[name], initial[name]), name
-    for bucket, moments in zip(after.buckets, after.optimizer.states, strict=True):
+    for bucket, moments in zip(after.stage.buckets, after.stage.optimizer.states, strict=True):
         # What computes is what was read, rounded; padding stays zero, as the optimizer expects.
         for (segment, values, _), (_, masters, _) in zip(
             bucket.owned_segments(bucket.owned_values), bucket.owned_segments(moments[MASTER]), strict=True

@@ -23,7 +23,7 @@ def test_a_non_finite_step_is_skipped_on_all_ranks_and_counted(world: World) -> 
     run = trainer(world, small_deck())
     run.train(1)
     before = {name: values.clone() for name, values in run.parameters().items()}
-    moments = [moment["exp_avg"].clone() for moment in run.engine.optimizer.states]
+    moments = [moment["exp_avg"].clone() for moment in run.engine.stage.optimizer.states]
     prepare = run.step.prepare
 
     def spoiled(micro: MicroBatch, scale: Tensor, *others: Any) -> PreparedBatch:
@@ -34,10 +34,10 @@ def test_a_non_finite_step_is_skipped_on_all_ranks_and_counted(world: World) -> 
     result = run.train(1)[0]
     assert result.skipped
     assert math.isnan(result.grad_norm)
-    assert (run.state.step, run.state.skipped, run.engine.optimizer.updates) == (2, 1, 1)
+    assert (run.state.step, run.state.skipped, run.engine.stage.optimizer.updates) == (2, 1, 1)
     for name, values in run.parameters().items():
         assert torch.equal(values, before[name]), name
-    for moment, earlier in zip(run.engine.optimizer.states, moments, strict=True):
+    for moment, earlier in zip(run.engine.stage.optimizer.states, moments, strict=True):
         assert torch.equal(moment["exp_avg"], earlier)
 
 
@@ -71,9 +71,9 @@ def test_fp16_finds_its_loss_scale(world: World) -> None:
     assert skipped[0]
     first_good = skipped.index(False)
     assert run.state.skipped == sum(skipped) < 12
-    assert run.engine.loss_scale.value == 2.0 ** (24 - run.state.skipped)
+    assert run.engine.control.loss_scale.value == 2.0 ** (24 - run.state.skipped)
     assert results[-1].loss < results[first_good].loss
-    assert run.engine.optimizer.updates == 20 - run.state.skipped
+    assert run.engine.stage.optimizer.updates == 20 - run.state.skipped
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)

@@ -70,7 +70,9 @@ def trained(world: World, keys: tuple[str, ...]) -> Trained:
     told = [(result.loss, result.grad_norm) for result in training.train(3)]
     flats = [
         flat.clone()
-        for bucket, state in zip(training.engine.buckets, training.engine.optimizer.states, strict=True)
+        for bucket, state in zip(
+            training.engine.stage.buckets, training.engine.stage.optimizer.states, strict=True
+        )
         for flat in (bucket.owned_values, *state.values())
         if isinstance(flat, Tensor)
     ]

@@ -30,12 +30,12 @@ def parameters_of(deck: Deck) -> int:
 def measure_optimizer(deck: Deck, clock: Clock) -> float:
     """Elements a second: their gradients' norm, their update, and parameters of it. Collective."""
     engine = _engine(deck, clock)
-    for bucket in engine.buckets:
+    for bucket in engine.stage.buckets:
         bucket.owned_gradients.fill_(1e-3)
 
     def update() -> None:
-        local_square_norm(engine.buckets).item()
-        engine.optimizer.step(1e-6, 1.0)
+        local_square_norm(engine.stage.buckets).item()
+        engine.stage.optimizer.step(1e-6, 1.0)
 
     return parameters_of(deck) / clock.seconds("optimizer", update)
 
@@ -44,25 +44,28 @@ def measure_fixed(deck: Deck, machine: MachineRates, clock: Clock) -> float:
     """Seconds of a step of a tiny deck beside those that are planned of it. Collective."""
     engine, world = _engine(deck, clock), clock.world
     executor = Executor(
-        engine.models,
+        engine.stage.models,
         engine.mesh.group("pipeline"),
-        engine.groups.weight_gradients,
+        engine.stage.groups.weight_gradients,
         world.ledger,
         engine.objective.metrics,
         engine.terms,
-        engine.groups.statistics,
+        engine.stage.groups.statistics,
     )
 
     def step() -> None:
         batch = _batch(engine, deck)
-        engine.synchronizer.start(1)
-        with engine.groups.products.kernels.constant_matrices(), engine.residency.step(("train", 1)):
+        engine.stage.synchronizer.start(1)
+        with (
+            engine.stage.groups.products.kernels.constant_matrices(),
+            engine.stage.residency.step(("train", 1)),
+        ):
             sums = executor.run(engine.placement.schedule_of(1), [batch])
-        engine.synchronizer.finish()
-        engine.groups.statistics.reduce(world.everyone)
-        world.everyone.all_reduce(torch.cat((sums, local_square_norm(engine.buckets).view(1))))
-        engine.optimizer.step(1e-6, 1.0)
-        engine.synchronizer.after_step(True, 1.0)
+        engine.stage.synchronizer.finish()
+        engine.stage.groups.statistics.reduce(world.everyone)
+        world.everyone.all_reduce(torch.cat((sums, local_square_norm(engine.stage.buckets).view(1))))
+        engine.stage.optimizer.step(1e-6, 1.0)
+        engine.stage.synchronizer.after_step(True, 1.0)
 
     measured = clock.of_group("fixed", world.everyone, step)
     planned = plan_step(on_data_ranks(deck, world.size), world.size, engine.shape.vocabulary, machine)

@@ -60,11 +60,11 @@ class Server:
         """Pushes kept at once, at the most so far."""
         trained = [piece.trained for piece in pieces]
         self.whole, self.wire = WireFormat(pieces), WireFormat(piece for piece in pieces if piece.trained)
-        self._values = _views(engine.buckets, [bucket.owned_values for bucket in engine.buckets])
+        self._values = _views(engine.stage.buckets, [bucket.owned_values for bucket in engine.stage.buckets])
         self._trained = [view for view, is_trained in zip(self._values, trained, strict=True) if is_trained]
-        gradients = _views(engine.buckets, [bucket.owned_gradients for bucket in engine.buckets])
+        gradients = _views(engine.stage.buckets, [bucket.owned_gradients for bucket in engine.stage.buckets])
         self._gradients = [view for view, is_trained in zip(gradients, trained, strict=True) if is_trained]
-        masters = _views(engine.buckets, engine.optimizer.masters)
+        masters = _views(engine.stage.buckets, engine.stage.optimizer.masters)
         self._masters = [view for view, is_trained in zip(masters, trained, strict=True) if is_trained]
         self._backups: list[Tensor | None] = [None] * roles.workers
         self._packed: Tensor | None = None
@@ -205,7 +205,7 @@ class Server:
 
     def _receive(self, sender: int, push: Push) -> Tensor:
         """The gradients of all trained pieces, flat; rows of tables that were not sent are zero."""
-        dtype, device = self.engine.buckets[0].gradient_dtype, self.engine.world.device
+        dtype, device = self.engine.stage.buckets[0].gradient_dtype, self.engine.world.device
         counts = push.rows if self.wire.tables else None
         numbers = self.mailbox.receive_tensor(sender, torch.empty(sum(push.rows), dtype=ROW_NUMBERS))
         sent = self.mailbox.receive_tensor(
@@ -238,10 +238,10 @@ class Server:
                 finite = isfinite(norm) and finite
         elif self.distance is not None:
             finite, norm = False, nan
-        rate = self.engine.learning_rate.at(step, batch // share) * mean
+        rate = self.engine.control.learning_rate.at(step, batch // share) * mean
         if finite:
             clipped = clip_coefficient(norm, self.deck.optimizer.clip)
-            self.engine.optimizer.step(rate, 1.0 / clipped)
+            self.engine.stage.optimizer.step(rate, 1.0 / clipped)
             self._packed = self._weights = None
         if finite or self.distance is not None:
             self._intake.applied()
@@ -277,7 +277,7 @@ class Server:
 
     def _norm(self) -> float:
         """That of the gradients of all servers, as any run rounds it."""
-        squares = local_square_norm(self.engine.buckets).reshape(1)
+        squares = local_square_norm(self.engine.stage.buckets).reshape(1)
         total = float(self.engine.world.everyone.all_reduce(squares).item())
         return float(np.sqrt(np.float32(total))) if total >= 0 else total
 

@@ -54,9 +54,9 @@ class ServedTrainer(Trainer):
         self.server: Server | None = None
         self.worker: Worker | None = None
         serves = roles.serves(world.rank)
-        told = world.everyone.all_gather_object(own_pieces(engine.buckets) if serves else [])
-        parameters = {p.shard.name: p for model in engine.models for p in parameter_list(model)}
-        pieces = [pieces_of(told[server], parameters, engine.models) for server in range(roles.servers)]
+        told = world.everyone.all_gather_object(own_pieces(engine.stage.buckets) if serves else [])
+        parameters = {p.shard.name: p for model in engine.stage.models for p in parameter_list(model)}
+        pieces = [pieces_of(told[server], parameters, engine.stage.models) for server in range(roles.servers)]
         if serves:
             self.server = Server(deck, engine, self.mailbox, roles, pieces[world.rank])
         else:

@@ -81,7 +81,7 @@ class Worker:
         self.deck, self.engine, self.step, self.mailbox, self.roles = deck, engine, step, mailbox, roles
         self.whole = [WireFormat(of_server) for of_server in pieces]
         self.wires = [WireFormat(piece for piece in of_server if piece.trained) for of_server in pieces]
-        self._parameters = {p.shard.name: p for model in engine.models for p in parameter_list(model)}
+        self._parameters = {p.shard.name: p for model in engine.stage.models for p in parameter_list(model)}
         self._begun = False
         self.problem: HpctrainError | None = None
         """What is to be raised when all ranks meet."""
@@ -138,7 +138,7 @@ class Worker:
             numbers = [] if rows is None else [torch.cat(rows).to(ROW_NUMBERS)] if rows else []
             counts = [] if rows is None else list(map(len, rows))
             self.mailbox.send(server, [Kind.PULL, step, whole, *counts], *numbers)
-        dtype, device = self.engine.buckets[0].dtype, self.engine.world.device
+        dtype, device = self.engine.stage.buckets[0].dtype, self.engine.world.device
         for server, (wire, rows) in enumerate(zip(wires, wanted, strict=True)):
             length = wire.length(None if rows is None else list(map(len, rows)))
             values = self.mailbox.receive_tensor(server, torch.empty(length, dtype=dtype, device=device))

@@ -52,7 +52,7 @@ def test_a_folder_of_safetensors_gives_all_values(
     assert start_from_source(deck, training.engine) == f"initialized from the values of {mpi_tmp_path}"
     for name, value in whole_parameters(training).items():
         assert torch.equal(value, expected[name]), name
-    module = training.engine.models[0].module
+    module = training.engine.stage.models[0].module
     for name, value in module.named_buffers():
         if name in expected:
             assert torch.equal(value, expected[name]), name

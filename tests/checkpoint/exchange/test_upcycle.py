@@ -87,7 +87,7 @@ def test_the_first_logits_are_those_of_the_dense_model(
     assert told.endswith(", its feed-forward layers copied to 4 experts, routers new")
     routers = [
         segment.view(bucket.gather_owned(bucket.owned_values))
-        for bucket in engine.buckets
+        for bucket in engine.stage.buckets
         for segment in bucket.segments
         if "router" in segment.parameter.shard.name
     ]

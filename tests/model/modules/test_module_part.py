@@ -145,7 +145,7 @@ def plain_loop(
             total += made.item()
         norm = torch.nn.utils.clip_grad_norm_(trained, keys.clip)
         for group in optimizer.param_groups:
-            group["lr"] = training.engine.learning_rate.at(step, batch)
+            group["lr"] = training.engine.control.learning_rate.at(step, batch)
         optimizer.step()
         figures.append([total, norm.item()])
     return figures, model
@@ -311,7 +311,7 @@ def test_buffers_are_those_of_the_first_rank_or_the_mean(world: World, whose: st
             model(each.tokens, use_cache=False)
         statistics.append(torch.cat((model.norm.running_mean, model.norm.running_var)))
     training.train(1)
-    module = training.engine.models[0].module
+    module = training.engine.stage.models[0].module
     found = torch.cat((module.norm.running_mean, module.norm.running_var))
     expected = statistics[0] if whose == "first" else (statistics[0] + statistics[1]) / 2
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -336,7 +336,7 @@ def test_the_partition_function_has_its_gradient(world: World) -> None:
 @pytest.mark.mpi(min_size=1, max_size=1)
 def test_masks_are_of_the_sample_and_the_step(world: World) -> None:
     training = trainer(world, deck_of("gpt", "model.arguments={dropout = 0.5}"))
-    state, part = training.state, training.engine.models[0]
+    state, part = training.state, training.engine.stage.models[0]
     positions = torch.arange(32)
 
     def logits(state: TrainState, micro_batch: int, training_too: bool = True) -> Tensor:

@@ -52,7 +52,7 @@ def test_state_is_a_number_for_each_head_or_row(world: World) -> None:
     block = 8 + 2 + 8 + 32 + 48 + 48 + 32
     elements = 2 * (2 * 32 * 32 + 2 * 8 * 32 + 3 * 48 * 32) + 2 * 61 * 32 + 5 * 32
     assert plan_memory(deck, 1, 61).largest.memory.optimizer == 4 * (elements + 2 * block + 2 * 61 + 5)
-    state = trainer(world.single_rank_world(), deck).engine.optimizer.state()
+    state = trainer(world.single_rank_world(), deck).engine.stage.optimizer.state()
     cells = {each.shard.name: each.shard.shape for each in state if each.kind == "optimizer/exp_avg_sq"}
     for name, shape in {
         "blocks.0.attention.query.weight": (8, 1),

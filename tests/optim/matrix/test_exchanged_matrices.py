@@ -31,7 +31,7 @@ def test_ranks_of_a_layout_transform_their_share(
 
     monkeypatch.setattr(Muon, "transform", counted)
     give_gradients(training, 0)
-    training.engine.optimizer.step(1e-2, 1.0)
+    training.engine.stage.optimizer.step(1e-2, 1.0)
     numbers = world.everyone.all_gather_object(len(calls))
     assert sum(numbers) == 14
     for pair in range(0, world.size, 2):

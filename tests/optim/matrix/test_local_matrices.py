@@ -138,5 +138,5 @@ def test_what_fills_tables_up_changes_nothing(
 
     monkeypatch.setattr("hpctrain.engine.build.make_groups", filled)
     training = trainer(world, deck)
-    assert training.engine.models[0].layers[0].all_parameters[0].shard.local[0] == 64
+    assert training.engine.stage.models[0].layers[0].all_parameters[0].shard.local[0] == 64
     assert [step.loss for step in training.train(3)] == pytest.approx(plain, rel=1e-6)

@@ -112,7 +112,7 @@ def test_every_layout_updates_whole_matrices(world: World, mpi_tmp_path: Path, n
         pytest.skip(f"of {ranks} ranks")
     deck = small_deck(*LLAMA, *keys, f"run.dir={mpi_tmp_path}", "learning_rate.peak=1e-2")
     training, alone = trainer(world, deck), reference(world, deck)
-    optimizer = training.engine.optimizer
+    optimizer = training.engine.stage.optimizer
     assert isinstance(optimizer, MatrixOptimizer)
     Orthogonalized.seen.clear()
     found, expected = ([step.loss for step in each.train(3)] for each in (training, alone))
@@ -123,7 +123,7 @@ def test_every_layout_updates_whole_matrices(world: World, mpi_tmp_path: Path, n
             segment.parameter.shard,
             segment.view(bucket.gather_owned(bucket.owned_values)),
         )
-        for bucket in training.engine.buckets
+        for bucket in training.engine.stage.buckets
         for segment in bucket.segments
     }
     whole = alone.parameters()
@@ -223,7 +223,7 @@ def test_what_is_joined_in_passing_is_what_is_told(
     monkeypatch.setitem(RULES, "adamw", lambda _: rules)  # type: ignore[misc]
     training = trainer(world, small_deck(*LLAMA, key, "precision.compute=bf16"))
     training.train(1)
-    optimizer = training.engine.optimizer
+    optimizer = training.engine.stage.optimizer
     with Held() as held:
         optimizer.step(0.0, 1.0)
     # Numbers of updates take four bytes each; what is largest may be in different buckets.

@@ -145,7 +145,7 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
 
 def give_gradients(training: Trainer, step: int) -> None:
     """Gradients by name and step alone, as if they were summed."""
-    for bucket in training.engine.buckets:
+    for bucket in training.engine.stage.buckets:
         for segment, values, offset in bucket.owned_segments(bucket.owned_gradients):
             shard = segment.parameter.shard
             generator = torch.Generator().manual_seed(crc32(shard.name.encode()) + step)
@@ -168,9 +168,9 @@ def test_every_layout_has_the_bits_of_one_rank(world: World, number: int) -> Non
     for step in range(3):
         for each in (training, alone):
             give_gradients(each, step)
-            each.engine.optimizer.step(1e-2, 2.0)
+            each.engine.stage.optimizer.step(1e-2, 2.0)
     whole = alone.parameters()
-    for bucket in training.engine.buckets:
+    for bucket in training.engine.stage.buckets:
         flat = bucket.gather_owned(bucket.owned_values)
         for segment in bucket.segments:
             shard = segment.parameter.shard
@@ -236,10 +236,10 @@ def test_patterns_that_cannot_be_are_refused_by_a_run_and_beforehand(
 def test_a_skipped_step_changes_nothing(world: World) -> None:
     deck = small_deck(*LLAMA, *MUON, "precision.compute=fp16", "precision.initial_loss_scale=16777216")
     training = trainer(world, deck)
-    before = [(each.kind, each.values.clone()) for each in training.engine.optimizer.state()]
+    before = [(each.kind, each.values.clone()) for each in training.engine.stage.optimizer.state()]
     (step,) = training.train(1)
     assert step.skipped
-    for (kind, values), after in zip(before, training.engine.optimizer.state(), strict=True):
+    for (kind, values), after in zip(before, training.engine.stage.optimizer.state(), strict=True):
         assert torch.equal(values, after.values), kind
 
 
@@ -264,8 +264,8 @@ def test_the_plan_is_of_the_rank_that_holds_most(world: World, zero: int, precis
             continue
         deck = small_deck(*LLAMA, *MUON, *layout, f"layout.zero={zero}", f"precision.compute={precision}")
         engine = trainer(world, deck).engine
-        state = state_bytes(engine.state(), engine.buckets)
-        own = state, gradient_bytes(engine.buckets), value_bytes(engine.buckets)
+        state = state_bytes(engine.state(), engine.stage.buckets)
+        own = state, gradient_bytes(engine.stage.buckets), value_bytes(engine.stage.buckets)
         everyone = world.everyone.all_gather_object((engine.mesh.coordinate("pipeline"), own))
         for stage in plan_memory(deck, world.size, 61).stages:
             most = max((held for number, held in everyone if number == stage.stage), key=sum)

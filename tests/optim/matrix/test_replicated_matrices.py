@@ -44,7 +44,7 @@ def test_what_is_handed_is_under_way_while_the_next_is_transformed(
     monkeypatch.setattr(Muon, "transform", counted)
     monkeypatch.setattr(Muon, "apply", followed)
     give_gradients(training, 0)
-    training.engine.optimizer.step(1e-2, 1.0)
+    training.engine.stage.optimizer.step(1e-2, 1.0)
     assert events.count("follow") == 14
     assert sum(world.everyone.all_gather_object(events.count("transform"))) == 14
     order = [each for each in events if each in {"start", "finish"}]

@@ -20,7 +20,7 @@ ODD = ("model.hidden=6", "model.heads=2")
 
 def buckets_of(world: World, *keys: str) -> list[Bucket]:
     """The buckets of a small deck."""
-    return trainer(world, small_deck(*keys)).engine.buckets
+    return trainer(world, small_deck(*keys)).engine.stage.buckets
 
 
 def given(name: str, length: int, rank: int, step: int) -> Array:

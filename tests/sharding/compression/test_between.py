@@ -66,7 +66,7 @@ def test_nodes_are_what_ranks_are_elsewhere(world: World, monkeypatch: pytest.Mo
     exact = losses(trainer(two, small_deck(), masked=0.0))
     assert found == pytest.approx(expected, rel=1e-4)
     assert found != pytest.approx(exact, rel=1e-4)
-    check_replicas(training.engine.buckets, world.everyone)
+    check_replicas(training.engine.stage.buckets, world.everyone)
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)
@@ -80,7 +80,7 @@ def test_slices_and_whole_sums_have_the_same_bits(
     parameters = whole.parameters()
     for name, values in cut.parameters().items():
         assert torch.equal(values, parameters[name]), name
-    check_replicas(cut.engine.buckets, world.everyone)
+    check_replicas(cut.engine.stage.buckets, world.everyone)
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)
@@ -100,7 +100,7 @@ def test_all_forms_act_between_nodes(
     keys = (*form, "compress_between=nodes")
     training = trainer(world, small_deck("optimizer.clip=0", *(f"communication.{key}" for key in keys)))
     found, exact = losses(training, 6), losses(trainer(world, small_deck("optimizer.clip=0")), 6)
-    check_replicas(training.engine.buckets, world.everyone)
+    check_replicas(training.engine.stage.buckets, world.everyone)
     assert found == pytest.approx(exact, rel=0.1)
     assert found != exact
 
@@ -126,21 +126,21 @@ def test_ranks_of_a_node_take_turns_and_send_what_the_forms_say(
     moved: Counter[tuple[str, str]] = Counter()
     for row in world.ledger.rows():
         moved[row.axis, row.operation] += row.bytes
-    summations = [reducer.reduction for reducer in training.engine.synchronizer._reducer.values()]
+    summations = [reducer.reduction for reducer in training.engine.stage.synchronizer._reducer.values()]
     assert all(isinstance(each, HierarchicalReduction) for each in summations) and len(summations) > 3
     mine = [each.between for each in summations if isinstance(each, HierarchicalReduction) and each.between]
     assert 0 < len(mine) < len(summations)
     assert all(isinstance(each, PowerSgd) for each in mine)
     between = sum(2 * 4 * sum(each.messages) for each in mine if isinstance(each, PowerSgd))
     assert moved["nodes", "all_reduce"] == between
-    whole = 4 * sum(bucket.length for bucket in training.engine.buckets)
+    whole = 4 * sum(bucket.length for bucket in training.engine.stage.buckets)
     inside = {name: count for (axis, name), count in moved.items() if axis == "data x context"}
     assert inside == {"reduce": whole, "broadcast": whole}
     if world.rank == 0:
         planned = plan_traffic(training.deck, world.size, 61, ranks_per_node=2).stages[0].payload()
         assert planned["nodes"] == between
         held = plan_memory(training.deck, world.size, 61, ranks_per_node=2).stages[0].memory.optimizer
-        assert state_bytes(training.engine.state(), training.engine.buckets) == held
+        assert state_bytes(training.engine.state(), training.engine.stage.buckets) == held
     every = sum(world.everyone.all_gather_object(between))
     plain = trainer(world, small_deck(*POWER))
     world.ledger.reset()

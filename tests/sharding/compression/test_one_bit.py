@@ -55,18 +55,18 @@ def test_updates_are_those_of_numpy(world: World, keys: tuple[str, ...]) -> None
     training = trainer(world, deck)
     engine = training.engine
     before = {name: values.numpy().reshape(-1).copy() for name, values in training.parameters().items()}
-    summations = [make_reduction(CompressionSettings.of(deck), bucket) for bucket in engine.buckets]
+    summations = [make_reduction(CompressionSettings.of(deck), bucket) for bucket in engine.stage.buckets]
     for step in range(STEPS):
-        for bucket, summation in zip(engine.buckets, summations, strict=True):
+        for bucket, summation in zip(engine.stage.buckets, summations, strict=True):
             whole = bucket.final_gradients()
             whole.copy_(fill(bucket, world.rank, step))
             summation.begin(step)
             summation.start(whole, own_of(bucket, whole)).wait()
-        engine.optimizer.step(RATE, 1.0)
+        engine.stage.optimizer.step(RATE, 1.0)
         for summation in summations:
             summation.after_step(True, 1.0)
     after = training.parameters()
-    for bucket in engine.buckets:
+    for bucket in engine.stage.buckets:
         for segment in bucket.segments:
             name = segment.parameter.shard.name
             decay = deck.optimizer.weight_decay if segment.parameter.decayed else 0.0
@@ -82,7 +82,7 @@ def test_updates_are_those_of_numpy(world: World, keys: tuple[str, ...]) -> None
 def test_a_rank_alone_has_exact_momentum(world: World) -> None:
     deck = small_deck(*KEYS)
     training = trainer(world, deck)
-    bucket = training.engine.buckets[0]
+    bucket = training.engine.stage.buckets[0]
     summation = make_reduction(CompressionSettings.of(deck), bucket)
     mean = np.zeros(bucket.length, np.float32)
     for step in range(6):

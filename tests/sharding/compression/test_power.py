@@ -293,7 +293,7 @@ EXPERTS = (*LLAMA, "model.experts.count=4", "model.experts.per_token=2", "model.
 def run(world: World, *keys: str, steps: int = 3) -> tuple[Trainer, list[float]]:
     training = trainer(world, small_deck(*keys))
     losses = [step.loss for step in training.train(steps)]
-    check_replicas(training.engine.buckets, world.everyone)
+    check_replicas(training.engine.stage.buckets, world.everyone)
     return training, losses
 
 
@@ -353,7 +353,7 @@ def test_steps_that_are_skipped_leave_no_trace(world: World) -> None:
     training = trainer(world, small_deck(*POWER, *keys))
     skipped = [result.skipped for result in training.train(12)]
     assert skipped[0] and not all(skipped[-2:]), skipped
-    scale = training.engine.loss_scale.value
+    scale = training.engine.control.loss_scale.value
     owed = [each.values for each in training.engine.state() if each.kind == "reducer/residual"]
     largest = max(float(values.abs().max()) for values in owed if isinstance(values, Tensor))
     assert 0 < largest / scale < 1e-1

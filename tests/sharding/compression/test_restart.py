@@ -196,7 +196,7 @@ def test_another_tensor_size_goes_on(world: World, mpi_tmp_path: Path, model: tu
     assert all(np.allclose(found[name], owed[name], rtol=1e-5, atol=1e-7) for name in owed)
     loss = training.train_step().loss
     assert cut.train_step().loss == pytest.approx(loss, rel=1e-4)
-    check_replicas(cut.engine.buckets, world.everyone)
+    check_replicas(cut.engine.stage.buckets, world.everyone)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -254,5 +254,5 @@ def test_a_plan_knows_what_a_form_takes_beside_gradients(world: World, name: str
             deck, shape, mesh, PipelinePosition(schedule, [deck.model.layers], 0), torch.device("cpu")
         )
         scratch.append(stage.synchronizer.scratch_bytes)
-    assert scratch[0] == max(world.everyone.all_gather_object(engine.synchronizer.scratch_bytes))
+    assert scratch[0] == max(world.everyone.all_gather_object(engine.stage.synchronizer.scratch_bytes))
     assert (scratch[1] < scratch[2]) == (name in {"bf16", "int8", "sign", "onebit", "powersgd"})

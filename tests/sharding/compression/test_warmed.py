@@ -74,7 +74,7 @@ def test_it_is_exact_at_first_and_learns_in_fewer_bytes(world: World, form: str,
     assert not same(exact, compressed)
     assert found[-1] < found[0]
     assert found[-1] < 1.1 * expected[-1]
-    check_replicas(compressed.engine.buckets, world.everyone)
+    check_replicas(compressed.engine.stage.buckets, world.everyone)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -90,7 +90,7 @@ def test_a_run_goes_on_bit_for_bit(world: World, mpi_tmp_path: Path, form: str, 
     again = made(world, keys)
     for tensor in again.engine.state():
         tensor.values.fill_(float("nan"))  # type: ignore[union-attr]
-    for bucket in again.engine.buckets:
+    for bucket in again.engine.stage.buckets:
         for gap in bucket.layout.gaps:
             bucket.owned_values[gap.start : gap.stop] = 0
     again.state = Checkpoints(again.deck, again.engine, {}).restore(checkpoints.newest)
@@ -130,10 +130,10 @@ def test_copies_stay_the_same_on_any_layout(world: World, layout: str) -> None:
         before = {name: values.clone() for name, values in training.parameters().items()}
         losses = [step.loss for step in training.train(6)]
         engine = training.engine
-        check_replicas(engine.buckets, world.everyone)
+        check_replicas(engine.stage.buckets, world.everyone)
         assert losses[-1] < losses[0], (form, losses)
         after = training.parameters()
-        for bucket in engine.buckets:
+        for bucket in engine.stage.buckets:
             assert not any(bucket.values[gap].any() for gap in bucket.layout.gaps)  # type: ignore[index]
             for segment in bucket.segments:
                 shard = segment.parameter.shard
@@ -161,7 +161,7 @@ def test_what_is_kept_is_of_the_scale_of_the_loss(world: World, form: str) -> No
         sum(float(t.values.double().norm()) for t in each.engine.state() if t.kind.startswith("reducer/"))  # type: ignore[union-attr]
         for each in (training, plain)
     )
-    assert 0.2 < kept / training.engine.loss_scale.value / expected < 5
+    assert 0.2 < kept / training.engine.control.loss_scale.value / expected < 5
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -172,7 +172,7 @@ def test_state_is_planned_as_it_is_held(world: World, form: str, zero: int) -> N
     ledger = MemoryLedger(training.engine, training.activations, plan_memory(training.deck, 2, 61), Path())
     held = ledger.held().optimizer
     less = (
-        BLOCK * 4 * len(training.engine.buckets)
+        BLOCK * 4 * len(training.engine.stage.buckets)
     )  # where blocks cannot be shared evenly, the first has more
     assert held == planned.optimizer or (world.rank and planned.optimizer - less <= held < planned.optimizer)
     without = plan_memory(small_deck(*exact_of(form, f"layout.zero={zero}")), world.size, 61).stages[0].memory
@@ -197,7 +197,7 @@ def moved(world: World, keys: Sequence[str]) -> tuple[Trainer, dict[str, int]]:
 @pytest.mark.parametrize(("form", "bits", "scale"), [("bf16", 16, 0), ("int8", 8, 4), ("sign", 1, 4)])
 def test_bytes_are_those_of_the_closed_form(world: World, form: str, bits: int, scale: int) -> None:
     training, bytes_of = moved(world, deck_of(form, warmup=0))
-    lengths = [s.length for bucket in training.engine.buckets for s in bucket.segments]
+    lengths = [s.length for bucket in training.engine.stage.buckets for s in bucket.segments]
     # No parameter of this model ends within a byte.
     every = sum(length * bits // 8 + scale * -(-length // BLOCK) for length in lengths)
     of_ranks = sum(int(n) for n in world.everyone.all_gather(torch.tensor([bytes_of["all_to_all"]])))
@@ -209,5 +209,5 @@ def test_bytes_are_those_of_the_closed_form(world: World, form: str, bits: int, 
 @pytest.mark.mpi(min_size=2)
 def test_bytes_of_the_largest_are_theirs_and_their_places(world: World) -> None:
     training, bytes_of = moved(world, deck_of("topk", warmup=0))
-    lengths = [s.length for bucket in training.engine.buckets for s in bucket.segments]
+    lengths = [s.length for bucket in training.engine.stage.buckets for s in bucket.segments]
     assert bytes_of == {"all_gather": 8 * world.size * sum(ceil(0.1 * length) for length in lengths)}

@@ -165,7 +165,7 @@ def test_stale_pushes_are_corrected_as_the_papers_say(
             before = torch.cat(server._masters)
             of_step = pushed[0].parcel.push.step
             step = server._first + server._pushes // 3 if mode == "async" else of_step
-            rate = training.engine.learning_rate.at(step, 4)
+            rate = training.engine.control.learning_rate.at(step, 4)
             tokens = sum(each.parcel.push.tokens for each in pushed)
             change = torch.zeros_like(before)
             for each in pushed:
@@ -206,7 +206,7 @@ def test_what_is_not_finite_is_skipped_and_counted(
 
         def broken(*arguments: object) -> tuple[torch.Tensor, ReadBatches]:
             sums, read = accumulate(*arguments)  # type: ignore[arg-type]
-            training.engine.buckets[0].gradients[0] = float("inf")
+            training.engine.stage.buckets[0].gradients[0] = float("inf")
             return sums, read
 
         monkeypatch.setattr(training.worker.step, "accumulate", broken)
@@ -234,7 +234,7 @@ def test_no_correction_makes_a_push_infinite(world: World, monkeypatch: pytest.M
 
         def huge(*arguments: object) -> tuple[torch.Tensor, ReadBatches]:
             sums, read = accumulate(*arguments)  # type: ignore[arg-type]
-            for bucket in training.engine.buckets:
+            for bucket in training.engine.stage.buckets:
                 bucket.gradients[:8] = 1e18
             return sums, read
 

@@ -61,6 +61,6 @@ def test_what_is_packed_is_unpacked_and_as_long_as_said() -> None:
 def test_the_table_is_one_of_rows_unless_the_head_uses_it_too(world: World) -> None:
     """Learned positions are used whole."""
     alone = world.single_rank_world()
-    untied = trainer(alone, small_deck("model.tied=false")).engine.models
+    untied = trainer(alone, small_deck("model.tied=false")).engine.stage.models
     assert looked_up(untied) == {"embedding.tokens.weight": 32}
-    assert looked_up(trainer(alone, small_deck("model.tied=true")).engine.models) == {}
+    assert looked_up(trainer(alone, small_deck("model.tied=true")).engine.stage.models) == {}

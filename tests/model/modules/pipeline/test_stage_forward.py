@@ -193,7 +193,7 @@ def test_plans_of_stages_are_exact(world: World) -> None:
         stage = world.rank // (world.size // 2)
         assert plan_traffic(deck, world.size, 61).stages[stage].payload() == dict(sorted(sent.items()))
         planned = plan_memory(deck, world.size, 61).stages[stage].memory
-        buckets = training.engine.buckets
+        buckets = training.engine.stage.buckets
         held = value_bytes(buckets), gradient_bytes(buckets), state_bytes(training.engine.state(), buckets)
         assert (planned.parameter, planned.gradient, planned.optimizer) == held
 
@@ -226,7 +226,7 @@ def test_submodules_of_all_blocks_of_a_stage_are_watched(world: World) -> None:
     """Each on one stage, with the values of one rank; the last block of a stage where its result arrives."""
 
     def outputs(training: Trainer) -> dict[str, list[Tensor]]:
-        (part,) = training.engine.models
+        (part,) = training.engine.stage.models
         assert isinstance(part, ModulePart)
         with outputs_of({part.module: part.computing}) as given:
             training.train(1)
@@ -289,5 +289,5 @@ def test_half_precision_passes_on_what_it_computes(world: World, kind: str) -> N
 
     expected = by_rank_0(world, alone)
     training = trainer(world, deck_of(kind, half, *ON_TWO["interleaved"]))
-    assert training.engine.models[0].dtype == torch.bfloat16
+    assert training.engine.stage.models[0].dtype == torch.bfloat16
     assert [each.loss for each in training.train(3)] == pytest.approx(expected, rel=2e-3)

@@ -233,7 +233,7 @@ def whole_parameters(training: Trainer, world: World) -> dict[str, Tensor]:
             segment.parameter.shard,
             segment.view(bucket.gather_owned(bucket.owned_values)).detach().float().clone(),
         )
-        for bucket in training.engine.buckets
+        for bucket in training.engine.stage.buckets
         for segment in bucket.segments
     ]
     covered: dict[str, Tensor] = {}
