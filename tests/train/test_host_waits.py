@@ -51,10 +51,11 @@ def waits(world: World, *keys: str) -> Counter[str]:
         ("optimizer.clip=1.0",),
         (*LLAMA, "precision.compute=bf16", "memory.recompute=full"),
         ("optimizer.name=muon", "model.tied=false"),
+        ("precision.compute=fp8",),
         MIXTURE,
         (*MIXTURE, "model.experts.balance=bias"),
     ],
-    ids=["gpt2", "llama", "muon", "mixture", "bias"],
+    ids=["gpt2", "llama", "muon", "fp8", "mixture", "bias"],
 )
 def test_a_step_waits_for_its_loss_and_norm_alone(world: World, keys: tuple[str, ...]) -> None:
     assert waits(world, *keys) == {AGREE: 1}
