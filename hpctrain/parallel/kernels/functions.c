@@ -1,8 +1,12 @@
-/* Functions of a step that are no products of matrices: each reads and writes what it is given once.
+/* Operations of a transformer on the CPU that are not matrix products: activations, norms, losses and attention.
  *
- * Compiled at a run's start for the processor that it runs on. Every sum is of sixteen lanes, whatever the width of
- * the processor's registers, and of fused multiply-adds in one order, so that all that have these agree. Vectors are
- * as wide as registers: parts of wider ones compilers keep in memory. */
+ * Each function reads its inputs once and writes its outputs once. A run compiles this file for its own processor.
+ *
+ * Results do not depend on the width of the processor's vector registers: every sum has sixteen lanes, and adds in
+ * one order with fused multiply-adds. A vector of this file is as wide as a register, because compilers keep the
+ * parts of wider vectors in memory.
+ *
+ * Arguments named `size` are the bytes of an element: 4 for fp32, 2 for bf16. */
 
 #include <float.h>
 #include <stddef.h>
@@ -26,7 +30,7 @@ typedef int32_t Ints __attribute__((vector_size(4 * WIDTH), aligned(4), may_alia
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
 
-/* A sum of sixteen lanes. */
+/* Partial sums of sixteen lanes, which `total` adds. */
 typedef struct { Floats part[PARTS]; } Sum;
 
 #define INLINE static inline __attribute__((always_inline))
@@ -37,7 +41,7 @@ INLINE Floats chosen(Ints mask, Floats yes, Floats no) {
     return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no));
 }
 
-/* Elements of a format: 4 bytes are fp32, 2 bf16. */
+/* Load one vector of elements of `size` bytes as fp32. */
 INLINE Floats load(const char *at, int size) {
     if (size == 4) return *(const Floats *)at;
     return (Floats)(__builtin_convertvector(*(const Halves *)at, Words) << 16);
@@ -66,7 +70,7 @@ INLINE void store_some(char *at, int size, int count, Floats x) {
     memcpy(at, some, (size_t)count * size);
 }
 
-/* The first `count` lanes of x, in the others something else. */
+/* Return x with all lanes after the first `count` replaced by `otherwise`. */
 INLINE Floats first(int count, Floats x, float otherwise) {
     Ints lanes;
     for (int lane = 0; lane < WIDTH; ++lane) lanes[lane] = lane;
@@ -79,7 +83,7 @@ INLINE float total(Sum x) {
     return sum;
 }
 
-/* How many lanes of a vector at i are within `count`. */
+/* Return how many lanes of the vector that starts at element i are among `count` elements. */
 INLINE int within(size_t count, size_t i) {
     return count <= i ? 0 : count - i < WIDTH ? (int)(count - i) : WIDTH;
 }
@@ -93,7 +97,7 @@ INLINE void store_within(char *at, int size, int some, Floats x) {
     else store_some(at, size, some, x);
 }
 
-/* 2^x to 2e-7, of what is below -126 of that; infinite from 128 on. */
+/* Return 2^x with a relative error of 2e-7. x is raised to -126 at least; the result is infinite from x = 128. */
 INLINE Floats power_of_2(Floats x) {
     x = chosen(x < -126.0f, all(-126.0f), x);
     x = chosen(x > 128.0f, all(128.0f), x);
@@ -109,7 +113,7 @@ INLINE Floats power_of_2(Floats x) {
     return (Floats)((Ints)p + shifted);
 }
 
-/* e^x to 2e-7, and nought of what is below -87.3. */
+/* Return e^x with a relative error of 2e-7; 0 for x below -87.3. */
 INLINE Floats exponential(Floats x) {
     x *= 1.4426950408889634f;
     return chosen(x < -126.0f, all(0), power_of_2(x));
@@ -117,11 +121,13 @@ INLINE Floats exponential(Floats x) {
 
 INLINE Floats sigmoid(Floats x) { return 1.0f / (1.0f + power_of_2(x * -1.4426950408889634f)); }
 
-/* GELU by tanh: x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3). */
+/* Return gelu(x) / x = sigmoid(2 u) with u = sqrt(2/pi) (x + 0.044715 x^3): the tanh approximation of GELU. */
 INLINE Floats gelu_gate(Floats x) {
     return sigmoid(x * (1.5957691216057308f + 0.07135481627159519f * x * x));
 }
 
+/* Run the code for each vector of `count` elements. It sees the index `i` of the first element, and `some`, the
+ * number of elements. */
 #define ELEMENTS(count, ...)                                                                     \
     {                                                                                            \
         size_t i = 0;                                                                            \
@@ -129,7 +135,7 @@ INLINE Floats gelu_gate(Floats x) {
         if (i < (count)) { const int some = within(count, i); __VA_ARGS__ }                      \
     }
 
-/* The same where elements are added to the `part` of a Sum that is theirs. */
+/* Like ELEMENTS. The code also sees `part`, the vector of a Sum to which these elements are added. */
 #define SUMMED(count, ...)                                                                       \
     {                                                                                            \
         size_t start = 0;                                                                        \
@@ -165,7 +171,7 @@ INLINE void gelu_gradient_of(const char *dy, const char *x, char *dx, size_t cou
     })
 }
 
-/* Rows [rows, width] over the root of their mean square, times a weight (RMSNorm); `inverse` [rows] of that root. */
+/* RMSNorm: y = x * inverse * weight for x [rows, width], where `inverse` [rows] is 1 / sqrt(mean(x^2) + epsilon). */
 INLINE void rms_of(const char *x, const char *weight, char *y, float *inverse, size_t rows, size_t width,
                    float epsilon, int size) {
     for (size_t row = 0; row < rows; ++row, x += width * size, y += width * size) {
@@ -182,7 +188,7 @@ INLINE void rms_of(const char *x, const char *weight, char *y, float *inverse, s
     }
 }
 
-/* Its gradients: of x, and added to `of_weight` [width], in fp32. */
+/* Gradients of RMSNorm. `dx` is overwritten; the gradient of the weight is added to `of_weight` [width], fp32. */
 INLINE void rms_gradient_of(const char *dy, const char *x, const char *weight, const float *inverse, char *dx,
                             float *of_weight, size_t rows, size_t width, int size) {
     for (size_t row = 0; row < rows; ++row, dy += width * size, x += width * size, dx += width * size) {
@@ -203,14 +209,14 @@ INLINE void rms_gradient_of(const char *dy, const char *x, const char *weight, c
     }
 }
 
-/* Rows [rows, width] less their mean over the root of their variance, times a weight, and a bias (LayerNorm);
- * `mean` and `inverse` [rows] of that root. */
+/* LayerNorm: y = (x - mean) * inverse * weight + bias for x [rows, width], where `inverse` [rows] is
+ * 1 / sqrt(variance + epsilon). */
 INLINE void layer_norm_of(const char *x, const char *weight, const char *bias, char *y, float *mean, float *inverse,
                           size_t rows, size_t width, float epsilon, int size) {
     for (size_t row = 0; row < rows; ++row, x += width * size, y += width * size) {
         Sum sum = {0}, rest = {0}, squares = {0};
         SUMMED(width, { sum.part[part] += load_within(x + i * size, size, some); })
-        /* The mean as rounded, and what is left of it: of a row that is all one number the deviations are to be 0. */
+        /* First the rounded mean, then its error, so that the deviations of a constant row are exactly 0. */
         const float about = total(sum) / width;
         SUMMED(width, {
             const Floats a = load_within(x + i * size, size, some) - about;
@@ -220,7 +226,7 @@ INLINE void layer_norm_of(const char *x, const char *weight, const char *bias, c
         })
         const float left = total(rest) / width, middle = mean[row] = about + left;
         const float variance = total(squares) / width - left * left;
-        /* Of rows that are too large for fp32 nothing is known. */
+        /* If the squares of a row overflow fp32, the result is NaN. */
         const float root = inverse[row] = isfinite(variance) ? 1 / sqrtf(fmaxf(variance, 0) + epsilon) : NAN;
         ELEMENTS(width, {
             const Floats a = load_within(x + i * size, size, some), w = load_within(weight + i * size, size, some);
@@ -230,7 +236,8 @@ INLINE void layer_norm_of(const char *x, const char *weight, const char *bias, c
     }
 }
 
-/* Its gradients: of x, and added to `of_weight` and `of_bias` [width], in fp32. */
+/* Gradients of LayerNorm. `dx` is overwritten; those of weight and bias are added to `of_weight` and `of_bias`
+ * [width], fp32. */
 INLINE void layer_norm_gradient_of(const char *dy, const char *x, const char *weight, const float *mean,
                                    const float *inverse, char *dx, float *of_weight, float *of_bias, size_t rows,
                                    size_t width, int size) {
@@ -256,7 +263,7 @@ INLINE void layer_norm_gradient_of(const char *dy, const char *x, const char *we
     }
 }
 
-/* Rows of gate and up beside each other [rows, 2 width]: silu(gate) up. */
+/* SwiGLU: y = silu(gate) * up. A row of x [rows, 2 width] holds gate, then up. */
 INLINE void gated_of(const char *x, char *y, size_t rows, size_t width, int size) {
     for (size_t row = 0; row < rows; ++row, x += 2 * width * size, y += width * size) {
         const char *up = x + width * size;
@@ -281,9 +288,11 @@ INLINE void gated_gradient_of(const char *dy, const char *x, char *dx, size_t ro
     }
 }
 
-/* Of logits, which are x [rows, columns] in rows of `width` times a factor: the largest of each row, at the least
- * -FLT_MAX; the sum of the exponentials of what they are less than that; the one at a column, which if negative is
- * nowhere: -infinity. Every block of a row is read once from where it lies, and summed for itself. */
+/* Softmax statistics of the logits factor * x, with x [rows, columns] in rows of `width` elements.
+ *
+ * For each row: `extreme`, the largest sign(factor) * x, at least -FLT_MAX; `sum`, the sum of
+ * exp(logit - largest logit); `at_column`, the logit of `column`, or -infinity if that is negative. A row is read in
+ * blocks, each one once from memory. */
 INLINE void partition_of(const char *x, const int64_t *column, float *extreme, float *sum, float *at_column,
                          size_t rows, size_t columns, size_t width, float factor, int size) {
     const float sign = copysignf(1, factor), scale = fabsf(factor);
@@ -313,8 +322,8 @@ INLINE void partition_of(const char *x, const int64_t *column, float *extreme, f
     }
 }
 
-/* In place of x the gradient of a function of these: the exponentials times `weight` [rows], less `of_column` [rows]
- * at the column, all that times the factor; nought in what is filled up. */
+/* Overwrite x with its gradient: factor * (weight * exp(logit - largest logit) - of_column, the latter only at
+ * `column`). `weight` and `of_column` are [rows]. The padding of each row becomes 0. */
 INLINE void partition_gradient_of(char *x, const int64_t *column, const float *extreme, const float *weight,
                                   const float *of_column, size_t rows, size_t columns, size_t width, float factor,
                                   int size) {
@@ -390,12 +399,14 @@ void partition_gradient(char *x, const int64_t *column, const float *extreme, co
             partition_gradient_of(x, column, extreme, weight, of_column, rows, columns, width, factor, 2))
 }
 
-/* C [m, n] (+)= A B, of A's elements at row * ra + column * ca, B [k, n] with rows ldb apart; m of eights, n of
- * sixteens. Every element of C is one chain of multiply-adds in the order of k. */
+/* Tile of a matrix product: C [HIGH, wide * LANES] = A B, or C += A B if `add`.
+ *
+ * Element [row, column] of A is at A[row * ra + column * ca]; rows of B [k, n] are `ldb` apart, those of C `ldc`.
+ * Each element of C is one chain of multiply-adds in the order of k. */
 #ifdef __AVX512F__
 enum { HIGH = 8, WIDE = 2 };
 #else
-enum { HIGH = 4, WIDE = 1 }; /* sixteens */
+enum { HIGH = 4, WIDE = 1 };
 #endif
 
 INLINE void tile(int wide, int k, const float *A, int ra, int ca, const float *B, int ldb, float *C, int ldc, int add) {
@@ -415,6 +426,7 @@ INLINE void tile(int wide, int k, const float *A, int ra, int ca, const float *B
         for (int j = 0; j < parts; ++j) *(Floats *)(C + i * ldc + j * WIDTH) = sum[i][j];
 }
 
+/* Matrix product of `tile`s: C [m, n] = or += A [m, k] B [k, n]. m is a multiple of 8 and n of 16. */
 static void product(int m, int n, int k, const float *A, int ra, int ca, const float *B, int ldb, float *C, int ldc,
                     int add) {
     int column = 0;
@@ -426,12 +438,14 @@ static void product(int m, int n, int k, const float *A, int ra, int ca, const f
             tile(1, k, A + (size_t)row * ra, ra, ca, B + column, ldb, C + (size_t)row * ldc + column, ldc, add);
 }
 
-/* Heads [s, b, heads, size] by the distance of neighbours along s, b and heads, in elements. */
+/* Tensor [s, b, heads, size] with its strides along s, b and heads, in elements. */
 typedef struct { char *at; int64_t row, batch, head; } Heads;
 
-/* Of causal attention of `heads` queries on `groups` keys and values, after a rotary embedding of halves by tables
- * [rows, head], if there are any. Below, a `width` is that of a head filled up to sixteens with zeros, and `keys` are
- * the rows filled up to panels. */
+/* Causal attention of `heads` query heads on `groups` key and value heads of size `head`.
+ *
+ * If `cosine` and `sine` [rows, head] are not null, queries and keys first get a rotary embedding of halves.
+ * Below, `width` is the size of a head padded with zeros to a multiple of LANES, and `keys` is the number of rows
+ * padded to a multiple of PANEL. */
 typedef struct {
     int64_t rows, batch, heads, groups, head;
     int element;
@@ -441,7 +455,7 @@ typedef struct {
 
 INLINE int up_to(int64_t x, int of) { return (int)((x + of - 1) / of * of); }
 
-/* One row of a head in fp32 into `row` [width], turned if there are tables, times `factor`. */
+/* Read one row of a head into `row` [width] as fp32 times `factor`, with its rotary embedding if `turn`. */
 INLINE void read_row(const Attention *a, const char *from, int64_t position, float *row, int turn, float factor) {
     const int head = (int)a->head, half = head / 2, size = a->element, width = up_to(head, LANES);
     for (int i = 0; i < width; i += WIDTH)
@@ -460,7 +474,7 @@ INLINE void read_row(const Attention *a, const char *from, int64_t position, flo
         for (int i = 0; i < width; i += WIDTH) *(Floats *)(row + i) *= factor;
 }
 
-/* The reverse: a row of a gradient, turned back, times `factor`; `row` is lost. */
+/* Write `row` times `factor`; undo the rotary embedding first if `turn`, as for a gradient. Overwrites `row`. */
 INLINE void write_row(const Attention *a, char *to, int64_t position, float *row, int turn, float factor) {
     const int head = (int)a->head, half = head / 2, size = a->element;
     if (turn && a->cosine) {
@@ -477,7 +491,7 @@ INLINE void write_row(const Attention *a, char *to, int64_t position, float *row
         store_within(to + i * size, size, within(head, i), *(Floats *)(row + i) * factor);
 }
 
-/* Rows [keys, width] as panels of PANEL rows, each [width, PANEL]. */
+/* Transpose rows [keys, width] in panels of PANEL rows, each of which becomes [width, PANEL]. */
 static void panels(const float *rows, int keys, int width, float *into) {
     for (int first = 0; first < keys; first += PANEL, into += (size_t)width * PANEL)
         for (int row = 0; row < PANEL; ++row)
@@ -486,26 +500,28 @@ static void panels(const float *rows, int keys, int width, float *into) {
 
 static const float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-/* Floats of `memory` that attention takes; `workspace_floats` of functions.py says the same. */
+/* Return how many floats `memory` of attention holds. `workspace_floats` in function_library.py returns the same. */
 size_t attention_floats(int64_t rows, int64_t head) {
     const size_t keys = up_to(rows, PANEL), width = up_to(head, LANES);
     return 6 * keys * width + ROWS * (2 * keys + 3 * width);
 }
 
-/* Scores of a block of queries from `first` on, in units of ln 2, with all keys up to its end: [ROWS, keys]. */
+/* Scores [ROWS, keys] of a block of queries with the first `ends` keys. They are exponents of 2. */
 static void scores(const float *query, const float *key_panels, int width, int ends, float *into, int keys) {
     for (int first = 0; first < ends; first += PANEL)
         product(ROWS, PANEL, width, query, width, 1, key_panels + (size_t)first * width, PANEL, into + first, keys, 0);
 }
 
+/* Return the mask of the columns after `row`, for the vector that starts at `column`. */
 INLINE Ints beyond(int column, int64_t row) {
     Ints lanes;
     for (int lane = 0; lane < WIDTH; ++lane) lanes[lane] = column + lane;
     return lanes > (int)row;
 }
 
-/* Of a row of scores up to `ends`, of which those beyond `position` are none, all from `first` on: the powers of 2 of
- * what they are less than their `largest`, in their place, and the sum of these. */
+/* Replace the first `ends` scores of a row by 2^(score - largest), and return their sum.
+ *
+ * Scores after `position` are masked. All of them lie at or after column `first`. */
 INLINE float powers(float *row, int ends, int64_t first, int64_t position, float *largest) {
     Floats most = all(-INFINITY);
     for (int j = 0; j < ends; j += WIDTH) {
@@ -527,6 +543,8 @@ INLINE float powers(float *row, int ends, int64_t first, int64_t position, float
     return total(sum);
 }
 
+/* Attention of the pairs (batch, group) from `from` to `to`. `log_sums` [batch, heads, rows] receives the binary
+ * logarithm of each softmax denominator, which the backward pass needs. */
 void attend(const Attention *a, const Heads *q, const Heads *k, const Heads *v, const Heads *o, float *log_sums,
             float *memory, int64_t from, int64_t to) {
     const int rows = (int)a->rows, keys = up_to(rows, PANEL), width = up_to(a->head, LANES), size = a->element;
@@ -566,6 +584,7 @@ void attend(const Attention *a, const Heads *q, const Heads *k, const Heads *v, 
     }
 }
 
+/* Gradients of `attend`: dq, dk and dv of the output's gradient d. */
 void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const Heads *v, const Heads *o,
                      const Heads *d, const Heads *dq, const Heads *dk, const Heads *dv, const float *log_sums,
                      float *memory, int64_t from, int64_t to) {
@@ -633,9 +652,11 @@ void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const H
     }
 }
 
-/* Keys and values of texts, in pages of PANEL tokens: of a page and a group the keys [width, PANEL], turned, in elements
- * of `key_element`, and the values [PANEL, width] in those of `of`. A row of the pass is of the text `texts` [rows], none
- * where that is negative, at `positions` [rows]; the `across` pages of a text stand in `tables`. */
+/* Cache of keys and values in pages of PANEL tokens.
+ *
+ * A page holds for each group the keys [width, PANEL] after the rotary embedding, with `key_element` bytes each, and
+ * the values [PANEL, width] in the type of `of`. Row i of a forward pass is the token at `positions[i]` of the text
+ * `texts[i]`; it is unused if that is negative. `tables` [texts, across] lists the pages of each text. */
 typedef struct {
     Attention of;
     int64_t across;
@@ -648,7 +669,7 @@ INLINE size_t page_of(const Paged *p, int64_t text, int64_t number, int64_t grou
     return (p->tables[text * p->across + number] * p->of.groups + group) * PANEL * up_to(p->of.head, LANES);
 }
 
-/* Chains as of `tile`, of `high` queries and all of the keys of a page. */
+/* Scores of `high` queries with all keys of a page, computed as in `tile`. */
 INLINE void page_scores(int high, int wide, int size, int width, const float *query, const char *page, float *into, int keys) {
     const int parts = wide * PARTS;
     for (int column = 0; column < PANEL; column += wide * LANES) {
@@ -668,7 +689,7 @@ INLINE void page_scores(int high, int wide, int size, int width, const float *qu
     }
 }
 
-/* And of their chances and the first `ends` values of a text, from `column` on. */
+/* Products of the probabilities with the first `ends` values of a text: wide * LANES columns from `column`. */
 INLINE void page_values(int high, int wide, const Paged *p, int64_t text, int64_t group, int column, int ends,
                         const float *chance, int keys, float *output) {
     const int width = up_to(p->of.head, LANES), size = p->of.element, parts = wide * PARTS;
@@ -691,7 +712,7 @@ INLINE void page_values(int high, int wide, const Paged *p, int64_t text, int64_
         for (int j = 0; j < parts; ++j) *(Floats *)(output + i * width + column + j * WIDTH) = sum[i][j];
 }
 
-/* `high` queries, in fp32, of a text at `positions`, the last of which is the furthest: as in `attend`. */
+/* Attention of `high` fp32 queries of one text, computed as in `attend`. `positions` ends with the largest. */
 INLINE void attend_some(int high, const Paged *p, int64_t text, int64_t group, const float *query,
                         const int64_t *positions, float *chance, float *output, float *inverse) {
     const int width = up_to(p->of.head, LANES), ends = (int)positions[high - 1] + 1, keys = up_to(ends, PANEL);
@@ -712,8 +733,9 @@ INLINE void attend_some(int high, const Paged *p, int64_t text, int64_t group, c
     for (; column < width; column += LANES) page_values(high, 1, p, text, group, column, ends, chance, keys, output);
 }
 
-/* Puts keys and values of all rows into their pages, and has each row attend to what its text has up to it. Rows of a
- * text stand behind each other, in order. `memory`: HIGH * (across * PANEL + 2 * width) floats. */
+/* Store keys and values of all rows in their pages. Then each row attends to the tokens of its text up to itself.
+ *
+ * Rows of a text are adjacent and in order. `memory` holds HIGH * (across * PANEL + 2 * width) floats. */
 void attend_paged(const Paged *p, const Heads *q, const Heads *k, const Heads *v, const Heads *o, float *memory) {
     const Attention *a = &p->of;
     const int width = up_to(a->head, LANES), size = a->element, key_size = p->key_element;
@@ -733,7 +755,7 @@ void attend_paged(const Paged *p, const Heads *q, const Heads *k, const Heads *v
     for (int64_t first = 0, rows; first < a->rows; first += rows) {
         const int64_t text = p->texts[first];
         for (rows = 1; first + rows < a->rows && p->texts[first + rows] == text;) ++rows;
-        /* Queries of a group by row, then head: the furthest one is always the last. */
+        /* Queries of a group are ordered by row, then head, so that the last one has the largest position. */
         for (int64_t group = 0; text >= 0 && group < a->groups; ++group)
             for (int64_t next = 0, some; next < rows * shared; next += some) {
                 some = rows * shared - next < HIGH ? 1 : HIGH;
@@ -757,15 +779,17 @@ void attend_paged(const Paged *p, const Heads *q, const Heads *k, const Heads *v
     }
 }
 
-/* Outputs of a matrix that are computed at a time, of two vectors of rows at the most; floats of a line of memory. */
+/* TALL: output features that `few_outputs` computes at a time, for at most two vectors of rows.
+ * LINE: floats of a cache line. */
 #if defined __AVX__ && !defined __AVX512F__
 enum { TALL = 6, LINE = 16 };
 #else
 enum { TALL = 12, LINE = 16 };
 #endif
 
-/* TALL outputs of rows that lie as `columns` [k, wide * WIDTH]: of `w` [TALL, k], into `y`, whose rows are `n` apart.
- * As much of w that lies `ahead`, if anything does, is brought near meanwhile. */
+/* Compute TALL output features y = x w^T + bias, with the transposed rows x^T in `columns` [k, wide * WIDTH].
+ *
+ * `w` is [TALL, k], and rows of y are `n` apart. Unless `ahead` is 0, w at that distance is prefetched. */
 INLINE void few_outputs(int wide, int rows, const float *columns, const float *w, const float *bias, float *y,
                         int64_t n, int64_t k, int64_t block, int64_t ahead) {
     Floats sum[TALL][2];
@@ -797,7 +821,7 @@ INLINE void few_outputs(int wide, int rows, const float *columns, const float *w
         for (int j = 0; j < TALL; ++j) y[i * n + j] = sum[j][i / WIDTH][i % WIDTH];
 }
 
-/* The same of all rows, one group after the other. */
+/* Call `few_outputs` for all m rows, in groups of at most two vectors. */
 INLINE void few_of_all(const float *columns, const float *w, const float *bias, float *y, int64_t m, int64_t n,
                        int64_t k, int64_t block, int64_t ahead) {
     for (int64_t row = 0; row < m; row += 2 * WIDTH, columns += 2 * WIDTH * k, y += 2 * WIDTH * n, ahead = 0) {
@@ -807,10 +831,13 @@ INLINE void few_of_all(const float *columns, const float *w, const float *bias, 
     }
 }
 
-/* Y [m, n] = X [m, k] W^T + bias, of W [n, k], for a few rows, in fp32: of each `block` of features one chain of
- * multiply-adds in their order, and these added to each other, the bias to the first. The matrix is read once, from where
- * it lies. `memory`: k floats for each row, these filled up to 32s. Of fewer than twelve outputs there is nothing: chains
- * beside each other keep compilers from taking one multiply-add apart, as GCC does for AMD's. */
+/* Linear layer of few rows in fp32: y [m, n] = x [m, k] w^T + bias, with w [n, k]. w is read once.
+ *
+ * Each `block` of input features is one chain of multiply-adds in their order. The sums of the blocks are added in
+ * order, the bias to the first one. `memory` holds k floats for each row, with m padded to a multiple of 32.
+ *
+ * n must be at least twelve: GCC splits the multiply-adds of a single chain on AMD processors, but not those of
+ * several chains side by side. */
 void few_rows(const float *x, const float *w, const float *bias, float *y, float *memory, int64_t m, int64_t n, int64_t k,
               int64_t block) {
     float *columns = memory;
@@ -820,7 +847,7 @@ void few_rows(const float *x, const float *w, const float *bias, float *y, float
             for (int i = 0; i < width; ++i) columns[l * width + i] = i < rows ? x[(row + i) * k + l] : 0;
     }
     for (int64_t next = 0; next < n; next += TALL) {
-        /* The last ones may be computed once more, and are the same. */
+        /* The last group may overlap the one before; it writes the same values again. */
         const int64_t j = next + TALL <= n ? next : n - TALL, ahead = next + 2 * TALL <= n ? TALL * k : 0;
         few_of_all(memory, w + j * k, bias ? bias + j : 0, y + j, m, n, k, block, ahead);
     }

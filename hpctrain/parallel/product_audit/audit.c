@@ -1,5 +1,6 @@
-/* What an audit reads of matrices: each function goes over them once. Rows lie `stride` elements apart, elements
- * have 4 bytes, fp32, or 2, bf16; all else is fp32. Compiled at a run's start for the processor that it runs on. */
+/* Sums over the rows and columns of matrices, by which an audit checks matrix products. Each function reads its
+ * matrix once. Rows are `stride` elements apart. Elements have `size` bytes: 4 for fp32, 2 for bf16. All other
+ * arguments are fp32. A run compiles this file for its own processor. */
 
 #include <float.h>
 #include <math.h>
@@ -62,7 +63,7 @@ INLINE void rows_of(const char *x, int64_t rows, int64_t columns, int64_t stride
     }
 }
 
-/* Of each row its product with a vector, and that of its squares with `weights`, or their sum if these are 0. */
+/* For each row of x: its product with `vector`, and the sum of its squares times `weights` (null for ones). */
 void audit_rows(const char *x, int64_t rows, int64_t columns, int64_t stride, const float *vector,
                 const float *weights, float *products, float *squares, int size) {
     if (size == 4 && weights) rows_of(x, rows, columns, stride, vector, weights, products, squares, 4, 1);
@@ -101,15 +102,15 @@ INLINE void columns_of(const char *x, int64_t rows, int64_t columns, int64_t str
     }
 }
 
-/* To `products` and `squares` is added of each column its product with a vector, and that of its squares with
- * `weights`, or their sum if these are 0. */
+/* For each column of x, add its product with `vector` to `products`, and the sum of its squares times `weights`
+ * (null for ones) to `squares`. */
 void audit_columns(const char *x, int64_t rows, int64_t columns, int64_t stride, const float *vector,
                    const float *weights, float *products, float *squares, int size) {
     if (size == 4) columns_of(x, rows, columns, stride, vector, weights, products, squares, 4);
     else columns_of(x, rows, columns, stride, vector, weights, products, squares, 2);
 }
 
-/* Both of one matrix: of rows with `along`, added of columns with `across`, and of both the sums of squares. */
+/* Both of one matrix: write the sums of its rows with `along`, and add those of its columns with `across`. */
 void audit_matrix(const char *x, int64_t rows, int64_t columns, int64_t stride, const float *along,
                   const float *across, float *of_rows, float *row_squares, float *of_columns,
                   float *column_squares, int size) {
@@ -121,8 +122,10 @@ void audit_matrix(const char *x, int64_t rows, int64_t columns, int64_t stride, 
     }
 }
 
-/* See `judge` in audit_passes.py. `limit` is the largest number that is certain to be one, `accumulated` and
- * `rounded` are the factors of both tolerances; the worst is never less than it was. */
+/* Raise `worst` to the largest error of a row relative to its tolerance (AuditKernels.judge explains it).
+ *
+ * `limit` is the largest magnitude that certainly does not overflow. `accumulated` and `rounded` are the factors of
+ * the errors of accumulation and rounding. */
 void audit_judge(int64_t rows, const float *expected, const float *there, const float *added, const float *squares,
                  int64_t depth, float accumulated, float rounded, float limit, int alike,
                  float least, float coherent, float biased, float *worst) {
