@@ -112,7 +112,7 @@ class CrossEntropy:
         local = targets - first
         is_local = predicted & (local >= 0) & (local < logits.columns)
 
-        local_sums = head.groups.functions.partition(logits, local.masked_fill(~is_local, -1))
+        local_sums = head.groups.functions.softmax_statistics(logits, local.masked_fill(~is_local, -1))
         maximum, total, at_target = local_sums.maximum, local_sums.total, local_sums.at_column
         if tensor.size > 1:
             parts = tensor.all_gather(torch.stack((maximum, total, at_target)).unsqueeze(0))

@@ -103,8 +103,8 @@ def call_all(library: ctypes.CDLL) -> None:
         library.layer_norm(x, x, x, x, memory, memory, height, width, ctypes.c_float(1.0), size)
         library.layer_norm_gradient(x, x, x, memory, memory, x, memory, memory, height, width, size)
         of_rows = ctypes.c_int64(2), *[ctypes.c_int64(_BLOCK + 8)] * 2, ctypes.c_float(1.0), size
-        library.partition(memory, column, x, x, x, *of_rows)
-        library.partition_gradient(memory, column, x, x, x, *of_rows)
+        library.softmax_statistics(memory, column, x, x, x, *of_rows)
+        library.softmax_gradient(memory, column, x, x, x, *of_rows)
         library.attend(sizes, *[tensor] * 4, x, memory, first, last)
         whole = [ctypes.c_int64(each) for each in (2 * _LANES + 3, _LANES + 5, _LANES + 8, _LANES + 1)]
         library.few_rows(x, x, x, x, memory, *whole)

@@ -293,8 +293,8 @@ INLINE void gated_gradient_of(const char *dy, const char *x, char *dx, size_t ro
  * For each row: `extreme`, the largest sign(factor) * x, at least -FLT_MAX; `sum`, the sum of
  * exp(logit - largest logit); `at_column`, the logit of `column`, or -infinity if that is negative. A row is read in
  * blocks, each one once from memory. */
-INLINE void partition_of(const char *x, const int64_t *column, float *extreme, float *sum, float *at_column,
-                         size_t rows, size_t columns, size_t width, float factor, int size) {
+INLINE void softmax_statistics_of(const char *x, const int64_t *column, float *extreme, float *sum, float *at_column,
+                                  size_t rows, size_t columns, size_t width, float factor, int size) {
     const float sign = copysignf(1, factor), scale = fabsf(factor);
     for (size_t row = 0; row < rows; ++row, x += width * size) {
         float largest = -FLT_MAX, whole = 0;
@@ -324,7 +324,7 @@ INLINE void partition_of(const char *x, const int64_t *column, float *extreme, f
 
 /* Overwrite x with its gradient: factor * (weight * exp(logit - largest logit) - of_column, the latter only at
  * `column`). `weight` and `of_column` are [rows]. The padding of each row becomes 0. */
-INLINE void partition_gradient_of(char *x, const int64_t *column, const float *extreme, const float *weight,
+INLINE void softmax_gradient_of(char *x, const int64_t *column, const float *extreme, const float *weight,
                                   const float *of_column, size_t rows, size_t columns, size_t width, float factor,
                                   int size) {
     const float sign = copysignf(1, factor), scale = fabsf(factor);
@@ -387,16 +387,16 @@ void layer_norm_gradient(const char *dy, const char *x, const char *weight, cons
             layer_norm_gradient_of(dy, x, weight, mean, inverse, dx, of_weight, of_bias, rows, width, 2))
 }
 
-void partition(const char *x, const int64_t *column, float *extreme, float *sum, float *at_column, size_t rows,
-               size_t columns, size_t width, float factor, int size) {
-    BY_SIZE(size, partition_of(x, column, extreme, sum, at_column, rows, columns, width, factor, 4),
-            partition_of(x, column, extreme, sum, at_column, rows, columns, width, factor, 2))
+void softmax_statistics(const char *x, const int64_t *column, float *extreme, float *sum, float *at_column,
+                        size_t rows, size_t columns, size_t width, float factor, int size) {
+    BY_SIZE(size, softmax_statistics_of(x, column, extreme, sum, at_column, rows, columns, width, factor, 4),
+            softmax_statistics_of(x, column, extreme, sum, at_column, rows, columns, width, factor, 2))
 }
 
-void partition_gradient(char *x, const int64_t *column, const float *extreme, const float *weight,
+void softmax_gradient(char *x, const int64_t *column, const float *extreme, const float *weight,
                         const float *of_column, size_t rows, size_t columns, size_t width, float factor, int size) {
-    BY_SIZE(size, partition_gradient_of(x, column, extreme, weight, of_column, rows, columns, width, factor, 4),
-            partition_gradient_of(x, column, extreme, weight, of_column, rows, columns, width, factor, 2))
+    BY_SIZE(size, softmax_gradient_of(x, column, extreme, weight, of_column, rows, columns, width, factor, 4),
+            softmax_gradient_of(x, column, extreme, weight, of_column, rows, columns, width, factor, 2))
 }
 
 /* Tile of a matrix product: C [HIGH, wide * LANES] = A B, or C += A B if `add`.

@@ -26,7 +26,7 @@ from hpctrain.deck.activations import ACTIVATIONS, Activation, ElementwiseFuncti
 from hpctrain.parallel.attention.packed import document_attention
 from hpctrain.parallel.autograd import apply_function
 from hpctrain.parallel.kernels.function_library import AttentionArguments, Heads, workspace_floats
-from hpctrain.parallel.kernels.logits import CompiledPartition, Partition, SplitLogits
+from hpctrain.parallel.kernels.logits import CompiledSoftmaxStatistics, SoftmaxStatistics, SplitLogits
 
 _ROUNDING = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
 """Largest relative and absolute difference of results, by format."""
@@ -79,9 +79,9 @@ class LayerFunctions:
         """Return the LayerNorm (arXiv 1607.06450) over the last dim."""
         return functional.layer_norm(x, weight.shape, weight, bias, epsilon)
 
-    def partition(self, logits: SplitLogits, column: Tensor) -> Partition:
+    def softmax_statistics(self, logits: SplitLogits, column: Tensor) -> SoftmaxStatistics:
         """Return the softmax statistics of logits, and of the logit at `column` [n] of each row."""
-        return Partition(logits, column)
+        return SoftmaxStatistics(logits, column)
 
     def attend(
         self,
@@ -195,8 +195,8 @@ class CompiledFunctions(LayerFunctions):
         return result
 
     @override
-    def partition(self, logits: SplitLogits, column: Tensor) -> Partition:
-        return CompiledPartition(logits, column, self.call)
+    def softmax_statistics(self, logits: SplitLogits, column: Tensor) -> SoftmaxStatistics:
+        return CompiledSoftmaxStatistics(logits, column, self.call)
 
     @override
     def attend(
@@ -267,14 +267,14 @@ class _Losses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, functions: LayerFunctions) -> Tensor:
         column = torch.arange(len(x)) * 271 - 1
-        found = functions.partition(SplitLogits(x.clone(), x.shape[1] - 3, 0.7), column)
-        ctx.partition, ctx.predicted = found, column >= 0
+        found = functions.softmax_statistics(SplitLogits(x.clone(), x.shape[1] - 3, 0.7), column)
+        ctx.statistics, ctx.predicted = found, column >= 0
         return (found.total.log() + found.maximum - found.at_column).masked_fill(column < 0, 0).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         weight = 1000 * gradient.float() * ctx.predicted
-        result: Tensor = ctx.partition.gradient(weight / ctx.partition.total, weight)
+        result: Tensor = ctx.statistics.gradient(weight / ctx.statistics.total, weight)
         return result, None
 
 

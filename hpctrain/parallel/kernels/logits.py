@@ -30,7 +30,7 @@ class SplitLogits:
     multiplier: float = 1.0
 
 
-class Partition:
+class SoftmaxStatistics:
     """Softmax statistics of the logits, in fp32 [n], by torch's operations.
 
     Args:
@@ -82,7 +82,7 @@ class Partition:
         return x if x is products else products.copy_(x)
 
 
-class CompiledPartition(Partition):
+class CompiledSoftmaxStatistics(SoftmaxStatistics):
     """Softmax statistics by the compiled library, of products in fp32 or bf16.
 
     Args:
@@ -99,7 +99,7 @@ class CompiledPartition(Partition):
         x, column = self._logits.products, self._column
         assert x.is_contiguous() and column.is_contiguous() and column.dtype == torch.int64
         self._extreme, self.total, self.at_column = torch.empty(3, len(x))
-        self._call("partition", x, column, self._extreme, self.total, self.at_column, *self._sizes())
+        self._call("softmax_statistics", x, column, self._extreme, self.total, self.at_column, *self._sizes())
         # Scaled afterwards, so that the exponential of the largest logit is one, however it rounds.
         largest = self._extreme * abs(self._logits.multiplier)
         self.maximum = largest.clamp_min_(torch.finfo(torch.float32).min)
@@ -108,7 +108,7 @@ class CompiledPartition(Partition):
     def gradient(self, weight: Tensor, of_column: Tensor) -> Tensor:
         x, weights = self._logits.products, (weight.contiguous(), of_column.contiguous())
         assert all(each.dtype == torch.float32 for each in weights)
-        self._call("partition_gradient", x, self._column, self._extreme, *weights, *self._sizes())
+        self._call("softmax_gradient", x, self._column, self._extreme, *weights, *self._sizes())
         return x
 
     def _sizes(self) -> tuple[int, int, int, float, object]:

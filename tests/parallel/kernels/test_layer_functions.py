@@ -40,7 +40,7 @@ from hpctrain.parallel.kernels.layer_functions import (
     LayerFunctions,
     agrees,
 )
-from hpctrain.parallel.kernels.logits import Partition, SplitLogits
+from hpctrain.parallel.kernels.logits import SoftmaxStatistics, SplitLogits
 
 FORMATS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 """How far results may be from the exact ones, in the norm."""
@@ -264,8 +264,8 @@ def test_a_library_that_computes_something_else_is_found_out(compiled: CompiledF
     assert not agrees(WrongWithoutBias())
 
     class WrongSums(LayerFunctions):
-        def partition(self, logits: SplitLogits, column: Tensor) -> Partition:
-            found = super().partition(logits, column)
+        def softmax_statistics(self, logits: SplitLogits, column: Tensor) -> SoftmaxStatistics:
+            found = super().softmax_statistics(logits, column)
             if logits.products.dtype == torch.bfloat16:
                 found.total *= 1.1
             return found
@@ -286,7 +286,7 @@ def trapping(before: str, instead: str = "__builtin_trap();") -> bytes:
 def test_a_library_is_tried_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = Path(library.__file__)
     try_library(compile_functions(), program)
-    for name in ("gelu_gradient", "partition_gradient", "attend_gradient"):
+    for name in ("gelu_gradient", "softmax_gradient", "attend_gradient"):
         with pytest.raises(CompilerError, match=r"does not run on this processor: SIG(ILL|TRAP)$"):
             try_library(trapping(name), program)
     with pytest.raises(CompilerError, match=r"does not run .*SIG(ILL|TRAP)"):  # in bf16 alone

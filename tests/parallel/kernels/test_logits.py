@@ -1,4 +1,4 @@
-"""Partition functions of rows of logits and their gradients, by torch and compiled, beside exact ones."""
+"""Softmax statistics of logits and their gradients, of torch and compiled and compared with exact ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_sums_and_gradients(functions: LayerFunctions, columns: int, filled: int
         products = products_of(columns, columns + filled, form)
         exact = products[:, :columns].double() * multiplier
         given = products.clone()
-        found = functions.partition(SplitLogits(given, columns, multiplier), column)
+        found = functions.softmax_statistics(SplitLogits(given, columns, multiplier), column)
         torch.testing.assert_close(found.maximum.double(), exact.amax(1), rtol=1e-7, atol=0)
         total = (exact - exact.amax(1, keepdim=True)).exp()
         torch.testing.assert_close(found.total.double(), total.sum(1), rtol=2e-6, atol=0)
@@ -71,7 +71,7 @@ def losses(
     functions: LayerFunctions, products: Tensor, column: Tensor, multiplier: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropies and their gradients."""
-    found = functions.partition(SplitLogits(products.clone(), products.shape[1], multiplier), column)
+    found = functions.softmax_statistics(SplitLogits(products.clone(), products.shape[1], multiplier), column)
     loss = found.total.log() + found.maximum - found.at_column
     return loss, found.gradient(1 / found.total, torch.ones(len(products)))
 
@@ -119,7 +119,7 @@ def test_what_is_not_finite_stays_so(functions: LayerFunctions, form: torch.dtyp
 
 def test_a_rank_may_hold_what_is_filled_up_alone(functions: LayerFunctions) -> None:
     for form in FORMATS:
-        found = functions.partition(
+        found = functions.softmax_statistics(
             SplitLogits(torch.full((2, 20), math.nan, dtype=form), 0), torch.tensor([-1, -1])
         )
         assert found.maximum.tolist() == [torch.finfo(torch.float32).min] * 2
