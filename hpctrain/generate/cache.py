@@ -10,8 +10,8 @@ from torch import Tensor
 from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.rotary import Rotary, RotaryFrequencies
 from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.attention.paged import LayerPages, TokenPositions
 from hpctrain.parallel.kernels.function_library import PAGE
-from hpctrain.parallel.paged import LayerPages, TokenPositions
 
 
 class KeyValueCache:
@@ -101,4 +101,4 @@ class CachePass:
     def attend(self, block: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Return the result of attention in a block of the model, with the keys and values in the cache."""
         layer = self.cache.layers[block]
-        return layer.attend(query, key, value, self.cache.turning, scale, self.places)
+        return layer.attend(query, key, value, *self.cache.turning, places=self.places, scale=scale)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.attention.paged import PageLayout
 from hpctrain.parallel.kernels.function_library import PAGE
-from hpctrain.parallel.paged import PageLayout
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,8 @@ from hpctrain.model.query_key_norm import QueryKeyNorm
 from hpctrain.model.rotary import Rotary
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
-from hpctrain.parallel.attention.all_to_all import all_to_all_attention
-from hpctrain.parallel.attention.ring import ring_attention
+from hpctrain.parallel.attention.core import attention_core
 from hpctrain.parallel.kernels.function_library import workspace_floats
-from hpctrain.parallel.kernels.layer_functions import rotate
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize
 from hpctrain.parallel.tensor import ColumnLinear, RowLinear, RowPartition
@@ -43,6 +41,7 @@ class Attention(nn.Module):
         self.groups, self.head_size, self.block = groups, size, block
         changed = shape.parametrization.of_scores
         self.scale = None if changed == 1 else changed * size**-0.5
+        self.compute_core = attention_core(groups, self.scale)
         self.core = AttentionSize(shape.heads, shape.key_value_heads, size, shape.sequence)
         self.rotated = shape.traits.positions == "rotary"
         queries = RowPartition.split(shape.heads * size, groups.tensor, size)
@@ -127,24 +126,10 @@ class Attention(nn.Module):
             cached: Tensor = self.output(cache.attend(self.block, query, key, value, self.scale).flatten(2))
             return cached
         tables = rotary.tables if rotary is not None else ()
-        core = partial(self._attend, documents)
+        core = partial(self.compute_core, documents=documents)
         attended = self.groups.saved_policy.attend(core, parts, tables)
         output: Tensor = self.output(attended.flatten(2))
         return output
-
-    def _attend(
-        self, documents: Documents | None, query: Tensor, key: Tensor, value: Tensor, *tables: Tensor
-    ) -> Tensor:
-        """Return softmax attention, with rotation if there are tables."""
-        context, attend = self.groups.context, self.groups.functions.attend
-        if context.size == 1:
-            return attend(query, key, value, tables, self.scale, documents)
-        if tables:
-            query, key = rotate(query, *tables), rotate(key, *tables)
-        if self.groups.context_form == "ring":
-            return ring_attention(query, key, value, context, self.scale, documents)
-        whole = partial(attend, tables=(), scale=self.scale, documents=documents)
-        return all_to_all_attention(query, key, value, context, whole)
 
     def saved(self, at: ActivationSizes) -> list[SavedStorage]:
         """Return what autograd saves: what the core saves, and its output if the core does not save it."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+from hpctrain.data.documents import Documents
+from hpctrain.parallel.kernels.layer_functions import rotate
 
 
 def _heads_to_sequence(x: Tensor, group: Group) -> Tensor:
@@ -42,7 +42,15 @@ class _Exchange(torch.autograd.Function):
         return exchange(gradient, ctx.group), None, None
 
 
-def all_to_all_attention(query: Tensor, key: Tensor, value: Tensor, group: Group, attend: Attend) -> Tensor:
+def all_to_all_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *tables: Tensor,
+    group: Group,
+    attend: Callable[..., Tensor],
+    documents: Documents | None = None,
+) -> Tensor:
     """Return the attention [s/c, b, heads, d] over the full sequence. Collective over the context ranks.
 
     Keys and values with fewer heads than ranks are repeated until each rank has one.
@@ -51,12 +59,16 @@ def all_to_all_attention(query: Tensor, key: Tensor, value: Tensor, group: Group
         query: Queries of this rank's piece, [s/c, b, heads, d]. The pieces of the ranks are consecutive.
         key: Keys of the piece.
         value: Values of the piece.
+        tables: Tables of a Rotary that rotates queries and keys first, or none.
         group: Ranks of the context axis.
-        attend: Computes attention over full sequences.
+        attend: AttentionCore of one rank, which computes full sequences.
+        documents: Boundaries of documents, which attention does not cross. None for full sequences.
     """
+    if tables:
+        query, key = rotate(query, *tables), rotate(key, *tables)
     shared = group.size // key.shape[2]
     if shared > 1:
         key, value = key.repeat_interleave(shared, dim=2), value.repeat_interleave(shared, dim=2)
     query, key, value = (_Exchange.apply(x, group, True) for x in (query, key, value))
-    result: Tensor = _Exchange.apply(attend(query, key, value), group, False)
+    result: Tensor = _Exchange.apply(attend(query, key, value, documents=documents), group, False)
     return result

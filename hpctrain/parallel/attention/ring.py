@@ -23,6 +23,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.data.documents import Documents
 from hpctrain.parallel.attention.block import attend, attend_backward, merge
+from hpctrain.parallel.kernels.layer_functions import rotate
 
 _KEYS, _GRADIENTS = 1, 2
 """Message tags: keys and values, and their gradients."""
@@ -176,6 +177,7 @@ def ring_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *tables: Tensor,
     group: Group,
     scale: float | None = None,
     documents: Documents | None = None,
@@ -186,9 +188,12 @@ def ring_attention(
         query: Queries of this rank's early and late piece, [s/c, b, heads, d].
         key: Keys of the pieces.
         value: Values of the pieces.
+        tables: Tables of a Rotary that rotates queries and keys first, or none.
         group: Ranks of the context axis.
         scale: Factor of the products of queries and keys, by default 1 / sqrt(d).
         documents: Boundaries of documents, which attention does not cross. None for full sequences.
     """
+    if tables:
+        query, key = rotate(query, *tables), rotate(key, *tables)
     result: Tensor = _RingAttention.apply(query, key, value, group, scale, documents)
     return result

@@ -88,8 +88,8 @@ class LayerFunctions:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        tables: Sequence[Tensor],
-        scale: float | None,
+        *tables: Tensor,
+        scale: float | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
         """Return the causal softmax attention [s, b, heads, d] of complete sequences.
@@ -204,8 +204,8 @@ class CompiledFunctions(LayerFunctions):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        tables: Sequence[Tensor],
-        scale: float | None,
+        *tables: Tensor,
+        scale: float | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -235,7 +235,7 @@ def agrees(functions: LayerFunctions) -> bool:
         (lambda by: lambda x, *of: by.layer_norm(x, *of, 1e-5), [random(3, 35), random(35), random(35)]),
         (lambda by: lambda x: _Losses.apply(x, by), [3 * random(4, 1100)]),
         (
-            lambda by: lambda q, k, v: by.attend(q, k, v, [x.to(q.dtype) for x in tables], None),
+            lambda by: lambda q, k, v: by.attend(q, k, v, *(x.to(q.dtype) for x in tables)),
             [random(rows, 2, heads, head) for heads in (4, 2, 2)],
         ),
     ]

@@ -71,7 +71,7 @@ def _attend(
     inner = operands.take(sequence, batch, 3 * heads * size).detach().requires_grad_()
     parts = [part.unflatten(-1, (heads, size)) for part in inner.split(heads * size, dim=-1)]
     gradient = operands.take(*sizes)
-    return _both(lambda: functions.attend(parts[0], parts[1], parts[2], (), None), gradient, clock)
+    return _both(lambda: functions.attend(parts[0], parts[1], parts[2]), gradient, clock)
 
 
 def measure_elementwise(decks: Sequence[Deck], clock: Clock) -> dict[ElementwiseKind, tuple[float, float]]:

@@ -101,7 +101,7 @@ def test_by_all_functions(compiled: CompiledFunctions, form: torch.dtype, turns:
     functions: LayerFunctions = compiled if by == "compiled" else TORCH
     angles = random(ROWS, 1, 1, SIZE // 2).repeat(1, 1, 1, 2)
     tables = [x.to(form) for x in (angles.cos(), angles.sin())] if turns else []
-    compare(lambda q, k, v: functions.attend(q, k, v, tables, None, documents()), form, tables)
+    compare(lambda q, k, v: functions.attend(q, k, v, *tables, documents=documents()), form, tables)
 
 
 def test_a_document_is_computed_as_one_that_is_alone(compiled: CompiledFunctions) -> None:
@@ -109,10 +109,10 @@ def test_a_document_is_computed_as_one_that_is_alone(compiled: CompiledFunctions
     inputs, weight = inputs_of(torch.float32)
     inputs[1][:40, 0] = math.nan  # the first two and part of the third document
     for functions in (compiled, TORCH):
-        whole = derived(lambda *x, by=functions: by.attend(*x, (), None, documents()), inputs, weight)
+        whole = derived(lambda *x, by=functions: by.attend(*x, documents=documents()), inputs, weight)
         at = slice(41, 101), slice(0, 1)
         alone = derived(
-            lambda *x, by=functions: by.attend(*x, (), 1 / math.sqrt(SIZE)),
+            lambda *x, by=functions: by.attend(*x, scale=1 / math.sqrt(SIZE)),
             [x[at] for x in inputs],
             weight[at],
         )

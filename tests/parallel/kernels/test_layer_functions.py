@@ -196,7 +196,9 @@ def test_attention(
             inputs = [random(rows, batch, count, size, seed=count) for count in (heads, groups)]
             inputs = [x.to(form) for x in (*inputs, random(rows, batch, groups, size, seed=9))]
             weight = random(rows, batch, heads, size, seed=1).to(form)
-            own = derived(lambda *x, by=(tables, scale): compiled.attend(*x, *by), inputs, weight)
+            own = derived(
+                lambda *x, by=(tables, scale): compiled.attend(*x, *by[0], scale=by[1]), inputs, weight
+            )
             exact = derived(softmax_attention(tables, scale), [x.double() for x in inputs], weight)
             largest = max(float(x.norm()) for x in exact[1:])
             for found, right in zip(own, exact, strict=True):
@@ -208,10 +210,10 @@ def test_attention(
 def test_operands_may_lie_anywhere(compiled: CompiledFunctions) -> None:
     inner = random(20, 2, 3 * 4 * 8)
     parts = [part.unflatten(-1, (4, 8)) for part in inner.split(32, -1)]
-    found = compiled.attend(*parts, (), None)
-    assert torch.equal(found, compiled.attend(*(part.contiguous() for part in parts), (), None))
+    found = compiled.attend(*parts)
+    assert torch.equal(found, compiled.attend(*(part.contiguous() for part in parts)))
     crosswise = [part.transpose(2, 3).contiguous().transpose(2, 3) for part in parts]
-    assert torch.equal(found, compiled.attend(*crosswise, (), None))
+    assert torch.equal(found, compiled.attend(*crosswise))
     assert torch.equal(compiled.gelu(inner.transpose(0, 1)), compiled.gelu(inner).transpose(0, 1))
 
 
@@ -220,7 +222,7 @@ def test_what_is_not_finite_stays_so(compiled: CompiledFunctions) -> None:
         for bad in (math.nan, math.inf):
             x = random(40, 1, 1, 8).to(form)
             x[11, 0, 0, 3] = bad
-            assert not compiled.attend(x, x, x, (), None)[11].isfinite().all()
+            assert not compiled.attend(x, x, x)[11].isfinite().all()
             for result in (
                 compiled.rms_norm(x, torch.ones(8, dtype=form), 1e-5),
                 compiled.layer_norm(x, *torch.ones(2, 8, dtype=form), 1e-5),

@@ -113,9 +113,9 @@ class LayerPages:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        tables: Sequence[Tensor],
-        scale: float | None,
+        *tables: Tensor,
         places: TokenPositions,
+        scale: float | None = None,
     ) -> Tensor:
         """Store new keys and values, and return the attention of each row to its text up to its own position.
 
@@ -124,8 +124,8 @@ class LayerPages:
             key: New keys, which may have fewer heads.
             value: New values.
             tables: Tables of a Rotary for all positions, or none.
-            scale: Factor of the products of queries and keys, by default 1 / sqrt(d).
             places: Texts and positions of the rows.
+            scale: Factor of the products of queries and keys, by default 1 / sqrt(d).
         """
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if isinstance(self.functions, CompiledFunctions):

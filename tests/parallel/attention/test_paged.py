@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.engine.function_choice import compile_functions
+from hpctrain.parallel.attention.paged import LayerPages, PageLayout, TokenPositions
 from hpctrain.parallel.kernels.function_library import PAGE, open_library
 from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions
-from hpctrain.parallel.paged import LayerPages, PageLayout, TokenPositions
 
 LENGTHS = (70, 1, 33, 5)
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def paged(
         rows = [torch.cat([x[a : a + c] for n, a, c in runs for x in [texts[n][kind]]]) for kind in range(3)]
         idle = [torch.cat((x, x.new_full((3, *x.shape[1:]), 7))) for x in rows]
         places = TokenPositions.of([*runs, (-1, 0, 3)], pages)
-        output = layer.attend(*idle, tables, 0.3, places)
+        output = layer.attend(*idle, *tables, places=places, scale=0.3)
         assert output.shape == idle[0].shape
         assert not output[-3:].any()
         for (n, _, _), part in zip(runs, output.split([c for *_, c in runs] + [3]), strict=False):
@@ -76,7 +76,7 @@ def test_rows_have_the_bits_of_the_whole_text(
             found = paged(functions, texts, tables, cuts, pages)
             for (query, key, value), output in zip(texts, found, strict=True):
                 turning = [table[: len(query)] for table in tables]
-                expected = functions.attend(query, key, value, turning, 0.3)
+                expected = functions.attend(query, key, value, *turning, scale=0.3)
                 if functions.compiled:
                     assert torch.equal(output, expected)
                 else:

@@ -1,0 +1,45 @@
+"""The interface of causal attention, and the choice of what computes it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from hpctrain.data.documents import Documents
+from hpctrain.parallel.attention.all_to_all import all_to_all_attention
+from hpctrain.parallel.attention.ring import ring_attention
+from hpctrain.parallel.layer_context import LayerContext
+
+
+class AttentionCore(Protocol):
+    """Causal softmax attention of this rank's pieces of the sequences. Collective over the context ranks."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *tables: Tensor, documents: Documents | None
+    ) -> Tensor:
+        """Return the output [s/c, b, heads, d].
+
+        Args:
+            query: Queries [s/c, b, heads, d].
+            key: Keys, which may have fewer heads.
+            value: Values, as many as keys.
+            tables: Tables of a Rotary that rotates queries and keys first, or none.
+            documents: Boundaries of documents, which attention does not cross. None for full sequences.
+        """
+
+
+def attention_core(groups: LayerContext, scale: float | None) -> AttentionCore:
+    """Return what computes attention on these ranks.
+
+    Args:
+        groups: Groups and functions of the layer.
+        scale: Factor of the products of queries and keys, by default 1 / sqrt(d).
+    """
+    on_one_rank = partial(groups.functions.attend, scale=scale)
+    if groups.context.size == 1:
+        return on_one_rank
+    if groups.context_form == "ring":
+        return partial(ring_attention, group=groups.context, scale=scale)
+    return partial(all_to_all_attention, group=groups.context, attend=on_one_rank)
