@@ -8,6 +8,12 @@ from torch import Tensor
 COPIES = 3
 """Number of copies that ranks send of what they compare."""
 
+WORDS = 1 << 32
+"""Modulus of `word_sum`.
+
+The sums of parts add up to that of the whole modulo this number, if parts begin at words.
+"""
+
 _WORD_BYTES = 4
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _CHUNK_ELEMENTS = 1 << 18  # fits into the second-level cache of a processor

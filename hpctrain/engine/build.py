@@ -52,8 +52,8 @@ from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.sequence import context_positions
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import layer_ranges
+from hpctrain.sharding.replica_check import check_replicas
 from hpctrain.sharding.state import StateTensor
-from hpctrain.sharding.synchronize import check_replicas
 
 
 @dataclass(frozen=True)

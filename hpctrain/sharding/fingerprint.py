@@ -1,54 +1,147 @@
-"""Sums over the bits of tensors, which change if any single bit does."""
+"""Fingerprints that identify a tensor on any layout.
+
+Each element counts by its index in the global tensor. So the split among ranks does not matter, and sums over
+ranks are the fingerprint of the whole tensor. A fingerprint has two parts:
+
+- A wrapping sum of the elements' bits, each multiplied by an odd number that depends on its index. It
+  identifies the bits.
+- A sketch of the values (Charikar, Chen and Farach-Colton 2002): each value is added to one of a few sums,
+  with a sign that depends on its index. Sketches are linear, so the sketch of a difference is the difference
+  of the sketches. Its norm is that of the tensor to about a tenth, and exactly that of a single element.
+
+Three other sums of bits are faster, because they know less:
+
+| sum | used for |
+|---|---|
+| `word_sum` (`audit/bits.py`) | one changed bit, in messages and in memory |
+| `PositionSums` (`replica_check.py`) | equality of the same piece on several ranks |
+| `checkpoint/checksum.py` | pieces of a file, in a format that older files have |
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf, prod
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from hpctrain.audit.bits import word_sum as of_tensor
 from hpctrain.memory.scratch import Flat, read_pieces
+from hpctrain.parallel.shards import Shard
+from hpctrain.splitmix import GOLDEN, mix
 
-WORDS = 1 << 32
-"""Modulus of fingerprints.
+SUMS = 64
+"""Number of sums of a sketch."""
 
-Those of parts add up to that of the whole modulo this number, if parts begin at words.
-"""
+_PIECE = 1 << 16
+"""Number of elements at a time, so that intermediate results remain in the cache."""
 
-_PIECE = 1 << 18
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_KEY = np.uint64(0x5851F42D4C957F2D)
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-
-def fingerprint(values: Flat) -> Tensor:
-    """Return the sum of the 32-bit words of a flat tensor, int64 0-dim on its device. It wraps."""
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for _, piece in read_pieces(values):
-        total += of_tensor(piece)
-    return total
+Indices = NDArray[np.uint64]
+Sums = NDArray[np.float64]
 
 
-class PlacedFingerprints:
-    """Sums over the bits of values, weighted by position, so that exchanged values are detected.
+@dataclass
+class Fingerprint:
+    """Fingerprint of some elements.
 
-    It reuses its scratch memory. Otherwise small allocations between long-lived ones would leave gaps that
-    the C library cannot return, as large as the model.
+    Attributes:
+        bits: Sum of the bits modulo 2^64.
+        sketch: Sketch of the finite elements, fp64 [SUMS].
+        broken: Number of elements that are not finite.
+        elements: Number of all elements.
     """
 
-    def __init__(self) -> None:
-        self._scratch: dict[torch.device, tuple[Tensor, Tensor]] = {}
+    bits: int = 0
+    sketch: Sums = field(default_factory=lambda: np.zeros(SUMS))
+    broken: float = 0.0
+    elements: float = 0.0
 
-    def of(self, values: Flat, position: int = 0) -> Tensor:
-        """Return the int64 sum, 0-dim, over the bits of `values`, the first of which has this position."""
-        if values.device not in self._scratch:
-            odd = torch.arange(3, 2 * _PIECE + 3, 2, device=values.device)
-            self._scratch[values.device] = odd, torch.empty_like(odd)
-        odd, scratch = self._scratch[values.device]
-        total = torch.zeros((), dtype=torch.int64, device=values.device)
-        for _, read in read_pieces(values):
-            for piece in read.reshape(-1).split(_PIECE):
-                bits = scratch[: piece.numel()]
-                bits.copy_(piece.view(_BITS[piece.element_size()]))
-                # Multiply each word by 2 position + 3, which is odd.
-                total += bits.sum() * (2 * position)
-                total += bits.mul_(odd[: len(bits)]).sum()
-                position += len(bits)
-        return total
+    def add(self, values: Tensor, indices: Indices, weight: float = 1.0) -> None:
+        """Add elements with these global indices.
+
+        Args:
+            values: The elements, flat.
+            indices: Their indices in the global tensor.
+            weight: Factor of the sketch and of the counts.
+        """
+        words, numbers = _read(values)
+        hashed = mix(indices * np.uint64(GOLDEN) + _KEY)
+        self.bits = (self.bits + int((words * (hashed | np.uint64(1))).sum(dtype=np.uint64))) % 2**64
+        finite = np.isfinite(numbers)
+        if not finite.all():
+            self.broken += weight * float(np.count_nonzero(~finite))
+            numbers = np.where(finite, numbers, 0.0)
+        numbers = np.where(hashed & np.uint64(2), numbers, -numbers)
+        places = (hashed >> np.uint64(58)).astype(np.int64)
+        self.sketch += weight * np.bincount(places, numbers, SUMS)
+        self.elements += weight * numbers.size
+
+    def add_piece(self, shard: Shard, values: Flat, offset: int, weight: float = 1.0) -> None:
+        """Add elements of a Shard's local tensor, from index `offset` on, without their padding."""
+        for first, read in read_pieces(values):
+            for start, piece in _pieces(read.detach().reshape(-1)):
+                indices, is_real = global_indices(shard, offset + first + start, piece.numel())
+                self.add(
+                    piece if is_real is None else piece.cpu()[torch.from_numpy(is_real)], indices, weight
+                )
+
+    def add_number(self, number: float) -> None:
+        """Add one number."""
+        self.add(torch.tensor([number], dtype=torch.float64), np.zeros(1, np.uint64))
+
+
+def sketch_norm(sketch: Sums) -> float:
+    """Return an estimate of the 2-norm of the values that a sketch was made from."""
+    with np.errstate(over="ignore"):
+        norm = float(np.sqrt(np.square(sketch).sum()))
+    return norm if np.isfinite(norm) else inf
+
+
+def global_indices(shard: Shard, first: int, count: int) -> tuple[Indices, NDArray[np.bool_] | None]:
+    """Return the global indices of neighbouring elements of a Shard's local tensor, without padding.
+
+    Args:
+        shard: The Shard.
+        first: Row-major index of the first element in the local tensor.
+        count: Number of elements.
+
+    Returns:
+        The indices; a mask of the elements that are not padding, or None if none is.
+    """
+    local, start, shape = shard.local, shard.start, shard.shape
+    numbers = np.arange(first, first + count, dtype=np.uint64)
+    if local[1:] == shape[1:]:
+        begin = np.uint64(start[0] * prod(shape[1:])) if start else np.uint64(0)
+        indices, elements = numbers + begin, prod(shape)
+        if not count or int(indices[-1]) < elements:
+            return indices, None
+        is_real = indices < np.uint64(elements)
+        return indices[is_real], is_real
+    indices, is_real = np.zeros_like(numbers), np.ones(count, np.bool_)
+    stride = 1
+    for size, begin_of_dim, global_size in zip(local[::-1], start[::-1], shape[::-1], strict=True):
+        numbers, places = np.divmod(numbers, np.uint64(size))
+        places += np.uint64(begin_of_dim)
+        is_real &= places < np.uint64(global_size)
+        indices += places * np.uint64(stride)
+        stride *= global_size
+    return (indices, None) if is_real.all() else (indices[is_real], is_real)
+
+
+def _pieces(values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    for start in range(0, values.numel(), _PIECE):
+        yield start, values[start : start + _PIECE]
+
+
+def _read(values: Tensor) -> tuple[NDArray[np.uint64], Sums]:
+    """Return the words and the values of elements."""
+    values = values.detach().cpu().contiguous()
+    words = values.view(_WORDS[values.element_size()]).numpy()
+    unsigned = words.view(f"u{words.itemsize}").astype(np.uint64)
+    return unsigned, values.double().numpy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -11,12 +11,8 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
-from hpctrain.errors import HpctrainError
-from hpctrain.memory.scratch import Flat
 from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.bucket_layout import BucketSegment
-from hpctrain.sharding.fingerprint import PlacedFingerprints
 from hpctrain.sharding.measured_reduction import FirstMicroBatch, MeasuredReduction
 from hpctrain.sharding.reducer import Reducer
 from hpctrain.sharding.replica_sync import ReplicaSync
@@ -222,61 +218,3 @@ def _move_gradient(parameter: Tensor) -> None:
     parameter.gradient.add_(parameter.grad)
     parameter.grad = None
     parameter.added()
-
-
-def check_replicas(buckets: Sequence[Bucket], everyone: Group) -> None:
-    """Check that ranks which should hold the same parameters do. Collective over `everyone`.
-
-    It compares wrapping sums of the bits, weighted by position.
-
-    Raises:
-        HpctrainError: Parameters differ. It names them, on all ranks.
-    """
-    by_group: dict[Group, list[tuple[BucketSegment, Flat]]] = {}
-    for bucket in buckets:
-        for segment, values, _ in bucket.owned_segments(bucket.owned_values):
-            replicas = () if bucket.sharding.diverging else (bucket.sharding.replicas,)
-            for holders in (segment.replication.holders, *replicas):
-                by_group.setdefault(holders, []).append((segment, values))
-        if bucket.sharding.zero < 3 and bucket.values is not None:
-            of_all = [(segment, segment.view(bucket.values)) for segment in bucket.segments]
-            by_group.setdefault(bucket.sharding.group, []).extend(of_all)
-    fingerprints = PlacedFingerprints()
-    names = {name for group, parts in by_group.items() for name in _differing(parts, group, fingerprints)}
-    names.update(_differing_ends(buckets, fingerprints))
-    differing = sorted({name for rank in everyone.all_gather_object(sorted(names)) for name in rank})
-    if differing:
-        raise HpctrainError(
-            [f"parameter {name} differs between ranks that should hold the same values" for name in differing]
-        )
-
-
-def _differing(
-    parts: Sequence[tuple[BucketSegment, Flat]], group: Group, fingerprints: PlacedFingerprints
-) -> list[str]:
-    """Return the names of the parameters that differ between ranks of the group."""
-    if not parts or group.size == 1:
-        return []
-    sums = torch.stack([fingerprints.of(values) for _, values in parts])
-    gathered = group.all_gather(sums.unsqueeze(0))
-    return [
-        segment.parameter.shard.name
-        for index, (segment, _) in enumerate(parts)
-        if not bool((gathered[:, index] == gathered[0, index]).all())
-    ]
-
-
-def _differing_ends(buckets: Sequence[Bucket], fingerprints: PlacedFingerprints) -> Iterator[str]:
-    """Yield the names of tied parameters that differ between the first and the last pipeline stage.
-
-    The two stages split them at different places, so the sums over all slices are compared.
-    """
-    owned = [(bucket, *each) for bucket in buckets for each in bucket.owned_segments(bucket.owned_values)]
-    for bucket, segment, values, offset in sorted(owned, key=lambda each: each[1].parameter.shard.name):
-        ends = segment.replication.ends
-        if ends is not None:
-            sums = fingerprints.of(values, offset).unsqueeze(0)
-            if bucket.sharding.zero > 0:
-                sums = bucket.sharding.group.all_gather(sums).sum(0, keepdim=True)
-            if not torch.equal(sums, exchange_with_other_end(ends, sums)):
-                yield segment.parameter.shard.name

@@ -17,16 +17,16 @@ from contextlib import contextmanager
 import torch
 from typing_extensions import override
 
+from hpctrain.audit.bits import word_sum
 from hpctrain.audit.detected_fault import DetectedFault, SilentFaultError
 from hpctrain.audit.message_audit import message_audit_of
 from hpctrain.checkpoint.snapshots import StateSnapshot
 from hpctrain.engine.build import Engine
-from hpctrain.sharding.fingerprint import fingerprint
-from hpctrain.sharding.reduced_gradients import ReducedGradients
-from hpctrain.sharding.resting_state import RestingState, WatchedMemory, tensors_changed_in_steps
 from hpctrain.train.counters import Counters
 from hpctrain.train.hook import Hook, StepDone
+from hpctrain.train.reduced_gradients import ReducedGradients
 from hpctrain.train.repeated import Repetition
+from hpctrain.train.resting_state import RestingState, WatchedMemory, tensors_changed_in_steps
 from hpctrain.train.step import StepGuard, TrainState
 
 REPEATED = 10
@@ -119,7 +119,7 @@ class Guard(StepGuard, Hook):
         state of this rank is not to go on from then.
         """
         everyone = self.engine.world.everyone
-        digest = int(fingerprint(torch.tensor([0.0, *totals], dtype=torch.float64)))
+        digest = int(word_sum(torch.tensor([0.0, *totals], dtype=torch.float64)))
         told = everyone.all_gather(torch.tensor([[digest, len(own)]], device=everyone.device)).tolist()
         found = any(number != digest or count for number, count in told)
         word = torch.tensor([_WORD if found else 0], device=everyone.device)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from hpctrain.deck.schema import Deck
 from hpctrain.objective.dpo import REFERENCE
-from hpctrain.sharding.sketch import sketch_norm
+from hpctrain.sharding.fingerprint import sketch_norm
 from hpctrain.train.fingerprints import AS_COMPUTED, NORM, RATE, Print, StepPrints
 
 

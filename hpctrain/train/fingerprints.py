@@ -24,7 +24,7 @@ from hpctrain.model.modules.nested_tensors import tensors_of
 from hpctrain.model.part import Layer, ModelPart
 from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.sketch import SUMS, Fingerprint, Indices, Sums
+from hpctrain.sharding.fingerprint import SUMS, Fingerprint, Indices, Sums
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.outputs import in_backward
 from hpctrain.train.trainer import Trainer

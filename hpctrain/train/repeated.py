@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from hpctrain.audit.bits import word_sum
 from hpctrain.audit.detected_fault import DetectedFault
 from hpctrain.engine.build import Engine
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
-from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.train.step import Step, TrainState
 
 
@@ -61,7 +61,7 @@ class Repetition:
 
         def keep(bucket: Bucket) -> None:
             for segment in bucket.segments:  # what lies between them is nobody's, and may be anything
-                found[segment] = int(fingerprint(segment.view(bucket.gradients).view(-1)))
+                found[segment] = int(word_sum(segment.view(bucket.gradients).view(-1)))
 
         with (
             _set(step, "shift", shift),
@@ -72,7 +72,7 @@ class Repetition:
         engine.stage.synchronizer.after_step(False, 1.0)
         engine.stage.groups.statistics.reduce(engine.world.everyone)
         every = (segment for bucket in engine.stage.buckets for segment in bucket.segments)
-        return [int(fingerprint(sums)), *(found.get(segment, 0) for segment in every)]
+        return [int(word_sum(sums)), *(found.get(segment, 0) for segment in every)]
 
 
 @contextmanager

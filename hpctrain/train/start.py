@@ -16,7 +16,7 @@ from hpctrain.engine.build import Engine
 from hpctrain.errors import HpctrainError
 from hpctrain.model.modules.module_buffers import BUFFER_KIND as BUFFER
 from hpctrain.model.modules.module_part import ModulePart
-from hpctrain.sharding.synchronize import check_replicas
+from hpctrain.sharding.replica_check import check_replicas
 
 
 def start_from_source(deck: Deck, engine: Engine) -> str:

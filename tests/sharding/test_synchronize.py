@@ -1,4 +1,7 @@
-"""Buckets are synchronized when they are final, and replicas are compared before the first step."""
+"""Tests of sharding/synchronize.py and sharding/replica_check.py.
+
+Buckets are synchronized when they are final, and replicas are compared before the first step.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from hpctrain.model.part import blocks_of
 from hpctrain.model.transformer import Transformer
 from hpctrain.optim.optimizer import refresh
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.sharding import fingerprint
+from hpctrain.sharding import replica_check
+from hpctrain.sharding.replica_check import check_replicas
 from hpctrain.sharding.replication import Replications
-from hpctrain.sharding.synchronize import check_replicas
 from tests.engines import LLAMA, alone, make_buckets, small_deck, trainer
 
 
@@ -98,7 +101,7 @@ class Made(TorchDispatchMode):
 @pytest.mark.mpi(min_size=2)
 def test_what_compares_replicas_makes_its_memory_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes and goes with every piece leaves holes between what stays, which the C library keeps."""
-    monkeypatch.setattr(fingerprint, "_PIECE", 256)
+    monkeypatch.setattr(replica_check, "_PIECE", 256)
     engine = trainer(world, small_deck("layout.zero=1")).engine
     with Made() as made:
         check_replicas(engine.stage.buckets, world.everyone)

@@ -1,7 +1,7 @@
 """Silent faults in memory: each is found and located, and healed so that nothing is left of it.
 
-Tests of train/corruption.py, train/healing.py, train/way_back.py, sharding/resting_state.py,
-sharding/fingerprint.py, train/counters.py and deck/sections/stability.py.
+Tests of train/corruption.py, train/healing.py, train/way_back.py, train/resting_state.py,
+audit/bits.py, train/counters.py and deck/sections/stability.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from hpctrain.audit.bits import word_sum
 from hpctrain.audit.detected_fault import DetectedFault, SilentFaultError
 from hpctrain.audit.message_audit import MessageAudit
 from hpctrain.checkpoint.background import BackgroundSave
@@ -28,7 +29,6 @@ from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.report.marks import read_faults
 from hpctrain.report.rows import read_metrics
-from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.train import corruption, healing
 from hpctrain.train.control import Control, StepDecision
 from hpctrain.train.hook import Hook, StepDone
@@ -95,13 +95,13 @@ def test_any_bit_changes_a_fingerprint(dtype: torch.dtype) -> None:
     whole = torch.randint(0, 200, (64,)).to(dtype)
     for offset, length in ((0, 1), (0, 9), (1, 8), (2, 5), (3, 0), (3, 1), (1, 2)):
         values = whole[offset : offset + length]
-        before = int(fingerprint(values))
+        before = int(word_sum(values))
         for element in range(length):
             for bit in range(8 * dtype.itemsize):
                 flip(values, element, bit)
-                assert int(fingerprint(values)) != before
+                assert int(word_sum(values)) != before
                 flip(values, element, bit)
-        assert int(fingerprint(values)) == before
+        assert int(word_sum(values)) == before
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

@@ -22,9 +22,9 @@ from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.traffic import plan_traffic
 from hpctrain.sharding.compression.between import HierarchicalReduction
 from hpctrain.sharding.compression.power import PowerSgd
+from hpctrain.sharding.replica_check import check_replicas
 from hpctrain.sharding.replication import NodePeers
 from hpctrain.sharding.state import state_bytes
-from hpctrain.sharding.synchronize import check_replicas
 from tests.engines import Trainer, small_deck, trainer
 
 POWER = ("communication.compress=powersgd", "communication.powersgd.rank=2")

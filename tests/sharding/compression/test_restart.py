@@ -20,7 +20,7 @@ from hpctrain.engine.stage import PipelinePosition, plan_stage
 from hpctrain.memory.scratch import fill_pieces, read_pieces
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import accumulation
-from hpctrain.sharding.synchronize import check_replicas
+from hpctrain.sharding.replica_check import check_replicas
 from hpctrain.train.checkpoints import Checkpoints
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hpctrain.audit.bits import word_sum
 from hpctrain.audit.detected_fault import DetectedFault
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.sharding.synchronize import GradientSynchronizer
 
 
@@ -59,6 +59,4 @@ class ReducedGradients:
 
 def _of(bucket: Bucket) -> Tensor:
     """Return the fingerprint of each parameter's owned gradients."""
-    return torch.stack(
-        [fingerprint(values) for _, values, _ in bucket.owned_segments(bucket.owned_gradients)]
-    )
+    return torch.stack([word_sum(values) for _, values, _ in bucket.owned_segments(bucket.owned_gradients)])

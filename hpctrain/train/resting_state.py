@@ -16,11 +16,11 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from hpctrain.audit.bits import WORDS, word_sum
 from hpctrain.audit.detected_fault import DetectedFault
 from hpctrain.comm.group import Group
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
-from hpctrain.sharding.fingerprint import WORDS, fingerprint
 from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER, StateTensor
 from hpctrain.sharding.synchronize import exchange_with_other_end
 
@@ -86,7 +86,7 @@ class WatchedMemory:
 
     def _now(self) -> Tensor:
         none = torch.zeros(0, dtype=torch.int64)
-        return torch.stack([fingerprint(piece.values) for piece in self.pieces]) if self.pieces else none
+        return torch.stack([word_sum(piece.values) for piece in self.pieces]) if self.pieces else none
 
 
 class RestingState(WatchedMemory):

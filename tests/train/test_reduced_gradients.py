@@ -1,6 +1,6 @@
 """A bit that changes in a bucket's sum, while others are still to come, is found and leaves nothing behind.
 
-Tests of sharding/reduced_gradients.py.
+Tests of train/reduced_gradients.py.
 """
 
 from __future__ import annotations
