@@ -18,10 +18,9 @@ from hpctrain.deck.sections.objective import POLICY_KINDS, REFERENCE_KINDS, SCOR
 from hpctrain.deck.sections.optimizer import MuonTable
 from hpctrain.deck.sources import clipped, toml_value
 from hpctrain.engine.auxiliary_decks import critic_deck
-from hpctrain.engine.update_rules import RULES
+from hpctrain.engine.update_rules import RULES, compression_settings
 from hpctrain.errors import HpctrainError
 from hpctrain.model.width_scaling import WidthScaling
-from hpctrain.sharding.compression.settings import updates_before_reduced_momentum
 
 _PROGRESS_KEYS = ("communication.warmup", "policy.rollout", "policy.epochs")
 """Keys that are refused depending on the number of steps of the checkpoint, not on their values alone."""
@@ -270,7 +269,7 @@ def _optimizer_problems(deck: Deck, trained_deck: Deck, path: Path) -> list[str]
     if not deck.optimizer.restart:
         remedy = "optimizer.restart = true starts with new state"
         return [deck.problem(key, f"{path} holds {stored} ({remedy})")]
-    if deck.communication.warmup and (updates_before_reduced_momentum(deck) or has_outer_model(deck)):
+    if deck.communication.warmup and (compression_settings(deck).momentum_after or has_outer_model(deck)):
         sentence = (
             "conflicts with optimizer.restart, with which the optimizer counts updates from 0; "
             f'start a new run from its weights with [model] from = "{path}"'

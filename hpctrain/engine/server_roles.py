@@ -27,7 +27,7 @@ from hpctrain.model.part import ModelPart
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.optimizer import Agreement, Optimizer
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.sharding.reducer import make_reducer
+from hpctrain.sharding.reducer import Reducer
 from hpctrain.sharding.replica_sync import SyncEveryStep
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import GradientSynchronizer
@@ -76,7 +76,7 @@ def build_worker_stage(
     """Build the stage of a worker, with the parameters of `build_trained_stage`."""
     stage = build_stage(deck, groups, models, replications, trained=True)
     outer = SyncEveryStep()
-    reducers = [make_reducer(bucket, UnreducedGradients()) for bucket in stage.buckets]
+    reducers = [Reducer(bucket, UnreducedGradients()) for bucket in stage.buckets]
     synchronizer = GradientSynchronizer(reducers, outer)
     return TrainedStage(
         **vars(stage), synchronizer=synchronizer, outer=outer, optimizer=RemoteOptimizer(deck), stateful=[]

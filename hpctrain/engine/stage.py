@@ -26,7 +26,7 @@ from hpctrain.engine.deck_kernels import kernels_of
 from hpctrain.engine.function_choice import functions_of, planned_functions
 from hpctrain.engine.node_groups import NodeMesh, cut_by_node, ranks_of_node
 from hpctrain.engine.offload_settings import OffloadSettings, make_optimizer, planned_offload
-from hpctrain.engine.update_rules import RULES
+from hpctrain.engine.update_rules import RULES, compression_settings
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host
 from hpctrain.memory.recompute import Recompute
@@ -47,14 +47,13 @@ from hpctrain.pipeline.split import layer_ranges
 from hpctrain.sharding.bucket import Bucket, Store, value_bytes
 from hpctrain.sharding.bucket_layout import bucket_layouts
 from hpctrain.sharding.compression.methods import make_reduction
-from hpctrain.sharding.compression.settings import CompressionSettings
 from hpctrain.sharding.eight_bit_gather import bucket_maker
-from hpctrain.sharding.fragments import FragmentSchedule, fragments_of
 from hpctrain.sharding.gather import make_residency
-from hpctrain.sharding.local_steps import LocalSteps, OuterOptimizer
+from hpctrain.sharding.local_steps.fragments import FragmentSchedule, fragments_of
+from hpctrain.sharding.local_steps.local_steps import LocalSteps, OuterOptimizer
+from hpctrain.sharding.local_steps.outer_format import FORMATS
 from hpctrain.sharding.measured_reduction import FirstMicroBatch, MeasuredReduction
-from hpctrain.sharding.outer_format import FORMATS
-from hpctrain.sharding.reducer import make_reducer
+from hpctrain.sharding.reducer import Reducer
 from hpctrain.sharding.replica_sync import ReplicaSync, SyncEveryStep
 from hpctrain.sharding.replication import MeshQueries, Replications, ZeroSharding
 from hpctrain.sharding.state import ModuleState, Stateful, StateTensor
@@ -298,14 +297,14 @@ def build_trained_stage(
         rule.assign([parameter for model in models for parameter in parameter_list(model)])
     stage = build_stage(deck, groups, models, replications, offload.parameters, trained=True)
     trained = [bucket for bucket in stage.buckets if bucket.trained]
-    compression = CompressionSettings.of(deck)
+    compression = compression_settings(deck)
     reductions = [make_reduction(compression, bucket) for bucket in trained]
     measured, first = reductions, None
     if deck.run.noise_scale_steps and all(bucket.sharding.ranks == 1 for bucket in stage.buckets):
         first = FirstMicroBatch(stage.buckets[0].sharding.group.device)
     elif deck.run.noise_scale_steps:
         measured = list(map(MeasuredReduction, trained, reductions))
-    reducers = list(map(make_reducer, trained, measured))
+    reducers = list(map(Reducer, trained, measured))
     outer, in_order = ReplicaSyncChoice.of(deck).make(deck, stage), deck.model.module is not None
     sliced = deck.memory.accumulate == "sliced"
     return TrainedStage(

@@ -25,20 +25,25 @@ from hpctrain.optim.matrix.muon import Muon
 from hpctrain.optim.optimizer import UpdateRule
 from hpctrain.optim.schedule_free import ScheduleFree
 from hpctrain.optim.sgd import SGD
-from hpctrain.sharding.compression.settings import updates_before_reduced_momentum
+from hpctrain.sharding.compression.methods import CompressionSettings
+
+
+def compression_settings(deck: Deck) -> CompressionSettings:
+    """Return the settings of a deck from which its compressed reductions are made."""
+    return CompressionSettings(deck.communication, deck.optimizer.rule, deck.run.seed)
 
 
 def _adamw(deck: Deck) -> UpdateRule:
     keys, decay = deck.optimizer.rule, deck.optimizer.weight_decay
     assert isinstance(keys, AdamWTable | MuonTable)
-    return AdamW((keys.beta1, keys.beta2), keys.epsilon, decay, updates_before_reduced_momentum(deck))
+    return AdamW((keys.beta1, keys.beta2), keys.epsilon, decay, compression_settings(deck).momentum_after)
 
 
 def _sgd(deck: Deck) -> UpdateRule:
     keys = deck.optimizer.rule
     assert isinstance(keys, SgdTable)
     return SGD(
-        keys.momentum, keys.nesterov, deck.optimizer.weight_decay, updates_before_reduced_momentum(deck)
+        keys.momentum, keys.nesterov, deck.optimizer.weight_decay, compression_settings(deck).momentum_after
     )
 
 

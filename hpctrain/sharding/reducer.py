@@ -2,13 +2,14 @@
 
 A GradientReduction sums the gradients: exactly (ExactReduction) or with fewer bytes (`compression`). A
 Reducer decides where the sums are stored. With `layout.zero` 0 they replace the gradients on all ranks, with
-1 in each rank's slice. With 2 and 3 (ReduceIntoSlice) each rank keeps its slice, and the memory of all other
-gradients returns to the pool.
+1 in each rank's slice. With 2 and 3 each rank keeps its slice, and the memory of all other gradients returns
+to the pool.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor
@@ -30,12 +31,13 @@ class GradientReduction(Protocol):
     def scratch_bytes(self) -> int:
         """Bytes of memory that the sum uses while it is in flight, without gradients and sums."""
 
-    def begin(self, updates: int) -> None:
-        """Begin a step.
+    def begin(self, updates: int) -> None:  # noqa: ARG002
+        """Begin a step. By default nothing happens.
 
         Args:
             updates: Number of updates of the whole run so far, including those before a resume.
         """
+        return
 
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
         """Start to sum the gradients of the bucket over the ranks of its group. Collective.
@@ -49,13 +51,23 @@ class GradientReduction(Protocol):
             Handle whose result is `sums`.
         """
 
-    def after_step(self, updated: bool, factor: float) -> None:
-        """End a step.
+    def after_step(self, updated: bool, factor: float) -> None:  # noqa: ARG002
+        """End a step. By default nothing happens.
 
         Args:
             updated: False if the step was skipped.
             factor: Ratio of the next step's loss scale to this step's.
         """
+        return
+
+
+def end_step(residuals: Iterable[Tensor | None], updated: bool, factor: float) -> None:
+    """Adapt residuals to the end of a step: discard them if it was skipped, else apply the new loss scale."""
+    for residual in residuals:
+        if residual is not None and not updated:
+            residual.zero_()
+        elif residual is not None and factor != 1:
+            residual.mul_(factor)
 
 
 class ExactReduction(GradientReduction):
@@ -74,22 +86,17 @@ class ExactReduction(GradientReduction):
         return self.group.host.scratch_bytes(most, self.bucket.gradient_dtype.itemsize, cut)
 
     @override
-    def begin(self, updates: int) -> None:
-        """Do nothing: all steps are alike."""
-
-    @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
         if sums is gradients:
             return self.group.start_all_reduce(gradients)
         return self.group.start_reduce_scatter(gradients, sums, self.bucket.layout.sizes)
 
-    @override
-    def after_step(self, updated: bool, factor: float) -> None:
-        """Do nothing: it has no state."""
-
 
 class Reducer:
-    """Reduction in place, for ZeRO-0 (all gradients) and ZeRO-1 (this rank's slice of them).
+    """Reduction of a bucket's gradients to where its stage of ZeRO stores their sums.
+
+    With stages 2 and 3 it may reduce after each micro-batch. Then the first sums are stored in place, and
+    later ones are added.
 
     Args:
         bucket: The bucket.
@@ -99,19 +106,30 @@ class Reducer:
         repeats: True if it may reduce several times in a step, and adds the sums.
     """
 
-    repeats = False
-
     def __init__(self, bucket: Bucket, reduction: GradientReduction) -> None:
         self.bucket, self.reduction = bucket, reduction
+        self.repeats = bucket.sharding.zero > 1
+        self._in_flight: deque[tuple[Tensor, Tensor]] = deque()
+        self._first = True
 
     def begin(self, updates: int) -> None:
         """Begin a step, after this number of updates of the run."""
         self.reduction.begin(updates)
+        self._first = True
 
     def start(self) -> Work[Tensor]:
         """Start to reduce the bucket's final gradients. Collective over the group."""
-        gradients = self.bucket.final_gradients()
-        sums = gradients if self.bucket.sharding.zero == 0 else gradients[self.bucket.slice]
+        bucket, gradients = self.bucket, self.bucket.final_gradients()
+        if bucket.sharding.zero == 0:
+            sums = gradients
+        elif self.repeats and self._first:
+            sums = bucket.owned_gradients
+        else:
+            sums = gradients[bucket.slice]
+        if self.repeats:
+            bucket.take_gradients()
+        self._first = False
+        self._in_flight.append((gradients, sums))
         return self.reduction.start(gradients, sums)
 
     def complete(self) -> None:
@@ -119,43 +137,8 @@ class Reducer:
 
         Then `owned_gradients` of the bucket are sums.
         """
-
-
-class ReduceIntoSlice(Reducer):
-    """Reduction to the slice that each rank keeps (ZeRO-2 and 3).
-
-    It may run after each micro-batch. Then the first sums are stored in place, and later ones are added.
-    """
-
-    repeats = True
-
-    def __init__(self, bucket: Bucket, reduction: GradientReduction) -> None:
-        super().__init__(bucket, reduction)
-        self._in_flight: deque[tuple[Tensor, Tensor]] = deque()
-        self._first = True
-
-    @override
-    def begin(self, updates: int) -> None:
-        super().begin(updates)
-        self._first = True
-
-    @override
-    def start(self) -> Work[Tensor]:
-        gradients = self.bucket.final_gradients()
-        self.bucket.take_gradients()
-        summed = self.bucket.owned_gradients if self._first else gradients[self.bucket.slice]
-        self._first = False
-        self._in_flight.append((gradients, summed))
-        return self.reduction.start(gradients, summed)
-
-    @override
-    def complete(self) -> None:
-        gradients, summed = self._in_flight.popleft()
-        if summed is not self.bucket.owned_gradients:
-            self.bucket.owned_gradients.add_(summed)
-        self.bucket.sharding.pool.give(gradients)
-
-
-def make_reducer(bucket: Bucket, reduction: GradientReduction) -> Reducer:
-    """Return the Reducer for the bucket's stage of ZeRO."""
-    return (Reducer if bucket.sharding.zero < 2 else ReduceIntoSlice)(bucket, reduction)
+        gradients, sums = self._in_flight.popleft()
+        if self.repeats:
+            if sums is not self.bucket.owned_gradients:
+                self.bucket.owned_gradients.add_(sums)
+            self.bucket.sharding.pool.give(gradients)

@@ -24,7 +24,7 @@ from hpctrain.parallel.fp8.recipes import RECIPES
 from hpctrain.plan.words import active_words
 from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.sharding.eight_bit_gather import EightBitBucket
-from hpctrain.sharding.fragments import FragmentSchedule
+from hpctrain.sharding.local_steps.fragments import FragmentSchedule
 from hpctrain.text import command, counted
 from hpctrain.train.batch_size import samples_of
 from hpctrain.train.step import TrainState

@@ -30,7 +30,7 @@ from hpctrain.parallel.experts.expert_layer import Experts, ExpertSizes
 from hpctrain.parallel.experts.grouped_products import Segments
 from hpctrain.parallel.kernels.layer_functions import TORCH
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.sharding.reducer import ExactReduction, make_reducer
+from hpctrain.sharding.reducer import ExactReduction, Reducer
 from hpctrain.sharding.replica_sync import SyncEveryStep
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import GradientSynchronizer
@@ -123,7 +123,7 @@ def compare_with_transformers(model: str, world: World) -> None:
         for parameter in parameter_list(built):
             parameter.copy_(parameter.shard.take(weights[parameter.shard.name]).view(parameter.shape))
     synchronizer = GradientSynchronizer(
-        [make_reducer(bucket, ExactReduction(bucket)) for bucket in buckets], SyncEveryStep()
+        [Reducer(bucket, ExactReduction(bucket)) for bucket in buckets], SyncEveryStep()
     )
 
     tokens = torch.randint(0, 97, (2, 25))

@@ -15,7 +15,7 @@ from hpctrain.model.part import logits_of, parameter_list
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.next_token import CrossEntropy
-from hpctrain.sharding.reducer import ExactReduction, make_reducer
+from hpctrain.sharding.reducer import ExactReduction, Reducer
 from hpctrain.sharding.replica_sync import SyncEveryStep
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import GradientSynchronizer
@@ -155,7 +155,7 @@ def compare(family: str, layers: int, weight: float, world: Any) -> tuple[Tensor
     with torch.no_grad():
         for parameter in parameter_list(model):
             parameter.copy_(weights[parameter.shard.name])
-    reducers = [make_reducer(bucket, ExactReduction(bucket)) for bucket in buckets]
+    reducers = [Reducer(bucket, ExactReduction(bucket)) for bucket in buckets]
     synchronizer = GradientSynchronizer(reducers, SyncEveryStep())
 
     tokens = torch.randint(0, 97, (2, 25))

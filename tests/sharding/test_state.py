@@ -27,7 +27,7 @@ from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.compression.methods import METHODS
+from hpctrain.sharding.compression.methods import METHODS, CompressionMethod
 from hpctrain.sharding.reducer import ExactReduction
 from hpctrain.sharding.state import ModuleState, StateTensor, state_bytes, state_of_ranks
 from hpctrain.train.checkpoints import Checkpoints
@@ -117,7 +117,7 @@ def rows_shard(weight: Parameter) -> Shard:
 @pytest.fixture
 def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
     """All reducers and products keep state."""
-    monkeypatch.setitem(METHODS, "none", Rounding)  # type: ignore[misc]
+    monkeypatch.setitem(METHODS, "none", CompressionMethod(Rounding, sums_gradients=False))  # type: ignore[misc]
     monkeypatch.setattr(matmul_choice, "Matmul", Remembering)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
 
@@ -12,8 +12,7 @@ from typing_extensions import override
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.compression.settings import CompressionSettings
-from hpctrain.sharding.reducer import ExactReduction, GradientReduction
+from hpctrain.sharding.reducer import GradientReduction
 from hpctrain.sharding.replication import ZeroSharding
 from hpctrain.sharding.state import Stateful, StateTensor
 
@@ -119,28 +118,3 @@ class _HierarchicalWork(Work[Tensor]):
             self._between = None
             self._reduction.distribute(self._gradients, self._result)
         return self._result
-
-
-def between_nodes(
-    make: Callable[[CompressionSettings, Bucket], GradientReduction], of_gradients: bool = True
-) -> Callable[[CompressionSettings, Bucket], GradientReduction]:
-    """Return a function that compresses only between nodes, if the bucket's group is divided by node.
-
-    Args:
-        make: Function that makes the compressed reduction.
-        of_gradients: True if it sums gradients, so that on one node an exact sum replaces it. False if its
-            result is something else, such as a momentum.
-    """
-
-    def made(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
-        nodes = bucket.sharding.nodes
-        if nodes is None or nodes.inside.size == 1:
-            return make(settings, bucket)
-        if nodes.between.size == 1 and of_gradients:
-            return ExactReduction(bucket)
-        turn = nodes.turn(bucket.layout.used)
-        is_turn = turn == nodes.inside.rank
-        between = make(settings, bucket_over_group(bucket, nodes.between)) if is_turn else None
-        return HierarchicalReduction(bucket, nodes.inside, turn, between)
-
-    return made

@@ -12,14 +12,12 @@ from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import SequentialWork, Work
-from hpctrain.deck.sections.communication import RoundedTable
 from hpctrain.host.device import on_host
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.blocks import CompressionBlocks, Span, read_spans, write_spans
 from hpctrain.sharding.compression.codecs import Codec
-from hpctrain.sharding.compression.settings import CompressionSettings
-from hpctrain.sharding.reducer import GradientReduction
+from hpctrain.sharding.reducer import GradientReduction, end_step
 from hpctrain.sharding.state import StateTensor
 
 AT_ONCE, AT_ONCE_ON_GPU = 1 << 10, 1 << 16
@@ -219,21 +217,6 @@ class CompressedReduction(CodedSum, GradientReduction):
         if feedback and returns:
             self.owner_residual = torch.zeros(self.owned_blocks.elements, device=device)
 
-    @staticmethod
-    def of(codec: Codec) -> Callable[[CompressionSettings, Bucket], CompressedReduction]:
-        """Return a function that makes the reduction of a bucket."""
-
-        def make(settings: CompressionSettings, bucket: Bucket) -> CompressedReduction:
-            form = settings.keys.compression
-            assert isinstance(form, RoundedTable)
-            return CompressedReduction(bucket, codec, form.error_feedback)
-
-        return make
-
-    @override
-    def begin(self, updates: int) -> None:
-        """Do nothing: all steps are alike."""
-
     @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
         return SequentialWork(self.operations(gradients, sums), sums)
@@ -241,11 +224,7 @@ class CompressedReduction(CodedSum, GradientReduction):
     @override
     def after_step(self, updated: bool, factor: float) -> None:
         self.summed = None
-        for residual in (self.residual, self.owner_residual):
-            if residual is not None and not updated:
-                residual.zero_()
-            elif residual is not None and factor != 1:
-                residual.mul_(factor)
+        end_step((self.residual, self.owner_residual), updated, factor)
 
     def state(self) -> Iterator[StateTensor]:
         """Yield all tensors of the state. They are the same tensors in every step."""

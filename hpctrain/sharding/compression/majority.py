@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.deck.sections.communication import SignTable
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.codecs import SignCodec, pack_signs, sign_values, unpack_signs
 from hpctrain.sharding.compression.compressed_reduction import CompressedReduction
-from hpctrain.sharding.compression.settings import CompressionSettings
 
 
 class MajorityVote(CompressedReduction):
@@ -46,10 +44,3 @@ class MajorityVote(CompressedReduction):
     def encode_sums(self, sums: Tensor, counts: Tensor) -> Tensor:
         rows = sums.view(-1, BLOCK)
         return pack_signs(rows >= 0, rows.abs().amax(1))
-
-
-def sign_sum(settings: CompressionSettings, bucket: Bucket) -> CompressedReduction:
-    """Return a sum of signs with error feedback, or a majority vote without."""
-    form = settings.keys.compression
-    assert isinstance(form, SignTable)
-    return CompressedReduction(bucket, SignCodec(), True) if form.error_feedback else MajorityVote(bucket)

@@ -10,11 +10,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.work import SequentialWork, Work
-from hpctrain.deck.sections.optimizer import AdamWTable
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.codecs import SignCodec
 from hpctrain.sharding.compression.compressed_reduction import CompressedReduction
-from hpctrain.sharding.compression.settings import CompressionSettings
 from hpctrain.sharding.reducer import ExactReduction, GradientReduction
 from hpctrain.sharding.state import StateTensor, state_of_ranks
 
@@ -39,12 +37,6 @@ class OneBitMomentum(GradientReduction):
         )
         self.part = torch.zeros(bucket.length, device=bucket.sharding.group.device)
         self._warm = True
-
-    @staticmethod
-    def of(settings: CompressionSettings, bucket: Bucket) -> OneBitMomentum:
-        """Return the reduction of a bucket whose optimizer is AdamW."""
-        assert isinstance(settings.rule, AdamWTable)
-        return OneBitMomentum(bucket, settings.rule.beta1, settings.keys.warmup)
 
     @property
     @override

@@ -20,14 +20,12 @@ from torch.nn import functional
 from typing_extensions import override
 
 from hpctrain.comm.work import SequentialWork, Work
-from hpctrain.deck.sections.communication import PowerSgdTable
 from hpctrain.host.device import on_host
 from hpctrain.model.initialize import fill_normal
 from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.matrices import FACTOR, Matrices
-from hpctrain.sharding.compression.settings import CompressionSettings
-from hpctrain.sharding.reducer import GradientReduction
+from hpctrain.sharding.reducer import GradientReduction, end_step
 from hpctrain.sharding.state import StateTensor
 
 RESIDUAL = "reducer/residual"
@@ -184,13 +182,6 @@ class PowerSgd(GradientReduction):
         if not self._fresh.is_meta:
             fill_normal(self._fresh.view(-1), 0, Shard.replicated(FACTOR, (most, longest)), seed, 1.0)
 
-    @staticmethod
-    def of(settings: CompressionSettings, bucket: Bucket) -> PowerSgd:
-        """Return the reduction of a bucket."""
-        keys = settings.keys.compression
-        assert isinstance(keys, PowerSgdTable)
-        return PowerSgd(bucket, keys.rank, settings.seed, keys.error_feedback)
-
     @property
     def messages(self) -> tuple[int, int]:
         """Number of fp32 elements of each of the two all-reduces."""
@@ -207,10 +198,6 @@ class PowerSgd(GradientReduction):
         words += min(elements, BLOCK if on_host(self.group.computes_on) else DEVICE_BLOCK)
         words += 0 if self._feedback else elements
         return 4 * words + max(self.group.host.scratch_bytes(each, 4) for each in self.messages)
-
-    @override
-    def begin(self, updates: int) -> None:
-        """Do nothing: all steps are alike."""
 
     @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
@@ -251,11 +238,7 @@ class PowerSgd(GradientReduction):
     @override
     def after_step(self, updated: bool, factor: float) -> None:
         # After a skipped step residuals are discarded, and the next step begins with the same Q.
-        for stack in self.stacks:
-            if stack.residual is not None and not updated:
-                stack.residual.zero_()
-            elif stack.residual is not None and factor != 1:
-                stack.residual.mul_(factor)
+        end_step((stack.residual for stack in self.stacks), updated, factor)
         if updated and self._next:
             for stack, sums in zip(self.stacks, self._next, strict=True):
                 # Unit columns prevent tiny gradients from vanishing in products. Columns that became zero

@@ -11,11 +11,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.work import SequentialWork, Work
-from hpctrain.deck.sections.communication import TopKTable
-from hpctrain.deck.sections.optimizer import SgdTable
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.compression.settings import CompressionSettings
-from hpctrain.sharding.reducer import ExactReduction, GradientReduction
+from hpctrain.sharding.reducer import ExactReduction, GradientReduction, end_step
 from hpctrain.sharding.state import StateTensor, state_of_ranks
 
 
@@ -45,19 +42,6 @@ class TopK(GradientReduction):
         self.moving = torch.zeros(bucket.length if momentum else 0, device=device)
         alone = self.group.size == 1
         self.unsent = torch.zeros(0 if alone else bucket.length, device=device)
-
-    @staticmethod
-    def of(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
-        """Return the reduction of a bucket, or an exact one if it would send everything.
-
-        It is also exact on a single rank without momentum.
-        """
-        keys, rule = settings.keys.compression, settings.rule
-        assert isinstance(keys, TopKTable)
-        momentum = rule.momentum if isinstance(rule, SgdTable) else 0.0
-        if keys.ratio == 1 or (bucket.sharding.group.size == 1 and not momentum):
-            return ExactReduction(bucket)
-        return TopK(bucket, keys.ratio, momentum, settings.keys.warmup)
 
     @property
     @override
@@ -89,11 +73,7 @@ class TopK(GradientReduction):
 
     @override
     def after_step(self, updated: bool, factor: float) -> None:
-        for state in (self.moving, self.unsent):
-            if not updated:
-                state.zero_()
-            elif factor != 1:
-                state.mul_(factor)
+        end_step((self.moving, self.unsent), updated, factor)
 
     def state(self) -> Iterator[StateTensor]:
         """Yield all tensors of the state. They are the same tensors in every step."""

@@ -1,16 +1,14 @@
-"""Exact sums in the first updates and on single ranks, and compressed ones otherwise."""
+"""Exact sums in the first updates, and compressed ones afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.work import Work
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.compression.between import between_nodes
-from hpctrain.sharding.compression.settings import CompressionSettings
 from hpctrain.sharding.reducer import ExactReduction, GradientReduction
 from hpctrain.sharding.state import Stateful, StateTensor
 
@@ -44,21 +42,3 @@ class WarmedUpReduction(GradientReduction):
         """Yield all tensors of the state. They are the same tensors in every step."""
         if isinstance(self.reduction, Stateful):
             yield from self.reduction.state()
-
-
-def with_exact_warmup(
-    make: Callable[[CompressionSettings, Bucket], GradientReduction],
-) -> Callable[[CompressionSettings, Bucket], GradientReduction]:
-    """Return a function that makes a reduction with exact sums during `communication.warmup`.
-
-    If a rank sums with no other, all sums are exact.
-    """
-    make = between_nodes(make)
-
-    def made(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
-        if bucket.sharding.group.size == 1:
-            return ExactReduction(bucket)
-        warmup = settings.keys.warmup
-        return WarmedUpReduction(bucket, make(settings, bucket), warmup) if warmup else make(settings, bucket)
-
-    return made

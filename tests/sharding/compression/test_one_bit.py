@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.world import World
+from hpctrain.engine.update_rules import compression_settings
 from hpctrain.sharding.compression.methods import make_reduction
-from hpctrain.sharding.compression.settings import CompressionSettings
 from tests.engines import small_deck, trainer
 from tests.sharding.compression.given import ODD, Array, fill, given, own_of
 from tests.sharding.compression.test_compressed_reduction import sign
@@ -55,7 +55,7 @@ def test_updates_are_those_of_numpy(world: World, keys: tuple[str, ...]) -> None
     training = trainer(world, deck)
     engine = training.engine
     before = {name: values.numpy().reshape(-1).copy() for name, values in training.parameters().items()}
-    summations = [make_reduction(CompressionSettings.of(deck), bucket) for bucket in engine.stage.buckets]
+    summations = [make_reduction(compression_settings(deck), bucket) for bucket in engine.stage.buckets]
     for step in range(STEPS):
         for bucket, summation in zip(engine.stage.buckets, summations, strict=True):
             whole = bucket.final_gradients()
@@ -83,7 +83,7 @@ def test_a_rank_alone_has_exact_momentum(world: World) -> None:
     deck = small_deck(*KEYS)
     training = trainer(world, deck)
     bucket = training.engine.stage.buckets[0]
-    summation = make_reduction(CompressionSettings.of(deck), bucket)
+    summation = make_reduction(compression_settings(deck), bucket)
     mean = np.zeros(bucket.length, np.float32)
     for step in range(6):
         flat = fill(bucket, 0, step)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import hpctrain.sharding.compression.power as power
-import hpctrain.sharding.local_steps as local_steps
+import hpctrain.sharding.local_steps.local_steps as local_steps
 from hpctrain.sharding.compression.compressed_reduction import CodedSum
 from hpctrain.sharding.compression.top_k import TopK
-from hpctrain.sharding.local_steps import LocalSteps, OuterOptimizer
+from hpctrain.sharding.local_steps.local_steps import LocalSteps, OuterOptimizer
 from hpctrain.sharding.replica_sync import SyncEveryStep
 from tests.train.layout_faults.deck_keys import AVERAGE, DILOCO, INT8, POWER_SGD, TOP_K
 from tests.train.layout_faults.fault import LayoutFault

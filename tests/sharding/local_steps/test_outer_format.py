@@ -9,7 +9,7 @@ import torch
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.memory.compress import BLOCK
-from hpctrain.sharding.outer_format import FORMATS, start_sum
+from hpctrain.sharding.local_steps.outer_format import FORMATS, start_sum
 
 LARGEST = {"int8": 127, "int4": 7}
 

@@ -1,6 +1,7 @@
 """Replicas that make steps by themselves, against runs of one rank and formulas worked out here.
 
-Tests of sharding/local_steps.py, and of what steps, plans, checks and checkpoints know of replicas.
+Tests of sharding/local_steps/local_steps.py, and of what steps, plans, checks and checkpoints know of
+replicas.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh
 from hpctrain.memory.accounts import storage_bytes
 from hpctrain.plan.memory import plan_memory
-from hpctrain.sharding.local_steps import LocalSteps
+from hpctrain.sharding.local_steps.local_steps import LocalSteps
 from hpctrain.sharding.replica_sync import SyncEveryStep
 from hpctrain.sharding.state import state_bytes
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.verify import LayoutError, verify_layout
 from tests.engines import LLAMA, Trainer, small_deck, trainer
-from tests.sharding.replicas import Expected, outer_of, singles
+from tests.sharding.local_steps.replicas import Expected, outer_of, singles
 
 REPLICAS = "layout.local_steps.replicas=2"
 CLIP = "optimizer.clip=0.1"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.sharding.fragments import FragmentSchedule
-from hpctrain.sharding.local_steps import LocalSteps
+from hpctrain.sharding.local_steps.fragments import FragmentSchedule
+from hpctrain.sharding.local_steps.local_steps import LocalSteps
 from tests.engines import small_deck, trainer
 
 

@@ -26,8 +26,8 @@ from hpctrain.comm.work import Work
 from hpctrain.memory.scratch import Flat, ScratchTensor
 from hpctrain.sharding.bucket import Bucket, await_readers
 from hpctrain.sharding.compression.codecs import Codec
-from hpctrain.sharding.fragments import FragmentRange, FragmentSchedule
-from hpctrain.sharding.outer_format import start_sum, sum_bytes
+from hpctrain.sharding.local_steps.fragments import FragmentRange, FragmentSchedule
+from hpctrain.sharding.local_steps.outer_format import start_sum, sum_bytes
 from hpctrain.sharding.replica_sync import ReplicaSync, SyncEveryStep, Weights
 from hpctrain.sharding.state import MODEL, StateTensor, owned_state
 
