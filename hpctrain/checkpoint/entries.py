@@ -8,7 +8,7 @@ from dataclasses import replace
 from hpctrain.checkpoint.checkpoint_index import StoredTensor
 from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.state import MASTER, MODEL, StateTensor, owned_state
+from hpctrain.sharding.state import COMMON, MASTER, MODEL, StateTensor, owned_state
 
 _REPLICAS = "/replicas."
 """What the names begin with of datasets [replicas, ...] of what each has of its own."""
@@ -101,9 +101,7 @@ def _whole(tensor: StateTensor, entry: TensorRange, stored: Mapping[str, StoredT
 def model_entries(buckets: Sequence[Bucket]) -> list[TensorRange]:
     """Entries `/model/<name>` alone, for reading a model without its training state."""
     return training_entries(
-        tensor
-        for bucket in buckets
-        for tensor in owned_state(MODEL, bucket.owned_values, bucket, diverging=False)
+        tensor for bucket in buckets for tensor in owned_state(MODEL, bucket.owned_values, bucket, COMMON)
     )
 
 

@@ -45,9 +45,9 @@ from hpctrain.parallel.vocabulary import TABLE_ROWS
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import layer_ranges
 from hpctrain.sharding.bucket import Bucket, Store, value_bytes
-from hpctrain.sharding.bucket_layout import bucket_layouts
+from hpctrain.sharding.bucket_layout import BucketLayout, bucket_layouts
 from hpctrain.sharding.compression.methods import make_reduction
-from hpctrain.sharding.eight_bit_gather import bucket_maker
+from hpctrain.sharding.eight_bit_gather import make_bucket
 from hpctrain.sharding.gather import make_residency
 from hpctrain.sharding.local_steps.fragments import FragmentSchedule, fragments_of
 from hpctrain.sharding.local_steps.local_steps import LocalSteps, OuterOptimizer
@@ -58,14 +58,14 @@ from hpctrain.sharding.replica_sync import ReplicaSync, SyncEveryStep
 from hpctrain.sharding.replication import MeshQueries, Replications, ZeroSharding
 from hpctrain.sharding.state import ModuleState, Stateful, StateTensor
 from hpctrain.sharding.synchronize import GradientSynchronizer
-from hpctrain.sharding.weight_maxima import WeightMaxima, quantized_products
+from hpctrain.sharding.weight_maxima import WeightMaxima, products_in_8_bits
 
 
 class ReplicaSyncChoice(NamedTuple):
     """Function that makes a ReplicaSync of a deck and a stage, and True if replicas diverge under it."""
 
     make: Callable[[Deck, Stage], ReplicaSync]
-    apart: bool = False
+    diverging: bool = False
 
     @staticmethod
     def of(deck: Deck) -> ReplicaSyncChoice:
@@ -93,8 +93,8 @@ def make_local_steps(deck: Deck, stage: Stage) -> LocalSteps:
 
 REPLICA_SYNCS: Mapping[str, ReplicaSyncChoice] = {
     "every_step": ReplicaSyncChoice(lambda *_: SyncEveryStep()),
-    "average": ReplicaSyncChoice(make_local_steps, apart=True),
-    "diloco": ReplicaSyncChoice(make_local_steps, apart=True),
+    "average": ReplicaSyncChoice(make_local_steps, diverging=True),
+    "diloco": ReplicaSyncChoice(make_local_steps, diverging=True),
 }
 """Choices by `layout.local_steps.outer`; "every_step" if replicas do not diverge."""
 
@@ -183,7 +183,7 @@ def make_groups(
 def make_replications(deck: Deck, mesh: NodeMesh) -> Replications:
     """Return which ranks hold each shard, with the deck's ZeRO stage and groups. Collective."""
     dense, nodes = mesh.group("data", "context"), cut_by_node(deck, mesh)
-    apart = ReplicaSyncChoice.of(deck).apart
+    diverging = ReplicaSyncChoice.of(deck).diverging
 
     def shard(everyone: Group) -> ZeroSharding:
         parted = has_outer_model(deck)
@@ -194,7 +194,7 @@ def make_replications(deck: Deck, mesh: NodeMesh) -> Replications:
             return ZeroSharding(
                 0 if is_unsharded else deck.layout.zero,
                 *mesh.split_group(everyone, size),
-                apart,
+                diverging,
                 nodes(everyone),
             )
         if is_unsharded:
@@ -203,7 +203,7 @@ def make_replications(deck: Deck, mesh: NodeMesh) -> Replications:
             return ZeroSharding(
                 deck.layout.zero, everyone, mesh.new_subgroup("data", 1), nodes=nodes(everyone)
             )
-        return ZeroSharding(deck.layout.zero, *mesh.split_group(everyone, size), apart)
+        return ZeroSharding(deck.layout.zero, *mesh.split_group(everyone, size), diverging)
 
     return Replications(mesh, shard)
 
@@ -253,21 +253,23 @@ def build_stage(
     """
     size, precision = deck.communication.bucket_bytes, Precision.of(deck)
     # With adapters, all other parameters have neither gradients nor state, so they have buckets of their own.
-    apart = deck.model.adapters is not None
-    layouts = (each for part in models for each in bucket_layouts(part.units(), replications, size, apart))
+    separate = deck.model.adapters is not None
+    layouts = (each for part in models for each in bucket_layouts(part.units(), replications, size, separate))
     layers = [layer for model in models for layer in model.layers]
-    make = bucket_maker(layers)
-    buckets = [
-        make(layout, precision.storage, precision.gradient, trained and (layout.trained or not apart), store)
-        for layout in layouts
-    ]
+    products = products_in_8_bits(layers)
+
+    def allocate(layout: BucketLayout) -> Bucket:
+        is_trained = trained and (layout.trained or not separate)
+        return make_bucket(products, layout, precision.storage, precision.gradient, is_trained, store)
+
+    buckets = list(map(allocate, layouts))
     blocks = [block.gather_keys for model in models for block in blocks_of(model)]
     lasting = [parameter for layer in layers if layer.lasting for parameter in layer.gather_keys]
     residency = make_residency(buckets, blocks, deck.memory.keep_gathered, lasting)
     for model in models:
         model.residency = residency
     modules = ModuleState(layers, replications)
-    maxima = WeightMaxima(quantized_products(layers), buckets, groups.tensor)
+    maxima = WeightMaxima(products, buckets, groups.tensor)
     return Stage(groups, list(models), replications, buckets, residency, modules, maxima)
 
 

@@ -71,7 +71,7 @@ class Mixture(nn.Module):
         coming = dispatch.send(tokens.select(rows))
         shared = self.shared(x) if self.shared is not None else None
         compute = partial(self.experts, segments=dispatch.segments, deferred=dispatch.deferred)
-        results = residency.around(self.experts.gate_up, compute, dispatch.receive(coming))
+        results = residency.run_layer(self.experts.gate_up, compute, dispatch.receive(coming))
         combined = tokens.expand(dispatch.combine(dispatch.send_back(results), routing.weights))
         whole: Tensor = _GatheredRows.apply(combined, self.groups.tensor, sizes) if split else combined
         output = whole.view_as(x)

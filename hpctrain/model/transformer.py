@@ -85,7 +85,7 @@ class TransformerLayer(Layer):
         unseen = residency.gathers and torch.is_grad_enabled() and not x.requires_grad
         if unseen and any(parameter.requires_grad for parameter in self.all_parameters):
             x = x.detach().requires_grad_()  # so that a hook sees the end of its backward pass
-        return residency.around(self.gather_keys[0], partial(self, context=context), x)
+        return residency.run_layer(self.gather_keys[0], partial(self, context=context), x)
 
 
 class PositionEmbedding(nn.Module):

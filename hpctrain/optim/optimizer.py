@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -25,7 +25,7 @@ from hpctrain.memory.scratch import Flat, read_pieces
 from hpctrain.parallel.shards import Shard, UpdateSettings
 from hpctrain.sharding.bucket import Bucket, await_readers
 from hpctrain.sharding.bucket_layout import UpdateRange
-from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER, StateTensor, owned_state
+from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER, UPDATED, StateTensor, owned_state
 
 BucketState = Mapping[str, Flat]
 """State of the elements of a bucket that this rank updates (`Bucket.owned_slice`), by name.
@@ -194,11 +194,11 @@ class Optimizer(ABC):
         for bucket, state in zip(self.buckets, self.states, strict=True):
             single = bucket.dtype == torch.float32 or self._averaged is not None or not bucket.trained
             if not single:
-                yield from owned_state(MODEL, bucket.owned_values, bucket, "never", False)
+                yield from owned_state(MODEL, bucket.owned_values, bucket, replace(UPDATED, resumed="never"))
             for name, flat in state.items():
                 weights = MODEL if single else MASTER
                 kind = weights if name == MASTER else f"{OPTIMIZER}{name}"
-                yield from owned_state(kind, flat, bucket, "always", False)
+                yield from owned_state(kind, flat, bucket, UPDATED)
 
     def publish(self, updated: bool = False) -> None:
         """Copy the master weights, or the training weights of an AveragedRule, into the parameters.

@@ -38,7 +38,7 @@ class ParameterResidency:
         """Return a context within which a parameter is in memory."""
         yield
 
-    def around(
+    def run_layer(
         self,
         parameter: Parameter,  # noqa: ARG002
         compute: Callable[[Tensor], Tensor],
@@ -47,7 +47,7 @@ class ParameterResidency:
         """Return `compute(x)`, with a parameter in memory in its forward and backward pass."""
         return compute(x)
 
-    def surround(
+    def run_module(
         self,
         parameter: Parameter,  # noqa: ARG002
         compute: Callable[[], Result],

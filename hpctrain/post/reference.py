@@ -31,7 +31,7 @@ from hpctrain.objective.token_sampling import TokenSampling
 from hpctrain.optim.optimizer import refresh
 from hpctrain.post.rollout import AnswerRows
 from hpctrain.sharding.bucket import Bucket, await_readers
-from hpctrain.sharding.state import MODEL, owned_state
+from hpctrain.sharding.state import COMMON, MODEL, owned_state
 from hpctrain.train.reference import require_same_reference
 from hpctrain.train.scored import log_probabilities_of
 from hpctrain.train.shown import shown_engine
@@ -75,9 +75,7 @@ def open_reference(
             if world.rank == 0:  # a replay has a folder of its own, which is not there yet
                 path.parent.mkdir(parents=True, exist_ok=True)
         held = (
-            tensor
-            for bucket in buckets
-            for tensor in owned_state(MODEL, bucket.owned_values, bucket, diverging=False)
+            tensor for bucket in buckets for tensor in owned_state(MODEL, bucket.owned_values, bucket, COMMON)
         )
         known = {MODEL_ONLY: True, **asdict(state), **deck_state(deck), "code_version": __version__}
         save(path, world.everyone, training_entries(held, writing=True), known)
@@ -120,7 +118,7 @@ _Values = Sequence[tuple[Bucket, Tensor]]
 def _start(path: Path, world: World, buckets: Sequence[Bucket]) -> _Values:
     """This rank's values of what is trained, as they were when the run began. Collective."""
     begun = [(bucket, torch.zeros_like(_own(bucket))) for bucket in buckets]
-    tensors = (each for bucket, flat in begun for each in owned_state(MODEL, flat, bucket, diverging=False))
+    tensors = (each for bucket, flat in begun for each in owned_state(MODEL, flat, bucket, COMMON))
     load(path, world.everyone, training_entries(tensors))
     return begun
 

@@ -96,8 +96,7 @@ class BucketLayout:
     @property
     def sizes(self) -> list[int] | None:
         """Number of elements of each rank's share; None if all are equal."""
-        sizes = [stop - start for start, stop in pairwise(self.borders)]
-        return sizes if len(set(sizes)) > 1 else None
+        return share_sizes(self.borders)
 
     @property
     def owned_slice(self) -> slice:
@@ -165,6 +164,12 @@ class BucketLayout:
         ranks = sharding.group.size
         shares = (loads or UpdateLoads(ranks)).cut(_update_units(segments, length, ranks), length)
         return BucketLayout(sharding, tuple(segments), treated, length, used, shares)
+
+
+def share_sizes(borders: Sequence[int]) -> list[int] | None:
+    """Return the number of elements of each share between neighbouring borders; None if all are equal."""
+    sizes = [stop - start for start, stop in pairwise(borders)]
+    return sizes if len(set(sizes)) > 1 else None
 
 
 def _update_units(segments: Sequence[BucketSegment], length: int, ranks: int) -> list[UpdateUnit]:

@@ -9,8 +9,7 @@ bits) is gathered in its own format.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +20,8 @@ from hpctrain.parallel.fp8.formats import AT_ONCE, E4M3, agreed_maximum, scales_
 from hpctrain.parallel.fp8.quantization_loss import count_losses
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, ScaleBlocks
 from hpctrain.parallel.fp8.quantized_matmul import PrequantizedWeights, QuantizedMatmul
-from hpctrain.sharding.bucket import Bucket, Store
-from hpctrain.sharding.bucket_layout import BucketLayout, BucketSegment
-from hpctrain.sharding.weight_maxima import products_in_8_bits
+from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.bucket_layout import BucketLayout, BucketSegment, share_sizes
 
 UNIT = 16
 """Alignment in bytes that a GPU requires of matrices in 8-bit products."""
@@ -31,33 +29,19 @@ UNIT = 16
 _AT_ONCE_ON_GPU = 16 * AT_ONCE
 
 
-class MakeBucket(Protocol):
-    """Function that makes a Bucket."""
+def make_bucket(products: Iterable[QuantizedMatmul], layout: BucketLayout, *arguments: Any) -> Bucket:
+    """Return a bucket, which is an EightBitBucket if some of its weights can be gathered in 8 bits.
 
-    def __call__(
-        self,
-        layout: BucketLayout,
-        dtype: torch.dtype,
-        gradient_dtype: torch.dtype,
-        trained: bool,
-        store: Store | None,
-        /,
-    ) -> Bucket:
-        """Return a new bucket. The arguments are those of `Bucket`."""
-
-
-def bucket_maker(layers: Iterable[torch.nn.Module]) -> MakeBucket:
-    """Return a function that makes buckets, EightBitBuckets where products of these layers can use them."""
-    products = [product for product in products_in_8_bits(layers) if product.gathers_quantized]
-
-    def make(layout: BucketLayout, *arguments: Any) -> Bucket:
-        parameters = {segment.parameter for segment in layout.segments}
-        matching = [product for product in products if product.weights[0] in parameters]
-        if layout.sharding.zero < 3 or not matching:
-            return Bucket(layout, *arguments)
-        return EightBitBucket(matching, layout, *arguments)
-
-    return make
+    Args:
+        products: 8-bit products of the model.
+        layout: Places of the parameters.
+        *arguments: Further arguments of `Bucket`.
+    """
+    parameters = {segment.parameter for segment in layout.segments}
+    matching = [each for each in products if each.gathers_quantized and each.weights[0] in parameters]
+    if layout.sharding.zero < 3 or not matching:
+        return Bucket(layout, *arguments)
+    return EightBitBucket(matching, layout, *arguments)
 
 
 class _Packed:
@@ -72,6 +56,7 @@ class _Packed:
         places: First element of each segment.
         borders: Boundaries of the ranks' shares.
         owned_slice: This rank's share.
+        sizes: Number of elements of each rank's share; None if all are equal.
     """
 
     def __init__(
@@ -86,12 +71,7 @@ class _Packed:
             self.length += segment.length
         self.borders = [self._place(border) for border in layout.borders]
         self.owned_slice = slice(*self.borders[layout.sharding.group.rank :][:2])
-
-    @property
-    def sizes(self) -> list[int] | None:
-        """Number of elements of each rank's share; None if all are equal."""
-        sizes = [stop - start for start, stop in pairwise(self.borders)]
-        return sizes if len(set(sizes)) > 1 else None
+        self.sizes = share_sizes(self.borders)
 
     def _place(self, border: int) -> int:
         """Return the end of the elements that precede a boundary of the bucket."""

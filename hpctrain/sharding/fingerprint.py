@@ -91,10 +91,6 @@ class Fingerprint:
                     piece if is_real is None else piece.cpu()[torch.from_numpy(is_real)], indices, weight
                 )
 
-    def add_number(self, number: float) -> None:
-        """Add one number."""
-        self.add(torch.tensor([number], dtype=torch.float64), np.zeros(1, np.uint64))
-
 
 def sketch_norm(sketch: Sums) -> float:
     """Return an estimate of the 2-norm of the values that a sketch was made from."""

@@ -39,7 +39,7 @@ class Gatherer(ParameterResidency):
         lasting: Parameters whose buckets stay gathered until the end of the step.
 
     Attributes:
-        watch: Function that receives each tensor that autograd saves in `surround`, except parameters; it
+        watch: Function that receives each tensor that autograd saves in `run_module`, except parameters; it
             returns what is saved instead. None if autograd saves the tensors.
     """
 
@@ -83,7 +83,7 @@ class Gatherer(ParameterResidency):
             self.leave(bucket)
 
     @override
-    def around(self, parameter: Parameter, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def run_layer(self, parameter: Parameter, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         bucket = self._bucket.get(parameter)
         if bucket is None:
             return compute(x)
@@ -100,7 +100,7 @@ class Gatherer(ParameterResidency):
         return y
 
     @override
-    def surround(
+    def run_module(
         self,
         parameter: Parameter,
         compute: Callable[[], Result],

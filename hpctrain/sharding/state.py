@@ -99,6 +99,7 @@ class StateOptions:
             own setting.
         shape: Shard of a shape other than the parameter's; None is the parameter's.
         joined: Group whose ranks hold other pieces of the parameter, but the same of this tensor.
+        owned: True if a rank has only what belongs to the elements that it owns; False if all ranks have all.
     """
 
     resumed: Resumed = "if stored"
@@ -106,16 +107,17 @@ class StateOptions:
     diverging: bool | None = None
     shape: Shard | None = None
     joined: Group | None = None
+    owned: bool = True
 
 
-def owned_state(
-    kind: str,
-    flat: Flat,
-    bucket: Bucket,
-    resumed: Resumed = "if stored",
-    changes_in_step: bool = True,
-    diverging: bool | None = None,
-) -> Iterator[StateTensor]:
+COMMON = StateOptions(diverging=False)
+"""Options of state that all replicas have in common."""
+
+UPDATED = StateOptions("always", changes_in_step=False)
+"""Options of state that is necessary, and that only the update changes."""
+
+
+def owned_state(kind: str, flat: Flat, bucket: Bucket, options: StateOptions) -> Iterator[StateTensor]:
     """Yield state with the shape of the parameters, by parameter.
 
     State of parameters that are not trained is not resumed, because it would change them.
@@ -124,12 +126,8 @@ def owned_state(
         kind: Kind of the state.
         flat: Tensor with one value for each element that this rank owns.
         bucket: The bucket.
-        resumed: How a resumed run uses it.
-        changes_in_step: True if something other than the update changes it.
-        diverging: True if each replica has its own, which is stored as [replicas, ...]. None is the bucket's
-            own setting.
+        options: Use in a resumed run, and ranks that have it.
     """
-    options = StateOptions(resumed, changes_in_step, diverging)
     for segment, values, offset in bucket.owned_segments(flat):
         yield segment_state(kind, segment, values, offset, bucket, options)
 
@@ -150,25 +148,25 @@ def segment_state(
         replication = replace(replication, holders=options.joined)
     if diverging:
         shard = shard.stacked(replicas.rank, replicas.size)
-    copy = replication.copy(True, replicas) if diverging else replication.copy(True)
+    different = (replicas,) if diverging else ()
+    holders = () if options.owned else tuple(each for each in replication.everyone if each not in different)
     is_resumed = kind in {MODEL, MASTER} or segment.parameter.requires_grad
     return StateTensor(
         kind,
         shard,
         values,
         offset,
-        copy,
-        replication.written,
+        replication.copy(options.owned, *different),
+        replication.written or not options.owned,
         options.resumed if is_resumed else "never",
         options.changes_in_step,
         diverging,
+        holders=holders,
     )
 
 
 def state_of_ranks(kind: str, flat: Tensor, bucket: Bucket, made_of: str = "") -> Iterator[StateTensor]:
-    """Yield state that each rank has of its own, by parameter.
-
-    Each rank that trains the bucket on different tokens has its own, and it is stored as [ranks, ...].
+    """Yield state that each rank has of its own, by parameter, as `rank_state`.
 
     Args:
         kind: Kind of the state.
@@ -176,12 +174,31 @@ def state_of_ranks(kind: str, flat: Tensor, bucket: Bucket, made_of: str = "") -
         bucket: The bucket.
         made_of: Kind from which a missing sum is made.
     """
-    group, replicas = bucket.sharding.group, bucket.sharding.replicas
-    number = replicas.rank * group.size + group.rank
     for segment, values, offset in bucket.segments_within(flat, slice(0, bucket.length)):
-        shard = segment.parameter.shard.stacked(number, bucket.sharding.ranks)
-        copy = segment.replication.copy(False, group, replicas)
-        yield StateTensor(kind, shard, values, offset, copy, True, "as a sum", made_of=made_of)
+        yield replace(rank_state(kind, segment, values, bucket, offset), made_of=made_of)
+
+
+def rank_state(
+    kind: str, segment: BucketSegment, values: Tensor, bucket: Bucket, offset: int = 0, further_rows: int = 0
+) -> StateTensor:
+    """Return state of one parameter that each rank has of its own: its elements from index `offset` on.
+
+    Each rank that trains the bucket on different tokens has its own, and it is stored as [ranks, ...].
+
+    Args:
+        kind: Kind of the state.
+        segment: Place of the parameter in the bucket.
+        values: The elements.
+        bucket: The bucket.
+        offset: Index of the first element.
+        further_rows: Number of rows after those of the ranks of each replica.
+    """
+    group, replicas = bucket.sharding.group, bucket.sharding.replicas
+    rows = group.size + further_rows
+    shard = segment.parameter.shard.stacked(replicas.rank * rows + group.rank, replicas.size * rows)
+    return StateTensor(
+        kind, shard, values, offset, segment.replication.copy(False, group, replicas), True, "as a sum"
+    )
 
 
 @runtime_checkable

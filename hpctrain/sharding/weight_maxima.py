@@ -26,7 +26,7 @@ class WeightMaxima:
     from gathered weights.
 
     Args:
-        products: The products.
+        products: 8-bit products of the model. Those with delayed scales need no maxima.
         buckets: Buckets of their weights.
         tensor: Group of the tensor axis.
     """
@@ -37,6 +37,8 @@ class WeightMaxima:
         self._cut: list[QuantizedMatmul] = []
         bucket_of = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
         for product in products:
+            if product.recipe.delayed:
+                continue
             bucket = bucket_of[product.weights[0]]
             if bucket.sharding.zero < 3:
                 self._unsplit += [(product, dims) for dims in product.weight_dims]
@@ -92,8 +94,3 @@ def products_in_8_bits(layers: Iterable[torch.nn.Module]) -> list[QuantizedMatmu
     """Return the 8-bit products of some layers."""
     linear = (module for layer in layers for module in layer.modules() if isinstance(module, SplitLinear))
     return [layer.product for layer in linear if isinstance(layer.product, QuantizedMatmul)]
-
-
-def quantized_products(layers: Iterable[torch.nn.Module]) -> list[QuantizedMatmul]:
-    """Return the 8-bit products whose scales follow from the weights themselves, and change in each step."""
-    return [product for product in products_in_8_bits(layers) if not product.recipe.delayed]

@@ -16,7 +16,7 @@ from hpctrain.engine.stage import REPLICA_SYNCS, ReplicaSyncChoice, build_stage,
 from hpctrain.model.construction import build_model
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.replica_sync import SyncEveryStep, Weights
-from hpctrain.sharding.state import MODEL, StateTensor, owned_state
+from hpctrain.sharding.state import MODEL, StateOptions, StateTensor, owned_state
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.start import start_from_source
 from hpctrain.train.verify import ROUGHNESS
@@ -154,7 +154,7 @@ class Averaged(LocalSteps):
 
     def state(self) -> Iterator[StateTensor]:
         for bucket, common in zip(self.buckets, self.common, strict=True):
-            yield from owned_state(MODEL, common, bucket, "always", False, diverging=False)
+            yield from owned_state(MODEL, common, bucket, StateOptions("always", False, diverging=False))
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.parallel.fp8.quantized_matmul import WEIGHTS, QuantizedMatmul
-from hpctrain.sharding.weight_maxima import WeightMaxima, quantized_products
+from hpctrain.sharding.weight_maxima import WeightMaxima, products_in_8_bits
 from tests.engines import Trainer, small_deck, trainer
 from tests.parallel.fp8.scales import KEYS
 
@@ -29,7 +29,7 @@ LAYOUTS = [
 
 
 def products(run: Trainer) -> list[QuantizedMatmul]:
-    return quantized_products(layer for model in run.engine.stage.models for layer in model.layers)
+    return products_in_8_bits(layer for model in run.engine.stage.models for layer in model.layers)
 
 
 def reductions(run: Trainer) -> int:

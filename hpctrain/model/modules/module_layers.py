@@ -177,7 +177,7 @@ class BlockRunner:
         needed = torch.is_grad_enabled() and (policy.repeats or residency.gathers)
         versions = _versions(inputs) if needed else []
         if self.layer.all_parameters:
-            result = residency.surround(self.layer.all_parameters[0], compute, inputs, tensors_of)
+            result = residency.run_module(self.layer.all_parameters[0], compute, inputs, tensors_of)
         else:
             result = compute()
         if needed and _versions(inputs) != versions:

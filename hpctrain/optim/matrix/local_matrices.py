@@ -14,7 +14,7 @@ from hpctrain.optim.matrix.split_matrices import SplitMatrix
 from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
-from hpctrain.sharding.state import MASTER, OPTIMIZER, StateOptions, StateTensor, segment_state
+from hpctrain.sharding.state import MASTER, OPTIMIZER, UPDATED, StateTensor, segment_state
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class LocalMatrices:
                 flat,
                 self.first * each,
                 self.bucket,
-                StateOptions("always", changes_in_step=False, shape=shape, joined=joined),
+                replace(UPDATED, shape=shape, joined=joined),
             )
 
     def _state_shape(self, name: str) -> tuple[int, ...]:

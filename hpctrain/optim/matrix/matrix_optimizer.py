@@ -35,7 +35,7 @@ from hpctrain.optim.matrix.replicated_matrices import ReplicatedMatrices
 from hpctrain.optim.optimizer import ElementBatch, Optimizer, UpdateRule, is_master
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment, UpdateRange
-from hpctrain.sharding.state import MASTER, OPTIMIZER, StateOptions, StateTensor, segment_state
+from hpctrain.sharding.state import MASTER, OPTIMIZER, UPDATED, StateTensor, segment_state
 
 
 class MatrixOptimizer(Optimizer):
@@ -175,12 +175,11 @@ class _ElementRange:
         start = self.bucket.owned_slice.start
         part = slice(self.span.start + start, self.span.stop + start)
         starts = {segment.start for segment in _segments_within(self.bucket, self.treated)}
-        options = StateOptions("always", changes_in_step=False)
         for name, flat in self.state.items():
             for segment, values, offset in self.bucket.segments_within(flat, part):
                 if name != MASTER and segment.start in starts:
                     kind = f"{OPTIMIZER}{name}"
-                    yield segment_state(kind, segment, values, offset, self.bucket, options)
+                    yield segment_state(kind, segment, values, offset, self.bucket, UPDATED)
 
 
 def _segments_within(bucket: Bucket, treated: UpdateRange) -> list[BucketSegment]:

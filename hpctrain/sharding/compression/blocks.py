@@ -17,7 +17,7 @@ from torch import Tensor
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
-from hpctrain.sharding.state import StateTensor
+from hpctrain.sharding.state import StateTensor, rank_state
 
 Span = tuple[int, int]
 """Begin and end of a range."""
@@ -174,15 +174,10 @@ class CompressionBlocks:
 
         If `owned`, one row more is stored for what owners have of their sums (`state_of_owner`).
         """
-        group, replicas = bucket.sharding.group, bucket.sharding.replicas
-        rows = group.size + owned
-        number = replicas.rank * rows + group.rank
         for piece in self.pieces:
             assert piece.segment is not None
             values = blocks[piece.first : piece.first + piece.length]
-            shard = piece.segment.parameter.shard.stacked(number, replicas.size * rows)
-            copy = piece.segment.replication.copy(False, group, replicas)
-            yield StateTensor(kind, shard, values, piece.offset, copy, True, "as a sum")
+            yield rank_state(kind, piece.segment, values, bucket, piece.offset, further_rows=int(owned))
 
     def state_of_owner(self, kind: str, blocks: Tensor, bucket: Bucket) -> Iterator[StateTensor]:
         """Yield state of flat `blocks` that only their owner has, stored in a row after those of all ranks.

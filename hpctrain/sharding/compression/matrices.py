@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
@@ -19,24 +18,6 @@ def factor_rank(n: int, m: int, rank: int) -> int:
     """Return the number of columns of the factors of an [n, m] matrix; 0 if factors would not be smaller."""
     columns = min(rank, n, m)
     return columns if columns * (n + m) < n * m else 0
-
-
-def message_elements(shapes: Iterable[Sequence[int]], rank: int) -> tuple[int, int]:
-    """Return the number of elements that a rank sends in each of the two all-reduces.
-
-    Vectors, and matrices whose factors would not be smaller, are sent in full in the first one.
-
-    Args:
-        shapes: Shapes of the tensors; all dims but the first are columns of a matrix.
-        rank: Largest number of columns of factors.
-    """
-    first = second = 0
-    for shape in shapes:
-        n, m = shape[0], prod(shape[1:])
-        columns = factor_rank(n, m, rank) if len(shape) > 1 else 0
-        first += n * (columns or m)
-        second += m * columns
-    return first, second
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.matrices import FACTOR, Matrices
 from hpctrain.sharding.reducer import GradientReduction, end_step
-from hpctrain.sharding.state import StateTensor
+from hpctrain.sharding.state import StateOptions, StateTensor, rank_state, segment_state
 
 RESIDUAL = "reducer/residual"
 
@@ -250,35 +250,12 @@ class PowerSgd(GradientReduction):
 
     def state(self) -> Iterator[StateTensor]:
         """Yield the residuals, which each rank has of its own, and Q, which all ranks share."""
-        sharding = self.bucket.sharding
-        group, replicas = sharding.group, sharding.replicas
-        place = replicas.rank * group.size + group.rank, sharding.ranks
         for each, values in self._residuals():
-            shard = each.segment.parameter.shard.stacked(*place)
-            copy = each.segment.replication.copy(False, group, replicas)
-            yield StateTensor(RESIDUAL, shard, values, 0, copy, True, "as a sum")
+            yield rank_state(RESIDUAL, each.segment, values, self.bucket)
         for stack in self.stacks:
             for each, values in stack.of_members(stack.factor):
-                shard = each.stored_factor
-                if sharding.diverging:
-                    shard = shard.stacked(replicas.rank, replicas.size)
-                replication = each.segment.replication
-                copy = replication.copy(False, *sharding.diverging_groups)
-                holders = tuple(
-                    group for group in replication.everyone if group not in sharding.diverging_groups
-                )
-                yield StateTensor(
-                    FACTOR,
-                    shard,
-                    values,
-                    0,
-                    copy,
-                    True,
-                    "if stored",
-                    False,
-                    sharding.diverging,
-                    holders=holders,
-                )
+                options = StateOptions(changes_in_step=False, shape=each.stored_factor, owned=False)
+                yield segment_state(FACTOR, each.segment, values, 0, self.bucket, options)
 
     def _residuals(self) -> Iterator[tuple[Matrices, Tensor]]:
         """Yield the residual of each parameter."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from hpctrain.sharding.compression.codecs import Codec
 from hpctrain.sharding.local_steps.fragments import FragmentRange, FragmentSchedule
 from hpctrain.sharding.local_steps.outer_format import start_sum, sum_bytes
 from hpctrain.sharding.replica_sync import ReplicaSync, SyncEveryStep, Weights
-from hpctrain.sharding.state import MODEL, StateTensor, owned_state
+from hpctrain.sharding.state import MODEL, UPDATED, StateOptions, StateTensor, owned_state
 
 _SWAPPED = 1 << 20
 """Number of elements that are exchanged at a time."""
@@ -204,10 +204,11 @@ class LocalSteps(ReplicaSync):
                 work.wait()
         kinds = {"outer/momentum": self._velocity, "streaming/outer_gradient": self._sums}
         for number, bucket in enumerate(self.buckets):
-            yield from owned_state(MODEL, self.outer[number], bucket, "always", False, diverging=False)
+            yield from owned_state(MODEL, self.outer[number], bucket, replace(UPDATED, diverging=False))
             for kind, flats in kinds.items():
                 if flats:
-                    yield from owned_state(kind, flats[number], bucket, "if stored", False, diverging=False)
+                    options = StateOptions(changes_in_step=False, diverging=False)
+                    yield from owned_state(kind, flats[number], bucket, options)
 
     def _start(self, piece: FragmentRange, weights: Weights) -> Work[Tensor]:
         """Start to average the differences between the outer weights and those of each replica."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from math import prod
 from zlib import crc32
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.compression.matrices import factor_rank
 from hpctrain.sharding.reducer import GradientReduction
 from tests.engines import small_deck, trainer
 
@@ -71,3 +74,21 @@ def own(bucket: Bucket, whole: dict[str, Array]) -> dict[str, Array]:
     return {
         s.parameter.shard.name: part.numpy() for s, part, _ in bucket.owned_segments(flat[bucket.owned_slice])
     }
+
+
+def message_elements(shapes: Iterable[Sequence[int]], rank: int) -> tuple[int, int]:
+    """Return the number of elements that a rank sends in each of the two all-reduces.
+
+    Vectors, and matrices whose factors would not be smaller, are sent in full in the first one.
+
+    Args:
+        shapes: Shapes of the tensors; all dims but the first are columns of a matrix.
+        rank: Largest number of columns of factors.
+    """
+    first = second = 0
+    for shape in shapes:
+        n, m = shape[0], prod(shape[1:])
+        columns = factor_rank(n, m, rank) if len(shape) > 1 else 0
+        first += n * (columns or m)
+        second += m * columns
+    return first, second

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from hpctrain.sharding.compression.matrices import factor_rank, message_elements
+from hpctrain.sharding.compression.matrices import factor_rank
+from tests.sharding.compression.given import message_elements
 
 
 def resnet18() -> list[tuple[int, ...]]:

@@ -19,12 +19,12 @@ from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.traffic import plan_traffic
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.compression.matrices import message_elements
 from hpctrain.sharding.compression.power import PowerSgd, orthonormal
 from hpctrain.sharding.replica_check import check_replicas
 from hpctrain.sharding.replication import Replications, ZeroSharding
 from hpctrain.train.memory import MemoryLedger
 from tests.engines import LLAMA, Trainer, make_buckets, small_deck, trainer
+from tests.sharding.compression.given import message_elements
 
 Array = npt.NDArray[np.float64]
 
