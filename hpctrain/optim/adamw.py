@@ -77,8 +77,7 @@ class AdamW:
         weights, mean, square = part.state[MASTER], part.state["exp_avg"], part.state["exp_avg_sq"]
         first_correction = 1 - self.betas[0] ** part.updates.add_(1)
         mean.copy_(part.gradients.div_(divisor))
-        if part.update_settings.decayed:
-            weights.mul_(1 - learning_rate * self.weight_decay)
+        part.decay_weights(learning_rate * self.weight_decay)
         for first in range(0, weights.numel(), _PIECE):
             piece = slice(first, first + _PIECE)
             size = (square[piece] / second_correction).sqrt_().add_(self.epsilon).mul_(first_correction)

@@ -47,8 +47,7 @@ class Lion:
             rate = learning_rate * part.update_settings.rate
             weights, mean = part.state[MASTER], part.state[MEAN]
             gradients = part.gradients.div_(gradient_divisor)
-            if part.update_settings.decayed and self.weight_decay:
-                weights.mul_(1 - learning_rate * self.weight_decay)
+            part.decay_weights(learning_rate * self.weight_decay)
             for start in range(0, weights.numel(), _PIECE):
                 piece = slice(start, start + _PIECE)
                 step = (mean[piece] * first).add_(gradients[piece], alpha=1 - first).sign_()

@@ -62,6 +62,11 @@ class ElementBatch:
     update_settings: UpdateSettings
     shard: Shard | None = None
 
+    def decay_weights(self, amount: float) -> None:
+        """Subtract this fraction of the master weights, if their settings include weight decay."""
+        if self.update_settings.decayed and amount:
+            self.state[MASTER].mul_(1 - amount)
+
 
 def group_by_settings(parts: Sequence[ElementBatch]) -> dict[UpdateSettings, list[ElementBatch]]:
     """Return the batches by their update settings, those with weight decay first."""

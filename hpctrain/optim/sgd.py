@@ -50,8 +50,7 @@ class SGD:
             part.updates.add_(1)
             rate = learning_rate * part.update_settings.rate
             weights, gradients = part.state[MASTER], part.gradients.div_(gradient_divisor)
-            if part.update_settings.decayed and self.weight_decay:
-                weights.mul_(1 - learning_rate * self.weight_decay)
+            part.decay_weights(learning_rate * self.weight_decay)
             uses_velocity = self.momentum and (
                 self.momentum_after is None or part.updates.item() <= self.momentum_after
             )

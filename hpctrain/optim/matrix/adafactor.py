@@ -104,10 +104,8 @@ class Adafactor:
     @torch.no_grad()
     def apply(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
         """Update the weights of a piece of a block with its transformed directions."""
-        weights, update_settings = part.state[MASTER], part.update_settings
-        if update_settings.decayed and self.weight_decay:
-            weights.mul_(1 - learning_rate * self.weight_decay)
-        rate = learning_rate * update_settings.rate
+        part.decay_weights(learning_rate * self.weight_decay)
+        weights, rate = part.state[MASTER], learning_rate * part.update_settings.rate
         if self.momentum:
             mean = part.state[MEAN].mul_(self.momentum).add_(directions, alpha=(1 - self.momentum) * rate)
             weights.sub_(mean)

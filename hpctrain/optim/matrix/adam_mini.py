@@ -88,9 +88,8 @@ class AdamMini:
     @torch.no_grad()
     def apply(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
         """Update the weights of a piece of a block with its transformed directions."""
-        weights, update_settings, count = part.state[MASTER], part.update_settings, part.updates.double() + 1
+        part.decay_weights(learning_rate * self.weight_decay)
+        weights, rate, count = part.state[MASTER], part.update_settings.rate, part.updates.double() + 1
         first, second = (1 - beta**count for beta in self.betas)
-        if update_settings.decayed and self.weight_decay:
-            weights.mul_(1 - learning_rate * self.weight_decay)
         size = directions.div_(second.sqrt()).add_(max(self.epsilon, _SMALLEST)).mul_(first)
-        weights.addcdiv_(part.state[MEAN], size, value=-learning_rate * update_settings.rate)
+        weights.addcdiv_(part.state[MEAN], size, value=-learning_rate * rate)

@@ -1,6 +1,6 @@
 """Update of matrices that tensor ranks hold in pieces, each of which is transformed by one rank.
 
-`split_matrices.py` explains which rank transforms which matrix, and the messages between them.
+The head of the package explains which rank transforms which matrix.
 """
 
 from __future__ import annotations

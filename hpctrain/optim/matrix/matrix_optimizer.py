@@ -1,33 +1,14 @@
-"""Optimizer whose rule needs whole matrices (Muon, Adafactor, Adam-mini), for all layouts.
-
-Three cases differ in who holds a matrix. In all of them a matrix is transformed as a whole, so every layout
-computes the same bits as one rank:
-
-1. ZeRO: `sharding/ownership.py` cuts buckets between matrices, so that each matrix belongs to one data rank.
-   This rank has its reduced gradients and its state, updates it (`local_matrices.py`), and sends the new
-   parameters to the others as with any slice of a bucket.
-2. Without ZeRO, all data ranks hold all matrices. Each rank transforms its share, and an all-gather brings
-   the transformed directions to the others (`replicated_matrices.py`).
-3. Tensor ranks hold pieces of matrices. Each matrix is sent to one of these ranks, which transforms it
-   (`exchanged_matrices.py`; `split_matrices.py` has an example). If the rule has state of cells, such as the
-   row means of Adafactor, each rank gathers the matrix and transforms it.
-
-Cases 1 and 2 combine with case 3. Example: Muon with two data ranks and two tensor ranks, without ZeRO. Data
-rank 0 is assigned the first half of the matrices, data rank 1 the second half. The two tensor ranks of each
-data rank exchange pieces, so that each of the four ranks orthogonalizes a quarter of the matrices. Then the
-data ranks gather the transformed directions.
-"""
+"""Optimizer whose rule needs whole matrices, for all layouts. The head of the package explains these."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.comm.work import Work
 from hpctrain.optim.matrix.exchanged_matrices import ExchangedMatrices
 from hpctrain.optim.matrix.local_matrices import LocalMatrices
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
@@ -89,17 +70,20 @@ class MatrixOptimizer(Optimizer):
             parameter.update(self._rules.blocks, updates, learning_rate, gradient_divisor)
         for exchanged in self._exchanged:
             exchanged.update(updates, learning_rate, gradient_divisor)
-        # While the transformed directions of one bucket are sent, this rank transforms those of the next one.
-        in_flight: ReplicatedMatrices | None = None
-        for replicated in self._replicated:
-            replicated.start(updates, gradient_divisor)
-            if in_flight is not None:
-                in_flight.finish(learning_rate)
-            in_flight = replicated
-        if in_flight is not None:
-            in_flight.finish(learning_rate)
+        self._update_replicated(lambda each: each.start(updates, gradient_divisor), learning_rate)
         self.updates += 1
         self.publish()
+
+    def _update_replicated(self, start: Callable[[ReplicatedMatrices], None], learning_rate: float) -> None:
+        """Transform the matrices of one bucket while the results of the one before are sent."""
+        in_flight: ReplicatedMatrices | None = None
+        for each in self._replicated:
+            start(each)
+            if in_flight is not None:
+                in_flight.finish(learning_rate)
+            in_flight = each
+        if in_flight is not None:
+            in_flight.finish(learning_rate)
 
     def _update_elements(self, rule: UpdateRule, learning_rate: float, gradient_divisor: float) -> None:
         """Update the elements that are in no matrix, all buckets together if their gradients are in fp32."""
@@ -121,16 +105,7 @@ class MatrixOptimizer(Optimizer):
                 parameter.rehearse(self._rules.blocks)
         for exchanged in self._exchanged:
             exchanged.exchange.rehearse()
-        in_flight: Work[Tensor] | None = None
-        for replicated in self._replicated:
-            for exchanged in replicated.exchanged:
-                exchanged.exchange.rehearse()
-            following = replicated.start_gather(replicated.empty())
-            if in_flight is not None:
-                in_flight.wait()
-            in_flight = following
-        if in_flight is not None:
-            in_flight.wait()
+        self._update_replicated(ReplicatedMatrices.rehearse, 0.0)
 
     @override
     def state(self) -> Iterator[StateTensor]:

@@ -5,7 +5,7 @@ replaces M by the nearest matrix with orthonormal rows (or columns), whose singu
 approximates that by five iterations of Newton and Schulz, which consist of matrix products only and are
 exact enough in bf16.
 
-This needs the whole matrix. `matrix_optimizer.py` explains how matrices are distributed among ranks. Each
+This needs the whole matrix. The head of the package explains how matrices are distributed among ranks. Each
 expert is a matrix of its own. Parameters that are not matrices are updated by another rule (`MatrixRules`).
 Without tensor parallelism, results have the bits of `torch.optim.Muon`.
 """
@@ -102,12 +102,10 @@ class Muon:
     def apply(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
         """Update the weights of a piece of a block with its transformed directions."""
         assert part.shard is not None
-        weights, update_settings = part.state[MASTER], part.update_settings
-        if update_settings.decayed:
-            weights.mul_(1 - learning_rate * self.weight_decay)
+        part.decay_weights(learning_rate * self.weight_decay)
         rows, columns = part.shard.shape[-2:]
         scale = sqrt(max(1.0, rows / columns)) if self.match == "original" else 0.2 * sqrt(max(rows, columns))
-        weights.add_(directions, alpha=-learning_rate * update_settings.rate * scale)
+        part.state[MASTER].add_(directions, alpha=-learning_rate * part.update_settings.rate * scale)
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:

@@ -1,25 +1,7 @@
 """Transformation of matrices that are split between ranks: each rank transforms some of them as a whole.
 
-Muon orthogonalizes whole matrices, but tensor parallelism leaves each rank with one piece of every matrix.
 Gathering each matrix on all ranks would repeat the same work on each of them. Instead, each matrix is sent to
-one rank, which transforms it and sends the pieces of the result back.
-
-Example: ranks 0, 1 and 2 hold pieces of the matrices A, B, C, D and E, whose transformations take 90, 80, 70,
-60 and 50 FLOPs. `MatrixExchange` assigns at most one matrix to each rank in each round. The largest ones come
-first, and the rank that has the least work so far receives the largest matrix of a round:
-
-    ========  =======  =======  =======
-    round     rank 0   rank 1   rank 2
-    ========  =======  =======  =======
-    1         A        B        C
-    2         idle     E        D
-    total     90       130      130
-    ========  =======  =======  =======
-
-In round 1, an all-to-all sends the pieces of A to rank 0, those of B to rank 1, and those of C to rank 2.
-Each rank assembles its matrix, transforms it and splits the result. A second all-to-all returns the pieces:
-now every rank holds its piece of the transformed A, B and C. The pieces of round 2 are sent while the
-matrices of round 1 are transformed, and the results of round 1 return while those of round 2 are transformed.
+one rank, which transforms it and sends the pieces of the result back. The head of the package has an example.
 """
 
 from __future__ import annotations
