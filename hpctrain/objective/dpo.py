@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.model.inputs import ModelInputs
@@ -43,8 +44,8 @@ class DirectPreference(PairObjective):
     form: Literal["sigmoid", "ipo"] = "sigmoid"
     smoothing: float = 0.0
 
+    @override
     def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
-        """Return the function that computes the losses of a micro-batch."""
         targets = inputs.fields["targets"].t()
         stored = inputs.fields.get(REFERENCE)
         reference = torch.zeros(targets.shape, device=targets.device) if stored is None else stored.t()

@@ -9,34 +9,16 @@ the same kernels. So a policy that has not been updated has exactly the log-prob
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.objective.next_token import CrossEntropy
-from hpctrain.objective.objective import Losses
+from hpctrain.objective.objective import Losses, LossGradient
 from hpctrain.objective.token_sampling import TokenSampling
 from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.vocabulary import VocabularyHead
-
-
-class LogProbabilityGradient(Protocol):
-    """Interface of a function that computes the gradient and the metrics of a loss from log-probabilities."""
-
-    def __call__(self, log_probabilities: Tensor, context: Group) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the gradient of the loss and the sums of metrics. Collective over `context` for some losses.
-
-        Args:
-            log_probabilities: Log-probabilities of the targets, fp32 [seq / cp, batch], 0 where nothing is
-                predicted.
-            context: Ranks that hold the other pieces of the sequences.
-
-        Returns:
-            Gradient of the sum of losses with respect to the log-probabilities, and this rank's sums of
-            metrics.
-        """
 
 
 @dataclass(frozen=True)
@@ -52,7 +34,7 @@ class LogProbabilityLoss:
 
     targets: Tensor
     scale: Tensor
-    gradient_of: LogProbabilityGradient
+    gradient_of: LossGradient
     sampling: TokenSampling | None = None
 
     def __call__(self, head: VocabularyHead, hidden: Tensor) -> Losses:

@@ -21,7 +21,7 @@ from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.modules.module_call import find_logits
 from hpctrain.model.modules.tensor_parallel.apply_plan import SplitHead, SplitOutputs
 from hpctrain.objective.next_token import CrossEntropy, NextToken
-from hpctrain.objective.objective import Losses, LossFunction
+from hpctrain.objective.objective import Losses, LossFunction, Objective
 from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.vocabulary import chunk_rows
 from hpctrain.text import article
@@ -46,7 +46,7 @@ class ModuleNextToken(NextToken):
 
 
 @dataclass(frozen=True)
-class ModuleClassification:
+class ModuleClassification(Objective):
     """Cross-entropy of a module's logits and the classes of a dataset, in nats, computed in fp32.
 
     Logits are [batch, classes] or [batch, seq, classes]. Targets are [batch] or [batch, seq], negative where
@@ -61,16 +61,13 @@ class ModuleClassification:
     z_loss: float = 0.0
     metrics: ClassVar[tuple[str, ...]] = ("loss",)
 
+    @override
     def count(self, micro_batch: MicroBatch) -> int:
         """Return the number of classes to predict."""
         return int((micro_batch.fields[self.name][: micro_batch.present] >= 0).sum())
 
-    def normalize(self, metrics: dict[str, float]) -> float:  # noqa: ARG002
-        """Return 1: the count is right before the passes."""
-        return 1.0
-
+    @override
     def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
-        """Return the function that computes the losses of a micro-batch."""
         targets = inputs.fields[self.name].long()
         if inputs.present < inputs.rows:
             targets = targets.clone()
@@ -117,7 +114,7 @@ class _SplitLossAutograd(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class UserLoss:
+class UserLoss(Objective):
     """Objective that calls a user's loss function.
 
     The function receives the module's outputs and a batch, whose fields are [batch, ...]. It returns a sum of
@@ -134,10 +131,12 @@ class UserLoss:
     of_samples: bool = False
     metrics: ClassVar[tuple[str, ...]] = ("loss", "counted")
 
+    @override
     def count(self, micro_batch: MicroBatch) -> int:
         """Return the number of samples, or of tokens to predict, of a micro-batch."""
         return micro_batch.present if self.of_samples else int((micro_batch.targets >= 0).sum())
 
+    @override
     def normalize(self, metrics: dict[str, float]) -> float:
         """Divide the loss by the actual count per expected one, in place, and return this ratio.
 
@@ -154,8 +153,8 @@ class UserLoss:
         metrics["loss"] /= share or 1.0
         return share or 1.0
 
+    @override
     def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
-        """Return the function that computes the losses of a micro-batch."""
         batch = {name: field.contiguous() for name, field in inputs.fields.items()}
         # If no row is a sample of the dataset, one row only keeps ranks in step, and is not counted.
         weight = 0.0 if self.of_samples and not inputs.present else 1.0

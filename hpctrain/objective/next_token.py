@@ -14,10 +14,10 @@ from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from hpctrain.data.batches import MicroBatch
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.objective.objective import Losses, LossFunction
+from hpctrain.objective.objective import Losses, LossFunction, Objective
 from hpctrain.objective.token_sampling import TokenSampling
 from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.layer_context import LayerContext
@@ -42,7 +42,7 @@ class SplitVocabularyHead(Protocol):
 
 
 @dataclass(frozen=True)
-class NextToken:
+class NextToken(Objective):
     """Mean cross-entropy of the next token, in nats.
 
     Attributes:
@@ -53,16 +53,8 @@ class NextToken:
     z_loss: float = 0.0
     metrics: ClassVar[tuple[str, ...]] = ("loss",)
 
-    def count(self, micro_batch: MicroBatch) -> int:
-        """Return the number of tokens to predict."""
-        return int((micro_batch.targets >= 0).sum())
-
-    def normalize(self, metrics: dict[str, float]) -> float:  # noqa: ARG002
-        """Return 1: the count is right before the passes."""
-        return 1.0
-
+    @override
     def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
-        """Return the function that computes the losses of a micro-batch."""
         return CrossEntropy(inputs.fields["targets"].t(), scale, self.z_loss)
 
 

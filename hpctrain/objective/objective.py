@@ -14,6 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from hpctrain.comm.group import Group
 from hpctrain.data.batches import MicroBatch
 from hpctrain.model.inputs import ModelInputs
 
@@ -35,6 +36,14 @@ class Losses:
 LossFunction = Callable[..., Losses]
 """Computes the losses of one micro-batch. `ModelPart.predict` of the last part passes the arguments."""
 
+LossGradient = Callable[[Tensor, Group], tuple[Tensor, tuple[Tensor, ...]]]
+"""Computes the gradient of a loss from one value per token, such as its log-probability or score.
+
+The function receives the values, fp32 [seq / cp, batch], and the group of the ranks that hold the other
+pieces of the sequences. For some losses it is collective over this group. It returns the gradient of the sum
+of losses with respect to the values, and this rank's sums of metrics.
+"""
+
 
 class Objective(Protocol):
     """Interface of a training objective. A run has one.
@@ -48,9 +57,10 @@ class Objective(Protocol):
         """Names of the metrics, which include "loss". Each is a sum over all ranks, divided by the count."""
 
     def count(self, micro_batch: MicroBatch) -> int:
-        """Return what a micro-batch adds to the count that sums are divided by, such as predicted tokens."""
+        """Return what a micro-batch adds to the count that sums are divided by: the tokens to predict."""
+        return int((micro_batch.targets >= 0).sum())
 
-    def normalize(self, metrics: dict[str, float]) -> float:
+    def normalize(self, metrics: dict[str, float]) -> float:  # noqa: ARG002
         """Correct metrics, in place, if the true divisor is known only after the forward passes.
 
         Args:
@@ -59,8 +69,9 @@ class Objective(Protocol):
 
         Returns:
             True divisor relative to the count, by which gradients must still be divided; 1 if the count was
-            right.
+            right, as by default.
         """
+        return 1.0
 
     def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         """Return the function that computes the losses of a micro-batch.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from hpctrain.data.batches import MicroBatch
+from typing_extensions import override
+
+from hpctrain.objective.objective import Objective
 
 
-class PairObjective:
+class PairObjective(Objective):
     """Count and metrics of preference pairs.
 
     A pair is two neighbouring rows of a micro-batch, the chosen answer first. Losses and metrics are means
@@ -17,10 +19,7 @@ class PairObjective:
 
     metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "chosen", "rejected", "pairs")
 
-    def count(self, micro_batch: MicroBatch) -> int:
-        """Return the number of tokens of answers."""
-        return int((micro_batch.targets >= 0).sum())
-
+    @override
     def normalize(self, metrics: dict[str, float]) -> float:
         """Divide the metrics by the number of pairs per counted token, in place, and return this number."""
         pairs = metrics.pop("pairs") or 1.0

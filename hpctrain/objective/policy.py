@@ -13,13 +13,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.group import Group
-from hpctrain.data.batches import MicroBatch
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.dpo import REFERENCE
 from hpctrain.objective.log_probabilities import LogProbabilityLoss, count_once, sequence_sums
-from hpctrain.objective.objective import LossFunction
+from hpctrain.objective.objective import LossFunction, Objective
 from hpctrain.objective.token_sampling import TokenSampling
 
 ADVANTAGES, OLD = "advantages", "old"
@@ -45,7 +45,7 @@ def divergence(log_probabilities: Tensor, reference: Tensor, estimate: Estimate)
 
 
 @dataclass(frozen=True)
-class PolicyOptimization:
+class PolicyOptimization(Objective):
     """Clipped surrogate loss, plus `beta` times the divergence from the reference.
 
     The surrogate is -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), where A is the advantage of a token
@@ -78,22 +78,20 @@ class PolicyOptimization:
     sampling: TokenSampling | None = None
 
     @property
+    @override
     def metrics(self) -> tuple[str, ...]:
         """Names of the metrics. The last one is the divisor of the loss, which `normalize` removes."""
         return ("loss", "clip_share", "moved", "entropy", *(["kl"] if self.has_reference else []), "divisor")
 
-    def count(self, micro_batch: MicroBatch) -> int:
-        """Return the number of tokens of answers."""
-        return int((micro_batch.targets >= 0).sum())
-
+    @override
     def normalize(self, metrics: dict[str, float]) -> float:
         """Divide the loss by its divisor, in place, and return the divisor per counted token."""
         divisor = metrics.pop("divisor") or 1.0
         metrics["loss"] /= divisor
         return divisor
 
+    @override
     def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
-        """Return the function that computes the losses of a micro-batch."""
         names = (name for name in (OLD, ADVANTAGES, REFERENCE) if name in inputs.fields)
         fields = {name: inputs.fields[name].t() for name in names}
         targets = inputs.fields["targets"].t()

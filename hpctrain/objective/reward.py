@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.data.conversations import MARGIN
@@ -38,8 +39,8 @@ class PairwiseReward(PairObjective):
     margin: float = 0.0
     centering: float = 0.0
 
+    @override
     def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
-        """Return the function that computes the losses of a micro-batch."""
         targets, margins = inputs.fields["targets"].t(), inputs.fields.get(MARGIN)
         extra_margins = None if margins is None else margins[0::2, 0]  # all positions of a row have the same
 

@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
-from hpctrain.comm.group import Group
-from hpctrain.objective.objective import Losses
+from hpctrain.objective.objective import Losses, LossGradient
 from hpctrain.parallel.scalar_head import ScalarHead
-
-
-class ScoreGradient(Protocol):
-    """Interface of a function that computes the gradient and the metrics of a loss from scores."""
-
-    def __call__(self, scores: Tensor, context: Group) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the gradient of the loss and the sums of metrics. Collective over `context` for some losses.
-
-        Args:
-            scores: Scores, fp32 [seq / cp, batch].
-            context: Ranks that hold the other pieces of the sequences.
-
-        Returns:
-            Gradient of the sum of losses with respect to the scores, and this rank's sums of metrics, fp64.
-        """
 
 
 @dataclass(frozen=True)
@@ -37,7 +20,7 @@ class ScoreLoss:
     """
 
     scale: Tensor
-    gradient_of: ScoreGradient
+    gradient_of: LossGradient
 
     def __call__(self, head: ScalarHead, hidden: Tensor) -> Losses:
         """Return the metrics, and a total from which the backward pass starts, whose value is 0."""

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.group import Group
-from hpctrain.data.batches import MicroBatch
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.objective.objective import LossFunction
+from hpctrain.objective.objective import LossFunction, Objective
 from hpctrain.objective.scores import ScoreLoss
 
 RETURNS, VALUES = "returns", "values"
@@ -19,7 +19,7 @@ RETURNS, VALUES = "returns", "values"
 
 
 @dataclass(frozen=True)
-class ClippedValue:
+class ClippedValue(Objective):
     """Squared error of a critic's values, clipped around the old values.
 
     The value of a position whose next token belongs to an answer is the head's score there. Its loss is half
@@ -34,16 +34,8 @@ class ClippedValue:
     clip: float = 0.2
     metrics: ClassVar[tuple[str, ...]] = ("loss", "value", "clip_share")
 
-    def count(self, micro_batch: MicroBatch) -> int:
-        """Return the number of tokens of answers."""
-        return int((micro_batch.targets >= 0).sum())
-
-    def normalize(self, metrics: dict[str, float]) -> float:  # noqa: ARG002
-        """Return 1: the count is right before the passes."""
-        return 1.0
-
+    @override
     def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
-        """Return the function that computes the losses of a micro-batch."""
         predicted = inputs.fields["targets"].t() >= 0
         # Passes that only compute scores have no returns yet.
         zeros = torch.zeros(predicted.shape, device=predicted.device).t()
