@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -112,7 +112,7 @@ class Stage:
         buckets: Buckets of all parameters.
         residency: Brings parameters to the device before they are used.
         modules: State of layers that is no parameter.
-        weight_maxima: Largest weights of 8-bit products.
+        weight_maxima: Function that returns a context in which 8-bit products know their largest weights.
     """
 
     groups: LayerContext
@@ -121,7 +121,7 @@ class Stage:
     buckets: list[Bucket]
     residency: ParameterResidency
     modules: ModuleState
-    weight_maxima: WeightMaxima
+    weight_maxima: Callable[[], AbstractContextManager[None]]
 
 
 @dataclass
@@ -269,7 +269,7 @@ def build_stage(
     for model in models:
         model.residency = residency
     modules = ModuleState(layers, replications)
-    maxima = WeightMaxima(products, buckets, groups.tensor)
+    maxima = WeightMaxima(products, buckets, groups.tensor).known if products else nullcontext
     return Stage(groups, list(models), replications, buckets, residency, modules, maxima)
 
 

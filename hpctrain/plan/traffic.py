@@ -356,7 +356,7 @@ def _run(
             inputs = example_inputs(architecture, deck.batch.micro_size)
             batch, running = PreparedBatch(inputs, objective.losses(inputs, one)), simulated_host()
         stage.synchronizer.start(passes)
-    with running, stage.weight_maxima.known(), stage.residency.step(("rehearsed", passes)):
+    with running, stage.weight_maxima(), stage.residency.step(("rehearsed", passes)):
         executor.run(schedule, [batch] * passes)
     with META:
         stage.synchronizer.finish()
@@ -420,5 +420,5 @@ def _all_reduced(group: Group, numbers: int) -> list[Moved]:
 def _of_weights(stage: TrainedStage, listener: _Listener, counted: Collection[str]) -> list[Moved]:
     """Maxima of weights that a step begins with, but along the axes that are counted with layers."""
     listener.take()
-    with META, stage.weight_maxima.known():
+    with META, stage.weight_maxima():
         return [moved for moved in _by_axis(listener.take()) if moved.axis not in counted]

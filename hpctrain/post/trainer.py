@@ -313,7 +313,7 @@ def make_writer(deck: Deck, engine: Engine, tokenizer: Tokenizer) -> tuple[Answe
         @contextmanager
         def ready() -> Iterator[None]:
             with ExitStack() as stack:
-                stack.enter_context(engine.stage.weight_maxima.known())
+                stack.enter_context(engine.stage.weight_maxima())
                 stack.enter_context(engine.stage.groups.products.kernels.constant_matrices())
                 yield
 

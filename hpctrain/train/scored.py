@@ -82,7 +82,7 @@ def _of_first(step: Step, batches: Batches, sequences: int, find: Finding) -> Te
     ledger = engine.world.ledger
     ledger.phase = "evaluation"
     with (
-        engine.stage.weight_maxima.known(),
+        engine.stage.weight_maxima(),
         engine.stage.groups.products.kernels.constant_matrices(),
         engine.stage.residency.step(("evaluate", len(prepared))),
     ):

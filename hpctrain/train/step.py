@@ -232,7 +232,7 @@ class Step:
         ]
         engine.stage.synchronizer.start(len(prepared), state.step - state.skipped)
         with (
-            engine.stage.weight_maxima.known(),
+            engine.stage.weight_maxima(),
             engine.stage.groups.products.kernels.constant_matrices(),
             engine.stage.residency.step(("train", len(prepared))),
         ):
@@ -291,7 +291,7 @@ class Step:
         with (
             self.engine.stage.outer.common_weights(self.engine.stage.optimizer),
             self.engine.stage.optimizer.evaluation_weights(),
-            self.engine.stage.weight_maxima.known(),
+            self.engine.stage.weight_maxima(),
             self.engine.stage.groups.products.kernels.constant_matrices(),
             self.engine.stage.residency.step(("evaluate", len(prepared))),
         ):

@@ -94,7 +94,7 @@ class RankStep:
             with META, self._without_values():
                 stage.synchronizer.start(steps.micro_batches)
                 with (
-                    stage.weight_maxima.known(),
+                    stage.weight_maxima(),
                     stage.residency.step(("noted", kinds)),
                     notes.of(stage),
                     self._timed(notes),
@@ -142,7 +142,7 @@ class RankStep:
         recorder.action = "begin"
         with META:
             stage.synchronizer.start(schedule.micro_batches, self.weights.updates)
-            with stage.weight_maxima.known(), stage.residency.step((number, schedule.micro_batches)):
+            with stage.weight_maxima(), stage.residency.step((number, schedule.micro_batches)):
                 self._execute(schedule, number)
                 recorder.action = "synchronize"
             stage.synchronizer.finish()
