@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
-from hpctrain.checkpoint.fingerprint import file_fingerprints
+from hpctrain.checkpoint.file_fingerprints import file_fingerprints
 from hpctrain.comm.world import World
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.errors import HpctrainError

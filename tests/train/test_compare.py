@@ -1,7 +1,7 @@
 """Runs that are compared: what is recorded of both, where they part, and which of them had a fault.
 
 Tests of train/compare.py, train/compared_run.py, train/common_start.py, train/verdict.py, report/runs.py and
-checkpoint/fingerprint.py.
+checkpoint/file_fingerprints.py.
 """
 
 from __future__ import annotations
