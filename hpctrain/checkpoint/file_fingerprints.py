@@ -14,15 +14,23 @@ from hpctrain.comm.group import Group
 from hpctrain.sharding.fingerprint import SUMS, Fingerprint
 
 _PIECE = 1 << 16
-"""Elements that are held at a time."""
+"""Number of elements that are read at a time."""
 
 
 def file_fingerprints(
     structure: CheckpointIndex, group: Group, left: Collection[str] = ()
 ) -> dict[str, Fingerprint]:
-    """Of every dataset but those whose names begin with what is `left`; collective, the same on all ranks.
+    """Return the fingerprints of the datasets of a checkpoint by name, the same on all ranks. Collective.
 
-    InputOutputError on all ranks where the file cannot be read. Checksums are not looked at.
+    Checksums are not compared.
+
+    Args:
+        structure: Index of the checkpoint.
+        group: Ranks that share the work.
+        left: Beginnings of the names of datasets that are left out.
+
+    Raises:
+        InputOutputError: The file cannot be read. All ranks raise it.
     """
     names = [name for name in structure.datasets if not name.startswith(tuple(left))]
     pieces = [

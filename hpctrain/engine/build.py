@@ -77,7 +77,7 @@ class EngineLayout:
 
 @dataclass
 class UpdateControl:
-    """What decides whether and how far each step updates the parameters.
+    """Schedules and detectors that decide whether and how far each step updates the parameters.
 
     Attributes:
         learning_rate: Learning rate by step.
