@@ -6,11 +6,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from hpctrain.memory.layer_bytes.block_bytes import deferred_by_block, saved_by_block
+from hpctrain.memory.layer_bytes.matmul_bytes import gradient_workspace
+from hpctrain.memory.layer_bytes.questions import deferred_bytes, saved_storages, workspace_bytes
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import PassContext, TransformerBlock
 from hpctrain.parallel.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage
-from hpctrain.parallel.kernels.matmul_kernels import gradient_workspace
 from hpctrain.parallel.layer_context import LayerContext
 
 FACTOR = 3
@@ -31,17 +33,24 @@ class WideBlock(TransformerBlock):
         wide: Tensor = self.wide(x)
         return x + wide
 
-    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        return [*super().saved(at), at.row_features(self.hidden), *self.wide.saved(at)]
 
-    def deferred_bytes(self, at: ActivationSizes) -> DeferredBytes:
-        """See Layer: while its first feed-forward goes, the gradient before the second one is there, too."""
-        held, passing = super().deferred_bytes(at)
-        return DeferredBytes(held, passing + at.features(self.hidden).bytes)
+@saved_storages.register
+def _saved(layer: WideBlock, at: ActivationSizes) -> list[SavedStorage]:
+    wide = saved_storages(layer.wide, at)
+    return [*saved_by_block(layer, at), at.row_features(layer.hidden), *wide]
 
-    def workspace(self, at: ActivationSizes) -> int:
-        widest = sum(self.wide.up.split_sizes)
-        return at.features(widest + 2 * self.hidden).bytes + gradient_workspace(widest * self.hidden, at)
+
+@deferred_bytes.register
+def _deferred(layer: WideBlock, at: ActivationSizes) -> DeferredBytes:
+    """While its first feed-forward goes, the gradient before the second one is there, too."""
+    held, passing = deferred_by_block(layer, at)
+    return DeferredBytes(held, passing + at.features(layer.hidden).bytes)
+
+
+@workspace_bytes.register
+def _workspace(layer: WideBlock, at: ActivationSizes) -> int:
+    widest = sum(layer.wide.up.split_sizes)
+    return at.features(widest + 2 * layer.hidden).bytes + gradient_workspace(widest * layer.hidden, at)
 
 
 def block(index: int, shape: ModelShape, groups: LayerContext) -> TransformerBlock:

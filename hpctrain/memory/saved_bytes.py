@@ -8,6 +8,7 @@ from math import prod
 
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.compress import ActivationFormat, compressed_bytes
+from hpctrain.memory.layer_bytes import questions
 from hpctrain.memory.recompute import segment_size
 from hpctrain.model.frozen import embedding_trained, silent_blocks
 from hpctrain.model.part import Layer, ModelPart, blocks_of
@@ -43,7 +44,7 @@ class PartBytes:
     """Bytes that autograd saves of one micro-batch in one part of a model on one rank.
 
     Attributes:
-        part: The part; its layers state what they save.
+        part: The part.
         at: Sizes of a micro-batch on this rank.
         recompute: Kind of recomputation.
     """
@@ -71,26 +72,25 @@ class PartBytes:
     @property
     def embedding(self) -> int:
         """Bytes saved before the blocks; in a user's module also between them."""
-        first = self.part.layers[0]
-        return total(first.saved(self.at)) if self._is_end_layer(first, self.part.span.embeds) else 0
+        return self._end_bytes(self.part.layers[0], self.part.span.embeds)
 
     @property
     def head(self) -> int:
         """Bytes saved after the blocks, by the final norm and the loss."""
-        last = self.part.layers[-1]
-        return total(last.saved(self.at)) if self._is_end_layer(last, self.part.span.predicts) else 0
+        return self._end_bytes(self.part.layers[-1], self.part.span.predicts)
 
-    def _is_end_layer(self, layer: Layer, is_end: bool) -> bool:
-        """Return True if a layer is not a block.
+    def _end_bytes(self, layer: Layer, is_end: bool) -> int:
+        """Return the bytes saved by the first or the last layer, or 0 if it is a block.
 
         The type of a part's only layer follows from `is_end`: whether the part has that end of the model.
         """
-        return is_end if len(self.part.layers) == 1 else not layer.is_block
+        is_end = is_end if len(self.part.layers) == 1 else not layer.is_block
+        return total(questions.saved_storages(layer, self.at)) if is_end else 0
 
     @property
     def shared(self) -> int:
         """Bytes of tensors that all blocks share."""
-        return self.part.shared_bytes(self.at) if self.blocks else 0
+        return questions.shared_bytes(self.part, self.at) if self.blocks else 0
 
     def saved_blocks(self, unsaved: int = 0) -> list[Layer]:
         """Return the blocks of the segments that save something.
@@ -105,11 +105,11 @@ class PartBytes:
         """Return the saved storages of each of these blocks or, with recomputation, of each segment."""
         blocks = self.saved_blocks(unsaved)
         if self.recompute in {"none", "selective"}:
-            saved = [block.saved(self.at) for block in blocks]
+            saved = [questions.saved_storages(block, self.at) for block in blocks]
             if blocks and not embedding_trained(self.part) and not self.part.residency.gathers:
-                saved[0] = saved[0][len(blocks[0].unsaved_inputs(self.at)) :]
+                saved[0] = saved[0][len(questions.unsaved_inputs(blocks[0], self.at)) :]
             return saved
-        segments = [block.recomputed_bytes(self.at) for block in blocks[:: self.segment_size]]
+        segments = [questions.recomputed_bytes(block, self.at) for block in blocks[:: self.segment_size]]
         return [[self.hidden] if each is None else each[0] for each in segments]
 
     @property
@@ -119,19 +119,15 @@ class PartBytes:
         They include forward, backward and recomputation.
         """
         unsaved = silent_blocks(self.part)
-        factor = 2 if segment_size(self.recompute, len(self.blocks)) else 0
-        forward = sum(2 * block.exchanged_bytes(self.at) for block in self.blocks)
-        backward = sum(2 * block.exchanged_bytes(self.at) for block in self.blocks[unsaved:])
-        return (
-            forward
-            + backward
-            + sum(factor * block.exchanged_bytes(self.at) for block in self.saved_blocks(unsaved))
-        )
+        again = self.saved_blocks(unsaved) if segment_size(self.recompute, len(self.blocks)) else []
+        passes = *self.blocks, *self.blocks[unsaved:], *again
+        return 2 * sum(questions.exchanged_bytes(block, self.at) for block in passes)
 
     @property
     def unknown_reason(self) -> str | None:
         """Explanation why the bytes are not known; None if they are."""
-        return next((why for layer in self.part.layers if (why := layer.unknown_reason(self.at))), None)
+        reasons = (questions.unknown_reason(layer, self.at) for layer in self.part.layers)
+        return next(filter(None, reasons), None)
 
     @property
     def block_bytes(self) -> int:
@@ -146,12 +142,12 @@ class PartBytes:
     @property
     def recompute_bytes(self) -> list[int]:
         """For each segment, the additional bytes while it is recomputed in the backward pass."""
-        saved, size = [block.saved(self.at) for block in self.blocks], self.segment_size
+        saved, size = [questions.saved_storages(block, self.at) for block in self.blocks], self.segment_size
         if not segment_size(self.recompute, len(saved)):
             return [0] * len(saved)
-        sizes = [again for block in self.blocks if (again := block.recomputed_bytes(self.at)) is not None]
-        if sizes:
-            return [size for _, size in sizes]
+        recomputed = [questions.recomputed_bytes(block, self.at) for block in self.blocks]
+        if any(recomputed):
+            return [each[1] for each in recomputed if each is not None]
         block_bytes = [total(storages) for storages in saved]
         # The first block saves the input itself, unless its norm keeps a copy in another format.
         input_bytes = [storages[0].bytes if storages[0] == self.hidden else 0 for storages in saved]

@@ -17,9 +17,7 @@ from hpctrain.model.inputs import Cache
 from hpctrain.model.query_key_norm import QueryKeyNorm
 from hpctrain.model.rotary import Rotary
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.parallel.attention.core import attention_core
-from hpctrain.parallel.kernels.function_library import workspace_floats
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize
 from hpctrain.parallel.tensor import ColumnLinear, RowLinear, RowPartition
@@ -65,28 +63,6 @@ class Attention(nn.Module):
         self.output = RowLinear(f"{name}.output", *sizes, biased, groups, shared, shape.adapters)
 
     @property
-    def _compiled(self) -> bool:
-        """True if rotation and core are one compiled function."""
-        return self.groups.functions.compiled and self.groups.context.size == 1
-
-    @property
-    def _saves_rotated_copies(self) -> bool:
-        """True if the core saves other queries and keys than the projected ones."""
-        return self.rotated and (self.norm is not None or not self._compiled)
-
-    def workspace(self, at: ActivationSizes) -> int:
-        """Return the temporary bytes of the backward pass of a compiled core; 0 for other cores.
-
-        They are the gradients of the output and of the projections, and the kernel's workspace.
-        """
-        if not self._compiled:
-            return 0
-        queries, keys, _ = self.inner.split_sizes
-        return at.features(2 * queries + 2 * keys).bytes + 4 * workspace_floats(
-            at.tokens // at.micro_size, self.head_size
-        )
-
-    @property
     def elementwise(self) -> list[ElementwiseSize]:
         """Elementwise operations on queries and keys before the core."""
         features = (self.core.heads + self.core.key_value_heads) * self.head_size
@@ -130,40 +106,3 @@ class Attention(nn.Module):
         attended = self.groups.saved_policy.attend(core, parts, tables)
         output: Tensor = self.output(attended.flatten(2))
         return output
-
-    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """Return what autograd saves: what the core saves, and its output if the core does not save it."""
-        alone = at.selective or self.exchanges
-        return [
-            *self._core(at),
-            *(self.output.saved_input(at) if alone else []),
-            *self.output.adapter_saved(at),
-        ]
-
-    def _core(self, at: ActivationSizes) -> list[SavedStorage]:
-        """Return what the core saves: its inputs, and unless it is recomputed its output and log-sum-exp."""
-        queries, keys, _ = self.inner.split_sizes
-        projected, output, shared = (at.features(count) for count in (queries + 2 * keys, queries, keys))
-        statistics = [] if self.norm is None else self.norm.saved(at)
-        if at.selective:
-            normed = [] if self.norm is None else [output, shared]
-            return [projected, *statistics, *normed]
-        log_sum = at.features(queries // self.head_size, 4)
-        log_sum = SavedStorage(log_sum.bytes, 4, features=False)
-        if self.exchanges:
-            # The queries, keys, values and output after the exchange.
-            exchanged = at.features(max(keys, self.groups.context.size * self.head_size))
-            normed = [] if self.norm is None else [projected, *statistics]
-            return [*normed, output, exchanged, exchanged, output, log_sum]
-        rotated = [output, shared] if self._saves_rotated_copies else []
-        return [projected, *statistics, *rotated, output, log_sum]
-
-    def made_again(self, at: ActivationSizes) -> int:
-        """Return the bytes that a recomputed core saves beside its inputs and output."""
-        queries, keys, _ = self.inner.split_sizes
-        known = total(self._core(replace(at, selective=True)))
-        known += 0 if self.exchanges else at.features(queries).bytes
-        if self.norm is not None and not self._compiled:
-            # The first ones are normalized queries and keys, the others rotated ones.
-            known -= at.features(queries + keys).bytes
-        return total(self._core(replace(at, selective=False))) - known

@@ -8,7 +8,6 @@ in groups of their own.
 from __future__ import annotations
 
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -20,11 +19,9 @@ from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.router import RoutedTokens, Router
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.parallel.experts.dispatch import Dispatch
 from hpctrain.parallel.experts.expert_layer import Experts, ExpertSizes
 from hpctrain.parallel.experts.grouped_products import row_unit
-from hpctrain.parallel.kernels.matmul_kernels import gradient_workspace
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, kind_of
 from hpctrain.parallel.residency import ParameterResidency
@@ -89,43 +86,6 @@ class Mixture(nn.Module):
     def terms(self) -> tuple[str, ...]:
         """Names of the auxiliary losses of the layer."""
         return self.router.terms
-
-    def results(self, at: ActivationSizes) -> SavedStorage:
-        """Return the storage of what comes back from the experts."""
-        return SavedStorage(self.experts.dispatched_rows(at) * self.shape.hidden * at.itemsize, at.itemsize)
-
-    def exchanged_bytes(self, at: ActivationSizes) -> int:
-        """Return the bytes that this rank sends in one exchange; see Layer."""
-        ranks = self.groups.expert.size
-        return self.results(at).bytes * (ranks - 1) // ranks
-
-    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """Return what autograd saves in the router, the shared experts and the experts, and the results."""
-        shared = self.shared.saved(at) if self.shared is not None else []
-        return [*self.router.saved(at), *shared, *self.experts.saved(at), self.results(at)]
-
-    def workspace(self, at: ActivationSizes) -> int:
-        """Return the temporary bytes of the backward pass: gradients of rows, and what products need."""
-        rows = self.experts.rows(at) * at.itemsize
-        inner = rows * 2 * (self.experts.expanded_features + self.shape.hidden)
-        shared = self.shared.workspace(at) if self.shared is not None else 0
-        _, of_expert, *sizes = self.experts.gate_up.shape
-        product = gradient_workspace(of_expert * prod(sizes), at)
-        return max(inner + product, shared)
-
-    def passing(self, at: ActivationSizes) -> tuple[int, int]:
-        """Return the bytes beside what is saved if weight gradients are deferred; see FeedForward."""
-        held = self.experts.deferred_bytes(at) - total(self.experts.saved(at)) - self.results(at).bytes
-        chosen = self.shape.experts_per_token
-        weights = 4 * self.groups.row_sizes(at.tokens)[self.groups.tensor.rank] * chosen
-        most, left = (
-            held - (weights if self.shape.router_normalize else 0),
-            held - total(self.router.saved(at)),
-        )
-        if self.shared is None:
-            return most, left - at.row_features(self.shape.hidden).bytes
-        shared = self.shared.passing(at)
-        return most + shared[0], left + shared[1]
 
 
 class _LocalRows(torch.autograd.Function):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter, Shard
 
@@ -33,23 +32,3 @@ class Norm(nn.Module):
         if self.bias is None:
             return self.functions.rms_norm(x, self.weight, self.epsilon)
         return self.functions.layer_norm(x, self.weight, self.bias, self.epsilon)
-
-    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """Return what autograd saves: input and statistics.
-
-        torch's RMSNorm on the CPU saves the input in fp32 and, for the weight's gradient, the normalized
-        input.
-        """
-        (hidden,), gpu = self.size, at.gpu
-        if self.bias is not None:
-            statistic = 4 if gpu or self.functions.compiled else at.itemsize
-            return [
-                at.row_features(hidden),
-                *[SavedStorage(statistic * at.rows, statistic, features=False)] * 2,
-            ]
-        own = [4, 4] if self.weight.requires_grad else [4]
-        inputs = [at.itemsize] if gpu or self.functions.compiled else own
-        return [
-            *(at.row_features(hidden, each) for each in inputs),
-            SavedStorage(4 * at.rows, 4, features=False),
-        ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.parallel.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize, MatrixSize
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.shards import Parameter
@@ -55,7 +53,7 @@ class LayerRange:
         return self.last - self.first
 
 
-class Layer(nn.Module, ABC):
+class Layer(nn.Module):
     """Layer of a part. All facts about a part are derived from its layers.
 
     Attributes:
@@ -143,45 +141,6 @@ class Layer(nn.Module, ABC):
         """Elements of parameters that a token does not use, because it is not routed to their experts."""
         return sum(matrix.idle_elements for matrix in self.matrices)
 
-    def exchanged_bytes(self, at: ActivationSizes) -> int:  # noqa: ARG002
-        """Return the bytes that this rank sends to other ranks in one exchange of tokens with their experts.
-
-        All experts are assumed to get equally many tokens. Forward and backward have two exchanges each.
-        """
-        return 0
-
-    @abstractmethod
-    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """Return what autograd saves, in the order of the forward pass, each storage once."""
-
-    def unsaved_inputs(self, at: ActivationSizes) -> list[SavedStorage]:  # noqa: ARG002
-        """Return the beginning of `saved` that is not saved if the input needs no gradient."""
-        return []
-
-    def unknown_reason(self, at: ActivationSizes) -> str | None:  # noqa: ARG002
-        """Return why it is unknown what autograd saves, or None if it is known."""
-        return None
-
-    def recomputed_bytes(self, at: ActivationSizes) -> tuple[list[SavedStorage], int] | None:  # noqa: ARG002
-        """Return what stays saved of a recomputed block, and further bytes during its recomputation.
-
-        None stands for the hidden states, and for what the block saves.
-        """
-        return None
-
-    def deferred_bytes(self, at: ActivationSizes) -> DeferredBytes:
-        """Return the bytes that deferred weight gradients need."""
-        linear = (layer for layer in self.modules() if isinstance(layer, MatmulLayer))
-        return DeferredBytes(sum(layer.deferred_bytes(at) for layer in linear), 0)
-
-    def workspace(self, at: ActivationSizes) -> int:  # noqa: ARG002
-        """Return the temporary bytes of the layer's backward pass or loss."""
-        return 0
-
-    def allocator_gaps(self, at: ActivationSizes) -> int:  # noqa: ARG002
-        """Return the bytes of freed memory that the C library keeps between tensors, by the largest layer."""
-        return 0
-
 
 class ModelPart(Protocol):
     """Part of a model that one chunk of a pipeline stage holds: a Transformer or a ModulePart.
@@ -214,9 +173,6 @@ class ModelPart(Protocol):
         `compute` gets what the part hands over. This is the head and the last hidden states for a
         Transformer.
         """
-
-    def shared_bytes(self, at: ActivationSizes) -> int:
-        """Return the number of bytes that autograd saves once for all blocks."""
 
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
         """Return the shape of the tensors that are sent between parts."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.parallel.tensor import RowPartition, rows_shard
@@ -46,11 +45,6 @@ class QueryKeyNorm(nn.Module):
             query, key, self.query_weight, self.key_weight, self
         )
         return result
-
-    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """Return what autograd saves beside the inputs: an fp32 statistic of each head, or of all heads."""
-        heads = (1 if self.joint else rows.local // self.head_size for rows in self.rows)
-        return [SavedStorage(4 * at.tokens * count, 4, features=False) for count in heads]
 
     def means(self, products: list[Tensor], shared: bool) -> list[Tensor]:
         """Return means of [s, b, heads, d] over each head, or over all heads of all ranks.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, as_features
+from hpctrain.parallel.activation_sizes import as_features
 from hpctrain.parallel.experts.grouped_products import count_numbers
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter, Shard
@@ -236,21 +236,6 @@ class Router(nn.Module):
         if inputs.lengths is not None:
             of_sequence = inputs.lengths.on(counts.device).clamp_min(1).unsqueeze(1)
         return (counts.view(sets, -1) / (of_sequence * shape.experts_per_token))[tokens.samples]
-
-    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """Return what autograd saves beside the input: scores, choices and weights, and what losses need."""
-        shape, rows = self.shape, self.groups.row_sizes(at.tokens)[self.groups.tensor.rank]
-        sizes = [shape.experts, 2 * shape.experts_per_token, shape.experts_per_token]
-        if shape.router_normalize:
-            sizes += [shape.experts_per_token, 1, 1]
-        if shape.balance_loss and shape.router == "sigmoid":
-            sizes.append(1)
-        if shape.router_z_loss:
-            sizes += [shape.experts, 1]
-        shares = rows if shape.balance_over == "sequence" else 1
-        features = [4 * rows * size for size in sizes]
-        features += [4 * shares * shape.experts] if shape.balance_loss else []
-        return [SavedStorage(each, 4, features=False) for each in features]
 
     @torch.no_grad()
     def _record_statistics(self, scores: Tensor, experts: Tensor, accepted: Tensor | None) -> None:

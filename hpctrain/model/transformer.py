@@ -40,7 +40,6 @@ from hpctrain.model.norm import Norm
 from hpctrain.model.part import Computed, Layer, LayerRange, parameters_by_module, parameters_in
 from hpctrain.model.rotary import Rotary, RotaryFrequencies
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage, total
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, MatrixSize
 from hpctrain.parallel.random import dropout
@@ -49,15 +48,6 @@ from hpctrain.parallel.saved_policy import LayerPass
 from hpctrain.parallel.scalar_head import ScalarHead
 from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_shard
-
-ALLOCATOR_GAPS = {"gpt2": 2.4, "llama": 3.5}
-"""Freed memory between used blocks that the C library keeps, in units of the activations of one block.
-
-Measured with glibc 2.36 on models of 2M to 124M parameters: the difference to the peak of a process with
-MALLOC_MMAP_THRESHOLD_, which leaves no gaps and costs half of the speed. gpt2: 0.3 to 3.9 blocks. llama: 2.6
-blocks after five steps and 3.8 after 250, because its norms, rotation and gate free temporary tensors between
-saved ones.
-"""
 
 
 @dataclass(frozen=True)
@@ -147,14 +137,6 @@ class Embedding(TransformerLayer):
         added = [ElementwiseSize("add", self.hidden)] if self.positions is not None else []
         return [ElementwiseSize("lookup", self.hidden), *added]
 
-    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """Return what autograd saves: token ids, marks of those that other ranks look up, and positions."""
-        ids = 8 if self.tokens.groups.tensor.size == 1 else 9
-        positions = (
-            8 * at.tokens // (1 if self.packed else at.micro_size) if self.positions is not None else 0
-        )
-        return [SavedStorage(ids * at.tokens + positions, 8, features=False), *_masks(self, at)]
-
 
 class TransformerBlock(TransformerLayer):
     """Attention and feed-forward part, each after a norm and with a residual connection."""
@@ -224,29 +206,6 @@ class TransformerBlock(TransformerLayer):
         else:
             yield from super().backward_order()
 
-    @override
-    def exchanged_bytes(self, at: ActivationSizes) -> int:
-        return self.feed_forward.exchanged_bytes(at) if isinstance(self.feed_forward, Mixture) else 0
-
-    @override
-    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        mask, expanding = _masks(self, at), self.feed_forward
-        inner = self.attention.inner
-        attended = [*inner.saved_input(at), *inner.adapter_saved(at), *self.attention.saved(at)]
-        rows = [at.row_features(self.hidden)]
-        normal = rows if isinstance(expanding, Mixture) else expanding.up.saved_input(at)
-        of_norms = self.attention_norm.saved(at), self.feed_forward_norm.saved(at)
-        return [*of_norms[0], *attended, *mask, *of_norms[1], *normal, *expanding.saved(at), *mask]
-
-    @override
-    def unsaved_inputs(self, at: ActivationSizes) -> list[SavedStorage]:
-        norm = self.attention_norm
-        return [] if norm.weight.requires_grad else norm.saved(at)
-
-    @override
-    def workspace(self, at: ActivationSizes) -> int:
-        return max(self.feed_forward.workspace(at), self.attention.workspace(at))
-
     @property
     @override
     def matrices(self) -> list[MatrixSize]:
@@ -260,25 +219,6 @@ class TransformerBlock(TransformerLayer):
     def elementwise(self) -> list[ElementwiseSize]:
         context = ElementwiseSize("norm", 2 * self.hidden), ElementwiseSize("add", 2 * self.hidden)
         return [*context, *self.attention.elementwise, *self.feed_forward.elementwise]
-
-    def deferred_bytes(self, at: ActivationSizes) -> DeferredBytes:
-        """Return the bytes that deferred weight gradients need.
-
-        The peak is before any of them is freed, or while the core of attention is recomputed.
-        """
-        inner, held = self.attention.inner, super().deferred_bytes(at).deferred
-        masks = total(_masks(self, at))
-        most, left = self.feed_forward.passing(at)
-        if not at.selective:
-            return DeferredBytes(held, most - masks)
-        again = self.attention.made_again(at) + at.features(inner.split_sizes[0]).bytes
-        # Masks are freed by then, and the statistics of the second norm.
-        gone = 2 * masks + total(self.feed_forward_norm.saved(at)[1:])
-        return DeferredBytes(held, max(left + again - gone, most - masks))
-
-    @override
-    def allocator_gaps(self, at: ActivationSizes) -> int:
-        return int(ALLOCATOR_GAPS[self.family] * total(self.saved(at)))
 
 
 class Predictor(TransformerLayer):
@@ -341,14 +281,6 @@ class Predictor(TransformerLayer):
     @override
     def elementwise(self) -> list[ElementwiseSize]:
         return [ElementwiseSize("norm", *self.norm.size), *self.head.elementwise]
-
-    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """Return what autograd saves. The gradient of the hidden states is computed in the forward pass."""
-        return [*self.norm.saved(at), self.head.saved(at)]
-
-    @override
-    def workspace(self, at: ActivationSizes) -> int:
-        return self.head.workspace(at)
 
 
 class Transformer(nn.Module):
@@ -459,11 +391,6 @@ class Transformer(nn.Module):
         with self.residency.in_memory(head.table):
             return compute(head, hidden)
 
-    def shared_bytes(self, at: ActivationSizes) -> int:
-        """Return the bytes of the rotary tables."""
-        rotary = 2 * at.itemsize * at.tokens // at.micro_size * self.shape.head_size
-        return rotary if self.shape.traits.positions == "rotary" else 0
-
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
         """Return the shape of the tensors that are sent between parts."""
         tensor, context = self.groups.tensor.size, self.groups.context.size
@@ -474,8 +401,3 @@ class Transformer(nn.Module):
     def dtype(self) -> torch.dtype:
         """dtype of the tensors that are sent between parts."""
         return self.layers[0].gather_keys[0].dtype
-
-
-def _masks(layer: Embedding | TransformerBlock, at: ActivationSizes) -> list[SavedStorage]:
-    """Return what dropout saves of the hidden states."""
-    return [SavedStorage(at.rows * layer.hidden, 1, features=False)] if layer.probability else []

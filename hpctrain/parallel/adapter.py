@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.deck.sections.adapters import Adapters
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.kernels.matmul_kernels import KernelTable
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul
@@ -98,10 +97,6 @@ class LayerAdapters(nn.Module):
             sizes.append(MatrixSize(self.rank, inputs, cuts[0], adapter=True))
             sizes.append(MatrixSize(outputs, self.rank, cuts[1], adapter=True))
         return sizes
-
-    def saved(self, at: ActivationSizes) -> SavedStorage:
-        """Return what is saved for the backward pass: the values between the factors."""
-        return SavedStorage(at.tokens * len(self.adapted) * self.rank * at.itemsize, at.itemsize)
 
     def add(self, output: Tensor, inputs: Tensor) -> Tensor:
         """Add the adapters' products of inputs [..., k] to the layer's output [..., n].

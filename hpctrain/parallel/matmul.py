@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.kernels.matmul_kernels import MatmulKernel, Pass
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.product_audit.matmul_audit import AuditedKernel
@@ -130,10 +129,6 @@ class Matmul:
         gathered = inputs if sequence_group is None else sequence_group.all_gather(inputs)
         return self.forward(gathered, bias), inputs
 
-    def saved_input(self, rows: int, at: ActivationSizes, sequence_group: Group | None) -> list[SavedStorage]:  # noqa: ARG002
-        """Return what `forward_and_save` saves of `rows` rows at most, if it may be compact."""
-        return [SavedStorage(rows * self.weights[0].shard.local[1] * at.itemsize, at.itemsize)]
-
     def start_gather_saved(
         self, saved: Operand, sequence_group: Group, blocking: bool = False
     ) -> Callable[[], Operand]:
@@ -145,10 +140,6 @@ class Matmul:
         """Return the output gradient of all tokens as both other products take it. Collective."""
         return output_gradient if sequence_group is None else sequence_group.all_gather(output_gradient)
 
-    def gradient_bytes(self, rows: int, at: ActivationSizes) -> int:
-        """Return the most bytes of `gather_gradient` for `rows` rows."""
-        return rows * sum(weight.shard.local[0] for weight in self.weights) * at.itemsize
-
     def input_gradient_of(self, output_gradient: Operand) -> Tensor:
         """Return the gradient of the input for a result of `gather_gradient`."""
         assert isinstance(output_gradient, Tensor)
@@ -158,10 +149,6 @@ class Matmul:
         """Add the weight gradient of a result of `gather_gradient` and of gathered saved inputs."""
         assert isinstance(output_gradient, Tensor) and isinstance(saved, Tensor)
         self.add_weight_gradient(output_gradient, saved)
-
-    def workspace_bytes(self, rows: int, at: ActivationSizes) -> int:
-        """Return the most temporary bytes of a product of `rows` rows beside operands and results."""
-        return self.groups.products.kernels.workspace_bytes(rows, *self.shape, at)
 
     # Buffers and kernels
 
@@ -193,12 +180,6 @@ class Matmul:
         """Bytes of the converted weights, which remain allocated after their first use."""
         return 0 if self._converted is None else self._converted.nbytes
 
-    @property
-    def planned_converted_bytes(self) -> int:
-        """Bytes that `converted_bytes` has after a step."""
-        outputs, inputs = self.shape
-        return 4 * outputs * inputs if self.groups.products.kernels.reuses_converted(outputs, inputs) else 0
-
 
 class HasMatmul(Protocol):
     """Part of a layer that has a Matmul."""
@@ -224,11 +205,6 @@ def matmuls_of(layers: Iterable[HasMultipliers]) -> Iterator[Matmul]:
 def converted_bytes(layers: Iterable[HasMultipliers]) -> int:
     """Return the bytes of the converted weights of some layers that exist now."""
     return sum(product.converted_bytes for product in matmuls_of(layers))
-
-
-def planned_converted_bytes(layers: Iterable[HasMultipliers]) -> int:
-    """Return the bytes of the converted weights of some layers after a step."""
-    return sum(product.planned_converted_bytes for product in matmuls_of(layers))
 
 
 def join_neighbors(tensors: Sequence[Tensor]) -> Tensor:

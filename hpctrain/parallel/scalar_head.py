@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, MatrixSize
 from hpctrain.parallel.shards import Parameter, Shard
@@ -67,15 +66,6 @@ class ScalarHead(nn.Module):
     def elementwise(self) -> list[ElementwiseSize]:
         """Elementwise operations: none that takes time."""
         return []
-
-    def saved(self, at: ActivationSizes) -> SavedStorage:
-        """Return what is saved: the gradient of this rank's hidden states."""
-        return at.row_features(self.table.shard.shape[1])
-
-    def workspace(self, at: ActivationSizes) -> int:
-        """Return the temporary bytes of a loss: scores, their gradients, and hidden states in fp32."""
-        wide = 4 * at.rows * self.table.shard.shape[1] if at.itemsize < 4 else 0
-        return wide + 3 * 4 * at.tokens
 
 
 class _ScoreLossAutograd(torch.autograd.Function):

@@ -29,7 +29,6 @@ from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.deck.sections.adapters import Adapters
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.parallel.adapter import AdaptedMatrix, LayerAdapters
 from hpctrain.parallel.autograd import apply_function
 from hpctrain.parallel.layer_context import LayerContext
@@ -103,10 +102,6 @@ class MatmulLayer(nn.Module, ABC):
     def deferred_parameters(self) -> list[Parameter]:
         """Parameters whose gradients the queue of weight gradients may defer."""
 
-    @abstractmethod
-    def deferred_bytes(self, at: ActivationSizes) -> int:
-        """Return the bytes of the tensors that deferred weight gradients keep."""
-
 
 class SplitLinear(MatmulLayer):
     """Base class of the linear layers: fused weights with their biases, their product, and adapters.
@@ -179,10 +174,6 @@ class SplitLinear(MatmulLayer):
         """Parameters of the adapter; empty if there is none."""
         return [] if self.adapter is None else self.adapter.weights
 
-    def adapter_saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """Return what the adapter saves for the backward pass."""
-        return [] if self.adapter is None else [self.adapter.saved(at)]
-
     @property
     def sequence_group(self) -> Group | None:
         """Ranks that split the sequence before and after the layer, or None."""
@@ -213,11 +204,6 @@ class SplitLinear(MatmulLayer):
         """Return what the forward pass saved, of the adapter and of the input."""
         count = int(self.adapter is not None)
         return saved[:count], operand_from(saved[count:])
-
-    def _saved_rows(self, rows: int, at: ActivationSizes, sequence_group: Group | None) -> list[SavedStorage]:
-        if self.shared_input:
-            return Matmul.saved_input(self.product, rows, at, sequence_group)
-        return self.product.saved_input(rows, at, sequence_group)
 
     def _add_inner_gradient(
         self, output_gradient: Operand, input_gradient: Tensor | None
@@ -302,17 +288,6 @@ class ColumnLinear(SplitLinear):
     def deferred_parameters(self) -> list[Parameter]:
         return self.weights + self.biases + self.adapter_parameters
 
-    @override
-    def deferred_bytes(self, at: ActivationSizes) -> int:
-        gradient = self.product.gradient_bytes(at.tokens, at)
-        plain = at.features(sum(self.split_sizes)).bytes
-        of_biases = plain if self.biases and gradient < plain else 0
-        return total(self.saved_input(at)) + gradient + of_biases + 2 * total(self.adapter_saved(at))
-
-    def saved_input(self, at: ActivationSizes) -> list[SavedStorage]:
-        """Return what the layer saves of its input for the weight gradient."""
-        return self._saved_rows(at.rows, at, self.sequence_group)
-
 
 class RowLinear(SplitLinear):
     """Linear layer Y = X A^T + b with A split by input features.
@@ -367,15 +342,6 @@ class RowLinear(SplitLinear):
         parameters = *self.weights, *self.biases, *self.adapter_parameters
         result: Tensor = apply_function(_RowAutograd, x, self, torch.is_grad_enabled(), *parameters)
         return result
-
-    @override
-    def deferred_bytes(self, at: ActivationSizes) -> int:
-        gradient = self.product.gradient_bytes(at.tokens, at)
-        return total(self.saved_input(at)) + gradient + 2 * total(self.adapter_saved(at))
-
-    def saved_input(self, at: ActivationSizes) -> list[SavedStorage]:
-        """Return what the layer saves of its input for the weight gradient."""
-        return self._saved_rows(at.tokens, at, None)
 
 
 class ColumnAutograd(torch.autograd.Function):

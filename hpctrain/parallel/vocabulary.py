@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.autograd import apply_function
 from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.layer_context import LayerContext
@@ -208,21 +207,6 @@ class VocabularyHead(nn.Module):
     def elementwise(self) -> list[ElementwiseSize]:
         """Elementwise operations on the logits."""
         return [ElementwiseSize("loss", self.table.shard.shape[0], True)]
-
-    def saved(self, at: ActivationSizes) -> SavedStorage:
-        """Return what is saved: the gradient of the hidden states, which the forward pass computes."""
-        return at.features(self.table.shard.shape[1])
-
-    def workspace(self, at: ActivationSizes) -> int:
-        """Return the temporary bytes of a loss.
-
-        They are the logits of a chunk, or their gradients, and what products need; or, for torch's functions
-        in 16 bits, a copy in fp32.
-        """
-        count = chunk_rows(at.tokens, len(self.table), at.gpu)
-        logits = count * len(self.table)
-        copied = 4 if at.itemsize < 4 and not self.groups.functions.compiled else 0
-        return logits * at.itemsize + max(logits * copied, self.product.workspace_bytes(count, at))
 
 
 class _HeadLossAutograd(torch.autograd.Function):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.activation_store import MIN_STORED_BYTES, SEGMENTS_IN_FLIGHT
 from hpctrain.memory.compress import compress_peak
+from hpctrain.memory.layer_bytes.questions import deferred_bytes
 from hpctrain.memory.saved_bytes import PartBytes, packed_bytes
 from hpctrain.model.frozen import embedding_trained, silent_blocks
 from hpctrain.parallel.activation_sizes import SavedStorage, total
@@ -84,7 +85,7 @@ def _figures(deck: Deck, part: PartBytes) -> _PartFigures:
     presents = [computed - (0 if elsewhere else packed) for _, packed, computed in segments]
     waiting = sum(rests) + part.head + (part.shared if segments else 0)
     waiting += part.embedding if embedding_trained(part.part) else 0
-    needs = [block.deferred_bytes(part.at) for block in seen]
+    needs = [deferred_bytes(block, part.at) for block in seen]
     held, size = [each.deferred for each in needs], part.segment_size
     again, passing = part.recompute_bytes, [each.transient for each in needs]
     # By when a segment is computed again, those behind it are gone.

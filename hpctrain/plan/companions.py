@@ -35,8 +35,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.memory.cache_plan import CachePlan
+from hpctrain.memory.layer_bytes.linear_bytes import planned_converted_bytes
 from hpctrain.model.construction import architecture_of
-from hpctrain.parallel.matmul import planned_converted_bytes
 from hpctrain.pipeline.action import Schedule
 from hpctrain.plan.gpu_overhead import CONTEXT_BYTES
 from hpctrain.plan.memory import MemoryPlan, StageMemory, plan_memory

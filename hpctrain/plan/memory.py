@@ -23,11 +23,12 @@ from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.device_memory import matmul_workspace_bytes
 from hpctrain.host.topology import ranks_per_node_of
 from hpctrain.memory.accounts import MemoryAccount
+from hpctrain.memory.layer_bytes import questions
+from hpctrain.memory.layer_bytes.linear_bytes import planned_converted_bytes
 from hpctrain.memory.saved_bytes import PartBytes, part_bytes
 from hpctrain.model.construction import architecture_of, layer_kinds
 from hpctrain.model.count import count
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
-from hpctrain.parallel.matmul import planned_converted_bytes
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import receives_ahead
 from hpctrain.pipeline.split import layer_ranges
@@ -231,7 +232,8 @@ def plan_memory(
             summed = parts[0].at.tokens * parts[0].part.hidden_shape(1)[-1], parts[0].at.itemsize
             buffer += stage.groups.tensor.host.scratch_bytes(*summed, deck.layout.sequence_parallel)
         if on_host(device):
-            other += max(layer.allocator_gaps(part.at) for part in parts for layer in part.part.layers)
+            placed = [(layer, part.at) for part in parts for layer in part.part.layers]
+            other += max(questions.allocator_gaps(*each) for each in placed)
             kept = _snapshot(deck, stage) + held_bytes(deck, stage)
             kept += mirror_bytes(deck, stage) if ranks > per_node else 0
         memory = replace(
@@ -362,7 +364,7 @@ def _workspace(deck: Deck, parts: Sequence[PartBytes]) -> int:
     """
     gone = sum(part.head for part in parts)
     placed = [(layer, part.at) for part in parts for layer in part.part.layers]
-    layers = [layer.workspace(at) - (gone if layer.is_block else 0) for layer, at in placed]
+    layers = [questions.workspace_bytes(layer, at) - (gone if layer.is_block else 0) for layer, at in placed]
     return max(
         *layers, *(packing_bytes(deck, segment) for part in parts for segment in part.saved_segments()), 0
     )

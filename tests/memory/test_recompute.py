@@ -1,4 +1,7 @@
-"""Recomputation: training is the same bit for bit, and saves the predicted bytes."""
+"""Recomputation: training is the same bit for bit, and saves the predicted bytes.
+
+Tests of memory/layer_bytes/, too: attention_bytes.py, block_bytes.py, linear_bytes.py, questions.py.
+"""
 
 from __future__ import annotations
 

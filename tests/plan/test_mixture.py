@@ -1,6 +1,6 @@
 """Plans of mixtures of experts: memory and exchanges are those of runs whose experts' loads are even.
 
-Tests of plan/words.py, too.
+Tests of plan/words.py and memory/layer_bytes/mixture_bytes.py, too.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from hpctrain.model.modules.module_trace import LayerTrace
 from hpctrain.model.modules.nested_tensors import tensors_of
 from hpctrain.model.modules.tensor_parallel.parallel_layers import LayerGradientParameter
 from hpctrain.model.part import Layer
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
+from hpctrain.parallel.activation_sizes import ActivationSizes
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import MatrixSize
 from hpctrain.parallel.residency import ParameterResidency
@@ -110,23 +110,6 @@ class ModuleLayer(Layer):
     def core_flops(self) -> int:
         trace = self.trace(None)
         return 0 if isinstance(trace, str) else trace.core_flops
-
-    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """Return what autograd saves, or nothing if that is unknown."""
-        trace = self.trace(at)
-        if isinstance(trace, str):
-            return []
-        return list(trace.saved_recomputed if at.again and not self.is_block else trace.saved)
-
-    @override
-    def unknown_reason(self, at: ActivationSizes) -> str | None:
-        trace = self.trace(at)
-        return trace if isinstance(trace, str) else None
-
-    @override
-    def recomputed_bytes(self, at: ActivationSizes) -> tuple[list[SavedStorage], int] | None:
-        trace = self.trace(at)
-        return ([], 0) if isinstance(trace, str) else (list(trace.saved_recomputed), trace.recompute_bytes)
 
 
 class OuterLayer(ModuleLayer):

@@ -26,7 +26,6 @@ from hpctrain.model.modules.pipeline.stage_split import StageMessage
 from hpctrain.model.modules.tensor_parallel.apply_plan import SplitOutputs, apply_plan
 from hpctrain.model.modules.tensor_parallel.parallel_layers import LayerGradientParameter
 from hpctrain.model.part import Computed, Layer, LayerRange, ModelPart
-from hpctrain.parallel.activation_sizes import ActivationSizes
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.shards import Parameter
@@ -137,10 +136,6 @@ class ModulePart(nn.Module):
     def predict(self, last: Any, compute: Callable[..., Computed]) -> Computed:
         """Return the result of `compute` for what the module returned."""
         return compute(last if self.split.head is None else SplitOutputs(last, self.split.head))
-
-    def shared_bytes(self, at: ActivationSizes) -> int:  # noqa: ARG002
-        """Return 0, because the trace of the first layer includes these bytes."""
-        return 0
 
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
         """Return the shape of the tensors that are sent between parts; without a pipeline nothing is sent."""

@@ -15,9 +15,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.deck.activations import ACTIVATIONS, Activation
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, as_features
+from hpctrain.parallel.activation_sizes import as_features
 from hpctrain.parallel.experts.grouped_products import (
-    ROW_UNIT,
     Segments,
     add_grouped_gradient,
     grouped_product,
@@ -71,7 +70,7 @@ class Experts(MatmulLayer):
     ) -> None:
         super().__init__()
         self.groups, self.chosen, self.activation = groups, sizes.chosen, activation
-        self.accepted_share = 1.0 if capacity is None else min(1.0, capacity)
+        self.capacity = capacity
         count, hidden, inner = sizes.count, sizes.hidden, sizes.inner
         experts = RowPartition.split(count, groups.expert)
         columns = RowPartition.split(inner, groups.expert_tensor)
@@ -127,8 +126,6 @@ class Experts(MatmulLayer):
             audit.check_grouped_product(weight, (rows, matrices, output), segments, transposed)
         return output
 
-    # Sizes for plans
-
     @property
     @override
     def matrices(self) -> list[MatrixSize]:
@@ -142,32 +139,6 @@ class Experts(MatmulLayer):
     @override
     def deferred_parameters(self) -> list[Parameter]:
         return [self.gate_up, self.down]
-
-    @property
-    def expanded_features(self) -> int:
-        """Local features of a row between the two products."""
-        return self.activation.input_projections * self.inner
-
-    def dispatched_rows(self, at: ActivationSizes) -> int:
-        """Return the number of rows that leave this rank for experts under an even load."""
-        tensor = self.groups.tensor
-        return int(self.groups.row_sizes(at.tokens)[tensor.rank] * self.chosen * self.accepted_share)
-
-    def rows(self, at: ActivationSizes) -> int:
-        """Return the number of padded rows of this rank's experts under an even load."""
-        rows = self.dispatched_rows(at) * self.groups.expert_tensor.size
-        unit = ROW_UNIT if at.itemsize == 2 and not at.gpu else 1
-        return rows if unit == 1 else self.local * (-(-rows // (self.local * unit)) * unit)
-
-    def saved(self, at: ActivationSizes) -> list[SavedStorage]:
-        """Return what is saved for the backward pass: the rows, and the results of the first product."""
-        sizes = (self.hidden, self.expanded_features)
-        return [SavedStorage(self.rows(at) * size * at.itemsize, at.itemsize) for size in sizes]
-
-    @override
-    def deferred_bytes(self, at: ActivationSizes) -> int:
-        # The rows, the results of the first product, and the gradients of both products.
-        return self.rows(at) * 2 * (self.hidden + self.expanded_features) * at.itemsize
 
 
 class _ExpertsAutograd(torch.autograd.Function):

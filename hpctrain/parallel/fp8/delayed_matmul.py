@@ -15,7 +15,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.group import Group
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.fp8.formats import E5M2, Fp8Format, agreed_maximum
 from hpctrain.parallel.fp8.history import HISTORY_KIND, History
 from hpctrain.parallel.fp8.quantize import ScaleBlocks, block_maxima
@@ -123,14 +122,6 @@ class DelayedMatmul(QuantizedMatmul):
             Matmul.add_weight_gradient_of(self, output_gradient, saved)
         else:
             super().add_weight_gradient_of(output_gradient, saved)
-
-    @override
-    def saved_input(self, rows: int, at: ActivationSizes, sequence_group: Group | None) -> list[SavedStorage]:
-        return Matmul.saved_input(self, rows, at, sequence_group)  # of the first steps, which need most
-
-    @override
-    def gradient_bytes(self, rows: int, at: ActivationSizes) -> int:
-        return Matmul.gradient_bytes(self, rows, at)
 
     def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
         """Yield the kind, shard and values of each history, for checkpoints (`KeepsState`)."""

@@ -23,7 +23,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.group import Group
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format, agreed_maximum
 from hpctrain.parallel.fp8.gather_rows import gather_rows, start_gather_rows
 from hpctrain.parallel.fp8.multiply import multiply_quantized
@@ -122,21 +121,11 @@ class QuantizedMatmul(Matmul):
                 chunk = gathered.values.chunk(sequence_group.size)[sequence_group.rank]
                 local = replace(gathered, values=chunk.clone())
         output = self._forward(gathered, inputs, bias)
-        if not compact or not self._is_exact(len(rows), sequence_group):
+        if not compact or not self.has_whole_blocks(len(rows), sequence_group):
             return output, inputs
         if not self.one_scale:
             local = self._quantized("inputs", rows, dims, sequence_group is not None, transposed=True)
         return output, QuantizedRows(local.values, local.scales)
-
-    @override
-    def saved_input(self, rows: int, at: ActivationSizes, sequence_group: Group | None) -> list[SavedStorage]:
-        if not self._is_exact(rows, sequence_group):
-            return super().saved_input(rows, at, sequence_group)
-        features = self.weights[0].shard.local[1]
-        scaling = self.recipe.tokens.transposed
-        height, width = scaling.blocks.counts((rows, features))
-        size = 1 if scaling.as_bytes else 4
-        return [SavedStorage(rows * features, 1, False), SavedStorage(height * width * size, size, False)]
 
     @override
     def start_gather_saved(
@@ -164,22 +153,6 @@ class QuantizedMatmul(Matmul):
             rows = rows if sequence_group is None else sequence_group.all_gather(rows)
             gathered = self._quantized("gradients", rows, dims)
         return QuantizedRows(gathered.values, gathered.scales)
-
-    @override
-    def gradient_bytes(self, rows: int, at: ActivationSizes) -> int:
-        stored = super().gradient_bytes(rows, at)
-        return stored // at.itemsize + 4 if self.one_scale else stored
-
-    @override
-    def workspace_bytes(self, rows: int, at: ActivationSizes) -> int:
-        # Both operands in 8 bits, expanded unless the device multiplies them so, and the weight gradient.
-        outputs, features = sum(w.shard.local[0] for w in self.weights), self.weights[0].shard.local[1]
-        native = at.gpu and self.recipe.tokens.blocks.columns is None
-        inputs, gradients, weights = rows * features, rows * outputs, outputs * features
-        expanded_gradient = 0 if native else min(4, at.gradient_itemsize)
-        expanded = 0 if native else at.itemsize
-        weight_gradient = (1 + expanded_gradient) * (inputs + gradients) + at.gradient_itemsize * weights
-        return max(weight_gradient, (1 + expanded) * (max(inputs, gradients) + weights))
 
     @override
     def input_gradient_of(self, output_gradient: Operand) -> Tensor:
@@ -304,7 +277,7 @@ class QuantizedMatmul(Matmul):
             record_counts(self.groups.statistics, name, counts, maxima, weights)
         return weights if dims == WEIGHTS else weights.transposed()
 
-    def _is_exact(self, rows: int, sequence_group: Group | None) -> bool:
+    def has_whole_blocks(self, rows: int, sequence_group: Group | None) -> bool:
         """Return True if no block of the saved inputs has rows of two ranks."""
         height = self.recipe.tokens.transposed.blocks.rows
         return sequence_group is None or height is None or rows % height == 0

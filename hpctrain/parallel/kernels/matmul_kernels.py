@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -23,8 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
-
-from hpctrain.parallel.activation_sizes import ActivationSizes
 
 PRODUCT_ELEMENTS = 1 << 22
 """Largest part of a product that is added at a time to a sum in another format.
@@ -100,10 +97,6 @@ class MatmulKernel:
             for target, part in zip(into.split(rows), left.split(rows), strict=True):
                 _store(target, part @ inputs, first)
 
-    def workspace_bytes(self, rows: int, outputs: int, inputs: int, at: ActivationSizes) -> int:  # noqa: ARG002
-        """Return the most temporary bytes of the products of `rows` rows with a matrix [outputs, inputs]."""
-        return gradient_workspace(outputs * inputs, at)
-
 
 class OneDnn(MatmulKernel):
     """Kernel of oneDNN for operands in fp32."""
@@ -134,12 +127,6 @@ class OneDnn(MatmulKernel):
         rows = max(1, PRODUCT_ELEMENTS // inputs.shape[1])
         for target, part in zip(into.split(rows), left.split(rows), strict=True):
             _store(target, _onednn(part, right), first)
-
-    @override
-    def workspace_bytes(self, rows: int, outputs: int, inputs: int, at: ActivationSizes) -> int:
-        # oneDNN's layout of the matrix; or of both operands, with a product that is added.
-        product = min(outputs * inputs, PRODUCT_ELEMENTS)
-        return 4 * max(rows * inputs + outputs * inputs, rows * (inputs + outputs) + product)
 
 
 class Fp32Kernel(MatmulKernel):
@@ -179,12 +166,6 @@ class Fp32Kernel(MatmulKernel):
     def add_weight_gradient(self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool) -> None:
         by = self.by if into.dtype == torch.float32 else LIBRARY
         by.add_weight_gradient(into, output_gradient.float(), inputs.float(), first)
-
-    @override
-    def workspace_bytes(self, rows: int, outputs: int, inputs: int, at: ActivationSizes) -> int:
-        by = self.by if at.gradient_itemsize == 4 else LIBRARY
-        converted = 4 * (rows * outputs + rows * inputs + outputs * inputs)
-        return converted + by.workspace_bytes(rows, outputs, inputs, replace(at, itemsize=4))
 
 
 LIBRARY = MatmulKernel()
@@ -257,27 +238,11 @@ class KernelTable:
         finally:
             self.constant_period = None
 
-    def workspace_bytes(self, rows: int, outputs: int, inputs: int, at: ActivationSizes) -> int:
-        """Return the most temporary bytes of the products of `rows` rows with a matrix [outputs, inputs]."""
-        kernels = {self.kernel_for(kind, outputs, inputs) for kind in PASSES}
-        return max(kernel.workspace_bytes(rows, outputs, inputs, at) for kernel in kernels)
-
 
 def kernel_named(name: str, storage: torch.dtype) -> MatmulKernel:
     """Return the kernel of a name, or the library if the name is "auto" or the kernel is not available."""
     kernel = KERNELS.get(name, LIBRARY)
     return kernel if kernel.multiplies(storage) else LIBRARY
-
-
-def gradient_workspace(elements: int, at: ActivationSizes) -> int:
-    """Return the temporary bytes of a weight gradient that is added to a buffer in another format.
-
-    They are the product itself, and on a CPU the product converted, since torch adds numbers of one format.
-    """
-    if at.itemsize == at.gradient_itemsize:
-        return 0
-    converted = 0 if at.gpu else at.gradient_itemsize
-    return min(elements, PRODUCT_ELEMENTS) * (at.itemsize + converted)
 
 
 def _store(into: Tensor, values: Tensor, first: bool) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.parallel.activation_sizes import ActivationSizes
 from hpctrain.parallel.kernels.function_library import few_rows_floats
 from hpctrain.parallel.kernels.layer_functions import CompiledFunctions
 from hpctrain.parallel.kernels.matmul_kernels import MatmulKernel
@@ -66,10 +65,6 @@ class SmallBatchKernel(MatmulKernel):
     @override
     def add_weight_gradient(self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool) -> None:
         self.by.add_weight_gradient(into, output_gradient, inputs, first)
-
-    @override
-    def workspace_bytes(self, rows: int, outputs: int, inputs: int, at: ActivationSizes) -> int:
-        return self.by.workspace_bytes(rows, outputs, inputs, at)
 
 
 def _many(inputs: Tensor, weight: Tensor) -> bool:

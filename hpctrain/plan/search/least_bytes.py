@@ -19,6 +19,7 @@ from hpctrain.engine.stage import make_groups
 from hpctrain.engine.update_rules import RULES
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.device_memory import matmul_workspace_bytes
+from hpctrain.memory.layer_bytes import questions
 from hpctrain.memory.recompute import Recompute, segment_size
 from hpctrain.memory.saved_bytes import PartBytes, part_bytes
 from hpctrain.model.construction import build_parts
@@ -183,7 +184,7 @@ class LayerBytes:
             told.hidden.bytes,
             stays + kept,
             computed - kept,
-            part.shared_bytes(at),
+            questions.shared_bytes(part, at),
             memory.recompute,
             device,
             deck.model.has_frozen_parameters,
@@ -209,18 +210,17 @@ class LayerBytes:
 
 def _kept(deck: Deck, layer: Layer, part: PartBytes) -> MicroBatchBytes:
     """Of a layer of a part."""
-    at, saved = part.at, layer.saved(part.at)
+    at, saved = part.at, questions.saved_storages(layer, part.at)
     whole = staying = total(saved)
     present = first = 0
     later = DeferredBytes(0, 0)
     if layer.is_block:
         stays, packed, computed = segment_bytes(deck, saved)
         kept = packed if deck.memory.activations == "keep" else 0
-        staying, present, later = stays + kept, computed - kept, layer.deferred_bytes(at)
+        staying, present, later = stays + kept, computed - kept, questions.deferred_bytes(layer, at)
         first = saved[0].bytes if saved[0] == part.hidden else 0
-    return MicroBatchBytes(
-        whole, staying, present, first, *later, layer.workspace(at), layer.allocator_gaps(at)
-    )
+    passing, gaps = questions.workspace_bytes(layer, at), questions.allocator_gaps(layer, at)
+    return MicroBatchBytes(whole, staying, present, first, *later, passing, gaps)
 
 
 def _few(layers: Sequence[LayerSizes]) -> int:

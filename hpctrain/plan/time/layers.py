@@ -12,6 +12,7 @@ from functools import lru_cache
 from math import isfinite, prod
 
 from hpctrain.errors import HpctrainError
+from hpctrain.memory.layer_bytes.questions import saved_storages
 from hpctrain.model.construction import bare_model
 from hpctrain.model.frozen import freeze_parameters, silent_blocks
 from hpctrain.model.part import Layer
@@ -163,7 +164,7 @@ def _saved(layer: Layer, itemsize: int, selective: bool) -> tuple[float, float]:
         ActivationSizes(tokens, _TOKENS - tokens, 1, itemsize, itemsize, True, selective)
         for tokens in (_TOKENS, 0)
     )
-    return total(layer.saved(features)) / _TOKENS, total(layer.saved(rows)) / _TOKENS
+    return total(saved_storages(layer, features)) / _TOKENS, total(saved_storages(layer, rows)) / _TOKENS
 
 
 MOST_PASSES = 1e12

@@ -16,6 +16,7 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
+from hpctrain.memory.layer_bytes.matmul_bytes import product_workspace
 from hpctrain.parallel.activation_sizes import ActivationSizes
 from hpctrain.parallel.fp8 import formats, quantize
 from hpctrain.parallel.fp8 import quantized_matmul as product_module
@@ -104,7 +105,7 @@ def test_memory_in_passing_is_what_is_told(
         with Held() as held:
             result = run()
         taken.append(held.most - (0 if result is None else result.nbytes))
-    told = product.workspace_bytes(m, ActivationSizes(m, m, 1, itemsize=2, gradient_itemsize=4))
+    told = product_workspace(product, m, ActivationSizes(m, m, 1, itemsize=2, gradient_itemsize=4))
     assert 1 <= max(taken) / told <= 1.02
 
 

@@ -85,11 +85,6 @@ class TransposedMatmul(Matmul):
     def converted_bytes(self) -> int:
         return sum(each.converted_bytes for each in self._products)
 
-    @property
-    @override
-    def planned_converted_bytes(self) -> int:
-        return sum(each.planned_converted_bytes for each in self._products)
-
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return X W, computed as the input gradient of the transposed matrices."""
         made = [each.input_gradient(inputs) for each in self._products]

@@ -1,0 +1,20 @@
+"""Bytes of layers for plans: what they save for the backward pass, and what they need meanwhile.
+
+Layers do not know about plans. This package derives from a layer, and from the sizes of a micro-batch, how
+many bytes it needs. `questions.py` has one function for each question, dispatched by the class of the layer.
+The other modules register the answers. For a new layer, register `saved_storages`, and those of the other
+questions whose defaults are not right.
+
+| layers | module |
+|---|---|
+| blocks, rotary tables of a model | `block_bytes.py` |
+| attention and norms | `attention_bytes.py` |
+| feed-forward | `feed_forward_bytes.py` |
+| mixture of experts, router | `mixture_bytes.py` |
+| embedding, output layers | `vocabulary_bytes.py` |
+| linear layers, adapters | `linear_bytes.py` |
+| matrix products and their kernels, 8-bit products | `matmul_bytes.py` |
+| layers of modules that users bring | `module_bytes.py` |
+"""
+
+from hpctrain.memory.layer_bytes import block_bytes, module_bytes  # noqa: F401  (they register answers)

@@ -1,0 +1,101 @@
+"""Bytes of attention and of norms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hpctrain.memory.layer_bytes.linear_bytes import saved_by_adapter, saved_input
+from hpctrain.memory.layer_bytes.questions import saved_storages, workspace_bytes
+from hpctrain.model.attention import Attention
+from hpctrain.model.norm import Norm
+from hpctrain.model.query_key_norm import QueryKeyNorm
+from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
+from hpctrain.parallel.kernels.function_library import workspace_floats
+
+
+@saved_storages.register
+def _saved_by_norm(norm: Norm, at: ActivationSizes) -> list[SavedStorage]:
+    """Return input and statistics.
+
+    torch's RMSNorm on the CPU saves the input in fp32 and, for the weight's gradient, the normalized input.
+    """
+    (hidden,), exact = norm.size, at.gpu or norm.functions.compiled
+    if norm.bias is not None:
+        statistic = 4 if exact else at.itemsize
+        return [
+            at.row_features(hidden),
+            *[SavedStorage(statistic * at.rows, statistic, features=False)] * 2,
+        ]
+    inputs = [at.itemsize] if exact else [4, 4] if norm.weight.requires_grad else [4]
+    return [
+        *(at.row_features(hidden, each) for each in inputs),
+        SavedStorage(4 * at.rows, 4, features=False),
+    ]
+
+
+@saved_storages.register
+def _saved_by_query_key_norm(norm: QueryKeyNorm, at: ActivationSizes) -> list[SavedStorage]:
+    """Return what is saved beside the inputs: an fp32 statistic of each head, or of all heads."""
+    heads = (1 if norm.joint else rows.local // norm.head_size for rows in norm.rows)
+    return [SavedStorage(4 * at.tokens * count, 4, features=False) for count in heads]
+
+
+@saved_storages.register
+def _saved_by_attention(attention: Attention, at: ActivationSizes) -> list[SavedStorage]:
+    """Return what the core saves, and its output if the core does not save it."""
+    alone = at.selective or attention.exchanges
+    return [
+        *_saved_by_core(attention, at),
+        *(saved_input(attention.output, at) if alone else []),
+        *saved_by_adapter(attention.output, at),
+    ]
+
+
+def _saved_by_core(attention: Attention, at: ActivationSizes) -> list[SavedStorage]:
+    """Return what the core saves: its inputs, and unless it is recomputed its output and log-sum-exp."""
+    queries, keys, _ = attention.inner.split_sizes
+    norm, size = attention.norm, attention.head_size
+    projected, output, shared = (at.features(count) for count in (queries + 2 * keys, queries, keys))
+    statistics = [] if norm is None else saved_storages(norm, at)
+    if at.selective:
+        normed = [] if norm is None else [output, shared]
+        return [projected, *statistics, *normed]
+    log_sum = replace(at.features(queries // size, 4), features=False)
+    if attention.exchanges:
+        # The queries, keys, values and output after the exchange.
+        exchanged = at.features(max(keys, attention.groups.context.size * size))
+        normed = [] if norm is None else [projected, *statistics]
+        return [*normed, output, exchanged, exchanged, output, log_sum]
+    # The core saves other queries and keys than the projected ones if they are rotated before it.
+    copied = attention.rotated and (norm is not None or not _is_compiled(attention))
+    rotated = [output, shared] if copied else []
+    return [projected, *statistics, *rotated, output, log_sum]
+
+
+@workspace_bytes.register
+def _attention_workspace(attention: Attention, at: ActivationSizes) -> int:
+    """Return the temporary bytes of the backward pass of a compiled core; 0 for other cores.
+
+    They are the gradients of the output and of the projections, and the kernel's workspace.
+    """
+    if not _is_compiled(attention):
+        return 0
+    queries, keys, _ = attention.inner.split_sizes
+    floats = workspace_floats(at.tokens // at.micro_size, attention.head_size)
+    return at.features(2 * queries + 2 * keys).bytes + 4 * floats
+
+
+def recomputed_core_bytes(attention: Attention, at: ActivationSizes) -> int:
+    """Return the bytes that a recomputed core saves beside its inputs and output."""
+    queries, keys, _ = attention.inner.split_sizes
+    known = total(_saved_by_core(attention, replace(at, selective=True)))
+    known += 0 if attention.exchanges else at.features(queries).bytes
+    if attention.norm is not None and not _is_compiled(attention):
+        # The first ones are normalized queries and keys, the others rotated ones.
+        known -= at.features(queries + keys).bytes
+    return total(_saved_by_core(attention, replace(at, selective=False))) - known
+
+
+def _is_compiled(attention: Attention) -> bool:
+    """Return True if rotation and core are one compiled function."""
+    return attention.groups.functions.compiled and attention.groups.context.size == 1

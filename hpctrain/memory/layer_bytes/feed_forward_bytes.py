@@ -1,0 +1,50 @@
+"""Bytes of feed-forward layers."""
+
+from __future__ import annotations
+
+from hpctrain.memory.layer_bytes.linear_bytes import saved_by_adapter, saved_input
+from hpctrain.memory.layer_bytes.matmul_bytes import product_workspace
+from hpctrain.memory.layer_bytes.questions import saved_storages, workspace_bytes
+from hpctrain.model.feed_forward import FeedForward
+from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
+
+
+@saved_storages.register
+def _saved_by_feed_forward(layer: FeedForward, at: ActivationSizes) -> list[SavedStorage]:
+    """Return input and output of the activation.
+
+    Of a gated activation these are gate and up, which are one tensor, their product, and the activation of
+    the gate if torch computes it.
+    """
+    widest = [at.features(sum(layer.up.split_sizes))] if layer.activation.gated else []
+    kept = [*_factor(layer, at), *saved_input(layer.down, at), *saved_by_adapter(layer.down, at)]
+    return [*saved_by_adapter(layer.up, at), *widest, *kept]
+
+
+def _factor(layer: FeedForward, at: ActivationSizes) -> list[SavedStorage]:
+    one = layer.activation.gated and layer.functions.compiles(layer.activation)
+    return [] if one else [at.features(layer.up.split_sizes[-1])]
+
+
+@workspace_bytes.register
+def _feed_forward_workspace(layer: FeedForward, at: ActivationSizes) -> int:
+    """Return the temporary bytes of the backward pass.
+
+    They are gradients of the hidden states, before and after, and of the widest features between, and what
+    the matrix products need.
+    """
+    passing = max(product_workspace(each.product, at.tokens, at) for each in (layer.up, layer.down))
+    return at.features(sum(layer.up.split_sizes) + 2 * _hidden(layer)).bytes + passing
+
+
+def transient_bytes(layer: FeedForward, at: ActivationSizes) -> tuple[int, int]:
+    """Return the bytes beside what is saved if weight gradients are deferred.
+
+    The first number is the peak during the layer's own backward pass, the second one what remains after it.
+    """
+    hidden = at.features(_hidden(layer)).bytes
+    return hidden, hidden - (total(_factor(layer, at)) if layer.activation.gated else 0)
+
+
+def _hidden(layer: FeedForward) -> int:
+    return layer.down.weights[0].shard.shape[0]

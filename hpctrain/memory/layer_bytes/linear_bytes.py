@@ -1,0 +1,52 @@
+"""Bytes of linear layers and their adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import singledispatch
+
+from hpctrain.memory.layer_bytes import matmul_bytes
+from hpctrain.memory.layer_bytes.matmul_bytes import gradient_bytes, stored_input
+from hpctrain.model.part import Layer
+from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
+from hpctrain.parallel.matmul import matmuls_of
+from hpctrain.parallel.tensor import MatmulLayer, SplitLinear
+
+
+def saved_input(layer: SplitLinear, at: ActivationSizes) -> list[SavedStorage]:
+    """Return what a linear layer saves of its input for the weight gradient."""
+    by_columns = layer.cut == "outputs"
+    rows, group = (at.rows, layer.sequence_group) if by_columns else (at.tokens, None)
+    by_product = stored_input if layer.shared_input else matmul_bytes.saved_input
+    return by_product(layer.product, rows, at, group)
+
+
+def saved_by_adapter(layer: SplitLinear, at: ActivationSizes) -> list[SavedStorage]:
+    """Return what the adapter of a linear layer saves: the values between its factors."""
+    adapter = layer.adapter
+    return [] if adapter is None else [at.features(len(adapter.adapted) * adapter.rank)]
+
+
+@singledispatch
+def deferred_operands(layer: MatmulLayer, at: ActivationSizes) -> int:
+    """Return the bytes of the tensors that deferred weight gradients of a layer keep."""
+    raise NotImplementedError(f"deferred_operands of {type(layer).__name__}")
+
+
+@deferred_operands.register
+def _operands_of_linear(layer: SplitLinear, at: ActivationSizes) -> int:
+    gradient = gradient_bytes(layer.product, at.tokens, at)
+    plain = at.features(layer.product.shape[0]).bytes
+    # The gradients of a split bias are deferred, too, and need the gradient as stored.
+    of_biases = plain if layer.cut == "outputs" and layer.biases and gradient < plain else 0
+    return total(saved_input(layer, at)) + gradient + of_biases + 2 * total(saved_by_adapter(layer, at))
+
+
+def planned_converted_bytes(layers: Iterable[Layer]) -> int:
+    """Return the bytes of the weights that remain converted to fp32 after a step."""
+    return sum(
+        4 * outputs * inputs
+        for product in matmuls_of(layers)
+        for outputs, inputs in product.shapes
+        if product.groups.products.kernels.reuses_converted(outputs, inputs)
+    )

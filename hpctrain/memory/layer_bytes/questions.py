@@ -1,0 +1,80 @@
+"""Questions that a plan asks about the memory of a layer. See `layer_bytes` for the answers."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+from typing import Any
+
+from hpctrain.memory.layer_bytes.linear_bytes import deferred_operands
+from hpctrain.model.part import Layer
+from hpctrain.parallel.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage
+from hpctrain.parallel.tensor import MatmulLayer
+
+# Questions about any layer, also about a layer within another one
+
+
+@singledispatch
+def saved_storages(layer: Any, at: ActivationSizes) -> list[SavedStorage]:
+    """Return what autograd saves, in the order of the forward pass, each storage once."""
+    raise NotImplementedError(f"saved_storages of {type(layer).__name__}")
+
+
+@singledispatch
+def workspace_bytes(layer: Any, at: ActivationSizes) -> int:  # noqa: ARG001
+    """Return the temporary bytes of the layer's backward pass or loss."""
+    return 0
+
+
+# Questions about the layers of a part
+
+
+@singledispatch
+def unsaved_inputs(layer: Layer, at: ActivationSizes) -> list[SavedStorage]:  # noqa: ARG001
+    """Return the beginning of `saved_storages` that is not saved if the input needs no gradient."""
+    return []
+
+
+@singledispatch
+def recomputed_bytes(layer: Layer, at: ActivationSizes) -> tuple[list[SavedStorage], int] | None:  # noqa: ARG001
+    """Return what stays saved of a recomputed block, and further bytes during its recomputation.
+
+    None stands for the hidden states, and for what the block saves.
+    """
+    return None
+
+
+@singledispatch
+def deferred_bytes(layer: Layer, at: ActivationSizes) -> DeferredBytes:
+    """Return the bytes that deferred weight gradients need."""
+    linear = (each for each in layer.modules() if isinstance(each, MatmulLayer))
+    return DeferredBytes(sum(deferred_operands(each, at) for each in linear), 0)
+
+
+@singledispatch
+def exchanged_bytes(layer: Layer, at: ActivationSizes) -> int:  # noqa: ARG001
+    """Return the bytes that this rank sends to other ranks in one exchange of tokens with their experts.
+
+    All experts are assumed to get equally many tokens. Forward and backward have two exchanges each.
+    """
+    return 0
+
+
+@singledispatch
+def allocator_gaps(layer: Layer, at: ActivationSizes) -> int:  # noqa: ARG001
+    """Return the bytes of freed memory that the C library keeps between tensors, by the largest layer."""
+    return 0
+
+
+@singledispatch
+def unknown_reason(layer: Layer, at: ActivationSizes) -> str | None:  # noqa: ARG001
+    """Return why it is unknown what autograd saves, or None if it is known."""
+    return None
+
+
+# A question about a part of a model
+
+
+@singledispatch
+def shared_bytes(part: Any, at: ActivationSizes) -> int:  # noqa: ARG001
+    """Return the number of bytes that autograd saves once for all blocks."""
+    return 0

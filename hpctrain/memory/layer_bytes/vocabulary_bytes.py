@@ -1,0 +1,66 @@
+"""Bytes of the embedding and of output layers."""
+
+from __future__ import annotations
+
+from hpctrain.memory.layer_bytes.matmul_bytes import product_workspace
+from hpctrain.memory.layer_bytes.questions import saved_storages, workspace_bytes
+from hpctrain.model.transformer import Embedding, Predictor, TransformerBlock
+from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
+from hpctrain.parallel.scalar_head import ScalarHead
+from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
+
+
+@saved_storages.register
+def _saved_by_embedding(layer: Embedding, at: ActivationSizes) -> list[SavedStorage]:
+    """Return token ids, marks of those that other ranks look up, and positions."""
+    ids = 8 if layer.tokens.groups.tensor.size == 1 else 9
+    positions = 8 * at.tokens // (1 if layer.packed else at.micro_size) if layer.positions is not None else 0
+    return [SavedStorage(ids * at.tokens + positions, 8, features=False), *dropout_masks(layer, at)]
+
+
+def dropout_masks(layer: Embedding | TransformerBlock, at: ActivationSizes) -> list[SavedStorage]:
+    """Return what dropout saves of the hidden states."""
+    return [SavedStorage(at.rows * layer.hidden, 1, features=False)] if layer.probability else []
+
+
+@saved_storages.register
+def _saved_by_predictor(layer: Predictor, at: ActivationSizes) -> list[SavedStorage]:
+    """Return what norm and head save. The gradient of the hidden states is computed in the forward pass."""
+    return [*saved_storages(layer.norm, at), *saved_storages(layer.head, at)]
+
+
+@workspace_bytes.register
+def _predictor_workspace(layer: Predictor, at: ActivationSizes) -> int:
+    return workspace_bytes(layer.head, at)
+
+
+@saved_storages.register
+def _saved_by_vocabulary_head(head: VocabularyHead, at: ActivationSizes) -> list[SavedStorage]:
+    """Return the gradient of the hidden states, which the forward pass computes."""
+    return [at.features(head.table.shard.shape[1])]
+
+
+@workspace_bytes.register
+def _vocabulary_head_workspace(head: VocabularyHead, at: ActivationSizes) -> int:
+    """Return the temporary bytes of a loss.
+
+    They are the logits of a chunk, or their gradients, and what products need; or, for torch's functions in
+    16 bits, a copy in fp32.
+    """
+    count = chunk_rows(at.tokens, len(head.table), at.gpu)
+    logits = count * len(head.table)
+    copied = 4 if at.itemsize < 4 and not head.groups.functions.compiled else 0
+    return logits * at.itemsize + max(logits * copied, product_workspace(head.product, count, at))
+
+
+@saved_storages.register
+def _saved_by_scalar_head(head: ScalarHead, at: ActivationSizes) -> list[SavedStorage]:
+    """Return the gradient of this rank's hidden states."""
+    return [at.row_features(head.table.shard.shape[1])]
+
+
+@workspace_bytes.register
+def _scalar_head_workspace(head: ScalarHead, at: ActivationSizes) -> int:
+    """Return the temporary bytes of a loss: scores, their gradients, and hidden states in fp32."""
+    wide = 4 * at.rows * head.table.shard.shape[1] if at.itemsize < 4 else 0
+    return wide + 3 * 4 * at.tokens
