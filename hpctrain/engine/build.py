@@ -6,7 +6,7 @@ model, its buckets, the optimizer and what belongs to them. `build_engine` does 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,27 +16,23 @@ from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.rank_partition import require_no_dedicated_ranks
-from hpctrain.engine.audit import with_matmul_audit
+from hpctrain.engine.groups import make_groups
 from hpctrain.engine.kernel_choice import choose_kernels
 from hpctrain.engine.layer_placement import LayerPlacement, place_layers
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
 from hpctrain.engine.name_patterns import check_patterns
 from hpctrain.engine.offload_settings import OffloadSettings, open_offload
+from hpctrain.engine.planned_stage import PipelinePosition, offloaded_bytes, plan_stage
 from hpctrain.engine.recompute_settings import make_recompute, open_activation_store
-from hpctrain.engine.stage import (
-    PipelinePosition,
-    TrainedStage,
-    build_trained_stage,
-    make_groups,
-    make_replications,
-    offloaded_bytes,
-    plan_stage,
-)
+from hpctrain.engine.registry import extend_groups, start_features
+from hpctrain.engine.stage import StageBuilder, StageSetup, TrainedStage, build_trained_stage
+from hpctrain.engine.stage_values import initialize
+from hpctrain.engine.zero_groups import make_replications
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
-from hpctrain.memory.scratch import ScratchFiles, fill_pieces
+from hpctrain.memory.scratch import ScratchFiles
 from hpctrain.model.architecture import Architecture
-from hpctrain.model.construction import architecture_of, build_parts, initialize_parts
+from hpctrain.model.construction import architecture_of, build_parts
 from hpctrain.model.count import count
 from hpctrain.model.frozen import freeze_parameters
 from hpctrain.model.part import ModelPart
@@ -52,7 +48,6 @@ from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.sequence import context_positions
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import layer_ranges
-from hpctrain.sharding.replica_check import check_replicas
 from hpctrain.sharding.state import StateTensor
 
 
@@ -218,8 +213,7 @@ def arrange(deck: Deck, world: World, mesh: Mesh) -> EngineLayout:
         recompute = make_recompute(deck, world)
         architecture = architecture_of(deck, deck.model.vocabulary)
     groups = make_groups(deck, mesh, recompute, world.device)
-    if deck.stability.corruption == "full":
-        groups = with_matmul_audit(groups, world, deck.run.seed)
+    groups = extend_groups(groups, deck, world)
     placement = place_layers(deck, architecture, groups, mesh)
     schedule = placement.schedule_of(micro_batches(deck, mesh.size("data")))
     return EngineLayout(recompute, groups, architecture, placement, schedule)
@@ -244,7 +238,7 @@ def assemble(
     mesh: Mesh,
     arrangement: EngineLayout,
     roughness: float = 0.0,
-    build: Callable[..., TrainedStage] = build_trained_stage,
+    build: StageBuilder = build_trained_stage,
 ) -> Engine:
     """Build the engine of a deck from its arrangement. Collective.
 
@@ -254,7 +248,7 @@ def assemble(
         mesh: Arrangement of the ranks.
         arrangement: Result of `arrange` for this deck.
         roughness: As in `build_engine`.
-        build: Function that builds the stage, with the parameters of `build_trained_stage`.
+        build: Function that builds the stage.
     """
     groups, architecture, schedule = arrangement.groups, arrangement.architecture, arrangement.schedule
     number, split = mesh.coordinate("pipeline"), arrangement.placement.split
@@ -271,13 +265,11 @@ def assemble(
         offload = open_offload(deck, world, offloaded_bytes(deck, stage))
     with world.agreement():
         objective = make_objective(deck)
-        stage = build(deck, groups, models, replications, offload, world.device, world.agreement)
-    _initialize(world, architecture, stage, deck.run.seed, roughness)
-    if groups.products.audit is not None:
-        stage.synchronizer.all_added = groups.products.audit.check_gradients
+        setup = StageSetup(groups, models, replications, world.device, offload, world.agreement)
+        stage = build(deck, setup)
+    initialize(world, architecture, stage, deck.run.seed, roughness)
     stage.outer.begin(stage.optimizer)
-    if deck.stability.check_parameters:
-        check_replicas(stage.buckets, world.everyone)
+    start_features(stage, deck, world)
     activation_files = open_activation_store(deck, world, arrangement.recompute, models, schedule, number)
     positions = context_positions(groups.context, groups.context_form, architecture.sequence)
     return Engine(
@@ -293,20 +285,3 @@ def assemble(
         offload=offload.introduction,
         scratch=[each for each in (offload.scratch, activation_files) if each is not None],
     )
-
-
-def _initialize(
-    world: World, architecture: Architecture, stage: TrainedStage, seed: int, roughness: float
-) -> None:
-    """Fill this rank's fp32 master weights from the seed, then the parameters from them."""
-    optimizer = stage.optimizer
-    targets = (
-        (segment.parameter, piece, offset + first)
-        for bucket, master in zip(optimizer.buckets, optimizer.masters, strict=True)
-        for segment, values, offset in bucket.owned_segments(master)
-        if values.numel()
-        for first, piece in fill_pieces(values)
-    )
-    with world.agreement():
-        initialize_parts(architecture, stage.models, targets, seed, roughness)
-    optimizer.publish()

@@ -12,8 +12,9 @@ from hpctrain.comm.world import World
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.function_choice import planned_functions, with_functions
+from hpctrain.engine.groups import make_groups
 from hpctrain.engine.mesh_sizes import expert_sizes
-from hpctrain.engine.stage import Stage, build_stage, make_groups
+from hpctrain.engine.stage import Stage, build_stage
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host
 from hpctrain.model.construction import build_parts

@@ -10,14 +10,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.offload_settings import OffloadSettings
-from hpctrain.engine.stage import TrainedStage, build_stage
-from hpctrain.model.part import ModelPart
+from hpctrain.engine.stage import StageSetup, TrainedStage, build_stage
 from hpctrain.optim.optimizer import Agreement, BucketState, Optimizer
-from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.replica_sync import SyncEveryStep
-from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.state import MASTER
 from hpctrain.sharding.synchronize import GradientSynchronizer
 
@@ -40,45 +36,29 @@ class InferenceOptimizer(Optimizer):
         raise AssertionError("a model that is only evaluated")
 
 
-def build_inference_stage(
-    deck: Deck,
-    groups: LayerContext,
-    models: Sequence[ModelPart],
-    replications: Replications,
-    offload: OffloadSettings,
-    device: torch.device,  # noqa: ARG001
-    agreement: Agreement = nullcontext,  # noqa: ARG001
-) -> TrainedStage:
-    """Build a stage without gradients, with the parameters of `build_trained_stage`."""
-    stage, outer = build_stage(deck, groups, models, replications, offload.parameters), SyncEveryStep()
-    synchronizer = GradientSynchronizer([], outer)
+def build_inference_stage(deck: Deck, setup: StageSetup) -> TrainedStage:
+    """Build a stage without gradients, as a StageBuilder."""
+    stage = build_stage(deck, setup.groups, setup.models, setup.replications, setup.offload.parameters)
+    outer = SyncEveryStep()
     return TrainedStage(
         **vars(stage),
-        synchronizer=synchronizer,
+        synchronizer=GradientSynchronizer([], outer),
         outer=outer,
         optimizer=InferenceOptimizer(),
         stateful=[stage.modules],
     )
 
 
-def build_initial_stage(
-    deck: Deck,
-    groups: LayerContext,
-    models: Sequence[ModelPart],
-    replications: Replications,
-    offload: OffloadSettings,
-    device: torch.device,
-    agreement: Agreement = nullcontext,
-) -> TrainedStage:
+def build_initial_stage(deck: Deck, setup: StageSetup) -> TrainedStage:
     """Build a stage without gradients whose weights are initialized as those of a new run.
 
     Its optimizer holds the weights in the dtype in which the run initializes them, so that both round them in
     the same way. Replace it by `InferenceOptimizer()` once the weights are published, to free that memory.
     """
-    stage = build_inference_stage(deck, groups, models, replications, offload, device)
+    stage = build_inference_stage(deck, setup)
     adapted = deck.model.adapters is not None
     states = [{MASTER: _initial_weights(bucket, adapted)} for bucket in stage.buckets]
-    stage.optimizer = InferenceOptimizer(stage.buckets, states, agreement)
+    stage.optimizer = InferenceOptimizer(stage.buckets, states, setup.agreement)
     return stage
 
 

@@ -31,9 +31,9 @@ from hpctrain.engine.deck_kernels import (
     micro_batch_tokens,
 )
 from hpctrain.engine.function_choice import with_functions
+from hpctrain.engine.groups import make_groups
 from hpctrain.engine.layer_times import single_layers
 from hpctrain.engine.mesh_sizes import axis_sizes
-from hpctrain.engine.stage import make_groups
 from hpctrain.errors import HpctrainError
 from hpctrain.files import parse_json, read_text, user_cache
 from hpctrain.host.device import device_kind, on_host

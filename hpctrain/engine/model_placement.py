@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from hpctrain.comm.mesh import Mesh, sizes_text
 from hpctrain.comm.world import World
@@ -15,7 +14,7 @@ from hpctrain.deck.sections.rank_partition import RankPartition, without_dedicat
 from hpctrain.engine.build import choose_link, make_mesh
 from hpctrain.engine.inference_stage import build_inference_stage
 from hpctrain.engine.mesh_sizes import axis_sizes, on_one_rank
-from hpctrain.engine.stage import TrainedStage, build_trained_stage
+from hpctrain.engine.stage import StageBuilder, StageSetup, TrainedStage, build_trained_stage
 from hpctrain.text import counted
 
 Value = TypeVar("Value")
@@ -52,7 +51,7 @@ class ModelPlacement:
         return bool(self.partition.dedicated)
 
     @property
-    def build(self) -> Callable[..., TrainedStage]:
+    def build(self) -> StageBuilder:
         """Function that builds this rank's stage."""
         return _build_no_parts if self.idle else build_trained_stage
 
@@ -123,6 +122,6 @@ def place_models(deck: Deck, world: World) -> ModelPlacement:
     return ModelPlacement(world, partition, engine_deck, part, Mesh(part, sizes, transport), stages, idle)
 
 
-def _build_no_parts(deck: Deck, groups: Any, _models: Any, *arguments: Any) -> TrainedStage:
-    """Build a stage without model parts, with the parameters of `build_trained_stage`."""
-    return build_inference_stage(deck, groups, [], *arguments)
+def _build_no_parts(deck: Deck, setup: StageSetup) -> TrainedStage:
+    """Build a stage without model parts, as a StageBuilder."""
+    return build_inference_stage(deck, replace(setup, models=[]))

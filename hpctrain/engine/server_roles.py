@@ -6,11 +6,8 @@ servers reduce them and update the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -20,16 +17,12 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.server import server_ranks
 from hpctrain.engine.build import choose_link
-from hpctrain.engine.offload_settings import OffloadSettings
-from hpctrain.engine.stage import TrainedStage, build_stage, build_trained_stage
+from hpctrain.engine.stage import StageBuilder, StageSetup, TrainedStage, build_stage, build_trained_stage
 from hpctrain.engine.update_rules import RULES
-from hpctrain.model.part import ModelPart
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
-from hpctrain.optim.optimizer import Agreement, Optimizer
-from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.optim.optimizer import Optimizer
 from hpctrain.sharding.reducer import Reducer
 from hpctrain.sharding.replica_sync import SyncEveryStep
-from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import GradientSynchronizer
 
 
@@ -64,17 +57,9 @@ class RemoteOptimizer(Optimizer):
         raise AssertionError("servers update the parameters")
 
 
-def build_worker_stage(
-    deck: Deck,
-    groups: LayerContext,
-    models: Sequence[ModelPart],
-    replications: Replications,
-    offload: OffloadSettings,  # noqa: ARG001
-    device: torch.device,  # noqa: ARG001
-    agreement: Agreement = nullcontext,  # noqa: ARG001
-) -> TrainedStage:
-    """Build the stage of a worker, with the parameters of `build_trained_stage`."""
-    stage = build_stage(deck, groups, models, replications, trained=True)
+def build_worker_stage(deck: Deck, setup: StageSetup) -> TrainedStage:
+    """Build the stage of a worker, as a StageBuilder."""
+    stage = build_stage(deck, setup.groups, setup.models, setup.replications, trained=True)
     outer = SyncEveryStep()
     reducers = [Reducer(bucket, UnreducedGradients()) for bucket in stage.buckets]
     synchronizer = GradientSynchronizer(reducers, outer)
@@ -107,7 +92,7 @@ class ServerRoles:
         part = world.subworld(ranks)
         return role_deck, part, Mesh(part, {"data": part.size}, transport)
 
-    def stage(self, rank: int) -> Callable[..., TrainedStage]:
+    def stage(self, rank: int) -> StageBuilder:
         """Return the function that builds the stage of a rank."""
         return build_trained_stage if self.serves(rank) else build_worker_stage
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -16,6 +16,8 @@ from hpctrain.deck.sections.optimizer import (
     ScheduleFreeTable,
     SgdTable,
 )
+from hpctrain.model.part import ModelPart, parameter_list
+from hpctrain.model.width_scaling import set_rates
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.lion import Lion
 from hpctrain.optim.matrix.adafactor import Adafactor
@@ -91,3 +93,11 @@ RULES: Mapping[str, Callable[[Deck], UpdateRule | MatrixRules]] = {
     "adam-mini": _adam_mini,
 }
 """Functions that make the update rule of a deck, by `optimizer.name`."""
+
+
+def assign_settings(deck: Deck, models: Sequence[ModelPart]) -> None:
+    """Set how each parameter of the model parts is updated, before they are in buckets. Local."""
+    set_rates(models, deck)
+    rule = RULES[deck.optimizer.name](deck)
+    if isinstance(rule, MatrixRules):
+        rule.assign([parameter for model in models for parameter in parameter_list(model)])

@@ -27,7 +27,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.machine import Machine
 from hpctrain.deck.sections.objective import SCORE_KINDS
 from hpctrain.engine.generation import generation_deck, generation_stage
-from hpctrain.engine.stage import load_parameters
+from hpctrain.engine.stage_values import load_parameters
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.generate.continuing import GeneratedText, continue_texts
 from hpctrain.generate.passes import CachedPasses, can_cache, least_rows

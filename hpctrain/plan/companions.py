@@ -30,7 +30,8 @@ from hpctrain.engine.generation import plan_generation_stage
 from hpctrain.engine.inference_stage import build_inference_stage
 from hpctrain.engine.layer_placement import placed_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
-from hpctrain.engine.stage import PipelinePosition, Stage, plan_stage
+from hpctrain.engine.planned_stage import PipelinePosition, plan_stage
+from hpctrain.engine.stage import Stage
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.accounts import MemoryAccount

@@ -16,9 +16,10 @@ import torch
 
 from hpctrain.comm.planned import PlannedCalls, PlannedMesh
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.groups import make_groups
 from hpctrain.engine.mesh_sizes import axis_sizes
-from hpctrain.engine.offload_settings import OffloadSettings
-from hpctrain.engine.stage import TrainedStage, build_trained_stage, make_groups, make_replications
+from hpctrain.engine.stage import StageSetup, TrainedStage, build_trained_stage
+from hpctrain.engine.zero_groups import make_replications
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.recompute import Recompute
 from hpctrain.model.construction import build_parts
@@ -97,7 +98,8 @@ def _build(deck: Deck, shape: ModelShape, ranks: int, ranks_per_node: int) -> Tr
     mesh = PlannedMesh(sizes, 0, ranks_per_node, calls=PlannedCalls(echo=True))
     groups = make_groups(deck, mesh, Recompute("none"), cpu)
     models = build_parts(shape, groups, [LayerRange.all_of(shape.layers)])
-    stage = build_trained_stage(deck, groups, models, make_replications(deck, mesh), OffloadSettings(), cpu)
+    setup = StageSetup(groups, models, make_replications(deck, mesh), cpu)
+    stage = build_trained_stage(deck, setup)
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(max(bucket.length for bucket in stage.buckets), generator=generator)
     for bucket in stage.buckets:

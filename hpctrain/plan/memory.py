@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +16,8 @@ from hpctrain.comm.planned import PlannedCalls, PlannedMesh, ReductionBytes
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layer_placement import placed_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
-from hpctrain.engine.stage import PipelinePosition, TrainedStage, build_trained_stage, plan_stage
+from hpctrain.engine.planned_stage import PipelinePosition, plan_stage
+from hpctrain.engine.stage import StageBuilder, TrainedStage, build_trained_stage
 from hpctrain.engine.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind, on_host
@@ -153,7 +154,7 @@ def plan_memory(
     ranks_per_node: int | None = None,
     split: Sequence[int] | None = None,
     schedule: Schedule | None = None,
-    build: Callable[..., TrainedStage] = build_trained_stage,
+    build: StageBuilder = build_trained_stage,
 ) -> MemoryPlan:
     """What `ranks` ranks of a deck will hold. Allocates nothing of the model.
 

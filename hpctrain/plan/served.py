@@ -13,8 +13,8 @@ from hpctrain.engine.build import Engine, arrange, assemble
 from hpctrain.engine.function_choice import with_functions
 from hpctrain.engine.kernel_choice import choose_kernels
 from hpctrain.engine.mesh_sizes import micro_batches
+from hpctrain.engine.planned_stage import PipelinePosition, plan_stage
 from hpctrain.engine.server_roles import ServerRoles, build_worker_stage, server_deck
-from hpctrain.engine.stage import PipelinePosition, plan_stage
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.model.count import count

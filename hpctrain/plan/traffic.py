@@ -24,7 +24,8 @@ from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layer_placement import placed_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
-from hpctrain.engine.stage import PipelinePosition, TrainedStage, plan_stage
+from hpctrain.engine.planned_stage import PipelinePosition, plan_stage
+from hpctrain.engine.stage import TrainedStage
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.saved_bytes import part_bytes
 from hpctrain.model.architecture import Architecture
@@ -41,6 +42,7 @@ from hpctrain.pipeline.execute import Executor, PreparedBatch
 from hpctrain.pipeline.split import layer_ranges
 from hpctrain.plan.silent import SilentPart
 from hpctrain.plan.step_on_meta import rehearse
+from hpctrain.sharding.weight_maxima import WeightMaxima, products_in_8_bits
 
 LAYERS = frozenset({"tensor", "context", "pipeline", "expert", "expert_tensor", "context x tensor"})
 """Axes along which layers and stages of the pipeline talk, in every micro-batch."""
@@ -356,7 +358,7 @@ def _run(
             inputs = example_inputs(architecture, deck.batch.micro_size)
             batch, running = PreparedBatch(inputs, objective.losses(inputs, one)), simulated_host()
         stage.synchronizer.start(passes)
-    with running, stage.weight_maxima(), stage.residency.step(("rehearsed", passes)):
+    with running, stage.passes(("rehearsed", passes)):
         executor.run(schedule, [batch] * passes)
     with META:
         stage.synchronizer.finish()
@@ -420,5 +422,6 @@ def _all_reduced(group: Group, numbers: int) -> list[Moved]:
 def _of_weights(stage: TrainedStage, listener: _Listener, counted: Collection[str]) -> list[Moved]:
     """Maxima of weights that a step begins with, but along the axes that are counted with layers."""
     listener.take()
-    with META, stage.weight_maxima():
+    products = products_in_8_bits(layer for model in stage.models for layer in model.layers)
+    with META, WeightMaxima(products, stage.buckets, stage.groups.tensor).known():
         return [moved for moved in _by_axis(listener.take()) if moved.axis not in counted]

@@ -9,7 +9,7 @@ the one before it is used up, so that between rollouts the run's state is all th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -309,16 +309,8 @@ def make_writer(deck: Deck, engine: Engine, tokenizer: Tokenizer) -> tuple[Answe
     if generates_itself(deck):
         part = engine.stage.models[0]
         assert isinstance(part, Transformer)
-
-        @contextmanager
-        def ready() -> Iterator[None]:
-            with ExitStack() as stack:
-                stack.enter_context(engine.stage.weight_maxima())
-                stack.enter_context(engine.stage.groups.products.kernels.constant_matrices())
-                yield
-
         copies, copy = mesh.size("data"), mesh.coordinate("data")
-        places = concurrent_texts(deck, copies)
+        places, ready = concurrent_texts(deck, copies), partial(engine.stage.passes, "generate")
         return AnswerWriter(world, part, tokenizer, copies, copy, name, ready, places), []
     part, stage = generation_stage(deck, world, deck.layout.tensor)
     transfer = WeightTransfer(world, engine.stage, stage)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.machine import Machine
 from hpctrain.engine.build import Engine, arrange, assemble, make_mesh
 from hpctrain.engine.inference_stage import InferenceOptimizer, build_inference_stage, build_initial_stage
-from hpctrain.engine.stage import TrainedStage, load_parameters
+from hpctrain.engine.stage import StageBuilder
+from hpctrain.engine.stage_values import load_parameters
 from hpctrain.host.memory import resident_bytes
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import bare_model
@@ -65,9 +66,7 @@ def initial_engine(path: Path, state: Mapping[str, Any], deck: Deck, world: Worl
     return engine
 
 
-def _assemble_within_memory(
-    path: Path, deck: Deck, world: World, size: int, build: Callable[..., TrainedStage]
-) -> Engine:
+def _assemble_within_memory(path: Path, deck: Deck, world: World, size: int, build: StageBuilder) -> Engine:
     """Assemble an engine if the nodes have the memory, `size` bytes for each parameter. Collective."""
     mesh = make_mesh(deck, world)
     arrangement = arrange(deck, world, mesh)

@@ -231,11 +231,7 @@ class Step:
             for index, micro in enumerate(micro_batches)
         ]
         engine.stage.synchronizer.start(len(prepared), state.step - state.skipped)
-        with (
-            engine.stage.weight_maxima(),
-            engine.stage.groups.products.kernels.constant_matrices(),
-            engine.stage.residency.step(("train", len(prepared))),
-        ):
+        with engine.stage.passes(("train", len(prepared))):
             sums = self.executor.run(engine.placement.schedule_of(len(prepared)), prepared)
         engine.stage.synchronizer.finish()
         return sums, read
@@ -291,9 +287,7 @@ class Step:
         with (
             self.engine.stage.outer.common_weights(self.engine.stage.optimizer),
             self.engine.stage.optimizer.evaluation_weights(),
-            self.engine.stage.weight_maxima(),
-            self.engine.stage.groups.products.kernels.constant_matrices(),
-            self.engine.stage.residency.step(("evaluate", len(prepared))),
+            self.engine.stage.passes(("evaluate", len(prepared))),
         ):
             sums = self.executor.run(forward, prepared, training=False)
         figures, _ = self.agree(sums, read)

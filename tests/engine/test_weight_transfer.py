@@ -15,7 +15,9 @@ from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.engine.generation import generation_deck, generation_stage
-from hpctrain.engine.stage import Stage, build_stage, load_parameters, make_groups, make_replications
+from hpctrain.engine.groups import make_groups
+from hpctrain.engine.stage import Stage, build_stage
+from hpctrain.engine.stage_values import load_parameters
 from hpctrain.engine.weight_transfer import (
     Box,
     TransferMessage,
@@ -23,6 +25,7 @@ from hpctrain.engine.weight_transfer import (
     _divide_into_rounds,
     _messages,
 )
+from hpctrain.engine.zero_groups import make_replications
 from hpctrain.errors import HpctrainError
 from hpctrain.model.construction import build_model
 from hpctrain.model.part import logits_of

@@ -16,7 +16,8 @@ from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.offload_settings import host_store
-from hpctrain.engine.stage import PipelinePosition, Stage, plan_stage
+from hpctrain.engine.planned_stage import PipelinePosition, plan_stage
+from hpctrain.engine.stage import Stage
 from hpctrain.errors import EXIT_INPUT_OUTPUT, EXIT_USER, HpctrainError, InputOutputError
 from hpctrain.memory.scratch import Flat, ScratchTensor
 from hpctrain.optim.offload import SLOTS, CopyStreams, OffloadedOptimizer, piece_elements

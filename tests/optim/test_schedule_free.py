@@ -12,7 +12,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
-from hpctrain.engine.stage import load_parameters
+from hpctrain.engine.stage_values import load_parameters
 from hpctrain.errors import HpctrainError
 from hpctrain.optim import optimizer as optimizer_module
 from hpctrain.optim import schedule_free

@@ -15,11 +15,12 @@ from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.rank_partition import CRITIC
-from hpctrain.engine.build import Engine, _initialize, arrange, assemble, build_engine, make_mesh
+from hpctrain.engine.build import Engine, arrange, assemble, build_engine, make_mesh
 from hpctrain.engine.corpus import open_corpus, resolve_vocabulary
 from hpctrain.engine.function_choice import with_functions
 from hpctrain.engine.kernel_choice import choose_kernels
 from hpctrain.engine.model_placement import place_models
+from hpctrain.engine.stage_values import initialize
 from hpctrain.parallel.shards import Shard
 from hpctrain.post.rewards.reward import Sample
 from hpctrain.post.rewards.rewards import Rewards
@@ -143,7 +144,7 @@ def policy_trainer(world: World, deck: Deck) -> PolicyTrainer:
     engine = assemble(own, seat.world, seat.mesh, arrangement, ROUGHNESS, seat.build)
     trainer = PolicyTrainer(TrainerParts(deck, engine, corpus, None, lambda: None, seat))
     for name, each in engines(trainer).items():
-        _initialize(each.world, each.architecture, each.stage, deck.run.seed + SEEDS[name], ROUGHNESS)
+        initialize(each.world, each.architecture, each.stage, deck.run.seed + SEEDS[name], ROUGHNESS)
     assert trainer.experience is not None
     trainer.experience.rewards = Rewards([(Judge(name), weight) for name, weight in REWARDS.items()])
     return trainer

@@ -83,7 +83,7 @@ def test_they_are_the_largest_of_whole_matrices(
                 matrices[-1][tuple(place)] = np.abs(piece)
         return np.concatenate(matrices)
 
-    with run.engine.stage.weight_maxima():
+    with run.engine.stage.passes("test"):
         known = [(each, *one) for each in products(run) for one in each._weight_maxima.items()]
         assert len(known) == (1 if recipe == "row" else 2) * len(products(run))
         for product, dims, found in known:

@@ -1,6 +1,6 @@
 """Every layout trains the same model: compared with one rank, and with single reductions taken away.
 
-Tests of train/verify.py, engine/build.py and engine/stage.py, and of parallel/attention/ring.py.
+Tests of train/verify.py, engine/build.py, engine/stage.py, engine/registry.py and parallel/attention/ring.py.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from hpctrain.comm.planned import PlannedMesh
 from hpctrain.deck.activations import ACTIVATIONS, Activation
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.function_choice import functions_of, with_functions
-from hpctrain.engine.stage import make_groups
+from hpctrain.engine.groups import make_groups
 from hpctrain.model.construction import build_parts
 from hpctrain.model.part import LayerRange
 from hpctrain.model.precision import Precision

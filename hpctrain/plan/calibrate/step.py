@@ -56,10 +56,7 @@ def measure_fixed(deck: Deck, machine: MachineRates, clock: Clock) -> float:
     def step() -> None:
         batch = _batch(engine, deck)
         engine.stage.synchronizer.start(1)
-        with (
-            engine.stage.groups.products.kernels.constant_matrices(),
-            engine.stage.residency.step(("train", 1)),
-        ):
+        with engine.stage.passes(("train", 1)):
             sums = executor.run(engine.placement.schedule_of(1), [batch])
         engine.stage.synchronizer.finish()
         engine.stage.groups.statistics.reduce(world.everyone)

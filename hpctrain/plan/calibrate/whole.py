@@ -11,10 +11,10 @@ from statistics import fmean
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.groups import make_groups
 from hpctrain.engine.kernel_choice import choose_kernels
 from hpctrain.engine.layer_times import measure_layers
 from hpctrain.engine.mesh_sizes import axis_sizes
-from hpctrain.engine.stage import make_groups
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.operations import ElementwiseKind
 from hpctrain.parallel.saved_policy import SavedPolicy

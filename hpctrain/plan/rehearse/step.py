@@ -15,7 +15,7 @@ import torch
 from hpctrain.comm.planned import META
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.stage import PipelinePosition, plan_stage
+from hpctrain.engine.planned_stage import PipelinePosition, plan_stage
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
@@ -93,12 +93,7 @@ class RankStep:
             found.forget("F")
             with META, self._without_values():
                 stage.synchronizer.start(steps.micro_batches)
-                with (
-                    stage.weight_maxima(),
-                    stage.residency.step(("noted", kinds)),
-                    notes.of(stage),
-                    self._timed(notes),
-                ):
+                with stage.passes(("noted", kinds)), notes.of(stage), self._timed(notes):
                     executor.run(steps, [self._batch] * steps.micro_batches)
                 stage.synchronizer.finish()
                 stage.synchronizer.after_step(True, 1.0)
@@ -142,7 +137,7 @@ class RankStep:
         recorder.action = "begin"
         with META:
             stage.synchronizer.start(schedule.micro_batches, self.weights.updates)
-            with stage.weight_maxima(), stage.residency.step((number, schedule.micro_batches)):
+            with stage.passes((number, schedule.micro_batches)):
                 self._execute(schedule, number)
                 recorder.action = "synchronize"
             stage.synchronizer.finish()

@@ -15,7 +15,7 @@ import torch
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.function_choice import planned_functions
-from hpctrain.engine.stage import make_groups
+from hpctrain.engine.groups import make_groups
 from hpctrain.engine.update_rules import RULES
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.device_memory import matmul_workspace_bytes

@@ -27,7 +27,9 @@ from hpctrain.deck.presets import presets
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.build import build_engine, make_mesh
-from hpctrain.engine.stage import build_stage, load_parameters, make_groups
+from hpctrain.engine.groups import make_groups
+from hpctrain.engine.stage import build_stage
+from hpctrain.engine.stage_values import load_parameters
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.generate.text import load_model
 from hpctrain.model.construction import build_model

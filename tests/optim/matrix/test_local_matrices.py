@@ -12,7 +12,7 @@ import torch
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
-from hpctrain.engine.stage import make_groups
+from hpctrain.engine.groups import make_groups
 from hpctrain.optim.matrix.local_matrices import LocalMatrices
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.parallel.layer_context import LayerContext

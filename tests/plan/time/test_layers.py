@@ -10,7 +10,7 @@ import pytest
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.engine.layer_placement import placed_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes
-from hpctrain.engine.stage import PipelinePosition, plan_stage
+from hpctrain.engine.planned_stage import PipelinePosition, plan_stage
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind
 from hpctrain.memory.saved_bytes import part_bytes
