@@ -102,8 +102,8 @@ def test_what_lives_where(world: World, mpi_tmp_path: Path) -> None:
         for flat in (bucket.owned_values, *moments.values()):
             assert isinstance(flat, ScratchTensor)
             assert flat.numel() == bucket.length // world.size
-    assert engine.offload.scratch is not None
-    on_disk = sum(path.stat().st_size for path in engine.offload.scratch.folder.iterdir())
+    (scratch,) = engine.scratch
+    on_disk = sum(path.stat().st_size for path in scratch.folder.iterdir())
     assert on_disk == sum(bucket.length for bucket in engine.stage.buckets) // world.size * (12 + 2)
     engine.close()
 
@@ -182,8 +182,7 @@ def test_a_fault_of_one_rank_is_everyones(world: World, mpi_tmp_path: Path, faul
     deck = small_deck("memory.optimizer=disk", f"memory.offload_dir={mpi_tmp_path / 'offload'}", SMALL_BUFFER)
     training = trainer(world, deck)
     training.train(2)
-    scratch = training.engine.offload.scratch
-    assert scratch is not None
+    (scratch,) = training.engine.scratch
     if world.rank == world.size - 1:
         file = sorted(scratch.folder.iterdir())[-1]
         file.unlink() if fault == "removed" else os.truncate(file, 100)
