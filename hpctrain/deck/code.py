@@ -20,6 +20,12 @@ from hpctrain.errors import HpctrainError
 CODE_KEYS = ("model.module", "model.loss", "model.initial", "data.dataset", "data.collate", "policy.reward")
 """Keys of a deck that name functions or classes. `policy.reward` may also name built-in rewards."""
 
+CAUSAL_MODEL = "transformers:AutoModelForCausalLM"
+"""Value of `model.module` for a model of `transformers` that its configuration, an argument, describes.
+
+It needs no trust: hpctrain builds it from the installed `transformers` alone, without code of other origin.
+"""
+
 ARGUMENT_KEYS = ("model.arguments", "data.arguments")
 """Keys of a deck that hold arguments of a function. Some arguments let a library download code and run it."""
 
@@ -167,7 +173,7 @@ def code_entries(tables: Mapping[str, object], deck_name: str) -> frozenset[Code
         value = _value(tables, key)
         targets = value if isinstance(value, list | tuple) else [value]
         for target in targets:
-            if isinstance(target, str) and _names_code(key, target):
+            if isinstance(target, str) and target != CAUSAL_MODEL and _names_code(key, target):
                 names.add(CodeEntry(key, resolve_target(target, deck_name)))
     for key in ARGUMENT_KEYS:
         names.update(remote_code(key, _value(tables, key)))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.entries import master_entries, training_entries
 from hpctrain.checkpoint.exchange.by_name import load_by_name
 from hpctrain.checkpoint.exchange.convert import MODEL_ONLY
+from hpctrain.checkpoint.exchange.module_tensors import ModuleFolder
 from hpctrain.checkpoint.exchange.names import ROUTER_BIAS
+from hpctrain.checkpoint.exchange.safetensors_folder import TensorFolder
 from hpctrain.checkpoint.exchange.source import load_source
+from hpctrain.deck.code import CAUSAL_MODEL
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.errors import HpctrainError
+from hpctrain.model.modules.module_architecture import ModuleArchitecture
 from hpctrain.model.modules.module_buffers import BUFFER_KIND as BUFFER
 from hpctrain.model.modules.module_part import ModulePart
 from hpctrain.sharding.replica_check import check_replicas
@@ -57,10 +62,20 @@ def _start_module(path: Path, engine: Engine) -> str:
     buffers = training_entries(tensor for tensor in engine.stage.state() if tensor.kind == BUFFER)
     parts = [part for part in engine.stage.models if isinstance(part, ModulePart)]
     names = {own.shard.name: known for part in parts for own, known in part.names.items()}
-    left = load_by_name(path, engine.world, [*master_entries(engine.stage.state()), *buffers], names)
+    entries = [*master_entries(engine.stage.state()), *buffers]
+    left = load_by_name(path, engine.world, entries, names, _folder_view(engine))
     engine.stage.optimizer.publish()
     engine.stage.outer.begin(engine.stage.optimizer)
     return f"initialized from the values of {path}" + (f"; {left}" if left else "")
+
+
+def _folder_view(engine: Engine) -> Callable[[TensorFolder], TensorFolder] | None:
+    """Return the view of a folder with the tensors of the engine's module; None if it has their names."""
+    architecture = engine.architecture
+    assert isinstance(architecture, ModuleArchitecture)
+    if architecture.code.target != CAUSAL_MODEL:
+        return None
+    return partial(ModuleFolder, module=architecture.copy_on_meta())
 
 
 def require_training_state(path: Path, state: Mapping[str, Any], overrides: Sequence[str]) -> None:

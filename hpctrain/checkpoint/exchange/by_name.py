@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,12 +31,17 @@ _MOST = 8
 
 
 def load_by_name(
-    path: Path, world: World, entries: Sequence[TensorRange], names: Mapping[str, Sequence[str]]
+    path: Path,
+    world: World,
+    entries: Sequence[TensorRange],
+    names: Mapping[str, Sequence[str]],
+    view: Callable[[TensorFolder], TensorFolder] | None = None,
 ) -> str:
     """Fill entries `/model/<name>` and `/buffer/<name>` from what `path` has of each, each rank its pieces;
     in words, what is left of it. Collective.
 
-    `names` are all that a parameter has, under any of which a folder may have it. Errors, the same on all
+    `names` are all that a parameter has, under any of which a folder may have it. `view` turns a folder into
+    one with the module's own tensors; None if it has these. Errors, the same on all
     ranks: HpctrainError for names that are missing, and shapes that differ; else as in `open_values` and
     `checkpoint.read.load`.
     """
@@ -50,7 +55,8 @@ def load_by_name(
         return ""
     with together(world.everyone):
         folder = open_values(path)
-        found = {each.dataset: _found(each, folder, names) for each in entries}
+        folder = folder if view is None else view(folder)
+        found = {each.dataset: find_name(_names(each, names), folder) for each in entries}
         problems = list(dict.fromkeys(_problems(entries, found, folder)))
         if problems:
             more = len(problems) - _MOST
@@ -95,23 +101,38 @@ def _names(entry: TensorRange, names: Mapping[str, Sequence[str]]) -> Sequence[s
     return names.get(entry.shard.name, [entry.shard.name])
 
 
-def _found(entry: TensorRange, folder: TensorFolder, names: Mapping[str, Sequence[str]]) -> str | None:
-    """The name under which a folder has an entry's tensor."""
-    return next((name for name in _names(entry, names) if name in folder.tensors), None)
+def find_name(names: Sequence[str], folder: TensorFolder) -> str | None:
+    """Return the first of a tensor's names under which a folder has it; None if there is none."""
+    return next((name for name in names if name in folder.tensors), None)
+
+
+def mismatch(own: str, shape: tuple[int, ...], name: str | None, folder: TensorFolder) -> str | None:
+    """Return what is wrong with a tensor of a folder, as a message; None if it is what a module requires.
+
+    Args:
+        own: Name of the tensor in the module.
+        shape: Its shape there.
+        name: Name of the tensor in the folder; None if there is none.
+        folder: The folder.
+    """
+    if name is None:
+        near = nearest(own, list(folder.tensors))
+        meant = f" (did you mean {near}?)" if near else ""
+        return f"{folder.path}: has no {own}, which the module requires{meant}"
+    described = folder.tensors[name]
+    if described.shape == shape:
+        return None
+    shapes = f"{list(described.shape)}, but the module requires {list(shape)}"
+    return f"{folder.path / described.file}: {name} has shape {shapes}"
 
 
 def _problems(
     entries: Sequence[TensorRange], found: Mapping[str, str | None], folder: TensorFolder
 ) -> Iterator[str]:
     for entry in entries:
-        name = found[entry.dataset]
-        if name is None:
-            near = nearest(entry.shard.name, list(folder.tensors))
-            meant = f" (did you mean {near}?)" if near else ""
-            yield f"{folder.path}: has no {entry.shard.name}, which the module requires{meant}"
-        elif folder.tensors[name].shape != entry.shard.shape:
-            shapes = f"{list(folder.tensors[name].shape)}, but the module requires {list(entry.shard.shape)}"
-            yield f"{folder.path / folder.tensors[name].file}: {name} has shape {shapes}"
+        problem = mismatch(entry.shard.name, entry.shard.shape, found[entry.dataset], folder)
+        if problem is not None:
+            yield problem
 
 
 def _fill(entry: TensorRange, name: str, folder: TensorFolder) -> None:

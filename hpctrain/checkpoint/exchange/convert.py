@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -16,13 +17,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.checkpoint import checksum
-from hpctrain.checkpoint.agree import combined, first_of, together
+from hpctrain.checkpoint.agree import combined, together
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor, examine
 from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.exchange.hugging_face import exported_as
 from hpctrain.checkpoint.exchange.merge import Merge
 from hpctrain.checkpoint.exchange.model_files import model_files
+from hpctrain.checkpoint.exchange.module_exchange import (
+    ModuleSource,
+    module_deck,
+    open_module_source,
+    prepare_module_export,
+)
+from hpctrain.checkpoint.exchange.module_source import folder_module_keys, stored_module_deck
 from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, Counterpart, TensorPart, counterparts
+from hpctrain.checkpoint.exchange.prepared_export import PreparedExport, stored_sources, wanted_type
 from hpctrain.checkpoint.exchange.safetensors_folder import (
     INDEX,
     NAMES,
@@ -47,6 +56,7 @@ from hpctrain.checkpoint.stored_tokenizer import stored_settings, tokenizer_of_s
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.error_messages import with_final_name
 from hpctrain.comm.world import World
+from hpctrain.data.tokenizer import TOKENIZER_FILE
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
@@ -67,6 +77,8 @@ _OWN_FILE = files_named(
     r"|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
 )
 
+_MOST_TOKENS = 1 << 32
+
 MODEL_ONLY = "model_only"  # in the state of a checkpoint that holds no training state
 
 
@@ -84,23 +96,12 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
     world.ledger.activity = "writing the exported model"
     with together(group):
         require_new(folder)
-        shape = stored_shape(structure)
-        merge = Merge(structure, shape.adapters)
-        shape = replace(shape, adapters=None)
-        wanted = _wanted_type(structure, dtype)
-        tokenizer = tokenizer_of_state(structure.state, checkpoint)
-        dtype_name = str(wanted).removeprefix("torch.")
-        texts = model_files(shape, dtype_name, stored_settings(structure.state), tokenizer)
-        shapes = tensor_shapes(shape)
-        folded = _folded(shape, shapes)
-        exact = {*folded, *filter(merge.has, shapes)}
-        sources = _sources(structure, shapes, wanted, exact)
-        theirs = counterparts(exported_as(shape).rules, shapes)
-    files = shared_out(
-        [NewTensor(each.name, NAMES[_kept_type(each, wanted)], each.shape) for each in theirs], most
-    )
+        deck = stored_module_deck(structure)
+        prepare = _prepare_export if deck is None else partial(prepare_module_export, deck)
+        export = prepare(structure, dtype)
+    texts = export.texts
+    files = shared_out(export.tensors, most)
     sums = np.zeros(len(structure.sums), np.uint64)
-    by_name = {each.name: each for each in theirs}
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
         with with_final_name(temporary, folder):
@@ -111,10 +112,10 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
             with together(group), opened(structure.path) as source:
                 for name, tensors in list(files.items())[group.rank :: group.size]:
                     for tensor, view in new_file(temporary / name, tensors):
-                        _copy(source, merge, sources, by_name[tensor], view, wanted, sums, folded)
+                        export.copy(source, tensor, view, sums)
             totals = combined(group, sums).view(np.uint64)
             with together(group):
-                _compare(structure, sources.values(), totals)
+                _compare(structure, export.sources.values(), totals)
                 if group.rank == 0:
                     if len(files) > 1:
                         texts[INDEX] = json.dumps(index_of(files), indent=2) + "\n"
@@ -128,12 +129,35 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
             with suppress(HpctrainError, OSError):
                 _delete_left(temporary)
     size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
-    with_it = "without a tokenizer (it has none)" if tokenizer is None else "with its tokenizer"
-    name = next(name for name, each in DTYPES.items() if each == wanted)
+    with_it = "with its tokenizer" if TOKENIZER_FILE in texts else "without a tokenizer (it has none)"
+    name = next(name for name, each in DTYPES.items() if each == export.dtype)
     return (
-        f"{folder}: {_described(shape)}, {name}, "
+        f"{folder}: {export.described}, {name}, "
         f"{format_bytes(size)} in {len(files)} file{'s' * (len(files) > 1)}, {with_it}"
     )
+
+
+def _prepare_export(structure: CheckpointIndex, dtype: str | None) -> PreparedExport:
+    """Return the export of a model that hpctrain has itself; see `export_model` for the errors."""
+    shape = stored_shape(structure)
+    merge = Merge(structure, shape.adapters)
+    shape = replace(shape, adapters=None)
+    wanted = wanted_type(structure, dtype)
+    tokenizer = tokenizer_of_state(structure.state, structure.path)
+    dtype_name = str(wanted).removeprefix("torch.")
+    texts = model_files(shape, dtype_name, stored_settings(structure.state), tokenizer)
+    shapes = tensor_shapes(shape)
+    folded = _folded(shape, shapes)
+    exact = {*folded, *filter(merge.has, shapes)}
+    sources = stored_sources(structure, shapes, wanted, exact)
+    theirs = counterparts(exported_as(shape).rules, shapes)
+    by_name = {each.name: each for each in theirs}
+
+    def copy(source: TensorSource, name: str, view: NDArray[Any], sums: Sums) -> None:
+        _copy(source, merge, sources, by_name[name], view, wanted, sums, folded)
+
+    tensors = [NewTensor(each.name, NAMES[_kept_type(each, wanted)], each.shape) for each in theirs]
+    return PreparedExport(tensors, texts, sources, copy, _described(shape), wanted)
 
 
 def require_new(folder: Path) -> None:
@@ -157,13 +181,18 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
     world.ledger.activity = "importing the model"
     with together(group):
         check_output(out, replace)
-        model = open_model(folder)
-        text, settings, missing = tokenizer_of_folder(folder, model.shape.vocabulary)
+        keys = folder_module_keys(folder)
+        model = open_module_source(folder, keys) if keys else open_model(folder)
+        if isinstance(model, ModuleSource):
+            deck, described = module_deck(keys, out, folder), model.described
+        else:
+            deck, described = _model_deck(model.shape, out, folder), _described(model.shape)
+        text, settings, missing = tokenizer_of_folder(folder, deck.model.vocabulary or _MOST_TOKENS)
         warnings = [] if text is None else import_warnings(text, settings, folder)
         state = {
             MODEL_ONLY: True,
             "imported_from": str(folder),
-            **deck_state(_model_deck(model.shape, out, folder)),
+            **deck_state(deck),
             **tokenizer_state(text, settings),
         }
     entries = [
@@ -177,10 +206,9 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
         for dataset, size in model.shapes.items()
     ]
     save(out, group, entries, state, PIECE_BYTES)
-    shape = model.shape
     tokenizer = "with its tokenizer" if text is not None else f"without a tokenizer ({missing})"
     sentence = (
-        f"{out}: {_described(shape)}, "
+        f"{out}: {described}, "
         f'{format_bytes(out.stat().st_size)}, {tokenizer}; to train it, set [model] from = "{out}"'
     )
     return "\n".join([*warnings, sentence])
@@ -190,7 +218,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
 class FolderTensor(ScratchSlice):
     """The flat elements `first` to `first + length` of one of our tensors, in a Hugging Face folder."""
 
-    model: ModelFolder
+    model: ModelFolder | ModuleSource
     dataset: str
     shape: Index
     first: int
@@ -225,14 +253,6 @@ def _delete_left(temporary: Path) -> None:
             )
 
 
-def _wanted_type(structure: CheckpointIndex, dtype: str | None) -> torch.dtype:
-    if dtype is not None:
-        return DTYPES[dtype]
-    kinds = {stored.kind for name, stored in structure.datasets.items() if name.startswith("/model/")}
-    kind = getattr(torch, kinds.pop()) if len(kinds) == 1 else torch.float32
-    return kind if kind in NAMES else torch.float32
-
-
 def _kept_type(theirs: Counterpart, wanted: torch.dtype) -> torch.dtype:
     """The type in which a tensor is written: `transformers` keeps biases of choices in fp32."""
     biased = theirs.parts[0].dataset.startswith(f"/{ROUTER_BIAS}/")
@@ -247,30 +267,6 @@ def _folded(shape: ModelShape, datasets: Iterable[str]) -> dict[str, float]:
     ends["query" if shape.query_key_norm == "none" else "query_norm"] = by.of_scores
     layers = {dataset: dataset.split("/")[-1].split(".")[-2] for dataset in datasets}
     return {dataset: ends[layer] for dataset, layer in layers.items() if ends.get(layer, 1.0) != 1}
-
-
-def _sources(
-    structure: CheckpointIndex, shapes: Mapping[str, Index], wanted: torch.dtype, folded: Container[str]
-) -> dict[str, StoredTensor]:
-    """What holds each of our datasets: itself in the wanted type, or else the most exact one, of which those
-    that are `folded` are made, too.
-    """
-    problems: list[str] = []
-    sources: dict[str, StoredTensor] = {}
-    for dataset, shape in shapes.items():
-        stored = structure.datasets.get(dataset)
-        if stored is None:
-            problems.append(f"{structure.path}: {dataset}: not in this checkpoint")
-            continue
-        if getattr(torch, stored.kind) != wanted or dataset in folded:
-            stored = structure.datasets.get(dataset.replace("/model/", "/master/", 1), stored)
-        if stored.shape != shape:
-            told = f"has shape {list(stored.shape)}, expected {list(shape)} by its deck"
-            problems.append(f"{structure.path}: {stored.dataset}: {told}")
-        sources[dataset] = stored
-    if problems:
-        raise first_of(problems)
-    return sources
 
 
 def _copy(

@@ -73,6 +73,36 @@ def model_files(
     return {name: each if isinstance(each, str) else _json(each) for name, each in files.items()}
 
 
+def module_files(
+    config: Mapping[str, Any],
+    dtype: str,
+    settings: TokenizerSettings,
+    tokenizer: Tokenizer | None,
+    sequence: int,
+) -> dict[str, str]:
+    """Return the text of each exported file other than the weights, of a model of `transformers` itself.
+
+    Args:
+        config: The config.json that describes the model.
+        dtype: dtype of the exported tensors, such as "float32".
+        settings: Settings that were imported with the model, with the changes that training made to them.
+        tokenizer: The tokenizer; None if the checkpoint has none.
+        sequence: Tokens of a sequence in training.
+    """
+    ids = _special_ids_by_file(settings, tokenizer)
+    imported = {
+        key: value for key, value in settings.file(GENERATION_CONFIG).items() if key not in _NOT_EXPORTED
+    }
+    generation = ({} if imported else {"_from_model_config": True}) | imported
+    files: dict[str, Any] = {
+        MODEL_CONFIG: {**config, "dtype": dtype, **(ids[MODEL_CONFIG] if settings.ends else {})},
+        GENERATION_CONFIG: generation | (ids[GENERATION_CONFIG] if imported or settings.ends else {}),
+    }
+    if tokenizer is not None:
+        files |= tokenizer_files(tokenizer, max(sequence, settings.context), sequence)
+    return {name: each if isinstance(each, str) else _json(each) for name, each in files.items()}
+
+
 def context_length(
     shape: ModelShape, architecture: HuggingFaceArchitecture, settings: TokenizerSettings
 ) -> int:

@@ -16,6 +16,7 @@ from hpctrain.checkpoint.agree import first_of, together
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
 from hpctrain.checkpoint.exchange.architectures import HEAD, HuggingFaceArchitecture
 from hpctrain.checkpoint.exchange.hugging_face import architecture_of, shape_of
+from hpctrain.checkpoint.exchange.module_source import folder_module_keys, stored_module_keys
 from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, Counterpart, TensorPart, counterparts
 from hpctrain.checkpoint.exchange.safetensors_folder import (
     CONFIG,
@@ -94,11 +95,20 @@ class SourceReader(EpochReader):
     """What the deck's reader asks of files that it names."""
 
     def __call__(self, path: str) -> dict[str, object]:
-        """The keys of a deck that the model at `path` settles.
+        """The keys of a deck that the model at `path` settles; see `causal_model_keys` for those of a module.
 
-        HpctrainError, InputOutputError where there is no such model, or none that hpctrain has.
+        HpctrainError, InputOutputError where there is no such model, or none that can be trained.
         """
-        shape = source_shape(Path(path))
+        source = Path(path)
+        if _is_checkpoint(source) and source.suffix != ".safetensors":
+            structure = examine(source)
+            if keys := stored_module_keys(structure):
+                return keys
+            shape = stored_shape(structure)
+        elif keys := folder_module_keys(source):
+            return keys
+        else:
+            shape = source_shape(source)
         keys = {f"model.{name}": value for name, value in model_keys(shape).items()}
         return keys | {"batch.sequence": shape.sequence}
 

@@ -108,7 +108,7 @@ class DeckValidator:
         place = self.places["model.from"]
         subject = f"{place.prefix}: model.from: "
         try:
-            self.source = self.read_source(path)
+            self._set_source(self.read_source(path))
         except HpctrainError as error:
             self.readable = False
             self.deck_input.report_error(place, error, subject)
@@ -116,6 +116,18 @@ class DeckValidator:
             self.readable = False
             reason = f"{clipped(path)}: cannot be read: {(error.strerror or str(error)).lower()}"
             self.deck_input.add_problem(place, f"{subject}{reason}", file_missing=not is_unfit(error))
+
+    def _set_source(self, keys: Mapping[str, object]) -> None:
+        """Take over the keys of the model in model.from. Those of a module are added to the deck."""
+        if "model.module" not in keys:
+            self.source = keys
+            return
+        for full, value in keys.items():
+            section, _, name = full.partition(".")
+            table = self.deck_input.values.setdefault(section, {})
+            if isinstance(table, dict) and name not in table:
+                table[name] = value
+                self.places[full] = replace(self.places["model.from"], value=None, note="from model.from")
 
     def _rename_keys(self) -> None:
         """Rename keys of older versions to their present names, and report those that have no effect."""

@@ -21,7 +21,7 @@ from hpctrain.deck.code import NamedCode
 from hpctrain.deck.user_code import import_function, run_user_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.initialize import fill_normal
-from hpctrain.model.modules.module_architecture import ModuleArchitecture
+from hpctrain.model.modules.module_architecture import META, ModuleArchitecture
 from hpctrain.model.modules.module_part import ModulePart
 from hpctrain.model.part import ModelPart
 from hpctrain.parallel.random import key_of
@@ -95,7 +95,13 @@ def initialize_module(
     seed: int,
     roughness: float = 0.0,
 ) -> None:
-    """Fill parameters and buffers with the initial values of the module; see `initialize_parts`."""
+    """Fill parameters and buffers with the initial values of the module; see `initialize_parts`.
+
+    Parameters that are loaded are set to zero, and only buffers are computed.
+    """
+    if architecture.loaded and not roughness:
+        _initialize_buffers(architecture, parts, targets)
+        return
     module = build_initial_module(architecture, seed)
     values = dict(module.named_parameters(remove_duplicate=False))
     for parameter, target, offset in targets:
@@ -111,6 +117,41 @@ def initialize_module(
     for part in parts:
         assert isinstance(part, ModulePart)
         part.module_buffers.fill(module)
+
+
+def _initialize_buffers(
+    architecture: ModuleArchitecture,
+    parts: Sequence[ModelPart],
+    targets: Iterable[tuple[Parameter, Tensor, int]],
+) -> None:
+    """Fill buffers with the values that the module computes, and parameters, which are loaded, with zeros.
+
+    No more than one parameter of the module is in memory at a time.
+    """
+    with _parameters_on_meta():
+        module = architecture.build(HOST)
+    for _, target, _ in targets:
+        target.zero_()
+    for part in parts:
+        assert isinstance(part, ModulePart)
+        part.module_buffers.fill(module)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move each parameter to torch's device "meta" as soon as a module registers it, inside the context."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to(META), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _apply_user_function(module: nn.Module, code: NamedCode) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from hpctrain.deck.code import NamedCode, remote_code
+from hpctrain.deck.code import CAUSAL_MODEL, NamedCode, remote_code
 from hpctrain.deck.user_code import call_function, import_function, run_user_code
 from hpctrain.errors import HpctrainError
 from hpctrain.files import parse_json, read_text
+from hpctrain.model.modules.causal_model import build_causal_model
 from hpctrain.text import article, nearest
 
 _CONFIG_BYTES = 1 << 24
@@ -24,7 +25,7 @@ def build_module(code: NamedCode, arguments: Mapping[str, Any]) -> nn.Module:
     """Build the module that a deck names, on torch's default device.
 
     A class of Hugging Face `transformers` is built from its config: the one in the folder of the argument
-    `config`, or one made of the arguments.
+    `config`, or one made of the arguments. CAUSAL_MODEL is built from the text of its configuration.
 
     Args:
         code: The function or class, as `model.module` names it.
@@ -33,6 +34,8 @@ def build_module(code: NamedCode, arguments: Mapping[str, Any]) -> nn.Module:
     Raises:
         HpctrainError: An argument is unknown to the config, the user's code fails, or it returns no module.
     """
+    if code.target == CAUSAL_MODEL:
+        return build_causal_model(arguments)
     function: Any = import_function(code)
     arguments = dict(arguments)
     short = code.title

@@ -16,11 +16,12 @@ from typing_extensions import override
 
 from hpctrain.data.dataset import dataset_of
 from hpctrain.data.items import FieldSpec
-from hpctrain.deck.code import NamedCode
+from hpctrain.deck.code import CAUSAL_MODEL, NamedCode
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.user_code import import_function
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
+from hpctrain.model.modules.causal_model import model_title, path_notes
 from hpctrain.model.modules.instantiate import build_module
 from hpctrain.model.modules.module_call import ModuleCall, make_call
 from hpctrain.model.modules.tensor_parallel.split_plan import SplitPlan, make_plan
@@ -53,6 +54,7 @@ class ModuleArchitecture(Architecture):
         micro_size: Samples of a micro-batch.
         cut: True if a pipeline divides the module between blocks.
         initial: Function that changes the initial values; None if there is none.
+        loaded: True if all parameters of a run are read from files, so that no rank builds the whole module.
     """
 
     code: NamedCode
@@ -70,6 +72,7 @@ class ModuleArchitecture(Architecture):
     micro_size: int = 1
     cut: bool = False
     initial: NamedCode | None = None
+    loaded: bool = False
 
     @staticmethod
     def of(deck: Deck) -> ModuleArchitecture:
@@ -100,14 +103,19 @@ class ModuleArchitecture(Architecture):
         if problems:
             raise HpctrainError(problems)
         block_number, notes = len(find_blocks(module, keys.blocks)), _notes(deck, module)
+        if keys.module == CAUSAL_MODEL:
+            notes = (*path_notes(module), *notes)
         made = ModuleArchitecture(code, arguments, keys.blocks, block_number, *rest, notes)
         made = replace(made, micro_size=deck.batch.micro_size, cut=deck.layout.pipeline > 1)
+        made = replace(made, loaded=keys.module == CAUSAL_MODEL and keys.source is not None)
         made = replace(made, initial=None if keys.initial is None else deck.code(keys.initial))
         return replace(made, plan=json.dumps(keys.plan), gather_logits=keys.loss is not None)
 
     @property
     @override
     def title(self) -> str:
+        if self.code.target == CAUSAL_MODEL:
+            return model_title(json.loads(self.arguments))
         return self.code.title
 
     @property
@@ -268,8 +276,9 @@ def _training_problems(deck: Deck, module: nn.Module) -> Iterator[tuple[str, str
             kind = str(each.dtype).removeprefix("torch.")
             yield "model.module", f"has a parameter {name} of unsupported type {kind}"
     layout = deck.layout
-    plan = plan_of(module, deck.model.plan, layout.tensor, layout.sequence_parallel)
-    yield from (("model.plan", sentence) for sentence in plan.problems)
+    if layout.tensor > 1 or deck.model.module != CAUSAL_MODEL:  # the key comes from the model itself
+        plan = plan_of(module, deck.model.plan, layout.tensor, layout.sequence_parallel)
+        yield from (("model.plan", sentence) for sentence in plan.problems)
     if kept and deck.model.buffers is None:
         some = ", ".join(list(kept)[:3]) + ", ..." * (len(kept) > 3)
         yield (

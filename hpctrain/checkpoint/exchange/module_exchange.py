@@ -1,0 +1,208 @@
+"""Import and export of models of `transformers` that hpctrain does not have itself, by their own names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from hpctrain.checkpoint.agree import first_of
+from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor
+from hpctrain.checkpoint.checksum import Sums
+from hpctrain.checkpoint.exchange.assembled_tensor import SourceBox
+from hpctrain.checkpoint.exchange.by_name import find_name, mismatch
+from hpctrain.checkpoint.exchange.model_files import module_files
+from hpctrain.checkpoint.exchange.module_tensors import ModuleFolder, file_tensors, state_shapes
+from hpctrain.checkpoint.exchange.prepared_export import PreparedExport, stored_sources, wanted_type
+from hpctrain.checkpoint.exchange.safetensors_folder import NAMES, NewTensor, TensorFolder, open_folder
+from hpctrain.checkpoint.extract import ReadRequest, TensorSource
+from hpctrain.checkpoint.layout import Index, TensorRange
+from hpctrain.checkpoint.stored_tokenizer import stored_settings, tokenizer_of_state
+from hpctrain.deck.read import parse_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.deck.sources import toml_key, toml_value
+from hpctrain.errors import HpctrainError
+from hpctrain.model.modules.causal_model import build_causal_model, model_title, stored_config
+from hpctrain.parallel.shards import Shard
+from hpctrain.units import format_count
+
+_PIECE_BYTES = 16 << 20
+"""Largest piece of a tensor that is in memory at a time."""
+
+
+@dataclass(frozen=True)
+class ModuleSource:
+    """Model of a folder, as the datasets of a checkpoint in fp32.
+
+    Attributes:
+        folder: Tensors of the folder by the names of the module.
+        shapes: Shape of each dataset.
+        names: Name of each dataset's tensor in `folder`.
+        title: Name of the model.
+    """
+
+    folder: TensorFolder
+    shapes: Mapping[str, Index]
+    names: Mapping[str, str]
+    title: str
+
+    def read(self, dataset: str, start: Index, shape: Index) -> Tensor:
+        """Return a box of a dataset."""
+        name = self.names[dataset]
+        is_weight = dataset.startswith("/model/")
+        read = self.folder.read_finite if is_weight else self.folder.read
+        box = (start, shape) if self.folder.tensors[name].shape else ((), ())
+        return read(name, *box).float().reshape(shape)
+
+    @property
+    def described(self) -> str:
+        """The model in words."""
+        return _described(self.title, self.shapes)
+
+
+def open_module_source(path: Path, keys: Mapping[str, Any]) -> ModuleSource:
+    """Open the folder of a model.
+
+    Args:
+        path: The folder.
+        keys: Keys of a deck with this model, as `causal_model_keys` returns them.
+
+    Raises:
+        HpctrainError: Tensors are missing or have other shapes; further errors as in `open_folder`.
+    """
+    arguments = keys["model.arguments"]
+    with torch.device("meta"):
+        module = build_causal_model(arguments)
+    folder = ModuleFolder(open_folder(path), module)
+    shapes = state_shapes(module)
+    aliases = parameter_names(module)
+    names: dict[str, str] = {}
+    problems: list[str] = []
+    for dataset, shape in shapes.items():
+        own = dataset.split("/", 2)[2]
+        name = find_name(aliases.get(own, [own]), folder)
+        problem = mismatch(own, shape, name, folder)
+        if problem is not None:
+            problems.append(problem)
+        names[dataset] = name or own
+    if problems:
+        raise first_of(problems)
+    return ModuleSource(
+        folder, {d: shape or (1,) for d, shape in shapes.items()}, names, model_title(arguments)
+    )
+
+
+def parameter_names(module: nn.Module) -> dict[str, list[str]]:
+    """Return all names of each parameter of a module by its first one."""
+    first: dict[nn.Parameter, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(first.setdefault(parameter, name), []).append(name)
+    return names
+
+
+def module_deck(keys: Mapping[str, Any], out: Path, folder: Path) -> Deck:
+    """Return a deck of a model alone; what else a deck needs is there in form only."""
+    lines = ["[run]", f"title = {toml_value(out.stem or 'model')}", "steps = 1", "[model]"]
+    model = {key.removeprefix("model."): value for key, value in keys.items() if key.startswith("model.")}
+    lines += [f"{toml_key(name)} = {toml_value(value)}" for name, value in model.items()]
+    sequence = keys.get("batch.sequence", 2)
+    lines += ["[data]", 'tokens = "tokens.h5"', "[batch]", "global_size = 1", f"sequence = {sequence}"]
+    return parse_deck("\n".join(lines) + "\n", name=f"{folder}: deck", includes=False)
+
+
+def prepare_module_export(deck: Deck, structure: CheckpointIndex, dtype: str | None) -> PreparedExport:
+    """Return the export of a checkpoint whose model is one of `transformers`.
+
+    Args:
+        deck: Deck of the checkpoint.
+        structure: The checkpoint.
+        dtype: dtype of the weights, such as "bf16"; None for that of the checkpoint.
+
+    Raises:
+        HpctrainError: Datasets are missing, or have other shapes than the module.
+    """
+    arguments = deck.model.arguments or {}
+    with torch.device("meta"):
+        module = build_causal_model(arguments)
+    shapes = state_shapes(module)
+    wanted = wanted_type(structure, dtype)
+    sources = stored_sources(structure, shapes, wanted)
+    tensors = file_tensors(module, shapes)
+    exact = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
+    kinds = {
+        name: torch.float32 if any(each in name.split(".") or each in name for each in exact) else wanted
+        for name in tensors
+    }
+
+    def copy(source: TensorSource, name: str, view: NDArray[Any], sums: Sums) -> None:
+        for box in tensors[name].boxes:
+            _copy_box(source, sources[box.source], box, view, kinds[name], sums)
+
+    tokenizer = tokenizer_of_state(structure.state, structure.path)
+    texts = module_files(
+        stored_config(arguments),
+        str(wanted).removeprefix("torch."),
+        stored_settings(structure.state),
+        tokenizer,
+        deck.batch.sequence,
+    )
+    new = [NewTensor(name, NAMES[kinds[name]], each.shape) for name, each in tensors.items()]
+    return PreparedExport(new, texts, sources, copy, _described(model_title(arguments), shapes), wanted)
+
+
+def _described(title: str, shapes: Mapping[str, Index]) -> str:
+    parameters = sum(prod(shape) for dataset, shape in shapes.items() if dataset.startswith("/model/"))
+    return f"{title}, {format_count(parameters)} parameters"
+
+
+def _copy_box(
+    source: TensorSource,
+    stored: StoredTensor,
+    box: SourceBox,
+    view: NDArray[Any],
+    wanted: torch.dtype,
+    sums: Sums,
+) -> None:
+    """Fill a box of a file's tensor from a dataset, piece by piece."""
+    bits = {2: torch.int16, 4: torch.int32}[wanted.itemsize]
+    for part in _pieces(box, stored.item_bytes):
+        values = torch.empty(prod(part.source_shape), dtype=getattr(torch, stored.kind))
+        shard = Shard(
+            stored.dataset.split("/", 2)[2],
+            stored.shape,
+            part.source_start or (0,),
+            part.source_shape or (1,),
+        )
+        source.fill([ReadRequest(TensorRange(stored.dataset, shard, values), stored, sums[stored.pieces])])
+        converted = part.arrange(values.view(part.source_shape)).to(wanted)
+        if wanted == torch.float16 and not torch.equal(
+            converted.isfinite(), values.view(converted.shape).isfinite()
+        ):
+            raise HpctrainError(
+                f"{stored.dataset}: has values beyond the range of fp16; use --dtype bf16 or fp32"
+            )
+        inside = tuple(
+            slice(first, first + extent) for first, extent in zip(part.start, part.shape, strict=True)
+        )
+        view[inside] = converted.contiguous().view(bits).numpy().view(view.dtype)
+
+
+def _pieces(box: SourceBox, item_bytes: int) -> Iterator[SourceBox]:
+    """Yield pieces of a box with some rows of the file's tensor each."""
+    if not box.shape:
+        yield box
+        return
+    rows, *width = box.shape
+    step = max(1, _PIECE_BYTES // (max(1, prod(width)) * item_bytes))
+    for row in range(0, rows, step):
+        start = (box.start[0] + row, *box.start[1:])
+        part = box.within(start, (min(step, rows - row), *width))
+        assert part is not None
+        yield part

@@ -1,0 +1,55 @@
+"""Models of `transformers` that hpctrain does not have itself, as sources of a run: their keys in a deck."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
+from hpctrain.checkpoint.exchange.hugging_face import architecture_of
+from hpctrain.checkpoint.exchange.safetensors_folder import CONFIG, read_json
+from hpctrain.checkpoint.stored_deck import stored_deck
+from hpctrain.deck.code import CAUSAL_MODEL
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.model.modules.causal_model import causal_model_keys
+
+_KEYS = ("module", "arguments", "blocks", "plan", "buffers", "vocabulary")
+
+
+def is_native(config: Mapping[str, Any], where: str) -> bool:
+    """Return True if hpctrain has the architecture of a config.json itself."""
+    try:
+        architecture_of(config, where)
+    except HpctrainError:
+        return False
+    return True
+
+
+def folder_module_keys(path: Path) -> dict[str, object]:
+    """Return the keys of a deck with the model of a folder, by full name; see `causal_model_keys`.
+
+    They are empty if hpctrain has its architecture itself, or if the folder has no config.json.
+    """
+    file = path / CONFIG
+    if not file.is_file():
+        return {}
+    config = read_json(file)
+    return {} if is_native(config, str(file)) else causal_model_keys(config, str(file))
+
+
+def stored_module_deck(structure: CheckpointIndex) -> Deck | None:
+    """Return the deck of a checkpoint whose model is one of `transformers`; None for other models."""
+    deck = stored_deck(structure.state, structure.path)
+    return deck if deck.model.module == CAUSAL_MODEL else None
+
+
+def stored_module_keys(structure: CheckpointIndex) -> dict[str, object]:
+    """Return the keys of a deck with the model of a checkpoint; empty if it is not one of `transformers`."""
+    deck = stored_module_deck(structure)
+    if deck is None:
+        return {}
+    keys = {f"model.{name}": getattr(deck.model, name) for name in _KEYS}
+    found: dict[str, object] = {key: value for key, value in keys.items() if value is not None}
+    return found | {"batch.sequence": deck.batch.sequence}

@@ -1,0 +1,126 @@
+"""Tensors of a model of `transformers`: those that the module has, and those that its files have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from hpctrain.checkpoint.exchange.assembled_tensor import AssembledTensor, Index
+from hpctrain.checkpoint.exchange.safetensors_folder import Described, TensorFolder
+from hpctrain.errors import HpctrainError
+
+
+def state_shapes(module: nn.Module) -> dict[str, Index]:
+    """Return the shape of each dataset of a module: parameters by their first names, persistent buffers."""
+    kept = module.state_dict(keep_vars=True)
+    shapes = {f"/model/{name}": tuple(each.shape) for name, each in module.named_parameters()}
+    buffers = {f"/buffer/{name}": tuple(each.shape) for name, each in module.named_buffers() if name in kept}
+    return shapes | buffers
+
+
+def file_tensors(module: nn.Module, shapes: Mapping[str, Index]) -> dict[str, AssembledTensor]:
+    """Return the tensors of a model's files, made of datasets, as `save_pretrained` writes them.
+
+    Args:
+        module: The model, on "meta".
+        shapes: Its datasets, as `state_shapes` returns them.
+
+    Raises:
+        HpctrainError: The conversion of this architecture changes tensors in a way that is unsupported.
+    """
+    state: dict[str, Any] = {}
+    for dataset, shape in shapes.items():
+        state[dataset.split("/", 2)[2]] = AssembledTensor.of(dataset, shape)
+    ignored = getattr(module, "_keys_to_ignore_on_save", None) or ()
+    state = {name: each for name, each in state.items() if name not in ignored}
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # version 4 stores what its modules have
+        return state
+    with _told_by_name(module):
+        converted: dict[str, AssembledTensor] = revert_weight_conversion(module, state)  # type: ignore[arg-type]
+    return converted
+
+
+class ModuleFolder(TensorFolder):
+    """Folder of a model of `transformers`, seen as the tensors that its module has.
+
+    Args:
+        folder: The folder.
+        module: The model, on "meta".
+
+    Raises:
+        HpctrainError: The conversion of this architecture changes tensors in a way that is unsupported.
+    """
+
+    def __init__(self, folder: TensorFolder, module: nn.Module) -> None:
+        self._folder = folder
+        shapes = {name: each.shape for name, each in folder.tensors.items()}
+        self._assembled = _module_tensors(module, shapes)
+        super().__init__(folder.path, {name: self._describe(each) for name, each in self._assembled.items()})
+
+    @override
+    def read(self, name: str, start: Index, shape: Index) -> Tensor:
+        return self._assembled[name].read(start, shape, self._folder.read)
+
+    def _describe(self, tensor: AssembledTensor) -> Described:
+        first = self._folder.tensors[tensor.boxes[0].source]
+        return Described(first.kind, tensor.shape, first.file)
+
+
+def _module_tensors(module: nn.Module, files: Mapping[str, Index]) -> dict[str, AssembledTensor]:
+    """Return the tensors of a module, made of those of files. Others keep the name that the file has."""
+    leaves = {name: AssembledTensor.of(name, shape) for name, shape in files.items()}
+    known = module.state_dict(keep_vars=True)
+    prefix = getattr(module, "base_model_prefix", "")
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+    except ImportError:  # version 4
+        return {_prefixed(name, known, prefix): each for name, each in leaves.items()}
+    changes: Any = get_model_conversion_mapping(module)  # type: ignore[arg-type]
+    renamings = [each for each in changes if isinstance(each, WeightRenaming)]
+    converters = [each for each in changes if isinstance(each, WeightConverter)]
+    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    found: dict[str, AssembledTensor] = {}
+    collected: dict[str, Any] = {}
+    for name in sorted(files, key=dot_natural_key):
+        renamed, pattern = rename_source_key(name, renamings, converters, prefix, known)
+        if renamed not in known and name in known:
+            renamed, pattern = name, None
+        if pattern is None or renamed not in known:
+            found[renamed if renamed in known else name] = leaves[name]
+            continue
+        converter = collected.setdefault(renamed, deepcopy(of_pattern[pattern]))
+        converter.add_tensor(renamed, name, pattern, leaves[name])
+    for name, converter in collected.items():
+        with _told_by_name(module):
+            made = converter.convert(name, model=module, config=module.config)
+        found.update((key, each[0] if isinstance(each, list) else each) for key, each in made.items())
+    return found
+
+
+@contextmanager
+def _told_by_name(module: nn.Module) -> Iterator[None]:
+    """Turn errors of a conversion that an AssembledTensor does not support into an HpctrainError."""
+    try:
+        yield
+    except (TypeError, AttributeError, NotImplementedError) as error:
+        kind = type(module).__name__
+        raise HpctrainError(f"{kind}: the layout of its weights in files is unsupported: {error}") from error
+
+
+def _prefixed(name: str, known: Mapping[str, Any], prefix: str) -> str:
+    """Return the name that a module has for a tensor of a file with or without the prefix of its body."""
+    names = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
+    return next((each for each in names if each in known), name)

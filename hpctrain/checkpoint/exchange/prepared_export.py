@@ -1,0 +1,83 @@
+"""What an export writes, before it is written, and the tensors of a checkpoint that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from hpctrain.checkpoint.agree import first_of
+from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor
+from hpctrain.checkpoint.checksum import Sums
+from hpctrain.checkpoint.exchange.safetensors_folder import NAMES, NewTensor
+from hpctrain.checkpoint.extract import TensorSource
+from hpctrain.checkpoint.layout import Index
+from hpctrain.model.precision import DTYPES
+
+CopyTensor = Callable[[TensorSource, str, NDArray[Any], Sums], None]
+"""Function that fills a tensor of a file, given its name and bits, and adds what it read to checksums."""
+
+
+@dataclass(frozen=True)
+class PreparedExport:
+    """Export of one model.
+
+    Attributes:
+        tensors: Tensors of the files, in their order.
+        texts: Contents of the other files, by name.
+        sources: Datasets of the checkpoint that are read, each by its name in the model.
+        copy: Fills one tensor of a file.
+        described: The model in words.
+        dtype: dtype of the exported weights.
+    """
+
+    tensors: Sequence[NewTensor]
+    texts: dict[str, str]
+    sources: Mapping[str, StoredTensor]
+    copy: CopyTensor
+    described: str
+    dtype: torch.dtype
+
+
+def wanted_type(structure: CheckpointIndex, dtype: str | None) -> torch.dtype:
+    """Return the dtype of exported weights: `dtype`, such as "bf16", or that of the checkpoint."""
+    if dtype is not None:
+        return DTYPES[dtype]
+    kinds = {stored.kind for name, stored in structure.datasets.items() if name.startswith("/model/")}
+    kind = getattr(torch, kinds.pop()) if len(kinds) == 1 else torch.float32
+    return kind if kind in NAMES else torch.float32
+
+
+def stored_sources(
+    structure: CheckpointIndex, shapes: Mapping[str, Index], wanted: torch.dtype, exact: Container[str] = ()
+) -> dict[str, StoredTensor]:
+    """Return what holds each dataset of a model: itself in the wanted dtype, or else the most exact one.
+
+    Args:
+        structure: The checkpoint.
+        shapes: Shape of each dataset.
+        wanted: dtype of the export.
+        exact: Datasets of which the most exact one is taken in any case.
+
+    Raises:
+        HpctrainError: Datasets are missing or have other shapes.
+    """
+    problems: list[str] = []
+    sources: dict[str, StoredTensor] = {}
+    for dataset, shape in shapes.items():
+        stored = structure.datasets.get(dataset)
+        if stored is None:
+            problems.append(f"{structure.path}: {dataset}: not in this checkpoint")
+            continue
+        if getattr(torch, stored.kind) != wanted or dataset in exact:
+            stored = structure.datasets.get(dataset.replace("/model/", "/master/", 1), stored)
+        if stored.shape != (shape or (1,)):
+            told = f"has shape {list(stored.shape)}, expected {list(shape)} by its deck"
+            problems.append(f"{structure.path}: {stored.dataset}: {told}")
+        sources[dataset] = stored
+    if problems:
+        raise first_of(problems)
+    return sources

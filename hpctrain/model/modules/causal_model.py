@@ -1,0 +1,223 @@
+"""Causal language models of the installed `transformers`, described by their configuration alone.
+
+A folder of Hugging Face whose architecture hpctrain does not have itself becomes a user's module. Its class
+is always one of `transformers` itself: code in the folder, kernels from a hub and pickles are never used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from hpctrain.deck.code import CAUSAL_MODEL
+from hpctrain.deck.user_code import run_user_code
+from hpctrain.errors import HpctrainError, InputOutputError, require
+from hpctrain.files import JSON_BYTES, parse_json, read_text
+from hpctrain.model.modules.tensor_parallel.transformers_plan import MODEL_PLAN
+
+_CODE_KEYS = (
+    "auto_map",
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "_experts_implementation",
+)
+"""Keys of config.json that choose code. The choice is not the file's."""
+
+_FILE_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""Keys of config.json that describe the files, not the model."""
+
+_CONFIG_KEY = "config"
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
+"""Keys of the longest sequence, in the order in which they are looked for."""
+
+_NOT_CAUSAL = ("xlnet", "cpmant")
+"""Types of models that `transformers` calls causal, and whose predictions depend on later tokens."""
+
+_ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
+"""Types of models whose configuration has `is_decoder`, but whose attention does not depend on it."""
+
+
+def build_causal_model(arguments: Mapping[str, Any]) -> nn.Module:
+    """Build a causal language model of `transformers` in fp32, on torch's default device.
+
+    Args:
+        arguments: Arguments of the deck: `config`, the text of a config.json or the folder that contains one.
+
+    Raises:
+        HpctrainError: The configuration is not one of a causal language model.
+    """
+    text = arguments.get(_CONFIG_KEY)
+    if set(arguments) != {_CONFIG_KEY} or not isinstance(text, str):
+        raise HpctrainError(
+            f"{CAUSAL_MODEL}: [model.arguments] must have one entry, {_CONFIG_KEY}, the text of a "
+            "config.json or a folder that contains one"
+        )
+    if text.lstrip().startswith("{"):
+        return _build(_parsed(text, _CONFIG_KEY), "the model's config.json")
+    path = Path(text) / "config.json"
+    try:
+        return _build(_parsed(read_text(path, JSON_BYTES), str(path)), str(path))
+    except OSError as error:
+        raise InputOutputError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def causal_model_keys(config: Mapping[str, Any], where: str) -> dict[str, object]:
+    """Return the keys of a deck with the model that a config.json describes, by full name.
+
+    Args:
+        config: Content of the file.
+        where: Name of the file, for messages.
+
+    Raises:
+        HpctrainError: The configuration is not one of a causal language model of `transformers`.
+    """
+    with torch.device("meta"):
+        module = _build(config, where)
+    state = module.state_dict()
+    text_config: Any = cast(Any, module).config.get_text_config()
+    length = next((n for n in (getattr(text_config, key, None) for key in _LENGTHS) if _is_size(n)), None)
+    keys: dict[str, object] = {
+        "model.module": CAUSAL_MODEL,
+        "model.arguments": {_CONFIG_KEY: json.dumps(config_of_model(config), separators=(",", ":"))},
+        "model.blocks": _block_pattern(module),
+        "model.plan": MODEL_PLAN if getattr(module, "tp_plan", None) else None,
+        "model.buffers": "first" if any(name in state for name, _ in module.named_buffers()) else None,
+        "model.vocabulary": getattr(text_config, "vocab_size", None),
+        "batch.sequence": length,
+    }
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def config_of_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json without the keys that choose code or describe files, at all depths."""
+    dropped = {*_CODE_KEYS, *_FILE_KEYS}
+    return {
+        key: config_of_model(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in dropped
+    }
+
+
+def stored_config(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the config.json that the arguments of a deck contain."""
+    text = (arguments or {}).get(_CONFIG_KEY)
+    if not isinstance(text, str) or not text.lstrip().startswith("{"):
+        return {}
+    return _parsed(text, _CONFIG_KEY)
+
+
+def model_title(arguments: Mapping[str, Any]) -> str:
+    """Return the name of the model that the arguments of a deck describe: its class or its type."""
+    config = stored_config(arguments)
+    named = config.get("architectures") or [config.get("model_type", CAUSAL_MODEL)]
+    return str(named[0])
+
+
+def path_notes(module: nn.Module) -> tuple[str, ...]:
+    """Return notes for the start of a run: how the model is computed, and what is unsupported."""
+    import transformers
+
+    kind, version = type(module).__name__, transformers.__version__
+    return (
+        f"{kind} is not built in: it runs as a module of transformers {version} with eager attention",
+        f"{kind}: unsupported for modules are context parallelism, layout.expert, fp8, packed documents, "
+        "adapters, DPO, GRPO and the cache of generation (hpctrain guide own-module)",
+    )
+
+
+def _parsed(text: str, where: str) -> dict[str, Any]:
+    try:
+        config = parse_json(text)
+    except ValueError:
+        raise InputOutputError(f"{where}: damaged or truncated: it is not JSON") from None
+    if not isinstance(config, dict):
+        raise InputOutputError(f"{where}: damaged: it is not a JSON object")
+    return config
+
+
+def _build(config: Mapping[str, Any], where: str) -> nn.Module:
+    """Build the model of a config.json; see `build_causal_model`."""
+    os.environ.setdefault("USE_HUB_KERNELS", "NO")  # kernels from a hub are code that nobody has looked at
+    require("transformers", "a model that hpctrain does not have itself")
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    kind = config.get("model_type")
+    version = f"transformers {transformers.__version__}"
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        code = ", whose code in the folder is not used" if "auto_map" in config else ""
+        raise HpctrainError(f"{where}: model_type = {kind!r}: unknown to {version}{code}")
+    names = CLASSES.get(kind, ())
+    known = (names,) if isinstance(names, str) else tuple(names)
+    if problem := next(_class_problems(config, known, version), None):
+        raise HpctrainError(f"{where}: {problem}")
+    with run_user_code(f"{where}: transformers cannot use it"):
+        made = transformers.CONFIG_MAPPING[kind].from_dict(config_of_model(config))
+        others = [name for name in getattr(made, "sub_configs", {}) if name != "text_config"]
+    if others:
+        raise HpctrainError(
+            f"{where}: {others[0]}: model_type = {kind!r} is a model of images, audio or video, not of text"
+        )
+    if kind in _NOT_CAUSAL:
+        raise HpctrainError(f"{where}: model_type = {kind!r}: its predictions depend on later tokens")
+    with run_user_code(f"{where}: transformers cannot build it"):
+        made.use_cache = False
+        verbosity = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()
+        built: Any = transformers.AutoModelForCausalLM.from_config(
+            made, attn_implementation="eager", dtype=torch.float32
+        )
+        transformers.logging.set_verbosity(verbosity)
+    flags = ("causal",) if kind in _ALWAYS_CAUSAL else ("causal", "is_decoder")
+    for name in flags:
+        if getattr(built.config, name, True) is False:
+            raise HpctrainError(
+                f"{where}: {name} = False: this {type(built).__name__} is an encoder, whose predictions "
+                "depend on later tokens"
+            )
+    module: nn.Module = built
+    return module
+
+
+def _class_problems(config: Mapping[str, Any], known: tuple[str, ...], version: str) -> Iterator[str]:
+    """Yield what is wrong with the class that a config.json names, given the names of causal classes."""
+    named, kind = config.get("architectures"), config.get("model_type")
+    if not known:
+        shown = f"architectures = {named!r}, " if named else ""
+        yield f"{shown}model_type = {kind!r}: {version} has no causal language model of this type"
+    elif named is not None and (not isinstance(named, list) or not set(named) & set(known)):
+        yield (
+            f"architectures = {named!r}: is no causal language model of {version}; expected "
+            f"{' or '.join(known)} for model_type = {kind!r}"
+        )
+    nested = [
+        key for key, value in config.items() if isinstance(value, dict) and "quantization_config" in value
+    ]
+    if config.get("quantization_config") or nested:
+        yield "quantization_config: quantized weights are unsupported (use the folder in bf16 or fp32)"
+
+
+def _block_pattern(module: nn.Module) -> str | None:
+    """Return the pattern of the names of a model's blocks; None if it has no list of modules.
+
+    They are those that its pipeline plan names, or else those of the list with most parameters.
+    """
+    lists = {
+        name: each for name, each in module.named_modules() if isinstance(each, nn.ModuleList) and len(each)
+    }
+    outer = {name: each for name, each in lists.items() if not any(name.startswith(f"{n}.") for n in lists)}
+    plan = getattr(module, "_pp_plan", None) or {}
+    planned = [name for name in outer if name in plan]
+    largest = sorted(outer, key=lambda name: -sum(each.numel() for each in outer[name].parameters()))
+    return f"{(planned or largest)[0]}.*" if outer else None
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,305 @@
+"""Small models of `transformers` that hpctrain does not have itself, and what works with each of them.
+
+`python -m tests.causal_models` prints the results that `causal_models.toml` has; see `main`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.checkpoint.entries import training_entries
+from hpctrain.checkpoint.exchange.convert import export_model, import_model
+from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.checkpoint.stored_deck import deck_state
+from hpctrain.checkpoint.write import save
+from hpctrain.comm.world import World
+from hpctrain.data.batches import Batches
+from hpctrain.data.synthetic import SyntheticSource
+from hpctrain.deck.read import parse_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import build_engine, make_mesh
+from hpctrain.errors import HpctrainError
+from hpctrain.train.start import start_from_source
+from tests.engines import Trainer, by_rank_0
+from tests.model.modules.test_module_part import plain_loop
+
+STEPS = 3
+SEQUENCE = 16
+RESULTS = Path(__file__).with_name("causal_models.toml")
+
+SIZES: Mapping[str, Any] = {
+    **dict.fromkeys(("vocab_size",), 61),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 2),
+    "encoder_layers": 1,
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "n_inner"), 48),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 32),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_groups", "num_limited_groups"), 1),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 4),
+    "v_head_dim": 8,
+    "sliding_window": 6,
+    "first_k_dense_replace": 1,
+    "layer_types": None,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Sizes of small models; a model has those whose names its configuration has."""
+
+_LATENT = {"head_dim": 4, "num_key_value_heads": 4}
+_HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart"), {}),
+    "axk1": {"num_key_value_heads": 4},
+    "axk2": _LATENT,
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": {"num_key_value_heads": 4},
+    "deepseek_v32": _LATENT,
+    "glm4_moe_lite": _LATENT,
+    "minicpm3": _LATENT,
+    "youtu": {"num_key_value_heads": 4},
+    "dots1": {"first_k_dense_replace": 1, "n_shared_experts": 1},
+    "qwen3_5_text": _HYBRID,
+    "qwen3_next": _HYBRID,
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_period": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+}
+"""Further sizes of some models."""
+
+
+def tiny_model(kind: str) -> nn.Module:
+    """Return a small model of a type, with random weights that are not alike."""
+    import transformers
+
+    config_class = transformers.CONFIG_MAPPING[kind]
+    known = config_class().to_dict()
+    sizes = {key: value for key, value in SIZES.items() if key in known}
+    zeros = {key: 0.0 for key, value in known.items() if "drop" in key and isinstance(value, float)}
+    config = config_class(**{**sizes, **zeros, **CHANGES.get(kind, {})})
+    torch.manual_seed(7)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape) * 0.02)
+    return model
+
+
+def save_model(kind: str, folder: Path, world: World) -> None:
+    """Write a small model into a folder. Collective."""
+    with world.agreement():
+        if world.rank == 0:
+            tiny_model(kind).save_pretrained(folder)  # type: ignore[operator]
+
+
+def deck_of(folder: Path, *overrides: str) -> Deck:
+    """Return the deck of a run from a folder, which says no more of the model."""
+    text = f"""
+[run]
+steps = 20
+[model]
+from = "{folder}"
+[data]
+tokens = "none"
+[batch]
+global_size = 4
+micro_size = 2
+sequence = {SEQUENCE}
+[optimizer]
+clip = 0.7
+weight_decay = 0.1
+[optimizer.adamw]
+epsilon = 3e-5
+[learning_rate]
+peak = 3e-3
+warmup = 2
+[communication]
+bucket_bytes = 20000
+"""
+    return parse_deck(text, overrides, read_source=settled_keys)
+
+
+def trainer_of(world: World, deck: Deck) -> Trainer:
+    """Return the trainer of a run from a folder, on random tokens."""
+    engine = build_engine(deck, world, make_mesh(deck, world))
+    start_from_source(deck, engine)
+    source = SyntheticSource(deck.batch.sequence, deck.model.vocabulary or 0, masked=0.2)
+    return Trainer(deck, engine, Batches(source, 1))
+
+
+def plain_model(folder: Path) -> nn.Module:
+    """Return the model of a folder as `transformers` itself loads it."""
+    import transformers
+
+    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    for each in model.modules():
+        config: Any = getattr(each, "config", None)
+        if getattr(config, "_experts_implementation", None) is not None:
+            config._experts_implementation = "eager"  # others have no fp64
+    return model
+
+
+def assert_steps(world: World, folder: Path, *overrides: str) -> Trainer:
+    """Compare three steps with those of a plain torch loop over what `transformers` loads. Collective."""
+    training = trainer_of(world, deck_of(folder, *overrides))
+
+    def alone() -> list[list[float]]:
+        return plain_loop(training, plain_model(folder), {}, STEPS)[0]
+
+    expected = by_rank_0(world, alone)
+    found = [[result.loss, result.grad_norm] for result in training.train(STEPS)]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-5, atol=0.0)
+    return training
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of a folder."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def assert_there_and_back(world: World, folder: Path) -> None:
+    """Compare a folder with its import's export, bit for bit. Collective."""
+    import_model(world, folder, folder.with_suffix(".h5"), True)
+    shutil.rmtree(folder.with_suffix(".back"), ignore_errors=True)
+    world.everyone.barrier()
+    export_model(world, folder.with_suffix(".h5"), folder.with_suffix(".back"), None, 1 << 40)
+    with world.agreement():
+        there, back = tensors_of(folder), tensors_of(folder.with_suffix(".back"))
+        assert there.keys() == back.keys()
+        for name, value in there.items():
+            assert value.dtype == back[name].dtype and torch.equal(value, back[name]), name
+
+
+def assert_export(world: World, training: Trainer, folder: Path) -> None:
+    """Compare logits of an exported run's model with those of its module. Collective."""
+    path, out = folder.with_suffix(".run.h5"), folder.with_suffix(".out")
+    engine = training.engine
+    state = {"step": STEPS, **deck_state(training.deck)}
+    save(path, world.everyone, training_entries(engine.state(), writing=True), state, 1 << 20)
+    shutil.rmtree(out, ignore_errors=True)
+    world.everyone.barrier()
+    export_model(world, path, out, None, 1 << 40)
+    weights = parameters(world, training)
+
+    def alone() -> float:
+        exported, module = plain_model(out), plain_model(folder)
+        named = dict(module.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for name, value in weights.items():
+                named[name].copy_(value)
+            tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) % 61
+            logits = [model.eval()(input_ids=tokens).logits for model in (exported, module)]
+            original = plain_model(folder).eval()(input_ids=tokens).logits
+        assert not torch.equal(original, logits[0])  # training has changed the model
+        return (logits[0] - logits[1]).abs().max().item()
+
+    assert by_rank_0(world, alone) == 0
+
+
+def parameters(world: World, training: Trainer) -> dict[str, Tensor]:
+    """Return all parameters, put together of all ranks' pieces. Collective."""
+    pieces = [
+        (segment.parameter.shard, segment.view(bucket.gather_owned(bucket.owned_values)).detach().float().clone())
+        for bucket in training.engine.buckets
+        for segment in bucket.segments
+    ]
+    whole: dict[str, Tensor] = {}
+    for shard, piece in (each for own in world.everyone.all_gather_object(pieces) for each in own):
+        target = whole.setdefault(shard.name, torch.zeros(shard.shape))
+        target[shard.slices] = piece[tuple(slice(0, size) for size in shard.extent)]
+    return whole
+
+
+@cache
+def results() -> dict[str, dict[str, str]]:
+    """Return what works for each type of model; columns that are missing were not tried."""
+    with RESULTS.open("rb") as stream:
+        found: dict[str, dict[str, str]] = tomllib.load(stream)
+    return found
+
+
+Check = Callable[[World, Path], object]
+CHECKS: Mapping[str, Check] = {
+    "zero": lambda world, folder: assert_export(world, assert_steps(world, folder, "layout.zero=3"), folder),
+    "export": assert_there_and_back,
+    "tensor": lambda world, folder: assert_steps(world, folder, "layout.tensor=2"),
+    "pipeline": lambda world, folder: assert_steps(world, folder, "layout.pipeline=2"),
+}
+
+
+def attempt(check: Check, world: World, folder: Path) -> str:
+    """Return "yes" if a check passes, else its error on one line. Collective."""
+    try:
+        check(world, folder)
+        sentence = "yes"
+    except HpctrainError as error:
+        sentence = error.problems[0]
+    except Exception as error:
+        sentence = f"{type(error).__name__}: {(str(error) or '-').strip().splitlines()[0]}"
+    every = world.everyone.all_gather_object(sentence)
+    return next((each for each in every if each != "yes"), "yes")
+
+
+def main(kinds: list[str]) -> None:
+    """Print the results of types of models, as TOML, on two ranks under mpirun."""
+    import transformers
+
+    from hpctrain.comm.verb import run_verb
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+
+    def work(world: World) -> None:
+        root = Path(world.everyone.broadcast_object(tempfile.mkdtemp()))
+        for kind in kinds:
+            folder = root / kind
+            lines = [f"[{kind}]"]
+            saved = attempt(lambda world, folder: save_model(folder.name, folder, world), world, folder)
+            if saved != "yes":
+                lines = [f"# {kind}: {saved[:200]}"]
+            else:
+                for name, check in CHECKS.items():
+                    lines.append(f"{name} = {attempt(check, world, folder)!r}")
+            if world.rank == 0:
+                print("\n".join(lines), flush=True)
+            world.everyone.barrier()
+            if world.rank == 0:
+                for each in root.iterdir():
+                    shutil.rmtree(each) if each.is_dir() else each.unlink()
+
+    run_verb(work, device="cpu")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
