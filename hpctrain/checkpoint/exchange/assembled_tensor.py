@@ -62,7 +62,7 @@ class SourceBox:
         """Return the values of the source's box with the dims of the assembled tensor."""
         present = [axis for axis in self.axes if axis is not None]
         others = [axis for axis in range(values.dim()) if axis not in present]
-        return values.permute(*present, *others).reshape(self.shape)
+        return values.permute([*present, *others]).reshape(self.shape)
 
 
 class AssembledTensor:

@@ -106,19 +106,19 @@ def find_name(names: Sequence[str], folder: TensorFolder) -> str | None:
     return next((name for name in names if name in folder.tensors), None)
 
 
-def mismatch(own: str, shape: tuple[int, ...], name: str | None, folder: TensorFolder) -> str | None:
+def mismatch(tensor: str, shape: tuple[int, ...], name: str | None, folder: TensorFolder) -> str | None:
     """Return what is wrong with a tensor of a folder, as a message; None if it is what a module requires.
 
     Args:
-        own: Name of the tensor in the module.
+        tensor: Name of the tensor in the module.
         shape: Its shape there.
         name: Name of the tensor in the folder; None if there is none.
         folder: The folder.
     """
     if name is None:
-        near = nearest(own, list(folder.tensors))
+        near = nearest(tensor, list(folder.tensors))
         meant = f" (did you mean {near}?)" if near else ""
-        return f"{folder.path}: has no {own}, which the module requires{meant}"
+        return f"{folder.path}: has no {tensor}, which the module requires{meant}"
     described = folder.tensors[name]
     if described.shape == shape:
         return None

@@ -31,7 +31,7 @@ from hpctrain.checkpoint.exchange.module_exchange import (
 )
 from hpctrain.checkpoint.exchange.module_source import folder_module_keys, stored_module_deck
 from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, Counterpart, TensorPart, counterparts
-from hpctrain.checkpoint.exchange.prepared_export import PreparedExport, stored_sources, wanted_type
+from hpctrain.checkpoint.exchange.prepared_export import PreparedExport, export_dtype, stored_sources
 from hpctrain.checkpoint.exchange.safetensors_folder import (
     INDEX,
     NAMES,
@@ -142,7 +142,7 @@ def _prepare_export(structure: CheckpointIndex, dtype: str | None) -> PreparedEx
     shape = stored_shape(structure)
     merge = Merge(structure, shape.adapters)
     shape = replace(shape, adapters=None)
-    wanted = wanted_type(structure, dtype)
+    wanted = export_dtype(structure, dtype)
     tokenizer = tokenizer_of_state(structure.state, structure.path)
     dtype_name = str(wanted).removeprefix("torch.")
     texts = model_files(shape, dtype_name, stored_settings(structure.state), tokenizer)

@@ -19,7 +19,7 @@ from hpctrain.checkpoint.exchange.assembled_tensor import SourceBox
 from hpctrain.checkpoint.exchange.by_name import find_name, mismatch
 from hpctrain.checkpoint.exchange.model_files import module_files
 from hpctrain.checkpoint.exchange.module_tensors import ModuleFolder, file_tensors, state_shapes
-from hpctrain.checkpoint.exchange.prepared_export import PreparedExport, stored_sources, wanted_type
+from hpctrain.checkpoint.exchange.prepared_export import PreparedExport, export_dtype, stored_sources
 from hpctrain.checkpoint.exchange.safetensors_folder import NAMES, NewTensor, TensorFolder, open_folder
 from hpctrain.checkpoint.extract import ReadRequest, TensorSource
 from hpctrain.checkpoint.layout import Index, TensorRange
@@ -132,12 +132,14 @@ def prepare_module_export(deck: Deck, structure: CheckpointIndex, dtype: str | N
     with torch.device("meta"):
         module = build_causal_model(arguments)
     shapes = state_shapes(module)
-    wanted = wanted_type(structure, dtype)
-    sources = stored_sources(structure, shapes, wanted)
+    weight_dtype = export_dtype(structure, dtype)
+    sources = stored_sources(structure, shapes, weight_dtype)
     tensors = file_tensors(module, shapes)
     exact = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
     kinds = {
-        name: torch.float32 if any(each in name.split(".") or each in name for each in exact) else wanted
+        name: torch.float32
+        if any(each in name.split(".") or each in name for each in exact)
+        else weight_dtype
         for name in tensors
     }
 
@@ -148,13 +150,13 @@ def prepare_module_export(deck: Deck, structure: CheckpointIndex, dtype: str | N
     tokenizer = tokenizer_of_state(structure.state, structure.path)
     texts = module_files(
         stored_config(arguments),
-        str(wanted).removeprefix("torch."),
+        str(weight_dtype).removeprefix("torch."),
         stored_settings(structure.state),
         tokenizer,
         deck.batch.sequence,
     )
     new = [NewTensor(name, NAMES[kinds[name]], each.shape) for name, each in tensors.items()]
-    return PreparedExport(new, texts, sources, copy, _described(model_title(arguments), shapes), wanted)
+    return PreparedExport(new, texts, sources, copy, _described(model_title(arguments), shapes), weight_dtype)
 
 
 def _described(title: str, shapes: Mapping[str, Index]) -> str:
@@ -167,11 +169,11 @@ def _copy_box(
     stored: StoredTensor,
     box: SourceBox,
     view: NDArray[Any],
-    wanted: torch.dtype,
+    dtype: torch.dtype,
     sums: Sums,
 ) -> None:
     """Fill a box of a file's tensor from a dataset, piece by piece."""
-    bits = {2: torch.int16, 4: torch.int32}[wanted.itemsize]
+    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     for part in _pieces(box, stored.item_bytes):
         values = torch.empty(prod(part.source_shape), dtype=getattr(torch, stored.kind))
         shard = Shard(
@@ -181,8 +183,8 @@ def _copy_box(
             part.source_shape or (1,),
         )
         source.fill([ReadRequest(TensorRange(stored.dataset, shard, values), stored, sums[stored.pieces])])
-        converted = part.arrange(values.view(part.source_shape)).to(wanted)
-        if wanted == torch.float16 and not torch.equal(
+        converted = part.arrange(values.view(part.source_shape)).to(dtype)
+        if dtype == torch.float16 and not torch.equal(
             converted.isfinite(), values.view(converted.shape).isfinite()
         ):
             raise HpctrainError(

@@ -42,7 +42,7 @@ def file_tensors(module: nn.Module, shapes: Mapping[str, Index]) -> dict[str, As
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # version 4 stores what its modules have
         return state
-    with _told_by_name(module):
+    with _conversion_errors(module):
         converted: dict[str, AssembledTensor] = revert_weight_conversion(module, state)  # type: ignore[arg-type]
     return converted
 
@@ -104,14 +104,14 @@ def _module_tensors(module: nn.Module, files: Mapping[str, Index]) -> dict[str, 
         converter = collected.setdefault(renamed, deepcopy(of_pattern[pattern]))
         converter.add_tensor(renamed, name, pattern, leaves[name])
     for name, converter in collected.items():
-        with _told_by_name(module):
+        with _conversion_errors(module):
             made = converter.convert(name, model=module, config=module.config)
         found.update((key, each[0] if isinstance(each, list) else each) for key, each in made.items())
     return found
 
 
 @contextmanager
-def _told_by_name(module: nn.Module) -> Iterator[None]:
+def _conversion_errors(module: nn.Module) -> Iterator[None]:
     """Turn errors of a conversion that an AssembledTensor does not support into an HpctrainError."""
     try:
         yield

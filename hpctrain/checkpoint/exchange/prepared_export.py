@@ -42,7 +42,7 @@ class PreparedExport:
     dtype: torch.dtype
 
 
-def wanted_type(structure: CheckpointIndex, dtype: str | None) -> torch.dtype:
+def export_dtype(structure: CheckpointIndex, dtype: str | None) -> torch.dtype:
     """Return the dtype of exported weights: `dtype`, such as "bf16", or that of the checkpoint."""
     if dtype is not None:
         return DTYPES[dtype]
@@ -52,14 +52,14 @@ def wanted_type(structure: CheckpointIndex, dtype: str | None) -> torch.dtype:
 
 
 def stored_sources(
-    structure: CheckpointIndex, shapes: Mapping[str, Index], wanted: torch.dtype, exact: Container[str] = ()
+    structure: CheckpointIndex, shapes: Mapping[str, Index], dtype: torch.dtype, exact: Container[str] = ()
 ) -> dict[str, StoredTensor]:
-    """Return what holds each dataset of a model: itself in the wanted dtype, or else the most exact one.
+    """Return what holds each dataset of a model: itself in this dtype, or else the most exact one.
 
     Args:
         structure: The checkpoint.
         shapes: Shape of each dataset.
-        wanted: dtype of the export.
+        dtype: dtype of the export.
         exact: Datasets of which the most exact one is taken in any case.
 
     Raises:
@@ -72,7 +72,7 @@ def stored_sources(
         if stored is None:
             problems.append(f"{structure.path}: {dataset}: not in this checkpoint")
             continue
-        if getattr(torch, stored.kind) != wanted or dataset in exact:
+        if getattr(torch, stored.kind) != dtype or dataset in exact:
             stored = structure.datasets.get(dataset.replace("/model/", "/master/", 1), stored)
         if stored.shape != (shape or (1,)):
             told = f"has shape {list(stored.shape)}, expected {list(shape)} by its deck"

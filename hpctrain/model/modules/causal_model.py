@@ -189,18 +189,16 @@ def _build(config: Mapping[str, Any], where: str) -> nn.Module:
 def _class_problems(config: Mapping[str, Any], known: tuple[str, ...], version: str) -> Iterator[str]:
     """Yield what is wrong with the class that a config.json names, given the names of causal classes."""
     named, kind = config.get("architectures"), config.get("model_type")
+    named_text = f"architectures = {named!r}, model_type = {kind!r}"
     if not known:
-        shown = f"architectures = {named!r}, " if named else ""
-        yield f"{shown}model_type = {kind!r}: {version} has no causal language model of this type"
+        yield f"{named_text}: {version} has no causal language model of this type"
     elif named is not None and (not isinstance(named, list) or not set(named) & set(known)):
         yield (
-            f"architectures = {named!r}: is no causal language model of {version}; expected "
-            f"{' or '.join(known)} for model_type = {kind!r}"
+            f"{named_text}: unsupported architecture; expected {' or '.join(known)}, the causal language "
+            f"model of this type in {version}"
         )
-    nested = [
-        key for key, value in config.items() if isinstance(value, dict) and "quantization_config" in value
-    ]
-    if config.get("quantization_config") or nested:
+    tables = [config, *(value for value in config.values() if isinstance(value, dict))]
+    if any(table.get("quantization_config") for table in tables):
         yield "quantization_config: quantized weights are unsupported (use the folder in bf16 or fp32)"
 
 
@@ -209,9 +207,8 @@ def _block_pattern(module: nn.Module) -> str | None:
 
     They are those that its pipeline plan names, or else those of the list with most parameters.
     """
-    lists = {
-        name: each for name, each in module.named_modules() if isinstance(each, nn.ModuleList) and len(each)
-    }
+    named = dict(module.named_modules())
+    lists = {name: each for name, each in named.items() if isinstance(each, nn.ModuleList) and len(each)}
     outer = {name: each for name, each in lists.items() if not any(name.startswith(f"{n}.") for n in lists)}
     plan = getattr(module, "_pp_plan", None) or {}
     planned = [name for name in outer if name in plan]

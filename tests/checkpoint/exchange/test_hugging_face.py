@@ -355,7 +355,7 @@ def change(folder: Path, changes: dict[str, Any], **nulls: None) -> None:
             "llama",
             "architectures",
             ["GemmaForCausalLM"],
-            "unsupported architecture; expected GPT2LMHeadModel, Llama",
+            "unsupported architecture; expected LlamaForCausalLM",
         ),
         ("llama", "hidden_act", "gelu", "hidden_act = 'gelu'"),
         ("llama", "attention_bias", 1, "attention_bias = 1: must be true or false"),

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from hpctrain.deck.user_code import run_user_code
 from hpctrain.errors import HpctrainError
+from hpctrain.model.modules.meta_device import grouped_products
 from hpctrain.model.modules.module_architecture import (
     META,
     ModuleArchitecture,
@@ -131,7 +132,8 @@ def find_call_order(architecture: ModuleArchitecture) -> CallOrder:
         # Gradients also flow through parameters that are frozen, now or later.
         parameter.requires_grad_(True)
     call = partial(architecture.call(module), architecture.example_values(architecture.micro_size))
-    with run_user_code('its forward pass on the device "meta" of torch, whose tensors have no values, fails'):
+    activity = 'its forward pass on the device "meta" of torch, whose tensors have no values, fails'
+    with grouped_products(), run_user_code(activity):
         return trace_call_order(module, call, find_blocks(module, architecture.pattern))
 
 

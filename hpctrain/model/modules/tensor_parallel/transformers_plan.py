@@ -73,6 +73,7 @@ def transformers_plan(module: nn.Module, ranks: int, sequence_parallel: bool) ->
     if not problems:
         rules |= dict(_shared_head_rules(rules, modules, ranks))
         rules |= dict(_tied_embedding_rules(rules, modules))
+        rules |= dict(_activation_rules(rules, modules))
     return check_plan(module, rules, ranks, sequence_parallel, problems)
 
 
@@ -124,3 +125,17 @@ def _tied_embedding_rules(
         weight = getattr(each, "weight", None)
         if name not in rules and weight is not None and any(weight is table for table in tables):
             yield name, SplitRule("vocabulary")
+
+
+def _activation_rules(
+    rules: Mapping[str, SplitRule], modules: Mapping[str, nn.Module]
+) -> Iterator[tuple[str, SplitRule]]:
+    """Yield rules for activations with parameters before split layers, which plans do not name.
+
+    Their gradients are those of a rank's part of the features.
+    """
+    for name, rule in rules.items():
+        activation = f"{name.rpartition('.')[0]}.act_fn"
+        each = modules.get(activation)
+        if rule.style == "row" and activation not in rules and each is not None and [*each.parameters()]:
+            yield activation, SplitRule("partial")

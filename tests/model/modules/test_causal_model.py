@@ -1,0 +1,190 @@
+"""Configurations of causal language models of `transformers`, and folders that are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpctrain.checkpoint.exchange.convert import import_model
+from hpctrain.checkpoint.exchange.module_tensors import ModuleFolder, file_tensors, state_shapes
+from hpctrain.checkpoint.exchange.safetensors_folder import open_folder
+from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.comm.world import World
+from hpctrain.deck.code import CAUSAL_MODEL
+from hpctrain.errors import HpctrainError
+from hpctrain.model.modules.causal_model import build_causal_model, causal_model_keys
+from tests.causal_models import deck_of, tensors_of, tiny_model
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_model("glm").save_pretrained(tmp_path / "theirs")  # type: ignore[operator]
+    return tmp_path / "theirs"
+
+
+def change(folder: Path, **changes: Any) -> None:
+    """Set keys of config.json."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_folder_determines_the_keys_of_a_module(folder: Path) -> None:
+    deck = deck_of(folder)
+    assert deck.model.module == CAUSAL_MODEL
+    assert (deck.model.blocks, deck.model.plan) == ("model.layers.*", "its own")
+    assert deck.model.vocabulary == 61
+    assert deck_of(folder, "model.blocks=model.norm").model.blocks == "model.norm"
+    config = json.loads((deck.model.arguments or {})["config"])
+    assert config["model_type"] == "glm" and "dtype" not in config and "transformers_version" not in config
+    with pytest.raises(HpctrainError, match=r"model\.layers = 3|model\.layers=3"):
+        deck_of(folder, "model.layers=3")
+
+
+def test_both_generations_of_configurations_are_the_same_model() -> None:
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "model_type": "helium"}
+    older = {**sizes, "rope_theta": 123.0, "torch_dtype": "bfloat16"}
+    newer = {**sizes, "rope_parameters": {"rope_type": "default", "rope_theta": 123.0}, "dtype": "bfloat16"}
+    built = [build_causal_model({"config": json.dumps(each)}) for each in (older, newer)]
+    frequencies = [dict(each.named_buffers())["model.rotary_emb.inv_freq"] for each in built]
+    assert torch.equal(*frequencies) and frequencies[0][1] != 1
+    assert {each.dtype for module in built for each in module.parameters()} == {torch.float32}
+    linear = {"rope_type": "linear", "factor": 4.0}
+    older = {**sizes, "rope_theta": 123.0, "rope_scaling": linear}
+    newer = {**sizes, "rope_parameters": {**linear, "rope_theta": 123.0}}
+    scaled = [build_causal_model({"config": json.dumps(each)}) for each in (older, newer)]
+    frequencies += [dict(each.named_buffers())["model.rotary_emb.inv_freq"] for each in scaled]
+    assert torch.equal(frequencies[2], frequencies[3])
+    torch.testing.assert_close(frequencies[2], frequencies[0] / 4)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": ({"model_type": "nothing"}, "model_type = 'nothing': unknown to transformers"),
+    "code": (
+        {"model_type": "custom", "auto_map": {"AutoModelForCausalLM": "code.Model"}},
+        "model_type = 'custom': unknown to transformers .*, whose code in the folder is not used",
+    ),
+    "masked": (
+        {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+        r"architectures = \['BertForMaskedLM'\], model_type = 'bert': unsupported architecture; expected",
+    ),
+    "encoder": (
+        {"model_type": "bert", "architectures": ["BertLMHeadModel"], "num_hidden_layers": 1},
+        "is_decoder = False: this BertLMHeadModel is an encoder",
+    ),
+    "t5": (
+        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
+        "model_type = 't5': transformers .* has no causal language model of this type",
+    ),
+    "vision": (
+        {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]},
+        "vision_config: model_type = 'gemma3' is a model of images, audio or video",
+    ),
+    "permuted": ({"model_type": "xlnet"}, "model_type = 'xlnet': its predictions depend on later tokens"),
+    "quantized": (
+        {"model_type": "glm", "quantization_config": {"bits": 4}},
+        "quantization_config: quantized weights are unsupported",
+    ),
+    "sizes": ({"model_type": "glm", "hidden_size": "much"}, "transformers cannot use it"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_configurations_that_are_refused(name: str, tmp_path: Path) -> None:
+    config, told = REFUSED[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(HpctrainError, match=told) as caught:
+        settled_keys(str(tmp_path))
+    assert caught.value.exit_code == 2
+    assert caught.value.problems[0].startswith(f"{tmp_path / 'config.json'}: ")
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def with_half_of_the_shards(folder: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="20kB")
+    min(folder.glob("model-0000[2-9]*.safetensors")).unlink()
+
+
+DAMAGED: dict[Callable[[Path], object], tuple[int, str]] = {
+    without_weights: (2, "contains no weights"),
+    pickled: (2, "weights in a pickle can run code and are not read"),
+    with_half_of_the_shards: (3, "no such file, though model.safetensors.index.json names it"),
+    lambda folder: change(folder, hidden_size=64): (2, r"has shape \[.*, but the module requires \["),
+    lambda folder: change(folder, num_hidden_layers=3): (
+        2,
+        "has no model.layers.2.*, which the module requires",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_folders_that_are_refused(
+    damage: Callable[[Path], object], folder: Path, world: World, tmp_path: Path
+) -> None:
+    damage(folder)
+    code, told = DAMAGED[damage]
+    with pytest.raises(HpctrainError, match=told) as caught:
+        import_model(world, folder, tmp_path / "model.h5")
+    assert caught.value.exit_code == code
+    assert not (tmp_path / "model.h5").exists()
+
+
+def test_code_that_a_folder_names_is_dropped_for_a_model_of_transformers(folder: Path) -> None:
+    keys = settled_keys(str(folder))
+    change(folder, auto_map={"AutoModelForCausalLM": "code.Model"}, attn_implementation="someone/kernels")
+    (folder / "code.py").write_text("raise SystemExit")
+    assert settled_keys(str(folder)) == keys
+
+
+def boxes(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield all of a tensor, and boxes inside it."""
+    yield (0,) * len(shape), shape
+    yield tuple(each // 2 for each in shape), tuple(each - each // 2 for each in shape)
+    yield (0,) * len(shape), tuple(-(-each // 2) for each in shape)
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "olmo_hybrid", "granitemoe", "gpt_neox"])
+def test_tensors_of_files_and_of_modules_are_boxes_of_each_other(kind: str, tmp_path: Path) -> None:
+    model = tiny_model(kind)
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    with torch.device("meta"):
+        module = build_causal_model({"config": str(tmp_path)})
+    view, state = ModuleFolder(open_folder(tmp_path), module), model.state_dict()
+    for name in state_shapes(module):
+        own = name.split("/", 2)[2]
+        for start, shape in boxes(tuple(state[own].shape)):
+            inside = tuple(slice(first, first + extent) for first, extent in zip(start, shape, strict=True))
+            assert torch.equal(view.read(own, start, shape), state[own][inside]), own
+    files = file_tensors(module, state_shapes(module))
+    stored = tensors_of(tmp_path)
+    assert files.keys() == stored.keys()
+
+    def read(dataset: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        inside = tuple(slice(first, first + extent) for first, extent in zip(start, shape, strict=True))
+        return state[dataset.split("/", 2)[2]][inside]
+
+    for name, each in files.items():
+        assert torch.equal(each.read((0,) * len(each.shape), each.shape, read), stored[name]), name
+
+
+def test_a_deck_does_not_need_the_folder_for_its_module(folder: Path) -> None:
+    keys = causal_model_keys(json.loads((folder / "config.json").read_text()), "config.json")
+    shutil.rmtree(folder)
+    assert build_causal_model(keys["model.arguments"])  # type: ignore[arg-type]
