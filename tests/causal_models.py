@@ -253,7 +253,7 @@ def parameters(world: World, training: Trainer) -> dict[str, Tensor]:
     """Return all parameters, put together of all ranks' pieces. Collective."""
     pieces = [
         (segment.parameter.shard, segment.view(flat).detach().float().clone())
-        for bucket in training.engine.buckets
+        for bucket in training.engine.stage.buckets
         for flat in [bucket.gather_owned(bucket.owned_values)]
         for segment in bucket.segments
     ]
