@@ -1,7 +1,7 @@
 """`hpctrain bench generate`: tokens/s of greedy text by a deck's model, with a cache and without, in turns.
 
 Without a cache each prompt is continued alone, every token by a pass over all of the text: what the cache and
-texts beside each other are for. transformers' GPT-2 or Llama of the same sizes continues all prompts as one
+texts beside each other are for. the same model of transformers continues all prompts as one
 batch, with its cache, in one process with as many threads as there are ranks.
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.bench.timing import slowest, with_vocabulary, write_json
+from hpctrain.checkpoint.exchange.hugging_face import config_of
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
@@ -176,33 +177,7 @@ def _model(shape: ModelShape) -> Any:
         import transformers
     except ImportError as error:
         raise HpctrainError(f"bench generate: requires transformers ({error})") from None
-    sizes: dict[str, Any] = {
-        "vocab_size": shape.vocabulary,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     torch.manual_seed(0)
-    config: Any
-    if shape.family == "gpt2":
-        config = transformers.GPT2Config(
-            n_layer=shape.layers,
-            n_embd=shape.hidden,
-            n_head=shape.heads,
-            n_inner=shape.mlp,
-            n_positions=shape.sequence,
-            **sizes,
-        )
-        return transformers.GPT2LMHeadModel(config).eval()
-    config = transformers.LlamaConfig(
-        num_hidden_layers=shape.layers,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.mlp,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_value_heads,
-        head_dim=shape.head_size,
-        max_position_embeddings=shape.sequence,
-        tie_word_embeddings=shape.tied,
-        **sizes,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+    config = transformers.AutoConfig.for_model(**{**config_of(shape, "float32"), **ids})
+    return transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -9,6 +9,7 @@ import torch
 
 from hpctrain.bench.torch_model import loss_of
 from hpctrain.bench.torch_training import PeerRank, PeerStep, TorchTraining
+from hpctrain.deck.families import CHOICES, FAMILIES
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
@@ -16,19 +17,19 @@ from hpctrain.model.shape import ModelShape
 MIXTRAL_RIVALS = {"transformers-eager": "eager", "transformers-grouped": "grouped_mm"}
 """How each computes its experts, as transformers calls it."""
 
-DIFFERENT = {
-    "family": "llama",
+DIFFERENT: dict[str, object] = {
     "router": "softmax",
     "router_normalize": True,
     "router_scale": 1.0,
     "shared_experts": 0,
     "expert_every": 1,
     "dense_first": 0,
-    "query_key_norm": "none",
     "capacity": None,
     "dropout": 0.0,
     "rope_scaling": None,
-    "attention_bias": "none",
+    "attention_scale": None,
+    "embedding_multiplier": 1.0,
+    **{name: getattr(FAMILIES["llama"].defaults, name) for name in CHOICES if name != "activation"},
 }
 """What Mixtral has, where a shape may have something else."""
 

@@ -59,7 +59,15 @@ RIVALS = MappingProxyType(
 _PLAIN: Mapping[str, object] = MappingProxyType(
     {
         "model.experts.count": None,
+        "model.norm_weight": "plain",
+        "model.norm_placement": "before",
+        "model.parallel_residual": "none",
         "model.query_key_norm": "none",
+        "model.embedding_multiplier": 1.0,
+        "model.residual_multiplier": 1.0,
+        "model.attention_scale": None,
+        "model.logit_multiplier": 1.0,
+        "model.logit_cap": 0.0,
         "model.dropout": 0.0,
         "model.parametrization": "standard",
         "model.frozen": (),

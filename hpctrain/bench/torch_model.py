@@ -49,7 +49,7 @@ class _FeedForward(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[shape.activation]
-        biased = shape.traits.feed_forward_bias
+        biased = shape.mlp_bias
         self.gate = nn.Linear(shape.hidden, shape.mlp, bias=biased) if self.activation.gated else None
         self.up = nn.Linear(shape.hidden, shape.mlp, bias=biased)
         self.down = nn.Linear(shape.mlp, shape.hidden, bias=biased)
@@ -64,8 +64,9 @@ class _FeedForward(nn.Module):
 
 def torch_norm(shape: ModelShape) -> nn.Module:
     """The norm of the model's family."""
-    kind = nn.LayerNorm if shape.traits.norm == "layer" else nn.RMSNorm
-    return kind(shape.hidden, eps=shape.norm_epsilon)
+    if shape.norm == "rms":
+        return nn.RMSNorm(shape.hidden, eps=shape.norm_epsilon)
+    return nn.LayerNorm(shape.hidden, eps=shape.norm_epsilon, bias=shape.norm_bias)
 
 
 class TorchBlock(nn.Module):
@@ -94,7 +95,7 @@ class TorchModel(nn.Module):
         span = LayerRange.all_of(shape.layers) if span is None else span
         self.shape, self.first = shape, span.first
         embeds, predicts = span.embeds, span.predicts
-        learned = embeds and shape.traits.positions == "learned"
+        learned = embeds and shape.positions == "learned"
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden) if embeds else None
         self.positions = nn.Embedding(shape.sequence, shape.hidden) if learned else None
         self.blocks = nn.ModuleList(TorchBlock(shape) for _ in range(span.first, span.last))
@@ -111,7 +112,7 @@ class TorchModel(nn.Module):
         if self.positions is not None:
             x = x + self.positions(positions)
         rotary = None
-        if self.shape.traits.positions == "rotary":
+        if self.shape.positions == "rotary":
             rotary = Rotary(positions, RotaryFrequencies.of(self.shape), x.dtype)
         for block in self.blocks:
             x = block(x, rotary)

@@ -38,7 +38,7 @@ from hpctrain.host.device_memory import peak_bytes
 from hpctrain.host.memory import peak_proportional_bytes
 from hpctrain.host.processor import processor_name
 from hpctrain.memory.live import LiveActivations
-from hpctrain.memory.saved_bytes import gpt_activation_bytes
+from hpctrain.memory.saved_bytes import gpt_activation_bytes, has_gpt_layers
 from hpctrain.model.construction import architecture_of
 from hpctrain.model.count import count
 from hpctrain.model.inputs import ModelInputs
@@ -262,7 +262,7 @@ def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
         with LiveActivations(lambda: parameters) as saved:
             engine.model.run_layer(first, inputs, x)
     text = f"activations of one layer on one rank: {format_bytes(saved.peak)} measured"
-    if shape.family == "gpt2" and dtype.itemsize == 2 and groups.context.size == 1:
+    if has_gpt_layers(shape) and dtype.itemsize == 2 and groups.context.size == 1:
         formula = gpt_activation_bytes(shape, micro, groups.tensor.size, groups.sequence_parallel)
         text += f", {format_bytes(formula)} by the formula (arXiv 2205.05198, fused attention)"
     return text

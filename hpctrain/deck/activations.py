@@ -66,6 +66,18 @@ def _gelu_tanh_gradient(dy: Tensor, x: Tensor, out: Tensor) -> object:
     return ops.aten.gelu_backward.grad_input(dy, x, approximate="tanh", grad_input=out)
 
 
+def _gelu(x: Tensor) -> Tensor:
+    from torch.nn import functional
+
+    return functional.gelu(x)
+
+
+def _gelu_gradient(dy: Tensor, x: Tensor, out: Tensor) -> object:
+    from torch import ops
+
+    return ops.aten.gelu_backward.grad_input(dy, x, grad_input=out)
+
+
 def _silu(x: Tensor) -> Tensor:
     from torch.nn import functional
 
@@ -95,6 +107,9 @@ GELU_TANH = ElementwiseFunction(
 )
 """GELU by tanh (arXiv 1606.08415)."""
 
+GELU = ElementwiseFunction(_gelu, _gelu_gradient, ("gelu", "gelu_python"))
+"""GELU by the error function (arXiv 1606.08415)."""
+
 SILU = ElementwiseFunction(_silu, _silu_gradient, ("silu", "swish"))
 """x sigmoid(x)."""
 
@@ -105,6 +120,8 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({
     "gelu-tanh": Activation(GELU_TANH, kernel="gelu"),
     "swiglu": Activation(SILU, gated=True, kernel="gated"),
     "geglu": Activation(GELU_TANH, gated=True),
+    "gelu": Activation(GELU),
+    "geglu-exact": Activation(GELU, gated=True),
     "relu2": Activation(RELU_SQUARED),
     "gated-relu2": Activation(RELU_SQUARED, gated=True),
 })  # fmt: skip
@@ -112,9 +129,6 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({
 
 GATED = tuple(name for name, activation in ACTIVATIONS.items() if activation.gated)
 """Names of the activations with a gate."""
-
-DEFAULT_ACTIVATIONS: Mapping[str, str] = MappingProxyType({"gpt2": "gelu-tanh", "llama": "swiglu"})
-"""Default activation of each model family."""
 
 
 def imported_activation(hidden_act: object, gated: bool) -> str | None:

@@ -1,18 +1,21 @@
-"""Published model shapes, which `presets.toml` lists. The parameter counts that they lead to are tests."""
+"""Published model shapes of `presets.toml` and of the table of families.
+
+The parameter counts that they lead to are tests.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal
 
+from hpctrain.deck.families import FAMILIES
 from hpctrain.deck.toml import read_data_file
 
-Family = Literal["gpt2", "llama"]
-
 # fmt: off
-PresetName = Literal[
+_NAMES = (
     "gpt2-124m", "gpt2-355m", "gpt2-774m", "gpt2-1.5b", "llama-1b", "llama-7b", "llama-13b", "llama-65b",
     "llama-70b", "llama-2-7b", "llama-2-13b", "llama-3-8b", "llama-3-70b", "llama-3.1-8b", "llama-3.1-70b",
     "llama-3.1-405b", "llama-3.2-1b", "llama-3.2-3b", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b",
@@ -21,9 +24,14 @@ PresetName = Literal[
     "mistral-12b", "mistral-24b", "yi-6b", "yi-34b", "deepseek-7b", "megatron-1.7b",
     "megatron-18.4b", "megatron-76.1b", "megatron-310.1b", "megatron-1008b", "mixtral-tiny", "mixtral-8x7b",
     "olmoe-1b-7b", "qwen3-30b-a3b",
-]
+)
 # fmt: on
-"""Name of a published shape, which `model.preset` may have."""
+"""Names of the shapes in `presets.toml`. Others are in the table of families."""
+
+if TYPE_CHECKING:
+    PresetName = str
+else:
+    PresetName = Literal[tuple(chain(_NAMES, *(family.presets for family in FAMILIES.values())))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +61,12 @@ class Preset:
 
 @cache
 def presets() -> Mapping[str, Preset]:
-    """Return all presets by name, in the order of `presets.toml`. Do not change the mapping."""
-    return {name: Preset(**keys) for name, keys in read_data_file("presets.toml").items()}
+    """Return all presets by name, first those of `presets.toml`. Do not change the mapping."""
+    found = {name: Preset(**keys) for name, keys in read_data_file("presets.toml").items()}
+    for family, description in FAMILIES.items():
+        for name, keys in description.presets.items():
+            found[name] = Preset(**{**keys, "model": {"family": family, **keys["model"]}})
+    return found
 
 
 def preset_named(name: object) -> Preset | None:

@@ -37,6 +37,9 @@ the optimizer's state again, since the checkpoint has none for the new value.
 """
 _PRESET_KEYS = ("family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "norm_epsilon")
 
+_HEADINGS = {"key_value_heads": "kv_heads", "norm_epsilon": "epsilon"}
+"""Headings of columns of presets that are shorter than the names of keys."""
+
 
 def reference_text(section: str | None = None, width: int = _WIDTH) -> str:
     """Return the text of `hpctrain deck --reference`: keys with type, default, unit and help.
@@ -149,7 +152,10 @@ def _presets(width: int, as_table: bool) -> list[str]:
         for name, preset in presets().items()
     ]
     if as_table:
-        lines += ["  " + line for line in table([["preset", *columns], *rows], gap=" ")]
+        lines += [
+            "  " + line
+            for line in table([["preset", *(_HEADINGS.get(name, name) for name in columns)], *rows], gap=" ")
+        ]
     else:
         for name, *values in rows:
             facts = ", ".join(f"{key} {value}" for key, value in zip(columns, values, strict=True))

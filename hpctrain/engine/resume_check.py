@@ -176,7 +176,7 @@ def _parametrization_differs(deck: Deck, trained_deck: Deck, key: str) -> bool:
 
 def _sequence_differs(deck: Deck, trained_deck: Deck, key: str) -> bool:
     """Return True if the number of learned positions differs."""
-    has_positions = deck.model.module is None and deck.model.traits.positions == "learned"
+    has_positions = deck.model.module is None and deck.model.positions == "learned"
     return has_positions and _differs(deck, trained_deck, key)
 
 

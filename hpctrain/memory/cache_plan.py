@@ -32,7 +32,7 @@ class CachePlan:
         """Return a model's cache for sequences of at most `tokens` tokens, limited by its window."""
         shape, groups = model.shape, model.groups
         heads = max(1, shape.key_value_heads // groups.tensor.size)
-        compiled, has_rotary = groups.functions.compiled, shape.traits.positions == "rotary"
+        compiled, has_rotary = groups.functions.compiled, shape.positions == "rotary"
         form = PageLayout(heads, shape.head_size, model.dtype, has_rotary, compiled)
         return CachePlan(sequences, min(tokens, shape.sequence), model.span.blocks, form, shape.sequence)
 

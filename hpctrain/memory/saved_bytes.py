@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.compress import ActivationFormat, compressed_bytes
 from hpctrain.memory.layer_bytes import questions
@@ -18,6 +19,13 @@ from hpctrain.objective.factory import make_objective
 from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
 
 
+def has_gpt_layers(shape: ModelShape) -> bool:
+    """Return True if the layers save what those of GPT save: `gpt_activation_bytes` is for them."""
+    layers = shape.positions, shape.norm, shape.norm_placement, shape.parallel_residual, shape.query_key_norm
+    usual = layers == ("learned", "layer", "before", "none", "none") and shape.norm_bias
+    return usual and not ACTIVATIONS[shape.activation].gated and shape.mlp == 4 * shape.hidden
+
+
 def gpt_activation_bytes(shape: ModelShape, micro_size: int, tensor: int, sequence_parallel: bool) -> int:
     """Return the bytes of one GPT-2 layer's saved activations on one rank, in a 16-bit format, with dropout.
 
@@ -25,7 +33,7 @@ def gpt_activation_bytes(shape: ModelShape, micro_size: int, tensor: int, sequen
     matrix, which fused attention does not keep: s b h (10 + 24/t), with sequence parallelism 34 s b h / t.
     Without dropout the two masks of a byte per element do not exist: 2 s b h, or 2 s b h / t, less.
     """
-    assert shape.family == "gpt2" and shape.mlp == 4 * shape.hidden, shape
+    assert has_gpt_layers(shape), shape
     elements = shape.sequence * micro_size * shape.hidden
     unsplit = 10 if shape.dropout else 8
     if sequence_parallel:

@@ -31,17 +31,20 @@ class Attention(nn.Module):
         shape: Sizes of the model.
         groups: Process groups and settings of this rank's layers.
         block: Number of the block, by which a cache stores keys and values.
+        shared_input: True if the feed-forward part saves the same input.
     """
 
-    def __init__(self, name: str, shape: ModelShape, groups: LayerContext, block: int) -> None:
+    def __init__(
+        self, name: str, shape: ModelShape, groups: LayerContext, block: int, shared_input: bool = False
+    ) -> None:
         super().__init__()
         size = shape.head_size
         self.groups, self.head_size, self.block = groups, size, block
-        changed = shape.parametrization.of_scores
-        self.scale = None if changed == 1 else changed * size**-0.5
+        changed, own = shape.parametrization.of_scores, shape.attention_scale
+        self.scale = None if changed == 1 and own is None else changed * (own or size**-0.5)
         self.compute_core = attention_core(groups, self.scale)
         self.core = AttentionSize(shape.heads, shape.key_value_heads, size, shape.sequence)
-        self.rotated = shape.traits.positions == "rotary"
+        self.rotated = shape.positions == "rotary"
         queries = RowPartition.split(shape.heads * size, groups.tensor, size)
         keys = RowPartition.split(shape.key_value_heads * size, groups.tensor, size)
         self.inner = ColumnLinear(
@@ -53,6 +56,7 @@ class Attention(nn.Module):
             ],
             shape.attention_bias != "none",
             groups,
+            shared_input,
             adapters=shape.adapters,
         )
         normed = shape.query_key_norm != "none"

@@ -38,7 +38,7 @@ class FeedForward(nn.Module):
         self.activation, self.functions = ACTIVATIONS[shape.activation], groups.functions
         outputs = [(f"{name}.gate", rows)] if self.activation.gated else []
         outputs = [*outputs, (f"{name}.up", rows)]
-        biased = shape.traits.feed_forward_bias
+        biased = shape.mlp_bias
         self.up = ColumnLinear(shape.hidden, outputs, biased, groups, shared_input, adapters=shape.adapters)
         self.down = RowLinear(f"{name}.down", inner, shape.hidden, biased, groups, adapters=shape.adapters)
 

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.parallel.normalization import normalize
 from hpctrain.parallel.shards import Parameter, Shard
 
 
@@ -14,21 +15,41 @@ class Norm(nn.Module):
 
     Under sequence parallelism each rank sees its slice of s, so that the gradients of the weight and the bias
     are partial sums over the tensor axis.
+
+    Attributes:
+        weight: Factor of the features, or what is added to one for that; None if they have no factor.
+        bias: Summand of the features; None if they have none.
     """
 
     def __init__(self, name: str, shape: ModelShape, groups: LayerContext) -> None:
         super().__init__()
-        self.epsilon, self.size = shape.norm_epsilon, (shape.hidden,)
+        self.epsilon, self.size, self.kind = shape.norm_epsilon, (shape.hidden,), shape.norm
+        self.offset = 1.0 if shape.norm_weight == "one_plus" else 0.0
         self.functions, partial = groups.functions, groups.sequence_partial
-        self.weight = Parameter(Shard.replicated(f"{name}.weight", self.size, partial), False, "ones")
+        self.weight = (
+            Parameter(
+                Shard.replicated(f"{name}.weight", self.size, partial),
+                False,
+                "zeros" if self.offset else "ones",
+            )
+            if shape.norm_weight != "none"
+            else None
+        )
         self.bias = (
             Parameter(Shard.replicated(f"{name}.bias", self.size, partial), False, "zeros")
-            if shape.traits.norm == "layer"
+            if shape.norm_bias
             else None
         )
 
+    @property
+    def _usual(self) -> bool:
+        """True for RMSNorm with a weight, and LayerNorm with weight and bias, which have fast functions."""
+        return self.weight is not None and not self.offset and (self.kind == "rms" or self.bias is not None)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized over the last dimension."""
+        if self.weight is None or not self._usual:
+            return normalize(x, self.weight, self.bias, self.kind == "layer", self.epsilon, self.offset)
         if self.bias is None:
             return self.functions.rms_norm(x, self.weight, self.epsilon)
         return self.functions.layer_norm(x, self.weight, self.bias, self.epsilon)

@@ -27,10 +27,13 @@ class QueryKeyNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.epsilon, self.head_size = shape.norm_epsilon, shape.head_size
+        self.offset = 1.0 if shape.norm_weight == "one_plus" else 0.0
         self.tensor, self.joint = groups.tensor, shape.query_key_norm == "all"
         self.rows = (queries, keys)
         self.query_weight, self.key_weight = (
-            Parameter(self._shard(f"{name}.{kind}_norm.weight", rows), False, "ones")
+            Parameter(
+                self._shard(f"{name}.{kind}_norm.weight", rows), False, "zeros" if self.offset else "ones"
+            )
             for kind, rows in (("query", queries), ("key", keys))
         )
 
@@ -80,7 +83,7 @@ class _Normalized(torch.autograd.Function):
         ctx.norm = norm
         ctx.save_for_backward(query, key, *weights, *inverses)
         first, second = (
-            (x * inverse * _of_heads(weight, x)).to(query.dtype)
+            (x * inverse * _of_heads(weight, x, norm.offset)).to(query.dtype)
             for x, inverse, weight in zip(both, inverses, weights, strict=True)
         )
         return first, second
@@ -98,7 +101,7 @@ class _Normalized(torch.autograd.Function):
             )
         ]
         of_normed = [
-            gradient * _of_heads(weight, gradient)
+            gradient * _of_heads(weight, gradient, norm.offset)
             for gradient, weight in zip(gradients, weights, strict=True)
         ]
         means = norm.means([g * x for g, x in zip(of_normed, normed, strict=True)], shared=False)
@@ -110,9 +113,10 @@ class _Normalized(torch.autograd.Function):
         return (*of_inputs, *of_weights, None)
 
 
-def _of_heads(weight: Tensor, x: Tensor) -> Tensor:
-    """Return a weight [d] or [heads * d] as a factor of x [s, b, heads, d], in fp32."""
-    return weight.float().view(-1, x.shape[-1])
+def _of_heads(weight: Tensor, x: Tensor, offset: float) -> Tensor:
+    """Return a weight [d] or [heads * d] plus `offset` as a factor of x [s, b, heads, d], in fp32."""
+    factor = weight.float() + offset if offset else weight.float()
+    return factor.view(-1, x.shape[-1])
 
 
 def _summed(products: Tensor, weight: Tensor) -> Tensor:

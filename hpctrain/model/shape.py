@@ -8,9 +8,16 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from hpctrain.deck.activations import DEFAULT_ACTIVATIONS
-from hpctrain.deck.families import FAMILIES, AttentionBias, FamilyTraits
-from hpctrain.deck.presets import Family
+from hpctrain.deck.families import FamilyName, family_values
+from hpctrain.deck.family import (
+    AttentionBias,
+    NormKind,
+    NormPlacement,
+    NormWeight,
+    ParallelResidual,
+    Positions,
+    QueryKeyNorm,
+)
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sections.experts import ExpertsTable
@@ -26,6 +33,9 @@ Head = Literal["vocabulary", "scalar"]
 Recomputed = int | Literal["none", "full", "selective", "sqrt"]
 """Recomputation in backward. A number is the length of segments of blocks that save only their input."""
 
+
+_FAMILY: Any = None
+"""Default of fields whose value is that of the family."""
 
 EXPERT_KEYS: Mapping[str, str] = {
     "experts": "count",
@@ -47,13 +57,11 @@ EXPERT_KEYS: Mapping[str, str] = {
 class ModelShape(Architecture):
     """Sizes that define a decoder-only transformer.
 
-    The family `gpt2` has learned positions, LayerNorm and biases. The family `llama` has rotary positions,
-    RMSNorm and no biases. Most fields are keys of `[model]` and `[model.experts]` under the same or a similar
-    name; the deck's help explains them.
+    Most fields are keys of `[model]` and `[model.experts]` under the same or a similar name; the deck's help
+    explains them. Fields that are left out or None have the default of the family.
 
     Attributes:
-        activation: Activation of feed-forward layers; "" is replaced by the default of the family.
-        attention_bias: Biases of attention's linear layers; "" is replaced by the default of the family.
+        attention_scale: Factor of the products of queries and keys; None for 1 / sqrt(head size).
         head_size: Features of an attention head; 0 is replaced by hidden / heads.
         parametrization: Scaling with the width (muP).
         packed: True if attention is limited to documents within a sequence.
@@ -62,7 +70,7 @@ class ModelShape(Architecture):
             trains all.
     """
 
-    family: Family
+    family: FamilyName
     layers: int
     hidden: int
     heads: int
@@ -70,7 +78,18 @@ class ModelShape(Architecture):
     mlp: int
     vocabulary: int
     head_size: int = 0
-    query_key_norm: Literal["none", "head", "all"] = "none"
+    positions: Positions = _FAMILY
+    norm: NormKind = _FAMILY
+    norm_weight: NormWeight = _FAMILY
+    norm_bias: bool = _FAMILY
+    norm_placement: NormPlacement = _FAMILY
+    parallel_residual: ParallelResidual = _FAMILY
+    query_key_norm: QueryKeyNorm = _FAMILY
+    embedding_multiplier: float = _FAMILY
+    residual_multiplier: float = _FAMILY
+    attention_scale: float | None = None
+    logit_multiplier: float = _FAMILY
+    logit_cap: float = _FAMILY
     experts: int = 0
     experts_per_token: int = 2
     expert_mlp: int = 0
@@ -84,8 +103,9 @@ class ModelShape(Architecture):
     router_groups_per_token: int = 1
     sequence: int
     tied: bool
-    attention_bias: AttentionBias | Literal[""] = ""
-    activation: str = ""
+    attention_bias: AttentionBias = _FAMILY
+    mlp_bias: bool = _FAMILY
+    activation: str = _FAMILY
     dropout: float = 0.0
     rope_base: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -104,11 +124,10 @@ class ModelShape(Architecture):
     adapters: Adapters | None = None
 
     def __post_init__(self) -> None:
-        """Replace the defaults of `activation`, `attention_bias` and `head_size`."""
-        if not self.attention_bias:
-            object.__setattr__(self, "attention_bias", FAMILIES[self.family].attention_bias)
-        if not self.activation:
-            object.__setattr__(self, "activation", DEFAULT_ACTIVATIONS[self.family])
+        """Replace the defaults of the family and that of `head_size`."""
+        for name, value in family_values(self.family, self.hidden).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         if not self.head_size:
             object.__setattr__(self, "head_size", self.hidden // self.heads)
 
@@ -152,11 +171,6 @@ class ModelShape(Architecture):
     @override
     def block_count(self) -> int:
         return self.layers
-
-    @property
-    def traits(self) -> FamilyTraits:
-        """Properties of all models of the family: positions, norms, and biases of feed-forward parts."""
-        return FAMILIES[self.family]
 
 
 def _mixture(deck: Deck) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Sizes: s tokens of a sequence (of this rank's piece, if the context axis splits 
 micro-batch, h hidden features, t tensor ranks, V tokens of the vocabulary. Activations are sequence first.
 
 1. `Embedding`: token ids [s, b] -> hidden states x [s, b, h], plus learned positions in GPT-2.
-2. Each `TransformerBlock`, with pre-norms and residual connections:
+2. Each `TransformerBlock`, with norms and residual connections, as a family places them:
        x = x + attention(attention_norm(x))
        x = x + feed_forward(feed_forward_norm(x))
    - `Norm`: LayerNorm or RMSNorm, [s, b, h] -> the same shape.
@@ -103,7 +103,8 @@ class Embedding(TransformerLayer):
         super().__init__()
         self.hidden, self.probability, self.packed = shape.hidden, shape.dropout, shape.packed
         self.tokens = VocabularyEmbedding(table, groups)
-        learned = shape.traits.positions == "learned"
+        self.multiplier = shape.embedding_multiplier
+        learned = shape.positions == "learned"
         self.positions = PositionEmbedding("embedding.positions", shape, groups) if learned else None
 
     @property
@@ -114,6 +115,8 @@ class Embedding(TransformerLayer):
     def forward(self, tokens: Tensor, context: PassContext) -> Tensor:
         """Return the first hidden states of token ids."""
         x: Tensor = self.tokens(tokens)
+        if self.multiplier != 1:
+            x = x * self.multiplier
         if self.positions is not None:
             documents = context.inputs.documents
             x = self.positions(x, context.positions if documents is None else documents.at(context.positions))
@@ -139,7 +142,12 @@ class Embedding(TransformerLayer):
 
 
 class TransformerBlock(TransformerLayer):
-    """Attention and feed-forward part, each after a norm and with a residual connection."""
+    """Attention and feed-forward part, each with a residual connection and with norms.
+
+    Norms are of the inputs of both parts (`attention_norm`, `feed_forward_norm`), of their outputs
+    (`attention_output_norm`, `feed_forward_output_norm`), or of both. Parallel parts read the same hidden
+    states, and may share the norm of their inputs. Norms that a model does not have are None.
+    """
 
     kind = "block"
     is_block = True
@@ -148,35 +156,53 @@ class TransformerBlock(TransformerLayer):
         super().__init__()
         name = f"blocks.{index}"
         self.site, self.hidden, self.probability = 1 + 2 * index, shape.hidden, shape.dropout
-        self.attention_norm = Norm(f"{name}.attention_norm", shape, groups)
-        self.attention = Attention(f"{name}.attention", shape, groups, index)
-        self.feed_forward_norm = Norm(f"{name}.feed_forward_norm", shape, groups)
+        self.parallel, self.multiplier = shape.parallel_residual != "none", shape.residual_multiplier
+        before, after = shape.norm_placement != "after", shape.norm_placement != "before"
+        shared = shape.parallel_residual == "one_norm"
+
+        def norm(layer: str, exists: bool) -> Norm | None:
+            return Norm(f"{name}.{layer}", shape, groups) if exists else None
+
+        self.attention_norm = norm("attention_norm", before)
+        self.attention = Attention(f"{name}.attention", shape, groups, index, shared)
+        self.attention_output_norm = norm("attention_output_norm", after)
+        self.feed_forward_norm = norm("feed_forward_norm", before and not shared)
         self.feed_forward: FeedForward | Mixture
         if shape.is_mixture(index):
             self.kind = "mixture"
             self.feed_forward = Mixture(f"{name}.feed_forward", shape, groups)
             self.terms = self.feed_forward.terms
         else:
-            self.feed_forward = FeedForward(f"{name}.feed_forward", shape, groups)
-        self.core, self.family = self.attention.core, shape.family
+            self.feed_forward = FeedForward(f"{name}.feed_forward", shape, groups, shared_input=shared)
+        self.feed_forward_output_norm = norm("feed_forward_output_norm", after)
+        self.core, self.rotated = self.attention.core, shape.positions == "rotary"
 
     def forward(self, x: Tensor, context: PassContext) -> Tensor:
         """Return hidden states of the shape of x, [s or s/t, b, h]."""
         source, positions = context.inputs.dropout, context.positions
         inputs = context.inputs
-        attended = self.attention(self.attention_norm(x), context.rotary, inputs.documents, inputs.cache)
+        first = _normed(self.attention_norm, x)
+        attended = self.attention(first, context.rotary, inputs.documents, inputs.cache)
+        attended = _normed(self.attention_output_norm, attended)
         if source is not None:
             attended = dropout(attended, source, self.site, positions, self.probability)
-        x = x + attended
-        normal = self.feed_forward_norm(x)
+        entering, x = x, self._sum(x, attended)
+        normal = first
+        if not self.parallel or self.feed_forward_norm is not None:
+            normal = _normed(self.feed_forward_norm, entering if self.parallel else x)
         expanded: Tensor
         if isinstance(self.feed_forward, Mixture):
             expanded = self.feed_forward(normal, context.inputs, context.residency)
         else:
             expanded = self.feed_forward(normal)
+        expanded = _normed(self.feed_forward_output_norm, expanded)
         if source is not None:
             expanded = dropout(expanded, source, self.site + 1, positions, self.probability)
-        return x + expanded
+        return self._sum(x, expanded)
+
+    def _sum(self, x: Tensor, added: Tensor) -> Tensor:
+        """Return the hidden states with the output of a part added to them."""
+        return x + added if self.multiplier == 1 else torch.add(x, added, alpha=self.multiplier)
 
     def units(self) -> Iterator[list[list[Parameter]]]:
         """Yield the units of the block. Experts are a unit of their own, since they are needed later."""
@@ -217,7 +243,8 @@ class TransformerBlock(TransformerLayer):
     @property
     @override
     def elementwise(self) -> list[ElementwiseSize]:
-        context = ElementwiseSize("norm", 2 * self.hidden), ElementwiseSize("add", 2 * self.hidden)
+        norms = sum(isinstance(layer, Norm) for layer in self.children())
+        context = ElementwiseSize("norm", norms * self.hidden), ElementwiseSize("add", 2 * self.hidden)
         return [*context, *self.attention.elementwise, *self.feed_forward.elementwise]
 
 
@@ -238,12 +265,12 @@ class Predictor(TransformerLayer):
     ) -> None:
         super().__init__()
         self.norm = Norm("final_norm", shape, groups)
-        multiplier = shape.parametrization.of_logits
+        multiplier, cap = shape.parametrization.of_logits * shape.logit_multiplier, shape.logit_cap
         self.head: VocabularyHead | ScalarHead
         if table is None:
             self.head = ScalarHead(shape.hidden, groups, multiplier)
         else:
-            self.head = VocabularyHead(table, groups, multiplier)
+            self.head = VocabularyHead(table, groups, multiplier, cap)
         if owns_table:
             self.owned = nn.Module()
             self.owned.register_parameter("table", table)
@@ -260,7 +287,14 @@ class Predictor(TransformerLayer):
     @cached_property
     @override
     def gather_keys(self) -> list[Parameter]:
-        return [self.norm.weight, self.head.table]
+        return [*([] if self.norm.weight is None else [self.norm.weight]), self.head.table]
+
+    @override
+    def run(self, x: Tensor, context: PassContext, residency: ParameterResidency) -> Tensor:
+        if self.norm.weight is None:
+            result: Tensor = self(x, context)
+            return result
+        return super().run(x, context, residency)
 
     @property
     def added_in_forward(self) -> list[Parameter]:
@@ -270,7 +304,8 @@ class Predictor(TransformerLayer):
     @override
     def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
         yield None, [self.head.table]
-        yield self.norm.weight, parameters_in(self.norm)[::-1]
+        if self.norm.weight is not None:
+            yield self.norm.weight, parameters_in(self.norm)[::-1]
 
     @property
     @override
@@ -380,7 +415,7 @@ class Transformer(nn.Module):
         rows = inputs.positions
         if self.groups.sequence_parallel:
             rows = rows.chunk(tensor.size)[tensor.rank]
-        if self.shape.traits.positions == "rotary" and inputs.cache is None:
+        if self.shape.positions == "rotary" and inputs.cache is None:
             positions = inputs.positions if self.rotary_positions is None else self.rotary_positions
             rotary = Rotary(positions, RotaryFrequencies.of(self.shape), self.dtype)
         return PassContext(inputs, rows, rotary, self.residency)
@@ -401,3 +436,11 @@ class Transformer(nn.Module):
     def dtype(self) -> torch.dtype:
         """dtype of the tensors that are sent between parts."""
         return self.layers[0].gather_keys[0].dtype
+
+
+def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+    """Return x after a norm, or x if there is none."""
+    if norm is None:
+        return x
+    result: Tensor = norm(x)
+    return result

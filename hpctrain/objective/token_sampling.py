@@ -29,4 +29,5 @@ class TokenSampling:
         """
         if self.tokens is not None:
             logits = replace(logits, columns=min(logits.columns, max(0, self.tokens - first)))
-        return replace(logits, multiplier=logits.multiplier / self.temperature)
+        multiplier, cap = logits.multiplier / self.temperature, logits.cap / self.temperature
+        return replace(logits, multiplier=multiplier, cap=cap)

@@ -152,14 +152,17 @@ class VocabularyHead(nn.Module):
         table: The head's own parameter, or the embedding's if the two are tied.
         groups: Context of the layer.
         multiplier: Factor of the products with the table, which gives the logits.
+        cap: Bound c of the logits x, which become c tanh(x / c); 0 for none.
 
     Attributes:
         rows: Number of this rank's rows that are not padding.
     """
 
-    def __init__(self, table: Parameter, groups: LayerContext, multiplier: float = 1.0) -> None:
+    def __init__(
+        self, table: Parameter, groups: LayerContext, multiplier: float = 1.0, cap: float = 0.0
+    ) -> None:
         super().__init__()
-        self.groups, self.multiplier = groups, multiplier
+        self.groups, self.multiplier, self.cap = groups, multiplier, cap
         self.weight = (table,)  # in a tuple, so that a tied table is registered once, by its owner
         self.product = make_matmul(self.weight, groups)
         self.rows = table.shard.extent[0]
@@ -193,6 +196,8 @@ class VocabularyHead(nn.Module):
         local: Tensor = self.product.logits(sequence.flatten(0, -2)).view(*sequence.shape[:-1], -1)
         if self.multiplier != 1:
             local = local.float() * self.multiplier  # rounded no more than in a loss
+        if self.cap:
+            local = (local.float() / self.cap).tanh() * self.cap
         if tensor.size > 1:
             local = tensor.all_gather(local.permute(2, 0, 1).contiguous()).permute(1, 2, 0)
         return local[..., : self.table.shard.shape[0]]
@@ -224,7 +229,9 @@ class _HeadLossAutograd(torch.autograd.Function):
         for start in range(0, rows.shape[0], count):
             part = slice(start, start + count)
             losses, logits_gradient = chunk_loss(
-                SplitLogits(product.logits(rows[part]), head.rows, head.multiplier), part, training
+                SplitLogits(product.logits(rows[part]), head.rows, head.multiplier, head.cap),
+                part,
+                training,
             )
             loss += losses.sum()
             if gradient is not None and logits_gradient is not None:

@@ -52,7 +52,7 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
         sentence += ", with a new head for scores"
     if shape.adapters is not None:
         sentence += ", with its adapters" if source.adapters is not None else ", adapters new"
-    if shape.traits.positions == "learned" and shape.sequence < source.sequence:
+    if shape.positions == "learned" and shape.sequence < source.sequence:
         sentence += f", the first {shape.sequence} of its {source.sequence} positions"
     return sentence
 

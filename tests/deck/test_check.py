@@ -132,8 +132,8 @@ def test_what_fits(overrides: list[str]) -> None:
             ["model.head_size=7: must be even for rotary positions (use 8)"],
         ),
         (
-            ["model.family=gpt2", "model.key_value_heads=8", "model.query_key_norm=head"],
-            ['model.query_key_norm=head: requires model.family = "llama", but it is "gpt2"'],
+            ["model.family=llama", "model.norm_bias=true"],
+            ['model.norm_bias=true: requires model.norm = "layer", but it is "rms"'],
         ),
         (
             ["model.key_value_heads=3"],
@@ -141,7 +141,7 @@ def test_what_fits(overrides: list[str]) -> None:
         ),
         (
             ["model.family=gpt2", "model.rope_base=500"],
-            ['model.rope_base=500: requires model.family = "llama", but it is "gpt2"'],
+            ['model.rope_base=500: requires model.positions = "rotary", but it is "learned"'],
         ),
         (
             ["layout.tensor=3"],

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.deck.families import FAMILIES
+from hpctrain.deck.sources import toml_value
+from hpctrain.text import either
 from tests.deck.small_text import SMALL, changed, problems
 
 
@@ -87,7 +90,8 @@ from tests.deck.small_text import SMALL, changed, problems
         (
             'family = "gpt2"',
             'family = "lama"',
-            'deck.toml:5: model.family = "lama": must be "gpt2" or "llama" (did you mean "llama"?)',
+            f'deck.toml:5: model.family = "lama": must be {either(map(toml_value, FAMILIES))} '
+            '(did you mean "llama"?)',
         ),
         (
             'tokens = "tokens.h5"',

@@ -6,6 +6,8 @@ from typing import get_args
 
 import pytest
 
+from hpctrain.deck.activations import ACTIVATIONS
+from hpctrain.deck.families import family_values
 from hpctrain.deck.presets import Preset, PresetName, presets
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.sections.rope_scaling import RopeScaling
@@ -24,19 +26,27 @@ def llama_parameters(preset: Preset, chosen: int | None = None) -> int:
     """Embedding, head, final norm; per layer q, k, v, output, gate, up, down and two norms; or a router and
     experts, all or those that are `chosen`.
     """
-    model, hidden = preset.model, preset.model["hidden"]
+    hidden = preset.model["hidden"]
+    model = {**family_values(preset.model["family"], hidden), **preset.model}
     size = model.get("head_size", hidden // model["heads"])
     queries, keys = size * model["heads"], size * model["key_value_heads"]
-    norms = {"none": 0, "head": 2 * size, "all": queries + keys}[model.get("query_key_norm", "none")]
-    expanded = 3 * hidden * model["mlp"]
+    norms = {"none": 0, "head": 2 * size, "all": queries + keys}[model["query_key_norm"]]
+    matrices = ACTIVATIONS[model["activation"]].input_projections + 1
+    expanded = matrices * hidden * model["mlp"]
+    if model["mlp_bias"]:
+        expanded += (matrices - 1) * model["mlp"] + hidden
     if preset.experts:
         count = preset.experts["count"]
         expert = 3 * hidden * preset.experts["mlp"]
         expanded = expert * (count if chosen is None else chosen) + hidden * count
-    biases = {"none": 0, "query_key_value": queries + 2 * keys}[model.get("attention_bias", "none")]
-    layer = 2 * hidden * (queries + keys) + expanded + 2 * hidden + norms + biases
+    projected = queries + 2 * keys
+    biases = {"none": 0, "query_key_value": projected, "all": projected + hidden}[model["attention_bias"]]
+    of_norm = hidden * ((model["norm_weight"] != "none") + model["norm_bias"])
+    count_of_norms = {"before": 2, "after": 2, "both": 4}[model["norm_placement"]]
+    count_of_norms -= model["parallel_residual"] == "one_norm"
+    layer = 2 * hidden * (queries + keys) + expanded + count_of_norms * of_norm + norms + biases
     tables = 1 if model["tied"] else 2
-    return int(tables * model["vocabulary"] * hidden + model["layers"] * layer + hidden)
+    return int(tables * model["vocabulary"] * hidden + model["layers"] * layer + of_norm)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +92,16 @@ def llama_parameters(preset: Preset, chosen: int | None = None) -> int:
         ("yi-6b", 6_061_035_520),
         ("yi-34b", 34_388_917_248),
         ("deepseek-7b", 6_910_365_696),
+        ("gemma-2b", 2_506_172_416),
+        ("gemma-7b", 8_537_680_896),
+        ("olmo-1b", 1_176_764_416),
+        ("olmo-7b", 6_888_095_744),
+        ("olmo2-1b", 1_484_916_736),
+        ("olmo2-7b", 7_298_617_344),
+        ("olmo2-13b", 13_716_198_400),
+        ("olmo2-32b", 32_234_279_936),
+        ("granite-3-2b", 2_533_531_648),
+        ("granite-3-8b", 8_170_848_256),
     ],
 )
 def test_parameters_are_those_published(name: PresetName, count: int) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, NameRule, Rule, StackRule
 from hpctrain.deck.activations import ACTIVATIONS
-from hpctrain.deck.families import AttentionBias
-from hpctrain.deck.presets import Family
+from hpctrain.deck.families import CHOICES, FAMILIES, FamilyName, family_values
+from hpctrain.deck.family import AttentionBias, ConfigKey, ModelType
 from hpctrain.model.shape import Head
 
 HEAD = "lm_head.weight"
@@ -50,7 +50,7 @@ class HuggingFaceArchitecture:
 
     name: str
     model_type: str
-    family: Family
+    family: FamilyName
     rules: tuple[Rule, ...]
     prefix: str
     buffers: str
@@ -76,9 +76,28 @@ class HuggingFaceArchitecture:
     attention_biases: tuple[AttentionBias, ...] = ("none", "all")
     """Values of model.attention_bias that it supports. If there are several, attention_bias of a config says
     whether all layers of attention have biases or none."""
-    equivalent: str = ""
-    """Name of the architecture that computes the same, as which its models are exported if they were not
-    imported from it; "" if there is none."""
+    exported: bool = True
+    """Whether models of ours may be written as such."""
+    keys: tuple[ConfigKey, ...] = ()
+    """Keys of a config that say values of ours."""
+    grouped: bool = True
+    """Whether several query heads may share one of keys and values, and heads may have any width."""
+    dropouts: tuple[str, ...] = ()
+    """Keys of a config that are written with the share of activations that is dropped."""
+    constants: Mapping[str, Any] = field(default_factory=lambda: _NONE)
+    """Keys of a config that are written and not read."""
+
+    def choices(self, hidden: int) -> dict[str, Any]:
+        """What all its models of a width have, by our keys: those that no key of its config says."""
+        values = {**family_values(self.family, hidden), "attention_scale": None, **self.always}
+        said = {"tied", "activation", "attention_bias", *(key.own for key in self.keys)}
+        names = (*CHOICES, "embedding_multiplier", "attention_scale")
+        return {name: values[name] for name in names if name not in said}
+
+    @property
+    def rotary(self) -> bool:
+        """Whether it rotates queries and keys."""
+        return FAMILIES[self.family].defaults.positions == "rotary"
 
     @property
     def activations(self) -> dict[str, str]:
@@ -203,12 +222,20 @@ _GPT2 = HuggingFaceArchitecture(
         "hidden": ("n_embd", 768),
         "layers": ("n_layer", 12),
         "heads": ("n_head", 12),
+        "mlp": ("n_inner", 0),
     },
     epsilon=("layer_norm_epsilon", 1e-5),
     tied=True,
     hidden_act=("activation_function", "gelu_new"),
     gated=False,
     attention_biases=("all",),
+    grouped=False,
+    dropouts=("embd_pdrop", "resid_pdrop"),
+    constants=MappingProxyType({"attn_pdrop": 0.0}),
+)
+_UNCUT: Mapping[str, Any] = MappingProxyType({"attention_dropout": 0.0})
+_NO_WINDOW: Mapping[str, Any] = MappingProxyType(
+    {"attention_dropout": 0.0, "sliding_window": None, "use_sliding_window": False}
 )
 _LLAMA = HuggingFaceArchitecture(
     name="LlamaForCausalLM",
@@ -217,6 +244,7 @@ _LLAMA = HuggingFaceArchitecture(
     rules=_LLAMA_RULES,
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
+    constants=_UNCUT,
     fixed=(
         Fixed("mlp_bias", (False,), False),
         Fixed("sliding_window", (None,), None),
@@ -243,6 +271,7 @@ _QWEN3 = HuggingFaceArchitecture(
     rules=(*_LLAMA_RULES, *_NORM_RULES),
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
+    constants=_NO_WINDOW,
     fixed=_LLAMA_FIXED,
     sizes=_sizes(151936, 32768, 4096, 32, 32, 22016),
     epsilon=("rms_norm_eps", 1e-6),
@@ -257,12 +286,12 @@ _MISTRAL = HuggingFaceArchitecture(
     rules=_LLAMA_RULES,
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
+    constants=_NO_WINDOW,
     fixed=(Fixed("sliding_window", (None,), 4096), *_LLAMA_FIXED),
     sizes=_sizes(32000, 131072, 4096, 32, 32, 14336),
     epsilon=("rms_norm_eps", 1e-6),
     key_value_heads=8,
     attention_biases=("none",),
-    equivalent="LlamaForCausalLM",
 )
 _QWEN2 = HuggingFaceArchitecture(
     name="Qwen2ForCausalLM",
@@ -271,6 +300,7 @@ _QWEN2 = HuggingFaceArchitecture(
     rules=_LLAMA_RULES,
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
+    constants=_NO_WINDOW,
     fixed=_LLAMA_FIXED,
     sizes=_sizes(151936, 32768, 4096, 32, 32, 22016),
     epsilon=("rms_norm_eps", 1e-6),
@@ -284,6 +314,7 @@ _MIXTRAL = HuggingFaceArchitecture(
     rules=_MIXTRAL_RULES,
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
+    constants=_NO_WINDOW,
     fixed=(Fixed("sliding_window", (None,), None), _WHOLE_ROTARY, _UNQUANTIZED),
     sizes=_sizes(32000, 131072, 4096, 32, 32, 14336),
     epsilon=("rms_norm_eps", 1e-5),
@@ -299,6 +330,7 @@ _QWEN3_MOE = HuggingFaceArchitecture(
     rules=_QWEN3_MOE_RULES,
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
+    constants=_NO_WINDOW,
     fixed=_LLAMA_FIXED,
     sizes=_sizes(151936, 32768, 2048, 24, 32, 6144),
     epsilon=("rms_norm_eps", 1e-6),
@@ -319,6 +351,7 @@ _OLMOE = HuggingFaceArchitecture(
     rules=_QWEN3_MOE_RULES,
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
+    constants=_UNCUT,
     fixed=(*_LLAMA_FIXED, Fixed("clip_qkv", (None,), None), Fixed("sliding_window", (None,), None)),
     sizes=_sizes(50304, 4096, 2048, 16, 16, 2048),
     epsilon=("rms_norm_eps", 1e-5),
@@ -342,6 +375,7 @@ _DOTS1 = HuggingFaceArchitecture(
     rules=_DEEPSEEK_RULES,
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
+    constants=_NO_WINDOW,
     fixed=_LLAMA_FIXED,
     sizes=_sizes(152064, 2048, 4608, 62, 32, 10944),
     epsilon=("rms_norm_eps", 1e-6),
@@ -356,11 +390,13 @@ _DOTS1 = HuggingFaceArchitecture(
 )
 _DEEPSEEK_V3 = HuggingFaceArchitecture(
     name="DeepseekV3ForCausalLM",
+    exported=False,
     model_type="deepseek_v3",
     family="llama",
     rules=_DEEPSEEK_RULES,
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
+    constants=_NO_WINDOW,
     fixed=(
         Fixed("kv_lora_rank", (None,), 512),
         Fixed("q_lora_rank", (None,), 1536),
@@ -381,24 +417,56 @@ _DEEPSEEK_V3 = HuggingFaceArchitecture(
 )
 
 
+def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
+    """What a row of the table of families says, with the names of Llama where it gives no others."""
+    defaults = FAMILIES[family].defaults
+    named = (NameRule(theirs, tuple(ours)) for theirs, *ours in row.layers)
+    fixed = (Fixed(key, (value,), default) for key, (value, default) in row.fixed.items())
+    return HuggingFaceArchitecture(
+        name=row.architecture,
+        model_type=row.model_type,
+        family=family,
+        rules=(*_LLAMA_RULES, *_NORM_RULES, *named),
+        prefix="model.",
+        buffers=_LLAMA_BUFFERS,
+        fixed=(*fixed, _WHOLE_ROTARY, _UNQUANTIZED),
+        sizes=_sizes(*row.sizes),
+        epsilon=row.epsilon,
+        tied=row.tied,
+        key_value_heads=row.key_value_heads,
+        head_size=row.head_size,
+        rope_base=row.rope_base,
+        hidden_act=row.activation,
+        gated=ACTIVATIONS[defaults.activation].gated,
+        attention_biases=row.attention_biases,
+        keys=row.keys,
+        constants={**_UNCUT, **row.constants},
+    )
+
+
 def _scored(of: HuggingFaceArchitecture, name: str) -> HuggingFaceArchitecture:
     """The same with a head of one score."""
     rules = tuple(NameRule("score", ("score",)) if "head" in rule.ours else rule for rule in of.rules)
     return replace(of, name=name, rules=rules, head="scalar")
 
 
+_SCORES = "ForSequenceClassification"
+
+_ROWS = {
+    row.architecture: (_of_row(family, row), row.scored)
+    for family, description in FAMILIES.items()
+    for row in description.model_types
+}
+
 SCORED: Mapping[str, HuggingFaceArchitecture] = MappingProxyType(
     {
-        of.name: _scored(of, f"{base}ForSequenceClassification")
-        for of, base in (
-            (_GPT2, "GPT2"),
-            (_LLAMA, "Llama"),
-            (_ARCEE, "Arcee"),
-            (_MISTRAL, "Mistral"),
-            (_QWEN2, "Qwen2"),
-            (_QWEN3, "Qwen3"),
-            (_MIXTRAL, "Mixtral"),
-            (_QWEN3_MOE, "Qwen3Moe"),
+        of.name: _scored(of, name)
+        for of, name in (
+            *(
+                (of, f"{of.name.removesuffix('LMHeadModel').removesuffix('ForCausalLM')}{_SCORES}")
+                for of in (_GPT2, _LLAMA, _ARCEE, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE)
+            ),
+            *((of, scored) for of, scored in _ROWS.values() if scored),
         )
     }
 )
@@ -410,6 +478,7 @@ ARCHITECTURES: Mapping[str, HuggingFaceArchitecture] = MappingProxyType(
         for each in (
             *(_GPT2, _LLAMA, _ARCEE, _MISTRAL, _QWEN2, _QWEN3),
             *(_MIXTRAL, _QWEN3_MOE, _OLMOE, _DOTS1, _DEEPSEEK_V3),
+            *(of for of, _ in _ROWS.values()),
             *SCORED.values(),
         )
     }

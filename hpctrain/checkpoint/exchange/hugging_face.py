@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES, SCORED, HuggingFaceArchitecture
 from hpctrain.checkpoint.exchange.rope_parameters import RopeParametersReader, rope_config
-from hpctrain.deck.activations import ACTIVATIONS, imported_activation
-from hpctrain.deck.families import AttentionBias
+from hpctrain.deck.activations import imported_activation
+from hpctrain.deck.family import AttentionBias, ConfigKey
 from hpctrain.deck.schema import fields
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
@@ -56,21 +56,22 @@ class _Reading:
             own: self.size(key, default) for own, (key, default) in architecture.sizes.items()
         }
         # In their files null stands for what follows from other sizes.
-        if architecture.family == "gpt2":
-            sizes["mlp"] = self.size("n_inner", 4 * sizes["hidden"])
-            sizes["key_value_heads"] = sizes["heads"]
-        else:
+        sizes["mlp"] = sizes["mlp"] or 4 * sizes["hidden"]
+        sizes["key_value_heads"] = sizes["heads"]
+        if architecture.grouped:
             given = "num_key_value_heads" in config
             shared = sizes["heads"] if given else architecture.key_value_heads or sizes["heads"]
             sizes["key_value_heads"] = self.size("num_key_value_heads", shared)
             size = config.get("head_dim", architecture.head_size)
             if size is not None:
                 sizes["head_size"] = self.size("head_dim", size)
+        if architecture.rotary:
             sizes |= self.rotary_positions(sizes)
             self.check_windows(sizes["layers"])
         if architecture.mixture:
             sizes |= self.mixture(sizes)
         sizes["attention_bias"] = self.attention_bias()
+        sizes |= {key.own: self.own_value(key) for key in architecture.keys}
         sizes["norm_epsilon"] = self.number(*architecture.epsilon)
         sizes["tied"] = self.flag("tie_word_embeddings", architecture.tied) and architecture.head != "scalar"
         if architecture.head == "scalar":
@@ -113,11 +114,19 @@ class _Reading:
         return value
 
     def number(self, key: str, default: float) -> float:
-        value = self.config.get(key, default)
+        value = self.config.get(key, default) if key else default
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             self.problem(key, value, "must be a number above 0")
             return default
         return float(value)
+
+    def own_value(self, key: ConfigKey) -> Any:
+        """Return the value of our key that a key of the config says."""
+        if isinstance(key.default, bool):
+            return self.flag(key.name, key.default)
+        if key.form == "cap" and self.config.get(key.name, key.default) is None:
+            return 0.0
+        return own_value(key, self.number(key.name, key.default))
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.config.get(key, default)
@@ -195,9 +204,9 @@ class _Reading:
             self.problem(names["heads"], heads, f"must divide {names['hidden']} = {hidden}")
         elif heads % shared:
             self.problem("num_key_value_heads", shared, f"must divide {names['heads']} = {heads}")
-        elif self.architecture.family == "llama" and size is not None and size % 2:
+        elif self.architecture.rotary and size is not None and size % 2:
             self.problem("head_dim", size, "must be even")
-        elif self.architecture.family == "llama" and size is None and hidden // heads % 2:
+        elif self.architecture.rotary and size is None and hidden // heads % 2:
             self.problem(names["heads"], heads, "must result in an even head size")
         if "experts" not in sizes:
             return
@@ -237,33 +246,55 @@ def config_of(shape: ModelShape, dtype: str, imported: Config = _NONE) -> dict[s
         "use_cache": True,
     }
     sizes = {key: getattr(shape, own) for own, (key, _) in architecture.sizes.items()}
+    sizes |= {key.name: _config_value(key, shape, imported) for key in architecture.keys}
+    if architecture.epsilon[0]:
+        sizes[architecture.epsilon[0]] = shape.norm_epsilon
     fixed = {each.key: each.accepted[0] for each in architecture.fixed if each.accepted[0] is not None}
     fixed[architecture.hidden_act[0]] = architecture.activations[shape.activation]
-    if architecture.family == "gpt2":
-        own: dict[str, Any] = {
-            "n_inner": shape.mlp,
-            "layer_norm_epsilon": shape.norm_epsilon,
-            "embd_pdrop": shape.dropout,
-            "resid_pdrop": shape.dropout,
-            "attn_pdrop": 0.0,
-        }
-    else:
-        own = {
-            "num_key_value_heads": shape.key_value_heads,
-            "head_dim": shape.head_size,
-            "rms_norm_eps": shape.norm_epsilon,
-            **rope_config(shape.rope_base, shape.rope_scaling),
-            "attention_dropout": 0.0,
-            **_mixture_keys(shape, architecture),
-        }
-        if len(architecture.attention_biases) > 1:
-            own["attention_bias"] = shape.attention_bias == "all"
-        if architecture.model_type not in {"llama", "arcee", "olmoe"}:
-            own |= {"sliding_window": None, "use_sliding_window": False}
+    own: dict[str, Any] = {**architecture.constants, **dict.fromkeys(architecture.dropouts, shape.dropout)}
+    if architecture.grouped:
+        own |= {"num_key_value_heads": shape.key_value_heads, "head_dim": shape.head_size}
+    if architecture.rotary:
+        own |= rope_config(shape.rope_base, shape.rope_scaling)
+    own |= _mixture_keys(shape, architecture)
+    if len(architecture.attention_biases) > 1:
+        own["attention_bias"] = shape.attention_bias == "all"
     named: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
     if architecture.head == "scalar":
         named |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return named | sizes | own | fixed | shared
+
+
+def own_value(key: ConfigKey, value: float) -> float:
+    """Return the value of our key for a number that a config has."""
+    match key.form:
+        case "reciprocal":
+            return 1 / value
+        case "inverse_root":
+            return float(value**-0.5)
+        case _:
+            return value
+
+
+def _config_value(key: ConfigKey, shape: ModelShape, imported: Config) -> Any:
+    """Return what a config says of our key: what the imported one says, if that is the value."""
+    value, said = getattr(shape, key.own), imported.get(key.name)
+    if isinstance(value, bool):
+        return value
+    if key.form == "cap" and not value:
+        return None
+    if key.own == "attention_scale" and value is None:
+        value = shape.head_size**-0.5
+    if isinstance(said, int | float) and said > 0 and own_value(key, said) == value:
+        return said
+    match key.form:
+        case "reciprocal":
+            return 1 / value
+        case "inverse_root":
+            exact = value**-2
+            return round(exact) if abs(exact - round(exact)) < 1e-6 * exact else exact
+        case _:
+            return value
 
 
 def _mixture_keys(shape: ModelShape, architecture: HuggingFaceArchitecture) -> dict[str, Any]:
@@ -295,22 +326,58 @@ def exported_as(shape: ModelShape, imported: Config = _NONE) -> HuggingFaceArchi
     Raises:
         HpctrainError: `transformers` has no such model.
     """
-    name = "GPT2LMHeadModel" if shape.family == "gpt2" else _LLAMAS[bool(shape.experts)](shape)
-    architecture = _equivalent(ARCHITECTURES[name], shape, imported)
-    name = architecture.name
-    family = {"gpt2": "GPT-2", "llama": "Llama"}.get(architecture.model_type, name)
+    models = sorted(_EXPORTED, key=lambda each: each.family != shape.family)
+    obstacles = {each.name: list(_obstacles(each, shape)) for each in models}
+    possible = [each for each in models if not obstacles[each.name]]
+    if not possible:
+        own = [obstacles[each.name] for each in models if each.family == shape.family]
+        closest = min(own, key=lambda found: sum(_WEIGHTS.get(key, 1) for key, _ in found))
+        raise closest[0][1]
+    same = [each for each in possible if each.model_type == imported.get("model_type")]
+    architecture = (same or possible)[0]
+    if shape.head == "vocabulary":
+        return architecture
+    if architecture.name not in SCORED:
+        told = f"transformers has no {_spoken(architecture)} with a scalar head"
+        raise HpctrainError(f'objective.kind = "reward": {told}, so this model cannot be exported')
+    return SCORED[architecture.name]
+
+
+def _spoken(architecture: HuggingFaceArchitecture) -> str:
+    """Return the name of an architecture in messages."""
+    return {"gpt2": "GPT-2", "llama": "Llama"}.get(architecture.model_type, architecture.name)
+
+
+_WEIGHTS = {"experts": 100, "router": 50, "query_key_norm": 5}
+"""How different an architecture is that does not have these keys, where others count as one."""
+
+
+def _obstacles(
+    architecture: HuggingFaceArchitecture, shape: ModelShape
+) -> Iterator[tuple[str, HpctrainError]]:
+    """Yield why a model of this shape is none of an architecture: our key, and the error about it."""
+    for key, told in _requirements(architecture, shape):
+        yield key, _refused(shape, key, told, _spoken(architecture))
+
+
+def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> Iterator[tuple[str, str]]:
+    """Yield our keys that an architecture has with other values only, and what it has or requires."""
+    if bool(shape.experts) != bool(architecture.mixture):
+        yield "experts", f"has {'' if architecture.mixture else 'no '}experts"
+    for key, value in architecture.choices(shape.hidden).items():
+        if getattr(shape, key) != value:
+            yield key, f"requires {_told(value)}"
     if shape.activation not in architecture.activations:
-        raise _refused(
-            shape, "activation", f"requires {either(map(toml_value, architecture.activations))}", family
-        )
+        yield "activation", f"requires {either(map(toml_value, architecture.activations))}"
     if shape.attention_bias not in architecture.attention_biases:
         supported = either(map(toml_value, architecture.attention_biases))
-        raise _refused(shape, "attention_bias", f"requires {supported}", family)
-    if architecture.family == "gpt2" and shape.key_value_heads != shape.heads:
-        raise HpctrainError(
-            f"model.key_value_heads = {shape.key_value_heads}: the GPT-2 of transformers requires as "
-            f"many key-value heads as query heads ({shape.heads}), so this model cannot be exported"
-        )
+        yield "attention_bias", f"requires {supported}"
+    if not architecture.epsilon[0] and shape.norm_epsilon != architecture.epsilon[1]:
+        yield "norm_epsilon", f"requires {architecture.epsilon[1]}"
+    if not architecture.grouped and shape.key_value_heads != shape.heads:
+        yield "key_value_heads", f"requires as many key-value heads as query heads ({shape.heads})"
+    if not architecture.grouped and shape.head_size * shape.heads != shape.hidden:
+        yield "head_size", "requires hidden / heads"
     if shape.experts:
         asked: dict[str, object] = {
             "capacity": None,
@@ -333,50 +400,15 @@ def exported_as(shape: ModelShape, imported: Config = _NONE) -> HuggingFaceArchi
             asked["balance"] = "loss"
         for key, value in asked.items():
             if getattr(shape, key) != value:
-                raise _refused(shape, key, f"requires {_told(value)}", family)
+                yield key, f"requires {_told(value)}"
         if shape.query_key_norm == "all" and shape.head_size * shape.heads != shape.hidden:
-            raise _refused(shape, "head_size", "requires hidden / heads", family)
+            yield "head_size", "requires hidden / heads"
         if architecture.choice_is_biased and not shape.shared_experts:
-            raise _refused(shape, "shared_experts", "requires 1 or more", family)
-    elif shape.query_key_norm == "all":
-        raise _refused(shape, "query_key_norm", 'supports "none", and Qwen3 "head", in dense models', "Llama")
-    if shape.head == "scalar":
-        if name not in SCORED:
-            told = f"transformers has no {family} with a scalar head, so this model cannot be exported"
-            raise HpctrainError(f'objective.kind = "reward": {told}')
-        return SCORED[name]
-    return architecture
-
-
-def _equivalent(
-    architecture: HuggingFaceArchitecture, shape: ModelShape, imported: Config
-) -> HuggingFaceArchitecture:
-    """Return the imported architecture if it computes the same as another one, or else the other one."""
-    for each in _LANGUAGE_MODELS:
-        computes_same = each.equivalent == architecture.name and shape.attention_bias in each.attention_biases
-        if computes_same and each.model_type == imported.get("model_type"):
-            return each
-    return architecture
-
-
-def _of_mixtures(shape: ModelShape) -> str:
-    if shape.router == "sigmoid":
-        return "Dots1ForCausalLM"
-    norms = {"none": "MixtralForCausalLM", "head": "Qwen3MoeForCausalLM", "all": "OlmoeForCausalLM"}
-    return norms[shape.query_key_norm]
-
-
-def _dense(shape: ModelShape) -> str:
-    if shape.query_key_norm == "none" and not ACTIVATIONS[shape.activation].gated:
-        return "ArceeForCausalLM"
-    if shape.query_key_norm == "none" and shape.attention_bias == "query_key_value":
-        return "Qwen2ForCausalLM"
-    return "LlamaForCausalLM" if shape.query_key_norm == "none" else "Qwen3ForCausalLM"
+            yield "shared_experts", "requires 1 or more"
 
 
 _LANGUAGE_MODELS = [each for each in ARCHITECTURES.values() if each.head == "vocabulary"]
-
-_LLAMAS: Mapping[bool, Callable[[ModelShape], str]] = {True: _of_mixtures, False: _dense}
+_EXPORTED = [each for each in _LANGUAGE_MODELS if each.exported]
 
 
 def _told(value: object) -> str:

@@ -112,7 +112,7 @@ def context_length(
     what their scaling determines. With learned positions it is their number.
     """
     imported = parse_ids(settings.file(MODEL_CONFIG).get(architecture.sizes["sequence"][0]))
-    if shape.traits.positions == "learned":
+    if shape.positions == "learned":
         return shape.sequence
     longest = max(shape.sequence, settings.context, *imported)
     return longest if shape.rope_scaling is None else _scaled_context(shape.rope_scaling, longest)

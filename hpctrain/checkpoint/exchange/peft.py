@@ -64,7 +64,8 @@ def export_adapters(world: World, checkpoint: Path, folder: Path, base: str) -> 
                             found[each.name.removesuffix(".weight")] = factors
                 temporary.mkdir(parents=True)
                 _write(temporary / _TENSORS, found)
-                config = _config(adapters, found, base, architecture.family == "gpt2")
+                transposed = any(each.transposed for each in theirs)
+                config = _config(adapters, found, base, transposed)
                 write_text(temporary / _CONFIG, json.dumps(config, indent=2) + "\n")
                 flush_to_disk(temporary)
                 temporary.replace(folder)

@@ -38,6 +38,7 @@ from hpctrain.checkpoint.stored_tokenizer import TOKENIZER, tokenizer_state
 from hpctrain.comm.world import World
 from hpctrain.data.epochs import EpochReader
 from hpctrain.data.tokenizer_settings import TokenizerSettings
+from hpctrain.deck.families import CHOICES
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sections.rope_scaling import scaling_values
 from hpctrain.deck.sources import toml_value
@@ -119,10 +120,11 @@ settled_keys = SourceReader()
 def model_keys(shape: ModelShape) -> dict[str, object]:
     """The keys of a deck's [model] that say a shape."""
     names = ["family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "tied"]
-    names += ["head_size", "attention_bias", "activation", "norm_epsilon"]
+    names += ["head_size", *CHOICES, "embedding_multiplier", "norm_epsilon"]
+    names += ["attention_scale"] if shape.attention_scale is not None else []
     by = shape.parametrization
     base = {"base_width": round(shape.hidden / by.width), "base_head_size": round(shape.head_size / by.head)}
-    names += ["rope_base", "query_key_norm"] if shape.traits.positions == "rotary" else []
+    names += ["rope_base"] if shape.positions == "rotary" else []
     experts = {f"experts.{key}": getattr(shape, name) for name, key in EXPERT_KEYS.items()}
     if shape.balance == "bias":  # without a bias in the router, the deck says how the load is balanced
         experts["experts.balance"] = shape.balance

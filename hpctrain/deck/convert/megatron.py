@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from hpctrain.deck.activations import DEFAULT_ACTIVATIONS
 from hpctrain.deck.convert.option_values import UnsupportedOptionError, integer, number, switch
 from hpctrain.deck.convert.rule_table import Conversion, RuleTable, SourceOptions, apply_rules, load_table
 from hpctrain.deck.convert.shell_script import parse_arguments
+from hpctrain.deck.families import FAMILIES
 
 _LAYER_LIST = re.compile(r"\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?")
 _LLAMA_ONLY = (
@@ -67,7 +67,7 @@ def _add_family(options: SourceOptions, result: Conversion) -> None:
     result.keys["model.family"] = family
     relu2 = "relu2" if options.is_on("--squared-relu") else "gelu-tanh"
     activation = "swiglu" if swiglu else relu2
-    if activation != DEFAULT_ACTIVATIONS[family]:
+    if activation != FAMILIES[family].defaults.activation:
         result.keys["model.activation"] = activation
     different = [name for name, present in properties.items() if present != llama]
     if different:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TypeGuard
 
-from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS
+from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.deck.decays import ENDLESS, WITH_COOLDOWN
-from hpctrain.deck.families import FAMILIES
+from hpctrain.deck.families import FAMILIES, family_values
 from hpctrain.deck.key import selecting_key
 from hpctrain.deck.presets import preset_named
 from hpctrain.deck.reading.nested import Tables, choices_in, look_up, remove, table_in
@@ -191,10 +191,9 @@ def _add_dependent_defaults(tables: Tables, filled: set[str], completed: Complet
     as_base = model.get("parametrization") == "mup" and model.get("base_width") == hidden
     if as_base and _is_integer(model.get("head_size")):
         default("model", "base_head_size", model["head_size"])
-    if isinstance(family, str) and family in DEFAULT_ACTIVATIONS:
-        default("model", "attention_bias", FAMILIES[family].attention_bias)
-        default("model", "tied", FAMILIES[family].tied and not _of_scores(tables))
-        default("model", "activation", DEFAULT_ACTIVATIONS[family])
+    if isinstance(family, str) and family in FAMILIES:
+        for key, value in family_values(family, hidden if _is_integer(hidden) and hidden > 0 else 1).items():
+            default("model", key, value and not _of_scores(tables) if key == "tied" else value)
         name = model["activation"]
         activation = ACTIVATIONS.get(name) if isinstance(name, str) else None
         if _is_integer(hidden) and activation is not None:

@@ -109,7 +109,7 @@ RECORDED_BYTES = 1 << 30
 _COUNT, _BALANCE = "model.experts.count", "model.experts.balance"
 
 RELATIONS: Relations = (
-    Requires(_COUNT, "model.family", ("llama",), because="experts have no biases"),
+    Requires(_COUNT, "model.mlp_bias", (False,), because="experts have no biases"),
     AtMost("model.experts.per_token", _COUNT),
     Conflicts(
         "model.experts.router_normalize",

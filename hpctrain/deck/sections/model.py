@@ -6,8 +6,17 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
-from hpctrain.deck.activations import ACTIVATIONS, DEFAULT_ACTIVATIONS, GATED
-from hpctrain.deck.families import FAMILIES, AttentionBias, FamilyTraits
+from hpctrain.deck.activations import ACTIVATIONS, GATED
+from hpctrain.deck.families import FamilyName, described_defaults
+from hpctrain.deck.family import (
+    AttentionBias,
+    NormKind,
+    NormPlacement,
+    NormWeight,
+    ParallelResidual,
+    Positions,
+    QueryKeyNorm,
+)
 from hpctrain.deck.key import PathText, Section, key, table
 from hpctrain.deck.presets import PresetName
 from hpctrain.deck.problem import DeckProblem, divisors, must_divide, nearest_numbers
@@ -29,9 +38,6 @@ else:
     ActivationName = Literal[tuple(ACTIVATIONS)]
 
 
-_USUAL_ACTIVATIONS = ", ".join(f'"{name}" ({family})' for family, name in DEFAULT_ACTIVATIONS.items())
-
-
 class Model(Section):
     """The model: a preset with changes, a transformer by family, layers, hidden and heads, or a module."""
 
@@ -46,8 +52,8 @@ class Model(Section):
         derived="none: random weights",
         min_length=1,
     )
-    family: Literal["gpt2", "llama"] = key(
-        "gpt2: learned positions, LayerNorm, biases; llama: RoPE, RMSNorm, no biases.",
+    family: FamilyName = key(
+        "Published architecture that decides the defaults of the keys below.",
         derived="the preset's, else required",
     )
     layers: int = key(
@@ -74,16 +80,59 @@ class Model(Section):
         ge=1,
         le=LARGEST_SIZE,
     )
-    query_key_norm: Literal["none", "head", "all"] = key(
-        "RMSNorm of queries and keys before rotation (llama): none, over each head, over all heads together.",
-        "none",
+    positions: Positions = key(
+        "Positions: learned vectors, rotated queries and keys, or none but the causal mask.",
+        derived=described_defaults("positions"),
+    )
+    norm: NormKind = key("Norm of hidden states: LayerNorm or RMSNorm.", derived=described_defaults("norm"))
+    norm_weight: NormWeight = key(
+        "Factor of normalized features: a weight, a weight plus one, or none.",
+        derived=described_defaults("norm_weight"),
+    )
+    norm_bias: bool = key("Whether norms have a bias (LayerNorm).", derived=described_defaults("norm_bias"))
+    norm_placement: NormPlacement = key(
+        "Norms of attention and feed-forward parts: of their inputs, of their outputs, or of both.",
+        derived=described_defaults("norm_placement"),
+    )
+    parallel_residual: ParallelResidual = key(
+        "Whether the feed-forward part reads what attention reads, after the same norm or its own.",
+        derived=described_defaults("parallel_residual"),
+    )
+    query_key_norm: QueryKeyNorm = key(
+        "RMSNorm of queries and keys before rotation: none, over each head, over all heads together.",
+        derived=described_defaults("query_key_norm"),
+    )
+    embedding_multiplier: float = key(
+        "Factor of the embeddings of tokens.", derived="1.0; the root of hidden (gemma)", gt=0, le=1e6
+    )
+    residual_multiplier: float = key(
+        "Factor of what attention and feed-forward parts add to hidden states.",
+        derived=described_defaults("residual_multiplier"),
+        gt=0,
+        le=1e6,
+    )
+    attention_scale: float | None = key(
+        "Factor of the products of queries and keys.", None, derived="1 / sqrt(head_size)", gt=0, le=1e6
+    )
+    logit_multiplier: float = key(
+        "Factor of the logits.", derived=described_defaults("logit_multiplier"), gt=0, le=1e6
+    )
+    logit_cap: float = key(
+        "Bound c of the logits x, which become c tanh(x / c); 0 for none.",
+        derived=described_defaults("logit_cap"),
+        ge=0,
+        le=1e6,
     )
     attention_bias: AttentionBias = key(
         "Attention layers with biases: none, those of queries, keys and values (Qwen2), or all four.",
-        derived=", ".join(f'"{traits.attention_bias}" ({name})' for name, traits in FAMILIES.items()),
+        derived=described_defaults("attention_bias"),
+    )
+    mlp_bias: bool = key(
+        "Whether the linear layers of feed-forward parts have biases.", derived=described_defaults("mlp_bias")
     )
     activation: ActivationName = key(
-        f"Activation of the feed-forward part; with a gate: {', '.join(GATED)}.", derived=_USUAL_ACTIVATIONS
+        f"Activation of the feed-forward part; with a gate: {', '.join(GATED)}.",
+        derived=described_defaults("activation"),
     )
     mlp: int = key(
         "Inner width of the feed-forward part.",
@@ -101,7 +150,7 @@ class Model(Section):
     )
     tied: bool = key(
         "Whether the output layer and the input embedding share their weights.",
-        derived="true (gpt2), false (llama, reward models)",
+        derived=f"{described_defaults('tied')}; false (reward models)",
     )
     frozen: tuple[str, ...] = key(
         'Parameters that are not trained, by name; * stands for any text: ["blocks.0.*"].', (), strict=False
@@ -114,9 +163,9 @@ class Model(Section):
         "Mixture of experts in place of feed-forward layers.", derived="none: all blocks are dense"
     )
     dropout: float = key("Share of activations dropped in training.", 0.0, ge=0, lt=1)
-    rope_base: float = key("Base of the rotary position angles (llama).", 10000.0, gt=0)
+    rope_base: float = key("Base of the rotary position angles.", 10000.0, gt=0)
     rope_scaling: RopeScaling | None = table(
-        "Scaling of the rotary position angles for longer sequences (llama).", derived="none: not scaled"
+        "Scaling of the rotary position angles for longer sequences.", derived="none: not scaled"
     )
     norm_epsilon: float = key("Number that norms add to the variance.", 1e-5, gt=0)
     initial_std: float = key(
@@ -194,11 +243,6 @@ class Model(Section):
     )
 
     @property
-    def traits(self) -> FamilyTraits:
-        """Properties of all models of the family; only of a transformer, not of a module of the user."""
-        return FAMILIES[self.family]
-
-    @property
     def has_frozen_parameters(self) -> bool:
         """True if some parameters are not trained: those of model.frozen, or all but those of adapters."""
         return bool(self.frozen) or self.adapters is not None
@@ -229,11 +273,7 @@ def source_problems(deck: Deck, source: Mapping[str, object]) -> list[DeckProble
                 sentence = f"is smaller than the {own} of {name}, whose vocabulary can only grow"
                 problems.append(DeckProblem(full, sentence))
         elif full == "batch.sequence":
-            if (
-                deck.model.traits.positions == "learned"
-                and isinstance(own, int)
-                and deck.batch.sequence > own
-            ):
+            if deck.model.positions == "learned" and isinstance(own, int) and deck.batch.sequence > own:
                 sentence = f"is longer than the {own} learned positions of {name}"
                 problems.append(DeckProblem(full, sentence, ("model.family",)))
         elif value != own and not (full == "model.tied" and deck.objective.kind in SCORE_KINDS):
@@ -280,8 +320,19 @@ RELATIONS: Relations = (
 
 TRANSFORMER_RELATIONS: Relations = (
     Divides("model.key_value_heads", "model.heads"),
-    Requires("model.rope_base", "model.family", ("llama",)),
-    Requires("model.query_key_norm", "model.family", ("llama",)),
+    Requires("model.rope_base", "model.positions", ("rotary",)),
+    (
+        Requires("model.norm_bias", "model.norm", ("layer",)),
+        Requires("model.norm_bias", "model.norm_weight", ("plain",)),
+    ),
+    Conflicts("model.norm_weight", "model.norm", ("one_plus",), ("layer",)),
+    Conflicts(
+        "model.parallel_residual",
+        "model.norm_placement",
+        ("one_norm", "two_norms"),
+        ("after", "both"),
+        because="both parts of a block read the normalized hidden states",
+    ),
     Conflicts(
         "model.tied", "objective.kind", (True,), SCORE_KINDS, because="a reward model has its own output row"
     ),
@@ -297,13 +348,13 @@ def head_problems(deck: Deck) -> Iterator[DeckProblem]:
     Without model.head_size, heads have to divide model.hidden. Rotary positions require an even size.
     """
     model, heads_divide = deck.model, "model.head_size" in deck.sources.defaulted
-    if not heads_divide and model.traits.positions == "rotary" and model.head_size % 2:
+    if not heads_divide and model.positions == "rotary" and model.head_size % 2:
         sentence = f"must be even for rotary positions (use {model.head_size + 1})"
         yield DeckProblem("model.head_size", sentence, ("model.family",))
     elif heads_divide and model.hidden % model.heads:
         sentence = must_divide("model.hidden", model.hidden, model.heads)
         yield DeckProblem("model.heads", sentence, ("model.hidden",))
-    elif heads_divide and model.traits.positions == "rotary" and model.hidden // model.heads % 2:
+    elif heads_divide and model.positions == "rotary" and model.hidden // model.heads % 2:
         even = [heads for heads in divisors(model.hidden) if model.hidden // heads % 2 == 0]
         would = f" (use {either(nearest_numbers(model.heads, even))} heads)" if even else ""
         yield DeckProblem(

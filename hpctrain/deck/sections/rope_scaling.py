@@ -97,7 +97,7 @@ _KINDS_WITH: dict[str, tuple[str, ...]] = {
 """Kinds of scaling that have a key, by the name of the key. The other keys are those of all kinds."""
 
 RELATIONS: Relations = (
-    Requires(_KIND, "model.family", ("llama",), because="its positions are rotary"),
+    Requires(_KIND, "model.positions", ("rotary",)),
     *(HasEffectWith(f"{_TABLE}.{name}", _KIND, kinds) for name, kinds in _KINDS_WITH.items()),
     AtMost(f"{_TABLE}.low_frequency_factor", f"{_TABLE}.high_frequency_factor", below=True),
     AtMost(f"{_TABLE}.beta_slow", f"{_TABLE}.beta_fast"),
@@ -120,7 +120,7 @@ def scaling_values(scaling: RopeScaling) -> dict[str, object]:
 def rope_scaling_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of [model.rope_scaling] with other sizes of the model; none without that table."""
     scaling, model = deck.model.rope_scaling, deck.model
-    if scaling is None or model.traits.positions != "rotary":
+    if scaling is None or model.positions != "rotary":
         return
     if scaling.original_sequence is None and scaling.kind in _KINDS_WITH["original_sequence"]:
         sentence = f"requires {_TABLE}.original_sequence, the length of the sequence before scaling"

@@ -20,13 +20,16 @@ def _saved_by_norm(norm: Norm, at: ActivationSizes) -> list[SavedStorage]:
     torch's RMSNorm on the CPU saves the input in fp32 and, for the weight's gradient, the normalized input.
     """
     (hidden,), exact = norm.size, at.gpu or norm.functions.compiled
+    if not norm.has_fast_function:
+        statistics = 2 if norm.kind == "layer" else 1
+        return [at.row_features(hidden), *[SavedStorage(4 * at.rows, 4, features=False)] * statistics]
     if norm.bias is not None:
         statistic = 4 if exact else at.itemsize
         return [
             at.row_features(hidden),
             *[SavedStorage(statistic * at.rows, statistic, features=False)] * 2,
         ]
-    inputs = [at.itemsize] if exact else [4, 4] if norm.weight.requires_grad else [4]
+    inputs = [at.itemsize] if exact else [4, 4] if norm.weight is not None and norm.weight.requires_grad else [4]
     return [
         *(at.row_features(hidden, each) for each in inputs),
         SavedStorage(4 * at.rows, 4, features=False),

@@ -16,17 +16,18 @@ from hpctrain.memory.layer_bytes.questions import (
 )
 from hpctrain.memory.layer_bytes.vocabulary_bytes import dropout_masks
 from hpctrain.model.mixture import Mixture
+from hpctrain.model.norm import Norm
 from hpctrain.model.part import Layer
 from hpctrain.model.transformer import Transformer, TransformerBlock
 from hpctrain.parallel.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage, total
 
-ALLOCATOR_GAPS = {"gpt2": 2.4, "llama": 3.5}
+_GAPS, _ROTATED_GAPS = 2.4, 3.5
 """Freed memory between used blocks that the C library keeps, in units of the activations of one block.
 
 Measured with glibc 2.36 on models of 2M to 124M parameters: the difference to the peak of a process with
-MALLOC_MMAP_THRESHOLD_, which leaves no gaps and costs half of the speed. gpt2: 0.3 to 3.9 blocks. llama: 2.6
-blocks after five steps and 3.8 after 250, because its norms, rotation and gate free temporary tensors between
-saved ones.
+MALLOC_MMAP_THRESHOLD_, which leaves no gaps and costs half of the speed. gpt2: 0.3 to 3.9 blocks. llama, with
+rotary positions: 2.6 blocks after five steps and 3.8 after 250, because its norms, rotation and gate free
+temporary tensors between saved ones.
 """
 
 
@@ -38,23 +39,37 @@ def saved_by_block(block: TransformerBlock, at: ActivationSizes) -> list[SavedSt
         expanded_input = [at.row_features(block.hidden)]
     else:
         expanded_input = saved_input(expanding.up, at)
+    before_expanding = _saved_by_norm(block.feed_forward_norm, at)
+    if block.parallel and block.feed_forward_norm is None:
+        expanded_input = []  # attention saves the same input
+    elif block.parallel:
+        before_expanding = before_expanding[1:]  # both norms save the same input
     return [
-        *saved_storages(block.attention_norm, at),
+        *_saved_by_norm(block.attention_norm, at),
         *saved_input(attention.inner, at),
         *saved_by_adapter(attention.inner, at),
         *saved_storages(attention, at),
+        *_saved_by_norm(block.attention_output_norm, at),
         *masks,
-        *saved_storages(block.feed_forward_norm, at),
+        *before_expanding,
         *expanded_input,
         *saved_storages(expanding, at),
+        *_saved_by_norm(block.feed_forward_output_norm, at),
         *masks,
     ]
+
+
+def _saved_by_norm(norm: Norm | None, at: ActivationSizes) -> list[SavedStorage]:
+    """Return what a norm saves: nothing if there is none."""
+    return [] if norm is None else saved_storages(norm, at)
 
 
 @unsaved_inputs.register
 def _unsaved_of_block(block: TransformerBlock, at: ActivationSizes) -> list[SavedStorage]:
     norm = block.attention_norm
-    return [] if norm.weight.requires_grad else saved_storages(norm, at)
+    if norm is None or (norm.weight is not None and norm.weight.requires_grad):
+        return []
+    return saved_storages(norm, at)
 
 
 @workspace_bytes.register
@@ -78,7 +93,7 @@ def deferred_by_block(block: TransformerBlock, at: ActivationSizes) -> DeferredB
         return DeferredBytes(held, most - masks)
     again = recomputed_core_bytes(attention, at) + at.features(attention.inner.split_sizes[0]).bytes
     # Masks are freed by then, and the statistics of the second norm.
-    gone = 2 * masks + total(saved_storages(block.feed_forward_norm, at)[1:])
+    gone = 2 * masks + total(_saved_by_norm(block.feed_forward_norm, at)[1:])
     return DeferredBytes(held, max(left + again - gone, most - masks))
 
 
@@ -92,11 +107,11 @@ def _exchanged_by_block(block: TransformerBlock, at: ActivationSizes) -> int:
 
 @allocator_gaps.register
 def _gaps_of_block(block: TransformerBlock, at: ActivationSizes) -> int:
-    return int(ALLOCATOR_GAPS[block.family] * total(saved_storages(block, at)))
+    return int((_ROTATED_GAPS if block.rotated else _GAPS) * total(saved_storages(block, at)))
 
 
 @shared_bytes.register
 def _rotary_bytes(part: Transformer, at: ActivationSizes) -> int:
     """Return the bytes of the rotary tables."""
     rotary = 2 * at.itemsize * at.tokens // at.micro_size * part.shape.head_size
-    return rotary if part.shape.traits.positions == "rotary" else 0
+    return rotary if part.shape.positions == "rotary" else 0

@@ -45,12 +45,13 @@ def _vocabulary_head_workspace(head: VocabularyHead, at: ActivationSizes) -> int
     """Return the temporary bytes of a loss.
 
     They are the logits of a chunk, or their gradients, and what products need; or, for torch's functions in
-    16 bits, a copy in fp32.
+    16 bits, a copy in fp32. Bounded logits have their slopes beside them.
     """
     count = chunk_rows(at.tokens, len(head.table), at.gpu)
     logits = count * len(head.table)
-    copied = 4 if at.itemsize < 4 and not head.groups.functions.compiled else 0
-    return logits * at.itemsize + max(logits * copied, product_workspace(head.product, count, at))
+    copied = 4 if at.itemsize < 4 and (head.cap or not head.groups.functions.compiled) else 0
+    slopes = 4 * logits if head.cap else 0
+    return slopes + logits * at.itemsize + max(logits * copied, product_workspace(head.product, count, at))
 
 
 @saved_storages.register

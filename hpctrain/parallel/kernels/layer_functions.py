@@ -196,6 +196,8 @@ class CompiledFunctions(LayerFunctions):
 
     @override
     def softmax_statistics(self, logits: SplitLogits, column: Tensor) -> SoftmaxStatistics:
+        if logits.cap:
+            return super().softmax_statistics(logits, column)
         return CompiledSoftmaxStatistics(logits, column, self.call)
 
     @override

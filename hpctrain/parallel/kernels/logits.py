@@ -17,17 +17,19 @@ from typing_extensions import override
 
 @dataclass(frozen=True)
 class SplitLogits:
-    """Logits of this rank's columns: products times a multiplier.
+    """Logits of this rank's columns: products times a multiplier, which a cap may bound.
 
     Attributes:
         products: Products [n, V/t] as stored, whose memory may be overwritten.
         columns: Number of columns that are not padding. Logits of padding are -inf.
         multiplier: Factor of the products.
+        cap: Bound c of the logits x, which become c tanh(x / c); 0 for none.
     """
 
     products: Tensor
     columns: int
     multiplier: float = 1.0
+    cap: float = 0.0
 
 
 class SoftmaxStatistics:
@@ -50,6 +52,7 @@ class SoftmaxStatistics:
     def __init__(self, logits: SplitLogits, column: Tensor) -> None:
         self._logits, self._column = logits, column
         self._exponentials = torch.empty(0)
+        self._slopes: Tensor | None = None
         self._compute()
 
     def _compute(self) -> None:
@@ -57,6 +60,10 @@ class SoftmaxStatistics:
         x = logits.products.float()
         if logits.multiplier != 1:
             x.mul_(logits.multiplier)
+        if logits.cap:
+            x.div_(logits.cap).tanh_()
+            self._slopes = 1 - x.square()
+            x.mul_(logits.cap)
         x[:, logits.columns :] = -torch.inf
         there = self._column.masked_fill(absent, 0).unsqueeze(1)
         self.at_column = x.gather(1, there).squeeze(1).masked_fill_(absent, -torch.inf)
@@ -77,6 +84,8 @@ class SoftmaxStatistics:
         products, x = self._logits.products, self._exponentials
         x.mul_(weight.unsqueeze(1))
         x.scatter_add_(1, self._column.clamp_min(0).unsqueeze(1), -of_column.unsqueeze(1))
+        if self._slopes is not None:
+            x.mul_(self._slopes)
         if self._logits.multiplier != 1:
             x.mul_(self._logits.multiplier)
         return x if x is products else products.copy_(x)

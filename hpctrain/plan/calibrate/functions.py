@@ -118,7 +118,7 @@ class _Kinds:
         """LayerNorm or RMSNorm."""
         size = (self.shape.hidden,)
         weight, x = (self.operands.take(*each).detach().requires_grad_() for each in (size, self._hidden))
-        if self.shape.traits.norm == "layer":
+        if self.shape.norm == "layer":
             bias = self.operands.take(*size).detach().requires_grad_()
             normed: Callable[[], Tensor] = lambda: functional.layer_norm(x, size, weight, bias)  # noqa: E731
         else:

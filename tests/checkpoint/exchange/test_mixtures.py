@@ -23,6 +23,7 @@ from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
+from hpctrain.deck.families import CHOICES
 from hpctrain.deck.presets import presets
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.toml_text import deck_text
@@ -232,7 +233,7 @@ def test_a_run_starts_from_a_mixture(
             5,
             "num_experts_per_tok = 5: must be at most num_local_experts = 4",
         ),
-        ("mixtral", "hidden_act", "gelu", "hidden_act = 'gelu'"),
+        ("mixtral", "hidden_act", "mish", "hidden_act = 'mish'"),
         ("mixtral", "num_local_experts", 10**6, "describes 1000000 experts in each of 3 layers, but the"),
         (
             "mixtral",
@@ -370,7 +371,12 @@ TINY = ModelShape(
             'the Qwen3ForCausalLM of transformers requires "none" or "all"',
         ),
         (
-            {"experts": 0, "family": "gpt2", "activation": "gelu-tanh", "attention_bias": "none"},
+            {
+                **dict.fromkeys((*CHOICES, "embedding_multiplier")),
+                "experts": 0,
+                "family": "gpt2",
+                "attention_bias": "none",
+            },
             'requires "all"',
         ),
     ],

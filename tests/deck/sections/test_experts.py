@@ -152,8 +152,8 @@ def test_mixtures_have_no_biases() -> None:
     told = problems("model.family=gpt2")
     assert told == [
         (
-            'deck.toml:9: model.experts.count = 8: requires model.family = "llama", but it is '
-            '"gpt2": experts have no biases'
+            "deck.toml:9: model.experts.count = 8: requires model.mlp_bias = false, but it is true: "
+            "experts have no biases"
         )
     ]
 

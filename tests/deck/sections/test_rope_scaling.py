@@ -33,7 +33,7 @@ def test_valid_scaling(keys: tuple[str, ...]) -> None:
         ((*LLAMA, "model.head_size=4", *LONGROPE_KEYS), "must have 2 numbers, half of the head size"),
         ((*HEADS, *LONGROPE_KEYS, "model.rope_scaling.long_factors=[1, 0, 2]"), "must have numbers above 0"),
         ((*LLAMA, SMALL, f"{KIND}=dynamic", f"{FACTOR}=2", f"{ORIGINAL}=8"), "size of at least 4"),
-        ((f"{KIND}=linear", f"{FACTOR}=2"), 'requires model.family = "llama", but it is '),
+        ((f"{KIND}=linear", f"{FACTOR}=2"), 'requires model.positions = "rotary", but it is '),
         (
             (*HEADS, f"{KIND}=llama3", f"{FACTOR}=2", f"{ORIGINAL}=8", f"{LOW}=4"),
             "low_frequency_factor=4: must be below",

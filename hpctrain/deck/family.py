@@ -1,0 +1,130 @@
+"""Description of a family of transformers: defaults of keys of [model], files of `transformers`, presets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+Positions = Literal["learned", "rotary", "none"]
+"""How a model knows positions: learned vectors, rotated queries and keys, or the causal mask alone."""
+
+AttentionBias = Literal["none", "query_key_value", "all"]
+"""Layers of attention that have biases: none, those of queries, keys and values, or the output layer too."""
+
+QueryKeyNorm = Literal["none", "head", "all"]
+"""RMSNorm of queries and keys: none, over each head, or over all heads together."""
+
+NormKind = Literal["layer", "rms"]
+"""Norm of hidden states: LayerNorm or RMSNorm."""
+
+NormWeight = Literal["plain", "one_plus", "none"]
+"""Factor of normalized features: a weight, a weight plus one, or none."""
+
+NormPlacement = Literal["before", "after", "both"]
+"""Norms of attention and feed-forward parts: of their inputs, of their outputs, or of both."""
+
+ParallelResidual = Literal["none", "one_norm", "two_norms"]
+"""Whether both parts of a block read the same hidden states, after one norm or each after its own."""
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyDefaults:
+    """Defaults of keys of [model] in a family. The names are those of the keys, whose help explains them.
+
+    Attributes:
+        scaled_embedding: True if the default of model.embedding_multiplier is the root of model.hidden.
+        tied: Default of model.tied, except for reward models.
+    """
+
+    positions: Positions = "rotary"
+    norm: NormKind = "rms"
+    norm_weight: NormWeight = "plain"
+    norm_bias: bool = False
+    norm_placement: NormPlacement = "before"
+    query_key_norm: QueryKeyNorm = "none"
+    parallel_residual: ParallelResidual = "none"
+    attention_bias: AttentionBias = "none"
+    mlp_bias: bool = False
+    activation: str = "swiglu"
+    scaled_embedding: bool = False
+    residual_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    logit_cap: float = 0.0
+    tied: bool = False
+
+
+@dataclass(frozen=True)
+class ConfigKey:
+    """Key of a config.json that says the value of a key of [model].
+
+    Attributes:
+        name: Name in the config.json.
+        own: Name in [model].
+        default: Value where a config.json does not have it.
+        form: What it is of our value: the value, its reciprocal, its inverse square ("inverse_root", since
+            ours is the inverse root), or null for 0 ("cap").
+    """
+
+    name: str
+    own: str
+    default: Any
+    form: Literal["value", "reciprocal", "inverse_root", "cap"] = "value"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelType:
+    """Model type of `transformers` in whose files the models of a family are, where it differs from Llama.
+
+    Attributes:
+        architecture: Name of the language model, such as "LlamaForCausalLM".
+        model_type: Value of `model_type` in a config.json.
+        sizes: Defaults of vocabulary, positions, width, layers, heads, and width of the feed-forward part.
+        key_value_heads: Default of the number of key/value heads; None for as many as heads.
+        head_size: Default of the width of a head; None for width / heads.
+        epsilon: Key and default of the number that norms add; key "" for a constant.
+        tied: Default of `tie_word_embeddings`.
+        rope_base: Default of `rope_theta`.
+        activation: Key and default of the activation.
+        layers: Names of layers, each followed by those of ours that it holds. {} is the number of the block.
+        keys: Further keys of a config.json.
+        attention_biases: Values of model.attention_bias that there are. If there are several,
+            `attention_bias` in a config.json says whether there are biases.
+        fixed: Keys of a config.json that must have one value: it, and the default.
+        scored: Name of the reward model; "" if there is none.
+        constants: Keys of a config.json that are written and not read.
+    """
+
+    architecture: str
+    model_type: str
+    sizes: tuple[int, int, int, int, int, int]
+    key_value_heads: int | None = None
+    head_size: int | None = None
+    epsilon: tuple[str, float] = ("rms_norm_eps", 1e-6)
+    tied: bool = False
+    rope_base: float = 10_000.0
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    layers: tuple[tuple[str, ...], ...] = ()
+    keys: tuple[ConfigKey, ...] = ()
+    attention_biases: tuple[AttentionBias, ...] = ("none", "all")
+    fixed: Mapping[str, tuple[Any, Any]] = field(default_factory=lambda: _NONE)
+    scored: str = ""
+    constants: Mapping[str, Any] = field(default_factory=lambda: _NONE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Published family of transformers.
+
+    Attributes:
+        defaults: Defaults of keys of [model].
+        model_types: Model types of `transformers` that compute what the family does.
+        presets: Published models by name: the fields of a `Preset`.
+    """
+
+    defaults: FamilyDefaults
+    model_types: tuple[ModelType, ...] = ()
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: _NONE)

@@ -1,0 +1,81 @@
+"""LayerNorm and RMSNorm with any combination of weight, offset of the weight and bias.
+
+Statistics and products are computed in fp32, as `transformers` does. The backward pass computes the
+normalized features again, so that only the input and one or two numbers per row are saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hpctrain.parallel.autograd import apply_function
+
+
+def normalize(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, centered: bool, epsilon: float, offset: float = 0.0
+) -> Tensor:
+    """Return x normalized over its last dim, times `weight + offset`, plus `bias`.
+
+    Args:
+        x: Features [..., h].
+        weight: Weight [h]; None for none, and then no factor.
+        bias: Bias [h]; None for none.
+        centered: True for LayerNorm, False for RMSNorm.
+        epsilon: Number that is added to the variance or the mean square.
+        offset: Number that is added to the weight.
+    """
+    result: Tensor = apply_function(_Normalization, x, weight, bias, _Settings(centered, epsilon, offset))
+    return result
+
+
+class _Settings(NamedTuple):
+    """Arguments of `normalize` that are no operands."""
+
+    centered: bool
+    epsilon: float
+    offset: float
+
+
+class _Normalization(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: _Settings
+    ) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = wide.mean(-1, keepdim=True) if settings.centered else None
+        if mean is not None:
+            wide = wide - mean
+        inverse = (wide.square().mean(-1, keepdim=True) + settings.epsilon).rsqrt()
+        result = wide * inverse
+        if weight is not None:
+            result.mul_(weight.to(wide.dtype) + settings.offset)
+        if bias is not None:
+            result.add_(bias.to(wide.dtype))
+        ctx.settings = settings
+        ctx.save_for_backward(x, weight, inverse, mean)
+        return result.to(x.dtype)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, inverse, mean = ctx.saved_tensors
+        wide, normal = gradient.to(inverse.dtype), x.to(inverse.dtype)
+        normal = (normal if mean is None else normal - mean) * inverse
+        rows = tuple(range(x.dim() - 1))
+        of_weight = of_bias = None
+        if weight is not None and ctx.needs_input_grad[1]:
+            of_weight = (wide * normal).sum(rows).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            of_bias = wide.sum(rows).to(gradient.dtype)
+        if weight is not None:
+            wide = wide * (weight.to(wide.dtype) + ctx.settings.offset)
+        along = (wide * normal).mean(-1, keepdim=True)
+        of_x = wide - normal * along
+        if mean is not None:
+            of_x -= wide.mean(-1, keepdim=True)
+        return (of_x * inverse).to(x.dtype), of_weight, of_bias, None

@@ -1,0 +1,165 @@
+"""Families of the table, with rough weights and uncommon sizes, beside the models of `transformers`.
+
+Tests of deck/family.py, deck/families.py and parallel/normalization.py beside
+checkpoint/exchange/architectures.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint.entries import model_entries
+from hpctrain.checkpoint.exchange.convert import export_model, import_model
+from hpctrain.checkpoint.exchange.hugging_face import exported_as
+from hpctrain.checkpoint.exchange.names import TensorPart, counterparts
+from hpctrain.checkpoint.exchange.source import source_shape, tensor_shapes
+from hpctrain.checkpoint.read import load
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.world import World
+from hpctrain.deck.families import FAMILIES
+from hpctrain.model.inputs import ModelInputs
+from hpctrain.model.part import parameter_list
+from hpctrain.model.transformer import Transformer
+from hpctrain.objective.next_token import CrossEntropy
+from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.sharding.reducer import ExactReduction, make_reducer
+from hpctrain.sharding.replica_sync import SyncEveryStep
+from hpctrain.sharding.replication import Replications
+from hpctrain.sharding.synchronize import GradientSynchronizer
+from tests.checkpoint.exchange.test_hugging_face import assert_same_bits, no_warnings, tensors_of
+from tests.engines import make_buckets
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("safetensors.torch")
+
+VOCABULARY, SEQUENCE, LAYERS = 61, 24, 3
+USUAL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 36,
+    "intermediate_size": 44,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": SEQUENCE,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "attn_implementation": "eager",
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma", {"head_dim": 10, "rms_norm_eps": 1e-5}),
+    "gemma-untied": ("Gemma", {"head_dim": 10, "tie_word_embeddings": False}),
+    "olmo": ("Olmo", {}),
+    "olmo-tied": ("Olmo", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-heads": ("Olmo2", {"head_dim": 10, "attention_bias": True}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.5,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 7.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite-biased": ("Granite", {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.4}),
+}
+"""Class of `transformers` and keys of its config, by the name of a case. The name begins with the family."""
+
+
+def reference(name: str) -> torch.nn.Module:
+    """Return a model of `transformers` whose parameters are all rough."""
+    kind, keys = CASES[name]
+    config = getattr(transformers, f"{kind}Config")(**{**USUAL, **keys})
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Return the norm of a difference, relative to the norm of what is expected."""
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-12))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_that_of_transformers(name: str, world: World, tmp_path: Path) -> None:
+    theirs = reference(name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    import_model(world, tmp_path / "theirs", tmp_path / "model.h5")
+    shape = source_shape(tmp_path / "model.h5")
+    assert shape.family == name.partition("-")[0] and shape.family in FAMILIES
+
+    lone = world.single_rank_world()
+    mesh = Mesh(lone, {})
+    model = Transformer(shape, LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context")))
+    buckets = make_buckets(model.units(), Replications.uncut(mesh), torch.float32, 10_000)
+    load(tmp_path / "model.h5", lone.everyone, model_entries(buckets))
+    synchronizer = GradientSynchronizer(
+        [make_reducer(bucket, ExactReduction(bucket)) for bucket in buckets], SyncEveryStep()
+    )
+    tokens = torch.randint(0, VOCABULARY, (2, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    logits = theirs(inputs).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+
+    synchronizer.start(1)
+    hidden = model(ModelInputs.of_tokens(inputs.t().contiguous(), torch.arange(SEQUENCE)))
+    own_logits = model.predict(hidden, lambda head, last: head.logits(last).detach()).transpose(0, 1)
+    assert distance(own_logits, logits.detach()) < 1e-5
+    objective = CrossEntropy(targets.t(), torch.tensor(1 / targets.numel()))
+    own_loss = model.predict(hidden, objective).total
+    own_loss.backward()
+    synchronizer.finish()
+    torch.testing.assert_close(own_loss.detach() / targets.numel(), loss.detach(), rtol=1e-5, atol=0)
+    gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    expected = own_tensors(gradients, tmp_path / "model.h5")
+    for parameter in parameter_list(model):
+        gradient = expected.pop(parameter.shard.name)
+        assert distance(parameter.gradient, gradient) < 1e-5, parameter.shard.name
+    assert not expected
+
+
+def own_tensors(theirs: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """Return tensors of `transformers` by our names, in our orientation."""
+    shape = source_shape(path)
+    shapes = tensor_shapes(shape)
+    found: dict[str, Tensor] = {}
+    for each in counterparts(exported_as(shape).rules, shapes):
+        tensor = theirs[each.name].t() if each.transposed else theirs[each.name]
+        for part in each.parts:
+            found[part.dataset.removeprefix("/model/")] = rows_of(tensor, part)
+    return found
+
+
+def rows_of(tensor: Tensor, part: TensorPart) -> Tensor:
+    """Return the rows of a tensor that are one of ours."""
+    return tensor[part.first : part.first + part.shape[0]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_import_and_export_keep_bits(name: str, world: World, tmp_path: Path) -> None:
+    theirs = reference(name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    import_model(world, tmp_path / "theirs", tmp_path / "model.h5")
+    export_model(world, tmp_path / "model.h5", tmp_path / "ours", None, 10**9)
+    assert_same_bits(tensors_of(tmp_path / "ours"), tensors_of(tmp_path / "theirs"))
+    with no_warnings():
+        again = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "ours", attn_implementation="eager"
+        )
+    assert type(again) is type(theirs)
+    tokens = torch.arange(SEQUENCE).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(tokens).logits, theirs(tokens).logits)
+    import_model(world, tmp_path / "ours", tmp_path / "again.h5")
+    assert source_shape(tmp_path / "again.h5") == source_shape(tmp_path / "model.h5")

@@ -1,0 +1,111 @@
+"""Choices of families on every layout: the model of one rank, and memory as planned.
+
+Tests of model/norm.py, model/transformer.py and parallel/normalization.py beside model/part.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch.nn import functional
+
+from hpctrain.comm.world import World
+from hpctrain.engine.build import make_mesh
+from hpctrain.parallel.normalization import normalize
+from hpctrain.plan.memory import plan_memory
+from hpctrain.train.miniature import miniature
+from hpctrain.train.verify import compare
+from tests.engines import LLAMA, small_deck, trainer
+
+MULTIPLIERS = (
+    "model.embedding_multiplier=3",
+    "model.residual_multiplier=0.4",
+    "model.attention_scale=0.5",
+    "model.logit_multiplier=0.7",
+    "model.logit_cap=2",
+)
+CHOICES: dict[str, tuple[str, ...]] = {
+    "gemma": (*LLAMA, "model.family=gemma", "model.head_size=6"),
+    "olmo": (*LLAMA, "model.family=olmo"),
+    "olmo2": (*LLAMA, "model.family=olmo2"),
+    "multiplied": (*LLAMA, *MULTIPLIERS, "model.mlp_bias=true", "model.attention_bias=all"),
+    "both": (*LLAMA, "model.norm_placement=both", "model.norm_weight=one_plus", "model.query_key_norm=head"),
+    "no-bias": ("model.norm_bias=false", "model.activation=gelu"),
+    "one-norm": ("model.norm_bias=false", "model.parallel_residual=one_norm", "model.dropout=0.1"),
+    "two-norms": (*LLAMA, "model.parallel_residual=two_norms", "model.norm=layer", "model.norm_bias=true"),
+    "unordered": (*LLAMA, "model.positions=none"),
+}
+"""Keys of a deck, by name."""
+LAYOUTS: dict[int, list[tuple[str, ...]]] = {
+    1: [()],
+    2: [
+        ("layout.tensor=2",),
+        ("layout.tensor=2", "layout.sequence_parallel=true"),
+        ("layout.context=2",),
+        ("layout.context=2", "layout.context_form=all_to_all"),
+        ("layout.zero=3", "memory.recompute=full"),
+        ("layout.pipeline=2", "layout.schedule=zb-v", "model.layers=4"),
+        ("layout.pipeline=2", "layout.schedule=interleaved", "layout.chunks=2", "model.layers=4"),
+    ],
+    4: [
+        ("layout.tensor=4", "layout.sequence_parallel=true", "memory.recompute=selective"),
+        ("layout.tensor=2", "layout.context=2", "layout.sequence_parallel=true"),
+        ("layout.tensor=2", "layout.pipeline=2", "layout.schedule=zb-h1"),
+        ("layout.tensor=2", "layout.zero=3"),
+    ],
+}
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("parts", ["plain", "offset", "weight-bias", "none"])
+def test_gradients_are_those_of_autograd(centered: bool, parts: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 7, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, dtype=torch.float64, requires_grad=True) if parts != "none" else None
+    bias = torch.randn(7, dtype=torch.float64, requires_grad=True) if parts == "weight-bias" else None
+    offset = 1.0 if parts == "offset" else 0.0
+    factor = None if weight is None else weight + offset
+    if centered:
+        expected = functional.layer_norm(x, (7,), factor, bias, 0.1)
+    else:
+        expected = functional.rms_norm(x, (7,), factor, 0.1)
+        expected = expected if bias is None else expected + bias
+    found = normalize(x, weight, bias, centered, 0.1, offset)
+    torch.testing.assert_close(found, expected)
+    leaves, direction = [each for each in (x, weight, bias) if each is not None], torch.randn_like(x)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, leaves, direction), torch.autograd.grad(expected, leaves, direction)
+    )
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.mpi(max_size=4)
+@pytest.mark.parametrize("name", CHOICES)
+def test_first_steps_are_those_of_one_rank(world: World, name: str) -> None:
+    for layout in LAYOUTS.get(world.size, []):
+        if world.size == 1:
+            continue
+        deck = small_deck(*CHOICES[name], "batch.global_size=4", *layout)
+        for difference in compare(miniature(deck), world, make_mesh(deck, world)):
+            bound = 0.0 if re.fullmatch(r"parameter \S+", difference.name) else 1e-5
+            assert difference.error <= bound, (layout, difference)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.mpi(max_size=2)
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_activations_are_those_that_are_kept(world: World, name: str, recompute: str) -> None:
+    layouts = [layout for layout in LAYOUTS.get(world.size, []) if "layout.zero=3" not in layout]
+    for layout in layouts:
+        for compute in ("fp32",) if recompute == "full" else ("fp32", "bf16"):
+            more = (f"memory.recompute={recompute}", f"precision.compute={compute}", "batch.global_size=16")
+            deck = small_deck(*CHOICES[name], *layout, *more)
+            training = trainer(world, deck)
+            planned = plan_memory(deck, world.size, 61, schedule=training.engine.schedule)
+            training.train(1)
+            here = planned.stages[training.engine.mesh.coordinate("pipeline")].memory
+            training.engine.close()
+            assert training.activations.bytes == pytest.approx(here.activation, rel=0.01), (layout, compute)
