@@ -194,9 +194,11 @@ def described_defaults(name: str) -> str:
     for name_of_family, family in FAMILIES.items():
         by_value.setdefault(getattr(family.defaults, name), []).append(name_of_family)
     usual = max(by_value, key=lambda value: len(by_value[value]))
-    others = [f"{_shown(value)} ({', '.join(names)})" for value, names in by_value.items() if value != usual]
-    return "; ".join((_shown(usual), *others))
+    others = [
+        f"{_default_text(value)} ({', '.join(names)})" for value, names in by_value.items() if value != usual
+    ]
+    return "; ".join((_default_text(usual), *others))
 
 
-def _shown(value: object) -> str:
+def _default_text(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).lower()

@@ -42,13 +42,13 @@ class Norm(nn.Module):
         )
 
     @property
-    def _usual(self) -> bool:
+    def has_fast_function(self) -> bool:
         """True for RMSNorm with a weight, and LayerNorm with weight and bias, which have fast functions."""
         return self.weight is not None and not self.offset and (self.kind == "rms" or self.bias is not None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized over the last dimension."""
-        if self.weight is None or not self._usual:
+        if self.weight is None or not self.has_fast_function:
             return normalize(x, self.weight, self.bias, self.kind == "layer", self.epsilon, self.offset)
         if self.bias is None:
             return self.functions.rms_norm(x, self.weight, self.epsilon)

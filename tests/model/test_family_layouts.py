@@ -108,4 +108,4 @@ def test_activations_are_those_that_are_kept(world: World, name: str, recompute:
             training.train(1)
             here = planned.stages[training.engine.mesh.coordinate("pipeline")].memory
             training.engine.close()
-            assert training.activations.bytes == pytest.approx(here.activation, rel=0.01), (layout, compute)
+            assert training.activations.bytes == pytest.approx(here.activation, rel=0.02), (layout, compute)

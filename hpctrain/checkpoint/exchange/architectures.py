@@ -88,15 +88,15 @@ class HuggingFaceArchitecture:
     """Keys of a config that are written and not read."""
 
     def choices(self, hidden: int) -> dict[str, Any]:
-        """What all its models of a width have, by our keys: those that no key of its config says."""
+        """Return the keys of [model] that all models of a width have and no key of a config says."""
         values = {**family_values(self.family, hidden), "attention_scale": None, **self.always}
-        said = {"tied", "activation", "attention_bias", *(key.own for key in self.keys)}
+        expressed = {"tied", "activation", "attention_bias", *(key.own for key in self.keys)}
         names = (*CHOICES, "embedding_multiplier", "attention_scale")
-        return {name: values[name] for name in names if name not in said}
+        return {name: values[name] for name in names if name not in expressed}
 
     @property
     def rotary(self) -> bool:
-        """Whether it rotates queries and keys."""
+        """True if it rotates queries and keys."""
         return FAMILIES[self.family].defaults.positions == "rotary"
 
     @property
@@ -418,7 +418,7 @@ _DEEPSEEK_V3 = HuggingFaceArchitecture(
 
 
 def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
-    """What a row of the table of families says, with the names of Llama where it gives no others."""
+    """Return the architecture of a row of the table of families. It has the names of Llama by default."""
     defaults = FAMILIES[family].defaults
     named = (NameRule(theirs, tuple(ours)) for theirs, *ours in row.layers)
     fixed = (Fixed(key, (value,), default) for key, (value, default) in row.fixed.items())

@@ -71,7 +71,7 @@ class _Reading:
         if architecture.mixture:
             sizes |= self.mixture(sizes)
         sizes["attention_bias"] = self.attention_bias()
-        sizes |= {key.own: self.own_value(key) for key in architecture.keys}
+        sizes |= {key.own: self.deck_value(key) for key in architecture.keys}
         sizes["norm_epsilon"] = self.number(*architecture.epsilon)
         sizes["tied"] = self.flag("tie_word_embeddings", architecture.tied) and architecture.head != "scalar"
         if architecture.head == "scalar":
@@ -120,13 +120,13 @@ class _Reading:
             return default
         return float(value)
 
-    def own_value(self, key: ConfigKey) -> Any:
+    def deck_value(self, key: ConfigKey) -> Any:
         """Return the value of our key that a key of the config says."""
         if isinstance(key.default, bool):
             return self.flag(key.name, key.default)
         if key.form == "cap" and self.config.get(key.name, key.default) is None:
             return 0.0
-        return own_value(key, self.number(key.name, key.default))
+        return deck_value(key, self.number(key.name, key.default))
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.config.get(key, default)
@@ -265,7 +265,7 @@ def config_of(shape: ModelShape, dtype: str, imported: Config = _NONE) -> dict[s
     return named | sizes | own | fixed | shared
 
 
-def own_value(key: ConfigKey, value: float) -> float:
+def deck_value(key: ConfigKey, value: float) -> float:
     """Return the value of our key for a number that a config has."""
     match key.form:
         case "reciprocal":
@@ -278,15 +278,16 @@ def own_value(key: ConfigKey, value: float) -> float:
 
 def _config_value(key: ConfigKey, shape: ModelShape, imported: Config) -> Any:
     """Return what a config says of our key: what the imported one says, if that is the value."""
-    value, said = getattr(shape, key.own), imported.get(key.name)
+    value, imported_value = getattr(shape, key.own), imported.get(key.name)
     if isinstance(value, bool):
         return value
     if key.form == "cap" and not value:
         return None
     if key.own == "attention_scale" and value is None:
         value = shape.head_size**-0.5
-    if isinstance(said, int | float) and said > 0 and own_value(key, said) == value:
-        return said
+    is_number = isinstance(imported_value, int | float) and imported_value > 0
+    if imported_value is not None and is_number and deck_value(key, imported_value) == value:
+        return imported_value
     match key.form:
         case "reciprocal":
             return 1 / value
@@ -331,7 +332,7 @@ def exported_as(shape: ModelShape, imported: Config = _NONE) -> HuggingFaceArchi
     possible = [each for each in models if not obstacles[each.name]]
     if not possible:
         own = [obstacles[each.name] for each in models if each.family == shape.family]
-        closest = min(own, key=lambda found: sum(_WEIGHTS.get(key, 1) for key, _ in found))
+        closest = min(own, key=lambda errors: sum(_WEIGHTS.get(key, 1) for key, _ in errors))
         raise closest[0][1]
     same = [each for each in possible if each.model_type == imported.get("model_type")]
     architecture = (same or possible)[0]
@@ -356,8 +357,8 @@ def _obstacles(
     architecture: HuggingFaceArchitecture, shape: ModelShape
 ) -> Iterator[tuple[str, HpctrainError]]:
     """Yield why a model of this shape is none of an architecture: our key, and the error about it."""
-    for key, told in _requirements(architecture, shape):
-        yield key, _refused(shape, key, told, _spoken(architecture))
+    for key, requirement in _requirements(architecture, shape):
+        yield key, _refused(shape, key, requirement, _spoken(architecture))
 
 
 def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> Iterator[tuple[str, str]]:

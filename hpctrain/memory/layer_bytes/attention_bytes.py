@@ -29,7 +29,9 @@ def _saved_by_norm(norm: Norm, at: ActivationSizes) -> list[SavedStorage]:
             at.row_features(hidden),
             *[SavedStorage(statistic * at.rows, statistic, features=False)] * 2,
         ]
-    inputs = [at.itemsize] if exact else [4, 4] if norm.weight is not None and norm.weight.requires_grad else [4]
+    inputs = (
+        [at.itemsize] if exact else [4, 4] if norm.weight is not None and norm.weight.requires_grad else [4]
+    )
     return [
         *(at.row_features(hidden, each) for each in inputs),
         SavedStorage(4 * at.rows, 4, features=False),
