@@ -27,7 +27,7 @@ from hpctrain.model.part import parameter_list
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.sharding.reducer import ExactReduction, make_reducer
+from hpctrain.sharding.reducer import ExactReduction, Reducer
 from hpctrain.sharding.replica_sync import SyncEveryStep
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import GradientSynchronizer
@@ -104,7 +104,7 @@ def test_training_is_that_of_transformers(name: str, world: World, tmp_path: Pat
     buckets = make_buckets(model.units(), Replications.uncut(mesh), torch.float32, 10_000)
     load(tmp_path / "model.h5", lone.everyone, model_entries(buckets))
     synchronizer = GradientSynchronizer(
-        [make_reducer(bucket, ExactReduction(bucket)) for bucket in buckets], SyncEveryStep()
+        [Reducer(bucket, ExactReduction(bucket)) for bucket in buckets], SyncEveryStep()
     )
     tokens = torch.randint(0, VOCABULARY, (2, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
