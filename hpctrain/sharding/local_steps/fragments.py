@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
 
-Kind = tuple[int, bool]
+_Kind = tuple[int, bool]
 """Fragment of some elements, and True if they are exchanged in fp32."""
 
 
@@ -86,38 +86,42 @@ def fragments_of(
         blocks: Number of the block of each parameter that is in one.
         count: Number of fragments.
     """
+
+    def kind(piece: tuple[BucketSegment, int, int]) -> _Kind | None:
+        segment = piece[0]
+        if not segment.parameter.requires_grad:
+            return None
+        return blocks.get(segment.parameter, 0) % count, segment.replication.ends is not None
+
     fragments: list[list[FragmentRange]] = [[] for _ in range(count)]
     for number, bucket in enumerate(buckets):
-        runs: list[tuple[Kind | None, list[int], list[BucketSegment]]] = []
-        for segment, first in _owned(bucket):
-            parameter = segment.parameter
-            kind: Kind | None = (blocks.get(parameter, 0) % count, segment.replication.ends is not None)
-            if not parameter.requires_grad:
-                kind = None
-            if not runs or runs[-1][0] != kind:
-                runs.append((kind, [], []))
-            runs[-1][1].append(first if len(runs) > 1 or runs[-1][1] else 0)
-            runs[-1][2].append(segment)
-        stops = [starts[0] for _, starts, _ in runs[1:]] + [
-            bucket.owned_slice.stop - bucket.owned_slice.start
-        ] * bool(runs)
-        for (kind, starts, segments), stop in zip(runs, stops, strict=True):
-            if kind is not None:
-                counted = tuple(_counted(bucket, segments))
-                lengths = tuple(end - start for start, end in pairwise((*starts, stop)))
-                piece = FragmentRange(number, slice(starts[0], stop), lengths, counted, kind[1])
-                fragments[kind[0]].append(piece)
+        for key, group in groupby(_owned(bucket), kind):
+            if key is None:
+                continue
+            fragment, exact = key
+            segments, starts, stops = zip(*group, strict=True)
+            lengths = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+            counted = tuple(_counted(bucket, segments))
+            span = slice(starts[0], stops[-1])
+            fragments[fragment].append(FragmentRange(number, span, lengths, counted, exact))
     return fragments
 
 
-def _owned(bucket: Bucket) -> Iterator[tuple[BucketSegment, int]]:
-    """Yield the segments that this rank owns elements of, with their first index among its elements."""
+def _owned(bucket: Bucket) -> Iterator[tuple[BucketSegment, int, int]]:
+    """Yield the segments that this rank owns elements of, and begin and end among its elements.
+
+    Padding belongs to the segment before it, and that at the start to the first one.
+    """
     owned = bucket.owned_slice
-    for segment in bucket.segments:
-        first = max(segment.start, owned.start)
-        last = min(segment.start + segment.length, owned.stop)
-        if first < last:
-            yield segment, first - owned.start
+    segments = [
+        segment
+        for segment in bucket.segments
+        if max(segment.start, owned.start) < min(segment.start + segment.length, owned.stop)
+    ]
+    if segments:
+        borders = [0, *(segment.start - owned.start for segment in segments[1:]), owned.stop - owned.start]
+        for segment, (start, stop) in zip(segments, pairwise(borders), strict=True):
+            yield segment, start, stop
 
 
 def _counted(bucket: Bucket, segments: Sequence[BucketSegment]) -> Iterator[slice]:

@@ -1,4 +1,4 @@
-"""Blocks that tensor ranks hold pieces of are transformed by one of these each, on layouts of a run."""
+"""Each matrix that tensor ranks hold in pieces is transformed by one of them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 from hpctrain.comm.world import World
 from hpctrain.optim.matrix.muon import Muon
 from tests.engines import LLAMA, small_deck, trainer
-from tests.optim.matrix.test_muon import MUON, give_gradients
+from tests.optim.matrix.runs import MUON, give_gradients
 
 
 @pytest.mark.mpi(min_size=2, max_size=4)
 @pytest.mark.parametrize("zero", [0, 1])
-def test_ranks_of_a_layout_transform_their_share(
+def test_each_rank_of_a_layout_transforms_its_share(
     world: World, monkeypatch: pytest.MonkeyPatch, zero: int
 ) -> None:
-    """Of 14 matrices on two tensor ranks 7 each; on four ranks each by one of all."""
+    """Two tensor ranks transform 7 of 14 matrices each; of four ranks, one transforms each matrix."""
     deck = small_deck(
         *LLAMA, *MUON, "layout.tensor=2", f"layout.zero={zero}", "communication.bucket_bytes=1000000"
     )

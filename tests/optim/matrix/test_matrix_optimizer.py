@@ -1,4 +1,4 @@
-"""A matrix rule trains the same model on any layout as on one rank: whole matrices, each expert by itself.
+"""A matrix rule trains the same model on any layout as on one rank, and transforms each expert by itself.
 
 Tests of optim/matrix/matrix_optimizer.py and of sharding/ownership.py (also in test_ownership.py).
 """
@@ -27,6 +27,7 @@ from hpctrain.parallel.shards import Shard, UpdateBlock
 from hpctrain.sharding.state import MASTER
 from hpctrain.train.checkpoints import Checkpoints
 from tests.engines import LLAMA, reference, small_deck, trainer
+from tests.optim.matrix.runs import EXPERTS, losses_after_checkpoint
 
 ROUNDS = 5
 TOLERANCE = 1e-4
@@ -34,7 +35,7 @@ SHAPES = {(32, 32), (8, 32), (4, 32), (48, 32), (32, 48), (1, 1, 48, 32), (1, 32
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """About the nearest matrix whose rows (or columns) are orthonormal, by Newton's iteration."""
+    """Return about the nearest matrix whose rows (or columns) are orthonormal, by Newton's iteration."""
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.t()
     wide = wide / (wide.norm() + 1e-7)
     for _ in range(ROUNDS):
@@ -43,7 +44,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 class Orthogonalized:
-    """Momentum, of matrices orthogonalized, and a mean square of each row: state of elements and of cells."""
+    """Rule with orthogonalized momentum and a mean square of each row: state of elements and of cells."""
 
     format = torch.float32
     seen: ClassVar[set[tuple[int, ...]]] = set()
@@ -77,12 +78,10 @@ ELEMENTS = AdamW((0.9, 0.95), 1e-3, 0.1)
 
 @pytest.fixture
 def by_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deck's optimizer is Orthogonalized, of blocks."""
+    """Make Orthogonalized the rule of all matrices in blocks."""
     rules = MatrixRules(Orthogonalized(), ("blocks.*",), ELEMENTS)
     monkeypatch.setitem(RULES, "adamw", lambda _: rules)  # type: ignore[misc]
 
-
-EXPERTS = ("model.experts.count=4", "model.experts.per_token=2", "model.experts.mlp=48")
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one rank, half precision": (1, ("precision.compute=bf16",)),
@@ -141,28 +140,19 @@ def test_every_layout_updates_whole_matrices(world: World, mpi_tmp_path: Path, n
 
 @pytest.mark.mpi(max_size=4)
 @pytest.mark.usefixtures("by_matrix")
-def test_a_checkpoint_goes_on_in_any_layout(world: World, mpi_tmp_path: Path) -> None:
-    """Steps of one rank after a checkpoint of this layout are those after its own."""
-    keys = (*LLAMA, *EXPERTS, f"run.dir={mpi_tmp_path}", "precision.compute=bf16")
-    layout = {
+def test_a_checkpoint_of_a_layout_continues_on_one_rank(world: World, mpi_tmp_path: Path) -> None:
+    layouts: dict[int, tuple[str, ...]] = {
         1: (),
         2: ("layout.tensor=2", "layout.expert_tensor=2"),
         4: ("layout.expert=2", "layout.zero=3"),
     }
-    deck = small_deck(*keys, *layout[world.size])
-    training = trainer(world, deck)
-    training.train(2)
-    Checkpoints(deck, training.engine, {}).save(training.state)
-    world.everyone.barrier()
-    expected = [step.loss for step in training.train(3)]
-    alone = reference(world, deck)
-    path = mpi_tmp_path / "checkpoints/step-00000002.h5"
-    alone.state = Checkpoints(small_deck(*keys), alone.engine, {}).restore(path)
-    assert [step.loss for step in alone.train(3)] == pytest.approx(expected, rel=2e-3)
+    keys = (*EXPERTS, "precision.compute=bf16")
+    expected, found = losses_after_checkpoint(world, mpi_tmp_path, keys, layouts[world.size])
+    assert found == pytest.approx(expected, rel=2e-3)
 
 
 class Held(TorchDispatchMode):
-    """Counts the bytes of memory that operations make, as long as it is there, and the most of them."""
+    """Counts the bytes that operations allocate and that still exist, and their maximum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +176,7 @@ class Held(TorchDispatchMode):
 
 
 class InPlace(Orthogonalized):
-    """Needs no memory but of what it gives."""
+    """Rule that needs no memory other than that of its results."""
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
         return {}
@@ -202,7 +192,7 @@ class InPlace(Orthogonalized):
 
 
 class Nothing:
-    """Updates nothing."""
+    """Update rule that changes nothing."""
 
     names: ClassVar[tuple[str, ...]] = ()
 
@@ -216,7 +206,7 @@ class Nothing:
     "key",
     ["layout.zero=0", "layout.zero=1", "layout.zero=3", "layout.tensor=2", "precision.gradients=compute"],
 )
-def test_what_is_joined_in_passing_is_what_is_told(
+def test_working_bytes_are_those_of_an_update(
     world: World, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     rules = MatrixRules(InPlace(), ("blocks.*",), Nothing())

@@ -1,9 +1,8 @@
-"""Muon on flat buckets against torch's, and on every layout against one rank, to the last bit."""
+"""Compare Muon with `torch.optim.Muon`, and every layout with one rank, bit by bit."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from zlib import crc32
 
 import pytest
 import torch
@@ -23,12 +22,11 @@ from hpctrain.plan.named import named_problems
 from hpctrain.sharding.bucket import gradient_bytes, value_bytes
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.state import state_bytes
-from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.verify import LayoutError, verify_layout
-from tests.engines import LLAMA, Trainer, alone, make_buckets, one_thread, reference, small_deck, trainer
+from tests.engines import LLAMA, alone, make_buckets, one_thread, reference, small_deck, trainer
+from tests.optim.matrix.runs import EXPERTS, MUON, give_gradients, losses_after_checkpoint
 
 SHAPES = ((400, 200), (200, 400), (230, 230), (40, 3), (16, 16), (1, 8))
-MUON = ("optimizer.name=muon", "learning_rate.peak=1e-2")
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -36,8 +34,9 @@ MUON = ("optimizer.name=muon", "learning_rate.peak=1e-2")
     ("match", "theirs"), [("original", "original"), ("adamw-rms", "match_rms_adamw")], ids=["original", "rms"]
 )
 def test_updates_are_those_of_torch(world: World, match: Match, theirs: str, nesterov: bool) -> None:
-    """Of matrices of every form, and of each of three that are stacked; vectors are AdamW's. Of two matrices
-    one has half of the rate, but as much decay, and one has none.
+    """Update matrices of several shapes, three stacked ones, and a vector by AdamW.
+
+    Matrix "slow" has half of the learning rate but the same decay; "bare" has no decay.
     """
     one_thread()
     torch.manual_seed(5)
@@ -94,7 +93,7 @@ def test_updates_are_those_of_torch(world: World, match: Match, theirs: str, nes
 
 
 def plain(matrix: Tensor, steps: int) -> Tensor:
-    """Newton and Schulz's iteration in double precision, as it is written."""
+    """Return the result of the Newton-Schulz iteration in double precision."""
     x = matrix.double() / matrix.double().norm()
     for _ in range(steps):
         gram = x @ x.t()
@@ -104,7 +103,7 @@ def plain(matrix: Tensor, steps: int) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(300, 500), (500, 300), (256, 256), (700, 500)])
 def test_a_matrix_is_orthogonalized_in_single_precision(shape: tuple[int, int]) -> None:
-    """Symmetric products are computed in parts of 192 rows; singular values come near 1."""
+    """Symmetric products are computed in blocks of 192 rows, and singular values approach 1."""
     torch.manual_seed(2)
     matrix = torch.randn(shape)
     found = orthogonalize(matrix.clone(), 5)
@@ -116,7 +115,6 @@ def test_a_matrix_is_orthogonalized_in_single_precision(shape: tuple[int, int]) 
     assert orthogonalize(torch.zeros(shape), 5).abs().max() == 0
 
 
-EXPERTS = ("model.experts.count=4", "model.experts.per_token=2", "model.experts.mlp=48")
 LAYOUTS: dict[int, list[tuple[str, ...]]] = {
     1: [("precision.gradients=compute", "precision.compute=bf16")],
     2: [
@@ -143,22 +141,11 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
 }
 
 
-def give_gradients(training: Trainer, step: int) -> None:
-    """Gradients by name and step alone, as if they were summed."""
-    for bucket in training.engine.stage.buckets:
-        for segment, values, offset in bucket.owned_segments(bucket.owned_gradients):
-            shard = segment.parameter.shard
-            generator = torch.Generator().manual_seed(crc32(shard.name.encode()) + step)
-            whole = torch.randn(shard.shape, generator=generator) * segment.parameter.requires_grad
-            assert isinstance(values, Tensor)
-            values.copy_(shard.take(whole).view(-1)[offset : offset + values.numel()])
-
-
 @pytest.mark.sampled(4)
 @pytest.mark.mpi
 @pytest.mark.parametrize("number", range(max(map(len, LAYOUTS.values()))))
 def test_every_layout_has_the_bits_of_one_rank(world: World, number: int) -> None:
-    """Given the same gradients: where ranks own whole matrices, and where these are joined."""
+    """Give all layouts the same gradients. Some ranks own whole matrices, others gather them."""
     one_thread()
     layouts = LAYOUTS.get(world.size, [])
     if number >= len(layouts):
@@ -179,24 +166,15 @@ def test_every_layout_has_the_bits_of_one_rank(world: World, number: int) -> Non
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("key", ["layout.zero=1", "layout.pipeline=2"])
-def test_a_run_goes_on_in_another_layout(world: World, mpi_tmp_path: Path, key: str) -> None:
-    """The next steps of one rank after a checkpoint of this layout are this layout's."""
-    keys = (*LLAMA, *MUON, f"run.dir={mpi_tmp_path}", "optimizer.muon.newton_schulz=fp32")
-    deck = small_deck(*keys, key)
-    training = trainer(world, deck)
-    training.train(2)
-    Checkpoints(deck, training.engine, {}).save(training.state)
-    world.everyone.barrier()
-    expected = [step.loss for step in training.train(3)]
-    other = reference(world, deck)
-    path = mpi_tmp_path / "checkpoints/step-00000002.h5"
-    other.state = Checkpoints(small_deck(*keys), other.engine, {}).restore(path)
-    assert [step.loss for step in other.train(3)] == pytest.approx(expected, rel=1e-4)
+def test_a_checkpoint_of_a_layout_continues_on_one_rank(world: World, mpi_tmp_path: Path, key: str) -> None:
+    keys = (*MUON, "optimizer.muon.newton_schulz=fp32")
+    expected, found = losses_after_checkpoint(world, mpi_tmp_path, keys, (key,))
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("key", ["layout.tensor=2", "layout.zero=1"])
-def test_the_layout_check_sees_pieces_orthogonalized(
+def test_the_layout_check_finds_pieces_that_are_orthogonalized(
     world: World, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     deck = small_deck(*LLAMA, *MUON, key)
@@ -221,7 +199,7 @@ def test_the_layout_check_sees_pieces_orthogonalized(
         ('["blocks.*", "nothing"]', 'no parameter matches "nothing"'),
     ],
 )
-def test_patterns_that_cannot_be_are_refused_by_a_run_and_beforehand(
+def test_wrong_patterns_are_refused_by_a_run_and_by_its_plan(
     world: World, pattern: str, sentence: str
 ) -> None:
     deck = small_deck(*LLAMA, *MUON, f"optimizer.muon.matrices={pattern}")
@@ -255,8 +233,8 @@ def test_a_deck_makes_its_rule() -> None:
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_the_plan_is_of_the_rank_that_holds_most(world: World, zero: int, precision: str) -> None:
-    """One moment of matrices, two of all else; ranks that own other matrices hold other amounts."""
+def test_the_plan_has_the_bytes_of_the_rank_that_holds_most(world: World, zero: int, precision: str) -> None:
+    """Matrices have one moment, other elements two. Ranks that own other matrices hold other amounts."""
     layouts = [("layout.tensor=2",), ("layout.pipeline=2",), ("layout.zero_group=2",)] * (world.size > 2)
     layouts += [(*EXPERTS, "layout.expert=2")] if world.size in {2, 4} else []
     for layout in layouts:
