@@ -118,4 +118,4 @@ def _stage(
     )
     (model,) = build_parts(shape, groups, [span])
     assert isinstance(model, Transformer)
-    return model, build_stage(deck, groups, [model], Replications.uncut(mesh))
+    return model, build_stage(deck, groups, [model], Replications.unsharded(mesh))

@@ -107,10 +107,9 @@ class OffloadedOptimizer(Optimizer):
         moved = [buckets[0].dtype, *([buckets[0].gradient_dtype] if streams else [])]
         most = piece_elements(state_bytes + sum(dtype.itemsize for dtype in moved), buffer_bytes)
         self._pieces = [
-            OffloadSlice(bucket, state, slice(first, min(first + most, part.stop)), treated.update_settings)
+            OffloadSlice(bucket, state, slice(first, min(first + most, part.stop)), update_settings)
             for bucket, state in zip(buckets, states, strict=True)
-            for treated in bucket.layout.owned_update_ranges
-            for part in [treated.part]
+            for part, update_settings in bucket.layout.owned_update_ranges
             for first in range(part.start, part.stop, most)
         ]
         self._slots = [_Slot(self._pieces[first::SLOTS], location, streams) for first in range(SLOTS)]

@@ -24,7 +24,6 @@ from typing_extensions import override
 from hpctrain.memory.scratch import Flat, read_pieces
 from hpctrain.parallel.shards import Shard, UpdateSettings
 from hpctrain.sharding.bucket import Bucket, await_readers
-from hpctrain.sharding.bucket_layout import UpdateRange
 from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER, UPDATED, StateTensor, owned_state
 
 BucketState = Mapping[str, Flat]
@@ -254,13 +253,25 @@ def _weights(state: BucketState, averaged: AveragedRule | None) -> Iterator[tupl
 
 
 @dataclass(frozen=True)
-class _SettingsRange:
-    """Elements of one bucket with the same update settings, and views of their state."""
+class ElementRange:
+    """Neighbouring elements of one bucket that this rank updates with the same settings.
+
+    Attributes:
+        bucket: The bucket.
+        part: The elements, counted from the first that this rank updates.
+        update_settings: Their settings.
+        state: State of these elements by name.
+    """
 
     bucket: Bucket
-    treated: UpdateRange
+    part: slice
+    update_settings: UpdateSettings
     state: Mapping[str, Tensor]
-    updates: Tensor
+
+    def batch(self, updates: Tensor) -> ElementBatch:
+        """Return the elements with their gradients in fp32, which are a copy if they have another dtype."""
+        gradients = self.bucket.owned_gradients[self.part].float()
+        return ElementBatch(self.state, gradients, updates, self.update_settings)
 
 
 class ResidentOptimizer(Optimizer):
@@ -270,41 +281,36 @@ class ResidentOptimizer(Optimizer):
         states = [resident_state(rule, bucket) for bucket in buckets]
         super().__init__(rule, buckets, states)
         self.rule = rule
-        self._parts = [
-            _SettingsRange(
-                bucket, treated, {name: flat[treated.part] for name, flat in state.items()}, updates
-            )
+        self._ranges = [
+            ElementRange(bucket, part, settings, {name: flat[part] for name, flat in state.items()})
             for bucket, state in zip(buckets, states, strict=True)
-            for treated in (bucket.layout.owned_update_ranges if bucket.trained else ())
-            for updates in [torch.zeros((), device=state[MASTER].device)]
+            for part, settings in (bucket.layout.owned_update_ranges if bucket.trained else ())
         ]
+        self._counts = [torch.zeros((), device=each.state[MASTER].device) for each in self._ranges]
         self._updates = 0
         single = all(bucket.gradient_dtype == torch.float32 for bucket in buckets)
         # Gradients of another dtype are copied to fp32, for one bucket at a time.
-        by_bucket = [list(parts) for _, parts in groupby(self._parts, lambda part: part.bucket)]
-        self._together = [self._parts] if single else by_bucket
+        parts = list(zip(self._ranges, self._counts, strict=True))
+        by_bucket = [list(group) for _, group in groupby(parts, lambda part: part[0].bucket)]
+        self._together = [parts] if single else by_bucket
 
     @property
     @override
     def updates(self) -> int:
-        return int(self._parts[0].updates.item()) if self._parts else self._updates
+        return int(self._counts[0].item()) if self._counts else self._updates
 
     @updates.setter
     def updates(self, count: int) -> None:
         self._updates = count
-        for part in self._parts:
-            part.updates.fill_(count)
+        for updates in self._counts:
+            updates.fill_(count)
 
     @override
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
         if self._averaged is not None:
             self._averaged.begin(learning_rate)
         for parts in self._together:
-            elements = [
-                ElementBatch(part.state, gradients.float(), part.updates, part.treated.update_settings)
-                for part in parts
-                for gradients in [part.bucket.owned_gradients[part.treated.part]]
-            ]
+            elements = [part.batch(updates) for part, updates in parts]
             self.rule.update(elements, learning_rate, gradient_divisor)
             del elements
         self._updates += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -45,8 +46,7 @@ class BucketSegment:
         return flat[self.start : self.start + self.length].view(self.parameter.shape)
 
 
-@dataclass(frozen=True)
-class UpdateRange:
+class UpdateRange(NamedTuple):
     """Neighbouring elements of a bucket that have the same update settings."""
 
     part: slice
@@ -106,14 +106,8 @@ class BucketLayout:
     @property
     def owned_update_ranges(self) -> list[UpdateRange]:
         """Update ranges within `owned_slice`, with indices that count from its first element."""
-        owned, parts = self.owned_slice, []
-        for treated in self.update_ranges:
-            first, last = max(treated.part.start, owned.start), min(treated.part.stop, owned.stop)
-            if first < last:
-                parts.append(
-                    UpdateRange(slice(first - owned.start, last - owned.start), treated.update_settings)
-                )
-        return parts
+        parts = ((overlap(each.part, self.owned_slice), each.update_settings) for each in self.update_ranges)
+        return [UpdateRange(part, settings) for part, settings in parts if part.start < part.stop]
 
     @staticmethod
     def of(
@@ -147,12 +141,12 @@ class BucketLayout:
         )
         segments: list[BucketSegment] = []
         borders: list[int] = []
-        treatments: list[UpdateSettings] = []
+        all_settings: list[UpdateSettings] = []
         start = 0
         for settings, group in groupby(parameters, lambda parameter: parameter.update_settings):
             start = _round_up(start, ALIGNMENT)
             borders.append(start)
-            treatments.append(settings)
+            all_settings.append(settings)
             for parameter in group:
                 replication = replications.of(parameter.shard)
                 segments.append(BucketSegment(parameter, start, parameter.shard.elements, replication))
@@ -160,10 +154,16 @@ class BucketLayout:
         used = sum(segment.length for segment in segments)
         length = _round_up(start, ALIGNMENT * sharding.group.size)
         parts = (slice(first, last) for first, last in pairwise([*borders, length]))
-        treated = tuple(UpdateRange(part, how) for part, how in zip(parts, treatments, strict=True))
+        ranges = tuple(map(UpdateRange, parts, all_settings))
         ranks = sharding.group.size
         shares = (loads or UpdateLoads(ranks)).cut(_update_units(segments, length, ranks), length)
-        return BucketLayout(sharding, tuple(segments), treated, length, used, shares)
+        return BucketLayout(sharding, tuple(segments), ranges, length, used, shares)
+
+
+def overlap(part: slice, within: slice) -> slice:
+    """Return the elements of a part that another part contains, counted from the first of the latter."""
+    first = min(max(part.start, within.start), within.stop)
+    return slice(first - within.start, max(first, min(part.stop, within.stop)) - within.start)
 
 
 def share_sizes(borders: Sequence[int]) -> list[int] | None:
@@ -179,18 +179,18 @@ def _update_units(segments: Sequence[BucketSegment], length: int, ranks: int) ->
     """
     if all(segment.parameter.block is None for segment in segments):
         return []
-    grains: list[UpdateUnit] = []
+    units: list[UpdateUnit] = []
     start = 0
     for segment in segments:
         block = segment.parameter.block
         if block is None:
             continue
-        grains += _runs(start, segment.start, ranks)
+        units += _runs(start, segment.start, ranks)
         elements, stop = block.elements(segment.parameter.shard), segment.start + segment.length
         work = block.work if segment.parameter.requires_grad else elements * _ELEMENT_WORK
-        grains += [UpdateUnit(first + elements, work) for first in range(segment.start, stop, elements)]
+        units += [UpdateUnit(first + elements, work) for first in range(segment.start, stop, elements)]
         start = stop
-    return grains + _runs(start, length, ranks)
+    return units + _runs(start, length, ranks)
 
 
 def _runs(start: int, stop: int, ranks: int) -> list[UpdateUnit]:

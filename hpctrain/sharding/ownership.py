@@ -32,38 +32,38 @@ class UpdateLoads:
     def __init__(self, size: int) -> None:
         self.works = [0.0] * size
 
-    def cut(self, grains: Sequence[UpdateUnit], length: int) -> tuple[int, ...]:
+    def cut(self, units: Sequence[UpdateUnit], length: int) -> tuple[int, ...]:
         """Return the boundaries of the ranks' shares of a bucket: 0, ..., `length`; equal ones without units.
 
         The work of the units is added to the loads.
         """
         size = len(self.works)
-        if not grains:
+        if not units:
             return tuple(length // size * rank for rank in range(size + 1))
-        total = sum(grain.work for grain in grains)
+        total = sum(unit.work for unit in units)
         # The smallest possible maximum is at least the mean load, and at most the maximum plus all new work.
         low, high = (sum(self.works) + total) / size, (max(self.works) + total) * (1 + 1e-9)
         for _ in range(_ROUNDS):
             middle = (low + high) / 2
-            low, high = (low, middle) if self._fill(grains, middle) is not None else (middle, high)
-        counts = self._fill(grains, high)
+            low, high = (low, middle) if self._fill(units, middle) is not None else (middle, high)
+        counts = self._fill(units, high)
         assert counts is not None
         borders, done = [0], 0
         for rank, count in enumerate(counts):
-            owned = grains[done : done + count]
-            self.works[rank] += sum(grain.work for grain in owned)
+            owned = units[done : done + count]
+            self.works[rank] += sum(unit.work for unit in owned)
             done += count
             borders.append(owned[-1].stop if owned else borders[-1])
         borders[-1] = length
         return tuple(borders)
 
-    def _fill(self, grains: Sequence[UpdateUnit], most: float) -> list[int] | None:
+    def _fill(self, units: Sequence[UpdateUnit], most: float) -> list[int] | None:
         """Return the number of units of each rank if none exceeds the load `most`; None if units remain."""
         counts, done = [], 0
         for before in self.works:
             begun, load = done, before
-            while done < len(grains) and load + grains[done].work <= most:
-                load += grains[done].work
+            while done < len(units) and load + units[done].work <= most:
+                load += units[done].work
                 done += 1
             counts.append(done - begun)
-        return counts if done == len(grains) else None
+        return counts if done == len(units) else None

@@ -161,10 +161,10 @@ class Replication:
             owned: True for the owned elements, False for the whole piece.
             *excluded: Groups whose ranks have values of their own.
         """
-        cut = owned and self.sharding.zero > 0
-        number, copies = (0, 1) if cut else (self.stage_copy, self.stage_copies)
+        sliced = owned and self.sharding.zero > 0
+        number, copies = (0, 1) if sliced else (self.stage_copy, self.stage_copies)
         groups = [self.sharding.replicas, self.holders]
-        for group in groups if cut else [self.sharding.group, *groups]:
+        for group in groups if sliced else [self.sharding.group, *groups]:
             if group not in excluded:
                 number, copies = number * group.size + group.rank, copies * group.size
         return number, copies
@@ -175,17 +175,17 @@ class Replications:
 
     Args:
         mesh: Mesh of the ranks.
-        cut: Function that returns the ZeroSharding of a group of ranks that train on different tokens.
+        shard: Function that returns the ZeroSharding of a group of ranks that train on different tokens.
     """
 
-    def __init__(self, mesh: MeshQueries, cut: Callable[[Group], ZeroSharding]) -> None:
-        self._mesh, self._cut = mesh, cut
+    def __init__(self, mesh: MeshQueries, shard: Callable[[Group], ZeroSharding]) -> None:
+        self._mesh, self._shard = mesh, shard
         self._shardings: dict[tuple[Group, bool], ZeroSharding] = {}
         self._sharing: dict[int, Group] = {}
         self._experts: Replication | None = None
 
     @staticmethod
-    def uncut(mesh: MeshQueries) -> Replications:
+    def unsharded(mesh: MeshQueries) -> Replications:
         """Return replications without ZeRO sharding."""
         return Replications(mesh, lambda everyone: ZeroSharding(0, everyone, mesh.new_subgroup("data", 1)))
 
@@ -228,8 +228,10 @@ class Replications:
         """Return the ZeroSharding of ranks, made once. Tensors that stay whole have at most stage 2."""
         key = everyone, zero_exempt
         if key not in self._shardings:
-            cut = self._sharding(everyone, False) if zero_exempt else self._cut(everyone)
-            self._shardings[key] = replace(cut, zero=2) if zero_exempt and cut.zero == 3 else cut
+            sharding = self._sharding(everyone, False) if zero_exempt else self._shard(everyone)
+            if zero_exempt and sharding.zero == 3:
+                sharding = replace(sharding, zero=2)
+            self._shardings[key] = sharding
         return self._shardings[key]
 
     def _of_expert(self) -> Replication:
@@ -238,7 +240,7 @@ class Replications:
             everyone = self._mesh.group("expert_data")
             alone = self._mesh.new_subgroup("expert_data", 1)
             pieces = self._mesh.group(EXPERTS[1])
-            self._experts = Replication(self._cut(everyone), alone, False, pieces, None, 0, 1)
+            self._experts = Replication(self._shard(everyone), alone, False, pieces, None, 0, 1)
         return self._experts
 
 

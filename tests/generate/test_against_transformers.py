@@ -96,7 +96,7 @@ def compare(world: World, path: Path, theirs: Any, functions: LayerFunctions, si
     ends = shape.layers * stage // stages, shape.layers * (stage + 1) // stages
     tied = int(stage > 0), min(2, stages)
     model = Transformer(shape, groups, LayerRange(*ends, stage == 0, stage == stages - 1, *tied))
-    buckets = make_buckets(model.units(), Replications.uncut(mesh), torch.float32, 10_000, trained=False)
+    buckets = make_buckets(model.units(), Replications.unsharded(mesh), torch.float32, 10_000, trained=False)
     load(path / "model.h5", world.everyone, model_entries(buckets))
 
     passes = CachedPasses(model, CachePlan.of(model, 3, 40), least_rows(model), rows=24)

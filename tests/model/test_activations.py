@@ -117,7 +117,7 @@ def compare_with_transformers(model: str, world: World) -> None:
     mesh = Mesh(world, {"tensor": world.size})
     groups = LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context"))
     built = Transformer(shape, groups)
-    buckets = make_buckets(built.units(), Replications.uncut(mesh), torch.float32, 10_000)
+    buckets = make_buckets(built.units(), Replications.unsharded(mesh), torch.float32, 10_000)
     weights = names(dict(reference.named_parameters()))
     assert {parameter.shard.name for parameter in parameter_list(built)} == set(weights)
     with torch.no_grad():

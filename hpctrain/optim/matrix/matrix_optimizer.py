@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,9 +12,9 @@ from hpctrain.optim.matrix.exchanged_matrices import ExchangedMatrices
 from hpctrain.optim.matrix.local_matrices import LocalMatrices
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.matrix.replicated_matrices import ReplicatedMatrices
-from hpctrain.optim.optimizer import ElementBatch, Optimizer, UpdateRule, is_master
+from hpctrain.optim.optimizer import ElementRange, Optimizer, UpdateRule, is_master
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.bucket_layout import BucketSegment, UpdateRange
+from hpctrain.sharding.bucket_layout import BucketSegment, UpdateRange, overlap
 from hpctrain.sharding.state import MASTER, OPTIMIZER, UPDATED, StateTensor, segment_state
 
 
@@ -31,23 +30,26 @@ class MatrixOptimizer(Optimizer):
         super().__init__(None, buckets, [{MASTER: master} for master in masters])
         self.updates = 0
         self._rules = rules
-        self._ranges: list[_ElementRange] = []
+        self._ranges: list[ElementRange] = []
         self._parameters: list[LocalMatrices] = []
         self._replicated: list[ReplicatedMatrices] = []
         updated_alone: list[LocalMatrices] = []
         for bucket, master in zip(buckets, masters, strict=True):
-            for treated in bucket.layout.update_ranges:
-                if treated.update_settings.in_blocks:
-                    segments = _segments_within(bucket, treated)
-                    parameters = [LocalMatrices.of(rules.blocks, bucket, each, master) for each in segments]
-                    self._parameters += parameters
-                    trained = [each for each in parameters if each.segment.parameter.requires_grad]
-                    if trained and all(each.is_replicated for each in trained):
-                        self._replicated.append(ReplicatedMatrices(rules.blocks, bucket, treated, trained))
-                    else:
-                        updated_alone += trained
+            for each in bucket.layout.update_ranges:
+                if not each.update_settings.in_blocks:
+                    part = overlap(each.part, bucket.owned_slice)
+                    state = {name: torch.zeros_like(master[part]) for name in rules.element_state_names}
+                    state = {MASTER: master[part]} | state
+                    self._ranges.append(ElementRange(bucket, part, each.update_settings, state))
+                    continue
+                segments = _segments_within(bucket, each)
+                parameters = [LocalMatrices.of(rules.blocks, bucket, segment, master) for segment in segments]
+                self._parameters += parameters
+                trained = [every for every in parameters if every.segment.parameter.requires_grad]
+                if trained and all(every.is_replicated for every in trained):
+                    self._replicated.append(ReplicatedMatrices(rules.blocks, bucket, each, trained))
                 else:
-                    self._ranges.append(_ElementRange.of(rules.element_state_names, bucket, treated, master))
+                    updated_alone += trained
         self._updated_alone = [each for each in updated_alone if not each.is_exchanged]
         self._exchanged = ExchangedMatrices.all_of(rules.blocks, updated_alone)
 
@@ -55,7 +57,8 @@ class MatrixOptimizer(Optimizer):
     def working_bytes(self) -> int:
         """Bytes of temporary memory of an update: gathered matrices, directions and fp32 gradients."""
         gathered = sum(sorted(each.bytes for each in self._replicated)[-2:])
-        ranges = (each.elements * 4 for each in self._ranges if each.bucket.gradient_dtype != torch.float32)
+        copied = [each for each in self._ranges if each.bucket.gradient_dtype != torch.float32]
+        ranges = (each.state[MASTER].nbytes for each in copied)
         parameters = (each.working_bytes(self._rules.blocks) for each in self._parameters)
         exchanged = [*self._exchanged, *(each for some in self._replicated for each in some.exchanged)]
         return max((*ranges, *parameters, *(each.working_bytes for each in exchanged)), default=0) + gathered
@@ -87,13 +90,13 @@ class MatrixOptimizer(Optimizer):
 
     def _update_elements(self, rule: UpdateRule, learning_rate: float, gradient_divisor: float) -> None:
         """Update the elements that are in no matrix, all buckets together if their gradients are in fp32."""
-        together = (
-            [[each for each in self._ranges if each.elements]]
-            if all(bucket.gradient_dtype == torch.float32 for bucket in self.buckets)
-            else [[each] for each in self._ranges if each.elements]
-        )
-        for ranges in together:
-            batches = [each.element_batch(float(self.updates)) for each in ranges]
+        ranges = [each for each in self._ranges if each.state[MASTER].numel()]
+        single = all(bucket.gradient_dtype == torch.float32 for bucket in self.buckets)
+        for together in [ranges] if single else [[each] for each in ranges]:
+            counts = (
+                torch.full((), float(self.updates), device=each.state[MASTER].device) for each in together
+            )
+            batches = [each.batch(updates) for each, updates in zip(together, counts, strict=True)]
             if batches:
                 rule.update(batches, learning_rate, gradient_divisor)
             del batches
@@ -111,54 +114,19 @@ class MatrixOptimizer(Optimizer):
     def state(self) -> Iterator[StateTensor]:
         yield from super().state()
         for each in self._ranges:
-            yield from each.state_tensors()
+            first = each.bucket.owned_slice.start
+            part = slice(first + each.part.start, first + each.part.stop)
+            for name, flat in each.state.items():
+                for segment, values, offset in each.bucket.segments_within(flat, part):
+                    if name != MASTER and segment.parameter.update_settings == each.update_settings:
+                        kind = f"{OPTIMIZER}{name}"
+                        yield segment_state(kind, segment, values, offset, each.bucket, UPDATED)
         for parameter in self._parameters:
             yield from parameter.state_tensors()
 
 
-@dataclass(frozen=True)
-class _ElementRange:
-    """Neighbouring elements of a bucket with the same settings, updated by the rule of elements.
-
-    `span` are those that this rank updates, counted from the first element of the bucket that it updates.
-    """
-
-    bucket: Bucket
-    treated: UpdateRange
-    span: slice
-    state: Mapping[str, Tensor]
-
-    @staticmethod
-    def of(names: Sequence[str], bucket: Bucket, treated: UpdateRange, master: Tensor) -> _ElementRange:
-        updated = bucket.owned_slice
-        first = min(max(treated.part.start, updated.start), updated.stop)
-        span = slice(first - updated.start, max(first, min(treated.part.stop, updated.stop)) - updated.start)
-        weights = master[span]
-        state = {name: torch.zeros(weights.shape, device=weights.device) for name in names}
-        return _ElementRange(bucket, treated, span, {MASTER: weights} | state)
-
-    @property
-    def elements(self) -> int:
-        return self.state[MASTER].numel()
-
-    def element_batch(self, updates: float) -> ElementBatch:
-        gradients = self.bucket.owned_gradients[self.span].float()
-        count = torch.full((), updates, device=gradients.device)
-        return ElementBatch(self.state, gradients, count, self.treated.update_settings)
-
-    def state_tensors(self) -> Iterator[StateTensor]:
-        start = self.bucket.owned_slice.start
-        part = slice(self.span.start + start, self.span.stop + start)
-        starts = {segment.start for segment in _segments_within(self.bucket, self.treated)}
-        for name, flat in self.state.items():
-            for segment, values, offset in self.bucket.segments_within(flat, part):
-                if name != MASTER and segment.start in starts:
-                    kind = f"{OPTIMIZER}{name}"
-                    yield segment_state(kind, segment, values, offset, self.bucket, UPDATED)
-
-
-def _segments_within(bucket: Bucket, treated: UpdateRange) -> list[BucketSegment]:
-    part = treated.part
+def _segments_within(bucket: Bucket, update_range: UpdateRange) -> list[BucketSegment]:
+    part = update_range.part
     return [segment for segment in bucket.segments if part.start <= segment.start < part.stop]
 
 

@@ -24,17 +24,17 @@ class ReplicatedMatrices:
     """
 
     def __init__(
-        self, rule: MatrixRule, bucket: Bucket, treated: UpdateRange, parameters: Sequence[LocalMatrices]
+        self, rule: MatrixRule, bucket: Bucket, update_range: UpdateRange, parameters: Sequence[LocalMatrices]
     ) -> None:
         """Prepare the updates of neighbouring parameters. Collective over the ranks that hold pieces.
 
         Args:
             rule: Update rule of the matrices.
             bucket: Bucket of the parameters.
-            treated: Elements of the parameters in the bucket.
+            update_range: Elements of the parameters in the bucket.
             parameters: Matrices of each parameter.
         """
-        self.rule, self.bucket, self.parameters, self.part = rule, bucket, parameters, treated.part
+        self.rule, self.bucket, self.parameters, self.part = rule, bucket, parameters, update_range.part
         borders = [min(max(each, self.part.start), self.part.stop) for each in bucket.layout.borders]
         self._sizes = [last - first for first, last in pairwise(borders)]
         first, last = (each - self.part.start for each in borders[bucket.sharding.group.rank :][:2])

@@ -156,7 +156,7 @@ def our_model(path: Path, world: World) -> Transformer:
     mesh = Mesh(lone, {})
     groups = LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context"))
     model = Transformer(source_shape(path), groups)
-    buckets = make_buckets(model.units(), Replications.uncut(mesh), torch.float32, 10_000, trained=False)
+    buckets = make_buckets(model.units(), Replications.unsharded(mesh), torch.float32, 10_000, trained=False)
     load(path, lone.everyone, model_entries(buckets))
     return model
 

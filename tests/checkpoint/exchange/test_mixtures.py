@@ -100,7 +100,7 @@ def our_model(path: Path, world: World) -> ModelPart:
     mesh = Mesh(lone, {})
     groups = make_groups(deck, mesh, SavedPolicy(), lone.device)
     model = build_model(source_shape(path), groups)
-    stage = build_stage(deck, groups, [model], Replications.uncut(mesh))
+    stage = build_stage(deck, groups, [model], Replications.unsharded(mesh))
     load_parameters(path, stage, lone.everyone)
     return model
 
