@@ -12,7 +12,7 @@ from hpctrain.sharding.compression.methods import make_reduction
 from hpctrain.sharding.local_steps.fragments import FragmentSchedule, fragments_of
 from hpctrain.sharding.local_steps.local_steps import LocalSteps, OuterOptimizer
 from hpctrain.sharding.local_steps.outer_format import FORMATS
-from hpctrain.sharding.measured_reduction import FirstMicroBatch, MeasuredReduction
+from hpctrain.sharding.gradient_squares import FirstMicroBatch
 from hpctrain.sharding.reducer import Reducer
 from hpctrain.sharding.replica_sync import ReplicaSync, SyncEveryStep
 from hpctrain.sharding.state import Stateful
@@ -67,12 +67,10 @@ def make_synchronizer(
     trained = [bucket for bucket in stage.buckets if bucket.trained]
     compression = compression_settings(deck)
     reductions = [make_reduction(compression, bucket) for bucket in trained]
-    measured, first = reductions, None
-    if deck.run.noise_scale_steps and all(bucket.sharding.ranks == 1 for bucket in stage.buckets):
-        first = FirstMicroBatch(stage.buckets[0].sharding.group.device)
-    elif deck.run.noise_scale_steps:
-        measured = list(map(MeasuredReduction, trained, reductions))
-    reducers = list(map(Reducer, trained, measured))
+    measures, first = deck.run.noise_scale_steps > 0, None
+    if measures and all(bucket.sharding.ranks == 1 for bucket in stage.buckets):
+        measures, first = False, FirstMicroBatch(stage.buckets[0].sharding.group.device)
+    reducers = [Reducer(*each, measures) for each in zip(trained, reductions, strict=True)]
     in_order, sliced = deck.model.module is not None, deck.memory.accumulate == "sliced"
     synchronizer = GradientSynchronizer(reducers, outer, sliced, first, in_order)
     return synchronizer, [each for each in reductions if isinstance(each, Stateful)]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.measured_reduction import square_sum
+from hpctrain.sharding.gradient_squares import square_sum
 
 
 def local_square_norm(buckets: Sequence[Bucket]) -> Tensor:

@@ -12,11 +12,13 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.work import Work
 from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.gradient_squares import local_square_sum
 
 
 class GradientReduction(Protocol):
@@ -101,13 +103,16 @@ class Reducer:
     Args:
         bucket: The bucket.
         reduction: How gradients are summed.
+        measures: True if it also computes the square sum of this rank's gradients, for the noise scale.
 
     Attributes:
         repeats: True if it may reduce several times in a step, and adds the sums.
+        squares: Square sum of the gradients of the last `start`, fp64 0-dim, if it `measures` them.
     """
 
-    def __init__(self, bucket: Bucket, reduction: GradientReduction) -> None:
-        self.bucket, self.reduction = bucket, reduction
+    def __init__(self, bucket: Bucket, reduction: GradientReduction, measures: bool = False) -> None:
+        self.bucket, self.reduction, self.measures = bucket, reduction, measures
+        self.squares = torch.zeros((), dtype=torch.float64, device=bucket.sharding.group.device)
         self.repeats = bucket.sharding.zero > 1
         self._in_flight: deque[tuple[Tensor, Tensor]] = deque()
         self._first = True
@@ -120,6 +125,8 @@ class Reducer:
     def start(self) -> Work[Tensor]:
         """Start to reduce the bucket's final gradients. Collective over the group."""
         bucket, gradients = self.bucket, self.bucket.final_gradients()
+        if self.measures and not gradients.is_meta:
+            self.squares = local_square_sum(bucket, gradients)
         if bucket.sharding.zero == 0:
             sums = gradients
         elif self.repeats and self._first:

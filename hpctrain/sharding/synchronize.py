@@ -13,7 +13,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.measured_reduction import FirstMicroBatch, MeasuredReduction
+from hpctrain.sharding.gradient_squares import FirstMicroBatch
 from hpctrain.sharding.reducer import Reducer
 from hpctrain.sharding.replica_sync import ReplicaSync
 
@@ -82,11 +82,11 @@ class GradientSynchronizer:
         return sum(two) + self._replica_sync.scratch_bytes
 
     @property
-    def measured(self) -> list[MeasuredReduction | FirstMicroBatch]:
+    def measured(self) -> list[Reducer | FirstMicroBatch]:
         """Objects that compute square sums of the gradients of some of a step's tokens."""
         if self.first is not None:
             return [self.first]
-        return [r.reduction for r in self._reducer.values() if isinstance(r.reduction, MeasuredReduction)]
+        return [reducer for reducer in self._reducer.values() if reducer.measures]
 
     def start(self, micro_batches: int, updates: int = 0) -> None:
         """Begin a step with zero gradients. Local.

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from hpctrain.comm.work import Work
 from hpctrain.host.device import on_host
 from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.reducer import GradientReduction
 
 _PIECE = 1 << 16
 """Number of elements that a CPU squares in fp64 at a time: few enough for the cache."""
@@ -37,46 +34,19 @@ def square_sum(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-class MeasuredReduction(GradientReduction):
-    """GradientReduction that first computes the square sum of this rank's gradients, then calls another one.
+def local_square_sum(bucket: Bucket, gradients: Tensor) -> Tensor:
+    """Return the square sum, fp64 0-dim, of this rank's own gradients of a bucket, flat [length]. Local.
 
     Ranks with different tokens have different gradients, and each counts its own. Of ranks that compute on
     the same tokens, and of stages that hold the same tensor, one counts.
-
-    Attributes:
-        squares: Square sum of the last reduction, fp64 0-dim.
     """
-
-    def __init__(self, bucket: Bucket, reduction: GradientReduction) -> None:
-        self.bucket, self.reduction = bucket, reduction
-        self.squares = square_sum((), bucket.sharding.group.device)
-
-    @property
-    @override
-    def scratch_bytes(self) -> int:
-        return self.reduction.scratch_bytes
-
-    @override
-    def begin(self, updates: int) -> None:
-        self.reduction.begin(updates)
-
-    @override
-    def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        if not gradients.is_meta:
-            self.squares = square_sum(self._counted(gradients), gradients.device)
-        return self.reduction.start(gradients, sums)
-
-    @override
-    def after_step(self, updated: bool, factor: float) -> None:
-        self.reduction.after_step(updated, factor)
-
-    def _counted(self, gradients: Tensor) -> Iterator[Tensor]:
-        """Yield the gradients that this rank counts, by parameter."""
-        other_tokens = self.bucket.sharding.group, self.bucket.sharding.replicas
-        for segment, elements, _ in self.bucket.segments_within(gradients, slice(0, self.bucket.length)):
-            first = segment.replication.copy(False, *other_tokens)[0] == 0
-            if segment.parameter.requires_grad and first:
-                yield elements
+    other_tokens = bucket.sharding.group, bucket.sharding.replicas
+    counted = (
+        elements
+        for segment, elements, _ in bucket.segments_within(gradients, slice(0, bucket.length))
+        if segment.parameter.requires_grad and segment.replication.copy(False, *other_tokens)[0] == 0
+    )
+    return square_sum(counted, gradients.device)
 
 
 class FirstMicroBatch:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.parallel.shards import Parameter, Shard
-from hpctrain.sharding.measured_reduction import FirstMicroBatch
+from hpctrain.sharding.gradient_squares import FirstMicroBatch
 from hpctrain.train.batch_size import batch_at
 from hpctrain.train.step import Step
 from tests.engines import LLAMA, Trainer, by_rank_0, reference, small_deck, trainer
