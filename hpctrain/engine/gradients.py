@@ -9,10 +9,10 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.update_rules import compression_settings
 from hpctrain.model.part import blocks_of
 from hpctrain.sharding.compression.methods import make_reduction
+from hpctrain.sharding.gradient_squares import FirstMicroBatch
 from hpctrain.sharding.local_steps.fragments import FragmentSchedule, fragments_of
 from hpctrain.sharding.local_steps.local_steps import LocalSteps, OuterOptimizer
 from hpctrain.sharding.local_steps.outer_format import FORMATS
-from hpctrain.sharding.gradient_squares import FirstMicroBatch
 from hpctrain.sharding.reducer import Reducer
 from hpctrain.sharding.replica_sync import ReplicaSync, SyncEveryStep
 from hpctrain.sharding.state import Stateful

@@ -21,26 +21,20 @@ from hpctrain.engine.stage import StageBuilder, StageSetup, TrainedStage, build_
 from hpctrain.engine.update_rules import RULES
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.optimizer import Optimizer
-from hpctrain.sharding.reducer import Reducer
+from hpctrain.sharding.reducer import GradientReduction, Reducer
 from hpctrain.sharding.replica_sync import SyncEveryStep
 from hpctrain.sharding.synchronize import GradientSynchronizer
 
 
-class UnreducedGradients:
+class UnreducedGradients(GradientReduction):
     """GradientReduction that does nothing, because servers reduce the gradients."""
 
     scratch_bytes = 0
 
-    def begin(self, updates: int) -> None:
-        """Do nothing: all steps are alike."""
-
+    @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """Return the gradients of this rank."""
         assert sums is gradients, "buckets of workers are not sharded"
         return Work(sums)
-
-    def after_step(self, updated: bool, factor: float) -> None:
-        """Do nothing: there is no state."""
 
 
 class RemoteOptimizer(Optimizer):

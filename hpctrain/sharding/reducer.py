@@ -9,7 +9,7 @@ to the pool.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -19,10 +19,11 @@ from typing_extensions import override
 from hpctrain.comm.work import Work
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.gradient_squares import local_square_sum
+from hpctrain.sharding.state import StateTensor
 
 
 class GradientReduction(Protocol):
-    """Sum of the gradients of one bucket over ranks. It may have state of its own (`Stateful`).
+    """Sum of the gradients of one bucket over ranks. It may have state of its own.
 
     The result for a parameter must depend only on the gradients of that parameter, because other ranks may
     hold it next to other parameters. Zeros must stay zeros. The next `start` may come before the previous
@@ -61,6 +62,10 @@ class GradientReduction(Protocol):
             factor: Ratio of the next step's loss scale to this step's.
         """
         return
+
+    def state(self) -> Iterator[StateTensor]:
+        """Yield all tensors of the state, the same ones in every step. By default there are none."""
+        yield from ()
 
 
 def end_step(residuals: Iterable[Tensor | None], updated: bool, factor: float) -> None:

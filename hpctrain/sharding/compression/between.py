@@ -14,7 +14,7 @@ from hpctrain.comm.work import Work
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.reducer import GradientReduction
 from hpctrain.sharding.replication import ZeroSharding
-from hpctrain.sharding.state import Stateful, StateTensor
+from hpctrain.sharding.state import StateTensor
 
 
 def bucket_over_group(bucket: Bucket, group: Group) -> Bucket:
@@ -81,10 +81,9 @@ class HierarchicalReduction(GradientReduction):
         if self.between is not None:
             self.between.after_step(updated, factor)
 
+    @override
     def state(self) -> Iterator[StateTensor]:
-        """Yield all tensors of the state. They are the same tensors in every step."""
-        if self.between is not None and isinstance(self.between, Stateful):
-            yield from self.between.state()
+        return iter(()) if self.between is None else self.between.state()
 
 
 class _HierarchicalWork(Work[Tensor]):

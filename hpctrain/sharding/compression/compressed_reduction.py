@@ -226,8 +226,8 @@ class CompressedReduction(CodedSum, GradientReduction):
         self.summed = None
         end_step((self.residual, self.owner_residual), updated, factor)
 
+    @override
     def state(self) -> Iterator[StateTensor]:
-        """Yield all tensors of the state. They are the same tensors in every step."""
         if self.residual is not None:
             yield from self.blocks.state_of_ranks(_KIND, self.residual, self.bucket, self.returns)
         if self.owner_residual is not None:

@@ -73,8 +73,8 @@ class OneBitMomentum(GradientReduction):
         if self.signs is not None:
             self.signs.after_step(updated, factor)
 
+    @override
     def state(self) -> Iterator[StateTensor]:
-        """Yield all tensors of the state. They are the same tensors in every step."""
         yield from state_of_ranks("reducer/mean", self.part, self.bucket, "optimizer/exp_avg")
         if self.signs is not None:
             yield from self.signs.state()

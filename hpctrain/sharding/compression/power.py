@@ -248,8 +248,9 @@ class PowerSgd(GradientReduction):
                 stack.factor.copy_(torch.where(lengths > 0, sums / lengths, fresh))
         self._next = []
 
+    @override
     def state(self) -> Iterator[StateTensor]:
-        """Yield the residuals, which each rank has of its own, and Q, which all ranks share."""
+        # Each rank has residuals of its own. All ranks share Q.
         for each, values in self._residuals():
             yield rank_state(RESIDUAL, each.segment, values, self.bucket)
         for stack in self.stacks:

@@ -75,8 +75,8 @@ class TopK(GradientReduction):
     def after_step(self, updated: bool, factor: float) -> None:
         end_step((self.moving, self.unsent), updated, factor)
 
+    @override
     def state(self) -> Iterator[StateTensor]:
-        """Yield all tensors of the state. They are the same tensors in every step."""
         if self.momentum:
             yield from state_of_ranks("reducer/momentum", self.moving, self.bucket, "optimizer/momentum")
         if self.group.size > 1:

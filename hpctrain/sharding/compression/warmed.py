@@ -10,7 +10,7 @@ from typing_extensions import override
 from hpctrain.comm.work import Work
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.reducer import ExactReduction, GradientReduction
-from hpctrain.sharding.state import Stateful, StateTensor
+from hpctrain.sharding.state import StateTensor
 
 
 class WarmedUpReduction(GradientReduction):
@@ -38,7 +38,6 @@ class WarmedUpReduction(GradientReduction):
     def after_step(self, updated: bool, factor: float) -> None:
         self.reduction.after_step(updated, factor)
 
+    @override
     def state(self) -> Iterator[StateTensor]:
-        """Yield all tensors of the state. They are the same tensors in every step."""
-        if isinstance(self.reduction, Stateful):
-            yield from self.reduction.state()
+        return self.reduction.state()
