@@ -52,7 +52,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 class Late(Hook):
-    """One rank after the other comes late: before it computes, and before it updates."""
+    """Delay one rank after another, before it computes and before it updates."""
 
     def __init__(self, training: Trainer) -> None:
         self.world, self.count = training.world, 0
@@ -74,7 +74,7 @@ class Late(Hook):
 
 
 def trained(world: World, *keys: str) -> tuple[Trainer, list[tuple[float, ...]], list[Tensor]]:
-    """A trainer, what some steps and evaluations tell, and what these leave behind on this rank."""
+    """Return a trainer, the results of some steps and evaluations, and this rank's state after them."""
     training = trainer(world, small_deck(*SIZES, *keys))
     training.hooks.append(Late(training))
     told = []
@@ -93,7 +93,7 @@ def trained(world: World, *keys: str) -> tuple[Trainer, list[tuple[float, ...]],
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parameters_in_common_are_those_of_each_rank(world: World, name: str, mpi_tmp_path: Path) -> None:
+def test_shared_parameters_are_those_of_each_rank(world: World, name: str, mpi_tmp_path: Path) -> None:
     ranks, keys = CASES[name]
     if ranks != world.size:
         pytest.skip(f"for {ranks} ranks")
@@ -124,10 +124,10 @@ def test_parameters_in_common_are_those_of_each_rank(world: World, name: str, mp
         ("layout.zero=3", "precision.compute=bf16"),
     ],
 )
-def test_several_nodes_have_parameters_in_common_each(
+def test_each_of_several_nodes_shares_its_parameters(
     world: World, keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once on each node, but for slices of ZeRO-3; small ones, too, that else are each rank's own."""
+    """Each node stores them once, except for slices of ZeRO-3. Small buckets are shared, too."""
     monkeypatch.setattr(HierarchicalTransport, "least_bytes", 1)
     nodes = ("communication.transport=shared", f"communication.ranks_per_node={world.size // 2}")
     training, told, flats = trained(world, *keys, *nodes)
@@ -146,10 +146,8 @@ def test_several_nodes_have_parameters_in_common_each(
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_the_values_of_a_node_lie_there_once(
-    world: World, zero: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All ranks' parameters are views of the same bytes, and stage 3 gathers into no other memory."""
+def test_a_node_stores_shared_values_once(world: World, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters of all ranks are views of the same bytes, and stage 3 gathers into the same memory."""
     taken, take = list[torch.dtype](), BufferPool.take
 
     def noted(pool: BufferPool, length: int, dtype: torch.dtype) -> Tensor:
@@ -173,7 +171,7 @@ def test_the_values_of_a_node_lie_there_once(
     assert torch.bfloat16 not in taken
 
 
-def test_nobody_changes_what_others_still_read(world: World) -> None:
+def test_no_rank_changes_values_that_others_still_read(world: World) -> None:
     training = trainer(world, small_deck(*SIZES, "layout.zero=1", "communication.transport=shared"))
     buckets = training.engine.stage.buckets
     before = [bucket.values.clone() for bucket in buckets if bucket.values is not None]

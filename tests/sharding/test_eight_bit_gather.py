@@ -69,7 +69,7 @@ def told(steps: list[StepResult]) -> list[tuple[float, float]]:
 
 
 def saved(run: Trainer) -> Path:
-    """A checkpoint of it as it is now."""
+    """Save a checkpoint of the current state."""
     checkpoints = Checkpoints(run.deck, run.engine, {})
     checkpoints.save(run.state)
     assert checkpoints.newest is not None
@@ -95,7 +95,7 @@ def matrices(bucket: EightBitBucket) -> list[Parameter]:
 
 @pytest.mark.mpi(min_size=2, max_size=4)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_no_bit_differs(world: World, recipe: str, mpi_tmp_path: Path) -> None:
+def test_gathering_in_8_bits_changes_no_bit(world: World, recipe: str, mpi_tmp_path: Path) -> None:
     for name, keys in layouts(world, recipe):
         folders = [f"memory.offload_dir={mpi_tmp_path}/{number}" for number in range(2)]
         more = ([], [GATHER]) if name != "in files" else ([folders[0]], [folders[1], GATHER])
@@ -116,8 +116,8 @@ def test_no_bit_differs(world: World, recipe: str, mpi_tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_a_run_goes_on_with_what_the_slices_had(world: World, mpi_tmp_path: Path) -> None:
-    """By maxima that are known at once, and are noted of slices alone."""
+def test_a_run_resumes_with_the_maxima_of_slices(world: World, mpi_tmp_path: Path) -> None:
+    """Use maxima that are known from the start, and are recorded from slices alone."""
     deck = small_deck(*KEYS, "precision.fp8_history=1", f"run.dir={mpi_tmp_path}")
     plain = trainer(world, deck)
     plain.train(2)
@@ -131,8 +131,8 @@ def test_a_run_goes_on_with_what_the_slices_had(world: World, mpi_tmp_path: Path
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_where_one_matrix_has_no_scale_yet_all_of_its_bucket_is_gathered_as_it_is(world: World) -> None:
-    """As where all of its gradients were zero so far."""
+def test_a_bucket_is_gathered_in_its_own_format_until_all_scales_are_known(world: World) -> None:
+    """One matrix has only had zero gradients, so that it has no scale."""
     keys = (*KEYS, "precision.fp8=delayed")
     plain, run = runs = [trainer(world, small_deck(*keys, *more)) for more in ((), (GATHER,))]
     for each in runs:
@@ -148,7 +148,7 @@ def test_where_one_matrix_has_no_scale_yet_all_of_its_bucket_is_gathered_as_it_i
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("more", [LLAMA, RAGGED], ids=["even", "ragged"])
-def test_matrices_are_gathered_in_half_of_the_bytes(
+def test_matrices_are_gathered_in_half_the_bytes(
     world: World, recipe: str, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = (*KEYS, f"precision.fp8={recipe}", *more)
@@ -181,8 +181,8 @@ def test_matrices_are_gathered_in_half_of_the_bytes(
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("more", [ODD, RAGGED], ids=["even", "ragged"])
-def test_what_is_given_is_what_the_product_would_make(world: World, more: tuple[str, ...]) -> None:
-    """Of numbers that saturate and underflow; both ways, and told as the same loss."""
+def test_gathered_codes_are_those_of_the_product(world: World, more: tuple[str, ...]) -> None:
+    """Test numbers that saturate and underflow, in both passes, with the same statistics of loss."""
     cut = 0
     run = trainer(world, small_deck(*KEYS, "precision.fp8=tensor", GATHER, *more))
     run.engine.stage.groups.statistics.detailed = True

@@ -137,7 +137,7 @@ def test_measuring_changes_no_bit_of_a_step(world: World) -> None:
 
 
 def test_a_table_with_two_buffers_counts_once_as_their_sum() -> None:
-    """When both of its additions of the first micro-batch are there, and no other's are."""
+    """Count it after both additions of the first micro-batch, and before those of the next one."""
     table = Parameter(Shard.replicated("table", (2500, 3)))
     table.uses, table.gradient, table.lookups = 2, torch.randn(2500, 3), torch.randn(2500, 3)
     expected = float((table.gradient + table.lookups).double().square().sum())
@@ -152,8 +152,8 @@ def test_a_table_with_two_buffers_counts_once_as_their_sum() -> None:
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_skipped_steps_and_those_of_one_rank_alone_are_not_counted(world: World) -> None:
-    """From a loss scale that overflows; and where all samples of a step are one rank's."""
+def test_skipped_steps_and_steps_of_a_single_rank_are_not_counted(world: World) -> None:
+    """Test a loss scale that overflows, and a step in which one rank has all samples."""
     run = trainer(world, small_deck(ON, "precision.compute=fp16", "precision.initial_loss_scale=16777216.0"))
     average = run.engine.control.noise_scale
     while run.train_step().skipped:

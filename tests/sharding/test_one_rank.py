@@ -80,7 +80,7 @@ EIGHT: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Course:
-    """Steps of one rank: losses, the last step's gradients, parameters, by how much they may differ."""
+    """Steps of one rank: losses, gradients of the last step, parameters, and tolerances."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
@@ -116,7 +116,7 @@ class Course:
 
 @cache
 def one_rank(world: World, family: str) -> Course:
-    """Of one rank, for all; collective."""
+    """Return the steps of one rank on all ranks. Collective."""
     course = None
     if world.rank == 0:
         single = reference(world, small_deck(*FAMILIES[family], *SIZES))
@@ -137,7 +137,7 @@ def one_rank(world: World, family: str) -> Course:
 
 
 def trained(world: World, folder: Path, *overrides: str) -> tuple[Trainer, list[float]]:
-    """After all steps; activations leave for their files however small they are."""
+    """Return the trainer after all steps. All activations are offloaded to files, however small they are."""
     # Data ranks have two micro-batches of a step at least.
     sizes = (*SIZES, f"batch.micro_size={1 if world.size > 2 else 2}", f"memory.offload_dir={folder}")
     training = trainer(world, small_deck(*sizes, *overrides))
@@ -164,7 +164,7 @@ def assert_is(training: Trainer, losses: list[float], course: Course, case: str)
 
 
 def assert_written(scratch: Sequence[ScratchFiles], kind: str) -> None:
-    """Files of the kind hold something (not all: a slice may be padding)."""
+    """Check that some files of a kind have contents; a slice may be padding."""
     files = [file for each in scratch for file in each.folder.glob(f"{kind}-*")]
     assert any(file.read_bytes().strip(b"\0") for file in files), kind
 
@@ -188,7 +188,7 @@ def test_steps_are_those_of_one_rank(world: World, mpi_tmp_path: Path) -> None:
 @pytest.mark.mpi(min_size=8)
 @pytest.mark.parametrize("layout", EIGHT)
 def test_all_stages_on_eight_ranks(world: World, mpi_tmp_path: Path, layout: str) -> None:
-    """The same bits in all stages, and those of one rank but for rounding.
+    """All stages have the same bits, and those of one rank except for rounding.
 
     Hybrid groups add what they have summed, so that stage 0, which adds rank by rank, has other bits.
     """

@@ -18,12 +18,12 @@ SHAPES = {"q": (H, H), "k": (H, H), "v": (H, H), "out": (H, H), "up": (4 * H, H)
 
 
 def work(rows: int, columns: int) -> float:
-    """FLOPs of products that count rows twice."""
+    """Return FLOPs of products that count rows twice."""
     return float(min(rows, columns) * rows * columns)
 
 
 def blocks(count: int) -> list[list[list[Parameter]]]:
-    """Units of blocks of a transformer, their matrices whole, beside norms; and experts of one tensor."""
+    """Return units of transformer blocks with whole matrices and norms, and experts of one tensor."""
     units = []
     for _ in range(count):
         leaves = [[Parameter(Shard.replicated("norm", (H,)), decayed=False)]]
@@ -38,7 +38,7 @@ def blocks(count: int) -> list[list[list[Parameter]]]:
 
 
 class Anywhere(MeshQueries):
-    """A mesh of data ranks alone."""
+    """Mesh of data ranks only."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -63,7 +63,7 @@ def layouts(ranks: int, zero: int, count: int = 12) -> list[BucketLayout]:
 
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])
-def test_no_block_is_cut_and_every_rank_has_its_share(ranks: int, zero: int) -> None:
+def test_no_matrix_is_split_and_each_rank_has_its_share(ranks: int, zero: int) -> None:
     loads = [0.0] * ranks
     for layout in layouts(ranks, zero):
         assert (layout.borders[0], layout.borders[-1], len(layout.borders)) == (0, layout.length, ranks + 1)
@@ -84,11 +84,11 @@ def test_no_block_is_cut_and_every_rank_has_its_share(ranks: int, zero: int) -> 
     assert max(loads) <= max(1.1 * mean, mean + largest)
 
 
-def test_where_nothing_is_whole_shares_are_as_long() -> None:
+def test_shares_are_equal_without_matrices() -> None:
     assert UpdateLoads(4).cut([], 1024) == (0, 256, 512, 768, 1024)
 
 
-def test_who_has_little_is_given_more() -> None:
+def test_ranks_with_little_work_get_more() -> None:
     loads = UpdateLoads(2)
     assert loads.cut([UpdateUnit(10, 3.0), UpdateUnit(20, 3.0), UpdateUnit(30, 6.0)], 32) == (0, 20, 32)
     assert loads.cut([UpdateUnit(5, 4.0)], 5) == (0, 5, 5)

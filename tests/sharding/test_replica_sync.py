@@ -30,7 +30,7 @@ KEYS = ("optimizer.clip=0.1", "precision.compute=bf16")
 
 
 class LocalSteps(SyncEveryStep):
-    """Local SGD (arXiv 1805.09767): each replica goes by its own samples, and weights become means."""
+    """Local SGD (arXiv 1805.09767): replicas train on their own samples, and weights become means."""
 
     def begin(self, weights: Weights) -> None:
         """Replicas begin alike."""
@@ -52,7 +52,7 @@ class LocalSteps(SyncEveryStep):
 
 
 class OneShare(Batches):
-    """The samples of one data rank of two, for a rank that trains by itself."""
+    """Samples of one of two data ranks, for a rank that trains alone."""
 
     def __init__(self, batches: Batches, rank: int) -> None:
         super().__init__(batches.source, 1)
@@ -66,7 +66,7 @@ class OneShare(Batches):
 
 
 def alone_with(world: World, rank: int, batches: Batches) -> Trainer:
-    """A trainer of one rank, of the samples of data rank `rank` alone."""
+    """Return a trainer of one rank with the samples of data rank `rank`."""
     deck, one = on_one_rank(small_deck(*KEYS)), world.single_rank_world()
     engine = build_engine(deck, one, make_mesh(deck, one), roughness=ROUGHNESS)
     return Trainer(deck, engine, OneShare(batches, rank))
@@ -74,7 +74,7 @@ def alone_with(world: World, rank: int, batches: Batches) -> Trainer:
 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas part for a step each time."""
+    """Make replicas diverge for one step at a time."""
     choice = ReplicaSyncChoice(lambda *_: LocalSteps(), apart=True)
     monkeypatch.setitem(REPLICA_SYNCS, "every_step", choice)  # type: ignore[misc]
 
@@ -82,8 +82,8 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("zero", [1, 2])
-def test_replicas_that_meet_every_second_step_are_two_runs_that_do(world: World, zero: int) -> None:
-    """Each is clipped by its own norm, of which the figure is the mean."""
+def test_replicas_synchronized_in_every_second_step_are_like_two_runs(world: World, zero: int) -> None:
+    """Each replica is clipped by its own norm. The metric is the mean of the norms."""
     deck = small_deck(*KEYS, f"layout.zero={zero}", "layout.zero_group=1")
     training = trainer(world, deck, masked=0.0)
     singles = [alone_with(world, rank, training.step.batches) for rank in range(2)]
@@ -107,7 +107,7 @@ def test_replicas_that_meet_every_second_step_are_two_runs_that_do(world: World,
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.usefixtures("apart")
-def test_replicas_that_are_apart_are_stored_each_by_itself(world: World, mpi_tmp_path: Path) -> None:
+def test_diverged_replicas_are_stored_separately(world: World, mpi_tmp_path: Path) -> None:
     deck = small_deck(*KEYS, "layout.zero=1", "layout.zero_group=1", f"run.dir={mpi_tmp_path}")
     training = trainer(world, deck, masked=0.0)
     checkpoints = Checkpoints(deck, training.engine, {})
@@ -125,7 +125,7 @@ def test_replicas_that_are_apart_are_stored_each_by_itself(world: World, mpi_tmp
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.usefixtures("apart")
-def test_what_is_not_finite_in_one_replica_skips_the_step_in_all(world: World) -> None:
+def test_a_gradient_that_is_not_finite_skips_the_step_of_all_replicas(world: World) -> None:
     training = trainer(world, small_deck(*KEYS, "layout.zero=1", "layout.zero_group=1"), masked=0.0)
     before = {name: values.clone() for name, values in training.parameters().items()}
     if world.rank == 1:
@@ -137,7 +137,7 @@ def test_what_is_not_finite_in_one_replica_skips_the_step_in_all(world: World) -
 
 
 class Averaged(LocalSteps):
-    """Local steps whose common model is the mean of the last meeting."""
+    """Local steps whose common model is the mean at the last synchronization."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
@@ -161,10 +161,10 @@ class Averaged(LocalSteps):
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_what_replicas_have_in_common_is_the_model_of_the_checkpoint(
+def test_the_common_model_of_replicas_is_the_model_of_the_checkpoint(
     world: World, monkeypatch: pytest.MonkeyPatch, mpi_tmp_path: Path, compute: str
 ) -> None:
-    """Runs with and without replicas go on from each other, and start from each other's weights."""
+    """Runs with and without replicas resume from each other, and start from each other's weights."""
     keys = ("optimizer.clip=0.1", f"precision.compute={compute}", "layout.zero=1", f"run.dir={mpi_tmp_path}")
     plain_deck, apart_deck = small_deck(*keys), small_deck(*keys, "layout.zero_group=1")
     averaged = ReplicaSyncChoice(lambda _, stage: Averaged(stage.buckets), apart=True)

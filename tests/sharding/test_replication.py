@@ -23,7 +23,7 @@ EXPERT_SIZES = {"expert_data": 2, "expert": 4, "expert_tensor": 2}
 
 
 def along(place: dict[str, int]) -> dict[str, int]:
-    """A rank's coordinates along the axes of both foldings."""
+    """Return a rank's coordinates along the axes of both arrangements."""
     rank = (place["data"] * SIZES["context"] + place["context"]) * SIZES["tensor"] + place["tensor"]
     places = product(*map(range, EXPERT_SIZES.values()))
     return place | dict(zip(EXPERT_SIZES, list(places)[rank], strict=True))
@@ -31,7 +31,7 @@ def along(place: dict[str, int]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class MeshAt:
-    """The mesh as one of its ranks sees it, without ranks."""
+    """Mesh from the view of one of its ranks, without ranks."""
 
     place: tuple[tuple[str, int], ...]
     made: dict[tuple[str, ...], Group]
@@ -50,7 +50,7 @@ class MeshAt:
 
 
 def replication(place: dict[str, int], shard: Shard, zero: int, parts: int) -> Replication:
-    """A rank's answer, where ZeRO cuts over `1 / parts` of the ranks with other tokens."""
+    """Return a rank's Replication if ZeRO splits over `1 / parts` of the ranks with other tokens."""
 
     def cut(everyone: Group) -> ZeroSharding:
         size = everyone.size // parts
@@ -61,7 +61,7 @@ def replication(place: dict[str, int], shard: Shard, zero: int, parts: int) -> R
 
 
 def shards(place: dict[str, int]) -> dict[str, tuple[Shard, int]]:
-    """Kinds of parameters as a rank has them, each with the number of its piece."""
+    """Return the kinds of parameters of a rank, each with the number of its piece."""
     tensor, last, here = place["tensor"], place["pipeline"], along(place)
     experts = frozenset({"expert", "expert_tensor"})
     start = (2 * here["expert"], 4 * here["expert_tensor"])
@@ -77,7 +77,7 @@ def shards(place: dict[str, int]) -> dict[str, tuple[Shard, int]]:
 
 @pytest.mark.parametrize("kind", ["matrix", "norm", "shared keys", "tied", "experts"])
 @pytest.mark.parametrize(("zero", "parts"), [(0, 1), (1, 1), (3, 1), (3, 2)])
-def test_each_slice_is_counted_once_and_its_copies_are_numbered(kind: str, zero: int, parts: int) -> None:
+def test_one_rank_counts_each_slice_and_copies_are_numbered(kind: str, zero: int, parts: int) -> None:
     counted: Counter[tuple[int, ...]] = Counter()
     copies: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for place in RANKS:
@@ -112,8 +112,8 @@ def test_experts_are_summed_over_all_ranks_of_a_stage_that_hold_them() -> None:
         assert answers.of(other).sharding is own.sharding
 
 
-def test_what_an_axis_of_other_tokens_cuts_is_summed_over_the_others() -> None:
-    """Then it lies in buckets of another ZeroSharding."""
+def test_parameters_split_over_an_axis_are_summed_over_the_other_axes() -> None:
+    """The parameter is then in buckets of another ZeroSharding."""
     place = dict.fromkeys(SIZES, 0)
     answers = Replications(
         MeshAt(tuple(place.items()), {}), lambda everyone: ZeroSharding(0, everyone, everyone)
@@ -124,7 +124,7 @@ def test_what_an_axis_of_other_tokens_cuts_is_summed_over_the_others() -> None:
     assert answers.of(Shard.replicated("v", (8,))).sharding is whole.sharding
 
 
-def test_one_rank_of_those_with_the_same_tokens_speaks_for_them() -> None:
+def test_one_of_the_ranks_with_the_same_tokens_counts_them() -> None:
     for place in RANKS:
         answers = Replications(
             MeshAt(tuple(place.items()), {}), lambda everyone: ZeroSharding(0, everyone, everyone)

@@ -40,7 +40,7 @@ KINDS = {"reducer/residual", "product/history", "product/rows"}
 
 
 class Rounding:
-    """Rounds what each rank sends, and adds what that loses to what it sends next (error feedback)."""
+    """Reduction that rounds what a rank sends, with error feedback."""
 
     def __init__(self, _: Deck, bucket: Bucket) -> None:
         self.bucket, self.inner = bucket, ExactReduction(bucket)
@@ -65,7 +65,7 @@ class Rounding:
 
 
 class Remembering(Matmul):
-    """Of each weight, the largest inputs and gradients of the last steps, and two numbers for each row."""
+    """Product that stores, for each weight, a history and two numbers for each row."""
 
     history: tuple[Tensor, ...] = ()
     rows: tuple[Tensor, ...] = ()
@@ -108,7 +108,7 @@ class Remembering(Matmul):
 
 
 def rows_shard(weight: Parameter) -> Shard:
-    """Of a matrix [n, WIDTH], cut as the weight's rows are."""
+    """Return the shard of a matrix [n, WIDTH] that is split like the rows of a weight."""
     of = weight.shard
     cut = of.split if of.local[0] != of.shape[0] else frozenset()
     local, start = (of.local[0], WIDTH), (of.start[0], 0)
@@ -117,7 +117,7 @@ def rows_shard(weight: Parameter) -> Shard:
 
 @pytest.fixture
 def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All reducers and products keep state."""
+    """Make all reductions and products keep state."""
     monkeypatch.setitem(METHODS, "none", CompressionMethod(Rounding, sums_gradients=False))  # type: ignore[misc]
     monkeypatch.setattr(matmul_choice, "Matmul", Remembering)
 
@@ -145,7 +145,7 @@ def made(world: World, folder: Path, *keys: str) -> tuple[Trainer, Checkpoints]:
 
 
 def written(folder: Path, step: int) -> dict[str, np.ndarray]:
-    """The tensors of a checkpoint."""
+    """Return the tensors of a checkpoint."""
     found: dict[str, np.ndarray] = {}
 
     def visit(name: str, item: object) -> None:
@@ -162,7 +162,7 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def contents(training: Trainer) -> dict[tuple[str, str], Tensor]:
-    """This rank's state by kind and name."""
+    """Return this rank's state by kind and name."""
     return {
         (tensor.kind, tensor.shard.name): torch.cat(
             [piece.clone() for _, piece in read_pieces(tensor.values)]
@@ -173,7 +173,7 @@ def contents(training: Trainer) -> dict[tuple[str, str], Tensor]:
 
 
 def ruin(training: Trainer, all_kinds: bool = True) -> None:
-    """But what of another number of ranks may leave to others."""
+    """Ignore residuals, which another number of ranks may give to other ranks."""
     for tensor in training.engine.state():
         for _, piece in fill_pieces(tensor.values):
             piece.fill_(float("nan") if all_kinds or tensor.kind != "reducer/residual" else 0.0)
@@ -183,7 +183,7 @@ def ruin(training: Trainer, all_kinds: bool = True) -> None:
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.usefixtures("keeping")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_state_comes_back_on_any_layout(world: World, mpi_tmp_path: Path, layout: str) -> None:
+def test_state_is_restored_on_any_layout(world: World, mpi_tmp_path: Path, layout: str) -> None:
     keys = LAYOUTS[layout]
     if world.size == 1 and CUTS & set(keys):
         pytest.skip("needs two ranks")
@@ -235,7 +235,7 @@ def test_state_comes_back_on_any_layout(world: World, mpi_tmp_path: Path, layout
 def expect_same(
     world: World, folder: Path, source: Path, expected: dict[str, np.ndarray], keys: tuple[str, ...]
 ) -> None:
-    """What another layout reads and writes again is the same, of what each rank has of its own the sum."""
+    """Another layout reads and writes the same state, and the same sum of what each rank has of its own."""
     training, checkpoints = made(world, folder, *keys)
     ruin(training, all_kinds=False)
     training.state = checkpoints.restore(source)
@@ -253,7 +253,7 @@ def expect_same(
 
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.usefixtures("keeping")
-def test_state_is_held_and_planned(world: World, tmp_path: Path) -> None:
+def test_planned_state_bytes_are_the_measured_ones(world: World, tmp_path: Path) -> None:
     for keys in LAYOUTS.values():
         if world.size == 1 and CUTS & set(keys):
             continue
@@ -276,10 +276,10 @@ def test_state_is_held_and_planned(world: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
-def test_what_a_file_lacks_begins_anew(
+def test_state_that_a_file_lacks_is_initialized(
     world: World, mpi_tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """A run that turns compression on when it is resumed, and one that turns it off."""
+    """Resume a run with compression turned on, and one with compression turned off."""
     plain, checkpoints = made(world, mpi_tmp_path / "plain")
     plain.train(2)
     checkpoints.save(plain.state)
@@ -301,10 +301,8 @@ def test_what_a_file_lacks_begins_anew(
 
 @pytest.mark.mpi(min_size=1, max_size=1)
 @pytest.mark.usefixtures("keeping")
-def test_what_is_lost_in_rounding_goes_on_after_steps_that_are_skipped(
-    world: World, mpi_tmp_path: Path
-) -> None:
-    """The scale of the loss begins too large; what is carried on is of the scale of the next step, or run."""
+def test_residuals_survive_skipped_steps(world: World, mpi_tmp_path: Path) -> None:
+    """Start with a loss scale that is too large. Residuals have the scale of the next step or run."""
     keys = ("precision.compute=fp16", "precision.initial_loss_scale=16777216", "run.steps=20")
     training = trainer(world, small_deck(*DECK, *LLAMA, *keys, f"run.dir={mpi_tmp_path / 'fp16'}"))
     skipped = [result.skipped for result in training.train(12)]
@@ -325,10 +323,10 @@ def test_what_is_lost_in_rounding_goes_on_after_steps_that_are_skipped(
 
 @pytest.mark.mpi(min_size=1, max_size=1)
 @pytest.mark.usefixtures("keeping")
-def test_state_of_another_shape_begins_anew_beside_what_stays(
+def test_only_state_of_another_shape_is_initialized(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that is resumed with longer histories."""
+    """Resume a run with longer histories."""
     training, checkpoints = made(world, mpi_tmp_path / "a")
     training.train(1)
     checkpoints.save(training.state)
@@ -356,7 +354,7 @@ class Learns(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Identity, Learns])
-def test_an_attribute_called_state_keeps_none(kind: type[torch.nn.Module]) -> None:
+def test_an_attribute_named_state_is_not_state(kind: type[torch.nn.Module]) -> None:
     module = kind()
     module.state = torch.ones(3)
     found = ModuleState([module], Mock())

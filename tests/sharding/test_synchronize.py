@@ -82,7 +82,7 @@ def test_tied_embeddings_are_compared_over_the_ends_of_the_pipeline(world: World
 
 
 class Made(TorchDispatchMode):
-    """Adds up the bytes of all results that lie in memory of their own."""
+    """Adds up the bytes of all results with memory of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,8 +99,8 @@ class Made(TorchDispatchMode):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_what_compares_replicas_makes_its_memory_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes and goes with every piece leaves holes between what stays, which the C library keeps."""
+def test_comparing_replicas_allocates_memory_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small allocations between long-lived ones would leave gaps that the C library keeps."""
     monkeypatch.setattr(replica_check, "_PIECE", 256)
     engine = trainer(world, small_deck("layout.zero=1")).engine
     with Made() as made:
@@ -109,7 +109,7 @@ def test_what_compares_replicas_makes_its_memory_once(world: World, monkeypatch:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_buckets_start_while_backward_goes_on_and_only_once_a_step(
+def test_buckets_are_reduced_once_per_step_during_the_backward_pass(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trainer(world, small_deck())
@@ -148,7 +148,7 @@ def test_buckets_start_while_backward_goes_on_and_only_once_a_step(
     assert order[-2] == "bucket 0"
 
 
-def test_buckets_have_the_size_asked_for(world: World) -> None:
+def test_buckets_have_the_requested_size(world: World) -> None:
     groups: LayerContext = alone(world)
     shape = trainer(world.single_rank_world(), small_deck()).engine.shape
     model = Transformer(shape, groups)

@@ -33,13 +33,13 @@ def products(run: Trainer) -> list[QuantizedMatmul]:
 
 
 def reductions(run: Trainer) -> int:
-    """Of maxima and sums over the tensor axis."""
+    """Return the number of all-reduces over the tensor axis."""
     rows = run.world.ledger.rows()
     return sum(row.calls for row in rows if row.axis == "tensor" and row.operation == "all_reduce")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_steps_are_the_same_and_reduce_less(
+def test_steps_are_equal_with_fewer_reductions(
     world: World, layout: tuple[int, str, tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, recipe, keys = layout
@@ -61,9 +61,7 @@ def test_steps_are_the_same_and_reduce_less(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_they_are_the_largest_of_whole_matrices(
-    world: World, layout: tuple[int, str, tuple[str, ...]]
-) -> None:
+def test_maxima_are_those_of_whole_matrices(world: World, layout: tuple[int, str, tuple[str, ...]]) -> None:
     _, recipe, keys = layout
     run = trainer(world, small_deck(*KEYS, f"precision.fp8={recipe}", *keys))
     own = {
@@ -92,9 +90,7 @@ def test_they_are_the_largest_of_whole_matrices(
 
 
 @pytest.mark.mpi(min_size=1, max_size=1)
-def test_evaluation_scales_by_the_weights_that_it_shows(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_uses_the_maxima_of_its_own_weights(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = ("precision.fp8=tensor", "optimizer.name=schedule-free")
     run = trainer(world, small_deck(*KEYS, *keys))
     run.train(2)

@@ -28,7 +28,7 @@ MODELS = {"gpt2": (), "llama": LLAMA}
 
 
 def layouts(ranks: int) -> list[tuple[str, ...]]:
-    """Data alone, and with tensor, context and pipeline ranks."""
+    """Return layouts with data ranks only, and with tensor, context and pipeline ranks."""
     found: list[tuple[str, ...]] = [()]
     if ranks >= 4:
         found += [
@@ -67,7 +67,9 @@ def test_all_stages_give_the_same_bits(world: World, model: str, compute: str) -
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_gradients_in_half_precision_take_half_and_give_all_stages_the_same_bits(world: World) -> None:
+def test_all_stages_have_the_same_bits_with_gradients_in_half_precision(
+    world: World,
+) -> None:
     deck = ("precision.compute=bf16", "batch.global_size=16", "precision.gradients=compute")
     _, expected = run(world, small_deck(*deck[:2]))
     plain, losses = run(world, small_deck(*deck))
@@ -84,7 +86,7 @@ def test_gradients_in_half_precision_take_half_and_give_all_stages_the_same_bits
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_training_is_that_of_one_rank(world: World, stage: int) -> None:
+def test_each_stage_trains_like_one_rank(world: World, stage: int) -> None:
     deck = small_deck("model.dropout=0.1", f"layout.zero={stage}")
     expected = by_rank_0(world, lambda: [step.loss for step in reference(world, deck).train(STEPS)])
     _, losses = run(world, deck)
@@ -125,7 +127,7 @@ def test_gradients_may_be_summed_after_every_micro_batch(world: World, stage: in
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_blocks_that_stay_gathered_change_nothing_but_the_traffic(world: World) -> None:
+def test_blocks_that_stay_gathered_change_only_the_traffic(world: World) -> None:
     deck = ("layout.zero=3", "batch.global_size=16", "batch.micro_size=2")
     free, losses = run(world, small_deck(*deck))
     world.ledger.reset()
@@ -142,7 +144,7 @@ def test_blocks_that_stay_gathered_change_nothing_but_the_traffic(world: World) 
 
 @pytest.mark.mpi(min_size=2)
 def test_a_block_needed_twice_in_a_row_is_gathered_once(world: World) -> None:
-    """From the second step of a kind on, whose order is known: three gathers instead of four."""
+    """From the second step of a kind, whose order is known, there are three gathers instead of four."""
     engine = trainer(world, small_deck("layout.zero=3")).engine
     first, second = (block.gather_keys[0] for block in blocks_of(engine.model))
     moved = []
@@ -157,7 +159,7 @@ def test_a_block_needed_twice_in_a_row_is_gathered_once(world: World) -> None:
 
 
 def assert_same_gradients(world: World, one: Deck, other: Deck) -> None:
-    """To rounding, in the first step. Softmax does not see a bias of the keys: its gradient is but that."""
+    """Compare the first step, to rounding. The gradient of a bias of keys is only a rounding error."""
     measured, expected = trainer(world, one), trainer(world, other)
     measured.train(1), expected.train(1)
     gradients = expected.gradients()
@@ -181,7 +183,7 @@ def gathered_bytes(world: World) -> int:
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_traffic_is_that_of_the_closed_forms(world: World, compute: str) -> None:
-    """2 Phi elements for stages 0 to 2, 3 Phi for the blocks of stage 3; padding apart."""
+    """Stages 0 to 2 send 2 Phi elements, the blocks of stage 3 send 3 Phi, without padding."""
     size = {"fp32": 4, "bf16": 2}[compute]
     for stage in range(4):
         deck = small_deck(
@@ -245,7 +247,7 @@ def test_model_states_take_the_bytes_of_the_closed_forms(world: World, compute: 
 def test_slices_of_the_host_come_to_a_gpu_and_are_gathered_beside_its_stream(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy and the gather are as late as may be: both belong to the stream of the uploads."""
+    """Delay the copy and the gather as long as possible. Both are on the stream of the uploads."""
     layout = trainer(world, small_deck("layout.zero=3")).engine.stage.buckets[1].layout
     sharding, stream = replace(layout.sharding), LateStream()
     monkeypatch.setattr(sharding.group, "accelerator", sharding.group.host)

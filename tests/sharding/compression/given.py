@@ -1,4 +1,4 @@
-"""Gradients that any rank can tell of every rank, and what becomes of them, by parameter."""
+"""Gradients of every rank that any rank can compute, and their sums by parameter."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.engines import small_deck, trainer
 
 Array = npt.NDArray[np.float32]
 ODD = ("model.hidden=6", "model.heads=2")
-"""Parameters of sizes that no power of two divides, and of less than a block."""
+"""Keys for parameters whose sizes are no multiples of a power of two, and smaller than a block."""
 
 
 def buckets_of(world: World, *keys: str) -> list[Bucket]:
-    """The buckets of a small deck."""
+    """Return the buckets of a small deck."""
     return trainer(world, small_deck(*keys)).engine.stage.buckets
 
 
 def given(name: str, length: int, rank: int, step: int) -> Array:
-    """A rank's gradient of a parameter: of sizes far apart, with zeros, or of nothing else."""
+    """Return a rank's gradient of a parameter, of very different magnitudes and with zeros."""
     draw = np.random.default_rng([crc32(name.encode()), rank, step])
     values = draw.standard_normal(length).astype(np.float32) * np.float32(10.0 ** draw.integers(-3, 2))
     if "bias" in name and step % 2:
@@ -38,7 +38,7 @@ def given(name: str, length: int, rank: int, step: int) -> Array:
 
 
 def fill(bucket: Bucket, rank: int, step: int) -> torch.Tensor:
-    """A rank's gradients of a bucket."""
+    """Return a rank's gradients of a bucket."""
     flat = torch.zeros(bucket.length)
     for segment in bucket.segments:
         if segment.parameter.requires_grad:
@@ -50,7 +50,7 @@ def fill(bucket: Bucket, rank: int, step: int) -> torch.Tensor:
 def summed(
     bucket: Bucket, reduction: GradientReduction, gradients: torch.Tensor, updates: int = 0
 ) -> dict[str, Array]:
-    """What the ranks' gradients are summed to, by parameter: all of it, or what is this rank's own."""
+    """Return the sums of the ranks' gradients by parameter: all elements, or those that this rank owns."""
     reduction.begin(updates)
     sums = reduction.start(gradients, own_of(bucket, gradients)).wait()
     assert not any(gradients[gap].any() for gap in bucket.layout.gaps)
@@ -60,12 +60,12 @@ def summed(
 
 
 def own_of(bucket: Bucket, gradients: torch.Tensor) -> torch.Tensor:
-    """Where their sums go, as a Reducer tells."""
+    """Return the memory of the sums, like a Reducer."""
     return gradients if bucket.sharding.zero == 0 else gradients[bucket.slice]
 
 
 def own(bucket: Bucket, whole: dict[str, Array]) -> dict[str, Array]:
-    """Of whole parameters this rank's own elements."""
+    """Return the elements of whole parameters that this rank owns."""
     flat = torch.zeros(bucket.length)
     for segment in bucket.segments:
         flat[segment.start : segment.start + segment.length] = torch.from_numpy(

@@ -1,4 +1,4 @@
-"""Sums that are exact inside nodes and compressed between them, on ranks that pretend to be on several nodes.
+"""Sums that are exact inside nodes and compressed between them, on ranks that emulate several nodes.
 
 Tests of sharding/compression/between.py and engine/zero_groups.py.
 """
@@ -33,7 +33,7 @@ STEPS = 4
 
 
 def on_nodes(monkeypatch: pytest.MonkeyPatch, per_node: int) -> None:
-    """Of so many neighbours in the world each."""
+    """Assign `per_node` neighbouring ranks of the world to each emulated node."""
     monkeypatch.setattr(Mesh, "nodes", lambda _, group: [rank // per_node for rank in group.ranks])
 
 
@@ -42,22 +42,22 @@ def losses(training: Trainer, steps: int = STEPS) -> list[float]:
 
 
 @pytest.mark.mpi(min_size=2, max_size=4)
-def test_one_node_sums_exactly(world: World) -> None:
+def test_a_single_node_sums_exactly(world: World) -> None:
     training = trainer(world, small_deck(*NODES))
     assert losses(training) == losses(trainer(world, small_deck()))
     assert not [each for each in training.engine.state() if each.kind.startswith("reducer")]
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_a_rank_a_node_compresses_all(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_of_one_rank_compress_everything(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = losses(trainer(world, small_deck(*POWER)))
     on_nodes(monkeypatch, 1)
     assert losses(trainer(world, small_deck(*NODES))) == plain
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)
-def test_nodes_are_what_ranks_are_elsewhere(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes of two ranks train as two ranks do that have twice as much each, to rounding."""
+def test_nodes_train_like_single_ranks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of two ranks train like two ranks with twice as many tokens, to rounding."""
     on_nodes(monkeypatch, 2)
     training = trainer(world, small_deck(*NODES), masked=0.0)
     found = losses(training)
@@ -71,7 +71,7 @@ def test_nodes_are_what_ranks_are_elsewhere(world: World, monkeypatch: pytest.Mo
 
 @pytest.mark.mpi(min_size=4, max_size=4)
 @pytest.mark.parametrize("keys", [(), ("layout.pipeline=2", "layout.tensor=1")], ids=["data", "pipeline"])
-def test_slices_and_whole_sums_have_the_same_bits(
+def test_zero_1_has_the_bits_of_zero_0(
     world: World, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...]
 ) -> None:
     on_nodes(monkeypatch, 1 if keys else 2)
@@ -93,7 +93,7 @@ def test_slices_and_whole_sums_have_the_same_bits(
         (("compress=onebit", "warmup=4"), 4),
     ],
 )
-def test_all_forms_act_between_nodes(
+def test_all_methods_compress_between_nodes(
     world: World, monkeypatch: pytest.MonkeyPatch, form: tuple[str, ...], per_node: int
 ) -> None:
     on_nodes(monkeypatch, per_node)
@@ -106,8 +106,8 @@ def test_all_forms_act_between_nodes(
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)
-def test_warm_up_is_that_of_ranks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, before anything is compressed."""
+def test_warm_up_is_exact_between_nodes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The updates before compression have the bits of exact sums."""
     on_nodes(monkeypatch, 2)
     found = losses(trainer(world, small_deck(*NODES, "communication.warmup=2")))
     exact = losses(trainer(world, small_deck()))
@@ -115,7 +115,7 @@ def test_warm_up_is_that_of_ranks(world: World, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)
-def test_ranks_of_a_node_take_turns_and_send_what_the_forms_say(
+def test_ranks_of_a_node_take_turns_and_send_the_bytes_of_the_closed_form(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_nodes(monkeypatch, 2)
@@ -155,7 +155,7 @@ def nodes_of(ranks: int, per_node: int, *keys: str) -> NodePeers | None:
     return cut_by_node(deck, mesh)(mesh.group("data", "context"))
 
 
-def test_groups_are_cut_by_node() -> None:
+def test_groups_are_split_by_node() -> None:
     def sizes(nodes: NodePeers | None) -> tuple[int, int] | None:
         return nodes and (nodes.inside.size, nodes.between.size)
 
@@ -166,7 +166,7 @@ def test_groups_are_cut_by_node() -> None:
     assert nodes_of(8, 4, "communication.compress_between=ranks") is None
 
 
-def test_nodes_of_unequal_ranks_are_refused() -> None:
+def test_nodes_with_different_numbers_of_ranks_are_refused() -> None:
     with pytest.raises(
         HpctrainError, match=r"compress_between.*the same number of data x context ranks on every node"
     ):
@@ -174,8 +174,8 @@ def test_nodes_of_unequal_ranks_are_refused() -> None:
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)
-def test_stages_that_are_cut_differently_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two ends of tied embeddings would be summed in other orders."""
+def test_stages_that_are_split_differently_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two ends of tied embeddings would be summed in different orders."""
     places = [0, 0, 1, 2]
 
     def nodes(_: Mesh, group: Group) -> list[int]:
@@ -186,6 +186,6 @@ def test_stages_that_are_cut_differently_are_refused(world: World, monkeypatch: 
         trainer(world, small_deck(*NODES, "layout.pipeline=2"))
 
 
-def test_ranks_take_turns_by_what_they_have_to_do() -> None:
+def test_the_rank_with_the_least_work_takes_the_next_turn() -> None:
     nodes = NodePeers(Mock(size=2), Mock())
     assert [nodes.turn(elements) for elements in (10, 4, 4, 4, 1)] == [0, 1, 1, 1, 0]

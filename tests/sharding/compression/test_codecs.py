@@ -1,4 +1,4 @@
-"""Codes of blocks against numpy."""
+"""Compare codes of blocks with NumPy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_signs_are_packed_as_numpy_packs_them() -> None:
     assert torch.equal(again, positive) and torch.equal(same, scales)
 
 
-def test_a_sign_stands_for_the_mean_magnitude_of_its_block() -> None:
+def test_a_sign_is_decoded_as_the_mean_magnitude_of_its_block() -> None:
     values = blocks(5)
     values[BLOCK + 10 : 2 * BLOCK] = 0  # a block of ten elements
     values[4 * BLOCK :] = 0
@@ -42,7 +42,7 @@ def test_a_sign_stands_for_the_mean_magnitude_of_its_block() -> None:
 
 
 @pytest.mark.parametrize(("form", "error"), [("bf16", 2.0**-8), ("int8", 1 / 253)])
-def test_what_is_rounded_is_off_by_its_last_bit(form: str, error: float) -> None:
+def test_rounding_errors_are_bounded(form: str, error: float) -> None:
     values, codec = blocks(6), RoundedCodec(form)  # type: ignore[arg-type]
     code = codec.encode(values, torch.full((6,), float(BLOCK)))
     assert code.numel() == 6 * (codec.width + codec.scale)
@@ -54,7 +54,7 @@ def test_what_is_rounded_is_off_by_its_last_bit(form: str, error: float) -> None
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_still_seen(codec: Codec, bad: float) -> None:
+def test_values_that_are_not_finite_remain_so(codec: Codec, bad: float) -> None:
     values = blocks(3)
     values[BLOCK + 7] = bad
     decoded = codec.decode(codec.encode(values, torch.full((3,), float(BLOCK)))).view(3, BLOCK)
@@ -63,6 +63,6 @@ def test_what_is_not_finite_is_still_seen(codec: Codec, bad: float) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_no_blocks_have_no_code(codec: Codec) -> None:
+def test_no_blocks_have_an_empty_code(codec: Codec) -> None:
     code = codec.encode(torch.zeros(0), torch.zeros(0))
     assert code.numel() == 0 and codec.decode(code).numel() == 0

@@ -1,4 +1,4 @@
-"""Two-way sums of codes against numpy, which knows no buckets, owners or bytes.
+"""Compare sums of codes with NumPy, without buckets, owners and bytes.
 
 Tests of sharding/compression/blocks.py and sharding/compression/majority.py, too.
 """
@@ -18,7 +18,7 @@ from tests.sharding.compression.given import ODD, Array, buckets_of, fill, given
 
 
 def rows_of(values: Array) -> Array:
-    """The blocks of a parameter, the last one filled up with zeros."""
+    """Return the blocks of a parameter. Zeros fill the last one up."""
     return np.pad(values, (0, -len(values) % BLOCK)).reshape(-1, BLOCK)
 
 
@@ -53,7 +53,7 @@ CODES = {
 
 
 class Reference:
-    """The sums of one parameter, of all ranks' gradients."""
+    """Sums of all ranks' gradients of one parameter."""
 
     def __init__(self, name: str, length: int, ranks: int, code, feedback: bool, returns: bool) -> None:
         self.name, self.length, self.code, self.feedback, self.returns = name, length, code, feedback, returns
@@ -84,7 +84,7 @@ class Reference:
 def test_sums_are_those_of_numpy(
     world: World, monkeypatch: pytest.MonkeyPatch, name: str, keys: tuple[str, ...], feedback: bool
 ) -> None:
-    """Buckets are coded in several pieces."""
+    """Encode buckets in several pieces."""
     monkeypatch.setattr(compressed_reduction, "AT_ONCE", 3)
     codec, code = CODES[name]
     for bucket in buckets_of(world, *keys):
@@ -127,7 +127,7 @@ def vote(name: str, length: int, ranks: int, step: int) -> Array:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("keys", [ODD, (*ODD, "layout.zero=1")], ids=str)
-def test_the_majority_has_it(world: World, keys: tuple[str, ...]) -> None:
+def test_the_majority_vote_decides_signs(world: World, keys: tuple[str, ...]) -> None:
     for bucket in buckets_of(world, *keys):
         found = summed(bucket, MajorityVote(bucket), fill(bucket, world.rank, 1))
         names = {s.parameter.shard.name: s.length for s in bucket.segments}

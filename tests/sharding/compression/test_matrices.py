@@ -1,4 +1,4 @@
-"""Elements of factors, told from shapes: the ratios that the paper publishes, and which matrices go whole."""
+"""Number of elements of factors: the ratios that the paper publishes, and matrices that are sent in full."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.sharding.compression.given import message_elements
 
 
 def resnet18() -> list[tuple[int, ...]]:
-    """The shapes of ResNet-18 for CIFAR-10, as in the paper's table of them: 11,173,962 parameters."""
+    """Return the shapes of ResNet-18 for CIFAR-10, as in the paper: 11,173,962 parameters."""
     shapes: list[tuple[int, ...]] = [(64, 27), (64,), (64,)]
     inputs = 64
     for outputs in (64, 128, 256, 512):
@@ -29,7 +29,7 @@ def resnet18() -> list[tuple[int, ...]]:
 
 
 def lstm() -> list[tuple[int, ...]]:
-    """Three layers of 650 units on 28,869 words, whose vectors go in and, tied, come out: 28,949,319."""
+    """Return the shapes of three layers of 650 units with 28,869 tied word vectors: 28,949,319 parameters."""
     layer: list[tuple[int, ...]] = [(2600, 650), (2600, 650), (2600,), (2600,)]
     return [(28869, 650), *3 * layer, (28869,)]
 
@@ -47,7 +47,7 @@ def test_ratios_are_the_published_ones() -> None:
             assert round(elements / sum(message_elements(shapes, rank)), digits) == ratio, rank
 
 
-def test_factors_that_would_be_no_smaller_are_not_made() -> None:
+def test_matrices_are_sent_in_full_if_factors_are_not_smaller() -> None:
     assert factor_rank(100, 100, 4) == 4
     assert factor_rank(9, 100, 16) == 0  # 9 x 109 of 900
     assert factor_rank(8, 8, 4) == 0  # just as many

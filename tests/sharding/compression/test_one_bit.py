@@ -1,4 +1,4 @@
-"""1-bit Adam against numpy: the updates of AdamW's rule, too."""
+"""Compare 1-bit Adam with NumPy, with the updates of AdamW."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEYS = ("communication.compress=onebit", f"communication.warmup={WARMUP}", "opti
 
 
 def trained(values: Array, name: str, ranks: int, decay: float) -> Array:
-    """A parameter after ten steps."""
+    """Return a parameter after ten steps."""
     values, length = values.copy(), len(values)
     mean, square = np.zeros(length, np.float32), np.zeros(length, np.float32)
     parts = np.zeros((ranks, length), np.float32)  # of the momentum
@@ -79,7 +79,7 @@ def test_updates_are_those_of_numpy(world: World, keys: tuple[str, ...]) -> None
 
 
 @pytest.mark.mpi(min_size=1, max_size=1)
-def test_a_rank_alone_has_exact_momentum(world: World) -> None:
+def test_a_single_rank_has_exact_momentum(world: World) -> None:
     deck = small_deck(*KEYS)
     training = trainer(world, deck)
     bucket = training.engine.stage.buckets[0]

@@ -1,4 +1,4 @@
-"""PowerSGD against plain numpy, and runs with it on several layouts."""
+"""Compare PowerSGD with NumPy, and run it on several layouts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
 
 
 def bucket_of(world: World, shapes: Mapping[str, tuple[int, ...]] = SHAPES, zero: int = 0) -> Bucket:
-    """One bucket of parameters of these shapes on all ranks."""
+    """Return one bucket of parameters of these shapes on all ranks."""
     mesh = Mesh(world, {"data": world.size})
     replications = Replications(
         mesh, lambda everyone: ZeroSharding(zero, everyone, mesh.new_subgroup("data", 1))
@@ -51,7 +51,7 @@ def bucket_of(world: World, shapes: Mapping[str, tuple[int, ...]] = SHAPES, zero
 
 
 def gradients_of(step: int, rank: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Array]:
-    """Those of one rank in one step: a part that all ranks and steps have in common, and noise."""
+    """Return the gradients of one rank in one step: a part common to all ranks and steps, plus noise."""
     common, noise = np.random.default_rng(1), np.random.default_rng([2, step, rank])
     return {
         name: (common.normal(size=shape) + 0.5 * noise.normal(size=shape)).astype(np.float32).astype(float)
@@ -60,7 +60,7 @@ def gradients_of(step: int, rank: int, shapes: Mapping[str, tuple[int, ...]] = S
 
 
 def summed(bucket: Bucket, reduction: PowerSgd, given: Mapping[str, Array]) -> dict[str, Array]:
-    """What becomes of a rank's gradients in a step."""
+    """Return the sums of a rank's gradients in a step."""
     fill(bucket, given)
     whole = bucket.final_gradients()
     reduction.begin(0)
@@ -93,7 +93,7 @@ def state_of(reduction: PowerSgd, kind: str) -> dict[str, Array]:
 
 
 class Reference:
-    """The algorithm of the paper (Algorithms 1 and 2), for one matrix of several workers, in fp64."""
+    """Algorithms 1 and 2 of the paper for one matrix of several workers, in fp64."""
 
     def __init__(self, name: str, shape: tuple[int, ...], workers: int, rank: int) -> None:
         n, m = shape[0], prod(shape[1:])
@@ -116,7 +116,7 @@ def close(found: Array, expected: Array, tolerance: float = 1e-5) -> bool:
 
 
 @pytest.mark.mpi(min_size=2, max_size=4)
-def test_five_steps_are_those_of_plain_numpy(world: World) -> None:
+def test_five_steps_are_those_of_numpy(world: World) -> None:
     bucket = bucket_of(world)
     summation = PowerSgd(bucket, RANK, SEED)
     factored = [name for name in SHAPES if name not in {"small", "bias"}]
@@ -142,8 +142,8 @@ def test_five_steps_are_those_of_plain_numpy(world: World) -> None:
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
-def test_as_many_columns_as_a_matrix_has_give_it_back(world: World) -> None:
-    """Where they would not pay a matrix goes whole: here the threshold is beside the point."""
+def test_factors_of_full_rank_are_exact(world: World) -> None:
+    """Ignore the threshold above which a matrix is sent in full."""
     shapes = {"tall": (200, 5), "wide": (6, 300)}
     bucket = bucket_of(world, shapes)
     summation = PowerSgd(bucket, 4, SEED)
@@ -161,7 +161,7 @@ def test_as_many_columns_as_a_matrix_has_give_it_back(world: World) -> None:
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
-def test_what_is_sent_and_what_is_owed_are_what_was_given(world: World) -> None:
+def test_sums_and_residuals_add_up_to_the_gradients(world: World) -> None:
     bucket = bucket_of(world)
     summation = PowerSgd(bucket, 2, SEED)
     total = {name: np.zeros(shape) for name, shape in SHAPES.items()}
@@ -182,8 +182,8 @@ def test_what_is_sent_and_what_is_owed_are_what_was_given(world: World) -> None:
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
-def test_what_is_owed_of_vectors_is_paid_at_once(world: World) -> None:
-    """As a run owes it that went on from one which sent them in another way."""
+def test_residuals_of_vectors_are_added_to_the_first_sums(world: World) -> None:
+    """Start like a run that resumes from one with another method, which left residuals of vectors."""
     bucket = bucket_of(world)
     summation = PowerSgd(bucket, 2, SEED)
     for tensor in summation.state():
@@ -195,8 +195,8 @@ def test_what_is_owed_of_vectors_is_paid_at_once(world: World) -> None:
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
-def test_matrices_without_gradients_stay_zero_and_wake_up(world: World) -> None:
-    """A zero matrix, one with rows and columns of zeros, and one of a rank below that of the factors."""
+def test_matrices_without_gradients_stay_zero_until_they_have_some(world: World) -> None:
+    """Test a zero matrix, one with rows and columns of zeros, and one of lower rank than its factors."""
     shapes = {"zero": (40, 30), "sparse": (41, 31), "line": (42, 32)}
     bucket = bucket_of(world, shapes)
     summation = PowerSgd(bucket, 4, SEED)
@@ -220,7 +220,7 @@ def test_matrices_without_gradients_stay_zero_and_wake_up(world: World) -> None:
 
 @pytest.mark.mpi(min_size=1, max_size=1)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows_and_leaves_no_trace(world: World, bad: float) -> None:
+def test_gradients_that_are_not_finite_leave_finite_state(world: World, bad: float) -> None:
     bucket = bucket_of(world)
     summation, other = PowerSgd(bucket, RANK, SEED), PowerSgd(bucket, RANK, SEED)
     given = gradients_of(0, 0)
@@ -241,7 +241,7 @@ def test_what_is_not_finite_shows_and_leaves_no_trace(world: World, bad: float) 
 
 
 @pytest.mark.mpi(min_size=1, max_size=1)
-def test_nothing_is_owed_without_feedback(world: World) -> None:
+def test_there_are_no_residuals_without_feedback(world: World) -> None:
     bucket = bucket_of(world)
     summation = PowerSgd(bucket, RANK, SEED, feedback=False)
     given = gradients_of(0, 0)
@@ -254,8 +254,8 @@ def test_nothing_is_owed_without_feedback(world: World) -> None:
     assert {tensor.kind for tensor in summation.state()} == {"reducer/q"}
 
 
-def test_columns_are_orthonormal_however_alike_they_were() -> None:
-    """Columns of lengths from 1e-8 to 1e8, nearly parallel, doubled, and zero."""
+def test_columns_are_orthonormal_however_similar_they_were() -> None:
+    """Test columns of lengths from 1e-8 to 1e8, nearly parallel, repeated, and zero."""
     draw = np.random.default_rng(5)
     plain = draw.normal(size=(3, 50, 4)) * [1e-8, 1.0, 1e3, 1e8]
     near = plain[:1] * 0 + draw.normal(size=(1, 50, 1)) + 1e-3 * draw.normal(size=(1, 50, 4))
@@ -309,8 +309,8 @@ def run(world: World, *keys: str, steps: int = 3) -> tuple[Trainer, list[float]]
     ],
     ids=["plain", "bf16", "context", "frozen", "experts"],
 )
-def test_slices_train_as_whole_sums_do(world: World, keys: tuple[str, ...]) -> None:
-    """Bit for bit, and not as exact sums would."""
+def test_zero_1_trains_like_zero_0(world: World, keys: tuple[str, ...]) -> None:
+    """The results have the same bits, and differ from those of exact sums."""
     whole, losses = run(world, *POWER, *keys)
     cut, of_slices = run(world, *POWER, *keys, "layout.zero=1")
     assert of_slices == losses
@@ -322,7 +322,7 @@ def test_slices_train_as_whole_sums_do(world: World, keys: tuple[str, ...]) -> N
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_columns_that_do_not_pay_leave_the_exact_sums(world: World) -> None:
+def test_sums_are_exact_if_factors_are_not_smaller(world: World) -> None:
     _, losses = run(world, "communication.compress=powersgd", "communication.powersgd.rank=32")
     assert losses == run(world)[1]
 
@@ -339,16 +339,16 @@ def test_columns_that_do_not_pay_leave_the_exact_sums(world: World) -> None:
     ],
     ids=["pipeline", "slices", "sequence", "shared", "experts"],
 )
-def test_ranks_that_hold_the_same_get_the_same_bits(world: World, keys: tuple[str, ...]) -> None:
-    """Ends of tied embeddings, tensor ranks with the same norms or heads; losses are close to exact ones."""
+def test_ranks_with_the_same_piece_get_the_same_bits(world: World, keys: tuple[str, ...]) -> None:
+    """Compare ends of tied embeddings, and tensor ranks with the same norms or heads."""
     _, losses = run(world, *POWER, *keys, "batch.global_size=16")
     _, exact = run(world, *keys, "batch.global_size=16")
     assert exact != losses and exact == pytest.approx(losses, rel=0.1)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_steps_that_are_skipped_leave_no_trace(world: World) -> None:
-    """The scale of the loss begins too large."""
+def test_skipped_steps_do_not_change_residuals(world: World) -> None:
+    """Start with a loss scale that is too large."""
     keys = ("precision.compute=fp16", "precision.initial_loss_scale=16777216", "run.steps=20")
     training = trainer(world, small_deck(*POWER, *keys))
     skipped = [result.skipped for result in training.train(12)]

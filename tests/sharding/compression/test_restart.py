@@ -1,4 +1,4 @@
-"""Runs with compressed sums go on: on the same layout bit for bit, on others owing the same in sum."""
+"""Resume runs with compressed sums, on the same layout bit by bit, on others with equal residuals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KNOWN = get_args(Communication.model_fields["compress"].annotation)
 NAMES = [each for each in KNOWN if each not in {"none", *LIKE_SIGN}]
 NEEDED = {"onebit": ("communication.warmup=1", "optimizer.clip=0")}
 FORMS = {name: (f"communication.compress={name}", *NEEDED.get(name, ())) for name in NAMES}
-"""All that there are and differ, with what some cannot do without."""
+"""Keys of all methods that differ, with those that they require."""
 
 SGD = ("optimizer.name=sgd", "optimizer.sgd.momentum=0.9")
 RESIDUAL = "reducer/residual"
@@ -51,7 +51,7 @@ def made(world: World, folder: Path, *keys: str) -> tuple[Trainer, Checkpoints]:
 
 
 def contents(training: Trainer) -> dict[tuple[str, str, tuple[int, ...]], Tensor]:
-    """This rank's state by kind, name and place."""
+    """Return this rank's state by kind, name and place."""
     return {
         (tensor.kind, tensor.shard.name, tuple(tensor.shard.start)): torch.cat(
             [piece.clone() for _, piece in read_pieces(tensor.values)]
@@ -68,7 +68,7 @@ def saved(training: Trainer, checkpoints: Checkpoints) -> Path:
 
 
 def residuals(path: Path) -> dict[str, np.ndarray]:
-    """The sum of what all ranks owe, by parameter."""
+    """Return the sum of all ranks' residuals by parameter."""
     found: dict[str, np.ndarray] = {}
 
     def visit(name: str, item: object) -> None:
@@ -87,7 +87,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
 
 @pytest.mark.mpi(min_size=2, max_size=4)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_layout_goes_on_bit_for_bit(
+def test_the_same_layout_resumes_bit_by_bit(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     if (world.size > 2) != (layout in {"between", "replicas"}):
@@ -111,10 +111,10 @@ def test_the_same_layout_goes_on_bit_for_bit(
 
 @pytest.mark.mpi(min_size=4, max_size=4)
 @pytest.mark.parametrize("form", [*FORMS, "between"])
-def test_on_fewer_ranks_or_more_the_same_is_owed(
+def test_another_number_of_ranks_has_the_same_residuals(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    """From four data ranks to two and back; from two nodes to one rank a node."""
+    """Change from four data ranks to two and back, and from two nodes to one rank per node."""
     keys = {**FORMS, "between": BETWEEN}[form]
     two_nodes(monkeypatch, world)
     training, checkpoints = made(world, mpi_tmp_path / "four", *keys)
@@ -141,8 +141,8 @@ def test_on_fewer_ranks_or_more_the_same_is_owed(
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("form", ["sign", "int8"])
-def test_with_zero_or_without_the_same_is_owed(world: World, mpi_tmp_path: Path, form: str) -> None:
-    """What owners lost of sums too, which have none of their own where ZeRO cuts."""
+def test_another_stage_of_zero_has_the_same_residuals(world: World, mpi_tmp_path: Path, form: str) -> None:
+    """Keep also the residuals of owners, which do not exist with ZeRO."""
     keys = f"communication.compress={form}"
     training, checkpoints = made(world, mpi_tmp_path / "whole", keys)
     training.train(2)
@@ -161,8 +161,8 @@ def test_with_zero_or_without_the_same_is_owed(world: World, mpi_tmp_path: Path,
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_another_form_pays_what_is_owed(world: World, mpi_tmp_path: Path) -> None:
-    """Of vectors, too, which factors never owe: the first sums have it."""
+def test_another_method_adds_the_residuals(world: World, mpi_tmp_path: Path) -> None:
+    """Add also residuals of vectors, which PowerSGD never has, to the first sums."""
     training, checkpoints = made(world, mpi_tmp_path / "a", *FORMS["sign"])
     training.train(2)
     path = saved(training, checkpoints)
@@ -183,8 +183,8 @@ def test_another_form_pays_what_is_owed(world: World, mpi_tmp_path: Path) -> Non
 
 @pytest.mark.mpi(min_size=4, max_size=4)
 @pytest.mark.parametrize("model", [(), LLAMA], ids=["gpt2", "llama"])
-def test_another_tensor_size_goes_on(world: World, mpi_tmp_path: Path, model: tuple[str, ...]) -> None:
-    """Pieces are other matrices there, whose factors begin anew; what is owed stays."""
+def test_another_tensor_size_resumes(world: World, mpi_tmp_path: Path, model: tuple[str, ...]) -> None:
+    """Pieces are other matrices then, so their factors start again. Residuals remain."""
     keys = ("communication.compress=powersgd", *model)
     training, checkpoints = made(world, mpi_tmp_path / "a", *keys)
     training.train(2)
@@ -209,7 +209,7 @@ def test_another_tensor_size_goes_on(world: World, mpi_tmp_path: Path, model: tu
     ],
     ids=["onebit", "topk"],
 )
-def test_exact_runs_go_on_with_the_momentum_they_have(
+def test_exact_runs_resume_with_their_momentum(
     world: World,
     mpi_tmp_path: Path,
     zero: str,
@@ -218,7 +218,7 @@ def test_exact_runs_go_on_with_the_momentum_they_have(
     kept: str,
     kind: str,
 ) -> None:
-    """The parts of all ranks add up to it, whoever has them."""
+    """The parts of all ranks add up to the momentum."""
     exact, checkpoints = made(world, mpi_tmp_path, zero, *before)
     exact.train(3)
     path = saved(exact, checkpoints)
@@ -240,8 +240,8 @@ def test_exact_runs_go_on_with_the_momentum_they_have(
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_plan_knows_what_a_form_takes_beside_gradients(world: World, name: str) -> None:
-    """Of shapes alone as of the device that a run computes on; on a GPU larger pieces are coded at a time."""
+def test_a_plan_predicts_the_memory_of_a_method(world: World, name: str) -> None:
+    """Predict the bytes from shapes alone. A GPU encodes larger pieces at a time."""
     wide = ("model.vocabulary=8191", "model.hidden=64", "batch.global_size=16")
     deck = small_deck(f"communication.compress={name}", *NEEDED.get(name, ()), *wide)
     engine = trainer(world, deck).engine

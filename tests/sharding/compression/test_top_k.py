@@ -1,4 +1,4 @@
-"""The largest elements with their momentum, against numpy."""
+"""Compare sums of the largest elements, and their momentum, with NumPy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RATIO, WARMUP = 0.07, 2
 
 
 class Reference:
-    """The sums of one parameter: u = m u + g, v += u, and what is sent begins again."""
+    """Sums of one parameter: u = m u + g, v += u, and elements that are sent become zero."""
 
     def __init__(self, name: str, length: int, ranks: int, momentum: float) -> None:
         self.name, self.length, self.momentum = name, length, np.float32(momentum)
@@ -57,7 +57,7 @@ def test_sums_are_those_of_numpy(world: World, momentum: float, keys: tuple[str,
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_what_is_sent_and_what_is_kept_add_up(world: World) -> None:
+def test_sent_and_unsent_elements_add_up_to_the_gradients(world: World) -> None:
     for bucket in buckets_of(world, *ODD):
         summation, everything = TopK(bucket, RATIO, 0.0, 0), np.zeros(bucket.length)
         for step in range(4):

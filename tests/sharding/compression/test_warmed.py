@@ -1,4 +1,4 @@
-"""Compression in training: exact at first, state that comes back, layouts, loss scale, plan and ledger."""
+"""Compression in training: exact first updates, resumed state, layouts, loss scale, plan and ledger."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_all_elements_are_the_exact_sum(world: World) -> None:
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize(("form", "zero"), list(zip(FORMS, cycle((0, 1)))))
-def test_it_is_exact_at_first_and_learns_in_fewer_bytes(world: World, form: str, zero: int) -> None:
+def test_first_updates_are_exact_and_later_ones_send_fewer_bytes(world: World, form: str, zero: int) -> None:
     keys = (f"layout.zero={zero}", *(("learning_rate.peak=3e-2",) if form == "dgc" else ()))
     exact, compressed = made(world, exact_of(form, *keys)), made(world, deck_of(form, *keys))
     losses = [step.loss for step in exact.train(WARMUP)]
@@ -100,8 +100,8 @@ def test_a_run_goes_on_bit_for_bit(world: World, mpi_tmp_path: Path, form: str, 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("form", ["vote", "onebit", "dgc"])
-def test_zero_cuts_what_all_would_have(world: World, form: str) -> None:
-    """Of those whose sums come whole, or are coded without any loss, bit for bit."""
+def test_zero_has_slices_of_the_same_sums(world: World, form: str) -> None:
+    """Compare bits if sums are returned in full, or are encoded without loss."""
     whole, cut = made(world, deck_of(form)), made(world, deck_of(form, "layout.zero=1"))
     assert [step.loss for step in cut.train(5)] == [step.loss for step in whole.train(5)]
     assert same(whole, cut)
@@ -122,8 +122,8 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @pytest.mark.mpi(min_size=4, max_size=4)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_copies_stay_the_same_on_any_layout(world: World, layout: str) -> None:
-    """Padding stays zero, too: of the vocabulary, and behind parameters."""
+def test_replicas_stay_equal_on_any_layout(world: World, layout: str) -> None:
+    """Padding of the vocabulary and after parameters remains zero, too."""
     keys, forms = LAYOUTS[layout]
     for form in forms:
         training = made(world, deck_of(form, *keys, warmup=3))
@@ -145,8 +145,8 @@ def test_copies_stay_the_same_on_any_layout(world: World, layout: str) -> None:
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("form", ["sign", "onebit", "dgc"])
-def test_what_is_kept_is_of_the_scale_of_the_loss(world: World, form: str) -> None:
-    """Steps that overflow leave nothing that is not finite; afterwards it is as in single precision."""
+def test_residuals_follow_the_loss_scale(world: World, form: str) -> None:
+    """Steps that overflow leave finite state. Later steps are like those in single precision."""
     keys = (
         "precision.compute=fp16",
         "precision.initial_loss_scale=16777216",
@@ -166,7 +166,7 @@ def test_what_is_kept_is_of_the_scale_of_the_loss(world: World, form: str) -> No
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize(("form", "zero"), list(zip(FORMS, cycle((1, 0)))))
-def test_state_is_planned_as_it_is_held(world: World, form: str, zero: int) -> None:
+def test_planned_state_is_the_measured_one(world: World, form: str, zero: int) -> None:
     training = made(world, deck_of(form, f"layout.zero={zero}"))
     planned = plan_memory(training.deck, world.size, 61).stages[0].memory
     ledger = MemoryLedger(training.engine, training.activations, plan_memory(training.deck, 2, 61), Path())
@@ -182,7 +182,7 @@ def test_state_is_planned_as_it_is_held(world: World, form: str, zero: int) -> N
 
 
 def moved(world: World, keys: Sequence[str]) -> tuple[Trainer, dict[str, int]]:
-    """Bytes of a compressed step by operation of the data ranks."""
+    """Return the bytes of a compressed step by operation of the data ranks."""
     training = made(world, keys)
     world.ledger.reset()
     training.train(1)
@@ -207,7 +207,7 @@ def test_bytes_are_those_of_the_closed_form(world: World, form: str, bits: int, 
 
 
 @pytest.mark.mpi(min_size=2)
-def test_bytes_of_the_largest_are_theirs_and_their_places(world: World) -> None:
+def test_top_k_sends_elements_and_indices(world: World) -> None:
     training, bytes_of = moved(world, deck_of("topk", warmup=0))
     lengths = [s.length for bucket in training.engine.stage.buckets for s in bucket.segments]
     assert bytes_of == {"all_gather": 8 * world.size * sum(ceil(0.1 * length) for length in lengths)}

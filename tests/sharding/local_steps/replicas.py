@@ -1,4 +1,4 @@
-"""What replicas are to do, worked out from runs of one rank each."""
+"""Expected results of replicas, computed from runs of one rank each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engines import Trainer
 
 
 class Share(Batches):
-    """The samples of data rank `number` of `count`, for a rank that trains by itself."""
+    """Samples of data rank `number` of `count`, for a rank that trains alone."""
 
     def __init__(self, batches: Batches, number: int, count: int) -> None:
         super().__init__(batches.source, 1)
@@ -31,7 +31,7 @@ class Share(Batches):
 
 
 def singles(world: World, deck: Deck, batches: Batches, replicas: int) -> list[Trainer]:
-    """Trainers of one rank, each of the samples of one of so many replicas."""
+    """Return trainers of one rank, each with the samples of one of the replicas."""
     deck, one = on_one_rank(deck), world.single_rank_world()
     return [
         Trainer(
@@ -44,7 +44,7 @@ def singles(world: World, deck: Deck, batches: Batches, replicas: int) -> list[T
 
 
 class Expected:
-    """Local SGD, DiLoCo and its streaming form, one parameter by name after the other."""
+    """Local SGD, DiLoCo and streaming DiLoCo, computed parameter by parameter."""
 
     def __init__(self, deck: Deck, runs: Sequence[Trainer]) -> None:
         self.keys, self.runs, self.step = deck.layout.local_steps, runs, 0
@@ -83,7 +83,7 @@ class Expected:
 
 
 def outer_of(training: Trainer) -> dict[str, Tensor]:
-    """This rank's piece of every parameter of the outer model, by name."""
+    """Return this rank's piece of every parameter of the outer model, by name."""
     engine = training.engine
     assert isinstance(engine.stage.outer, LocalSteps)
     with engine.stage.outer.common_weights(engine.stage.optimizer):

@@ -1,4 +1,4 @@
-"""What is synchronized when: every element once, the same blocks on every layout."""
+"""Fragments and their schedule: each element is in one fragment, and blocks are the same on every layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_fragments_take_turns() -> None:
 @pytest.mark.mpi(min_size=1, max_size=4)
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_every_trained_element_is_in_one_fragment(world: World, count: int) -> None:
-    """Blocks go by their numbers, in every stage of a pipeline, whatever ZeRO cuts."""
+    """The fragment of a block depends on its number alone, on every stage and with every stage of ZeRO."""
     keys = [
         "layout.local_steps.outer=diloco",
         "layout.local_steps.steps=4",

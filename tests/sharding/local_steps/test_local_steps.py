@@ -1,4 +1,4 @@
-"""Replicas that make steps by themselves, against runs of one rank and formulas worked out here.
+"""Compare replicas with local steps with runs of one rank and with formulas.
 
 Tests of sharding/local_steps/local_steps.py, and of what steps, plans, checks and checkpoints know of
 replicas.
@@ -28,16 +28,16 @@ REPLICAS = "layout.local_steps.replicas=2"
 CLIP = "optimizer.clip=0.1"
 DILOCO = ("layout.local_steps.outer=diloco", REPLICAS, CLIP)
 CALM = "optimizer.epsilon=1e-3"
-"""With less AdamW makes steps of an element whose gradient is hardly more than rounding."""
+"""With a smaller epsilon, AdamW makes steps with gradients that are mostly rounding errors."""
 
 
 def keys(**values: object) -> tuple[str, ...]:
-    """Keys of [communication]."""
+    """Return keys of [communication]."""
     return tuple(f"communication.{name}={value}" for name, value in values.items())
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float) -> None:
-    """Without the biases of keys, whose gradients are rounding alone, which AdamW makes whole steps of."""
+    """Return parameters without the biases of keys, whose gradients are rounding errors only."""
     for name, values in found.items():
         if name.endswith("attention.key.bias"):
             continue
@@ -51,8 +51,8 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("blend", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("delay", [0, 1])
-def test_fragments_that_come_late_and_blend_are_as_worked_out(world: World, delay: int, blend: float) -> None:
-    """Streaming DiLoCo: two fragments, each every third step, a step apart."""
+def test_delayed_and_blended_fragments_are_as_expected(world: World, delay: int, blend: float) -> None:
+    """Test streaming DiLoCo with two fragments, each in every third step, one step after the other."""
     deck = small_deck(*DILOCO, CALM, *keys(local_steps=3, fragments=2, delay=delay, blend=blend))
     training = trainer(world, deck, masked=0.0)
     expected = Expected(deck, singles(world, deck, training.step.batches, 2))
@@ -70,7 +70,7 @@ def test_fragments_that_come_late_and_blend_are_as_worked_out(world: World, dela
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_local_sgd_is_the_mean_of_runs_of_one_rank(world: World, zero: int) -> None:
-    """Bit for bit the runs of one rank until they meet, clipped by norms of their own."""
+    """Until the first synchronization, replicas have the bits of runs of one rank."""
     deck = small_deck(REPLICAS, CLIP, CALM, f"layout.zero={zero}", *keys(local_steps=3))
     training = trainer(world, deck, masked=0.0)
     expected = Expected(deck, singles(world, deck, training.step.batches, 2))
@@ -106,7 +106,7 @@ def test_replicas_of_two_ranks_train_as_those_of_one(world: World, layout: str) 
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_a_step_each_of_plain_sgd_is_data_parallel(world: World) -> None:
+def test_one_local_step_of_sgd_is_data_parallel(world: World) -> None:
     sgd = ("optimizer.name=sgd", "optimizer.clip=0")
     one = keys(outer="diloco", outer_learning_rate=1.0, outer_momentum=0.0)
     apart = trainer(world, small_deck(*sgd, *one, REPLICAS))
@@ -117,7 +117,7 @@ def test_a_step_each_of_plain_sgd_is_data_parallel(world: World) -> None:
 
 
 @pytest.mark.mpi(min_size=1, max_size=1)
-def test_one_replica_whose_outer_steps_take_all_is_plain(world: World) -> None:
+def test_one_replica_with_outer_rate_1_trains_as_without_replicas(world: World) -> None:
     one = keys(outer="diloco", outer_learning_rate=1.0, outer_momentum=0.0, local_steps=2)
     apart, plain = trainer(world, small_deck(*one)), trainer(world, small_deck())
     assert isinstance(apart.engine.stage.outer, LocalSteps) and isinstance(
@@ -129,8 +129,8 @@ def test_one_replica_whose_outer_steps_take_all_is_plain(world: World) -> None:
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_in_warm_up_replicas_are_data_parallel(world: World) -> None:
-    """Post-local SGD: bit for bit, in each of them; then they part."""
+def test_replicas_are_data_parallel_in_the_warm_up(world: World) -> None:
+    """In the warm-up of post-local SGD all replicas have the same bits; afterwards they diverge."""
     plain = trainer(world, small_deck(CLIP))
     apart = trainer(world, small_deck(*DILOCO, *keys(local_steps=2, warmup=3)))
     for _ in range(3):
@@ -143,12 +143,12 @@ def test_in_warm_up_replicas_are_data_parallel(world: World) -> None:
 
 
 def sent(training: Trainer) -> int:
-    """Bytes between replicas since the ledger was reset."""
+    """Return the bytes between replicas since the ledger was reset."""
     return sum(row.bytes for row in training.engine.world.ledger.rows() if row.axis == "replicas")
 
 
 def elements(training: Trainer) -> int:
-    """What is this rank's own, padding included."""
+    """Return the number of elements that this rank owns, including padding."""
     return sum(bucket.owned_slice.stop - bucket.owned_slice.start for bucket in training.engine.stage.buckets)
 
 
@@ -181,8 +181,8 @@ def test_bytes_between_replicas(world: World, more: tuple[str, ...], every: floa
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
-def test_fewer_bits_train_nearly_the_same(world: World, form: str) -> None:
-    """All replicas have the same outer model, which differs from the exact one."""
+def test_formats_with_fewer_bits_train_nearly_the_same(world: World, form: str) -> None:
+    """All replicas have the same outer model, which differs from that of exact sums."""
     exact = trainer(world, small_deck(*DILOCO, *keys(local_steps=2, delay=1)))
     short = trainer(world, small_deck(*DILOCO, *keys(local_steps=2, delay=1, outer_format=form)))
     losses = [step.loss for step in exact.train(7)]
@@ -196,7 +196,7 @@ def test_fewer_bits_train_nearly_the_same(world: World, form: str) -> None:
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_evaluation_is_of_the_outer_model(world: World, compute: str) -> None:
+def test_evaluation_uses_the_outer_model(world: World, compute: str) -> None:
     deck = small_deck(*DILOCO, *keys(local_steps=4), f"precision.compute={compute}")
     training = trainer(world, deck)
     training.train(2)
@@ -213,8 +213,8 @@ def test_evaluation_is_of_the_outer_model(world: World, compute: str) -> None:
 
 @pytest.mark.mpi(min_size=2, max_size=4)
 @pytest.mark.parametrize("layout", [(), ("layout.zero=2",), ("layout.tensor=2",)])
-def test_a_replica_has_the_same_samples_on_any_ranks(world: World, layout: tuple[str, ...]) -> None:
-    """Micro-batches in turns, whatever ranks a replica has."""
+def test_a_replica_has_the_same_samples_on_any_layout(world: World, layout: tuple[str, ...]) -> None:
+    """Micro-batches are distributed in turn, for any number of ranks of a replica."""
     if world.size == 2 and "layout.tensor=2" in layout:
         pytest.skip("no two replicas of these")
     deck = small_deck(*DILOCO, *keys(local_steps=2), *layout, "batch.micro_size=2", "batch.global_size=16")
@@ -246,8 +246,8 @@ def restored(world: World, deck: Deck, path: Path) -> Trainer:
 @pytest.mark.parametrize(
     "before", [(), keys(local_steps=4, delay=1), keys(local_steps=4, fragments=2, delay=2)]
 )
-def test_what_was_not_sent_takes_no_effect(world: World, mpi_tmp_path: Path, before: tuple[str, ...]) -> None:
-    """After 5 steps a run goes on with a delay by which what was sent after 4 would be due after 7."""
+def test_unsent_fragments_have_no_effect(world: World, mpi_tmp_path: Path, before: tuple[str, ...]) -> None:
+    """After 5 steps, resume with a delay of 3: a fragment sent after step 4 would be due after step 7."""
     folder = f"run.dir={mpi_tmp_path}"
     first = trainer(world, small_deck(*(DILOCO if before else ()), *before, folder))
     first.train(5)
@@ -264,7 +264,7 @@ def test_what_was_not_sent_takes_no_effect(world: World, mpi_tmp_path: Path, bef
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize(("steps", "form"), [(1, "fp32"), (2, "int8"), (3, "fp32"), (4, "int8")])
 def test_a_run_goes_on_bit_for_bit(world: World, mpi_tmp_path: Path, steps: int, form: str) -> None:
-    """Between synchronizations, and with one under way."""
+    """Resume between synchronizations, and with one in flight."""
     timing = keys(local_steps=4, fragments=2, delay=2, outer_format=form)
     deck = small_deck(*DILOCO, *timing, f"run.dir={mpi_tmp_path}", "layout.zero=1")
     training = trainer(world, deck)
@@ -288,7 +288,7 @@ def test_a_run_goes_on_bit_for_bit(world: World, mpi_tmp_path: Path, steps: int,
 @pytest.mark.mpi(min_size=4, max_size=4)
 @pytest.mark.parametrize("form", ["int8", "powersgd"])
 def test_replicas_compress_their_own_sums(world: World, mpi_tmp_path: Path, form: str) -> None:
-    """With residuals of their own, of ranks and of sums; nothing of it passes between replicas."""
+    """Each replica has residuals of its ranks and of its sums, and sends none to others."""
     more = (*DILOCO, *keys(local_steps=3), "batch.global_size=16", f"run.dir={mpi_tmp_path}")
     exact = trainer(world, small_deck(*more))
     deck = small_deck(*more, f"communication.compress={form}")
@@ -304,8 +304,8 @@ def test_replicas_compress_their_own_sums(world: World, mpi_tmp_path: Path, form
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_other_numbers_of_replicas_begin_from_the_outer_model(world: World, mpi_tmp_path: Path) -> None:
-    """One that is left goes on with weights, momentum and rate; so do two that follow it."""
+def test_another_number_of_replicas_starts_from_the_outer_model(world: World, mpi_tmp_path: Path) -> None:
+    """A single remaining replica continues with weights, momentum and rate; so do two that follow it."""
     more = (*DILOCO, *keys(local_steps=4), f"run.dir={mpi_tmp_path}")
     two = small_deck(*more)
     one = two.with_keys(layout={"local_steps.replicas": 1})
@@ -340,7 +340,7 @@ def velocity(training: Trainer) -> list[torch.Tensor]:
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_plans_know_what_replicas_keep(world: World, zero: int) -> None:
+def test_plans_predict_the_state_of_replicas(world: World, zero: int) -> None:
     timing = keys(local_steps=4, fragments=2, delay=1)
     for more in ((), timing):
         deck = small_deck(*DILOCO, f"layout.zero={zero}", *(more or keys(local_steps=2)))

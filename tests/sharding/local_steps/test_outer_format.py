@@ -1,4 +1,4 @@
-"""Coded sums between replicas, against numpy."""
+"""Compare encoded sums between replicas with NumPy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGEST = {"int8": 127, "int4": 7}
 
 
 def by_numpy(values: np.ndarray, name: str) -> np.ndarray:
-    """What is left of fp32 values, of whole blocks, in a format."""
+    """Return fp32 values of whole blocks after rounding to a format."""
     if name == "bf16":
         bits = values.view(np.uint32)
         rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
@@ -27,7 +27,7 @@ def by_numpy(values: np.ndarray, name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
-def test_what_is_coded_is_as_long_as_told_and_comes_back_rounded(name: str) -> None:
+def test_codes_have_the_predicted_length_and_are_decoded_rounded(name: str) -> None:
     codec = FORMATS[name]
     assert codec is not None
     torch.manual_seed(5)
@@ -42,7 +42,7 @@ def test_what_is_coded_is_as_long_as_told_and_comes_back_rounded(name: str) -> N
 
 
 def blockwise(values: np.ndarray, lengths: tuple[int, ...], name: str) -> np.ndarray:
-    """As `by_numpy`, in blocks that begin at each of some parameters."""
+    """Return the result of `by_numpy` for blocks that begin at each parameter."""
     parts = []
     for part in np.split(values, np.cumsum(lengths)[:-1]):
         whole = np.zeros(-(-len(part) // BLOCK) * BLOCK, np.float32)
@@ -54,8 +54,8 @@ def blockwise(values: np.ndarray, lengths: tuple[int, ...], name: str) -> np.nda
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("lengths", [(1,), (511,), (1100,), (4096,), (1, 700, 100, 2300)])
-def test_sums_are_rounded_on_both_ways(world: World, name: str, lengths: tuple[int, ...]) -> None:
-    """The short ones travel in fp32; all ranks get the same bits."""
+def test_values_and_sums_are_rounded(world: World, name: str, lengths: tuple[int, ...]) -> None:
+    """Short values are sent in fp32. All ranks get the same bits."""
     group, length = Mesh(world, {"data": world.size}).group("data"), sum(lengths)
     everyone = np.random.default_rng(3).standard_normal((world.size, length), np.float32)
     everyone[:, : lengths[0]] *= 1e-4
