@@ -29,7 +29,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hpctrain.comm.group import Group
 from hpctrain.comm.work import CombinedWork, Work
 from hpctrain.host.device import on_host
 from hpctrain.host.streams import StreamWork, empty_host_tensor
@@ -79,45 +78,60 @@ class Bucket:
         self.gradient_dtype = gradient_dtype
         self.segments, self.length = layout.segments, layout.length
         self.slice, self.owned_slice = layout.share, layout.owned_slice
-        group, zero = self.sharding.group, self.sharding.zero
-        share = self.slice.stop - self.slice.start
-
         self.values: Tensor | None = None
-        self.owned_values: Flat
         self._fetched: tuple[Tensor, Transfer] | None = None
-        # With ZeRO-3 only if all ranks of the group share it: else a node would hold more than its slices.
-        once = zero > 0 and store is None and (zero < 3 or group.sharers == group.size)
-        self._common = group.common_zeros(self.length, dtype) if once else None
-        self.sharers = 1 if self._common is None else group.sharers
-        if zero < 3:
-            self.values = _zeros(group, self.length, dtype) if self._common is None else self._common
-            self.owned_values = self.values[self.owned_slice]
-            self._set_views(self.values)
-        elif self._common is not None:
-            self.owned_values = self._common[self.slice]
-            self.release_values()
-        else:
-            self.owned_values = store(share, dtype) if store else _zeros(group, share, dtype)
-            self.release_values()
+        self._common = self._common_memory() if store is None else None
+        self.sharers = 1 if self._common is None else self.sharding.group.sharers
+        self.owned_values: Flat = self._allocate_values(store)
         self._gradients: Tensor | None = None
-        self.owned_gradients = _zeros(group, 0, gradient_dtype)
-        if trained and zero < 2:
-            self._gradients = _zeros(group, self.length, gradient_dtype)
-            self.owned_gradients = self._gradients[self.owned_slice]
-            self._set_gradient_views(self._gradients)
-        elif trained:
-            self.owned_gradients = _zeros(group, share, gradient_dtype)
+        self.owned_gradients = self._allocate_gradients()
         for segment in self.segments:
             parameter = segment.parameter
             if not trained:
                 parameter.requires_grad_(False)
                 continue
-            parameter.open_gradient = self.open_gradients if zero > 1 else None
+            parameter.open_gradient = self.open_gradients if self.sharding.zero > 1 else None
             if parameter.separate_lookups:
-                parameter.lookups = torch.zeros(parameter.shape, dtype=gradient_dtype, device=group.device)
+                device = self.sharding.group.device
+                parameter.lookups = torch.zeros(parameter.shape, dtype=gradient_dtype, device=device)
         self._added: dict[Parameter, int] = {}
         self._incomplete: set[Parameter] = set()
         self._passes = self._rounds = 1
+
+    def _common_memory(self) -> Tensor | None:
+        """Return memory for the parameters that ranks share, or None. Collective over the group.
+
+        With ZeRO-3 all ranks of the group must share it. Otherwise a node would hold more than its slices.
+        """
+        group, zero = self.sharding.group, self.sharding.zero
+        if zero == 0 or (zero == 3 and group.sharers < group.size):
+            return None
+        return group.common_zeros(self.length, self.dtype)
+
+    def _allocate_values(self, store: Store | None) -> Flat:
+        """Allocate the parameters that this rank always holds, and return those that it owns."""
+        if self.sharding.zero < 3:
+            self.values = self._zeros(self.length, self.dtype) if self._common is None else self._common
+            self._set_views(self.values)
+            return self.values[self.owned_slice]
+        self.release_values()
+        if self._common is not None:
+            return self._common[self.slice]
+        share = self.slice.stop - self.slice.start
+        return store(share, self.dtype) if store else self._zeros(share, self.dtype)
+
+    def _allocate_gradients(self) -> Tensor:
+        """Allocate the gradients that this rank always holds, and return those that it owns."""
+        if not self.trained:
+            return self._zeros(0, self.gradient_dtype)
+        if self.sharding.zero > 1:
+            return self._zeros(self.slice.stop - self.slice.start, self.gradient_dtype)
+        self._gradients = self._zeros(self.length, self.gradient_dtype)
+        self._set_gradient_views(self._gradients)
+        return self._gradients[self.owned_slice]
+
+    def _zeros(self, length: int, dtype: torch.dtype) -> Tensor:
+        return self.sharding.group.empty((length,), dtype).zero_()
 
     # Parameters
 
@@ -354,10 +368,6 @@ class Bucket:
         if self.sharding.zero == 0:
             return values
         return self.sharding.group.all_gather(values, sizes=self.layout.sizes)
-
-
-def _zeros(group: Group, length: int, dtype: torch.dtype) -> Tensor:
-    return group.empty((length,), dtype).zero_()
 
 
 def await_readers(buckets: Iterable[Bucket]) -> None:

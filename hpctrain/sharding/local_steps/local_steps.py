@@ -161,12 +161,25 @@ class LocalSteps(ReplicaSync):
         names = ("outer_gradient_norm", "replica_distance") if due else ()
         device = self.outer[0].device
         metrics = {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
-        if schedule.delay > 1:
+        if schedule.delay:
+            self._exchange_ahead(begin, due, weights, metrics)
+        else:
+            for fragment in begin:
+                self._exchange_now(self.fragments[fragment], weights, metrics)
+        if metrics:
+            weights.publish()
+        return metrics
+
+    def _exchange_ahead(
+        self, begin: Sequence[int], due: Sequence[int], weights: Weights, metrics: dict[str, Tensor]
+    ) -> None:
+        """Complete the fragments that are due, and start to average those that begin."""
+        if self.schedule.delay > 1:
             # The first of two operations gets half of the time, the second one the rest.
-            for fragment in schedule.begin(self._updates - -(-schedule.delay // 2)):
+            for fragment in self.schedule.begin(self._updates - -(-self.schedule.delay // 2)):
                 for work in self._works.get(fragment, []):
                     work.proceed()
-        for fragment in due if schedule.delay else []:
+        for fragment in due:
             works = self._works.pop(fragment, [])
             for index, piece in enumerate(self.fragments[fragment]):
                 # After a resume there is no work: the gradient was read from the checkpoint.
@@ -174,18 +187,17 @@ class LocalSteps(ReplicaSync):
                 self._finish(piece, gradient, weights, metrics)
                 gradient.zero_()
         for fragment in begin:
-            pieces = self.fragments[fragment]
-            if schedule.delay:
-                self._works[fragment] = [self._start(piece, weights) for piece in pieces]
-                continue
-            ahead = [self._start(piece, weights) for piece in pieces[:1]]
-            for piece, following in zip(pieces, [*pieces, None][1:], strict=True):
-                if following is not None:
-                    ahead.append(self._start(following, weights))
-                self._finish(piece, ahead.pop(0).wait(), weights, metrics)
-        if metrics:
-            weights.publish()
-        return metrics
+            self._works[fragment] = [self._start(piece, weights) for piece in self.fragments[fragment]]
+
+    def _exchange_now(
+        self, pieces: Sequence[FragmentRange], weights: Weights, metrics: dict[str, Tensor]
+    ) -> None:
+        """Average a fragment and make its outer step. The next range is averaged while one is updated."""
+        ahead = [self._start(piece, weights) for piece in pieces[:1]]
+        for piece, following in zip(pieces, [*pieces, None][1:], strict=True):
+            if following is not None:
+                ahead.append(self._start(following, weights))
+            self._finish(piece, ahead.pop(0).wait(), weights, metrics)
 
     @override
     @contextmanager
