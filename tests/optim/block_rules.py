@@ -1,4 +1,4 @@
-"""What tests of rules of blocks have in common: ten updates of parameters without a model."""
+"""Common part of tests of matrix rules: ten updates of parameters without a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engines import alone, make_buckets
 SHAPES = {"query": (8, 6), "matrix": (5, 7), "norm": (6,), "experts": (3, 2, 4, 5)}
 HEAD = 4
 Update = Callable[[str, np.ndarray, np.ndarray, int, float], np.ndarray]
-"""New weights of (name, weights, gradient, t, rate), with DECAY of matrices; keeps state of its own."""
+"""Function of (name, weights, gradient, t, rate) that returns new weights and keeps its own state."""
 
 DECAY = 0.3
 

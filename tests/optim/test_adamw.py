@@ -1,4 +1,4 @@
-"""Our AdamW on flat buckets against torch's on separate tensors."""
+"""Compare AdamW on flat buckets with torch's on separate tensors."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def test_updates_are_those_of_torch(world, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("piece", [8, 1 << 20], ids=["shorter than tensors", "longer than buckets"])
-def test_a_mean_that_is_given_is_divided_by_the_mean_square_of_before(
+def test_reduced_momentum_is_divided_by_the_former_second_moment(
     world, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    """By the formula of 1-bit Adam in fp64, whatever the pieces that are updated at a time."""
+    """Compare with the formula of 1-bit Adam in fp64, for any number of elements at a time."""
     monkeypatch.setattr(adamw, "_PIECE", piece)
     parameters, buckets = setup(world, torch.float32)
     ours = ResidentOptimizer(AdamW((0.9, 0.95), 1e-8, 0.1, momentum_after=1), buckets)
@@ -106,7 +106,7 @@ def master(optimizer: ResidentOptimizer, parameter: Parameter) -> Tensor:
     raise AssertionError
 
 
-def test_norm_counts_every_element_and_no_padding(world) -> None:
+def test_the_norm_counts_each_element_and_no_padding(world) -> None:
     parameters, buckets = setup(world, torch.float32)
     for parameter in parameters.values():
         parameter.gradient.copy_(torch.randn(parameter.shape))
@@ -125,7 +125,7 @@ def test_clipping_is_that_of_torch() -> None:
 
 
 def test_an_update_does_not_load_the_compiler_of_torch(launch) -> None:
-    """That takes a second and 75 MB of memory of every rank."""
+    """The compiler would take a second and 75 MB on every rank."""
     program = """
 import sys
 from hpctrain.comm.world import World

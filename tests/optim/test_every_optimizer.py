@@ -1,4 +1,4 @@
-"""What every optimizer of a deck holds, by its name in `RULES`: a new one is tried by being there.
+"""Tests of every optimizer in `RULES`. A new one is tested as soon as it is registered.
 
 On layouts it trains as on one rank and has the state that is planned, it goes on on another layout from the
 same bits, files and slices change nothing where it updates by element, replicas have state of their own, and
@@ -44,17 +44,17 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "schedule-free": ("optimizer.epsilon=1e-3", "optimizer.weight_decay=0.5"),
     "sgd": ("optimizer.momentum=0.9", "learning_rate.peak=0.1"),
 }
-"""By which rounding stays what it is, as far as it can."""
+"""Keys that keep rounding errors small."""
 
 OTHERS = {
     "adafactor with means": ("optimizer.name=adafactor", "optimizer.adafactor.beta1=0.9"),
     "sgd with nesterov": ("optimizer.name=sgd", "optimizer.sgd.momentum=0.9", "optimizer.sgd.nesterov=true"),
     "sgd without momentum": ("optimizer.name=sgd",),
 }
-"""Those that have other state, or other steps, by keys of their own."""
+"""Variants of optimizers with other state or other steps."""
 
 ELSEWHERE = {"lion": 1e-3}
-"""The share of elements that rounding may have moved: where a mean is nothing else, a sign is another."""
+"""Share of elements that may differ by a whole step, because rounding decides the sign of their mean."""
 
 EXPERTS = ("model.experts.count=4", "model.experts.per_token=2", "model.experts.mlp=48")
 
@@ -68,16 +68,16 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "hybrid": (4, ("layout.zero=1", "layout.zero_group=2")),
 }
 OF_MATRICES = ("tensor, shared heads", "experts", "experts, cut")
-"""Where whole matrices lie in other ways; elements do not know."""
+"""Layouts that place whole matrices differently, which does not matter to elementwise rules."""
 
 
 def keys_of(name: str) -> tuple[str, ...]:
-    """Of an optimizer, or one of the others."""
+    """Return the keys of an optimizer or of a variant."""
     return (*LLAMA, *OTHERS.get(name, (f"optimizer.name={name}", *KEYS.get(name, ()))))
 
 
 def layouts() -> list[tuple[str, str]]:
-    """All that are tried, of each optimizer."""
+    """Yield all tested layouts of each optimizer."""
     return [
         (name, layout)
         for name in NAMES
@@ -89,7 +89,7 @@ def layouts() -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class OneRank:
-    """What a deck's training comes to on one rank."""
+    """Results of a deck's training on one rank."""
 
     losses: list[float]
     parameters: dict[str, Tensor]
@@ -101,7 +101,7 @@ OnOneRank = Callable[[Deck], OneRank]
 
 @pytest.fixture(scope="module")
 def one_rank(world: World) -> OnOneRank:
-    """Of the model of a deck, whose layouts have it in common."""
+    """Return the results of one rank, which all layouts of a deck share."""
     known: dict[str, OneRank] = {}
 
     def find(deck: Deck) -> OneRank:
@@ -120,7 +120,7 @@ def one_rank(world: World) -> OnOneRank:
 
 
 def held(training: Trainer) -> tuple[int, int, int]:
-    """Bytes of state beside parameters, of gradients, and of parameters."""
+    """Return the bytes of state without parameters, of gradients, and of parameters."""
     engine = training.engine
     return (
         state_bytes(engine.state(), engine.stage.buckets),
@@ -130,7 +130,7 @@ def held(training: Trainer) -> tuple[int, int, int]:
 
 
 def assert_planned(world: World, training: Trainer) -> None:
-    """What each pipeline stage is to hold is held by the rank of it that holds most. Collective."""
+    """Check that the planned bytes of a pipeline stage are those of its rank with most bytes. Collective."""
     everyone = world.everyone.all_gather_object((training.stage, held(training)))
     for stage in plan_memory(training.deck, world.size, 61).stages:
         told = stage.memory.optimizer, stage.memory.gradient, stage.memory.parameter
@@ -140,7 +140,7 @@ def assert_planned(world: World, training: Trainer) -> None:
 @pytest.mark.sampled(20)
 @pytest.mark.mpi
 @pytest.mark.parametrize(("name", "layout"), layouts())
-def test_layouts_train_as_one_rank_and_hold_what_is_planned(
+def test_layouts_train_like_one_rank_with_the_planned_bytes(
     world: World, one_rank: OnOneRank, name: str, layout: str
 ) -> None:
     ranks, keys = LAYOUTS[layout]
@@ -170,7 +170,7 @@ def test_layouts_train_as_one_rank_and_hold_what_is_planned(
 
 
 def restored(world: World, folder: Path, *keys: str) -> tuple[Trainer, Trainer, Path]:
-    """A run after three steps, one on another layout that has the same bits, and the checkpoint between."""
+    """Return a run after three steps, one on another layout with the same bits, and their checkpoint."""
     layouts = ("layout.zero=3", "layout.tensor=2")
     decks = [small_deck(*keys, layout, f"run.dir={folder / layout}") for layout in layouts]
     first, second = (trainer(world, deck) for deck in decks)
@@ -192,8 +192,8 @@ def restored(world: World, folder: Path, *keys: str) -> tuple[Trainer, Trainer, 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("name", [*NAMES, "adafactor with means"])
-def test_a_run_goes_on_on_another_layout(world: World, mpi_tmp_path: Path, name: str) -> None:
-    """From the same bits, and by the same steps."""
+def test_a_run_resumes_on_another_layout(world: World, mpi_tmp_path: Path, name: str) -> None:
+    """Both start with the same bits and make the same steps."""
     keys = (*keys_of(name), *EXPERTS)
     first, second, path = restored(world, mpi_tmp_path, *keys)
     rule = RULES[first.deck.optimizer.name](first.deck)
@@ -207,7 +207,7 @@ def test_a_run_goes_on_on_another_layout(world: World, mpi_tmp_path: Path, name:
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", [*BY_ELEMENT, "sgd with nesterov", "sgd without momentum"])
-def test_cut_or_in_files_or_evaluated_the_updates_are_the_same_bits(
+def test_updates_have_the_same_bits_in_slices_and_in_files(
     world: World, mpi_tmp_path: Path, name: str, compute: str
 ) -> None:
     keys = (*keys_of(name), f"precision.compute={compute}")
@@ -230,7 +230,7 @@ def test_cut_or_in_files_or_evaluated_the_updates_are_the_same_bits(
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layout_is_verified(world: World, name: str) -> None:
-    """By one that keeps as much state, where rounding alone would make steps of its own."""
+    """Verify with a rule with as much state, if rounding errors alone would cause steps."""
     deck = small_deck(f"optimizer.name={name}", "layout.tensor=2", "layout.sequence_parallel=true")
     small = miniature(deck)
     standing = RULES[small.optimizer.name](small), RULES[name](deck)
@@ -241,8 +241,8 @@ def test_a_layout_is_verified(world: World, name: str) -> None:
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("name", NAMES)
-def test_replicas_have_state_of_their_own_and_meet(world: World, name: str) -> None:
-    """Or are refused."""
+def test_replicas_have_their_own_state_and_synchronize(world: World, name: str) -> None:
+    """Some optimizers are refused."""
     keys = (*keys_of(name), "layout.local_steps.replicas=2")
     if isinstance(RULES[name](small_deck(*keys_of(name))), AveragedRule):
         with pytest.raises(HpctrainError, match=r"conflicts with \[layout.local_steps\]"):
@@ -267,8 +267,8 @@ def test_replicas_have_state_of_their_own_and_meet(world: World, name: str) -> N
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_frozen_stays(world: World, name: str) -> None:
-    """Nor is anything else updated that depends on it."""
+def test_frozen_parameters_do_not_change(world: World, name: str) -> None:
+    """State that depends on it is not updated either."""
     training = trainer(world.single_rank_world(), small_deck(*keys_of(name), 'model.frozen=["blocks.0.*"]'))
     before = {name: values.clone() for name, values in training.parameters().items()}
     training.train(2)
@@ -277,8 +277,8 @@ def test_what_is_frozen_stays(world: World, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_state_elsewhere_is_for_elements(name: str) -> None:
-    """Or refused in a sentence, and not advised."""
+def test_only_elementwise_rules_are_offloaded(name: str) -> None:
+    """Other optimizers are refused with an explanation, and are not suggested."""
     deck = small_deck(f"optimizer.name={name}")
     assert isinstance(RULES[name](deck), MatrixRules) == (name in MATRIX_OPTIMIZERS)
     if name not in MATRIX_OPTIMIZERS:

@@ -1,4 +1,4 @@
-"""Lion against its authors' formula in numpy, and of servers."""
+"""Compare Lion with its authors' formula in NumPy, and with a run with servers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VOCABULARY = 61
 def test_ten_updates_are_those_of_the_paper(
     world: World, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Algorithm 2 of arXiv 2302.06675, with decay of matrices alone; pieces are shorter than tensors."""
+    """Compare with algorithm 2 of arXiv 2302.06675. Only matrices decay; pieces are shorter than tensors."""
     monkeypatch.setattr(lion, "_PIECE", 8)
     parameters, buckets = setup(world, dtype)
     ours = ResidentOptimizer(Lion((0.9, 0.99), 0.3), buckets)
@@ -53,7 +53,7 @@ def test_ten_updates_are_those_of_the_paper(
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_a_server_updates_as_a_run_without_any(world: World) -> None:
+def test_a_server_updates_like_a_run_without_servers(world: World) -> None:
     deck = served_deck("sync", 1, *KEYS)
     training, alone = served(world, deck), reference(world, plain(deck))
     for _ in range(3):

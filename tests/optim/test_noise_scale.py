@@ -1,4 +1,4 @@
-"""The gradient noise scale: of gradients whose noise is known, and of runs that stop and go on."""
+"""Noise scale of gradients with known noise, and of runs that are resumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpctrain.watch.status import stored_status
 from tests.train.test_run import DECK
 
 
-def test_estimates_are_without_bias() -> None:
+def test_estimates_are_unbiased() -> None:
     """Of a true gradient of square norm 13 and noise of trace 400, in parts of 1, 3, 5 and 7 of 16 samples:
     each part's mean weighs as its samples do, which stands for a batch of 4 of them.
     """
@@ -59,7 +59,7 @@ def test_averages_are_of_the_newest_steps_with_weights_that_add_up_to_one() -> N
 
 
 @pytest.mark.parametrize(("small", "there"), [(1.0, False), (3.0, True), (5.0, False)])
-def test_there_is_a_scale_where_signal_and_noise_are_above_zero(small: float, there: bool) -> None:
+def test_the_scale_exists_if_signal_and_noise_are_positive(small: float, there: bool) -> None:
     average = NoiseScale(3)
     average.update(small, 2.0, batch=8, ratio=2)
     figures = average.metrics(1)
@@ -67,7 +67,7 @@ def test_there_is_a_scale_where_signal_and_noise_are_above_zero(small: float, th
     assert ("noise_scale" in figures) == there
 
 
-def test_what_is_off_stores_and_takes_nothing() -> None:
+def test_without_steps_nothing_is_stored_or_restored() -> None:
     off, on = NoiseScale(0), NoiseScale(5)
     on.update(3.0, 2.0, 8, 2)
     off.resume(on.state())
@@ -84,7 +84,7 @@ FIGURES = {"gradient_signal", "gradient_noise"}
 
 
 def rows_of(world: World, folder: Path) -> list[dict[str, Any]]:
-    """The metrics of a run but for times and bytes, on all ranks."""
+    """Return the metrics of a run without times and bytes, on all ranks."""
     rows = read_metrics(folder / "metrics.jsonl") if world.rank == 0 else []
     kept = [{key: row[key] for key in row if key not in NOT_OF_TRAINING} for row in rows]
     shared: list[dict[str, Any]] = world.everyone.broadcast_object(kept)
@@ -92,10 +92,8 @@ def rows_of(world: World, folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_a_run_that_goes_on_has_the_figures_of_one_that_never_stopped(
-    world: World, mpi_tmp_path: Path
-) -> None:
-    """And all other figures are those of a run that does not measure."""
+def test_a_resumed_run_has_the_metrics_of_an_uninterrupted_one(world: World, mpi_tmp_path: Path) -> None:
+    """All other metrics are those of a run that does not measure it."""
     path = mpi_tmp_path / "small.toml"
     if world.rank == 0:
         (mpi_tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)

@@ -1,4 +1,4 @@
-"""Optimizer state and parameters in files: the same training bit for bit, less memory, faults told."""
+"""Optimizer state and parameters in files: the same bits, less memory, and reported faults."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_files_change_nothing(
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_what_lives_where(world: World, mpi_tmp_path: Path) -> None:
-    """The state's bytes are in files, and so are the parameters' where they are to be."""
+def test_state_and_parameters_are_in_files(world: World, mpi_tmp_path: Path) -> None:
+    """State, and parameters if requested, are in files."""
     deck = small_deck(
         "layout.zero=3",
         "precision.compute=bf16",
@@ -113,7 +113,7 @@ def test_what_lives_where(world: World, mpi_tmp_path: Path) -> None:
 def test_checkpoints_of_files_and_of_memory_are_the_same(
     world: World, mpi_tmp_path: Path, compute: str
 ) -> None:
-    """Written from files and read into memory, and the other way round, with padded tables."""
+    """Save from files and load into memory, and the other way round, with padded tables."""
     layout: tuple[str, ...] = () if world.size == 1 else ("layout.tensor=2",)
     layout = layout if world.size < 4 else (*layout, "layout.zero=3")
     deck = (*layout, f"precision.compute={compute}")
@@ -163,7 +163,7 @@ def test_state_in_host_memory_gives_the_same_bits(world: World, compute: str) ->
 
 
 def planned(deck: Deck, training: Trainer) -> Stage:
-    """The stage without memory."""
+    """Return the stage without memory."""
     engine = training.engine
     mesh = PlannedMesh(engine.mesh.sizes, 0, 1)
     split, device = engine.placement.split, torch.device("cpu")
@@ -178,7 +178,7 @@ def test_pieces_fit_into_the_buffer_and_begin_where_vector_instructions_do() -> 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("fault", ["removed", "truncated"])
-def test_a_fault_of_one_rank_is_everyones(world: World, mpi_tmp_path: Path, fault: str) -> None:
+def test_all_ranks_raise_the_error_of_one_rank(world: World, mpi_tmp_path: Path, fault: str) -> None:
     deck = small_deck("memory.optimizer=disk", f"memory.offload_dir={mpi_tmp_path / 'offload'}", SMALL_BUFFER)
     training = trainer(world, deck)
     training.train(2)
@@ -195,7 +195,7 @@ def test_a_fault_of_one_rank_is_everyones(world: World, mpi_tmp_path: Path, faul
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
-def test_what_cannot_be_is_told_before_anything_starts(world: World, mpi_tmp_path: Path) -> None:
+def test_impossible_decks_are_refused_at_the_start(world: World, mpi_tmp_path: Path) -> None:
     with pytest.raises(HpctrainError, match=r"memory.optimizer=host: requires GPUs") as caught:
         trainer(world, small_deck("memory.optimizer=host"))
     assert caught.value.exit_code == EXIT_USER
@@ -213,7 +213,7 @@ def test_what_cannot_be_is_told_before_anything_starts(world: World, mpi_tmp_pat
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("buffer", [SMALL_BUFFER, "memory.offload_buffer=100 MB"], ids=["small", "ample"])
-def test_memory_of_pieces_is_foretold(world: World, mpi_tmp_path: Path, buffer: str, compute: str) -> None:
+def test_memory_of_pieces_is_planned(world: World, mpi_tmp_path: Path, buffer: str, compute: str) -> None:
     for place in ((), ("layout.zero=3", "memory.parameters=disk"))[: min(2, world.size)]:
         deck = small_deck(
             "memory.optimizer=disk",
@@ -235,8 +235,8 @@ def test_memory_of_pieces_is_foretold(world: World, mpi_tmp_path: Path, buffer: 
 
 @pytest.mark.mpi(max_size=1)
 @pytest.mark.parametrize("gradients", ["fp32", "compute"])
-def test_pieces_come_from_a_gpu_and_return_while_others_are_updated(world: World, gradients: str) -> None:
-    """Copies are as late as may be, so that one that nobody waits for gives other bits."""
+def test_pieces_of_a_gpu_are_copied_while_others_are_updated(world: World, gradients: str) -> None:
+    """Copies are delayed as long as possible. A missing wait would change bits."""
     deck = small_deck("precision.compute=bf16", f"precision.gradients={gradients}", "optimizer.clip=0.5")
     one, other = trainer(world, deck), trainer(world, deck)
     plain, buckets = one.engine.stage.optimizer, other.engine.stage.buckets

@@ -1,4 +1,4 @@
-"""An optimizer updates whatever state its rule names, of every element once, decayed ones apart."""
+"""Optimizers update all state that a rule names, once for each element, and decay some elements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.engines import alone, make_buckets
 
 
 class Momentum:
-    """Steps along the sum of all gradients; decayed elements are halved before."""
+    """Rule that steps along the sum of all gradients, and first halves elements with decay."""
 
     names: ClassVar[tuple[str, ...]] = ("velocity",)
 
@@ -40,7 +40,7 @@ class Momentum:
 
 
 def made(world: World, dtype: torch.dtype) -> tuple[list[Parameter], list[Bucket]]:
-    """A weight and a bias of ones, whose gradients are two."""
+    """Return buckets of a weight and a bias of ones with gradients of two."""
     parameters = [
         Parameter(Shard.replicated("w", (6, 3))),
         Parameter(Shard.replicated("b", (6,)), decayed=False),
@@ -84,15 +84,15 @@ def test_master_weights_are_published(world: World, dtype: torch.dtype) -> None:
     assert all(bool(parameter.eq(3.0).all()) for parameter in (weight, bias))
 
 
-def test_every_element_is_decayed_or_not(world: World) -> None:
+def test_each_element_has_its_decay(world: World) -> None:
     _, (bucket,) = made(world, torch.float32)
     decayed, others = bucket.layout.owned_update_ranges
     assert (decayed.update_settings, others.update_settings) == (UpdateSettings(True), UpdateSettings(False))
     assert (decayed.part, others.part) == (slice(0, 64), slice(64, bucket.length))
 
 
-def test_what_is_updated_alike_lies_together() -> None:
-    """Padded to a multiple of 64, and the whole for two ranks: the second has parts of three rates."""
+def test_elements_with_equal_settings_are_neighbours() -> None:
+    """Ranges are padded to a multiple of 64. The second of two ranks has parts of three ranges."""
     sizes = {"a": (70, 0.5), "b": (3, 1.0), "c": (60, 0.5), "d": (5, 2.0)}
     parameters = [Parameter(Shard.replicated(name, (size, 1))) for name, (size, _) in sizes.items()]
     for parameter, (_, rate) in zip(parameters, sizes.values(), strict=True):
@@ -128,8 +128,8 @@ def test_what_is_updated_alike_lies_together() -> None:
     ],
     ids=["adamw", "one-bit", "sgd", "lion", "schedule-free"],
 )
-def test_a_rate_of_its_own_is_that_of_the_step(world: World, make: Callable[[float], UpdateRule]) -> None:
-    """A quarter of the rate 0.5 is 0.125 to the last bit, other parameters have 0.5, and decay is by that."""
+def test_a_parameter_has_its_own_rate(world: World, make: Callable[[float], UpdateRule]) -> None:
+    """A quarter of the rate 0.5 is exactly 0.125. Decay takes the rate without this factor."""
     results = []
     for factor, learning_rate, decay in ((0.25, 0.5, 0.1), (1.0, 0.125, 0.4), (1.0, 0.5, 0.1)):
         rule = make(decay)

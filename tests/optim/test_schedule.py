@@ -38,7 +38,7 @@ def test_linear_and_constant() -> None:
     assert constant.at(99, 1) == 1.0
 
 
-def test_wsd_stays_at_the_peak_until_it_falls_in_a_line() -> None:
+def test_wsd_stays_at_the_peak_and_then_decays_linearly() -> None:
     rate = LearningRate(peak=3.0, warmup=4, decay="wsd", decay_steps=20, floor=0.1, cooldown=6)
     # The n-th step, from 1, has made n of the warm-up; the decay is drawn through steps from 0.
     expected = [3.0 * n / 4 for n in range(1, 5)] + list(np.interp(range(4, 40), [14, 20], [3.0, 0.3]))
@@ -47,7 +47,7 @@ def test_wsd_stays_at_the_peak_until_it_falls_in_a_line() -> None:
 
 
 @pytest.mark.parametrize("name", DECAYS)
-def test_every_form_keeps_what_it_says_of_itself(name: str) -> None:
+def test_every_decay_has_its_stated_properties(name: str) -> None:
     form, keys = DECAYS[name], {"warmup": 4, "decay_steps": 24, "floor": 0.2, "cooldown": 6}
     rates = [LearningRate(2.0, decay=name, **keys).at(step, 1) for step in range(150)]
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0] and max(rates) == 2.0
@@ -62,8 +62,8 @@ def test_every_form_keeps_what_it_says_of_itself(name: str) -> None:
     assert changed(cooldown=9) == form.has_cooldown
 
 
-def test_forms_are_named_in_one_file() -> None:
-    """And where other tools' names are translated: all else asks what a form says of itself."""
+def test_decays_are_named_in_one_file() -> None:
+    """Other files, except those that convert other tools' decks, read the properties of a decay."""
     names = [f'"{name}"' for name in ("wsd", "inverse-sqrt", "linear")]
     package = Path(hpctrain.__file__).parent
     files = [*package.glob("deck/*.py"), *package.glob("train/**/*.py"), *package.glob("optim/*.py")]
@@ -71,7 +71,7 @@ def test_forms_are_named_in_one_file() -> None:
     assert naming == ["decays.py"]
 
 
-def test_wsd_of_a_cooldown_that_is_all_is_linear() -> None:
+def test_wsd_with_only_a_cooldown_is_linear() -> None:
     of = {
         name: LearningRate(1.0, 3, name, 17, 0.2, cooldown=14 if name == "wsd" else 0)
         for name in ("wsd", "linear")
@@ -92,6 +92,6 @@ def test_inverse_square_root_ends_at_the_floor_and_needs_no_warm_up() -> None:
     assert [rate.at(step, 1) for step in (0, 3, 15, 16, 10**6)] == [2.0, 1.0, 0.5, 0.5, 0.5]
 
 
-def test_rate_follows_the_batch_if_asked() -> None:
+def test_the_rate_scales_with_the_batch_if_requested() -> None:
     rate = LearningRate(1.0, 0, "constant", 10, 0.0, reference_batch=32)
     assert [rate.at(5, batch) for batch in (16, 32, 64)] == [0.5, 1.0, 2.0]

@@ -1,4 +1,4 @@
-"""Schedule-Free AdamW against its authors' formulas in numpy, resumed, and in checkpoints."""
+"""Compare Schedule-Free AdamW with its authors' formulas in NumPy, resume it, and store it."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ def test_weights_of_any_rate_are_finite(rates: tuple[float, ...]) -> None:
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_a_checkpoint_holds_the_average_and_a_run_goes_on_from_it(
+def test_a_checkpoint_has_the_average_and_a_run_resumes_from_it(
     world: World, mpi_tmp_path: Path, compute: str
 ) -> None:
-    """What reads the model alone has what an evaluation sees, and trains with other weights."""
+    """Readers of the model get the weights of an evaluation. Training continues with other weights."""
     keys = (*KEYS, f"precision.compute={compute}", "optimizer.epsilon=1e-3")
     first, second, path = restored(world, mpi_tmp_path, *keys)
     assert not [name for name in contents(path) if name.startswith("master")]
@@ -109,12 +109,12 @@ def test_a_checkpoint_holds_the_average_and_a_run_goes_on_from_it(
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
-def test_a_run_that_is_resumed_or_replayed_is_the_one_that_went_on(
+def test_resumed_and_replayed_runs_equal_the_original(
     world: World,
     run_dir: Path,  # noqa: F811
     mpi_tmp_path: Path,
 ) -> None:
-    """Whether it evaluates, or writes while it trains, or not."""
+    """This holds with and without evaluation and background saves."""
     deck, folder = run_dir.parent / "small.toml", mpi_tmp_path / "free"
     keys = [NAME, f"run.dir={folder}", "run.steps=8", "checkpoint.every=4", "optimizer.restart=false"]
     often = ["checkpoint.mode=background", "run.evaluate_every=1", "data.validation=0.2"]
@@ -159,7 +159,7 @@ def test_a_run_that_is_resumed_or_replayed_is_the_one_that_went_on(
         (["optimizer.momentum=0.9"], "optimizer.momentum=0.9: has no effect with optimizer.name"),
     ],
 )
-def test_what_it_does_not_go_with(keys: list[str], sentence: str) -> None:
+def test_conflicting_keys_are_refused(keys: list[str], sentence: str) -> None:
     with pytest.raises(HpctrainError, match=sentence) as error:
         parse_deck(DECK, [NAME, *keys])
     assert len(error.value.problems) == 1

@@ -1,4 +1,4 @@
-"""Our SGD on flat buckets against torch's on separate tensors."""
+"""Compare SGD on flat buckets with torch's on separate tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RULES = [(0.0, False), (0.9, False), (0.9, True)]
 
 @pytest.mark.parametrize(("momentum", "nesterov"), RULES)
 def test_updates_are_those_of_torch(world: World, momentum: float, nesterov: bool) -> None:
-    """Torch adds its weight decay to gradients; ours, decoupled as AdamW's, is made here by hand."""
+    """Torch adds weight decay to gradients. Here it is decoupled, as in AdamW, and computed by hand."""
     parameters, buckets = setup(world, torch.float32)
     ours = ResidentOptimizer(SGD(momentum, nesterov, 0.1), buckets)
     copies = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}

@@ -1,4 +1,4 @@
-"""Spikes by themselves: what counts as one, and what is remembered."""
+"""Which values are spikes, and what is recorded of them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def fed(spikes: SpikeDetector, steps: int, seed: int = 0) -> SpikeDetector:
     return spikes
 
 
-def test_nothing_is_judged_in_the_warm_up_or_by_too_few() -> None:
+def test_there_are_no_spikes_in_the_warm_up_or_with_few_steps() -> None:
     assert watching().judge(4, 30.0, 1.0, 0, 8) is None
     assert fed(watching(), 15).judge(16, 30.0, 1.0, 0, 8) is None
     assert fed(watching(), 16).judge(4, 30.0, 1.0, 0, 8) is None
     assert fed(watching(), 16).judge(17, 30.0, 1.0, 0, 8) is not None
 
 
-def test_only_what_is_far_above_counts() -> None:
+def test_only_values_far_above_are_spikes() -> None:
     spikes = fed(watching(), 40)
     assert spikes.judge(41, 3.1, 1.2, 0, 8) is None
     assert spikes.judge(41, 0.1, 0.0, 0, 8) is None
@@ -51,7 +51,7 @@ def test_only_what_is_far_above_counts() -> None:
 
 
 def test_the_factor_counts_deviations_of_normal_values() -> None:
-    """1.4826 times the median absolute deviation of many normal values is their standard deviation."""
+    """The standard deviation of normal values is 1.4826 times their median absolute deviation."""
     spikes, draw = SpikeDetector("skip", 10_000, 6.0, 3, warmup=0), random.Random(5)
     for _ in range(10_000):
         spikes.add_step(draw.gauss(10.0, 2.0), draw.gauss(5.0, 0.5))
@@ -61,14 +61,14 @@ def test_the_factor_counts_deviations_of_normal_values() -> None:
     assert spikes.judge(20_000, 10.0, 5.0 + 6.3 * 0.5, 0, 1) is not None
 
 
-def test_outliers_that_were_let_through_move_neither_median_nor_deviation_much() -> None:
+def test_accepted_outliers_hardly_change_median_and_deviation() -> None:
     spikes = fed(watching(32), 26)
     for _ in range(6):
         spikes.add_step(1e6, 1e9)
     assert spikes.judge(50, 4.0, 1.0, 0, 8) is not None
 
 
-def test_a_run_that_hardly_moves_has_a_least_deviation() -> None:
+def test_nearly_constant_values_have_a_least_deviation() -> None:
     spikes = watching()
     for _ in range(16):
         spikes.add_step(2.0, 1.0)
@@ -77,7 +77,7 @@ def test_a_run_that_hardly_moves_has_a_least_deviation() -> None:
 
 
 @pytest.mark.parametrize("value", [inf, -inf, nan])
-def test_what_is_not_finite_is_one_at_any_time(value: float) -> None:
+def test_a_value_that_is_not_finite_is_always_a_spike(value: float) -> None:
     spike = watching().judge(1, value, 1.0, 0, 8)
     assert spike is not None
     assert spike.loss is None
@@ -88,13 +88,13 @@ def test_what_is_not_finite_is_one_at_any_time(value: float) -> None:
     assert watching(scales=True).judge(1, value, value, 0, 8) is not None
 
 
-def test_spikes_that_are_off_are_not_enabled_and_have_no_state() -> None:
+def test_a_detector_that_is_off_has_no_state() -> None:
     spikes = SpikeDetector("off", 16, 6.0, 3, 0)
     assert not spikes.enabled
     assert spikes.state() == {}
 
 
-def test_what_is_known_comes_back_from_a_file() -> None:
+def test_state_is_restored_from_a_file() -> None:
     spikes = fed(watching(), 40)
     spike = spikes.judge(41, nan, 5.0, 320, 8)
     assert spike is not None
@@ -112,7 +112,7 @@ def test_what_is_known_comes_back_from_a_file() -> None:
     watching().resume({})
 
 
-def test_the_record_stays_where_a_run_goes_back() -> None:
+def test_the_record_survives_a_rollback() -> None:
     spikes = fed(watching(), 40)
     before = json.loads(json.dumps(spikes.state()))
     first, second = (Spike(step, 9.0, 1.0, "far", 0, 8) for step in (41, 45))
@@ -125,7 +125,7 @@ def test_the_record_stays_where_a_run_goes_back() -> None:
     assert (spikes.count, list(spikes.recorded)) == (2, [first, second])
 
 
-def test_what_a_run_left_behind_is_told_by_its_spikes() -> None:
+def test_spikes_tell_the_steps_that_a_run_discarded() -> None:
     """It went back from step 17 to 12, from there on to 16 and back to 10, left out an update, and went back
     from 30 to 26.
     """

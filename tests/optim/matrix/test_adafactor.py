@@ -1,4 +1,4 @@
-"""Adafactor against its authors' formulas in numpy and against torch's, and what is planned of it."""
+"""Compare Adafactor with its authors' formulas in NumPy, with torch's, and with its plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rules(momentum: float) -> MatrixRules:
     ("dtype", "momentum"), [(torch.float32, 0.0), (torch.bfloat16, 0.0), (torch.float32, 0.8)], ids=str
 )
 def test_ten_updates_are_those_of_the_authors(world: World, dtype: torch.dtype, momentum: float) -> None:
-    """Algorithms 4 and 5 of arXiv 1804.04235 with a rate that is given, of each of stacked matrices."""
+    """Compare with algorithms 4 and 5 of arXiv 1804.04235 with a given rate, for each stacked matrix."""
     rows: dict[tuple[str, int], np.ndarray] = {}
     columns: dict[tuple[str, int], np.ndarray] = {}
     means: dict[str, np.ndarray] = {}
@@ -73,7 +73,7 @@ def test_ten_updates_are_those_of_the_authors(world: World, dtype: torch.dtype, 
 
 
 def test_steps_are_those_of_torch(world: World) -> None:
-    """Whose rate is times a parameter's size, and at most one over the root of the step: taken out here."""
+    """Torch multiplies the rate by the size of a parameter and limits it. Both are undone here."""
     rate = 1e-3
     copies: dict[str, torch.nn.Parameter] = {}
     theirs: dict[str, torch.optim.Adafactor] = {}
@@ -103,7 +103,7 @@ def test_steps_are_those_of_torch(world: World) -> None:
 
 
 def test_state_is_a_row_and_a_column_of_each_matrix() -> None:
-    """Of a Llama without biases: embedding, head and 2 blocks of 4 + 3 matrices; 5 norms."""
+    """Test a Llama without biases: embedding, head, 2 blocks of 4 + 3 matrices, and 5 norms."""
     deck = small_deck(NAME, "model.family=llama", "model.mlp=48", "model.tied=false")
     matrices = [(61, 32)] * 2 + [(32, 32)] * 8 + [(48, 32)] * 4 + [(32, 48)] * 2
     numbers = sum(n + m + 1 for n, m in matrices) + 5 * (32 + 1)
@@ -113,7 +113,7 @@ def test_state_is_a_row_and_a_column_of_each_matrix() -> None:
     assert plan_memory(mean, 1, 61).largest.memory.optimizer == 4 * (numbers + elements)
 
 
-def test_what_it_does_not_go_with() -> None:
+def test_conflicting_keys_are_refused() -> None:
     for key, sentence in {
         "communication.server.mode=sync": "optimizer.name=adafactor: conflicts with .*servers split",
         "optimizer.beta2=0.9": "optimizer.beta2=0.9: has no effect with optimizer.name",
@@ -131,10 +131,10 @@ def test_what_it_does_not_go_with() -> None:
 @pytest.mark.mpi(min_size=2, max_size=4)
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
-def test_what_is_measured_is_of_the_rank_that_is_planned(
+def test_measured_bytes_are_those_of_the_planned_rank(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, zero: int
 ) -> None:
-    """Whatever else the ranks that own less happen to hold."""
+    """Ranks that own less may hold other amounts."""
     deck = small_deck(*LLAMA, f"optimizer.name={name}", f"layout.zero={zero}")
     training, planned = trainer(world, deck), plan_memory(deck, world.size, 61)
     ledger = MemoryLedger(training.engine, training.activations, planned, mpi_tmp_path)

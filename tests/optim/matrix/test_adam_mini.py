@@ -1,4 +1,4 @@
-"""Adam-mini against its authors' formulas in numpy, and what is planned of it."""
+"""Compare Adam-mini with its authors' formulas in NumPy, and with its plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = "optimizer.name=adam-mini"
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_ten_updates_are_those_of_the_authors(world: World, dtype: torch.dtype) -> None:
-    """Algorithm 1 of arXiv 2406.16793: of a query's heads, of rows, of a norm as a whole."""
+    """Compare with algorithm 1 of arXiv 2406.16793 for heads of queries, rows, and a whole norm."""
     beta1, beta2, epsilon = 0.9, 0.95, 1e-8
     means: dict[str, np.ndarray] = {}
     squares: dict[str, np.ndarray] = {}
@@ -45,7 +45,7 @@ def test_ten_updates_are_those_of_the_authors(world: World, dtype: torch.dtype) 
 
 
 def test_state_is_a_number_for_each_head_or_row(world: World) -> None:
-    """Of a Llama of 8 heads, 2 of keys: queries and keys by head, what else is a matrix by row, 5 norms."""
+    """Test a Llama with 8 heads, 2 of keys: one number per head, per row of other matrices, and per norm."""
     deck = small_deck(
         NAME, "model.family=llama", "model.mlp=48", "model.tied=false", "model.key_value_heads=2"
     )
@@ -63,7 +63,7 @@ def test_state_is_a_number_for_each_head_or_row(world: World) -> None:
         assert cells[name] == shape, name
 
 
-def test_what_it_does_not_go_with() -> None:
+def test_conflicting_keys_are_refused() -> None:
     for key, sentence in {
         "communication.server.mode=sync": "optimizer.name=adam-mini: conflicts with .*servers split",
         "optimizer.momentum=0.9": "optimizer.momentum=0.9: has no effect with optimizer.name",

@@ -1,4 +1,4 @@
-"""Which blocks are a rank's own, and where their elements and state lie."""
+"""Matrices of a rank, and places of their elements and state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COUNTS = {"matrix": 1, "experts": 6, "last": 1}
 
 
 class WithoutCells(Rows):
-    """Of elements alone, so that ranks may hand each other what comes of blocks."""
+    """Rule without cells, so that ranks can share out the matrices."""
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
         return {"velocity": None}
@@ -54,7 +54,7 @@ def parameters(rule: Rows) -> list[Parameter]:
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("cells", [True, False], ids=["cells", "elements"])
-def test_every_block_is_transformed_once_or_by_all_that_have_its_cells(
+def test_a_matrix_is_transformed_once_or_by_all_ranks_with_its_cells(
     cells: bool, ranks: int, zero: int
 ) -> None:
     rule = Rows() if cells else WithoutCells()
@@ -77,8 +77,8 @@ def test_every_block_is_transformed_once_or_by_all_that_have_its_cells(
     assert sorted(found) == sorted(once * (ranks if cells and not zero else 1))
 
 
-def test_what_a_block_is_updated_with_is_its_own(world: World) -> None:
-    """Views of its weights, gradients and state of elements, in its shape."""
+def test_a_batch_has_the_elements_of_its_matrix(world: World) -> None:
+    """A batch has views of weights, gradients and state of elements, in the shape of the matrix."""
     rule = Rows()
     made = parameters(rule)
     buckets = make_buckets(
@@ -117,17 +117,15 @@ def test_what_a_block_is_updated_with_is_its_own(world: World) -> None:
 
 @pytest.mark.parametrize("name", ["adam-mini", "adafactor"])
 @pytest.mark.parametrize("vocabulary", [61, 62, 63, 64, 100])
-def test_tables_that_are_filled_up_are_blocks_too(name: str, vocabulary: int) -> None:
-    """Those of GPUs, to multiples of 64 rows on each tensor rank: the first one may have the whole."""
+def test_padded_tables_are_updated_as_blocks(name: str, vocabulary: int) -> None:
+    """On GPUs tables are padded to multiples of 64 rows per tensor rank. The first rank may have all rows."""
     deck = small_deck(*LLAMA, f"optimizer.name={name}", "layout.tensor=2", "run.device=cuda")
     assert plan_memory(deck, 2, vocabulary).largest.memory.optimizer > 0
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("name", ["adam-mini", "adafactor"])
-def test_what_fills_tables_up_changes_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_padding_of_tables_changes_nothing(world: World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     deck = small_deck(*LLAMA, f"optimizer.name={name}", "layout.tensor=2")
     plain = [step.loss for step in trainer(world, deck).train(3)]
 

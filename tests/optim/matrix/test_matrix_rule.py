@@ -1,4 +1,4 @@
-"""Which parameters are updated in blocks, and how many numbers their state has."""
+"""Parameters that are updated in blocks, and the size of their state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADAMW = AdamW((0.9, 0.95), 1e-8, 0.0)
 
 
 class Rows:
-    """Of matrices: a number for each element and each row. It updates nothing."""
+    """Rule of matrices with a number for each element and each row. It updates nothing."""
 
     format = torch.float32
 
@@ -47,7 +47,7 @@ def parameters() -> dict[str, Parameter]:
     return {name: Parameter(Shard.replicated(name, shape)) for name, shape in shapes.items()}
 
 
-def test_what_patterns_name_is_in_blocks_where_the_rule_is_for_it() -> None:
+def test_matching_parameters_are_updated_in_blocks_if_the_rule_applies() -> None:
     for patterns, expected in {
         ("*",): {"a.weight": (5, 7), "b.weight": (1, 3, 4)},
         ("b.*", "*.bias"): {"b.weight": (1, 3, 4)},
@@ -57,8 +57,8 @@ def test_what_patterns_name_is_in_blocks_where_the_rule_is_for_it() -> None:
         assert {name: p.block.shape for name, p in found.items() if p.block is not None} == expected
 
 
-def test_what_no_rule_updates_is_found() -> None:
-    """Whether it is in no pattern, or the rule of blocks is not for it."""
+def test_a_parameter_without_a_rule_is_found() -> None:
+    """The parameter matches no pattern, or the rule of blocks does not apply to it."""
     found = parameters()
     matrices = [found["a.weight"], found["b.weight"]]
     MatrixRules(Rows()).assign(matrices)
@@ -82,7 +82,7 @@ def test_numbers_of_state_are_those_of_either_rule() -> None:
     assert rules.cell_state_elements(found["b.weight"], 12) == 3  # one of the two matrices
 
 
-def test_cells_of_stacked_matrices_are_each_ones() -> None:
+def test_each_stacked_matrix_has_its_own_cells() -> None:
     shard = Shard.replicated("experts", (3, 2, 4, 5))
     block = UpdateBlock((1, 1, 4, 5), 1.0)
     for cell, of_block, whole in (
@@ -95,7 +95,7 @@ def test_cells_of_stacked_matrices_are_each_ones() -> None:
         assert (cells.block_shape, cells.shard.shape, cells.shard.local) == (of_block, whole, whole)
 
 
-def test_pieces_of_a_block_have_its_cells_whole_and_blocks_of_a_piece_their_own() -> None:
+def test_pieces_of_a_block_share_all_its_cells() -> None:
     """Rows 4 to 8 of eight: of one block of all rows, or of four blocks of two."""
     piece = replace(Shard.replicated("m", (8, 6)), start=(4, 0), local=(4, 6), split=frozenset({"tensor"}))
     whole = CellLayout.of(piece, UpdateBlock((8, 6), 1.0), (1, 6))

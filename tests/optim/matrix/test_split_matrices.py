@@ -1,4 +1,4 @@
-"""Blocks that ranks hold pieces of are transformed once, by one of these, and everybody gets its piece."""
+"""Each matrix in pieces is transformed once, by one of its ranks, and each rank gets its piece."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.optim.matrix.test_matrix_optimizer import Held
 
 
 def blocks_of(world: World) -> list[SplitMatrix]:
-    """Cut by rows and by columns, of other sizes; of the last ones' ranks have padding, or none of it."""
+    """Return matrices split by rows or columns. Some ranks have padding, or nothing, of the last ones."""
     size, group, found = world.size, world.everyone, []
     for rows, columns, dim in [
         (8, 16, 0),
@@ -42,12 +42,12 @@ def whole_of(number: int, block: SplitMatrix) -> Tensor:
 
 
 def plain(whole: Tensor) -> Tensor:
-    """Every element depends on all others."""
+    """Return a matrix in which each element depends on all others."""
     return whole.cumsum(0).cumsum(1).flip(0, 1) / whole.abs().max()
 
 
 def piece(whole: Tensor, block: SplitMatrix, rank: int, padding: float = 0.0) -> Tensor:
-    """By one element after the other."""
+    """Return a rank's piece, computed element by element."""
     found = torch.full(block.local, padding)
     for row in range(block.local[0]):
         for column in range(block.local[1]):
@@ -58,8 +58,8 @@ def piece(whole: Tensor, block: SplitMatrix, rank: int, padding: float = 0.0) ->
 
 
 @pytest.mark.mpi(min_size=2, max_size=4)
-def test_each_block_is_transformed_by_one_rank(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bits of all of it; the next round's pieces are sent before this one is transformed."""
+def test_each_matrix_is_transformed_by_one_rank(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits are those of the whole matrix. Pieces of the next round are sent before it is transformed."""
     blocks, events = blocks_of(world), list[Any]()
     division = MatrixExchange(world.everyone, blocks, range(len(blocks)), torch.float32)
     start = world.everyone.start_all_to_all
@@ -92,8 +92,8 @@ def test_each_block_is_transformed_by_one_rank(world: World, monkeypatch: pytest
 
 
 @pytest.mark.mpi(min_size=2, max_size=4)
-def test_memory_in_passing_is_what_is_told(world: World) -> None:
-    """With the largest ones in three rounds, which are under way at once."""
+def test_temporary_memory_is_the_predicted_one(world: World) -> None:
+    """The largest matrices are in three rounds, which are in flight at the same time."""
     blocks = [each for each in blocks_of(world) for _ in range(8)]
     division = MatrixExchange(world.everyone, blocks, range(len(blocks)), torch.float32)
     told = division.working_bytes(
@@ -108,7 +108,7 @@ def test_memory_in_passing_is_what_is_told(world: World) -> None:
     assert 0 <= held.most - told <= 16
 
 
-def test_who_has_done_least_has_the_longest_of_a_round() -> None:
+def test_the_rank_with_the_least_work_gets_the_largest_matrix_of_a_round() -> None:
     group = planned_group(("tensor",), 0, 2, Ledger())
     works = [500.0, 960.0, 700.0, 800.0]
     blocks = [SplitMatrix((4, 4), (2, 4), group, [[0, 0], [2, 0]], work) for work in works]
@@ -116,7 +116,7 @@ def test_who_has_done_least_has_the_longest_of_a_round() -> None:
 
 
 @pytest.mark.mpi(min_size=2, max_size=4)
-def test_pieces_of_other_blocks_are_found(world: World) -> None:
+def test_ranks_with_pieces_of_different_matrices_are_found(world: World) -> None:
     blocks = blocks_of(world)
     MatrixExchange(world.everyone, [], [], torch.float32)
     with pytest.raises(RuntimeError, match="pieces of different matrices"):
