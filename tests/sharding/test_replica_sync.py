@@ -75,7 +75,7 @@ def alone_with(world: World, rank: int, batches: Batches) -> Trainer:
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make replicas diverge for one step at a time."""
-    choice = ReplicaSyncChoice(lambda *_: LocalSteps(), apart=True)
+    choice = ReplicaSyncChoice(lambda *_: LocalSteps(), diverging=True)
     monkeypatch.setitem(REPLICA_SYNCS, "every_step", choice)  # type: ignore[misc]
 
 
@@ -167,7 +167,7 @@ def test_the_common_model_of_replicas_is_the_model_of_the_checkpoint(
     """Runs with and without replicas resume from each other, and start from each other's weights."""
     keys = ("optimizer.clip=0.1", f"precision.compute={compute}", "layout.zero=1", f"run.dir={mpi_tmp_path}")
     plain_deck, apart_deck = small_deck(*keys), small_deck(*keys, "layout.zero_group=1")
-    averaged = ReplicaSyncChoice(lambda _, stage: Averaged(stage.buckets), apart=True)
+    averaged = ReplicaSyncChoice(lambda _, stage: Averaged(stage.buckets), diverging=True)
     plain = trainer(world, plain_deck, masked=0.0)
     plain.train(1)
     checkpoints = Checkpoints(plain_deck, plain.engine, {})
