@@ -63,7 +63,7 @@ REPLICA_SYNCS: Mapping[str, ReplicaSyncChoice] = {
 def make_synchronizer(
     deck: Deck, stage: Stage, outer: ReplicaSync
 ) -> tuple[GradientSynchronizer, list[Stateful]]:
-    """Return the synchronizer of a stage's gradients, and the reductions that have state. Local."""
+    """Return the synchronizer of a stage's gradients, and the reductions, whose state belongs to it. Local."""
     trained = [bucket for bucket in stage.buckets if bucket.trained]
     compression = compression_settings(deck)
     reductions = [make_reduction(compression, bucket) for bucket in trained]
@@ -73,4 +73,4 @@ def make_synchronizer(
     reducers = [Reducer(*each, measures) for each in zip(trained, reductions, strict=True)]
     in_order, sliced = deck.model.module is not None, deck.memory.accumulate == "sliced"
     synchronizer = GradientSynchronizer(reducers, outer, sliced, first, in_order)
-    return synchronizer, [each for each in reductions if isinstance(each, Stateful)]
+    return synchronizer, [*reductions]
