@@ -63,7 +63,7 @@ REPLICA_SYNCS: Mapping[str, ReplicaSyncChoice] = {
 def make_synchronizer(
     deck: Deck, stage: Stage, outer: ReplicaSync
 ) -> tuple[GradientSynchronizer, list[Stateful]]:
-    """Return the synchronizer of a stage's gradients, and the reductions, whose state belongs to it. Local."""
+    """Return the synchronizer of a stage's gradients, and the reductions, which may have state. Local."""
     trained = [bucket for bucket in stage.buckets if bucket.trained]
     compression = compression_settings(deck)
     reductions = [make_reduction(compression, bucket) for bucket in trained]
