@@ -1,6 +1,7 @@
 """Choice between compiled functions and torch's for the blocks of a run.
 
-All ranks use the same, and a resumed run keeps the choice.
+All ranks use the same. A resumed run makes the same choice if its machine can compile. Otherwise it uses
+torch's functions, and warns.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class TrainedStage(Stage):
 
 @dataclass(frozen=True)
 class StageSetup:
-    """What a stage is built from, besides its deck.
+    """Inputs from which a stage is built, apart from the deck.
 
     Attributes:
         groups: Context of the layers.

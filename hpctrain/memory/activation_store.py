@@ -122,7 +122,10 @@ class StoredView:
         self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def unpack(self) -> Tensor:
-        """Return the tensor."""
+        """Return the tensor, once it is fetched.
+
+        The first call of a segment starts to fetch the segment and the one before it.
+        """
         self.stored.segment.start_backward()
         return self.stored.fetch().as_strided(self.size, self.stride, self.offset)
 

@@ -65,7 +65,7 @@ class Recompute(SavedPolicy):
 
     @override
     def run(self, layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor] = ()) -> Tensor:
-        """Run layers on x; the backward pass of each segment recomputes it."""
+        """Run layers on x. Depending on the settings, activations are recomputed or kept in the store."""
         size = segment_size(self.recompute, len(layers))
         if not torch.is_grad_enabled() or (not size and self.store is None):
             return super().run(layers, x, shared)

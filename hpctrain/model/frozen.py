@@ -11,7 +11,10 @@ from hpctrain.parallel.scalar_head import ScalarHead
 
 
 def freeze_parameters(parts: Sequence[ModelPart], patterns: Sequence[str]) -> None:
-    """Freeze the parameters whose names match a pattern: they have no gradient and no weight decay."""
+    """Freeze the parameters whose names match a pattern: they have no gradient and no weight decay.
+
+    Patterns are those of `fnmatch` for the full name, so `*` also matches dots.
+    """
     for parameter in (parameter for part in parts for parameter in parameter_list(part)):
         if any(fnmatchcase(parameter.shard.name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)

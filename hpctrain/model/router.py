@@ -221,7 +221,7 @@ class Router(nn.Module):
         return weights
 
     def _shares(self, experts: Tensor, tokens: RoutedTokens, inputs: ModelInputs) -> Tensor:
-        """Return each expert's share of the choices among which a token's are counted: [E], or [n, E]."""
+        """Return the fraction of choices of each expert, over the set of `balance_over`: [E], or [n, E]."""
         shape = self.shape
         if self.shares is not None:
             return self.shares

@@ -26,8 +26,8 @@ class WidthScaling:
     """Ratios of a model's width, and of the size of its heads, to those of the base; both 1 by default.
 
     A router maps from the width to a fixed number of experts, so it is an output layer. Its multiplier is in
-    its
-    weights: the deviation and, for Adam, the learning rate are divided by the width (table 3 of the paper).
+    its weights: the deviation and, for Adam, the learning rate are divided by the width (table 3 of the
+    paper).
     """
 
     width: float = 1.0

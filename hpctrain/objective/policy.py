@@ -37,11 +37,11 @@ def divergence(log_probabilities: Tensor, reference: Tensor, estimate: Estimate)
 
     Args:
         log_probabilities: Log-probabilities of the tokens by the policy.
-        reference: Those by the reference, in the same shape.
+        reference: Log-probabilities under the reference model, in the same shape.
         estimate: "k1" or "k3".
     """
-    ahead = log_probabilities - reference
-    return ahead if estimate == "k1" else torch.expm1(-ahead) + ahead
+    log_ratios = log_probabilities - reference
+    return log_ratios if estimate == "k1" else torch.expm1(-log_ratios) + log_ratios
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class PolicyOptimization(Objective):
     probabilities; and `kl`, the divergence from the reference.
 
     Attributes:
-        clip_low: See above.
-        clip_high: See above.
+        clip_low: Distance of the clip range below 1.
+        clip_high: Distance of the clip range above 1.
         mean: "tokens": mean over all tokens. "answers": mean over answers of the mean over each one's tokens.
             "constant": mean over answers of the sum over each one's tokens divided by `max_tokens` (arXiv
             2503.20783).

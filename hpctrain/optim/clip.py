@@ -1,4 +1,7 @@
-"""Global gradient norm, which counts each element of the model once, and the clip coefficient."""
+"""Squared gradient norm of this rank's elements, each counted on one rank, and the clip coefficient.
+
+`train/step.py` adds the parts of all ranks, together with their losses.
+"""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class OffloadedOptimizer(Optimizer):
             rule: Elementwise update rule.
             buckets: Buckets whose parameters are updated.
             store: Makes flat memory for the state.
-            buffer_bytes: Bytes of the pieces in memory at a time, if the state is in files.
+            buffer_bytes: Largest number of bytes of state that is processed at a time.
             agreement: Context of operations that may fail on one rank alone.
             location: Location of the parameters that this rank updates. A plan, which has no memory, passes
                 that of the run.

@@ -85,9 +85,9 @@ class SpikeDetector:
         self._last: deque[tuple[float, float]] = deque(maxlen=window)
 
     def judge(self, step: int, loss: float, norm: float, first_sample: int, samples: int) -> Spike | None:
-        """Return the spike that a step is, or None if the step may make its update.
+        """Return the spike that a step is, or None if the step may make its update. Changes no state.
 
-        It is called only if `enabled`.
+        It is called only if `enabled`. Afterwards, the caller calls `add_step` or `record_spike`.
 
         Args:
             step: Number of the step, from 1.
@@ -167,7 +167,7 @@ def recorded_spikes(state: Mapping[str, Any]) -> list[Spike]:
 
 
 def rollback_steps(spikes: Iterable[Spike]) -> list[int]:
-    """Return the steps to which a run returned and which it still has passed, in ascending order.
+    """Return the steps to which a run returned by rollbacks that later ones did not undo, in ascending order.
 
     A step drops out if the run later returned to that step or an earlier one.
 
@@ -182,14 +182,14 @@ def rollback_steps(spikes: Iterable[Spike]) -> list[int]:
 
 
 def find_rollback(state: Mapping[str, Any], known: Iterable[Spike]) -> int | None:
-    """Return the step to which a run returned after it had stored a state, if that discards this state.
+    """Return the earliest step of a rollback that makes a stored state invalid, or None.
 
     Args:
         state: State of a checkpoint.
         known: All known spikes of the run.
 
     Returns:
-        The earliest such step, which is at most the state's; None if the run continued from this state.
+        The step, which is at most the state's; None if the run continued from this state.
     """
     recorded, step = recorded_spikes(state), state.get("step", 0)
     later = [each.back_to for each in known if each.back_to is not None and each not in recorded]

@@ -120,7 +120,7 @@ class UpdateSettings(NamedTuple):
     """Settings with which the optimizer updates elements.
 
     Attributes:
-        decayed: True if weight decay applies, which takes the learning rate as it is.
+        decayed: True if weight decay applies. It uses the learning rate without `rate`.
         rate: Factor of the learning rate.
         in_blocks: True if elements are updated in blocks (`UpdateBlock`).
     """
@@ -211,6 +211,12 @@ class Parameter(nn.Parameter):
     @gradient.setter
     def gradient(self, buffer: Tensor | None) -> None:
         self._gradient = buffer
+
+    def zero_stale_gradient(self) -> None:
+        """Fill the buffer with zeros if nothing was added since `reset_gradient`."""
+        if self._stale and (buffer := self._buffer()) is not None:
+            buffer.zero_()
+            self._stale = False
 
     def reset_gradient(self) -> None:
         """Make the gradient zero. The buffer is zeroed or overwritten at the next addition."""

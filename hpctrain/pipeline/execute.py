@@ -37,8 +37,8 @@ RECEIVES_AHEAD = 2
 GPU_RECEIVES_AHEAD = 1
 """Receives that a stage posts ahead for each sending stage on a GPU.
 
-The channel between two stages carries one direction and runs one receive at a time. A second one would only
-take memory: it starts when the first is complete.
+The channel between two stages carries one direction and runs one receive at a time, so more receives ahead
+would only take memory. While a stage waits for a message, one further receive is posted.
 """
 
 ChunkMicroBatch = tuple[int, int]  # numbers of a chunk and a micro-batch

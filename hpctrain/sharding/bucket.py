@@ -261,7 +261,7 @@ class Bucket:
         """Return the gradients of all parameters, flat [length], with zeros where no layer has added any."""
         gradients = self.gradients
         for segment in self.segments:
-            assert segment.parameter.gradient is not None
+            segment.parameter.zero_stale_gradient()
         return gradients
 
     def take_gradients(self) -> None:

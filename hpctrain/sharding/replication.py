@@ -191,7 +191,7 @@ class Replications:
 
     @staticmethod
     def of_one_rank(group: Group) -> Replications:
-        """Return replications for a rank that is alone in `group` and takes no notice of others."""
+        """Return replications for a rank that is alone in `group` and does not communicate."""
         return Replications(_OneRank(group), lambda everyone: ZeroSharding(0, everyone, everyone))
 
     @property

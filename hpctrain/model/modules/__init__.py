@@ -36,9 +36,9 @@ and `layers.1` become zeros without memory. In a pass, stage 1 runs the module's
 beginning. The calls of `layers.0` and `layers.1` return at once: the second one returns the tensor that
 stage 0 has sent.
 
-HpctrainErrors with a fix refuse what cannot work: blocks that change their input in place and are
-recomputed or gathered, writes to sharded parameters, complex parameters, and blocks that stages do not call
-once and in order.
+Modules that are not supported raise an HpctrainError that names a remedy. They have blocks that change their
+input in place and are recomputed or gathered, blocks that stages do not call once and in order, complex
+parameters, or they write to sharded parameters.
 
 To add a style of tensor parallelism, add it to `STYLES` in `split_plan`, its checks to `_rule_problems`,
 and its replacement to `apply_plan`.

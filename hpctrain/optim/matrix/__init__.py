@@ -2,7 +2,7 @@
 
 A `MatrixRule` needs a matrix as a whole, while a layout may leave a rank with a part of the matrices, or with
 a part of each matrix. Three cases differ in who holds what. In all of them a matrix is transformed as a
-whole, so every layout computes the bits of one rank.
+whole, so that for the same gradients every layout computes the same bits.
 
 Example: three ranks have the matrices A, B, C, D and E, whose transformations take 90, 80, 70, 60 and 50
 FLOPs.

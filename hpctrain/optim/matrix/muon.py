@@ -7,7 +7,7 @@ exact enough in bf16.
 
 This needs the whole matrix. The head of the package explains how matrices are distributed among ranks. Each
 expert is a matrix of its own. Parameters that are not matrices are updated by another rule (`MatrixRules`).
-Without tensor parallelism, results have the bits of `torch.optim.Muon`.
+If tensor ranks do not split a matrix, its update has the bits of `torch.optim.Muon`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class AttentionCore(Protocol):
 
 
 def attention_core(groups: LayerContext, scale: float | None) -> AttentionCore:
-    """Return what computes attention on these ranks.
+    """Return the attention function of these ranks: of one rank, along a ring, or by all-to-all.
 
     Args:
         groups: Groups and functions of the layer.

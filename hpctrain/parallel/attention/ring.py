@@ -135,7 +135,7 @@ class _RingAttention(torch.autograd.Function):
         keys_ring, gradients_ring = _Ring(group, _KEYS), _Ring(group, _GRADIENTS)
         of_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         own = torch.zeros(held.shape, dtype=torch.float32, device=query.device)
-        # The sum for a rank's keys starts at its successor and comes home in the last round.
+        # The sum for a rank's keys starts at its successor and returns to the rank in the last round.
         carried = torch.zeros_like(own)
         incoming = torch.empty_like(own)
         for turn in range(group.size):

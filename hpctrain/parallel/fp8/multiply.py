@@ -21,9 +21,9 @@ def multiply_quantized(left: QuantizedTensor, right: QuantizedTensor, dtype: tor
     which only the layout check needs, is summed in fp64.
 
     Args:
-        left: Matrix [m, k]. No element along k may have a scale of its own, as in a matrix that was quantized
-            for the product of its transpose.
-        right: Matrix [n, k].
+        left: Matrix [m, k].
+        right: Matrix [n, k]. In neither matrix may each element along k have a scale of its own, as in one
+            that was quantized for the product of its transpose.
         dtype: Format of the result.
     """
     assert left.blocks.columns != 1 and right.blocks.columns != 1, (left.blocks, right.blocks)

@@ -39,11 +39,11 @@ def record_loss(
     quantized: QuantizedTensor,
     padding: Tensor | None = None,
 ) -> None:
-    """Record the elements that quantization count_losses, and the scales. Changes neither.
+    """Record how many elements quantization saturates or rounds to zero, and the scales.
 
     Args:
         statistics: Receives the counts.
-        name: See `operand_name`.
+        name: Name of the operand, from `operand_name`.
         matrix: What was quantized, [m, k].
         maxima: Maxima that the scales follow from.
         quantized: The quantized matrix.

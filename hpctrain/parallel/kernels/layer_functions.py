@@ -235,7 +235,7 @@ def agrees(functions: LayerFunctions) -> bool:
         ),
         (lambda by: lambda x, weight: by.rms_norm(x, weight, 1e-5), [random(3, 35), random(35)]),
         (lambda by: lambda x, *of: by.layer_norm(x, *of, 1e-5), [random(3, 35), random(35), random(35)]),
-        (lambda by: lambda x: _Losses.apply(x, by), [3 * random(4, 1100)]),
+        (lambda by: lambda x: _CrossEntropyTrial.apply(x, by), [3 * random(4, 1100)]),
         (
             lambda by: lambda q, k, v: by.attend(q, k, v, *(x.to(q.dtype) for x in tables)),
             [random(rows, 2, heads, head) for heads in (4, 2, 2)],
@@ -263,8 +263,11 @@ def _agree(
     return all(torch.allclose(a, b, rtol=relative, atol=absolute) for a, b in zip(*results, strict=True))
 
 
-class _Losses(torch.autograd.Function):
-    """Cross-entropies [n] of padded rows, with gradients times 1000, so that differences are visible."""
+class _CrossEntropyTrial(torch.autograd.Function):
+    """Cross-entropies [n] by which `agrees` compares two implementations.
+
+    The last three columns are padding. Gradients are multiplied by 1000, so that differences are visible.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, functions: LayerFunctions) -> Tensor:

@@ -191,8 +191,8 @@ class KernelTable:
 
     Args:
         default: Kernel of matrices without an entry.
-        reuse_converted: True if a matrix that is converted to fp32 is so once for as long as it is constant.
-            Only matrices that are always in memory allow this.
+        reuse_converted: True to convert a constant matrix to fp32 only once. Only matrices that are always in
+            memory allow this.
         chosen: Kernels by pass and shape.
         record: Names of the chosen kernels, by the name of the measurement.
         why: Origin of the choice, in words.

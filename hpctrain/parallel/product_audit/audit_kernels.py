@@ -59,8 +59,8 @@ class ErrorBounds:
         depth: Number of products that each element is the sum of.
         width: Number of elements that are summed with signs.
         dtype: Format of the result.
-        rounded: Format to which elements are rounded besides. None if they are not.
-        times: Number of times that they are.
+        rounded: Format of an additional rounding of the elements. None if there is none.
+        times: Number of additional roundings.
         uniform: True if all rows are sums of products of the same kind, as in a gradient.
     """
 
@@ -73,10 +73,12 @@ class ErrorBounds:
 
     @property
     def factors(self) -> tuple[float, float]:
-        """Factors of magnitudes in the bounds for accumulation, and for rounding besides."""
+        """Factors of magnitudes in the bounds for accumulation, and for additional rounding."""
         unit = torch.finfo(torch.float32).eps / 2
-        besides = 0.0 if self.rounded is None else torch.finfo(self.rounded).eps / 2 * math.sqrt(self.times)
-        return REACH * unit * math.sqrt((self.depth + self.width) / 6), REACH * besides
+        additional = (
+            0.0 if self.rounded is None else torch.finfo(self.rounded).eps / 2 * math.sqrt(self.times)
+        )
+        return REACH * unit * math.sqrt((self.depth + self.width) / 6), REACH * additional
 
     @property
     def least(self) -> float:

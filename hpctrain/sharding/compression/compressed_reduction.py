@@ -48,7 +48,7 @@ class CodedSum:
 
     Attributes:
         residual: Elements that are kept for the next sum, or None.
-        owner_residual: The same of the sums that this rank owns, or None.
+        owner_residual: Such elements of the sums that this rank owns, or None.
         summed: Code of the last sums, if any.
     """
 

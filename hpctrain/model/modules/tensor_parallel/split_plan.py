@@ -61,7 +61,10 @@ class SplitPlan:
 
 
 def matches_pattern(pattern: str, name: str) -> bool:
-    """Return True if a name matches a pattern, in which `*` stands for one name between dots."""
+    """Return True if each part of a name between dots matches that of a pattern (`fnmatch`).
+
+    Name and pattern have equally many parts, so `*` never matches a dot.
+    """
     patterns, parts = pattern.split("."), name.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
