@@ -98,13 +98,14 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def two_kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Models have blocks of two kinds."""
+    from hpctrain.engine import layer_flops
     from hpctrain.model import transformer
     from hpctrain.model.construction import layer_kinds
     from hpctrain.model.count import count
     from tests import two_kinds
 
     monkeypatch.setattr(transformer, "TransformerBlock", two_kinds.block)
-    cached = count, layer_kinds
+    cached = count, layer_kinds, layer_flops.model_flops, layer_flops._count_flops, layer_flops._of_model
     for each in cached:
         each.cache_clear()
     yield

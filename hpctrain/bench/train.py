@@ -31,6 +31,7 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.engine.build import build_engine, make_mesh
+from hpctrain.engine.layer_flops import model_flops
 from hpctrain.engine.mesh_sizes import expert_sizes, on_one_rank
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import gpu_name, on_host
@@ -40,7 +41,6 @@ from hpctrain.host.processor import processor_name
 from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.saved_bytes import gpt_activation_bytes, has_gpt_layers
 from hpctrain.model.construction import architecture_of
-from hpctrain.model.count import count
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import blocks_of
 from hpctrain.model.precision import Precision
@@ -138,7 +138,8 @@ def bench_train(
     for index, name in enumerate(names):
         memory[index] = afresh.get(name, memory[index])
     peak = max(peak, _mean(world, measure_gemm_flops(dtype, world.device)))
-    flops = count(architecture_of(deck, deck.model.vocabulary or 0)).flops_per_token / (peak * world.size)
+    of_token = model_flops(architecture_of(deck, deck.model.vocabulary or 0)).flops_per_token
+    flops = of_token / (peak * world.size)
     figures = [
         _figures(row, measured[0], flops, bytes_of, deck)
         for row, bytes_of in zip(measured, memory, strict=True)

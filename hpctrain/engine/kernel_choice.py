@@ -38,13 +38,16 @@ from hpctrain.errors import HpctrainError
 from hpctrain.files import parse_json, read_text, user_cache
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.processor import processor_identity
+from hpctrain.memory.layer_bytes.module_trace import trace_layer
 from hpctrain.model.construction import architecture_of, build_parts, layer_kinds
+from hpctrain.model.modules.module_layers import ModuleLayer
 from hpctrain.model.part import Layer, LayerRange
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.kernels.matmul_kernels import KERNELS, PASSES, Pass
 from hpctrain.parallel.kernels.timing import MEASUREMENT, MatmulPass, candidates, measure, quickest
 from hpctrain.parallel.saved_policy import SavedPolicy
+from hpctrain.parallel.tensor import SplitLinear
 from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
 from hpctrain.sharding.replication import MeshQueries
 
@@ -153,10 +156,21 @@ def _products(layer: Layer, tokens: int) -> Iterator[MatmulPass]:
         head = isinstance(each, VocabularyHead)
         other: Pass = "forward" if head else "logits"
         for outputs, inputs in each.product.shapes:
-            rows = chunk_rows(tokens, outputs, gpu=False) if head else layer.rows(each, tokens)
+            rows = chunk_rows(tokens, outputs, gpu=False) if head else _rows(layer, each, tokens)
             for kind in PASSES:
                 if kind != other:
                     yield MatmulPass(kind, rows, outputs, inputs)
+
+
+def _rows(layer: Layer, multiplier: SplitLinear | VocabularyHead, tokens: int) -> int:
+    """Return the number of rows that a part of a layer multiplies for a micro-batch of so many tokens.
+
+    A layer of a user's module may have another number for each token; it is traced.
+    """
+    if not isinstance(layer, ModuleLayer) or isinstance(trace := trace_layer(layer, None), str):
+        return tokens
+    per_sample = trace.rows.get(multiplier.product.weights[0].shard.name)
+    return tokens if per_sample is None else tokens // layer.sequence * per_sample
 
 
 def _measure_kernels(

@@ -1,17 +1,57 @@
-"""FLOPs of the layers of a deck, which are the same on every machine."""
+"""FLOPs of a model and of the layers of a deck, which are the same on every machine."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layer_times import PassTimes
+from hpctrain.memory.layer_bytes.module_trace import trace_layer
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import bare_model
 from hpctrain.model.frozen import freeze_parameters, silent_blocks
+from hpctrain.model.modules.module_layers import ModuleLayer
 from hpctrain.model.part import Layer
 from hpctrain.model.shape import Recomputed
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs of a model for one token.
+
+    There are 6 FLOPs for each matrix element that a token is multiplied with, including the output layer, and
+    12 l h s for the products of queries, keys and values. The causal mask is not subtracted, as in arXiv
+    2104.04473.
+
+    Attributes:
+        flops_per_token: FLOPs of forward and backward pass, without recomputation.
+        block_forward: FLOPs of the forward pass of all blocks.
+        core_forward: The part of `block_forward` that is products of queries, keys and values.
+    """
+
+    flops_per_token: float
+    block_forward: float
+    core_forward: float
+
+    def recomputed_flops_per_token(self, recompute: Recomputed) -> float:
+        """Return the FLOPs that recomputation adds.
+
+        They are the forward pass of all blocks, or of the products of queries, keys and values for
+        "selective".
+        """
+        return {"none": 0.0, "selective": self.core_forward}.get(str(recompute), self.block_forward)
+
+
+@lru_cache
+def model_flops(architecture: Architecture) -> ModelFlops:
+    """Return the FLOPs of a model."""
+    layers = _count_flops(architecture, ())
+    forward = sum(products + core for _, _, products, core, _ in layers)
+    of_blocks = [(products, core) for is_block, _, products, core, _ in layers if is_block]
+    core_forward = sum(core for _, core in of_blocks)
+    return ModelFlops(3.0 * forward, float(sum(map(sum, of_blocks))), float(core_forward))
 
 
 def layer_flops(deck: Deck, architecture: Architecture) -> tuple[PassTimes, ...]:
@@ -54,19 +94,23 @@ def _count_flops(
     model = bare_model(architecture)
     freeze_parameters([model], frozen)
     silent = silent_blocks(model)
+    counted = ((layer, number <= silent, *_products(layer)) for number, layer in enumerate(model.layers))
     return tuple(
-        (
-            layer.is_block,
-            number <= silent,
-            2 * layer.matrix_elements,
-            layer.core_flops,
-            _weight_gradient(layer),
-        )
-        for number, layer in enumerate(model.layers)
+        (layer.is_block, is_silent, 2 * elements, core, _weight_gradient(layer, elements))
+        for layer, is_silent, elements, core in counted
     )
 
 
-def _weight_gradient(layer: Layer) -> int:
+def _products(layer: Layer) -> tuple[int, int]:
+    """Return the elements of matrices that a token is multiplied with, and the FLOPs of other products."""
+    trace = trace_layer(layer, None) if isinstance(layer, ModuleLayer) else ""
+    if not isinstance(trace, str):
+        return trace.matrix_elements, trace.core_flops
+    core = 0 if layer.core is None else layer.core.flops
+    return sum(matrix.elements for matrix in layer.matrices), core
+
+
+def _weight_gradient(layer: Layer, elements: int) -> int:
     """Return the FLOPs of one token in a layer's weight gradients, by the share of trained elements.
 
     Matrices that belong to another layer count as trained.
@@ -74,6 +118,6 @@ def _weight_gradient(layer: Layer) -> int:
     matrices = [p for p in {*layer.all_parameters, *layer.added_in_forward} if p.dim() > 1]
     sizes = [(prod(p.shard.shape), p.requires_grad) for p in matrices]
     if not sizes:
-        return 2 * layer.matrix_elements
+        return 2 * elements
     trained = sum(size for size, is_trained in sizes if is_trained)
-    return 2 * layer.matrix_elements * trained // sum(size for size, _ in sizes)
+    return 2 * elements * trained // sum(size for size, _ in sizes)

@@ -8,6 +8,7 @@ from math import ceil
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.memory import HOST_ACTIVATIONS_REFUSAL
+from hpctrain.engine.layer_flops import model_flops
 from hpctrain.engine.offload_settings import open_scratch
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host
@@ -17,7 +18,6 @@ from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.saved_bytes import PartBytes, part_bytes
 from hpctrain.memory.scratch import ScratchFiles
 from hpctrain.model.architecture import Architecture
-from hpctrain.model.count import count
 from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.model.shape import Recomputed
 from hpctrain.pipeline.action import Schedule
@@ -90,7 +90,7 @@ def describe_recompute(
 
     now = saved(memory.recompute)
     if memory.recompute != "none":
-        flops = count(architecture)
+        flops = model_flops(architecture)
         extra = flops.recomputed_flops_per_token(memory.recompute)
         tokens = deck.batch.global_size * deck.batch.sequence
         saved_text = ""

@@ -10,13 +10,13 @@ from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.compress import ActivationFormat, compressed_bytes
 from hpctrain.memory.layer_bytes import questions
+from hpctrain.memory.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.memory.recompute import segment_size
 from hpctrain.model.frozen import embedding_trained, silent_blocks
 from hpctrain.model.part import Layer, ModelPart, blocks_of
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.objective.factory import make_objective
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
 
 
 def has_gpt_layers(shape: ModelShape) -> bool:

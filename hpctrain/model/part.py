@@ -111,10 +111,6 @@ class Layer(nn.Module):
         """Sublayers that have one matrix product each."""
         return [each for each in self.modules() if isinstance(each, SplitLinear | VocabularyHead)]
 
-    def rows(self, multiplier: SplitLinear | VocabularyHead, tokens: int) -> int:  # noqa: ARG002
-        """Return the number of rows that a sublayer multiplies for a micro-batch of so many tokens."""
-        return tokens
-
     @property
     def matrices(self) -> list[MatrixSize]:
         """Sizes of the matrices that activations are multiplied with, not divided by tensor ranks."""
@@ -125,21 +121,6 @@ class Layer(nn.Module):
     def elementwise(self) -> list[ElementwiseSize]:
         """Elementwise operations of the forward pass."""
         return []
-
-    @property
-    def core_flops(self) -> int:
-        """FLOPs of a token's forward pass other than products with the layer's matrices."""
-        return 0 if self.core is None else self.core.flops
-
-    @property
-    def matrix_elements(self) -> int:
-        """Elements of the matrices that a token is multiplied with, not divided by tensor ranks."""
-        return sum(matrix.elements for matrix in self.matrices)
-
-    @property
-    def idle_elements(self) -> int:
-        """Elements of parameters that a token does not use, because it is not routed to their experts."""
-        return sum(matrix.idle_elements for matrix in self.matrices)
 
 
 class ModelPart(Protocol):

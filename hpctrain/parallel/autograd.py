@@ -72,3 +72,11 @@ class _Begin(torch.autograd.Function):
     @override
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         return ctx.gradient.pop(), None
+
+
+def as_features(rows: Tensor) -> Tensor:
+    """Return rows [m, features] as autograd is to save features: [1, 1, m, features].
+
+    The number of dims distinguishes them from what a router saves of tokens.
+    """
+    return rows[None, None]

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.activation_store import MIN_STORED_BYTES, SEGMENTS_IN_FLIGHT
 from hpctrain.memory.compress import compress_peak
+from hpctrain.memory.layer_bytes.activation_sizes import SavedStorage, total
 from hpctrain.memory.layer_bytes.questions import deferred_bytes
 from hpctrain.memory.saved_bytes import PartBytes, packed_bytes
 from hpctrain.model.frozen import embedding_trained, silent_blocks
-from hpctrain.parallel.activation_sizes import SavedStorage, total
 from hpctrain.pipeline.action import Action
 
 

@@ -10,10 +10,10 @@ from hpctrain.deck.read import changed_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, arrange, assemble
 from hpctrain.engine.kernel_choice import choose_kernels
+from hpctrain.engine.layer_flops import model_flops
 from hpctrain.engine.layer_placement import with_split
 from hpctrain.host.device import on_host
 from hpctrain.model.construction import architecture_of
-from hpctrain.model.count import count
 from hpctrain.plan.companions import plan_run_memory
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan
@@ -41,7 +41,7 @@ def build_within_memory(
     """
     with world.agreement():
         # What building a module loads, and running it, counts as a library.
-        count(architecture_of(deck, deck.model.vocabulary or 0))
+        model_flops(architecture_of(deck, deck.model.vocabulary or 0))
     libraries = library_bytes() if on_host(world.device) else 0
     deck = choose_kernels(with_split(deck, deck.runtime_choices.split), world, mesh)
     arrangement = arrange(deck, world, mesh)

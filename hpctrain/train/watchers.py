@@ -11,8 +11,8 @@ from pathlib import Path
 
 from hpctrain.comm.timeline import Timeline
 from hpctrain.engine.held_out import HeldOut
+from hpctrain.engine.layer_flops import model_flops
 from hpctrain.host.memory import peak_rss_bytes
-from hpctrain.model.count import count
 from hpctrain.model.expert_load import ExpertLoad
 from hpctrain.parallel.fp8.quantization_loss import loss_metrics
 from hpctrain.report.recorded import TRACE_FILE
@@ -175,7 +175,7 @@ class StepReport(Hook):
         )
         rate = taken / done.seconds
         # Of a sample of a dataset nobody knows the FLOPs.
-        flops = None if of_samples else count(engine.architecture).flops_per_token
+        flops = None if of_samples else model_flops(engine.architecture).flops_per_token
         batches = self.trainer.step.batches
         assert batches.order is not None
         load = ExpertLoad.of(result.statistics, engine.shape) if self.deck.model.experts else None

@@ -12,9 +12,8 @@ import pytest
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh
-from hpctrain.engine.layer_flops import layer_flops
+from hpctrain.engine.layer_flops import layer_flops, model_flops
 from hpctrain.engine.layer_placement import placed_by_flops, with_split
-from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.train.difference import LayoutDifference
 from hpctrain.train.verify import verify_layout
@@ -49,7 +48,7 @@ def test_flops_are_those_of_the_published_formula() -> None:
     for family in ((), LLAMA, (*LLAMA, "model.experts.count=4", "model.experts.per_token=2")):
         deck = small_deck("model.layers=3", *family)
         shape = ModelShape.of(deck, 61)
-        assert sum(each.total for each in layer_flops(deck, shape)) == count(shape).flops_per_token
+        assert sum(each.total for each in layer_flops(deck, shape)) == model_flops(shape).flops_per_token
 
 
 def test_what_is_frozen_computes_less() -> None:

@@ -254,8 +254,8 @@ def plain_torch(device: str) -> str:
     import torch
 
     from hpctrain.deck.read import read_deck
+    from hpctrain.engine.layer_flops import model_flops
     from hpctrain.model.construction import architecture_of
-    from hpctrain.model.count import count
     from hpctrain.watch.peak_flops import measure_gemm_flops
     from tests.gpu.peer import tokens_per_second
 
@@ -263,7 +263,7 @@ def plain_torch(device: str) -> str:
     deck = read_deck(write_deck(tables), ())
     peak = measure_gemm_flops(torch.bfloat16, place)
     rate = tokens_per_second(tables, place, 6)
-    flops = count(architecture_of(deck, deck.model.vocabulary or 0)).flops_per_token
+    flops = model_flops(architecture_of(deck, deck.model.vocabulary or 0)).flops_per_token
     return speed_text(rate * flops / peak, rate, peak)
 
 

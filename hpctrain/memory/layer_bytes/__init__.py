@@ -15,6 +15,9 @@ questions whose defaults are not right.
 | linear layers, adapters | `linear_bytes.py` |
 | matrix products and their kernels, 8-bit products | `matmul_bytes.py` |
 | layers of modules that users bring | `module_bytes.py` |
+
+A user's module is a black box. `module_trace.py` runs a part of it on torch's device "meta" and records what
+each layer saves and computes. `meta_device.py` makes "meta" behave like a CPU or GPU during that pass.
 """
 
 from hpctrain.memory.layer_bytes import block_bytes, module_bytes  # noqa: F401  (they register answers)

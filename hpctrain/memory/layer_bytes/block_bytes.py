@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.memory.layer_bytes import feed_forward_bytes, mixture_bytes
+from hpctrain.memory.layer_bytes.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage, total
 from hpctrain.memory.layer_bytes.attention_bytes import recomputed_core_bytes
 from hpctrain.memory.layer_bytes.linear_bytes import saved_by_adapter, saved_input
 from hpctrain.memory.layer_bytes.questions import (
@@ -19,7 +20,6 @@ from hpctrain.model.mixture import Mixture
 from hpctrain.model.norm import Norm
 from hpctrain.model.part import Layer
 from hpctrain.model.transformer import Transformer, TransformerBlock
-from hpctrain.parallel.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage, total
 
 _GAPS, _ROTATED_GAPS = 2.4, 3.5
 """Freed memory between used blocks that the C library keeps, in units of the activations of one block.

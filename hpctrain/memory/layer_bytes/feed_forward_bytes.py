@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from hpctrain.memory.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.memory.layer_bytes.linear_bytes import saved_by_adapter, saved_input
 from hpctrain.memory.layer_bytes.matmul_bytes import product_workspace
 from hpctrain.memory.layer_bytes.questions import saved_storages, workspace_bytes
 from hpctrain.model.feed_forward import FeedForward
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
 
 
 @saved_storages.register

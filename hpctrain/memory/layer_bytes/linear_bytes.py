@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from functools import singledispatch
 
 from hpctrain.memory.layer_bytes import matmul_bytes
+from hpctrain.memory.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.memory.layer_bytes.matmul_bytes import gradient_bytes, stored_input
 from hpctrain.model.part import Layer
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.parallel.matmul import matmuls_of
 from hpctrain.parallel.tensor import MatmulLayer, SplitLinear
 

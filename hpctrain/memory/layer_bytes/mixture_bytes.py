@@ -5,12 +5,12 @@ from __future__ import annotations
 from math import prod
 
 from hpctrain.memory.layer_bytes import feed_forward_bytes
+from hpctrain.memory.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.memory.layer_bytes.linear_bytes import deferred_operands
 from hpctrain.memory.layer_bytes.matmul_bytes import gradient_workspace
 from hpctrain.memory.layer_bytes.questions import saved_storages, workspace_bytes
 from hpctrain.model.mixture import Mixture
 from hpctrain.model.router import Router
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.parallel.experts.expert_layer import Experts
 from hpctrain.parallel.experts.grouped_products import ROW_UNIT
 from hpctrain.parallel.layer_context import LayerContext

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from hpctrain.memory.layer_bytes.activation_sizes import ActivationSizes, SavedStorage
+from hpctrain.memory.layer_bytes.module_trace import trace_layer
 from hpctrain.memory.layer_bytes.questions import recomputed_bytes, saved_storages, unknown_reason
 from hpctrain.model.modules.module_layers import ModuleLayer
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 
 
 @saved_storages.register
 def _saved_by_module_layer(layer: ModuleLayer, at: ActivationSizes) -> list[SavedStorage]:
     """Return what autograd saves, or nothing if that is unknown."""
-    trace = layer.trace(at)
+    trace = trace_layer(layer, at)
     if isinstance(trace, str):
         return []
     return list(trace.saved_recomputed if at.again and not layer.is_block else trace.saved)
@@ -18,11 +19,11 @@ def _saved_by_module_layer(layer: ModuleLayer, at: ActivationSizes) -> list[Save
 
 @unknown_reason.register
 def _unknown_of_module_layer(layer: ModuleLayer, at: ActivationSizes) -> str | None:
-    trace = layer.trace(at)
+    trace = trace_layer(layer, at)
     return trace if isinstance(trace, str) else None
 
 
 @recomputed_bytes.register
 def _recomputed_by_module_layer(layer: ModuleLayer, at: ActivationSizes) -> tuple[list[SavedStorage], int]:
-    trace = layer.trace(at)
+    trace = trace_layer(layer, at)
     return ([], 0) if isinstance(trace, str) else (list(trace.saved_recomputed), trace.recompute_bytes)

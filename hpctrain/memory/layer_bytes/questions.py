@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import singledispatch
 from typing import Any
 
+from hpctrain.memory.layer_bytes.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage
 from hpctrain.memory.layer_bytes.linear_bytes import deferred_operands
 from hpctrain.model.part import Layer
-from hpctrain.parallel.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage
 from hpctrain.parallel.tensor import MatmulLayer
 
 # Questions about any layer, also about a layer within another one

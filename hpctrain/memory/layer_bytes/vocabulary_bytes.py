@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from hpctrain.memory.layer_bytes.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.memory.layer_bytes.matmul_bytes import product_workspace
 from hpctrain.memory.layer_bytes.questions import saved_storages, workspace_bytes
 from hpctrain.model.transformer import Embedding, Predictor, TransformerBlock
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.scalar_head import ScalarHead
 from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
 

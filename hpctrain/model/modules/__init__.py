@@ -25,9 +25,7 @@ start:
    into the layers of `module_layers`: one for each block, one for all else. `module_buffers` allocates the
    buffers.
 7. `module_part` is the ModelPart: it gathers parameters, runs a pass, and reports gradients as complete.
-8. `module_trace` runs a part on "meta" and tells the planner what each layer saves and computes.
-   `meta_device` makes "meta" behave like a CPU or GPU during that pass.
-9. `initial_values` builds the module once in host memory on each rank, with random numbers that depend on
+8. `initial_values` builds the module once in host memory on each rank, with random numbers that depend on
    `run.seed` alone, and copies the elements that this rank owns.
 
 Example: for a module with `layers.0` to `layers.3` and `blocks = "layers.*"` on two stages, each rank

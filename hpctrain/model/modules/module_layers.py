@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +13,18 @@ from typing_extensions import override
 
 from hpctrain.errors import HpctrainError
 from hpctrain.model.modules.module_architecture import persistent_buffers
-from hpctrain.model.modules.module_trace import LayerTrace
 from hpctrain.model.modules.nested_tensors import tensors_of
 from hpctrain.model.modules.tensor_parallel.parallel_layers import LayerGradientParameter
 from hpctrain.model.part import Layer
-from hpctrain.parallel.activation_sizes import ActivationSizes
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import MatrixSize
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.shards import Parameter
 from hpctrain.parallel.tensor import MatmulLayer, SplitLinear
 from hpctrain.parallel.vocabulary import VocabularyHead
+
+if TYPE_CHECKING:
+    from hpctrain.model.modules.module_part import ModulePart
 
 
 class ModuleLayer(Layer):
@@ -33,11 +34,10 @@ class ModuleLayer(Layer):
         borrowed: Parameters of another part to whose gradients this layer adds, too.
         sequence: Tokens of a sample.
         keeps: Owner of further state, such as the buffers of the module; None if there is none.
-        trace: Function that returns what the layer saves and computes, or why it is unknown. Its argument are
-            the sizes of a micro-batch, or None for the work of one token.
+        owner: The part that has the layer, and the layer's index in it.
     """
 
-    trace: Callable[[ActivationSizes | None], LayerTrace | str]
+    owner: tuple[ModulePart, int]
 
     def __init__(
         self,
@@ -87,29 +87,10 @@ class ModuleLayer(Layer):
     def multipliers(self) -> list[SplitLinear | VocabularyHead]:
         return [*self._multipliers]
 
-    def rows(self, multiplier: SplitLinear | VocabularyHead, tokens: int) -> int:
-        """Return the traced number of rows that a matrix is multiplied with."""
-        trace = self.trace(None)
-        rows_by_name = {} if isinstance(trace, str) else trace.rows
-        per_sample = rows_by_name.get(multiplier.product.weights[0].shard.name)
-        return tokens if per_sample is None else tokens // self.sequence * per_sample
-
     @property
     @override
     def matrices(self) -> list[MatrixSize]:
         return self._matrices
-
-    @property
-    @override
-    def matrix_elements(self) -> int:
-        trace = self.trace(None)
-        return super().matrix_elements if isinstance(trace, str) else trace.matrix_elements
-
-    @property
-    @override
-    def core_flops(self) -> int:
-        trace = self.trace(None)
-        return 0 if isinstance(trace, str) else trace.core_flops
 
 
 class OuterLayer(ModuleLayer):

@@ -18,7 +18,6 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.modules.module_architecture import META, ModuleArchitecture, plan_of
 from hpctrain.model.modules.module_layers import BlockRunner, ModuleLayer
-from hpctrain.model.modules.module_trace import trace_layer
 from hpctrain.model.modules.nested_tensors import tensors_of
 from hpctrain.model.modules.part_contents import contents_of_module, contents_of_stage
 from hpctrain.model.modules.pipeline.call_order import find_call_order
@@ -86,7 +85,7 @@ class ModulePart(nn.Module):
             # An instance attribute hides the method of the class.
             vars(self.module.get_submodule(name))["forward"] = partial(call, name, forward)
         for number, layer in enumerate(self.layers):
-            layer.trace = partial(trace_layer, self, number)
+            layer.owner = self, number
         self.blocks = tuple(contents.blocks.values())
         self._module_call = architecture.call(self.module)
         self.example = architecture.example

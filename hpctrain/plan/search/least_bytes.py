@@ -20,6 +20,7 @@ from hpctrain.engine.update_rules import RULES
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.device_memory import matmul_workspace_bytes
 from hpctrain.memory.layer_bytes import questions
+from hpctrain.memory.layer_bytes.activation_sizes import DeferredBytes, total
 from hpctrain.memory.recompute import Recompute, segment_size
 from hpctrain.memory.saved_bytes import PartBytes, part_bytes
 from hpctrain.model.construction import build_parts
@@ -27,7 +28,6 @@ from hpctrain.model.part import Layer, LayerRange, ModelPart
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
-from hpctrain.parallel.activation_sizes import DeferredBytes, total
 from hpctrain.pipeline.execute import receives_ahead
 from hpctrain.plan.activations import segment_bytes
 from hpctrain.plan.search.form import ParameterCounts, PartForm

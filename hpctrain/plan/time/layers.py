@@ -12,12 +12,12 @@ from functools import lru_cache
 from math import isfinite, prod
 
 from hpctrain.errors import HpctrainError
+from hpctrain.memory.layer_bytes.activation_sizes import ActivationSizes, total
 from hpctrain.memory.layer_bytes.questions import saved_storages
 from hpctrain.model.construction import bare_model
 from hpctrain.model.frozen import freeze_parameters, silent_blocks
 from hpctrain.model.part import Layer
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.activation_sizes import ActivationSizes, total
 from hpctrain.parallel.experts.expert_layer import EXPERT_AXES
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize, MatrixSize
 from hpctrain.plan.time.arrangement import LayoutSizes

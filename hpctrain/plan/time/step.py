@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.layer_flops import model_flops
 from hpctrain.engine.layer_placement import placed_by_flops
 from hpctrain.errors import HpctrainError
-from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.simulate import Simulation, StageTimes, simulate
@@ -123,7 +123,7 @@ def plan_step(deck: Deck, ranks: int, vocabulary: int, machine: MachineRates) ->
     schedule = placement.schedule_of(at.micro_batches)
     layers = layer_sizes(shape, tuple(deck.model.frozen))
     stage, causes = busiest_seconds(layers, at, schedule, placement.split, machine)
-    counted, tokens = count(shape), deck.batch.global_size * deck.batch.sequence
+    counted, tokens = model_flops(shape), deck.batch.global_size * deck.batch.sequence
     again = counted.recomputed_flops_per_token(deck.memory.recompute)
     flops = counted.flops_per_token * tokens
     values = {key: deck.value(key) for key in TIMED}

@@ -11,6 +11,7 @@ import torch
 from hpctrain.deck.code import NamedCode
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.layer_flops import model_flops
 from hpctrain.errors import HpctrainError
 from hpctrain.model.construction import architecture_of, bare_model, layer_kinds
 from hpctrain.model.count import count
@@ -87,9 +88,10 @@ def test_parameters_and_flops_are_counted_without_memory() -> None:
     # 6 for each element of the blocks' matrices and of the head, which is the table; positions are no matrix.
     # Of each block 12 h s besides, of queries, keys and values.
     of_block = 3 * 32 * 32 + 32 * 32 + 2 * 2 * 32 * 32
-    assert numbers.flops_per_token == 6 * (3 * of_block + 61 * 32) + 3 * 12 * 32 * 32
-    assert numbers.block_forward == 2 * 3 * of_block + 3 * 4 * 32 * 32
-    assert numbers.core_forward == 3 * 4 * 32 * 32
+    flops = model_flops(architecture)
+    assert flops.flops_per_token == 6 * (3 * of_block + 61 * 32) + 3 * 12 * 32 * 32
+    assert flops.block_forward == 2 * 3 * of_block + 3 * 4 * 32 * 32
+    assert flops.core_forward == 3 * 4 * 32 * 32
     assert layer_kinds(architecture) == ("outside", "Block", "Block", "Block", "result")
     assert architecture.title == "models.py:gpt" and architecture.block_count == 3
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.layer_flops import model_flops
 from hpctrain.engine.layer_placement import LayerPlacement, placed_by_flops
-from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
 from hpctrain.plan.time.arrangement import LayoutSizes
@@ -86,7 +86,7 @@ def selene() -> Iterator[Published]:
     """SC21's tables 1 and 2, in TFLOP/s a GPU."""
     for row in _rows("selene"):
         deck = _deck(row, chunks=int(row["chunks"] or 1), recompute="full")
-        ranks, counted = int(row["gpus"]), count(ModelShape.of(deck, 51200))
+        ranks, counted = int(row["gpus"]), model_flops(ModelShape.of(deck, 51200))
         of_token = counted.flops_per_token + counted.recomputed_flops_per_token("full")
         flops = of_token * deck.batch.global_size * deck.batch.sequence
         seconds = flops / ranks / float(row["tflops"]) / 1e12

@@ -22,7 +22,6 @@ from typing_extensions import override
 
 from hpctrain.deck.user_code import run_user_code
 from hpctrain.errors import HpctrainError
-from hpctrain.model.modules.meta_device import grouped_products
 from hpctrain.model.modules.module_architecture import (
     META,
     ModuleArchitecture,
@@ -37,6 +36,7 @@ from hpctrain.model.modules.nested_tensors import (
     tensor_leaves,
     tensors_of,
 )
+from hpctrain.model.modules.pipeline.meta_products import grouped_products
 
 
 class CallResult(NamedTuple):

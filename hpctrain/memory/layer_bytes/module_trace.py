@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from itertools import groupby
 from math import prod
 from textwrap import shorten
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,14 @@ from torch.utils.flop_counter import flop_registry
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.errors import HpctrainError
+from hpctrain.memory.layer_bytes.activation_sizes import ActivationSizes, SavedStorage
+from hpctrain.memory.layer_bytes.meta_device import HostDeviceMode, MetaMode, meta_kernels
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.model.modules.meta_device import HostDeviceMode, MetaMode, meta_kernels
 from hpctrain.model.modules.module_architecture import META, ModuleArchitecture
+from hpctrain.model.modules.module_layers import ModuleLayer
+from hpctrain.model.modules.module_part import ModulePart
 from hpctrain.model.modules.nested_tensors import tensors_of
-from hpctrain.model.part import Computed, LayerRange
-from hpctrain.parallel.activation_sizes import ActivationSizes, SavedStorage
+from hpctrain.model.part import LayerRange
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter
 
@@ -259,44 +261,14 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
-class TraceablePart(Protocol):
-    """A part of a module that can be built again on "meta" from an architecture, a context and a range."""
-
-    architecture: ModuleArchitecture
-    groups: LayerContext
-    span: LayerRange
-    module: nn.Module
-
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        """The blocks of the part."""
-
-    @property
-    def names(self) -> Mapping[Parameter, list[str]]:
-        """Names of all parameters."""
-
-    def __call__(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Any:
-        """Return the hidden states [s or s/t, b, h] after this part."""
-
-    def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
-        """Return the shape of the tensors that are sent between parts."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """dtype of the tensors that are sent between parts."""
-
-    def predict(self, last_layer: Any, compute: Callable[..., Computed]) -> Computed:
-        """Return the result of `compute` for the output of the last part, with its parameters gathered."""
-
-
-def trace_layer(part: TraceablePart, number: int, at: ActivationSizes | None) -> LayerTrace | str:
-    """Return the trace of a layer of a part, or the reason why there is none.
+def trace_layer(layer: ModuleLayer, at: ActivationSizes | None) -> LayerTrace | str:
+    """Return the trace of a layer, or the reason why there is none.
 
     Args:
-        part: The part.
-        number: Index of the layer.
+        layer: The layer.
         at: Sizes of a micro-batch; None for one sample with all that tensor ranks compute together.
     """
+    part, number = layer.owner
     size = part.architecture.storage.itemsize
     frozen = frozenset(parameter.shard.name for parameter in part.names if not parameter.requires_grad)
     if at is None:
@@ -306,13 +278,12 @@ def trace_layer(part: TraceablePart, number: int, at: ActivationSizes | None) ->
         tensor = part.groups.tensor
         sizes = replace(at, selective=False, again=False)
         rank = tensor.rank, tensor.size, part.groups.sequence_parallel
-    found = _trace_part(type(part), part.architecture, part.span, frozen, rank, sizes)
+    found = _trace_part(part.architecture, part.span, frozen, rank, sizes)
     return found.layers[number] if found.problem is None else found.problem
 
 
 @lru_cache(maxsize=64)
 def _trace_part(
-    kind: Callable[[ModuleArchitecture, LayerContext, LayerRange], TraceablePart],
     architecture: ModuleArchitecture,
     span: LayerRange,
     frozen: frozenset[str],
@@ -325,7 +296,7 @@ def _trace_part(
     context = planned_group(("context",), 0, 1, Ledger())
     with META:
         groups = LayerContext(tensor, context, by_sequence)
-        part = kind(architecture, groups, span)
+        part = ModulePart(architecture, groups, span)
     for parameter in part.names:
         parameter.requires_grad_(parameter.requires_grad and parameter.shard.name not in frozen)
     inputs = example_inputs(architecture, at.micro_size)

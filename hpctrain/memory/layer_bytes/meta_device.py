@@ -6,7 +6,6 @@ the module alone have known values, so that code which asks for them can go on.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -133,34 +132,6 @@ def meta_kernels(gpu: bool) -> Iterator[None]:
         yield
     finally:
         library._destroy()
-
-
-@contextmanager
-def grouped_products() -> Iterator[None]:
-    """Let products of groups of rows run on "meta" in all dtypes, as they do on a CPU."""
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch has a kernel for bf16 there
-        library.impl("_grouped_mm", _meta_grouped_product, "Meta", allow_override=True)
-    try:
-        yield
-    finally:
-        library._destroy()
-
-
-def _meta_grouped_product(
-    left: Tensor,
-    right: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,  # noqa: ARG001
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Return a tensor on "meta" of the shape that `torch._grouped_mm` returns."""
-    rows, columns = left.shape[-2], right.shape[-1]
-    groups: tuple[int, ...] = ()  # rows of one matrix times matrices, or matrices times columns of one
-    if left.dim() == right.dim():
-        groups = (len(left),) if left.dim() == 3 or offs is None else (offs.numel(),)
-    return left.new_empty((*groups, rows, columns), dtype=out_dtype or left.dtype)
 
 
 @contextmanager

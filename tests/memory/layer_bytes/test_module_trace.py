@@ -1,6 +1,6 @@
 """The trace of a module finds what a run saves and computes.
 
-Also model/modules/meta_device.py, memory/live.py, memory/recompute.py and sharding/gather.py.
+Also memory/layer_bytes/meta_device.py, memory/live.py, memory/recompute.py and sharding/gather.py.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
+from hpctrain.engine.layer_flops import model_flops
+from hpctrain.memory.layer_bytes.meta_device import HostDeviceMode, MetaMode, meta_kernels
 from hpctrain.model.construction import architecture_of
-from hpctrain.model.count import count
-from hpctrain.model.modules.meta_device import HostDeviceMode, MetaMode, meta_kernels
 from hpctrain.model.modules.module_architecture import ModuleArchitecture
 from hpctrain.plan.memory import plan_memory
 from tests.engines import trainer
+from tests.model.modules import models
 
-MODELS, HERE = Path(__file__).with_name("models.py"), Path(__file__)
+MODELS, HERE = Path(models.__file__), Path(__file__)
 VOCABULARY = 61
 DECK = """
 [run]
@@ -203,7 +204,7 @@ def test_flops_are_those_of_all_products(kind: str) -> None:
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         made = module(tokens)
     assert made is not None
-    found = count(architecture)
+    found = model_flops(architecture)
     assert found.flops_per_token == pytest.approx(3 * counter.get_total_flops() / 64, rel=1e-6)
     # Products of queries and keys, and with values, of four heads of 16 (or three layers of gpt's).
     layers = 3 if kind == "gpt" else 2
@@ -219,7 +220,7 @@ def test_what_goes_by_its_own_values_is_unknown_in_a_sentence(world: World) -> N
     told = "test_module_trace.py:Asking fails with tokens of shape [2, 64]: RuntimeError: Tensor.item()"
     assert plan.unknown is not None and plan.unknown.startswith(told) and "\n" not in plan.unknown
     # Products are counted all the same: with matrices that are not looked up.
-    assert count(architecture_of(deck, VOCABULARY)).flops_per_token == 6 * 8 * VOCABULARY
+    assert model_flops(architecture_of(deck, VOCABULARY)).flops_per_token == 6 * 8 * VOCABULARY
     trainer(world.single_rank_world(), deck).train(1)
 
 

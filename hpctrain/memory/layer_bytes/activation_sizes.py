@@ -1,12 +1,10 @@
-"""Sizes of a micro-batch on one rank, and what layers report about the memory that autograd saves."""
+"""Sizes of a micro-batch on one rank, and kinds of memory that layers need."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -22,14 +20,6 @@ class SavedStorage:
     bytes: int
     itemsize: int
     features: bool = True
-
-
-def as_features(rows: Tensor) -> Tensor:
-    """Return rows [m, features] as autograd is to save features: [1, 1, m, features].
-
-    The number of dims distinguishes them from what a router saves of tokens.
-    """
-    return rows[None, None]
 
 
 class DeferredBytes(NamedTuple):
