@@ -18,7 +18,7 @@ from hpctrain.comm.group import Group
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.log_probabilities import LogProbabilityLoss, count_once, sequence_sums
 from hpctrain.objective.objective import LossFunction
-from hpctrain.objective.pairs import PairObjective
+from hpctrain.objective.pairs import PairObjective, pair_sums
 
 REFERENCE = "reference"
 """Field of a micro-batch with the log-probabilities by the reference, fp32 [batch, seq]."""
@@ -83,8 +83,4 @@ class DirectPreference(PairObjective):
             losses = -(1 - smoothing) * functional.logsigmoid(margin) - smoothing * functional.logsigmoid(
                 -margin
             )
-        # A tie counts as half right.
-        right = (margin > 0).double() + 0.5 * (margin == 0)
-        metrics = (losses, right, margin, self.beta * chosen, self.beta * rejected, torch.ones_like(margin))
-        sums = torch.stack([(each.detach() * present).sum() for each in metrics])
-        return (losses * present).sum(), sums
+        return pair_sums(present, losses, margin, self.beta * chosen, self.beta * rejected)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
+from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.objective.objective import Objective
@@ -25,3 +27,21 @@ class PairObjective(Objective):
         pairs = metrics.pop("pairs") or 1.0
         metrics |= {name: value / pairs for name, value in metrics.items() if name in self.metrics}
         return pairs
+
+
+def pair_sums(
+    present: Tensor, losses: Tensor, margin: Tensor, chosen: Tensor, rejected: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of the losses of pairs, and the sums of all metrics in their order, fp64.
+
+    Args:
+        present: For each pair [pairs], whether it counts.
+        losses: Losses.
+        margin: Margins of the chosen answers. The accuracy is the share of positive ones; a tie counts half.
+        chosen: Rewards of the chosen answers.
+        rejected: Rewards of the rejected answers.
+    """
+    right = (margin > 0).double() + 0.5 * (margin == 0)
+    metrics = (losses, right, margin, chosen, rejected, torch.ones_like(margin))
+    sums = torch.stack([each.detach().masked_fill(~present, 0.0).sum() for each in metrics])
+    return losses.masked_fill(~present, 0.0).sum(), sums

@@ -19,7 +19,7 @@ from hpctrain.data.conversations import MARGIN
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.log_probabilities import count_once, sequence_sums
 from hpctrain.objective.objective import LossFunction
-from hpctrain.objective.pairs import PairObjective
+from hpctrain.objective.pairs import PairObjective, pair_sums
 from hpctrain.objective.scores import ScoreLoss
 
 
@@ -73,10 +73,7 @@ class PairwiseReward(PairObjective):
         losses = -functional.logsigmoid(ahead - margin)
         if self.centering:
             losses = losses + self.centering * (chosen + rejected).square()
-        right = (ahead > 0).double() + 0.5 * (ahead == 0)
-        metrics = (losses, right, ahead, chosen, rejected, torch.ones_like(ahead))
-        sums = torch.stack([each.detach().masked_fill(~complete, 0.0).sum() for each in metrics])
-        return losses.masked_fill(~complete, 0.0).sum(), sums
+        return pair_sums(complete, losses, ahead, chosen, rejected)
 
 
 def answer_ends(targets: Tensor, positions: Tensor, context: Group) -> Tensor:
