@@ -15,7 +15,7 @@ The sums of parts add up to that of the whole modulo this number, if parts begin
 """
 
 _WORD_BYTES = 4
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK_ELEMENTS = 1 << 18  # fits into the second-level cache of a processor
 
 
@@ -37,12 +37,17 @@ def word_sum(values: Tensor) -> Tensor:
         for part in values.split(_CHUNK_ELEMENTS):
             total += word_sum(part.clone())
         return total
-    bits = values.view(_INTEGERS[values.itemsize])
+    bits = values.view(torch.int32) if values.itemsize == 2 * _WORD_BYTES else integers_of(values)
     if each == 1:
         return bits.sum(dtype=torch.int32)
     last = len(bits) // each * each
     total = bits[:last].view(torch.int32).sum(dtype=torch.int32)
     return total + bits[last:].sum(dtype=torch.int32) if last < len(bits) else total
+
+
+def integers_of(values: Tensor) -> Tensor:
+    """Return a view of a tensor as integers of the same size, which have its bits."""
+    return values.view(_INTEGERS[values.itemsize])
 
 
 def majority(copies: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
+from hpctrain.audit.bits import integers_of
 from hpctrain.memory.scratch import Flat
 from hpctrain.parallel.shards import Shard
 
@@ -34,7 +35,6 @@ STORED_AS: dict[str, DTypeLike] = {
     "uint8": np.dtype("u1"),
     "bool": np.dtype("u1"),
 }
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class TensorBox:
 
     def view(self, values: Tensor) -> Tensor:
         """The rectangle as a strided view into the TensorRange's values, its bits as integers."""
-        bits = values.view(_BITS[values.element_size()])
+        bits = integers_of(values)
         return bits.as_strided(self.shape, self.strides, bits.storage_offset() + self.at)
 
     def load(self, values: Flat) -> Tensor:

@@ -29,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hpctrain.audit.bits import integers_of
 from hpctrain.memory.scratch import Flat, read_pieces
 from hpctrain.parallel.shards import Shard
 from hpctrain.splitmix import GOLDEN, mix
@@ -40,7 +41,6 @@ _PIECE = 1 << 16
 """Number of elements at a time, so that intermediate results remain in the cache."""
 
 _KEY = np.uint64(0x5851F42D4C957F2D)
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Indices = NDArray[np.uint64]
 Sums = NDArray[np.float64]
@@ -138,6 +138,6 @@ def _pieces(values: Tensor) -> Iterator[tuple[int, Tensor]]:
 def _read(values: Tensor) -> tuple[NDArray[np.uint64], Sums]:
     """Return the words and the values of elements."""
     values = values.detach().cpu().contiguous()
-    words = values.view(_WORDS[values.element_size()]).numpy()
+    words = integers_of(values).numpy()
     unsigned = words.view(f"u{words.itemsize}").astype(np.uint64)
     return unsigned, values.double().numpy()

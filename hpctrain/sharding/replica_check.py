@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from hpctrain.audit.bits import integers_of
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.scratch import Flat, read_pieces
@@ -15,7 +16,6 @@ from hpctrain.sharding.bucket_layout import BucketSegment
 from hpctrain.sharding.synchronize import exchange_with_other_end
 
 _PIECE = 1 << 18
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_replicas(buckets: Sequence[Bucket], everyone: Group) -> None:
@@ -96,7 +96,7 @@ class PositionSums:
         for _, read in read_pieces(values):
             for piece in read.reshape(-1).split(_PIECE):
                 bits = scratch[: piece.numel()]
-                bits.copy_(piece.view(_BITS[piece.element_size()]))
+                bits.copy_(integers_of(piece))
                 # Multiply each word by 2 position + 3, which is odd.
                 total += bits.sum() * (2 * position)
                 total += bits.mul_(odd[: len(bits)]).sum()

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hpctrain.audit.bits import integers_of
 from hpctrain.text import counted, ranges
 
 _MOST_BITS = 6
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def difference(found: Tensor, expected: Tensor) -> BitDifference | None:
     position = int(wrong[0])
     pair = [each.flatten()[position].cpu() for each in (found, expected)]
     width = 8 * found.itemsize
-    one, other = (int(each.reshape(1).view(_WORDS[found.itemsize]).item()) for each in pair)
+    one, other = (int(integers_of(each.reshape(1)).item()) for each in pair)
     apart = (one ^ other) & ((1 << width) - 1)
     bits = tuple(bit for bit in range(width) if apart >> bit & 1)
     found_text, expected_text = (_text(each, width) for each in pair)
