@@ -101,7 +101,7 @@ def test_losses_and_gradients(
 
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("form", [torch.float32, torch.bfloat16])
-def test_one_that_has_not_moved_is_its_own_reference(world: World, form: torch.dtype) -> None:
+def test_an_unchanged_model_equals_its_reference(world: World, form: torch.dtype) -> None:
     """Log-probabilities have the same bits, so that the first loss is ln 2."""
     weight, hidden, targets, _ = case()
     layer, hidden = head(world, weight.to(form)), hidden.to(form)
@@ -118,7 +118,7 @@ def test_one_that_has_not_moved_is_its_own_reference(world: World, form: torch.d
     assert (settled["margin"], settled["accuracy"]) == (0.0, 0.5)
 
 
-def test_rows_that_only_fill_up_are_no_pair() -> None:
+def test_padding_rows_are_not_pairs() -> None:
     targets = torch.full((2, SEQUENCE), -1)
     assert DirectPreference().count(MicroBatch.of_tokens(torch.zeros_like(targets), targets)) == 0
     ahead = torch.tensor([1.0, -1.0, 0.0, 0.0], dtype=torch.float64)

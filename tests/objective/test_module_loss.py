@@ -52,18 +52,18 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_is_no_sum_and_no_count_is_told(kind: str) -> None:
+def test_wrong_results_of_a_loss_function_are_reported(kind: str) -> None:
     made, told = WRONG[kind]
     with pytest.raises(HpctrainError, match=rf"^model\.loss: .*its function .*{told}"):
         losses_of(made)
 
 
-def test_a_sum_needs_no_gradient_where_none_is_taken() -> None:
+def test_a_sum_needs_no_gradient_without_autograd() -> None:
     with torch.no_grad():
         assert losses_of((OUTPUTS.sum(), 0)).metrics[1].item() == 0
 
 
-def test_what_nothing_can_be_divided_by_is_told() -> None:
+def test_a_count_that_cannot_divide_is_reported() -> None:
     loss = UserLoss(lambda *_: None)
     assert loss.normalize(metrics := {"loss": 3.0, "counted": 0.5}) == 0.5 and metrics == {"loss": 6.0}
     for counted, told in {

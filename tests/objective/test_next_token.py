@@ -124,7 +124,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
 @pytest.mark.mpi(max_size=1)
 @pytest.mark.parametrize("form", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", list(KERNELS))
-def test_it_holds_in_passing_what_is_planned(
+def test_temporary_memory_is_the_planned_one(
     world: World, monkeypatch: pytest.MonkeyPatch, compiled: CompiledFunctions, form: torch.dtype, name: str
 ) -> None:
     monkeypatch.setattr(vocabulary, "CHUNK_ELEMENTS", 1 << 20)

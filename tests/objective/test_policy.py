@@ -21,7 +21,7 @@ from tests.objective.test_next_token import VOCABULARY, head
 
 LOW, HIGH, BETA, LONGEST = 0.1, 0.25, 0.05, 9
 DRAWINGS = {"whole": TokenSampling(), "some": TokenSampling(30), "warm": TokenSampling(11, 1.7)}
-"""By chances of all 37 tokens, or of the first ones, of which on two ranks the first has 19."""
+"""Probabilities of all 37 tokens, or of the first ones. Of two ranks, the first one has 19."""
 
 
 def drawn_by(logits: Tensor, drawing: TokenSampling) -> Tensor:
@@ -135,7 +135,7 @@ def test_losses_and_gradients(
 
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("of", DRAWINGS)
-def test_what_was_drawn_just_now_has_moved_nowhere(world: World, of: str) -> None:
+def test_a_policy_that_was_just_sampled_has_not_moved(world: World, of: str) -> None:
     weight, hidden, fields = given(drawing := DRAWINGS[of])
     layer = head(world, weight)
     fields[OLD] = log_probabilities(layer, hidden, fields["targets"], drawing)
@@ -153,8 +153,8 @@ def test_what_was_drawn_just_now_has_moved_nowhere(world: World, of: str) -> Non
     )
 
 
-def test_divergences_are_what_they_estimate() -> None:
-    """The mean over many samples is the divergence itself, and k3 is never negative."""
+def test_divergence_estimates_are_unbiased() -> None:
+    """The mean over many samples is the divergence, and k3 is never negative."""
     generator = torch.Generator().manual_seed(2)
     policy, reference = torch.randn(2, 5, generator=generator, dtype=torch.float64).log_softmax(-1)
     exact = float((policy.exp() * (policy - reference)).sum())

@@ -53,7 +53,7 @@ def test_margins_and_centering() -> None:
     assert told.tolist()[1:] == pytest.approx([metrics[name] for name in PairwiseReward.metrics[1:]])
 
 
-def test_rows_that_only_fill_up_are_no_pair() -> None:
+def test_padding_rows_are_not_pairs() -> None:
     targets = torch.full((2, LENGTH), MASKED)
     assert PairwiseReward().count(MicroBatch.of_tokens(torch.zeros_like(targets), targets)) == 0
     given, there = rewards(1.0, 0.5, 0.0, 0.0)
@@ -64,7 +64,7 @@ def test_rows_that_only_fill_up_are_no_pair() -> None:
     assert PairwiseReward().normalize(metrics) == 1.0 and "pairs" not in metrics
 
 
-def test_means_are_of_pairs() -> None:
+def test_metrics_are_means_over_pairs() -> None:
     metrics = {"loss": 0.3, "accuracy": 0.25, "margin": 1.0, "chosen": 0.5, "rejected": -0.5, "pairs": 0.5}
     assert PairwiseReward().normalize(metrics) == 0.5
     assert metrics == {"loss": 0.6, "accuracy": 0.5, "margin": 2.0, "chosen": 1.0, "rejected": -1.0}
@@ -72,7 +72,7 @@ def test_means_are_of_pairs() -> None:
 
 @pytest.mark.parametrize("length", [16, 8, 7, 6, 5])
 def test_rewards_are_those_of_the_last_tokens_of_answers(world: World, tmp_path: Path, length: int) -> None:
-    """It is the end of the text or, if the row is cut before it, the last token that is left."""
+    """The last token is the end of the text, or the last one in the row if the row is cut before it."""
     answers = [("ab", "abc"), ("abcd", "a")]
     rows = [{"prompt": "pq", "chosen": one, "rejected": other} for one, other in answers]
     source = write_rows(tmp_path / "rows.jsonl", rows)
@@ -88,7 +88,7 @@ def test_rewards_are_those_of_the_last_tokens_of_answers(world: World, tmp_path:
         assert int(micro.tokens[row, place]) == whole[place]
 
 
-def test_only_these_places_learn(world: World) -> None:
+def test_only_last_tokens_have_gradients(world: World) -> None:
     groups: LayerContext = alone(world)
     head = ScalarHead(HIDDEN, groups)
     head.table.data = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1))
