@@ -22,7 +22,7 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.data.documents import Documents
-from hpctrain.parallel.attention.block import attend, attend_backward, merge
+from hpctrain.parallel.kernels.attention_block import attend, attend_backward, merge
 from hpctrain.parallel.kernels.layer_functions import rotate
 
 _KEYS, _GRADIENTS = 1, 2

@@ -1,4 +1,4 @@
-"""Kernels of CPUs: libraries for matrix products, and functions that are compiled from C.
+"""Kernels: libraries for matrix products, blocks of attention, and functions that are compiled from C.
 
 | module | holds |
 |---|---|
@@ -8,6 +8,8 @@
 | `compiler.py` | compilation of C for this processor, and the cache of libraries |
 | `function_library.py` | the compiled library as ctypes calls it, and its trial |
 | `layer_functions.py` | functions of a block by torch or by that library |
+| `attention_block.py` | attention of one block of queries over one block of keys, with its log-sum-exp |
+| `packed_attention.py` | attention within documents that are packed in a sequence, each as one block |
 | `logits.py` | softmax statistics of logits, for losses |
 | `small_batch.py` | products of a few rows with the bits of large ones |
 | `fastest_kernels.py` | a line of `hpctrain doctor` |

@@ -23,10 +23,10 @@ from typing_extensions import override
 
 from hpctrain.data.documents import Documents
 from hpctrain.deck.activations import ACTIVATIONS, Activation, ElementwiseFunction
-from hpctrain.parallel.attention.packed import document_attention
 from hpctrain.parallel.autograd import apply_function
 from hpctrain.parallel.kernels.function_library import AttentionArguments, Heads, workspace_floats
 from hpctrain.parallel.kernels.logits import CompiledSoftmaxStatistics, SoftmaxStatistics, SplitLogits
+from hpctrain.parallel.kernels.packed_attention import document_attention
 
 _ROUNDING = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
 """Largest relative and absolute difference of results, by format."""

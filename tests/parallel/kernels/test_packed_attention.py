@@ -1,6 +1,6 @@
 """Attention within documents beside softmax under a mask, in double precision: values and gradients.
 
-Tests of parallel/attention/packed.py, and of documents in parallel/kernels/layer_functions.py.
+Tests of parallel/kernels/packed_attention.py, and of documents in parallel/kernels/layer_functions.py.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from hpctrain.data.documents import Documents
 from hpctrain.engine.function_choice import compile_functions
-from hpctrain.parallel.attention.packed import document_attention
 from hpctrain.parallel.kernels.function_library import open_library
 from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions
-from tests.parallel.attention.test_block import kernel
+from hpctrain.parallel.kernels.packed_attention import document_attention
+from tests.parallel.kernels.test_attention_block import kernel
 
 __all__ = ["kernel"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpctrain.parallel.attention import block as attention_block
-from hpctrain.parallel.attention.block import attend, attend_backward, merge
+from hpctrain.parallel.kernels import attention_block
+from hpctrain.parallel.kernels.attention_block import attend, attend_backward, merge
 
 
 class WrittenOut:

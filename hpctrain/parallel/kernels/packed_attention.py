@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.documents import Documents
-from hpctrain.parallel.attention.block import attend, attend_backward
+from hpctrain.parallel.kernels.attention_block import attend, attend_backward
 
 
 class _DocumentAttention(torch.autograd.Function):
