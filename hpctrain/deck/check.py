@@ -110,6 +110,7 @@ def _transformer_problems(deck: Deck) -> list[DeckProblem]:
     """Return the problems of the sizes and the layout of a transformer."""
     return [
         *model.head_problems(deck),
+        *model.rotation_problems(deck),
         *rope_scaling.rope_scaling_problems(deck),
         *model.parametrization_problems(deck),
         *experts.expert_problems(deck),

@@ -7,7 +7,7 @@ them; what has a name is a combination that published models have.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import sqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -54,6 +54,144 @@ _GRANITE = ModelType(
         ConfigKey("logits_scaling", "logit_multiplier", 1.0, "reciprocal"),
         ConfigKey("mlp_bias", "mlp_bias", False),
     ),
+)
+_NEOX = ModelType(
+    architecture="GPTNeoXForCausalLM",
+    model_type="gpt_neox",
+    sizes=(50432, 2048, 6144, 44, 64, 24576),
+    epsilon=("layer_norm_eps", 1e-5),
+    activation=("hidden_act", "gelu"),
+    layers=(
+        ("gpt_neox.embed_in", "embedding.tokens"),
+        ("gpt_neox.layers.{}.input_layernorm", "blocks.{}.attention_norm"),
+        (
+            "gpt_neox.layers.{}.attention.query_key_value",
+            *(f"blocks.{{}}.attention.{name}" for name in ("query", "key", "value")),
+        ),
+        ("gpt_neox.layers.{}.attention.dense", "blocks.{}.attention.output"),
+        ("gpt_neox.layers.{}.post_attention_layernorm", "blocks.{}.feed_forward_norm"),
+        ("gpt_neox.layers.{}.mlp.dense_h_to_4h", "blocks.{}.feed_forward.up"),
+        ("gpt_neox.layers.{}.mlp.dense_4h_to_h", "blocks.{}.feed_forward.down"),
+        ("gpt_neox.final_layer_norm", "final_norm"),
+        ("embed_out", "head"),
+    ),
+    keys=(
+        ConfigKey(
+            "use_parallel_residual", "parallel_residual", True, choices=((True, "two_norms"), (False, "none"))
+        ),
+        ConfigKey("attention_bias", "attention_bias", True, choices=((True, "all"), (False, "none"))),
+    ),
+    prefix="gpt_neox.",
+    buffers=r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
+    grouped=False,
+    joint=True,
+    scored="GPTNeoXForSequenceClassification",
+)
+_STABLELM = ModelType(
+    architecture="StableLmForCausalLM",
+    model_type="stablelm",
+    sizes=(50304, 4096, 2560, 32, 32, 6912),
+    epsilon=("layer_norm_eps", 1e-5),
+    keys=(
+        ConfigKey(
+            "use_parallel_residual", "parallel_residual", False, choices=((True, "one_norm"), (False, "none"))
+        ),
+        ConfigKey(
+            "use_qkv_bias", "attention_bias", False, choices=((True, "query_key_value"), (False, "none"))
+        ),
+    ),
+    attention_biases=("none", "query_key_value"),
+    fixed={"qk_layernorm": (False, False)},
+    scored="StableLmForSequenceClassification",
+)
+_STARCODER2 = ModelType(
+    architecture="Starcoder2ForCausalLM",
+    model_type="starcoder2",
+    sizes=(49152, 4096, 3072, 30, 24, 12288),
+    key_value_heads=2,
+    epsilon=("norm_epsilon", 1e-5),
+    tied=True,
+    activation=("hidden_act", "gelu_pytorch_tanh"),
+    layers=(
+        ("model.layers.{}.mlp.c_fc", "blocks.{}.feed_forward.up"),
+        ("model.layers.{}.mlp.c_proj", "blocks.{}.feed_forward.down"),
+    ),
+    keys=(
+        ConfigKey("use_bias", "attention_bias", True, choices=((True, "all"), (False, "none"))),
+        ConfigKey("use_bias", "mlp_bias", True),
+    ),
+    fixed={"sliding_window": (None, None)},
+    scored="Starcoder2ForSequenceClassification",
+)
+_COHERE = ModelType(
+    architecture="CohereForCausalLM",
+    model_type="cohere",
+    sizes=(256000, 8192, 8192, 40, 64, 22528),
+    epsilon=("layer_norm_eps", 1e-5),
+    tied=True,
+    rope_base=500_000.0,
+    keys=(ConfigKey("logit_scale", "logit_multiplier", 0.0625),),
+    fixed={"use_qk_norm": (False, False)},
+    interleaved=True,
+)
+_GLM = ModelType(
+    architecture="GlmForCausalLM",
+    model_type="glm",
+    sizes=(151552, 131072, 4096, 40, 32, 13696),
+    key_value_heads=2,
+    head_size=128,
+    epsilon=("rms_norm_eps", 1.5625e-7),
+    layers=(
+        ("model.layers.{}.mlp.gate_up_proj", "blocks.{}.feed_forward.gate", "blocks.{}.feed_forward.up"),
+    ),
+    keys=(
+        ConfigKey(
+            "attention_bias", "attention_bias", True, choices=((True, "query_key_value"), (False, "none"))
+        ),
+    ),
+    attention_biases=("none", "query_key_value"),
+    interleaved=True,
+    scored="GlmForSequenceClassification",
+)
+_GLM4 = replace(
+    _GLM,
+    architecture="Glm4ForCausalLM",
+    model_type="glm4",
+    layers=(
+        *_GLM.layers,
+        ("model.layers.{}.post_self_attn_layernorm", "blocks.{}.attention_output_norm"),
+        ("model.layers.{}.post_mlp_layernorm", "blocks.{}.feed_forward_output_norm"),
+    ),
+    scored="Glm4ForSequenceClassification",
+)
+_PHI3 = ModelType(
+    architecture="Phi3ForCausalLM",
+    model_type="phi3",
+    sizes=(32064, 4096, 3072, 32, 32, 8192),
+    epsilon=("rms_norm_eps", 1e-5),
+    layers=(
+        (
+            "model.layers.{}.self_attn.qkv_proj",
+            *(f"blocks.{{}}.attention.{name}" for name in ("query", "key", "value")),
+        ),
+        ("model.layers.{}.mlp.gate_up_proj", "blocks.{}.feed_forward.gate", "blocks.{}.feed_forward.up"),
+    ),
+    attention_biases=("none",),
+    fixed={"sliding_window": (None, None)},
+    scored="Phi3ForSequenceClassification",
+)
+_SMOLLM3 = ModelType(
+    architecture="SmolLM3ForCausalLM",
+    model_type="smollm3",
+    sizes=(128256, 32768, 2048, 36, 16, 11008),
+    key_value_heads=4,
+    tied=True,
+    rope_base=2_000_000.0,
+    keys=(
+        ConfigKey("no_rope_layers", "rotation_pattern", ("no_rope_layer_interval", 4), "layers"),
+        ConfigKey("mlp_bias", "mlp_bias", False),
+    ),
+    scored="SmolLM3ForSequenceClassification",
 )
 
 
@@ -158,6 +296,120 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     "model": _model(
                         40, 4096, 32, 8, 12800, 49155, 1e-5, tied=True, **_granite(1 / 128, 1 / 16)
                     ),
+                },
+            },
+        ),
+        "neox": Family(
+            defaults=FamilyDefaults(
+                rotary_fraction=0.25,
+                norm="layer",
+                norm_bias=True,
+                parallel_residual="two_norms",
+                attention_bias="all",
+                mlp_bias=True,
+                activation="gelu",
+            ),
+            model_types=(_NEOX,),
+            presets={
+                name: {
+                    "source": "Pythia: Biderman et al. 2023, arXiv 2304.01373",
+                    "sequence": 2048,
+                    "model": _model(layers, hidden, heads, heads, 4 * hidden, vocabulary, 1e-5),
+                }
+                for name, (layers, hidden, heads, vocabulary) in {
+                    "pythia-70m": (6, 512, 8, 50304),
+                    "pythia-160m": (12, 768, 12, 50304),
+                    "pythia-410m": (24, 1024, 16, 50304),
+                    "pythia-1b": (16, 2048, 8, 50304),
+                    "pythia-1.4b": (24, 2048, 16, 50304),
+                    "pythia-2.8b": (32, 2560, 32, 50304),
+                    "pythia-6.9b": (32, 4096, 32, 50432),
+                    "pythia-12b": (36, 5120, 40, 50688),
+                    "gpt-neox-20b": (44, 6144, 64, 50432),
+                }.items()
+            },
+        ),
+        "stablelm": Family(
+            defaults=FamilyDefaults(rotary_fraction=0.25, norm="layer", norm_bias=True),
+            model_types=(_STABLELM,),
+            presets={
+                "stablelm-3b": {
+                    "source": "StableLM 3B 4E1T: Tow et al. 2023, huggingface.co/stabilityai",
+                    "sequence": 4096,
+                    "model": _model(32, 2560, 32, 32, 6912, 50304, 1e-5),
+                },
+                "stablelm-2-1.6b": {
+                    "source": "Stable LM 2: Bellagente et al. 2024, arXiv 2402.17834",
+                    "sequence": 4096,
+                    "model": _model(24, 2048, 32, 32, 5632, 100352, 1e-5, attention_bias="query_key_value"),
+                },
+            },
+        ),
+        "starcoder2": Family(
+            defaults=FamilyDefaults(
+                norm="layer",
+                norm_bias=True,
+                attention_bias="all",
+                mlp_bias=True,
+                activation="gelu-tanh",
+                tied=True,
+            ),
+            model_types=(_STARCODER2,),
+        ),
+        "cohere": Family(
+            defaults=FamilyDefaults(
+                norm="layer", parallel_residual="one_norm", logit_multiplier=0.0625, tied=True
+            ),
+            model_types=(_COHERE,),
+            presets={
+                "command-r-35b": {
+                    "source": "Command R: Cohere 2024, huggingface.co/CohereForAI",
+                    "sequence": 8192,
+                    "model": _model(40, 8192, 64, 64, 22528, 256000, 1e-5, rope_base=8e6),
+                },
+            },
+        ),
+        "glm": Family(
+            defaults=FamilyDefaults(rotary_fraction=0.5, attention_bias="query_key_value"),
+            model_types=(_GLM,),
+            presets={
+                "glm-4-9b": {
+                    "source": "GLM-4: Team GLM 2024, arXiv 2406.12793",
+                    "sequence": 8192,
+                    "model": _model(40, 4096, 32, 2, 13696, 151552, 1.5625e-7, head_size=128),
+                },
+            },
+        ),
+        "glm4": Family(
+            defaults=FamilyDefaults(
+                rotary_fraction=0.5, attention_bias="query_key_value", norm_placement="both"
+            ),
+            model_types=(_GLM4,),
+        ),
+        "phi3": Family(
+            defaults=FamilyDefaults(),
+            model_types=(_PHI3,),
+            presets={
+                "phi-3-medium": {
+                    "source": "Phi-3: Abdin et al. 2024, arXiv 2404.14219",
+                    "sequence": 4096,
+                    "model": _model(40, 5120, 40, 10, 17920, 32064, 1e-5),
+                },
+                "phi-4": {
+                    "source": "Phi-4: Abdin et al. 2024, arXiv 2412.08905",
+                    "sequence": 16384,
+                    "model": _model(40, 5120, 40, 10, 17920, 100352, 1e-5, rope_base=250000.0),
+                },
+            },
+        ),
+        "smollm3": Family(
+            defaults=FamilyDefaults(rotation_pattern=(True, True, True, False), tied=True),
+            model_types=(_SMOLLM3,),
+            presets={
+                "smollm3-3b": {
+                    "source": "SmolLM3: Bakouch et al. 2025, huggingface.co/blog/smollm3",
+                    "sequence": 4096,
+                    "model": _model(36, 2048, 16, 4, 11008, 128256, 1e-6, rope_base=5e6),
                 },
             },
         ),

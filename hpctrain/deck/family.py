@@ -41,6 +41,8 @@ class FamilyDefaults:
     """
 
     positions: Positions = "rotary"
+    rotary_fraction: float = 1.0
+    rotation_pattern: tuple[bool, ...] = ()
     norm: NormKind = "rms"
     norm_weight: NormWeight = "plain"
     norm_bias: bool = False
@@ -66,13 +68,16 @@ class ConfigKey:
         own: Name in [model].
         default: Value where a config.json does not have it.
         form: What it is of our value: the value, its reciprocal, its inverse square ("inverse_root", since
-            ours is the inverse root), or null for 0 ("cap").
+            ours is the inverse root), null for 0 ("cap"), or a list with an element for each layer
+            ("layers").
+        choices: Values in the config.json that stand for values of ours, each with ours.
     """
 
     name: str
     own: str
     default: Any
-    form: Literal["value", "reciprocal", "inverse_root", "cap"] = "value"
+    form: Literal["value", "reciprocal", "inverse_root", "cap", "layers"] = "value"
+    choices: tuple[tuple[Any, Any], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +100,11 @@ class ModelType:
             `attention_bias` in a config.json says whether there are biases.
         fixed: Keys of a config.json that must have one value: it, and the default.
         scored: Name of the reward model; "" if there is none.
+        prefix: Beginning of the names of all layers but the output layer.
+        buffers: Regular expression of names of tensors that follow from the sizes.
+        grouped: True if query heads may share keys and values, and heads may have any width.
+        interleaved: True if neighbors among the features of a head are rotated together, not halves.
+        joint: True if queries, keys and values of each head are side by side in one layer.
         constants: Keys of a config.json that are written and not read.
     """
 
@@ -112,6 +122,11 @@ class ModelType:
     attention_biases: tuple[AttentionBias, ...] = ("none", "all")
     fixed: Mapping[str, tuple[Any, Any]] = field(default_factory=lambda: _NONE)
     scored: str = ""
+    prefix: str = "model."
+    buffers: str = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+    grouped: bool = True
+    interleaved: bool = False
+    joint: bool = False
     constants: Mapping[str, Any] = field(default_factory=lambda: _NONE)
 
 

@@ -28,6 +28,7 @@ class KeyValueCache:
             for block in range(span.first, span.last)
         }
         self.turning: tuple[Tensor, ...] = ()
+        self.rotated_blocks = frozenset(filter(shape.rotates, range(shape.layers)))
         if plan.form.rotated:
             positions = torch.arange(plan.window, device=device)
             self.turning = Rotary(positions, RotaryFrequencies.of(shape), plan.form.dtype).tables
@@ -101,4 +102,5 @@ class CachePass:
     def attend(self, block: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Return the result of attention in a block of the model, with the keys and values in the cache."""
         layer = self.cache.layers[block]
-        return layer.attend(query, key, value, *self.cache.turning, places=self.places, scale=scale)
+        tables = self.cache.turning if block in self.cache.rotated_blocks else ()
+        return layer.attend(query, key, value, *tables, places=self.places, scale=scale)

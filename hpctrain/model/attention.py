@@ -44,7 +44,7 @@ class Attention(nn.Module):
         self.scale = None if changed == 1 and own is None else changed * (own or size**-0.5)
         self.compute_core = attention_core(groups, self.scale)
         self.core = AttentionSize(shape.heads, shape.key_value_heads, size, shape.sequence)
-        self.rotated = shape.positions == "rotary"
+        self.rotated = shape.rotates(block)
         queries = RowPartition.split(shape.heads * size, groups.tensor, size)
         keys = RowPartition.split(shape.key_value_heads * size, groups.tensor, size)
         self.inner = ColumnLinear(
@@ -105,7 +105,7 @@ class Attention(nn.Module):
             query, key, value = parts
             cached: Tensor = self.output(cache.attend(self.block, query, key, value, self.scale).flatten(2))
             return cached
-        tables = rotary.tables if rotary is not None else ()
+        tables = rotary.tables if rotary is not None and self.rotated else ()
         core = partial(self.compute_core, documents=documents)
         attended = self.groups.saved_policy.attend(core, parts, tables)
         output: Tensor = self.output(attended.flatten(2))

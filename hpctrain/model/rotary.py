@@ -7,8 +7,9 @@ from math import ceil, floor, log, pi, sqrt
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from hpctrain.deck.sections.rope_scaling import RopeScaling
+from hpctrain.deck.sections.rope_scaling import RopeScaling, rotated_features
 from hpctrain.model.shape import ModelShape
 
 
@@ -17,22 +18,26 @@ class RotaryFrequencies:
     """Frequencies of the rotary positions of a model, by which its queries and keys are rotated.
 
     Attributes:
-        head_size: Number of features of an attention head, all of which are rotated in pairs.
+        head_size: Number of features of an attention head that are rotated in pairs.
         base: Base of the frequencies: that of pair i is base ** (-2 i / head_size) before scaling.
         scaling: Scaling of the frequencies for sequences that got longer; None for none.
         sequence: Length of the model's sequences, in tokens, on which "dynamic" and "longrope" depend. It is
             the same for shorter texts.
+        unrotated: Number of further features of a head, which are not rotated.
     """
 
     head_size: int
     base: float
     scaling: RopeScaling | None
     sequence: int
+    unrotated: int = 0
 
     @staticmethod
     def of(shape: ModelShape) -> RotaryFrequencies:
         """Return the frequencies of a model whose family has rotary positions."""
-        return RotaryFrequencies(shape.head_size, shape.rope_base, shape.rope_scaling, shape.sequence)
+        rotated = rotated_features(shape.head_size, shape.rotary_fraction)
+        unrotated = shape.head_size - rotated
+        return RotaryFrequencies(rotated, shape.rope_base, shape.rope_scaling, shape.sequence, unrotated)
 
     def angles_per_position(self, device: torch.device) -> Tensor:
         """Return the angle of each pair of features per position, in radians: [head size / 2] in fp64."""
@@ -96,13 +101,17 @@ class Rotary:
 
     `tables` are cosine and sine [s, 1, 1, head size] for the given global positions [s], both multiplied by
     the attention factor of the frequencies.
+
+    Unrotated features are the last ones of both halves of a head. Their cosine is one, and their sine zero.
     """
 
     def __init__(self, positions: Tensor, frequencies: RotaryFrequencies, dtype: torch.dtype) -> None:
         angles = torch.outer(positions.double(), frequencies.angles_per_position(positions.device))
-        angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
-        factor = frequencies.attention_factor
-        self.tables = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+        factor, padding = frequencies.attention_factor, (0, frequencies.unrotated // 2)
+        cosine = pad(angles.cos() * factor, padding, value=1.0)
+        sine = pad(angles.sin() * factor, padding)
+        cosine, sine = (torch.cat((half, half), dim=-1)[:, None, None, :] for half in (cosine, sine))
+        self.tables = cosine.to(dtype), sine.to(dtype)
 
 
 def _by_wavelength(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -79,6 +79,8 @@ class ModelShape(Architecture):
     vocabulary: int
     head_size: int = 0
     positions: Positions = _FAMILY
+    rotary_fraction: float = _FAMILY
+    rotation_pattern: tuple[bool, ...] = _FAMILY
     norm: NormKind = _FAMILY
     norm_weight: NormWeight = _FAMILY
     norm_bias: bool = _FAMILY
@@ -152,6 +154,11 @@ class ModelShape(Architecture):
         settled |= _mixture(deck)
         names = {field.name for field in fields(ModelShape)} - settled.keys()
         return ModelShape(**{name: getattr(deck.model, name) for name in names}, **settled)
+
+    def rotates(self, block: int) -> bool:
+        """Return True if the attention of a block rotates queries and keys."""
+        pattern = self.rotation_pattern
+        return self.positions == "rotary" and (not pattern or pattern[block % len(pattern)])
 
     def is_mixture(self, block: int) -> bool:
         """Return True if a block has a mixture of experts."""

@@ -175,7 +175,9 @@ class TransformerBlock(TransformerLayer):
         else:
             self.feed_forward = FeedForward(f"{name}.feed_forward", shape, groups, shared_input=shared)
         self.feed_forward_output_norm = norm("feed_forward_output_norm", after)
-        self.core, self.rotated = self.attention.core, shape.positions == "rotary"
+        self.core, self.rotated = self.attention.core, self.attention.rotated
+        if shape.positions == "rotary" and not self.rotated and self.kind == "block":
+            self.kind = "unrotated block"
 
     def forward(self, x: Tensor, context: PassContext) -> Tensor:
         """Return hidden states of the shape of x, [s or s/t, b, h]."""

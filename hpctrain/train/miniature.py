@@ -28,7 +28,7 @@ from hpctrain.deck.sections.optimizer import (
     ScheduleFreeTable,
     SgdTable,
 )
-from hpctrain.deck.sections.rope_scaling import RopeScaling
+from hpctrain.deck.sections.rope_scaling import RopeScaling, rotated_features
 from hpctrain.engine.layer_placement import pipeline_form, split_by_flops
 from hpctrain.engine.name_patterns import check_patterns
 from hpctrain.errors import HpctrainError
@@ -109,6 +109,7 @@ def miniature(deck: Deck) -> Deck:
             **_base(deck, hidden),
             "adapters": _few_adapters(deck),
             "rope_scaling": _few_divisors(deck),
+            "rotary_fraction": _even_fraction(deck),
         },
         batch={"sequence": 2 * layout.context * layout.tensor * 2},
     )
@@ -291,10 +292,16 @@ def _few_divisors(deck: Deck) -> RopeScaling | None:
     scaling = deck.model.rope_scaling
     if scaling is None or scaling.kind != "longrope":
         return scaling
-    count = _HEAD_SIZE // 2
+    count = rotated_features(_HEAD_SIZE, _even_fraction(deck)) // 2
     divisors = {name: getattr(scaling, name) for name in ("short_factors", "long_factors")}
     few = {name: tuple(each[i * len(each) // count] for i in range(count)) for name, each in divisors.items()}
     return scaling.model_copy(update=few)
+
+
+def _even_fraction(deck: Deck) -> float:
+    """Return the share of rotated features, or one that gives an even number of them in a miniature."""
+    rotated = rotated_features(_HEAD_SIZE, deck.model.rotary_fraction)
+    return deck.model.rotary_fraction if rotated and rotated % 2 == 0 else 0.5
 
 
 def _standing(deck: Deck, small: Deck, patterns: Sequence[str]) -> tuple[str, ...] | None:

@@ -36,6 +36,8 @@ VALUES: dict[str, list[str]] = {
     "run.trace_steps": ["1", "1000000000000"],
     "model.family": ['"llama"', '"gemma"', '"olmo"', '"olmo2"'],
     "model.positions": ['"learned"', '"rotary"', '"none"'],
+    "model.rotary_fraction": ["0.25", "0.5", "1"],
+    "model.rotation_pattern": ["[]", "[true, false]"],
     "model.norm": ['"layer"', '"rms"'],
     "model.norm_weight": ['"plain"', '"one_plus"', '"none"'],
     "model.norm_bias": ["true", "false"],

@@ -35,6 +35,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "no-bias": ("model.norm_bias=false", "model.activation=gelu"),
     "one-norm": ("model.norm_bias=false", "model.parallel_residual=one_norm", "model.dropout=0.1"),
     "two-norms": (*LLAMA, "model.parallel_residual=two_norms", "model.norm=layer", "model.norm_bias=true"),
+    "neox": ("model.family=neox", "model.head_size=8", "model.dropout=0.1"),
+    "glm4": (*LLAMA, "model.family=glm4", "model.head_size=8"),
+    "smollm3": (
+        *LLAMA,
+        "model.rotation_pattern=[true, false]",
+        "model.rotary_fraction=0.5",
+        "model.head_size=8",
+    ),
     "unordered": (*LLAMA, "model.positions=none"),
 }
 """Keys of a deck, by name."""

@@ -12,16 +12,23 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, NameRule, Rule, StackRule
+from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, HeadOrder, NameRule, Rule, StackRule
 from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.deck.families import CHOICES, FAMILIES, FamilyName, family_values
 from hpctrain.deck.family import AttentionBias, ConfigKey, ModelType
-from hpctrain.model.shape import Head
+from hpctrain.deck.sections.rope_scaling import rotated_features
+from hpctrain.model.shape import Head, ModelShape
 
 HEAD = "lm_head.weight"
 
 Size = tuple[str, int]
 """Their name of a size, and its value where a config does not say."""
+
+_QUERY_KEY_VALUE = 3
+"""Number of layers that one layer of queries, keys and values holds."""
+
+_PARTIAL = frozenset({"phi3", "stablelm"})
+"""Model types whose files say which share of features is rotated, although the family rotates all."""
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -76,6 +83,8 @@ class HuggingFaceArchitecture:
     attention_biases: tuple[AttentionBias, ...] = ("none", "all")
     """Values of model.attention_bias that it supports. If there are several, attention_bias of a config says
     whether all layers of attention have biases or none."""
+    interleaved: bool = False
+    """Whether it rotates neighbors among the features of a head."""
     exported: bool = True
     """Whether models of ours may be written as such."""
     keys: tuple[ConfigKey, ...] = ()
@@ -91,6 +100,8 @@ class HuggingFaceArchitecture:
         """Return the keys of [model] that all models of a width have and no key of a config says."""
         values = {**family_values(self.family, hidden), "attention_scale": None, **self.always}
         expressed = {"tied", "activation", "attention_bias", *(key.own for key in self.keys)}
+        if self.partial:
+            expressed.add("rotary_fraction")
         names = (*CHOICES, "embedding_multiplier", "attention_scale")
         return {name: values[name] for name in names if name not in expressed}
 
@@ -98,6 +109,18 @@ class HuggingFaceArchitecture:
     def rotary(self) -> bool:
         """True if it rotates queries and keys."""
         return FAMILIES[self.family].defaults.positions == "rotary"
+
+    @property
+    def partial(self) -> bool:
+        """True if a config says which share of features is rotated."""
+        return FAMILIES[self.family].defaults.rotary_fraction < 1 or self.model_type in _PARTIAL
+
+    def head_order(self, shape: ModelShape) -> HeadOrder | None:
+        """Return the order of the features of heads in its files; None for models without rotation."""
+        if not self.rotary:
+            return None
+        rotated = rotated_features(shape.head_size, shape.rotary_fraction)
+        return HeadOrder(shape.head_size, rotated, self.interleaved)
 
     @property
     def activations(self) -> dict[str, str]:
@@ -420,16 +443,21 @@ _DEEPSEEK_V3 = HuggingFaceArchitecture(
 def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
     """Return the architecture of a row of the table of families. It has the names of Llama by default."""
     defaults = FAMILIES[family].defaults
-    named = (NameRule(theirs, tuple(ours)) for theirs, *ours in row.layers)
+    named = (
+        NameRule(theirs, tuple(ours), joint=row.joint and len(ours) == _QUERY_KEY_VALUE)
+        for theirs, *ours in row.layers
+    )
     fixed = (Fixed(key, (value,), default) for key, (value, default) in row.fixed.items())
     return HuggingFaceArchitecture(
         name=row.architecture,
         model_type=row.model_type,
         family=family,
         rules=(*_LLAMA_RULES, *_NORM_RULES, *named),
-        prefix="model.",
-        buffers=_LLAMA_BUFFERS,
-        fixed=(*fixed, _WHOLE_ROTARY, _UNQUANTIZED),
+        prefix=row.prefix,
+        buffers=row.buffers,
+        fixed=(*fixed, _UNQUANTIZED),
+        grouped=row.grouped,
+        interleaved=row.interleaved,
         sizes=_sizes(*row.sizes),
         epsilon=row.epsilon,
         tied=row.tied,

@@ -150,7 +150,8 @@ def _prepare_export(structure: CheckpointIndex, dtype: str | None) -> PreparedEx
     folded = _folded(shape, shapes)
     exact = {*folded, *filter(merge.has, shapes)}
     sources = stored_sources(structure, shapes, wanted, exact)
-    theirs = counterparts(exported_as(shape).rules, shapes)
+    architecture = exported_as(shape)
+    theirs = counterparts(architecture.rules, shapes, architecture.head_order(shape))
     by_name = {each.name: each for each in theirs}
 
     def copy(source: TensorSource, name: str, view: NDArray[Any], sums: Sums) -> None:
@@ -301,7 +302,7 @@ def _copy(
                 raise HpctrainError(f"{structure.path}: {stored.dataset}: {beyond}")
             shape = piece.local[len(part.index) :]
             words = converted.view(bits).numpy().view(view.dtype).reshape(shape)
-            target[first : first + shape[0]] = words
+            target[part.rows(first - part.first, shape[0])] = words
 
 
 def _pieces(part: TensorPart, stored: StoredTensor) -> Iterator[tuple[Shard, int]]:

@@ -9,8 +9,10 @@ from typing import Any
 from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES, SCORED, HuggingFaceArchitecture
 from hpctrain.checkpoint.exchange.rope_parameters import RopeParametersReader, rope_config
 from hpctrain.deck.activations import imported_activation
+from hpctrain.deck.families import FAMILIES
 from hpctrain.deck.family import AttentionBias, ConfigKey
 from hpctrain.deck.schema import fields
+from hpctrain.deck.sections.rope_scaling import rotated_features
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import EXPERT_KEYS, ModelShape
@@ -70,7 +72,8 @@ class _Reading:
             self.check_windows(sizes["layers"])
         if architecture.mixture:
             sizes |= self.mixture(sizes)
-        sizes["attention_bias"] = self.attention_bias()
+        if "attention_bias" not in {key.own for key in architecture.keys}:
+            sizes["attention_bias"] = self.attention_bias()
         sizes |= {key.own: self.deck_value(key) for key in architecture.keys}
         sizes["norm_epsilon"] = self.number(*architecture.epsilon)
         sizes["tied"] = self.flag("tie_word_embeddings", architecture.tied) and architecture.head != "scalar"
@@ -122,6 +125,15 @@ class _Reading:
 
     def deck_value(self, key: ConfigKey) -> Any:
         """Return the value of our key that a key of the config says."""
+        if key.choices:
+            values = dict(key.choices)
+            value = self.config.get(key.name, key.default)
+            if not isinstance(value, str | bool) or value not in values:
+                self.problem(key.name, value, f"must be {either(map(repr, values))}")
+                return values[key.default]
+            return values[value]
+        if key.form == "layers":
+            return self.pattern(key)
         if isinstance(key.default, bool):
             return self.flag(key.name, key.default)
         if key.form == "cap" and self.config.get(key.name, key.default) is None:
@@ -137,12 +149,31 @@ class _Reading:
 
     def rotary_positions(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
         """Return our keys of rotary positions: their base, and the scaling of their frequencies."""
-        reader = RopeParametersReader(self.config, self.architecture.rope_base)
+        architecture = self.architecture
+        fraction = FAMILIES[architecture.family].defaults.rotary_fraction if architecture.partial else None
+        reader = RopeParametersReader(self.config, architecture.rope_base, fraction)
         head_size = sizes.get("head_size", sizes["hidden"] // sizes["heads"])
         base, scaling = reader.read(sizes["sequence"], head_size)
         for problem in reader.problems:
             self.problem(*problem)
-        return {"rope_base": base, "rope_scaling": scaling}
+        rotated = rotated_features(head_size, reader.fraction)
+        if rotated % 2 or not rotated:
+            self.problem("partial_rotary_factor", reader.fraction, "must give an even number of features")
+        return {"rope_base": base, "rope_scaling": scaling, "rotary_fraction": reader.fraction}
+
+    def pattern(self, key: ConfigKey) -> tuple[bool, ...]:
+        """Return the shortest pattern of flags that gives the list of all layers."""
+        layers = self.size(*self.architecture.sizes["layers"])
+        value = self.config.get(key.name)
+        if value is None:
+            interval = self.size(*key.default)
+            value = [int((layer + 1) % interval != 0) for layer in range(layers)]
+        if not isinstance(value, list) or len(value) != layers or not all(each in (0, 1) for each in value):
+            self.problem(key.name, value, f"must have 0 or 1 for each of {layers} layers")
+            return ()
+        lengths = range(1, layers + 1)
+        period = next(n for n in lengths if all(value[i] == value[i % n] for i in range(layers)))
+        return () if all(value) else tuple(map(bool, value[:period]))
 
     def check_labels(self) -> None:
         """Of a head of scores there is one; a config that says nothing means two."""
@@ -255,9 +286,10 @@ def config_of(shape: ModelShape, dtype: str, imported: Config = _NONE) -> dict[s
     if architecture.grouped:
         own |= {"num_key_value_heads": shape.key_value_heads, "head_dim": shape.head_size}
     if architecture.rotary:
-        own |= rope_config(shape.rope_base, shape.rope_scaling)
+        fraction = shape.rotary_fraction if architecture.partial else None
+        own |= rope_config(shape.rope_base, shape.rope_scaling, fraction)
     own |= _mixture_keys(shape, architecture)
-    if len(architecture.attention_biases) > 1:
+    if len(architecture.attention_biases) > 1 and "attention_bias" not in [k.own for k in architecture.keys]:
         own["attention_bias"] = shape.attention_bias == "all"
     named: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
     if architecture.head == "scalar":
@@ -279,6 +311,10 @@ def deck_value(key: ConfigKey, value: float) -> float:
 def _config_value(key: ConfigKey, shape: ModelShape, imported: Config) -> Any:
     """Return what a config says of our key: what the imported one says, if that is the value."""
     value, imported_value = getattr(shape, key.own), imported.get(key.name)
+    if key.choices:
+        return next((said for said, chosen in key.choices if chosen == value), key.default)
+    if key.form == "layers":
+        return [int(shape.rotates(layer)) for layer in range(shape.layers)]
     if isinstance(value, bool):
         return value
     if key.form == "cap" and not value:
@@ -370,6 +406,10 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
             yield key, f"requires {_told(value)}"
     if shape.activation not in architecture.activations:
         yield "activation", f"requires {either(map(toml_value, architecture.activations))}"
+    for config_key in architecture.keys:
+        if config_key.choices and getattr(shape, config_key.own) not in dict(config_key.choices).values():
+            possible = either(toml_value(chosen) for _, chosen in config_key.choices)
+            yield config_key.own, f"requires {possible}"
     if shape.attention_bias not in architecture.attention_biases:
         supported = either(map(toml_value, architecture.attention_biases))
         yield "attention_bias", f"requires {supported}"

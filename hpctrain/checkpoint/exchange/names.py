@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+import numpy as np
+from numpy.typing import NDArray
+
 Index = tuple[int, ...]
 
 ROUTER_BIAS = "router/bias"
@@ -23,6 +26,8 @@ class NameRule:
     theirs: str
     ours: tuple[str, ...]
     transposed: bool = False
+    joint: bool = False
+    """True if theirs has the rows of a head of each of ours beside each other."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,61 @@ Rule = NameRule | StackRule
 
 
 @dataclass(frozen=True)
+class HeadOrder:
+    """Order of the features of a head in files of `transformers`, which may not be ours.
+
+    We rotate halves of a head, and the features that are not rotated are at the end of both halves. The files
+    have all rotated features first, as halves or as neighboring pairs.
+
+    Attributes:
+        head_size: Features of a head.
+        rotated: Number of features that are rotated.
+        interleaved: True if neighbors are rotated together.
+    """
+
+    head_size: int
+    rotated: int
+    interleaved: bool
+
+    @property
+    def changes(self) -> bool:
+        """True if the order of queries and keys is not ours."""
+        return self.interleaved or self.rotated < self.head_size
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """Number in the file of each of our features of a query or key."""
+        half, pairs = self.head_size // 2, self.rotated // 2
+        if self.interleaved:
+            first, second = range(0, self.rotated, 2), range(1, self.rotated, 2)
+        else:
+            first, second = range(pairs), range(pairs, self.rotated)
+        rest = half - pairs + self.rotated
+        return (*first, *range(self.rotated, rest), *second, *range(rest, self.head_size))
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """Rows of one of our tensors in one of theirs.
+
+    Attributes:
+        features: Number in their order of each row of a head.
+        tensors: Number of our tensors whose heads are side by side.
+        place: Number of ours among these.
+    """
+
+    features: tuple[int, ...]
+    tensors: int = 1
+    place: int = 0
+
+    def rows(self, first: int, count: int) -> NDArray[np.int64]:
+        """Return their rows of `count` of our rows from `first` on."""
+        head, feature = np.divmod(np.arange(first, first + count), len(self.features))
+        start = (head * self.tensors + self.place) * len(self.features)
+        return np.asarray(start + np.asarray(self.features, np.int64)[feature])
+
+
+@dataclass(frozen=True)
 class TensorPart:
     """One of our tensors, or the piece of it at the leading `index`, of `shape`, within one of theirs: rows
     `first` to `first + shape[0]` in our orientation. `dataset` names ours: "/model/<name>".
@@ -50,6 +110,14 @@ class TensorPart:
     shape: Index
     first: int = 0
     index: Index = ()
+    order: RowOrder | None = None
+    """Order of our rows in theirs, from `first` on; None if it is ours."""
+
+    def rows(self, first: int, count: int) -> slice | NDArray[np.int64]:
+        """Return the rows in theirs of `count` of our rows from `first` on."""
+        if self.order is None:
+            return slice(self.first + first, self.first + first + count)
+        return self.first + self.order.rows(first, count)
 
 
 @dataclass(frozen=True)
@@ -62,8 +130,16 @@ class Counterpart:
     parts: tuple[TensorPart, ...]
 
 
-def counterparts(rules: Sequence[Rule], ours: Mapping[str, Index]) -> list[Counterpart]:
-    """What holds our tensors, given by dataset with global shapes; the same order, each of theirs once."""
+def counterparts(
+    rules: Sequence[Rule], ours: Mapping[str, Index], heads: HeadOrder | None = None
+) -> list[Counterpart]:
+    """Return what holds our tensors, in our order, each of theirs once.
+
+    Args:
+        rules: Names of the architecture.
+        ours: Global shapes by dataset.
+        heads: Order of the features of heads; None if it is ours.
+    """
     by_layer = {layer: rule for rule in rules for layer in _layers(rule)}
     held: dict[str, Counterpart] = {}
     for dataset in ours:
@@ -82,14 +158,29 @@ def counterparts(rules: Sequence[Rule], ours: Mapping[str, Index]) -> list[Count
         if theirs in held:
             continue
         parts, rows = [], 0
-        for other in rule.ours:
+        for place, other in enumerate(rule.ours):
             name = f"/model/{other.format(number)}.{kind}" if kind else dataset
-            parts.append(TensorPart(name, ours[name], rows))
+            tensors = len(rule.ours) if rule.joint else 1
+            order = _order(other, heads, tensors, place)
+            parts.append(TensorPart(name, ours[name], 0 if rule.joint else rows, order=order))
             rows += ours[name][0]
         shape = (rows, *parts[0].shape[1:])
         transposed = rule.transposed and len(shape) == 2
         held[theirs] = Counterpart(theirs, shape[::-1] if transposed else shape, transposed, tuple(parts))
     return list(held.values())
+
+
+def _order(layer: str, heads: HeadOrder | None, tensors: int, place: int) -> RowOrder | None:
+    """Return the order of the rows of one of our layers in theirs; None if it is ours."""
+    rotated = layer.rpartition(".")[2] in _ROTATED
+    if heads is None or (tensors == 1 and not (rotated and heads.changes)):
+        return None
+    features = heads.features if rotated else tuple(range(heads.head_size))
+    return RowOrder(features, tensors, place if tensors > 1 else 0)
+
+
+_ROTATED = ("query", "key", "query_norm", "key_norm")
+"""Layers of attention whose outputs are rotated."""
 
 
 def _layers(rule: Rule) -> tuple[str, ...]:

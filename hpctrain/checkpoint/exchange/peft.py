@@ -57,7 +57,11 @@ def export_adapters(world: World, checkpoint: Path, folder: Path, base: str) -> 
                         f"{checkpoint}: has no adapters; leave out --adapters to export the whole model"
                     )
                 architecture, merge = exported_as(shape), Merge(structure, adapters)
-                theirs = counterparts(architecture.rules, tensor_shapes(replace(shape, adapters=None)))
+                theirs = counterparts(
+                    architecture.rules,
+                    tensor_shapes(replace(shape, adapters=None)),
+                    architecture.head_order(shape),
+                )
                 with opened(structure.path) as source:
                     for each in theirs:
                         if factors := _side_by_side(source, merge, each):
@@ -86,7 +90,8 @@ def _side_by_side(source: TensorSource, merge: Merge, theirs: Counterpart) -> tu
     rows, rank = theirs.shape[::-1][0] if theirs.transposed else theirs.shape[0], own[0][2].shape[0]
     outer = torch.zeros(rows, rank * len(own))
     for number, (part, b, _) in enumerate(own):
-        outer[part.first : part.first + len(b), number * rank : (number + 1) * rank] = b
+        held, target = part.rows(0, len(b)), outer[:, number * rank : (number + 1) * rank]
+        target[held if isinstance(held, slice) else torch.from_numpy(held)] = b
     return outer, torch.cat([a for _, _, a in own])
 
 

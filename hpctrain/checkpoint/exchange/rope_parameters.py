@@ -14,7 +14,13 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from hpctrain.deck.key_messages import expected_value
-from hpctrain.deck.sections.rope_scaling import RopeScaling, keys_of_kind, scaling_problems, scaling_values
+from hpctrain.deck.sections.rope_scaling import (
+    RopeScaling,
+    keys_of_kind,
+    rotated_features,
+    scaling_problems,
+    scaling_values,
+)
 from hpctrain.text import either
 
 Problem = tuple[str, object, str]
@@ -43,10 +49,19 @@ class RopeParametersReader:
         problems: What is wrong, in the order in which it was found.
     """
 
-    def __init__(self, config: Mapping[str, Any], default_base: float) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], default_base: float, default_fraction: float | None = None
+    ) -> None:
         self.problems: list[Problem] = []
         self._config = config
-        self._base = self._number("rope_theta", config.get("rope_theta"), default_base)
+        older = "rotary_emb_base" if default_fraction is not None and "rotary_emb_base" in config else ""
+        key = older or "rope_theta"
+        self._base = self._number(key, config.get(key), default_base)
+        self.fraction = 1.0
+        self._reads_fraction = default_fraction is not None
+        if default_fraction is not None:
+            key = "rotary_pct" if "rotary_pct" in config else "partial_rotary_factor"
+            self.fraction = self._fraction(key, config.get(key), default_fraction)
 
     def read(self, sequence: int, head_size: int) -> tuple[float, RopeScaling | None]:
         """Return the base of the frequencies and their scaling, None if they are not scaled.
@@ -57,7 +72,13 @@ class RopeParametersReader:
             sequence: Value of max_position_embeddings.
             head_size: Number of features of an attention head.
         """
-        given = [key for key in ("rope_scaling", "rope_parameters") if self._config.get(key)]
+        tables = ("rope_scaling", "rope_parameters")
+        for key in tables if self._reads_fraction else ():
+            table = self._config.get(key)
+            value = table.get("partial_rotary_factor") if isinstance(table, dict) else None
+            self.fraction = self._fraction(f"{key}: partial_rotary_factor", value, self.fraction)
+        head_size = rotated_features(head_size, self.fraction)
+        given = [key for key in tables if self._config.get(key)]
         found = [self._read_table(key, self._config[key], sequence, head_size) for key in given]
         if len(found) == 2 and found[0] != found[1] and not self.problems:
             self.problems.append((given[0], self._config[given[0]], f"contradicts {given[1]}"))
@@ -73,7 +94,8 @@ class RopeParametersReader:
             return self._base, None
         values = {name: value for name, value in table.items() if value is not None}
         base = self._number(f"{key}: rope_theta", values.pop("rope_theta", None), self._base)
-        if (partial := values.pop("partial_rotary_factor", 1)) != 1:
+        partial = values.pop("partial_rotary_factor", 1)
+        if partial != 1 and not self._reads_fraction:
             told = "unsupported: rotary positions rotate whole heads"
             self.problems.append((f"{key}: partial_rotary_factor", partial, told))
         older_kind = values.pop("type", "default")
@@ -113,6 +135,12 @@ class RopeParametersReader:
                 told = f"must be {expected_value(RopeScaling.model_fields[own])}"
                 self.problems.append((f"{key}: {_HF_KEYS.get(own, own)}", fields[own], told))
         return None
+
+    def _fraction(self, key: str, value: object, default: float) -> float:
+        fraction = self._number(key, value, default)
+        if fraction > 1:
+            self.problems.append((key, value, "must be at most 1"))
+        return min(1.0, fraction)
 
     def _number(self, key: str, value: object, default: float) -> float:
         if value is None:
@@ -156,8 +184,22 @@ def _contradictions(
         yield f"{key}: {_ORIGINAL}", original, sentence
 
 
-def rope_config(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """Return the keys of a config.json that describe rotary positions, those of old and new versions."""
+def rope_config(base: float, scaling: RopeScaling | None, fraction: float | None = None) -> dict[str, Any]:
+    """Return the keys of a config.json that describe rotary positions, those of old and new versions.
+
+    Args:
+        base: Base of the frequencies.
+        scaling: Scaling of the frequencies; None if they are not scaled.
+        fraction: Share of the features of a head that are rotated; None where files do not say it.
+    """
+    keys = _rope_config(base, scaling)
+    if fraction is not None:
+        keys["partial_rotary_factor"] = fraction
+        keys["rope_parameters"]["partial_rotary_factor"] = fraction
+    return keys
+
+
+def _rope_config(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
     if scaling is None:
         return {"rope_theta": base, "rope_parameters": {"rope_theta": base, "rope_type": "default"}}
     values = {

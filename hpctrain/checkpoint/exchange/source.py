@@ -86,6 +86,12 @@ class ModelFolder:
         return values
 
     def _read(self, theirs: Counterpart, part: TensorPart, start: Index, shape: Index) -> Tensor:
+        if part.order is not None:
+            rows = np.asarray(part.rows(start[0], shape[0]))
+            low, high = int(rows.min()), int(rows.max()) + 1
+            covering = (high - low, *shape[1:])
+            held = self.folder.read_finite(theirs.name, (low, *start[1:]), covering).float()
+            return held[torch.from_numpy(rows - low)]
         start = (start[0] + part.first, *start[1:])
         if theirs.transposed:
             return self.folder.read_finite(theirs.name, start[::-1], shape[::-1]).t().float()
@@ -204,7 +210,7 @@ def open_model(path: Path) -> ModelFolder:
         raise HpctrainError(f"{path / CONFIG}: describes {described}, but {held}")
     architecture = architecture_of(read_json(path / CONFIG), str(path / CONFIG))
     shapes = tensor_shapes(shape)
-    theirs = counterparts(architecture.rules, shapes)
+    theirs = counterparts(architecture.rules, shapes, architecture.head_order(shape))
     prefix = architecture.prefix
     if not any(name.startswith(prefix) for name in folder.tensors):
         theirs = [replace(each, name=each.name.removeprefix(prefix)) for each in theirs]

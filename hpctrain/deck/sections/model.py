@@ -25,7 +25,7 @@ from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sections.experts import LARGEST_SIZE, MOST_LAYERS, ExpertsTable
 from hpctrain.deck.sections.objective import SCORE_KINDS
 from hpctrain.deck.sections.optimizer import MuonTable
-from hpctrain.deck.sections.rope_scaling import RopeScaling
+from hpctrain.deck.sections.rope_scaling import RopeScaling, rotated_features
 from hpctrain.deck.sources import toml_value
 from hpctrain.text import either
 
@@ -83,6 +83,17 @@ class Model(Section):
     positions: Positions = key(
         "Positions: learned vectors, rotated queries and keys, or none but the causal mask.",
         derived=described_defaults("positions"),
+    )
+    rotary_fraction: float = key(
+        "Share of the features of each head that is rotated.",
+        derived=described_defaults("rotary_fraction"),
+        gt=0,
+        le=1,
+    )
+    rotation_pattern: tuple[bool, ...] = key(
+        "Layers that rotate queries and keys, repeated over all: [true, true, false]; [] for all.",
+        derived=described_defaults("rotation_pattern"),
+        strict=False,
     )
     norm: NormKind = key("Norm of hidden states: LayerNorm or RMSNorm.", derived=described_defaults("norm"))
     norm_weight: NormWeight = key(
@@ -321,6 +332,7 @@ RELATIONS: Relations = (
 TRANSFORMER_RELATIONS: Relations = (
     Divides("model.key_value_heads", "model.heads"),
     Requires("model.rope_base", "model.positions", ("rotary",)),
+    Requires("model.rotation_pattern", "model.positions", ("rotary",)),
     (
         Requires("model.norm_bias", "model.norm", ("layer",)),
         Requires("model.norm_bias", "model.norm_weight", ("plain",)),
@@ -363,6 +375,18 @@ def head_problems(deck: Deck) -> Iterator[DeckProblem]:
             f"{model.hidden} / {model.heads} = {model.hidden // model.heads}{would}",
             ("model.hidden", "model.family"),
         )
+
+
+def rotation_problems(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problem of a share of rotated features that gives no even number of them; at most one."""
+    model = deck.model
+    rotated = rotated_features(model.head_size, model.rotary_fraction)
+    if model.positions == "rotary" and model.head_size % 2 == 0 and (rotated % 2 or not rotated):
+        sentence = (
+            f"must give an even number of rotated features, but model.head_size = {model.head_size} gives "
+            f"{rotated} (use {max(2, rotated // 2 * 2) / model.head_size:g})"
+        )
+        yield DeckProblem("model.rotary_fraction", sentence, ("model.head_size",))
 
 
 MUP_OPTIMIZERS = ("adafactor", "adam-mini", "adamw", "lion", "muon", "schedule-free", "sgd")

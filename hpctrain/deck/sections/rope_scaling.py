@@ -117,6 +117,11 @@ def scaling_values(scaling: RopeScaling) -> dict[str, object]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def rotated_features(head_size: int, fraction: float) -> int:
+    """Return how many features of an attention head are rotated, as `transformers` rounds it."""
+    return int(head_size * fraction)
+
+
 def rope_scaling_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of [model.rope_scaling] with other sizes of the model; none without that table."""
     scaling, model = deck.model.rope_scaling, deck.model
@@ -125,7 +130,8 @@ def rope_scaling_problems(deck: Deck) -> Iterator[DeckProblem]:
     if scaling.original_sequence is None and scaling.kind in _KINDS_WITH["original_sequence"]:
         sentence = f"requires {_TABLE}.original_sequence, the length of the sequence before scaling"
         yield DeckProblem(_KIND, sentence, (f"{_TABLE}.original_sequence",))
-    for name, sentence in scaling_problems(scaling, model.head_size, model.rope_base):
+    rotated = rotated_features(model.head_size, model.rotary_fraction)
+    for name, sentence in scaling_problems(scaling, rotated, model.rope_base):
         yield DeckProblem(f"{_TABLE}.{name}", sentence, ("model.head_size", "model.rope_base"))
 
 
@@ -134,7 +140,7 @@ def scaling_problems(scaling: RopeScaling, head_size: int, base: float) -> Itera
 
     Args:
         scaling: The scaling, whose keys have values of the right types and ranges.
-        head_size: Number of features of an attention head.
+        head_size: Number of features of an attention head that are rotated.
         base: Base of the frequencies.
     """
     if scaling.kind == "yarn" and base <= 1:
