@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -44,14 +45,18 @@ def command(deck: Path, overrides: tuple[str, ...], ranks: int | None, communica
     code is 70 if a call would hang.
     """
     if communication:
+        from hpctrain.host.launcher import launched_rank, launched_size
         from hpctrain.plan.deck import plan_deck
         from hpctrain.plan.options import required_ranks
         from hpctrain.plan.rehearse.rehearsal import rehearsal_text, rehearse_deck
 
-        on_gpus = "run.device=cuda", "communication.transport=auto"
+        if ranks is None and launched_size(os.environ) > 1:
+            ranks = launched_size(os.environ)
+        on_gpus = "run.device=cuda", "communication.transport=auto", "machine.compile=auto"
         plan = plan_deck(deck, required_ranks(ranks), (*overrides, *on_gpus), advised=False)
         rehearsal = rehearse_deck(plan)
-        click.echo(rehearsal_text(rehearsal), nl=False)
+        if launched_rank(os.environ) == 0:
+            click.echo(rehearsal_text(rehearsal), nl=False)
         click.get_current_context().exit(rehearsal.exit_code)
     from hpctrain.comm.verb import run_verb
     from hpctrain.host.commands import restart_on_ranks

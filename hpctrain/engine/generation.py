@@ -81,7 +81,10 @@ def generation_stage(deck: Deck, world: World, tensor: int, pipeline: int = 1) -
         deck = generation_deck(deck, tensor, pipeline)
     if all(world.everyone.all_gather_object(on_host(world.device))):
         deck = with_functions(deck, world)
-    mesh = Mesh(world, _sizes(deck, world.size, tensor, pipeline))
+    # "nccl" and "shared" are what "auto" gives where they can be used, which need not be so on this machine.
+    requested = deck.communication.requested_transport
+    transport = requested if requested in {"mpi", "gloo"} else "auto"
+    mesh = Mesh(world, _sizes(deck, world.size, tensor, pipeline), transport=transport)
     return _stage(deck, mesh, world.device, mesh.coordinate("pipeline"), pipeline)
 
 

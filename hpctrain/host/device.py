@@ -110,19 +110,30 @@ _HIDING_VARIABLES = {
 }
 """Device files of NVIDIA's and AMD's GPUs, and the environment variables that select among these GPUs."""
 
+_AMD_DEVICE_HEAPS = {1, 2}
+"""Values of `heap_type` for memory of a GPU in the topology of AMD's driver."""
+
+_LEAST_GPU_BYTES = 8 << 30
+"""Memory from which a device of AMD counts as a GPU."""
+
 _FIRST_DRIVERS = {"11": 450, "12": 525, "13": 580}
 """First NVIDIA driver for each major version of CUDA."""
 
 
-def unusable_gpus(devices: Path = Path("/dev"), driver: Path = Path("/proc/driver/nvidia/version")) -> str:
+def unusable_gpus(
+    devices: Path = Path("/dev"),
+    driver: Path = Path("/proc/driver/nvidia/version"),
+    topology: Path = Path("/sys/class/kfd/kfd/topology/nodes"),
+) -> str:
     """Return why torch cannot use the GPUs that this process may open, with a remedy; "" without such GPUs.
 
-    GPUs that a batch system has not given to the job do not count. Unusable GPUs of Intel are not found:
-    their device files are those of graphics that are part of a processor.
+    GPUs that a batch system has not given to the job do not count. Graphics that are part of a processor do
+    not count either. So unusable GPUs of Intel are not found: they have the same device files.
 
     Args:
         devices: Folder of device files.
         driver: File in which NVIDIA's driver shows its version.
+        topology: Folder in which AMD's driver lists its devices and their memory.
     """
     if visible_gpus().number:
         return ""
@@ -133,8 +144,27 @@ def unusable_gpus(devices: Path = Path("/dev"), driver: Path = Path("/proc/drive
         hiding = [f'{name}="{value}"' for name, value in values.items() if value in {"", "-1"}]
         if hiding:
             return f"{hiding[0]} hides the GPUs of this node; unset it"
-        return _amd_problem() if files == "kfd" else _nvidia_problem(driver)
+        selecting = [f'{name}="{os.environ[name]}"' for name in variables if name in os.environ]
+        doubt = f" (if {selecting[0]} names no GPU of this node, unset it)" if selecting else ""
+        if files != "kfd":
+            return _nvidia_problem(driver) + doubt
+        if _has_amd_gpu(topology):
+            return _amd_problem() + doubt
     return ""
+
+
+def _has_amd_gpu(topology: Path) -> bool:
+    """Return True unless AMD's driver lists only graphics that are part of a processor."""
+    if not topology.is_dir():
+        return True
+    for bank in topology.glob("*/mem_banks/*/properties"):
+        with suppress(OSError, ValueError):
+            lines = (line.split() for line in bank.read_text(encoding="utf-8").splitlines())
+            values = {words[0]: int(words[1]) for words in lines if len(words) == 2}
+            is_own = values.get("heap_type") in _AMD_DEVICE_HEAPS
+            if is_own and values.get("size_in_bytes", 0) >= _LEAST_GPU_BYTES:
+                return True
+    return False
 
 
 def _nvidia_problem(driver: Path) -> str:

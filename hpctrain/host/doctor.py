@@ -224,7 +224,7 @@ def _gpus(torch: ModuleType | None) -> list[DoctorFinding]:
     if not gpus.number:
         problem, _, remedy = unusable_gpus().partition("; ")
         return [
-            DoctorFinding("GPUs", problem or "none: ranks compute on the CPU", remedy),
+            DoctorFinding("GPUs", problem or "none: ranks compute on the CPU", remedy, fatal=bool(problem)),
             DoctorFinding("NCCL", "not needed without GPUs"),
         ]
     names = sorted({str(gpu_name(torch.device(gpus.kind, index))) for index in range(gpus.number)})

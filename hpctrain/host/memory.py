@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.host.mpi_library import MPI
 from hpctrain.units import format_bytes
 
 _KEPT_BYTES = 32 << 20
@@ -196,8 +195,10 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    if isinstance(error, MPI.Exception):
-        return bool(error.Get_error_class() == MPI.ERR_NO_MEM)
+    # Without MPI, for example in `hpctrain doctor` where mpi4py is broken, no error is one of MPI's.
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and isinstance(error, mpi.Exception):
+        return bool(error.Get_error_class() == mpi.ERR_NO_MEM)
     return isinstance(error, RuntimeError) and _REFUSALS.search(str(error)) is not None
 
 

@@ -22,6 +22,12 @@ from typing import Any
 
 from tests.gpu.run import Row
 
+MACHINE = Path("machine.json")
+"""File with the number of GPUs and the version of NCCL, which the row `versions` writes."""
+
+NCCL_WITH_SHARED_GPUS = (2, 30)
+"""First version of NCCL that lets ranks share a GPU."""
+
 TOLERANCE = 1e-4
 """Largest relative difference of a loss in fp32 from that of one rank on the CPU."""
 
@@ -86,7 +92,7 @@ def versions(device: str) -> str:
     if cuda and not torch.cuda.is_available():
         raise RuntimeError("torch finds no GPU here; use --device cpu")
     nccl = torch.cuda.nccl.version() if cuda else (0,)
-    write_json("machine.json", {"gpus": torch.cuda.device_count() if cuda else 0, "nccl": nccl})
+    write_json(MACHINE.name, {"gpus": torch.cuda.device_count() if cuda else 0, "nccl": nccl})
     hpctrain("doctor")
     if not cuda:
         return f"torch {torch.__version__}, doctor found no problem"
@@ -307,8 +313,13 @@ def transport_of(device: str, ranks: int) -> str:
     """Return how ranks communicate: by NCCL if each has a GPU, or if NCCL lets ranks share one."""
     if device == "cpu":
         return "gloo"
-    machine = json.loads(Path("machine.json").read_text(encoding="utf-8"))
-    return "nccl" if machine["gpus"] >= ranks or tuple(machine["nccl"]) >= (2, 30) else "mpi"
+    machine = json.loads(MACHINE.read_text(encoding="utf-8"))
+    return "nccl" if machine["gpus"] >= ranks or nccl_version() >= NCCL_WITH_SHARED_GPUS else "mpi"
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Return the version of NCCL that the row `versions` found; () before it has run."""
+    return tuple(json.loads(MACHINE.read_text(encoding="utf-8"))["nccl"]) if MACHINE.exists() else ()
 
 
 def train(deck: dict[str, Any], ranks: int, device: str, name: str, *overrides: str) -> list[dict[str, Any]]:
@@ -385,7 +396,8 @@ def run(*command: str, **variables: str) -> str:
     Raises:
         RuntimeError: Its exit code is not 0.
     """
-    environment = os.environ | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} | variables
+    sharing = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if nccl_version() >= NCCL_WITH_SHARED_GPUS else {}
+    environment = os.environ | sharing | variables
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     print(done.stdout, file=sys.stderr)
     if done.returncode:

@@ -114,6 +114,37 @@ def test_why_torch_cannot_use_amd_gpus(devices: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("banks", "is_gpu"),
+    [
+        ([], False),
+        (["heap_type 0\nsize_in_bytes 67108864000"], False),  # memory of the processor
+        (["heap_type 0\nsize_in_bytes 67108864000", "heap_type 1\nsize_in_bytes 536870912"], False),
+        (["heap_type 1\nsize_in_bytes 68702699520\nflags 0"], True),
+    ],
+    ids=["none", "processor", "graphics of a processor", "gpu"],
+)
+def test_graphics_of_a_processor_are_no_gpu(
+    banks: list[str], is_gpu: bool, devices: Path, tmp_path: Path
+) -> None:
+    (devices / "kfd").touch()
+    (tmp_path / "nodes").mkdir()
+    for number, bank in enumerate(banks):
+        folder = tmp_path / "nodes" / str(number) / "mem_banks" / "0"
+        folder.mkdir(parents=True)
+        (folder / "properties").write_text(bank + "\n")
+    assert bool(unusable_gpus(devices, topology=tmp_path / "nodes")) == is_gpu
+
+
+def test_a_variable_that_may_select_no_gpu_is_named(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (devices / "nvidia0").touch()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-wrong")
+    assert '(if CUDA_VISIBLE_DEVICES="GPU-wrong" names no GPU of this node, unset it)' in unusable_gpus(
+        devices
+    )
+
+
+@pytest.mark.parametrize(
     ("name", "value", "file"),
     [
         ("CUDA_VISIBLE_DEVICES", "", "nvidia0"),

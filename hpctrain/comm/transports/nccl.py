@@ -68,6 +68,9 @@ def connect_nccl(
     options = kind.Options()
     options._timeout = TIMEOUT
     options.group_name = name
+    # torch has 32 streams of each priority. Those of other priority are left to copies and computing.
+    if not is_intel:
+        options.is_high_priority_stream = True
     if is_channel and not is_intel:
         options.config.max_ctas = CHANNEL_BLOCKS
     group = kind(store, rank, size, options)

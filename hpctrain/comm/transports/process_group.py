@@ -13,6 +13,7 @@ import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -113,14 +114,36 @@ def open_store(communicator: MPI.Intracomm, nodes: int, world_rank: int) -> Grou
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     limit = timedelta(seconds=CONNECT_SECONDS)
-    host = "127.0.0.1" if nodes == 1 else socket.gethostname()
-    store = None
-    if communicator.rank == 0:
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-    host, port = communicator.bcast(None if store is None else (host, store.port))
-    if store is None:
-        store = TCPStore(host, port, is_master=False, timeout=limit)
+    host = "127.0.0.1" if nodes == 1 else _own_address()
+    store, port = None, 0
+    try:
+        if communicator.rank == 0:
+            store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        host, port = communicator.bcast(None if store is None else (host, store.port))
+        if store is None:
+            store = TCPStore(host, port, is_master=False, timeout=limit)
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"{socket.gethostname()} cannot connect to rank 0 at {host}, port {port} "
+            f"({str(error).splitlines()[0]}): the transports nccl and gloo need TCP between all nodes"
+        ) from error
     return GroupStore(store, world_rank)
+
+
+def _own_address() -> str:
+    """Return a name or an address of this node by which other nodes can connect to it.
+
+    It is the host name. If that does not resolve to an address of a network, as in containers, it is the
+    address from which this node sends to others.
+    """
+    name = socket.gethostname()
+    with suppress(OSError):
+        if not socket.gethostbyname(name).startswith("127."):
+            return name
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # reserved for documentation; a datagram socket sends nothing here
+        return str(probe.getsockname()[0])
+    return name
 
 
 class ProcessGroupWork:

@@ -136,6 +136,17 @@ def test_a_blocking_receive_meets_a_started_send(group: Group) -> None:
     sending.wait()
 
 
+def test_the_host_does_not_poll_what_streams_order(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait for one of two started operations is a wait on the stream, and polls neither of them."""
+
+    def poll(_: object) -> None:
+        raise AssertionError("the host polls")
+
+    monkeypatch.setattr("hpctrain.comm.work.wait_until", poll)
+    works = [group.start_all_reduce(torch.full((3,), float(count), device=group.device)) for count in (1, 2)]
+    assert [float(work.wait()[0]) for work in works] == [group.size, 2 * group.size]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 def test_started_operations_and_streams(group: Group) -> None:
     size, rank = group.size, group.rank
