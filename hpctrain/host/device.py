@@ -217,7 +217,7 @@ _ALLOCATOR_SETTINGS = "expandable_segments:True", "pinned_max_round_threshold_mb
 def configure_allocator(environment: Mapping[str, str]) -> bool:
     """Set how torch allocates memory of a GPU and pinned memory, before it allocates any. Local.
 
-    Segments grow instead of being allocated beside each other, so that few bytes between tensors are lost.
+    Use expandable segments, which reduce fragmentation.
     Pinned memory of more than 1 MiB is not rounded up to a power of two.
 
     Args:

@@ -1,4 +1,4 @@
-"""Memory of a GPU that no tensor takes: CUDA's context, buffers of NCCL, and gaps between tensors.
+"""Memory of a GPU outside torch's tensors: CUDA's context, buffers of NCCL, and fragmentation.
 
 A run measures the first two when its communicators are connected (`train/gpu_memory.py`), since they depend
 on the GPU, its links and the versions of CUDA and NCCL.
@@ -45,7 +45,7 @@ GPUS_OF_SWITCH = 8
 """GPUs of a node, at most, to which the buffers of a group are counted."""
 
 FRAGMENTED_SHARE = 1 / 32
-"""Share of memory that is allocated and freed in each step that lies between tensors.
+"""Fraction of the memory that each step allocates and frees that is lost to fragmentation.
 
 It is an assumption for expandable segments, with which torch's allocator fills pages of 2 MiB.
 """
@@ -55,10 +55,10 @@ SEARCH_RESERVE = 0.05
 
 
 def with_gpu_overhead(memory: MemoryAccount, groups: Iterable[Group], transport: str) -> MemoryAccount:
-    """Return what a rank holds on a GPU with what no tensor takes.
+    """Return the memory account of a rank on a GPU, with the memory outside torch's tensors.
 
     Args:
-        memory: What its tensors take.
+        memory: Memory account of its tensors.
         groups: Groups through which the rank sends tensors.
         transport: Name of the transport in the deck, or "auto", which is NCCL among GPUs.
     """

@@ -36,7 +36,7 @@ THREADS = 2
 
 
 class GlooMessages(ProcessGroupWork):
-    """Handle of messages. gloo tells that one is complete only to a thread that waits for it.
+    """Handle of messages. gloo reports that one is complete only in a blocking wait.
 
     So the first `test` starts a thread.
     """

@@ -87,7 +87,7 @@ class NcclTransport(ProcessGroupTransport):
     Args:
         setting: Settings of the group of ranks, with a store.
         has_channels: True to make channels. Without them, and between ranks that are no neighbors, all ranks
-            must start messages in an order in which each one's peer is ready.
+            must start messages in an order that cannot deadlock on one communicator.
         connect: Function that makes and connects a process group.
     """
 

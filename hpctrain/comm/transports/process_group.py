@@ -81,7 +81,7 @@ class GroupStore:
     def keep(self, group: Any, user: object) -> None:
         """Keep a process group connected as long as `user` exists. Local.
 
-        The collector of garbage may end `user` at any time, also while this rank is inside a call. So the
+        The garbage collector may free `user` at any time, also while this rank is inside a call. So the
         group is ended later, by the next `of_group` or by `close`.
         """
         self._connected.append(group)

@@ -3,8 +3,8 @@
 The host of a rank issues all its events and never waits. Events run on streams: each group has one for its
 communicator, and groups whose ranks are neighbors of each other in messages have one for each channel
 (`comm/transports/nccl.py`). An event starts when the one before on its stream is complete, and when the
-stream that computes has passed all waits that were issued before it. It is complete when all its partners
-have started theirs. Messages have no tags. One rank of a class goes its way for all of it.
+compute stream has passed all waits that were issued before it. It is complete when all its partners
+have started theirs. Messages have no tags. One rank is simulated for each class of identical ranks.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _ClassState:
 
     @property
     def awaited(self) -> int:
-        """Index of the event that the stream which computes waits for, or of the next one of any stream."""
+        """Index of the event that the compute stream waits for, or of the next one of any stream."""
         return self._waits[self._passed] if self._passed < len(self._waits) else min(self.heads())
 
 
