@@ -25,6 +25,7 @@ from hpctrain.parallel.kernels.function_library import open_library
 from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.sharding.replication import Replications
+from tests.checkpoint.exchange.test_families import reference
 from tests.engines import make_buckets
 from tests.rope_scalings import SCALINGS, hf_rope_parameters
 
@@ -72,6 +73,21 @@ def of_transformers(family: str, tied: bool = False) -> torch.nn.Module:
 def test_greedy_text_is_that_of_transformers(world: World, mpi_tmp_path: Path, family: str, by: str) -> None:
     functions = TORCH if by == "torch" else CompiledFunctions(open_library(compile_functions()))
     compare(world, mpi_tmp_path, of_transformers(family), functions, {"tensor": world.size})
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.parametrize("family", ["gemma", "olmo2", "granite", "neox", "cohere", "glm4", "smollm3"])
+@pytest.mark.parametrize("by", ["torch", "compiled"])
+def test_greedy_text_of_families_is_that_of_transformers(
+    world: World, mpi_tmp_path: Path, family: str, by: str
+) -> None:
+    functions = TORCH if by == "torch" else CompiledFunctions(open_library(compile_functions()))
+    model = reference(family, max_position_embeddings=40)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.4)
+    compare(world, mpi_tmp_path, model, functions, {"tensor": world.size})
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

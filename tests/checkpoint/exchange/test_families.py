@@ -112,10 +112,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """Class of `transformers` and keys of its config, by the name of a case. The name begins with the family."""
 
 
-def reference(name: str) -> torch.nn.Module:
+def reference(name: str, **changes: Any) -> torch.nn.Module:
     """Return a model of `transformers` whose parameters are all rough."""
     kind, keys = CASES[name]
-    config = getattr(transformers, f"{kind}Config")(**{**USUAL, **keys})
+    config = getattr(transformers, f"{kind}Config")(**{**USUAL, **keys, **changes})
     torch.manual_seed(7)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
