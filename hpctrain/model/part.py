@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.model.inputs import ModelInputs
+from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize, MatrixSize
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.shards import Parameter
@@ -202,3 +203,13 @@ def parameters_by_module(module: nn.Module) -> Iterable[list[Parameter]]:
         parameters = [p for p in layer.parameters(recurse=False) if isinstance(p, Parameter)]
         if parameters:
             yield parameters
+
+
+def matmuls_of(layers: Iterable[Layer]) -> Iterator[Matmul]:
+    """Yield the products of some layers."""
+    return (each.product for layer in layers for each in layer.multipliers)
+
+
+def converted_bytes(layers: Iterable[Layer]) -> int:
+    """Return the bytes of the converted weights of some layers that exist now."""
+    return sum(product.converted_bytes for product in matmuls_of(layers))

@@ -19,8 +19,8 @@ product (kernels/matmul_kernels.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -179,32 +179,6 @@ class Matmul:
     def converted_bytes(self) -> int:
         """Bytes of the converted weights, which remain allocated after their first use."""
         return 0 if self._converted is None else self._converted.nbytes
-
-
-class HasMatmul(Protocol):
-    """Part of a layer that has a Matmul."""
-
-    product: Matmul
-
-
-class HasMultipliers(Protocol):
-    """Layer that consists of parts with a Matmul each."""
-
-    @property
-    def multipliers(self) -> Sequence[HasMatmul]:
-        """Parts that have a Matmul."""
-
-
-def matmuls_of(layers: Iterable[HasMultipliers]) -> Iterator[Matmul]:
-    """Yield the products of some layers."""
-    for layer in layers:
-        for each in layer.multipliers:
-            yield each.product
-
-
-def converted_bytes(layers: Iterable[HasMultipliers]) -> int:
-    """Return the bytes of the converted weights of some layers that exist now."""
-    return sum(product.converted_bytes for product in matmuls_of(layers))
 
 
 def join_neighbors(tensors: Sequence[Tensor]) -> Tensor:

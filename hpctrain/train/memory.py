@@ -20,7 +20,7 @@ from hpctrain.host.device_memory import fragmented_bytes, runtime_bytes
 from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.memory.live import ActivationKeeper, LiveActivations
 from hpctrain.memory.recompute import Recompute
-from hpctrain.parallel.matmul import converted_bytes
+from hpctrain.model.part import converted_bytes
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.words import comparison_table
 from hpctrain.sharding.bucket import gradient_bytes, pool_bytes, value_bytes

@@ -32,9 +32,9 @@ from hpctrain.engine.kernel_choice import (
 )
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.host.processor import processor_identity, processor_name
+from hpctrain.model.part import converted_bytes
 from hpctrain.parallel.kernels.matmul_kernels import KERNELS, KernelTable, OneDnn
 from hpctrain.parallel.kernels.timing import MEASUREMENT, MatmulPass
-from hpctrain.parallel.matmul import converted_bytes
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.served import build_role_within_memory

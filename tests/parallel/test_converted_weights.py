@@ -10,8 +10,8 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.engine.build import make_mesh
 from hpctrain.memory.layer_bytes.linear_bytes import planned_converted_bytes
+from hpctrain.model.part import converted_bytes, matmuls_of
 from hpctrain.parallel.kernels.matmul_kernels import Fp32Kernel
-from hpctrain.parallel.matmul import converted_bytes, matmuls_of
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
 from tests.engines import LLAMA, Trainer, small_deck, trainer

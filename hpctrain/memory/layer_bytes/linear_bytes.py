@@ -8,8 +8,7 @@ from functools import singledispatch
 from hpctrain.memory.layer_bytes import matmul_bytes
 from hpctrain.memory.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.memory.layer_bytes.matmul_bytes import gradient_bytes, stored_input
-from hpctrain.model.part import Layer
-from hpctrain.parallel.matmul import matmuls_of
+from hpctrain.model.part import Layer, matmuls_of
 from hpctrain.parallel.tensor import MatmulLayer, SplitLinear
 
 

@@ -22,8 +22,8 @@ from hpctrain.engine.build import make_mesh
 from hpctrain.engine.kernel_choice import products_of
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.layer_bytes.linear_bytes import planned_converted_bytes
+from hpctrain.model.part import converted_bytes
 from hpctrain.parallel.kernels.timing import MatmulPass
-from hpctrain.parallel.matmul import converted_bytes
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
 from tests.engines import by_rank_0, trainer
