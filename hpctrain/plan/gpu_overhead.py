@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.transports.choose import WITH_MESSAGES
+from hpctrain.comm.transports.nccl import CHANNEL_BLOCKS
 from hpctrain.memory.accounts import MemoryAccount
 
 _MIB = 1 << 20
@@ -71,14 +72,14 @@ def with_gpu_overhead(memory: MemoryAccount, groups: Iterable[Group], transport:
 def communicator_bytes(group: Group) -> int:
     """Return the bytes of NCCL's buffers for all operations of a group; 0 for one rank.
 
-    Collective operations have connections to two neighbors in a ring, and so do messages of pipelines and of
-    ring attention. Exchanges among experts have connections to all ranks of the node.
+    Collective operations have connections to two neighbors in a ring. So do messages of pipelines and of ring
+    attention, in communicators of their own with fewer blocks (`comm/transports/nccl.py`). Exchanges among
+    experts have connections to all ranks of the node.
     """
     others = min(group.size, GPUS_OF_SWITCH) - 1
     connection = RECEIVE_BYTES + SEND_BYTES
-    if group.axes in WITH_MESSAGES:
-        return MESSAGE_CHANNELS * min(others, 2) * connection
+    messages = CHANNEL_BLOCKS * min(others, 2) * connection if group.axes in WITH_MESSAGES else 0
     collective = COLLECTIVE_CHANNELS * min(others, 2) * connection
     switch = SWITCH_BYTES * (others + 1) if others > 1 else 0
     exchanged = MESSAGE_CHANNELS * others * connection if group.axes == ("expert",) else 0
-    return collective + switch + exchanged
+    return collective + switch + messages + exchanged

@@ -36,8 +36,8 @@ MIB = 1 << 20
         ("data", 2, 24 * 12),
         ("data", 8, 24 * 2 * 12 + 8 * 32),
         ("data", 512, 24 * 2 * 12 + 8 * 32),
-        ("pipeline", 2, 32 * 12),
-        ("pipeline", 16, 32 * 2 * 12),
+        ("pipeline", 2, 24 * 12 + 8 * 12),
+        ("pipeline", 16, 24 * 2 * 12 + 8 * 32 + 8 * 2 * 12),
         ("expert", 1, 0),
         ("expert", 8, 24 * 2 * 12 + 8 * 32 + 32 * 7 * 12),
     ],
@@ -53,7 +53,7 @@ def test_only_a_plan_for_gpus_counts_what_no_tensor_takes() -> None:
     assert "NCCL" not in " ".join(memory_table(cpu))
     joined = 2 * (24 * 2 * 12 + 4 * 32)  # data, and data with context, of four ranks
     account = gpu.stages[0].memory
-    assert account.runtime == CONTEXT_BYTES + (joined + 32 * 12) * MIB
+    assert account.runtime == CONTEXT_BYTES + (joined + 24 * 12 + 8 * 12) * MIB
     assert account.fragmented == (account.activation + account.buffer + account.other) // 32
     assert account.row()["runtime_bytes"] == account.runtime
     table = " ".join(memory_table(gpu))
