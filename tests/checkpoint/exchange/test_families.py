@@ -89,6 +89,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere-heads": ("Cohere", {"head_dim": 10, "attention_bias": True}),
     "glm": ("Glm", {"head_dim": 12}),
     "glm4": ("Glm4", {"head_dim": 12, "attention_bias": False, "partial_rotary_factor": 0.5}),
+    "ernie": ("Ernie4_5", {"head_dim": 10}),
+    "ernie-biased": ("Ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
     "phi3": ("Phi3", {}),
     "phi3-partial": (
         "Phi3",
@@ -140,7 +142,7 @@ def test_training_is_that_of_transformers(name: str, world: World, tmp_path: Pat
     lone = world.single_rank_world()
     mesh = Mesh(lone, {})
     model = Transformer(shape, LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context")))
-    buckets = make_buckets(model.units(), Replications.uncut(mesh), torch.float32, 10_000)
+    buckets = make_buckets(model.units(), Replications.unsharded(mesh), torch.float32, 10_000)
     load(tmp_path / "model.h5", lone.everyone, model_entries(buckets))
     synchronizer = GradientSynchronizer(
         [Reducer(bucket, ExactReduction(bucket)) for bucket in buckets], SyncEveryStep()
