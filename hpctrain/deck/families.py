@@ -193,6 +193,21 @@ _SMOLLM3 = ModelType(
     ),
     scored="SmolLM3ForSequenceClassification",
 )
+_ERNIE = ModelType(
+    architecture="Ernie4_5ForCausalLM",
+    model_type="ernie4_5",
+    sizes=(103424, 131072, 1024, 18, 16, 3072),
+    key_value_heads=2,
+    head_size=128,
+    epsilon=("rms_norm_eps", 1e-5),
+    tied=True,
+    rope_base=500_000.0,
+    keys=(
+        ConfigKey("use_bias", "attention_bias", False, choices=((True, "all"), (False, "none"))),
+        ConfigKey("use_bias", "mlp_bias", False),
+    ),
+    interleaved=True,
+)
 
 
 def _model(
@@ -410,6 +425,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     "source": "SmolLM3: Bakouch et al. 2025, huggingface.co/blog/smollm3",
                     "sequence": 4096,
                     "model": _model(36, 2048, 16, 4, 11008, 128256, 1e-6, rope_base=5e6),
+                },
+            },
+        ),
+        "ernie": Family(
+            defaults=FamilyDefaults(tied=True),
+            model_types=(_ERNIE,),
+            presets={
+                "ernie-4.5-0.3b": {
+                    "source": "ERNIE 4.5: Baidu 2025, huggingface.co/baidu",
+                    "sequence": 4096,
+                    "model": _model(18, 1024, 16, 2, 3072, 103424, 1e-5, head_size=128, rope_base=5e5),
                 },
             },
         ),

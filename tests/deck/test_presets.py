@@ -118,6 +118,7 @@ def llama_parameters(preset: Preset, chosen: int | None = None) -> int:
         ("phi-3-medium", 13_960_238_080),
         ("phi-4", 14_659_507_200),
         ("smollm3-3b", 3_075_098_624),
+        ("ernie-4.5-0.3b", 360_748_032),
     ],
 )
 def test_parameters_are_those_published(name: PresetName, count: int) -> None:
