@@ -204,7 +204,7 @@ class Optimizer(ABC):
                 kind = weights if name == MASTER else f"{OPTIMIZER}{name}"
                 yield from owned_state(kind, flat, bucket, UPDATED)
 
-    def publish(self, updated: bool = False) -> None:
+    def publish(self, updated: bool = False, averages: bool = False) -> None:
         """Copy the master weights, or the training weights of an AveragedRule, into the parameters.
 
         Then gather the parameters that other ranks have updated. Collective over the ranks that share
@@ -212,8 +212,15 @@ class Optimizer(ABC):
 
         Args:
             updated: True to gather only the buckets that are trained.
+            averages: True to copy the master weights also if an AveragedRule trains with others.
         """
-        self._publish(self._averaged, updated)
+        averaged = None if averages else self._averaged
+        with self._agreement():
+            for bucket, state in zip(self.buckets, self.states, strict=True):
+                if state[MASTER] is not bucket.owned_values:
+                    for first, piece in _weights(state, averaged):
+                        bucket.owned_values[first : first + piece.numel()].copy_(piece)
+        refresh([bucket for bucket in self.buckets if bucket.trained or not updated])
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
@@ -225,23 +232,14 @@ class Optimizer(ABC):
             yield
             return
         await_readers(self.buckets)
-        self._publish(None)
+        self.publish(averages=True)
         yield
         await_readers(self.buckets)
         self.publish()
 
-    def _publish(self, averaged: AveragedRule | None, updated: bool = False) -> None:
-        """Copy the training weights of a rule, or without a rule the master weights, into the parameters."""
-        with self._agreement():
-            for bucket, state in zip(self.buckets, self.states, strict=True):
-                if state[MASTER] is not bucket.owned_values:
-                    for first, piece in _weights(state, averaged):
-                        bucket.owned_values[first : first + piece.numel()].copy_(piece)
-        refresh([bucket for bucket in self.buckets if bucket.trained or not updated])
-
 
 def _weights(state: BucketState, averaged: AveragedRule | None) -> Iterator[tuple[int, Tensor]]:
-    """Yield the first element and the values of pieces of the weights that `_publish` copies."""
+    """Yield the first element and the values of pieces of the weights that `publish` copies."""
     if averaged is None:
         yield from read_pieces(state[MASTER])
         return

@@ -59,6 +59,7 @@ class GradientSynchronizer:
         self.after_sum: Callable[[Bucket], None] = lambda _: None
         self.before_adding: Callable[[Bucket], None] = lambda _: None
         self._in_order, self._to_come, self._waiting = in_order, list[Bucket](), set[Bucket]()
+        self._synchronize_final = self._synchronize_in_order if in_order else self._synchronize
         self._reducer = dict(zip(buckets, reducers, strict=True))
         self._bucket = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
         self._partial = {bucket: _partial_runs(bucket) for bucket in buckets}
@@ -142,15 +143,12 @@ class GradientSynchronizer:
         if self.first is not None:
             self.first.added(parameter)
         if bucket.added(parameter):
-            self._sum(bucket)
+            self._synchronize_final(bucket)
         elif self._in_flight:
             self._in_flight[-1][1].test()
 
-    def _sum(self, bucket: Bucket) -> None:
-        """Reduce a final bucket, and all that wait for it."""
-        if not self._in_order:
-            self._synchronize(bucket)
-            return
+    def _synchronize_in_order(self, bucket: Bucket) -> None:
+        """Reduce a final bucket after all later ones, and those that wait for it."""
         self._waiting.add(bucket)
         while self._to_come and self._to_come[-1] in self._waiting:
             bucket = self._to_come.pop()
