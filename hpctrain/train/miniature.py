@@ -14,6 +14,7 @@ from math import lcm
 from torch import nn
 
 from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.planned import META
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sections.communication import PowerSgdTable, RoundedTable, SignTable, TopKTable
@@ -33,7 +34,7 @@ from hpctrain.engine.layer_placement import pipeline_form, split_by_flops
 from hpctrain.engine.name_patterns import check_patterns
 from hpctrain.errors import HpctrainError
 from hpctrain.model.construction import bare_model
-from hpctrain.model.modules.module_architecture import META, ModuleArchitecture
+from hpctrain.model.modules.module_architecture import ModuleArchitecture
 from hpctrain.model.part import parameter_list
 from hpctrain.model.precision import DOUBLE, DOUBLE_FP8
 from hpctrain.model.shape import ModelShape

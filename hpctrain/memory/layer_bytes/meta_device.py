@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-META = torch.device("meta")
+from hpctrain.comm.planned import META
+from hpctrain.model.modules.nested_tensors import map_leaves, tensors_of
+
 HOST = torch.device("cpu")
 
 _aten = torch.ops.aten
@@ -58,23 +60,23 @@ class MetaMode(TorchDispatchMode):
             return self._run(func, args, dict(kwargs or {}))
 
     def _run(self, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        args, keywords = _map_tensors(_to_meta, args), _map_tensors(_to_meta, keywords)
+        args, keywords = map_leaves(args, _to_meta), map_leaves(keywords, _to_meta)
         if "device" in keywords:
             keywords["device"] = META
-        tensors = list(_nested_tensors((args, keywords)))
+        tensors = list(tensors_of((args, keywords)))
         values = [self._known_values(tensor) for tensor in tensors]
         known = all(value is not None for value in values) and _is_deterministic(func)
         if known and _needs_values(func):
-            return _map_tensors(_to_meta, self._run_on_host(func, args, keywords))
+            return map_leaves(self._run_on_host(func, args, keywords), _to_meta)
         if func is _aten.masked_select.default and self._known_values(args[1]) is not None:
             func, args = _aten.index.Tensor, (args[0], [args[1]])
         if func in _INDEXING:
             args = args[0], self._positions(args[1]), *args[2:]
         result = func(*args, **keywords)
         self.on_operation(func, args, keywords, result)
-        results = list(_nested_tensors(result))
+        results = list(tensors_of(result))
         if known and sum(each.numel() for each in results) <= MOST_VALUES:
-            host_results = list(_nested_tensors(self._run_on_host(func, args, keywords)))
+            host_results = list(tensors_of(self._run_on_host(func, args, keywords)))
             for meta_result, value in zip(results, host_results, strict=True):
                 setattr(meta_result, _VALUE_ATTRIBUTE, value)
         elif func._schema.is_mutable:
@@ -87,7 +89,7 @@ class MetaMode(TorchDispatchMode):
         """Run an operation on the known values of its arguments."""
         if "device" in keywords:
             keywords = {**keywords, "device": HOST}
-        args, keywords = (_map_tensors(self._known_values, each) for each in (args, keywords))
+        args, keywords = (map_leaves(each, self._known_values) for each in (args, keywords))
         return func(*args, **keywords)
 
     def _positions(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -243,25 +245,3 @@ def _is_deterministic(func: Any) -> bool:
 def _needs_values(func: Any) -> bool:
     """Return True if the shape of a result, or a result that is no tensor, depends on values."""
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
-
-
-def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return arguments or results of an operation with a function applied to each tensor."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, list | tuple):
-        return type(value)(_map_tensors(function, each) for each in value)
-    if isinstance(value, dict):
-        return {name: _map_tensors(function, each) for name, each in value.items()}
-    return value
-
-
-def _nested_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in arguments or results of an operation."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _nested_tensors(each)
-    elif isinstance(value, dict):
-        yield from _nested_tensors(list(value.values()))

@@ -17,15 +17,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
 from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.planned import planned_group
+from hpctrain.comm.planned import META, planned_group
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.layer_bytes.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.memory.layer_bytes.meta_device import HostDeviceMode, MetaMode, meta_kernels
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.model.modules.module_architecture import META, ModuleArchitecture
+from hpctrain.model.modules.module_architecture import ModuleArchitecture
 from hpctrain.model.modules.module_layers import ModuleLayer
 from hpctrain.model.modules.module_part import ModulePart
-from hpctrain.model.modules.nested_tensors import tensors_of
+from hpctrain.model.modules.nested_tensors import storage_key, tensors_of
 from hpctrain.model.part import LayerRange
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter
@@ -253,12 +253,6 @@ class _Tracer:
         if call is not None:
             return call[0]
         return 0 if self._after is None or at < self._after else self.last_layer
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Return what tensors in the same memory have in common."""
-    key: int = tensor.untyped_storage()._cdata
-    return key
 
 
 def trace_layer(layer: ModuleLayer, at: ActivationSizes | None) -> LayerTrace | str:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from hpctrain.comm.planned import META
 from hpctrain.data.dataset import dataset_of
 from hpctrain.data.items import FieldSpec
 from hpctrain.deck.code import CAUSAL_MODEL, NamedCode
@@ -28,8 +29,6 @@ from hpctrain.model.modules.tensor_parallel.split_plan import SplitPlan, make_pl
 from hpctrain.model.modules.tensor_parallel.transformers_plan import MODEL_PLAN, transformers_plan
 from hpctrain.model.precision import Precision
 from hpctrain.text import counted, nearest
-
-META = torch.device("meta")
 
 _MOST_TIED = 3
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpctrain.comm.planned import META
 from hpctrain.deck.user_code import run_user_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.model.modules.module_architecture import META, ModuleArchitecture, plan_of
+from hpctrain.model.modules.module_architecture import ModuleArchitecture, plan_of
 from hpctrain.model.modules.module_layers import BlockRunner, ModuleLayer
 from hpctrain.model.modules.nested_tensors import tensors_of
 from hpctrain.model.modules.part_contents import contents_of_module, contents_of_stage

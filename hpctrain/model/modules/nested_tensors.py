@@ -69,6 +69,12 @@ def tensors_of(value: object) -> Iterator[Tensor]:
     return (leaf for leaf in tensor_leaves(value) if isinstance(leaf, Tensor))
 
 
+def storage_key(tensor: Tensor) -> int:
+    """Return what tensors that are views of one memory have in common."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return the same structure with a function applied to each of its `tensor_leaves`."""
     if isinstance(value, Tensor | TensorSpec | InputTensor):

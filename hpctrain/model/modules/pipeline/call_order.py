@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from hpctrain.comm.planned import META
 from hpctrain.deck.user_code import run_user_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.modules.module_architecture import (
-    META,
     ModuleArchitecture,
     find_blocks,
     persistent_buffers,
@@ -33,6 +33,7 @@ from hpctrain.model.modules.nested_tensors import (
     TensorSpec,
     map_leaves,
     require_known_structure,
+    storage_key,
     tensor_leaves,
     tensors_of,
 )
@@ -364,12 +365,6 @@ def _without_values(tensor: Tensor) -> Tensor:
     if tensor.is_meta:
         return tensor
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Return what tensors that are views of one memory have in common."""
-    address: int = tensor.untyped_storage()._cdata
-    return address
 
 
 def _written_tensors(

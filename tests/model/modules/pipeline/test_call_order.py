@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hpctrain.comm.planned import META
 from hpctrain.errors import HpctrainError
-from hpctrain.model.modules.module_architecture import META, find_blocks
+from hpctrain.model.modules.module_architecture import find_blocks
 from hpctrain.model.modules.module_call import make_call
 from hpctrain.model.modules.nested_tensors import InputTensor, TensorSpec, map_leaves, tensor_leaves
 from hpctrain.model.modules.pipeline.call_order import CallOrder, CallResult, trace_call_order
