@@ -330,7 +330,8 @@ class DeckValidator:
             path, _, name = full.rpartition(".")
             kind = value_type(fields(path)[name])
             if table_class(fields(path)[name]) is None:
-                value = get_args(kind)[0] if get_origin(kind) is Literal else kind(1)
+                origin = get_origin(kind)
+                value = get_args(kind)[0] if origin is Literal else () if origin is tuple else kind(1)
                 table_in(tables, path)[name] = value
             else:
                 remove(tables, full)
