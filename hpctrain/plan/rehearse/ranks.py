@@ -7,7 +7,7 @@ shared out in blocks, are taken to be alike as far as those do the same that are
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import get_args
 
@@ -28,7 +28,7 @@ from hpctrain.parallel.step_statistics import Reduction
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import layer_ranges
 from hpctrain.plan.rehearse.looks import Looks, folds_of
-from hpctrain.plan.rehearse.programme import Membership, Numbers, Programme, StepProgrammes
+from hpctrain.plan.rehearse.programme import WAIT, Membership, Numbers, Programme, StepProgrammes
 from hpctrain.plan.rehearse.recall import Recall
 from hpctrain.plan.rehearse.record import NamedGroup, membership
 from hpctrain.plan.rehearse.shares import Shares
@@ -103,8 +103,15 @@ class RankProgrammes:
         return StepProgrammes(programmes, np.arange(self.ranks), self.groups(), self.place)
 
     def programme(self, stage: int, place: int, look: object) -> Programme:
-        """That of the rank at a place of a stage, of which ranks with that look do the same in an action."""
-        return self._step(stage, place, look).programme(self.schedule, stage, self._noted)
+        """That of the rank at a place of a stage, of which ranks with that look do the same in an action.
+
+        It begins with the creation of communicators, apart from those that every mesh creates.
+        """
+        step = self._step(stage, place, look)
+        creations = step.recorder.creations
+        events = step.programme(self.schedule, stage, self._noted)
+        shifted = (replace(e, of=e.of + len(creations)) if e.operation == WAIT else e for e in events)
+        return (*creations, *shifted)
 
     def groups(self) -> dict[str, Membership]:
         """All groups that were met so far, by name; as the meshes of single ranks tell them."""

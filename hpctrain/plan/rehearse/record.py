@@ -34,7 +34,8 @@ class Recorder:
 
     `action` is that in which calls are made, where it is known by then; `carried` says what the message that
     is sent next carries, as what is `done`. `note` is what takes an event, and gives what is waited for, of
-    one that is started. `loads` tells what each rank counts of a mixture's experts.
+    one that is started. `loads` tells what each rank counts of a mixture's experts. `creations` has an event
+    for each communicator that is created after the mesh.
     """
 
     def __init__(self, loads: Callable[[int], Tensor] | None = None) -> None:
@@ -42,6 +43,7 @@ class Recorder:
         self.events: list[RehearsedCall] = []
         self.note: Callable[[RehearsedCall], TransportWork | None] = self.add
         self.groups: dict[GroupCalls, NamedGroup] = {}
+        self.creations: list[RehearsedCall] = []
         self.listening = False
         self.action = self.carried = self.done = ""
 
@@ -86,6 +88,11 @@ class Recorder:
     def name(self, group: Group, name: str) -> None:
         """Programmes know a group by that name."""
         self.groups[group.calls] = NamedGroup(name, group.rank, group.ranks)
+
+    def name_new(self, parent: Group, group: Group, name: str) -> None:
+        """Name a group whose communicator all ranks of `parent` create together, and record the creation."""
+        self.name(group, name)
+        self.creations.append(RehearsedCall("new_group", self.groups[parent.calls].name, what=name))
 
     def event(self, call: Call) -> RehearsedCall:
         """What a call is for a programme."""
@@ -179,14 +186,14 @@ class RecordedMesh(PlannedMesh):
     @override
     def new_subgroup(self, axis: str, size: int) -> Group:
         group = super().new_subgroup(axis, size)
-        self.recorder.name(group, f"{axis}/{size}")
+        self.recorder.name_new(self.group(axis), group, f"{axis}/{size}")
         return group
 
     @override
     def split_group(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
         part, peers = super().split_group(group, size, across)
-        self.recorder.name(part, f"{group.name}/{size}")
-        self.recorder.name(peers, f"{across} of {group.name}/{size}")
+        self.recorder.name_new(group, part, f"{group.name}/{size}")
+        self.recorder.name_new(group, peers, f"{across} of {group.name}/{size}")
         return part, peers
 
 

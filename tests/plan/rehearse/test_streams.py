@@ -151,6 +151,19 @@ def test_a_receive_that_is_posted_early_delays_later_ones() -> None:
     assert kinds(job_of([[early, call], [call], [late, call], [call]], pipeline=row)) == []
 
 
+def test_communicators_are_created_by_all_their_ranks() -> None:
+    """Groups of ZeRO are created while an engine is built. A rank that does not take part is found."""
+    keys = "layout.zero=3", "layout.zero_group=2", "layout.pipeline=2"
+    job = RankProgrammes(small_deck(*SIZES, *keys), 8, 61, 8).every_job()
+    created = [event.what for event in job.programmes[0] if event.operation == "new_group"]
+    assert created[:2] == ["data x context/2", "replicas of data x context/2"]
+    assert kinds(job) == []
+    first, *others = job.programmes
+    without = [replace(event, of=event.of - 1) if event.operation == WAIT else event for event in first[1:]]
+    (fault,) = match(replace(job, programmes=[tuple(without), *others]), on_streams=True).faults
+    assert "new_group" in fault.sentence, fault.sentence
+
+
 @pytest.mark.parametrize(
     ("second", "kind"),
     [
