@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import gcd
 
 import torch
@@ -17,7 +18,9 @@ from hpctrain.engine.mesh_sizes import expert_sizes
 from hpctrain.engine.stage import Stage, build_stage
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host
-from hpctrain.model.construction import build_parts
+from hpctrain.model.construction import build_parts, initialize_parts
+from hpctrain.model.modules.module_architecture import ModuleArchitecture
+from hpctrain.model.modules.module_part import ModulePart
 from hpctrain.model.part import LayerRange
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
@@ -86,6 +89,32 @@ def generation_stage(deck: Deck, world: World, tensor: int, pipeline: int = 1) -
     transport = requested if requested in {"mpi", "gloo"} else "auto"
     mesh = Mesh(world, _sizes(deck, world.size, tensor, pipeline), transport=transport)
     return _stage(deck, mesh, world.device, mesh.coordinate("pipeline"), pipeline)
+
+
+def module_generation_stage(deck: Deck, world: World) -> tuple[ModulePart, Stage]:
+    """Return a module for generation, of which every rank has all, and its stage. Collective over all ranks.
+
+    It has no gradients, and no weights until `load_parameters` fills them in. Buffers that are not stored
+    have their values.
+
+    Args:
+        deck: Deck of a model of `transformers`, with a known vocabulary.
+        world: All ranks.
+
+    Raises:
+        HpctrainError: On all ranks, as in `generation_deck`.
+    """
+    with world.agreement():
+        deck = generation_deck(deck, 1)
+        architecture = replace(ModuleArchitecture.of(deck), loaded=True)
+    mesh = Mesh(world, _sizes(deck, world.size, 1, 1))
+    groups = make_groups(deck, mesh, SavedPolicy(), world.device)
+    (model,) = build_parts(architecture, groups, [LayerRange.all_of(architecture.block_count)])
+    assert isinstance(model, ModulePart)
+    stage = build_stage(deck, groups, [model], Replications.uncut(mesh))
+    with world.agreement():
+        initialize_parts(architecture, [model], (), deck.run.seed)
+    return model, stage
 
 
 def plan_generation_stage(

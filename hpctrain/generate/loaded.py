@@ -20,13 +20,16 @@ from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.comm.verb import require_running, single_world
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.deck.code import CAUSAL_MODEL
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.files import path_of
+from hpctrain.generate.module_passes import module_logits
 from hpctrain.generate.sampling import Sampling
-from hpctrain.generate.text import TextModel, load_part, split_deck, stored_tokenizer
+from hpctrain.generate.text import TextModel, load_module_part, load_part, split_deck, stored_tokenizer
 from hpctrain.host.device import on_host
 from hpctrain.host.memory import obtainable_bytes
+from hpctrain.model.modules.module_part import ModulePart
 from hpctrain.model.part import ModelPart, logits_of
 from hpctrain.text import kind_of, nearest, text_problem
 from hpctrain.units import format_bytes
@@ -49,6 +52,9 @@ def load(path: str | os.PathLike[str], *, device: str = "auto") -> GenerationMod
     found = find_checkpoint(world, target)
     state = read_state(found)
     module = stored_deck(state, found).model.module
+    if module == CAUSAL_MODEL:
+        deck = stored_deck(state, found)
+        return GenerationModel(world, found, state, deck, load_module_part(world, found, deck))
     if module is not None:
         raise HpctrainError(
             f"{found}: its model is a user module (model.module = {module}), which `load` does not support; "
@@ -96,7 +102,7 @@ class GenerationModel:
         assert deck.model.vocabulary is not None
         self.path, self.deck, self.part = path, deck, part
         self.step = int(state.get("step", 0))
-        self.window, self.vocabulary = part.hidden_shape(1)[0], deck.model.vocabulary
+        self.window, self.vocabulary = deck.batch.sequence, deck.model.vocabulary
         self._world = world
         self._tokenizer: Tokenizer | None = None
         if isinstance(state.get("tokenizer"), str):
@@ -134,7 +140,9 @@ class GenerationModel:
                 f"{format_bytes(free)} of memory are free; give fewer rows"
             )
         batch = given if given.dim() == 2 else given.unsqueeze(0)
-        logits = logits_of(self.part, batch.to(self.device)).float()
+        batch, part = batch.to(self.device), self.part
+        computed = module_logits(part, batch) if isinstance(part, ModulePart) else logits_of(part, batch)
+        logits = computed.float()
         return logits if given.dim() == 2 else logits[0]
 
     @overload

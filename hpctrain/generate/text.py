@@ -7,6 +7,7 @@ most `batch.sequence` tokens. Beyond that each token takes a pass over the last 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -23,13 +24,15 @@ from hpctrain.data.chat_rows import Conversation
 from hpctrain.data.chat_template import ChatTemplate
 from hpctrain.data.chat_tokens import ChatTokenizer
 from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.deck.code import CAUSAL_MODEL
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.machine import Machine
 from hpctrain.deck.sections.objective import SCORE_KINDS
-from hpctrain.engine.generation import generation_deck, generation_stage
+from hpctrain.engine.generation import generation_deck, generation_stage, module_generation_stage
 from hpctrain.engine.stage_values import load_parameters
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.generate.continuing import GeneratedText, continue_texts
+from hpctrain.generate.continuing import WINDOWS, ForwardPasses, GeneratedText, continue_texts
+from hpctrain.generate.module_passes import ModulePasses
 from hpctrain.generate.passes import CachedPasses, can_cache, least_rows
 from hpctrain.generate.prompts import Prompt, PromptOptions
 from hpctrain.generate.sampling import KeyedSampler, Sampling
@@ -38,6 +41,8 @@ from hpctrain.host.device import on_host
 from hpctrain.host.memory import available_bytes, resident_bytes
 from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.construction import bare_model
+from hpctrain.model.modules.module_architecture import ModuleArchitecture
+from hpctrain.model.modules.module_part import ModulePart
 from hpctrain.model.part import ModelPart
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
@@ -125,7 +130,7 @@ class TextModel:
     """
 
     def __init__(self, world: World, path: Path, part: ModelPart, tokenizer: Tokenizer) -> None:
-        assert isinstance(part, Transformer)
+        assert isinstance(part, Transformer | ModulePart)
         self.world, self.path, self.part, self.tokenizer = world, path, part, tokenizer
         groups = part.groups
         self.copies = world.size // (groups.pipeline.size * groups.tensor.size)
@@ -136,6 +141,7 @@ class TextModel:
     @cached_property
     def least_rows(self) -> int:
         """See the function of this name. Collective at first."""
+        assert isinstance(self.part, Transformer)
         return least_rows(self.part)
 
     def told_by_all(
@@ -216,8 +222,10 @@ class TextModel:
         ids: list[int] = self.chat.prompt(Conversation([{"role": "user", "content": prompt}])).ids.tolist()
         return ids
 
-    def _passes(self, given: Sequence[Sequence[int]], sampling: Sampling) -> CachedPasses:
+    def _passes(self, given: Sequence[Sequence[int]], sampling: Sampling) -> ForwardPasses:
         """Those for texts that begin so, their memory demanded first. Collective."""
+        if isinstance(self.part, ModulePart):
+            return ModulePasses(self.part, WINDOWS)
         longest = max(map(len, given), default=0) + sampling.tokens
         count = min(TEXTS_AT_A_TIME, max(1, len(given) * sampling.samples))
         if not can_cache(self.part):
@@ -262,6 +270,8 @@ def load_model(
     checkpoint.read.load.
     """
     state = read_state(path, world.everyone)
+    if (module_deck := module_deck_of(state, path)) is not None:
+        return _load_module_model(world, path, state, module_deck, (tensor or 1) * pipeline)
     room = share_of_memory(world) if tensor is None and texts >= world.size > 1 else None
     with world.agreement():
         for option, count in (("--pipeline", pipeline), ("--tensor", tensor)):
@@ -283,6 +293,47 @@ def load_model(
         tokenizer = stored_tokenizer(state, path, deck.model.vocabulary)
     torch.set_num_threads(deck.run.threads)
     return load_part(world, path, deck), tokenizer
+
+
+def module_deck_of(state: dict[str, Any], path: Path) -> Deck | None:
+    """Return the deck of a checkpoint whose model is one of `transformers`; None for other models."""
+    deck = stored_deck(state, path)
+    return deck if deck.model.module == CAUSAL_MODEL else None
+
+
+def load_module_part(world: World, path: Path, deck: Deck) -> ModulePart:
+    """Return a module of `transformers` with the weights of a checkpoint, all of it on each rank. Collective.
+
+    Args:
+        world: The ranks.
+        path: The checkpoint.
+        deck: Its deck.
+
+    Raises:
+        HpctrainError: The ranks do not have the memory; else errors as in `checkpoint.read.load`.
+    """
+    with world.agreement():
+        elements = sum(each.numel() for each in ModuleArchitecture.of(deck).copy_on_meta().parameters())
+    needed = resident_bytes() + elements * Precision.of(deck).storage.itemsize
+    demand_room(world, Machine(), str(path), needed, lambda _: "use fewer ranks on each node")
+    model, stage = module_generation_stage(deck, world)
+    load_parameters(path, stage, world.everyone)
+    return model
+
+
+def _load_module_model(
+    world: World, path: Path, state: dict[str, Any], deck: Deck, ranks: int
+) -> tuple[ModelPart, Tokenizer]:
+    """Return the module of a checkpoint and its tokenizer; see `load_model`."""
+    with world.agreement():
+        if ranks > 1:
+            raise HpctrainError(
+                f"{path}: its model runs as a module of transformers, which is not split for generation; "
+                "leave out --tensor and --pipeline"
+            )
+        tokenizer = stored_tokenizer(state, path, deck.model.vocabulary or sys.maxsize)
+    torch.set_num_threads(deck.run.threads)
+    return load_module_part(world, path, deck), tokenizer
 
 
 def parameter_bytes(deck: Deck) -> int:

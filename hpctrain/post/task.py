@@ -22,6 +22,7 @@ from hpctrain.comm.mesh import sizes_text
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches, SequenceSource
 from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.deck.code import CAUSAL_MODEL
 from hpctrain.engine.evaluation_deck import evaluation_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.files import strict_json
@@ -123,7 +124,9 @@ def evaluate_task(
         deck = evaluation_deck(state, path, overrides, world.size)
         tokenizer = known_tokenizer(state, path)
         require_logits(deck, path)
-        if deck.model.module is not None:
+        if deck.model.module == CAUSAL_MODEL and of_choices:
+            raise HpctrainError(f"{path}: tasks with choices are unsupported for modules of transformers")
+        if deck.model.module not in {None, CAUSAL_MODEL}:
             raise HpctrainError(f"{path}: tasks are unsupported for model.module")
         length = deck.batch.sequence
         sources = {

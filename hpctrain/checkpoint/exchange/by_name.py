@@ -6,10 +6,13 @@ import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import torch
+
 from hpctrain.checkpoint.agree import together
-from hpctrain.checkpoint.checkpoint_index import examine
+from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
 from hpctrain.checkpoint.exchange.safetensors_folder import (
     INDEX,
     PICKLES,
@@ -20,7 +23,7 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
 from hpctrain.checkpoint.extract import BUFFER_BYTES
 from hpctrain.checkpoint.finite import require_finite
 from hpctrain.checkpoint.layout import TensorRange, rectangles_of
-from hpctrain.checkpoint.read import load
+from hpctrain.checkpoint.read import in_types, load
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.sharding.state import MODEL
@@ -49,7 +52,8 @@ def load_by_name(
         structure = examine(path, world.everyone)
         kept = "/master" if any(name.startswith("/master/") for name in structure.datasets) else "/model"
         wanted = [replace(each, dataset=each.dataset.replace("/model/", f"{kept}/", 1)) for each in entries]
-        load(structure, world.everyone, wanted, zero_padding=False)
+        with in_types(wanted, partial(_stored_kind, structure)) as read:
+            load(structure, world.everyone, read, zero_padding=False)
         remedy = "start from an earlier checkpoint, or from another model"
         require_finite(world.everyone, path, wanted, remedy)
         return ""
@@ -95,6 +99,13 @@ def open_values(path: Path) -> TensorFolder:
             * path.is_file()
         )
     return open_folder(path)
+
+
+def _stored_kind(structure: CheckpointIndex, entry: TensorRange) -> str:
+    """Return the dtype in which an entry is read: that of a checkpoint if both are floating-point."""
+    stored = structure.datasets.get(entry.dataset)
+    kinds = (entry.kind, entry.kind if stored is None else stored.kind)
+    return kinds[all(getattr(torch, kind).is_floating_point for kind in kinds)]
 
 
 def _names(entry: TensorRange, names: Mapping[str, Sequence[str]]) -> Sequence[str]:

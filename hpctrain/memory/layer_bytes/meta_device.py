@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from hpctrain.comm.planned import META
 from hpctrain.model.modules.nested_tensors import map_leaves, tensors_of
+from hpctrain.model.modules.pipeline.meta_products import add_grouped_products
 
 HOST = torch.device("cpu")
 
@@ -125,6 +126,7 @@ class HostDeviceMode(TorchFunctionMode):
 def meta_kernels(gpu: bool) -> Iterator[None]:
     """Let operations that have several kernels use on "meta" the one of a CPU, or of a GPU."""
     library = torch.library.Library("aten", "IMPL")
+    add_grouped_products(library)
     library.impl("scaled_dot_product_attention", _gpu_attention if gpu else _meta_attention, "AutogradMeta")
     if gpu:
         library.impl("dropout", _gpu_dropout, "AutogradMeta")

@@ -14,13 +14,18 @@ from torch import Tensor
 def grouped_products() -> Iterator[None]:
     """Let products of groups of rows run on "meta" in all dtypes, as they do on a CPU."""
     library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch has a kernel for bf16 there
-        library.impl("_grouped_mm", _meta_grouped_product, "Meta", allow_override=True)
+    add_grouped_products(library)
     try:
         yield
     finally:
         library._destroy()
+
+
+def add_grouped_products(library: torch.library.Library) -> None:
+    """Add the product of groups of rows in all dtypes to a library of implementations."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has a kernel for bf16 there
+        library.impl("_grouped_mm", _meta_grouped_product, "Meta", allow_override=True)
 
 
 def _meta_grouped_product(
