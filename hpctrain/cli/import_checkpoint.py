@@ -14,7 +14,7 @@ import click
 def command(folder: Path, out: Path, force: bool) -> None:
     """Convert a Hugging Face model in folder DIR to the checkpoint OUT.
 
-    DIR has a config.json and safetensors files of GPT-2 or Llama models. OUT holds the weights in fp32 and,
+    DIR has a config.json and safetensors files of a causal language model. OUT holds the weights in fp32 and,
     if DIR has a tokenizer.json, the tokenizer. The key `[model] from` of a deck names OUT or DIR to start
     training from the model. Under mpirun or srun, the ranks share the work.
     """

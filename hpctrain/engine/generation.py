@@ -111,7 +111,7 @@ def module_generation_stage(deck: Deck, world: World) -> tuple[ModulePart, Stage
     groups = make_groups(deck, mesh, SavedPolicy(), world.device)
     (model,) = build_parts(architecture, groups, [LayerRange.all_of(architecture.block_count)])
     assert isinstance(model, ModulePart)
-    stage = build_stage(deck, groups, [model], Replications.uncut(mesh))
+    stage = build_stage(deck, groups, [model], Replications.unsharded(mesh))
     with world.agreement():
         initialize_parts(architecture, [model], (), deck.run.seed)
     return model, stage

@@ -45,7 +45,7 @@ SECTIONS: Mapping[str, tuple[str, Sequence[str]]] = {
     ),
     "reference": (
         "Reference",
-        ("deck-keys", "verbs", "exit-codes", "run-folder", "file-formats", "python-api"),
+        ("deck-keys", "verbs", "exit-codes", "run-folder", "other-models", "file-formats", "python-api"),
     ),
     "explanations": ("Explanations", ("layouts", "memory", "checkpoints", "determinism", "limits")),
     "contribute": ("Contribute", ("architecture", "glossary", "extend", "tests")),

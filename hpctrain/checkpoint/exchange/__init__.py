@@ -9,6 +9,10 @@ An imported model is exported again bit for bit. Experts are one tensor here (`e
 `upcycle` makes a mixture of experts of a dense model, `merge` and `peft` export adapters, and `by_name` reads
 the weights of a user's module.
 
+Models of `transformers` that are not built in keep their own names. `module_source` derives their keys of a
+deck, `module_tensors` and `assembled_tensor` find which box of which file each tensor of the module is, and
+`module_exchange` imports and exports them.
+
 A new architecture is a HuggingFaceArchitecture in `architectures`: names, default sizes, and settings that
 must have a fixed value.
 """

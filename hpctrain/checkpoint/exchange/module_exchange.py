@@ -80,7 +80,7 @@ def open_module_source(path: Path, keys: Mapping[str, Any]) -> ModuleSource:
     with torch.device("meta"):
         module = build_causal_model(arguments)
     folder = ModuleFolder(open_folder(path), module)
-    shapes = state_shapes(module)
+    shapes = _float_shapes(module, str(path))
     aliases = parameter_names(module)
     names: dict[str, str] = {}
     problems: list[str] = []
@@ -131,7 +131,7 @@ def prepare_module_export(deck: Deck, structure: CheckpointIndex, dtype: str | N
     arguments = deck.model.arguments or {}
     with torch.device("meta"):
         module = build_causal_model(arguments)
-    shapes = state_shapes(module)
+    shapes = _float_shapes(module, str(structure.path))
     weight_dtype = export_dtype(structure, dtype)
     sources = stored_sources(structure, shapes, weight_dtype)
     tensors = file_tensors(module, shapes)
@@ -157,6 +157,18 @@ def prepare_module_export(deck: Deck, structure: CheckpointIndex, dtype: str | N
     )
     new = [NewTensor(name, NAMES[kinds[name]], each.shape) for name, each in tensors.items()]
     return PreparedExport(new, texts, sources, copy, _described(model_title(arguments), shapes), weight_dtype)
+
+
+def _float_shapes(module: nn.Module, where: str) -> dict[str, Index]:
+    """Return the shape of each dataset of a module. HpctrainError if a stored buffer holds integers."""
+    shapes = state_shapes(module)
+    for name, buffer in module.named_buffers():
+        if f"/buffer/{name}" in shapes and not buffer.is_floating_point():
+            raise HpctrainError(
+                f"{where}: {name}: import and export of buffers of integers is unsupported (train from the "
+                "folder itself)"
+            )
+    return shapes
 
 
 def _described(title: str, shapes: Mapping[str, Index]) -> str:

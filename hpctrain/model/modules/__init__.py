@@ -6,7 +6,8 @@ that by running the module on torch's device "meta". It trains the module by rep
 layers in place, so that the user's forward method runs as it is. These are the parts, in the order of a
 start:
 
-1. `instantiate` imports the function or class that `model.module` names, and calls it.
+1. `instantiate` imports the function or class that `model.module` names, and calls it. `causal_model` builds
+   a causal language model of `transformers` from its configuration, and derives the other keys from it.
 2. `module_call` decides which fields of a micro-batch become which arguments of the module.
 3. `module_architecture` builds the module on "meta", finds its blocks, and reports all reasons why it
    cannot be trained as the deck says. The result, a ModuleArchitecture, is what the planner and the engine

@@ -37,6 +37,9 @@ _CONFIG_KEY = "config"
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 """Keys of the longest sequence, in the order in which they are looked for."""
 
+_MODALITIES = ("vision", "audio", "image", "video", "speech", "vq")
+"""Beginnings of the names of configurations of models that do not take text alone."""
+
 _NOT_CAUSAL = ("xlnet", "cpmant")
 """Types of models that `transformers` calls causal, and whose predictions depend on later tokens."""
 
@@ -53,19 +56,8 @@ def build_causal_model(arguments: Mapping[str, Any]) -> nn.Module:
     Raises:
         HpctrainError: The configuration is not one of a causal language model.
     """
-    text = arguments.get(_CONFIG_KEY)
-    if set(arguments) != {_CONFIG_KEY} or not isinstance(text, str):
-        raise HpctrainError(
-            f"{CAUSAL_MODEL}: [model.arguments] must have one entry, {_CONFIG_KEY}, the text of a "
-            "config.json or a folder that contains one"
-        )
-    if text.lstrip().startswith("{"):
-        return _build(_parsed(text, _CONFIG_KEY), "the model's config.json")
-    path = Path(text) / "config.json"
-    try:
-        return _build(_parsed(read_text(path, JSON_BYTES), str(path)), str(path))
-    except OSError as error:
-        raise InputOutputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    config, where = _config_of(arguments)
+    return _build(config, where)
 
 
 def causal_model_keys(config: Mapping[str, Any], where: str) -> dict[str, object]:
@@ -105,17 +97,31 @@ def config_of_model(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def stored_config(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the config.json that the arguments of a deck contain."""
-    text = (arguments or {}).get(_CONFIG_KEY)
-    if not isinstance(text, str) or not text.lstrip().startswith("{"):
-        return {}
-    return _parsed(text, _CONFIG_KEY)
+def stored_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json that the arguments of a deck contain or name; see `build_causal_model`."""
+    return config_of_model(_config_of(arguments)[0])
+
+
+def _config_of(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the config.json of a deck's arguments, and its name for messages."""
+    text = arguments.get(_CONFIG_KEY)
+    if set(arguments) != {_CONFIG_KEY} or not isinstance(text, str):
+        raise HpctrainError(
+            f"{CAUSAL_MODEL}: [model.arguments] must have one entry, {_CONFIG_KEY}, the text of a "
+            "config.json or a folder that contains one"
+        )
+    if text.lstrip().startswith("{"):
+        return _parsed(text, _CONFIG_KEY), "the model's config.json"
+    path = Path(text) / "config.json"
+    try:
+        return _parsed(read_text(path, JSON_BYTES), str(path)), str(path)
+    except OSError as error:
+        raise InputOutputError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def model_title(arguments: Mapping[str, Any]) -> str:
     """Return the name of the model that the arguments of a deck describe: its class or its type."""
-    config = stored_config(arguments)
+    config = _config_of(arguments)[0]
     named = config.get("architectures") or [config.get("model_type", CAUSAL_MODEL)]
     return str(named[0])
 
@@ -159,8 +165,8 @@ def _build(config: Mapping[str, Any], where: str) -> nn.Module:
     if problem := next(_class_problems(config, known, version), None):
         raise HpctrainError(f"{where}: {problem}")
     with run_user_code(f"{where}: transformers cannot use it"):
-        made = transformers.CONFIG_MAPPING[kind].from_dict(config_of_model(config))
-        others = [name for name in getattr(made, "sub_configs", {}) if name != "text_config"]
+        made = transformers.CONFIG_MAPPING[kind].from_dict(_decode_floats(config_of_model(config)))
+        others = [name for name in getattr(made, "sub_configs", {}) if name.startswith(_MODALITIES)]
     if others:
         raise HpctrainError(
             f"{where}: {others[0]}: model_type = {kind!r} is a model of images, audio or video, not of text"
@@ -184,6 +190,17 @@ def _build(config: Mapping[str, Any], where: str) -> nn.Module:
             )
     module: nn.Module = built
     return module
+
+
+def _decode_floats(value: Any) -> Any:
+    """Return a part of a config.json with the numbers that JSON does not have, such as infinity."""
+    if isinstance(value, list):
+        return [_decode_floats(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    return {key: _decode_floats(each) for key, each in value.items()}
 
 
 def _class_problems(config: Mapping[str, Any], known: tuple[str, ...], version: str) -> Iterator[str]:

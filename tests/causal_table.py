@@ -1,0 +1,61 @@
+"""The page of the guide about models of `transformers` that are not built in, from `causal_models.toml`.
+
+`python -m tests.causal_table` writes the page anew; tests/guide/test_causal_table.py compares it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hpctrain.guide.pages import FOLDER
+from tests.causal_models import results
+
+PAGE = FOLDER / "reference" / "other-models.md"
+COLUMNS: Mapping[str, str] = {
+    "zero": "data ranks, ZeRO-3",
+    "tensor": "tensor ranks",
+    "pipeline": "pipeline stages",
+    "generate": "generate",
+    "export": "import, export",
+}
+HEAD = """# Models of transformers that are not built in
+
+Which models can `[model] from` train besides [those that are built in](../tasks/hugging-face.md)?
+
+A folder of any causal language model of the installed `transformers` can be trained.
+The folder must not need code of its own.
+The model then runs as [a module](../tasks/own-module.md). The start of a run says so.
+
+Each row was tested with a small model of its type, on two ranks, with `transformers` {version}.
+Losses and gradient norms of three steps equal those of a plain PyTorch loop.
+The loop trains the model that `transformers` loads from the same folder.
+Imported and exported weights have the same bits, and greedy text is the same.
+
+| `model_type` | {titles} |
+|---|{lines}
+"""
+TAIL = """
+"-" means that an error names the reason. Most of these models have no tensor plan of their own,
+for which a table of patterns in the deck can be a substitute.
+
+A type that is not listed was not tested, or failed.
+`hpctrain check` tells whether a layout computes the same model.
+"""
+VERSION = "5.23.0"
+
+
+def rows() -> Iterator[str]:
+    """Yield the rows of the table."""
+    for kind, works in sorted(results().items()):
+        cells = ("yes" if works.get(column) == "yes" else "-" for column in COLUMNS)
+        yield f"| `{kind}` | {' | '.join(cells)} |"
+
+
+def page() -> str:
+    """Return the text of the page."""
+    head = HEAD.format(version=VERSION, titles=" | ".join(COLUMNS.values()), lines="---|" * len(COLUMNS))
+    return head + "\n".join(rows()) + "\n" + TAIL
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
