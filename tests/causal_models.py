@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
+from hpctrain.checkpoint.exchange.module_source import is_native
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import deck_state, stored_deck
@@ -273,10 +274,17 @@ def parameters(world: World, training: Trainer) -> dict[str, Tensor]:
 
 @cache
 def results() -> dict[str, dict[str, str]]:
-    """Return what works for each type of model; columns that are missing were not tried."""
+    """Return what works for each type of model that is not built in."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
     with RESULTS.open("rb") as stream:
         found: dict[str, dict[str, str]] = tomllib.load(stream)
-    return found
+    return {kind: each for kind, each in found.items() if not is_built_in(str(CLASSES.get(kind)))}
+
+
+def is_built_in(name: str) -> bool:
+    """Return True if hpctrain has the architecture of this name itself."""
+    return is_native({"architectures": [name]}, "config.json")
 
 
 def assert_same_text(world: World, folder: Path) -> None:

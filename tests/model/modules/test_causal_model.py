@@ -26,7 +26,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    tiny_model("glm").save_pretrained(tmp_path / "theirs")  # type: ignore[operator]
+    tiny_model("helium").save_pretrained(tmp_path / "theirs")  # type: ignore[operator]
     return tmp_path / "theirs"
 
 
@@ -43,7 +43,7 @@ def test_a_folder_determines_the_keys_of_a_module(folder: Path) -> None:
     assert deck.model.vocabulary == 61
     assert deck_of(folder, "model.blocks=model.norm").model.blocks == "model.norm"
     config = json.loads((deck.model.arguments or {})["config"])
-    assert config["model_type"] == "glm" and "dtype" not in config and "transformers_version" not in config
+    assert config["model_type"] == "helium" and "dtype" not in config and "transformers_version" not in config
     with pytest.raises(HpctrainError, match=r"model\.layers = 3|model\.layers=3"):
         deck_of(folder, "model.layers=3")
 
@@ -90,10 +90,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "permuted": ({"model_type": "xlnet"}, "model_type = 'xlnet': its predictions depend on later tokens"),
     "quantized": (
-        {"model_type": "glm", "quantization_config": {"bits": 4}},
+        {"model_type": "helium", "quantization_config": {"bits": 4}},
         "quantization_config: quantized weights are unsupported",
     ),
-    "sizes": ({"model_type": "glm", "hidden_size": "much"}, "transformers cannot use it"),
+    "sizes": ({"model_type": "helium", "hidden_size": "much"}, "transformers cannot use it"),
 }
 
 
