@@ -157,7 +157,7 @@ class _Reading:
         for problem in reader.problems:
             self.problem(*problem)
         rotated = rotated_features(head_size, reader.fraction)
-        if rotated % 2 or not rotated:
+        if reader.fraction < 1 and (rotated % 2 or not rotated):
             self.problem("partial_rotary_factor", reader.fraction, "must give an even number of features")
         return {"rope_base": base, "rope_scaling": scaling, "rotary_fraction": reader.fraction}
 
