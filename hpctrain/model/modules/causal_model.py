@@ -177,10 +177,12 @@ def _build(config: Mapping[str, Any], where: str) -> nn.Module:
         made.use_cache = False
         verbosity = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity_error()
-        built: Any = transformers.AutoModelForCausalLM.from_config(
-            made, attn_implementation="eager", dtype=torch.float32
-        )
-        transformers.logging.set_verbosity(verbosity)
+        try:
+            built: Any = transformers.AutoModelForCausalLM.from_config(
+                made, attn_implementation="eager", dtype=torch.float32
+            )
+        finally:
+            transformers.logging.set_verbosity(verbosity)
     flags = ("causal",) if kind in _ALWAYS_CAUSAL else ("causal", "is_decoder")
     for name in flags:
         if getattr(built.config, name, True) is False:
