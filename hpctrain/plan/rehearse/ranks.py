@@ -92,24 +92,24 @@ class RankProgrammes:
         for number, first in enumerate(firsts.tolist(), 1):
             progress(f"programme {number} of {len(firsts)}")
             stage, place = divmod(first, self.of_stage)
-            programmes.append(self.programme(stage, place, self.kinds[stage]))
+            programmes.append(self._from_creation(stage, place, self.kinds[stage]))
         return StepProgrammes(programmes, programme_of.reshape(-1), self.groups(), self.place)
 
     def every_job(self) -> StepProgrammes:
         """All ranks, each told by itself."""
         programmes = [
-            self.programme(*divmod(rank, self.of_stage), ("rank", rank)) for rank in range(self.ranks)
+            self._from_creation(*divmod(rank, self.of_stage), ("rank", rank)) for rank in range(self.ranks)
         ]
         return StepProgrammes(programmes, np.arange(self.ranks), self.groups(), self.place)
 
     def programme(self, stage: int, place: int, look: object) -> Programme:
-        """That of the rank at a place of a stage, of which ranks with that look do the same in an action.
+        """That of the rank at a place of a stage, of which ranks with that look do the same in an action."""
+        return self._step(stage, place, look).programme(self.schedule, stage, self._noted)
 
-        It begins with the creation of communicators, apart from those that every mesh creates.
-        """
-        step = self._step(stage, place, look)
-        creations = step.recorder.creations
-        events = step.programme(self.schedule, stage, self._noted)
+    def _from_creation(self, stage: int, place: int, look: object) -> Programme:
+        """Return a `programme` after the creation of communicators that not every mesh has."""
+        events = self.programme(stage, place, look)
+        creations = self._step(stage, place, look).recorder.creations
         shifted = (replace(e, of=e.of + len(creations)) if e.operation == WAIT else e for e in events)
         return (*creations, *shifted)
 
