@@ -9,7 +9,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.update_rules import compression_settings
 from hpctrain.model.part import blocks_of
 from hpctrain.sharding.compression.methods import make_reduction
-from hpctrain.sharding.gradient_squares import FirstMicroBatch
+from hpctrain.sharding.gradient_squares import FirstMicroBatchNorm
 from hpctrain.sharding.local_steps.fragments import FragmentSchedule, fragments_of
 from hpctrain.sharding.local_steps.local_steps import LocalSteps, OuterOptimizer
 from hpctrain.sharding.local_steps.outer_format import FORMATS
@@ -69,7 +69,7 @@ def make_synchronizer(
     reductions = [make_reduction(compression, bucket) for bucket in trained]
     measures, first = deck.run.noise_scale_steps > 0, None
     if measures and all(bucket.sharding.ranks == 1 for bucket in stage.buckets):
-        measures, first = False, FirstMicroBatch(stage.buckets[0].sharding.group.device)
+        measures, first = False, FirstMicroBatchNorm(stage.buckets[0].sharding.group.device)
     reducers = [Reducer(*each, measures) for each in zip(trained, reductions, strict=True)]
     in_order, sliced = deck.model.module is not None, deck.memory.accumulate == "sliced"
     synchronizer = GradientSynchronizer(reducers, outer, sliced, first, in_order)

@@ -11,7 +11,7 @@ from hpctrain.engine.layer_times import PassTimes
 from hpctrain.memory.layer_bytes.module_trace import trace_layer
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import bare_model
-from hpctrain.model.frozen import freeze_parameters, silent_blocks
+from hpctrain.model.frozen import blocks_without_backward, freeze_parameters
 from hpctrain.model.modules.module_layers import ModuleLayer
 from hpctrain.model.part import Layer
 from hpctrain.model.shape import Recomputed
@@ -87,13 +87,14 @@ def _of_model(
 def _count_flops(
     architecture: Architecture, frozen: tuple[str, ...]
 ) -> tuple[tuple[bool, bool, int, int, int], ...]:
-    """Return for each layer: is it a block, does no gradient reach it, and three numbers of FLOPs of a token.
+    """Return for each layer a row of five: two answers, and three numbers of FLOPs of a token.
 
-    These are the FLOPs of the products with its matrices, of its attention, and of its weight gradients.
+    The answers are whether it is a block, and whether no gradient reaches it. The FLOPs are those of the
+    products with its matrices, of its attention, and of its weight gradients.
     """
     model = bare_model(architecture)
     freeze_parameters([model], frozen)
-    silent = silent_blocks(model)
+    silent = blocks_without_backward(model)
     counted = ((layer, number <= silent, *_products(layer)) for number, layer in enumerate(model.layers))
     return tuple(
         (layer.is_block, is_silent, 2 * elements, core, _weight_gradient(layer, elements))

@@ -248,7 +248,7 @@ def _random_batch(
     tokens, targets = (torch.randint(vocabulary, size, generator=generator) for _ in range(2))
     micro = MicroBatch.of_tokens(tokens, targets)
     samples = torch.arange(micro_size, device=device)
-    dropout = DropoutSource(0, 0, samples, positions) if architecture.draws else None
+    dropout = DropoutSource(0, 0, samples, positions) if architecture.uses_random_numbers else None
     scale = torch.tensor(1.0 / micro.targets.numel(), device=device)
     return PreparedBatch.of(micro, make_objective(deck), scale, positions, dropout, scale)
 

@@ -12,7 +12,7 @@ from hpctrain.memory.compress import ActivationFormat, compressed_bytes
 from hpctrain.memory.layer_bytes import questions
 from hpctrain.memory.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.memory.recompute import segment_size
-from hpctrain.model.frozen import embedding_trained, silent_blocks
+from hpctrain.model.frozen import blocks_without_backward, embedding_trained
 from hpctrain.model.part import Layer, ModelPart, blocks_of
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
@@ -126,7 +126,7 @@ class PartBytes:
 
         They include forward, backward and recomputation.
         """
-        unsaved = silent_blocks(self.part)
+        unsaved = blocks_without_backward(self.part)
         again = self.saved_blocks(unsaved) if segment_size(self.recompute, len(self.blocks)) else []
         passes = *self.blocks, *self.blocks[unsaved:], *again
         return 2 * sum(questions.exchanged_bytes(block, self.at) for block in passes)

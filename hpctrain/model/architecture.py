@@ -29,7 +29,7 @@ class Architecture(ABC):
 
     @property
     @abstractmethod
-    def draws(self) -> bool:
+    def uses_random_numbers(self) -> bool:
         """True if the model draws random numbers in training, as dropout does."""
 
     @property

@@ -37,7 +37,7 @@ def embedding_trained(part: ModelPart) -> bool:
     return not part.span.embeds or any(p.requires_grad for p in part.layers[0].parameters())
 
 
-def silent_blocks(part: ModelPart) -> int:
+def blocks_without_backward(part: ModelPart) -> int:
     """Return the number of leading blocks without trained parameters in themselves or before them."""
     if embedding_trained(part):
         return 0

@@ -171,7 +171,7 @@ class ModelShape(Architecture):
 
     @property
     @override
-    def draws(self) -> bool:
+    def uses_random_numbers(self) -> bool:
         return self.dropout > 0
 
     @property

@@ -148,33 +148,33 @@ class Schedule:
         stages = []
         for stage, actions in enumerate(self.stages):
             of_chunk = [self.part(stage, chunk) for chunk in range(self.chunks)]
-            wires = []
+            action_indices = []
             for action in actions:
                 part, number = of_chunk[action.chunk], action.micro_batch
                 forward, backward = part * count + number, (parts + part) * count + number
                 if action.kind == "F":
                     need = forward - count if part else nothing
-                    wires.append(ActionIndices(need, part - 1, part, forward))
+                    action_indices.append(ActionIndices(need, part - 1, part, forward))
                 elif action.kind == "W":
-                    wires.append(ActionIndices(backward, -1, 2 * parts + part, nothing))
+                    action_indices.append(ActionIndices(backward, -1, 2 * parts + part, nothing))
                 else:
                     duration = part + (parts if action.kind == "I" else 3 * parts)
                     ends = part == last
                     need = forward if ends else backward + count
-                    wires.append(ActionIndices(need, -1 if ends else part, duration, backward))
-            stages.append(tuple(wires))
+                    action_indices.append(ActionIndices(need, -1 if ends else part, duration, backward))
+            stages.append(tuple(action_indices))
         return ScheduleDependencies(tuple(stages), nothing + 1, nothing)
 
     def part(self, stage: int, chunk: int) -> int:
         """Return the number of the model part, counted from the input, that is a chunk of a stage."""
-        turned = self.placement == "v" and chunk % 2 == 1
-        return chunk * self.stage_count + (self.stage_count - 1 - stage if turned else stage)
+        is_reversed = self.placement == "v" and chunk % 2 == 1
+        return chunk * self.stage_count + (self.stage_count - 1 - stage if is_reversed else stage)
 
     def stage_and_chunk(self, part: int) -> tuple[int, int]:
         """Return the stage that holds a part of the model, and the part's number among the stage's chunks."""
         chunk, stage = divmod(part, self.stage_count)
-        turned = self.placement == "v" and chunk % 2 == 1
-        return (self.stage_count - 1 - stage if turned else stage), chunk
+        is_reversed = self.placement == "v" and chunk % 2 == 1
+        return (self.stage_count - 1 - stage if is_reversed else stage), chunk
 
     def __str__(self) -> str:
         counts = (self.stage_count, "stage"), (self.micro_batches, "micro-batch"), (self.chunks, "chunk")

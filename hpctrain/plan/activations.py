@@ -11,7 +11,7 @@ from hpctrain.memory.compress import compress_peak
 from hpctrain.memory.layer_bytes.activation_sizes import SavedStorage, total
 from hpctrain.memory.layer_bytes.questions import deferred_bytes
 from hpctrain.memory.saved_bytes import PartBytes, packed_bytes
-from hpctrain.model.frozen import embedding_trained, silent_blocks
+from hpctrain.model.frozen import blocks_without_backward, embedding_trained
 from hpctrain.pipeline.action import Action
 
 
@@ -75,7 +75,7 @@ def activation_peak(deck: Deck, parts: Sequence[PartBytes], actions: Sequence[Ac
 
 
 def _figures(deck: Deck, part: PartBytes) -> _PartFigures:
-    silent = silent_blocks(part.part)
+    silent = blocks_without_backward(part.part)
     seen, segments = (
         part.saved_blocks(silent),
         [segment_bytes(deck, each) for each in part.saved_segments(silent)],

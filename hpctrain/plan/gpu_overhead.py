@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from hpctrain.comm.group import Group
-from hpctrain.comm.transports.choose import WITH_MESSAGES
+from hpctrain.comm.transports.choose import POINT_TO_POINT_AXES
 from hpctrain.comm.transports.nccl import CHANNEL_BLOCKS
 from hpctrain.memory.accounts import MemoryAccount
 
@@ -78,7 +78,7 @@ def communicator_bytes(group: Group) -> int:
     """
     others = min(group.size, GPUS_OF_SWITCH) - 1
     connection = RECEIVE_BYTES + SEND_BYTES
-    messages = CHANNEL_BLOCKS * min(others, 2) * connection if group.axes in WITH_MESSAGES else 0
+    messages = CHANNEL_BLOCKS * min(others, 2) * connection if group.axes in POINT_TO_POINT_AXES else 0
     collective = COLLECTIVE_CHANNELS * min(others, 2) * connection
     switch = SWITCH_BYTES * (others + 1) if others > 1 else 0
     exchanged = MESSAGE_CHANNELS * others * connection if group.axes == ("expert",) else 0

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hpctrain.engine.stage import TrainedStage
 from hpctrain.memory.recompute import segment_size
-from hpctrain.model.frozen import embedding_trained, silent_blocks
+from hpctrain.model.frozen import blocks_without_backward, embedding_trained
 from hpctrain.model.part import Layer, ModelPart, blocks_of
 from hpctrain.model.shape import Recomputed
 from hpctrain.parallel.residency import ParameterResidency
@@ -102,7 +102,7 @@ def _met(part: ModelPart, recompute: Recomputed) -> Iterator[_Layer]:
     """The layers that backward comes to, in its order."""
     blocks = blocks_of(part)
     size = segment_size(recompute, len(blocks))
-    silent = silent_blocks(part)
+    silent = blocks_without_backward(part)
     seen = set(blocks[silent // (size or 1) * (size or 1) :])
     for layer in reversed(part.layers):
         again: Sequence[Layer] = ()

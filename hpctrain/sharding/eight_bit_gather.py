@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.work import CombinedWork, Work
-from hpctrain.parallel.fp8.formats import AT_ONCE, E4M3, agreed_maximum, scales_of, to_format
+from hpctrain.parallel.fp8.formats import AT_ONCE, E4M3, reducible_maximum, scales_of, to_format
 from hpctrain.parallel.fp8.quantization_loss import count_losses
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, ScaleBlocks
 from hpctrain.parallel.fp8.quantized_matmul import PrequantizedWeights, QuantizedMatmul
@@ -185,7 +185,7 @@ class EightBitBucket(Bucket):
             into = codes[place + offset :][:count].view(E4M3.dtype)
             _cast_into(into, elements, scales[number].view(1))
             if self.products[number].recipe.delayed:
-                largest[number] = torch.maximum(largest[number], agreed_maximum(elements.abs().amax()))
+                largest[number] = torch.maximum(largest[number], reducible_maximum(elements.abs().amax()))
             if watching:
                 quantized = QuantizedTensor(into.view(1, -1), scales[number], ScaleBlocks())
                 counts[number] += count_losses(elements.to(into.device).view(1, -1), quantized)

@@ -49,7 +49,7 @@ def local_square_sum(bucket: Bucket, gradients: Tensor) -> Tensor:
     return square_sum(counted, gradients.device)
 
 
-class FirstMicroBatch:
+class FirstMicroBatchNorm:
     """Square sum of the gradients of a step's first micro-batch.
 
     It is for a rank that has all tokens and the whole model. Each parameter is added when its gradient is

@@ -13,7 +13,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.gradient_squares import FirstMicroBatch
+from hpctrain.sharding.gradient_squares import FirstMicroBatchNorm
 from hpctrain.sharding.reducer import Reducer
 from hpctrain.sharding.replica_sync import ReplicaSync
 
@@ -50,7 +50,7 @@ class GradientSynchronizer:
         reducers: Sequence[Reducer],
         replica_sync: ReplicaSync,
         each: bool = False,
-        first: FirstMicroBatch | None = None,
+        first: FirstMicroBatchNorm | None = None,
         in_order: bool = False,
     ) -> None:
         self.buckets = buckets = [reducer.bucket for reducer in reducers]
@@ -83,7 +83,7 @@ class GradientSynchronizer:
         return sum(two) + self._replica_sync.scratch_bytes
 
     @property
-    def measured(self) -> list[Reducer | FirstMicroBatch]:
+    def measured(self) -> list[Reducer | FirstMicroBatchNorm]:
         """Objects that compute square sums of the gradients of some of a step's tokens."""
         if self.first is not None:
             return [self.first]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.memory.scratch import read_pieces
-from hpctrain.parallel.fp8.formats import agreed_maximum
+from hpctrain.parallel.fp8.formats import reducible_maximum
 from hpctrain.parallel.fp8.quantized_matmul import WEIGHTS, Dims, QuantizedMatmul
 from hpctrain.parallel.tensor import SplitLinear
 from hpctrain.sharding.bucket import Bucket
@@ -55,7 +55,9 @@ class WeightMaxima:
         Collective over the ranks that have slices or parts of the same matrices.
         """
         known = [*self._unsplit, *((product, WEIGHTS) for product in self._cut)]
-        maxima_here = [agreed_maximum(product.local_weight_maxima(dims)) for product, dims in self._unsplit]
+        maxima_here = [
+            reducible_maximum(product.local_weight_maxima(dims)) for product, dims in self._unsplit
+        ]
         maxima_here += self._of_slices()
         if maxima_here:
             agreed = torch.cat([maxima.flatten() for maxima in maxima_here])
@@ -84,7 +86,7 @@ class WeightMaxima:
                 if number is None or not elements.numel():
                     continue
                 for _, values in read_pieces(elements):
-                    most = agreed_maximum(values.abs().amax()).to(group.device)
+                    most = reducible_maximum(values.abs().amax()).to(group.device)
                     maxima[number] = torch.maximum(maxima[number], most)
         maxima = group.all_reduce(maxima, "max") if group.size > 1 else maxima
         return [each.view(1, 1) for each in maxima]

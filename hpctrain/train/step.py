@@ -327,7 +327,7 @@ class Step:
 
     def dropout_source(self, state: TrainState, micro_batch: int) -> DropoutSource | None:
         """The masks of this rank's micro-batch, keyed by the numbers of its samples."""
-        if not self.engine.architecture.draws:
+        if not self.engine.architecture.uses_random_numbers:
             return None
         first = self.first_sample(state, micro_batch)
         samples = torch.arange(first, first + self.micro_size, device=self.engine.world.device)

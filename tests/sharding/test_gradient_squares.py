@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.parallel.shards import Parameter, Shard
-from hpctrain.sharding.gradient_squares import FirstMicroBatch
+from hpctrain.sharding.gradient_squares import FirstMicroBatchNorm
 from hpctrain.train.batch_size import batch_at
 from hpctrain.train.step import Step
 from tests.engines import LLAMA, Trainer, by_rank_0, reference, small_deck, trainer
@@ -141,7 +141,7 @@ def test_a_table_with_two_buffers_counts_once_as_their_sum() -> None:
     table = Parameter(Shard.replicated("table", (2500, 3)))
     table.uses, table.gradient, table.lookups = 2, torch.randn(2500, 3), torch.randn(2500, 3)
     expected = float((table.gradient + table.lookups).double().square().sum())
-    first = FirstMicroBatch(torch.device("cpu"))
+    first = FirstMicroBatchNorm(torch.device("cpu"))
     for _ in range(2):
         first.begin()
         found = []

@@ -18,7 +18,7 @@ from hpctrain.comm.transports.transport import Transport
 from hpctrain.host.topology import ranks_per_node_of
 from hpctrain.text import ranges
 
-WITH_MESSAGES = frozenset({("pipeline",), ("context",)})
+POINT_TO_POINT_AXES = frozenset({("pipeline",), ("context",)})
 """Axes along which pipelines and ring attention send messages between neighbors."""
 
 GpuNames = Sequence[str | None]
@@ -80,7 +80,7 @@ def _make_nccl(setting: TransportSetting) -> TransportPair:
     from hpctrain.comm.transports.nccl import NcclTransport
 
     host = MpiTransport(setting.communicator, setting.scratch)
-    return host, NcclTransport(setting, setting.axes in WITH_MESSAGES)
+    return host, NcclTransport(setting, setting.axes in POINT_TO_POINT_AXES)
 
 
 def _several_on_gpus(gpus: GpuNames) -> bool:

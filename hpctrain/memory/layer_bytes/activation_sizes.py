@@ -27,7 +27,7 @@ class DeferredBytes(NamedTuple):
 
     Attributes:
         deferred: Bytes that the deferred computations keep.
-        transient: Most bytes besides while the rest of the backward pass runs.
+        transient: Largest number of further bytes during the rest of the backward pass.
     """
 
     deferred: int

@@ -90,7 +90,7 @@ def _attention_workspace(attention: Attention, at: ActivationSizes) -> int:
     return at.features(2 * queries + 2 * keys).bytes + 4 * floats
 
 
-def recomputed_core_bytes(attention: Attention, at: ActivationSizes) -> int:
+def core_recompute_bytes(attention: Attention, at: ActivationSizes) -> int:
     """Return the bytes that a recomputed core saves beside its inputs and output."""
     queries, keys, _ = attention.inner.split_sizes
     known = total(_saved_by_core(attention, replace(at, selective=True)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpctrain.memory.layer_bytes import feed_forward_bytes, mixture_bytes
 from hpctrain.memory.layer_bytes.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage, total
-from hpctrain.memory.layer_bytes.attention_bytes import recomputed_core_bytes
+from hpctrain.memory.layer_bytes.attention_bytes import core_recompute_bytes
 from hpctrain.memory.layer_bytes.linear_bytes import saved_by_adapter, saved_input
 from hpctrain.memory.layer_bytes.questions import (
     allocator_gaps,
@@ -91,7 +91,7 @@ def deferred_by_block(block: TransformerBlock, at: ActivationSizes) -> DeferredB
         most, left = feed_forward_bytes.transient_bytes(expanding, at)
     if not at.selective:
         return DeferredBytes(held, most - masks)
-    again = recomputed_core_bytes(attention, at) + at.features(attention.inner.split_sizes[0]).bytes
+    again = core_recompute_bytes(attention, at) + at.features(attention.inner.split_sizes[0]).bytes
     # Masks are freed by then, and the statistics of the second norm.
     gone = 2 * masks + total(_saved_by_norm(block.feed_forward_norm, at)[1:])
     return DeferredBytes(held, max(left + again - gone, most - masks))

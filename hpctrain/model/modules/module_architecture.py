@@ -123,7 +123,7 @@ class ModuleArchitecture(Architecture):
         return self.remarks
 
     @property
-    def draws(self) -> bool:
+    def uses_random_numbers(self) -> bool:
         """True, because only the module's own code knows whether it draws random numbers."""
         return True
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.group import Group
-from hpctrain.parallel.fp8.formats import E5M2, Fp8Format, agreed_maximum
+from hpctrain.parallel.fp8.formats import E5M2, Fp8Format, reducible_maximum
 from hpctrain.parallel.fp8.history import HISTORY_KIND, History
 from hpctrain.parallel.fp8.quantize import ScaleBlocks, block_maxima
 from hpctrain.parallel.fp8.quantized_matmul import KINDS, Kind, QuantizedMatmul
@@ -148,7 +148,7 @@ class DelayedMatmul(QuantizedMatmul):
 
     @override
     def record_weight_maximum(self, largest: Tensor) -> None:
-        self.groups.statistics.record_max(self._statistic_name("weights"), agreed_maximum(largest))
+        self.groups.statistics.record_max(self._statistic_name("weights"), reducible_maximum(largest))
 
     def _maxima(self, kind: Kind, *_: object) -> Tensor:
         return self.histories[kind].largest
@@ -162,7 +162,7 @@ class DelayedMatmul(QuantizedMatmul):
         rows = values.reshape(-1, values.shape[-1])
         padding = self._padding(len(rows)) if kind == "inputs" else None
         largest = block_maxima(rows if padding is None else rows.masked_fill(padding, 0.0), ScaleBlocks())
-        self.groups.statistics.record_max(self._statistic_name(kind), agreed_maximum(largest.reshape(1)))
+        self.groups.statistics.record_max(self._statistic_name(kind), reducible_maximum(largest.reshape(1)))
 
     def _statistic_name(self, kind: Kind) -> str:
         return f"{HISTORY_KIND}/{self.weights[0].shard.name}/{kind}"

@@ -77,7 +77,7 @@ def is_transposed(matrix: Tensor) -> bool:
     return matrix.dim() == 2 and not matrix.is_contiguous() and matrix.t().is_contiguous()
 
 
-def agreed_maximum(maxima: Tensor) -> Tensor:
+def reducible_maximum(maxima: Tensor) -> Tensor:
     """Return maxima of magnitudes in fp32 for a reduction over ranks, with inf instead of NaN."""
     return maxima.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.group import Group
-from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format, agreed_maximum
+from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format, reducible_maximum
 from hpctrain.parallel.fp8.gather_rows import gather_rows, start_gather_rows
 from hpctrain.parallel.fp8.multiply import multiply_quantized
 from hpctrain.parallel.fp8.quantization_loss import operand_name, record_counts, record_loss
@@ -330,7 +330,7 @@ class QuantizedMatmul(Matmul):
         """Return the maxima of everything that shares a scale, on any rank."""
         if kind == "weights" and dims in self._weight_maxima:
             return self._weight_maxima[dims]
-        maxima = agreed_maximum(scaling.maxima(matrix))
+        maxima = reducible_maximum(scaling.maxima(matrix))
         holders = self._holders(scaling, dims, is_piece)
         return maxima if holders is None or holders.size == 1 else holders.all_reduce(maxima, "max")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from hpctrain.comm.transports.choose import WITH_MESSAGES
+from hpctrain.comm.transports.choose import POINT_TO_POINT_AXES
 from hpctrain.plan.rehearse.alike import Classes, ClassRelations
 from hpctrain.plan.rehearse.fault import RehearsalFault
 from hpctrain.plan.rehearse.programme import RECEIVE, SEND, WAIT, Programme, RehearsedCall, StepProgrammes
@@ -165,7 +165,7 @@ class _StreamRun:
     def _stream(self, event: RehearsedCall) -> object:
         if event.operation == WAIT:
             return None
-        has_channels = tuple(event.group.split(" x ")) in WITH_MESSAGES
+        has_channels = tuple(event.group.split(" x ")) in POINT_TO_POINT_AXES
         if event.is_message and has_channels and event.step in {1, self.job.groups[event.group].size - 1}:
             return event.group, event.operation, event.step
         return event.group

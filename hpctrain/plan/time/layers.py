@@ -15,7 +15,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.memory.layer_bytes.activation_sizes import ActivationSizes, total
 from hpctrain.memory.layer_bytes.questions import saved_storages
 from hpctrain.model.construction import bare_model
-from hpctrain.model.frozen import freeze_parameters, silent_blocks
+from hpctrain.model.frozen import blocks_without_backward, freeze_parameters
 from hpctrain.model.part import Layer
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.experts.expert_layer import EXPERT_AXES
@@ -108,7 +108,7 @@ def layer_sizes(shape: ModelShape, frozen: tuple[str, ...] = ()) -> tuple[LayerS
     """Those of a model's layers, in their order; blocks that are alike are one object."""
     model = bare_model(shape)
     freeze_parameters([model], frozen)
-    silent = silent_blocks(model)
+    silent = blocks_without_backward(model)
     found: dict[LayerSizes, LayerSizes] = {}
     unasked = {0, silent + 1} if shape.adapters is not None else set[int]()
     sizes = (

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 from torch import Tensor
 
-from hpctrain.comm.transports.choose import TRANSPORTS, WITH_MESSAGES, TransportChoice
+from hpctrain.comm.transports.choose import POINT_TO_POINT_AXES, TRANSPORTS, TransportChoice
 from hpctrain.comm.transports.gloo import connect_gloo
 from hpctrain.comm.transports.mpi import MpiTransport, StagedTransport
 from hpctrain.comm.transports.nccl import NcclTransport
@@ -151,5 +151,5 @@ def make_nccl_rules(setting: TransportSetting) -> tuple[Transport, Transport]:
     """Make the transports of a group, as entries of TRANSPORTS do. Channels are made as for GPUs."""
     if setting.communicator.size == 1:
         return TRANSPORTS["mpi"].make(setting)
-    transport = NcclRules(setting, setting.axes in WITH_MESSAGES)
+    transport = NcclRules(setting, setting.axes in POINT_TO_POINT_AXES)
     return transport, StagedTransport(transport)

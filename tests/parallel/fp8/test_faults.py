@@ -15,7 +15,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.parallel.fp8 import quantized_matmul as product_module
 from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
-from hpctrain.parallel.fp8.formats import E4M3, E5M2, agreed_maximum
+from hpctrain.parallel.fp8.formats import E4M3, E5M2, reducible_maximum
 from hpctrain.parallel.fp8.multiply import multiply_quantized
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
 from hpctrain.parallel.fp8.quantized_matmul import Dims, Kind, QuantizedMatmul
@@ -37,8 +37,8 @@ def scales_by_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def remembering(self: DelayedMatmul, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         output = forward(self, inputs, bias)
-        self.histories["inputs"].append(agreed_maximum(inputs.abs().amax()))
-        self.histories["weights"].append(agreed_maximum(self.weight().abs().amax()))
+        self.histories["inputs"].append(reducible_maximum(inputs.abs().amax()))
+        self.histories["weights"].append(reducible_maximum(self.weight().abs().amax()))
         self._known.clear()
         return output
 
@@ -52,7 +52,7 @@ def maxima_as_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     def adding(self: DelayedMatmul, kind: Kind, values: Tensor) -> None:
         noted, name = self.groups.statistics, self._statistic_name(kind)
         before = next((v for (n, *_), v in noted._recorded["max"].items() if n == name), torch.zeros(1))
-        noted.record_max(name, before + agreed_maximum(values.abs().amax().reshape(1)))
+        noted.record_max(name, before + reducible_maximum(values.abs().amax().reshape(1)))
 
     monkeypatch.setattr(DelayedMatmul, "_record", adding)
 

@@ -12,10 +12,10 @@ from hpctrain.parallel.fp8.formats import (
     E4M3,
     E5M2,
     Fp8Format,
-    agreed_maximum,
     expanded,
     expanded_exponents,
     exponents_of,
+    reducible_maximum,
     scales_of,
     to_format,
 )
@@ -118,12 +118,12 @@ def test_a_maximum_is_the_same_in_any_order_of_ranks() -> None:
     found = set()
     for order in permutations([3.0, torch.nan, 448.5]):
         most = torch.tensor(0.0)
-        for each in agreed_maximum(torch.tensor(order)):
+        for each in reducible_maximum(torch.tensor(order)):
             most = most if bool(most > each) else each  # as MPI compares, whatever NaN is
         found.add(float(most))
     assert found == {torch.inf}
     given = torch.tensor([torch.nan])
-    agreed_maximum(given)
+    reducible_maximum(given)
     assert given.isnan()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hpctrain.parallel.fp8 import formats, quantize
-from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format, agreed_maximum
+from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format, reducible_maximum
 from hpctrain.parallel.fp8.quantize import ScaleBlocks, Scaling, block_maxima
 from hpctrain.parallel.fp8.recipes import RECIPES
 from tests.parallel.fp8.given import by_block, decibels, normal, quantized
@@ -74,7 +74,7 @@ def test_parts_with_maxima_in_common_are_parts_of_the_whole(scaling: Scaling) ->
     """By columns, as two tensor ranks have them, of whole blocks where blocks are counted."""
     values = wide(64, 512)
     whole, parts = scaling.quantized(values, E5M2), values.split(256, 1)
-    maxima = [agreed_maximum(scaling.maxima(part)) for part in parts]
+    maxima = [reducible_maximum(scaling.maxima(part)) for part in parts]
     common = maxima if scaling.blocks.columns else [torch.maximum(*maxima)] * 2
     found = [scaling.quantized(part, E5M2, most) for part, most in zip(parts, common, strict=True)]
     assert torch.equal(

@@ -81,7 +81,7 @@ def test_pipelines_need_a_channel_for_each_direction(monkeypatch: pytest.MonkeyP
 
 def test_axes_without_channels_are_rehearsed_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rehearsal reads from the table of transports which axes have channels."""
-    monkeypatch.setattr(streams, "WITH_MESSAGES", frozenset({("pipeline",)}))
+    monkeypatch.setattr(streams, "POINT_TO_POINT_AXES", frozenset({("pipeline",)}))
     ranks, keys = LAYOUTS["ring"]
     job = RankProgrammes(small_deck(*SIZES, *keys), ranks, 61, ranks).job()
     assert "cyclic wait" in kinds(job)

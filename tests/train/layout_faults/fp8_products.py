@@ -18,7 +18,7 @@ import hpctrain.parallel.fp8.quantize as quantize
 import hpctrain.parallel.fp8.quantized_matmul as fp8_product
 import hpctrain.sharding.eight_bit_gather as eight_bit_gather
 from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
-from hpctrain.parallel.fp8.formats import agreed_maximum
+from hpctrain.parallel.fp8.formats import reducible_maximum
 from hpctrain.parallel.fp8.history import History
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, Scaling
 from hpctrain.parallel.fp8.quantized_matmul import Dims, QuantizedMatmul
@@ -142,7 +142,7 @@ def _keep_local_token_maxima(
 ) -> Tensor:
     if kind == "weights":
         return original(product, kind, scaling, matrix, *rest)
-    return agreed_maximum(scaling.maxima(matrix))
+    return reducible_maximum(scaling.maxima(matrix))
 
 
 def _double_kept_scales(original: Any, product: QuantizedMatmul, inputs: Any) -> QuantizedTensor:
