@@ -44,7 +44,7 @@ _NOT_CAUSAL = ("xlnet", "cpmant")
 """Types of models that `transformers` calls causal, and whose predictions depend on later tokens."""
 
 _WRONG_LOSSES = ("gemma4_unified_text",)
-"""Types of models whose losses differed from those of a plain loop in a test, for a reason that is not known."""
+"""Types of models whose losses differed from those of a plain loop. The reason is not known."""
 
 _ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 """Types of models whose configuration has `is_decoder`, but whose attention does not depend on it."""
