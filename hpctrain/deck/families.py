@@ -218,11 +218,11 @@ def _model(
     mlp: int,
     vocabulary: int,
     norm_epsilon: float,
-    **others: Any,
+    **further: Any,
 ) -> dict[str, Any]:
     """Return the keys of [model] of a preset."""
     own = {"layers": layers, "hidden": hidden, "heads": heads, "key_value_heads": key_value_heads}
-    return {**own, "mlp": mlp, "vocabulary": vocabulary, "norm_epsilon": norm_epsilon, **others}
+    return {**own, "mlp": mlp, "vocabulary": vocabulary, "norm_epsilon": norm_epsilon, **further}
 
 
 def _granite(attention_scale: float, logit_multiplier: float) -> dict[str, float]:

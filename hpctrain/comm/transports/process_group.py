@@ -114,7 +114,7 @@ def open_store(communicator: MPI.Intracomm, nodes: int, world_rank: int) -> Grou
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     limit = timedelta(seconds=CONNECT_SECONDS)
-    host = "127.0.0.1" if nodes == 1 else _own_address()
+    host = "127.0.0.1" if nodes == 1 else _node_address()
     store, port = None, 0
     try:
         if communicator.rank == 0:
@@ -130,7 +130,7 @@ def open_store(communicator: MPI.Intracomm, nodes: int, world_rank: int) -> Grou
     return GroupStore(store, world_rank)
 
 
-def _own_address() -> str:
+def _node_address() -> str:
     """Return a name or an address of this node by which other nodes can connect to it.
 
     It is the host name. If that does not resolve to an address of a network, as in containers, it is the

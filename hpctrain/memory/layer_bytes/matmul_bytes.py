@@ -36,7 +36,7 @@ def saved_input(
 def _saved_quantized(
     product: QuantizedMatmul, rows: int, at: ActivationSizes, sequence_group: Group | None
 ) -> list[SavedStorage]:
-    if not product.has_whole_blocks(rows, sequence_group):
+    if not product.has_complete_blocks(rows, sequence_group):
         return stored_input(product, rows, at, sequence_group)
     features, scaling = product.shape[1], product.recipe.tokens.transposed
     height, width = scaling.blocks.counts((rows, features))

@@ -121,7 +121,7 @@ class QuantizedMatmul(Matmul):
                 chunk = gathered.values.chunk(sequence_group.size)[sequence_group.rank]
                 local = replace(gathered, values=chunk.clone())
         output = self._forward(gathered, inputs, bias)
-        if not compact or not self.has_whole_blocks(len(rows), sequence_group):
+        if not compact or not self.has_complete_blocks(len(rows), sequence_group):
             return output, inputs
         if not self.one_scale:
             local = self._quantized("inputs", rows, dims, sequence_group is not None, transposed=True)
@@ -277,7 +277,7 @@ class QuantizedMatmul(Matmul):
             record_counts(self.groups.statistics, name, counts, maxima, weights)
         return weights if dims == WEIGHTS else weights.transposed()
 
-    def has_whole_blocks(self, rows: int, sequence_group: Group | None) -> bool:
+    def has_complete_blocks(self, rows: int, sequence_group: Group | None) -> bool:
         """Return True if no block of the saved inputs has rows of two ranks."""
         height = self.recipe.tokens.transposed.blocks.rows
         return sequence_group is None or height is None or rows % height == 0
