@@ -23,13 +23,12 @@ from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
 from hpctrain.engine.name_patterns import check_patterns
 from hpctrain.engine.offload_settings import OffloadSettings, open_offload
 from hpctrain.engine.planned_stage import PipelinePosition, offloaded_bytes, plan_stage
-from hpctrain.engine.recompute_settings import make_recompute, open_activation_store
+from hpctrain.engine.recompute_settings import make_saved_policy, open_activation_store
 from hpctrain.engine.registry import extend_groups, start_features
 from hpctrain.engine.stage import StageBuilder, StageSetup, TrainedStage, build_trained_stage
 from hpctrain.engine.stage_values import initialize
 from hpctrain.engine.zero_groups import make_replications
 from hpctrain.errors import HpctrainError
-from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.scratch import ScratchFiles
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import architecture_of, build_parts
@@ -56,14 +55,12 @@ class EngineLayout:
     """Decisions that are made before any large memory is allocated.
 
     Attributes:
-        recompute: What is saved for the backward pass.
         groups: Context of the layers, with their groups and kernels.
         architecture: Architecture of the model.
         placement: Number of blocks of each pipeline part, and schedules for any number of micro-batches.
         schedule: Pipeline schedule of the deck's batch.
     """
 
-    recompute: Recompute
     groups: LayerContext
     architecture: Architecture
     placement: LayerPlacement
@@ -210,13 +207,13 @@ def arrange(deck: Deck, world: World, mesh: Mesh) -> EngineLayout:
     """Decide where the layers of a deck with a known vocabulary go. Collective; may measure layers."""
     assert deck.model.vocabulary is not None
     with world.agreement():
-        recompute = make_recompute(deck, world)
+        saved_policy = make_saved_policy(deck, world)
         architecture = architecture_of(deck, deck.model.vocabulary)
-    groups = make_groups(deck, mesh, recompute, world.device)
+    groups = make_groups(deck, mesh, saved_policy, world.device)
     groups = extend_groups(groups, deck, world)
     placement = place_layers(deck, architecture, groups, mesh)
     schedule = placement.schedule_of(micro_batches(deck, mesh.size("data")))
-    return EngineLayout(recompute, groups, architecture, placement, schedule)
+    return EngineLayout(groups, architecture, placement, schedule)
 
 
 def build_engine(deck: Deck, world: World, mesh: Mesh, roughness: float = 0.0) -> Engine:
@@ -270,7 +267,7 @@ def assemble(
     initialize(world, architecture, stage, deck.run.seed, roughness)
     stage.outer.begin(stage.optimizer)
     start_features(stage, deck, world)
-    activation_files = open_activation_store(deck, world, arrangement.recompute, models, schedule, number)
+    activation_files = open_activation_store(deck, world, groups.saved_policy, models, schedule, number)
     positions = context_positions(groups.context, groups.context_form, architecture.sequence)
     return Engine(
         world=world,

@@ -20,13 +20,16 @@ from hpctrain.memory.scratch import ScratchFiles
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.model.shape import Recomputed
+from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.simulate import peak_activations
 from hpctrain.units import format_bytes, format_count
 
 
-def make_recompute(deck: Deck, world: World) -> Recompute:
-    """Return the deck's recomputation. Local; `open_activation_store` adds the memory of activations.
+def make_saved_policy(deck: Deck, world: World) -> SavedPolicy:
+    """Return what layers save for the backward pass. Local.
+
+    `open_activation_store` adds the memory of offloaded activations.
 
     Raises:
         HpctrainError: The device does not support it.
@@ -35,6 +38,8 @@ def make_recompute(deck: Deck, world: World) -> Recompute:
     if memory.activations == "host" and on_host(world.device):
         raise HpctrainError(deck.problem("memory.activations", HOST_ACTIVATIONS_REFUSAL))
     plain = memory.activations == "keep" and memory.activation_format == "exact"
+    if plain and memory.recompute == "none":
+        return SavedPolicy()
     store = None if plain else ActivationStore(memory.activation_format)
     return Recompute(memory.recompute, store, world.ledger.recomputing)
 
@@ -42,7 +47,7 @@ def make_recompute(deck: Deck, world: World) -> Recompute:
 def open_activation_store(
     deck: Deck,
     world: World,
-    recompute: Recompute,
+    saved_policy: SavedPolicy,
     models: Sequence[ModelPart],
     schedule: Schedule,
     stage: int,
@@ -52,7 +57,7 @@ def open_activation_store(
     Args:
         deck: The deck.
         world: All ranks of the engine.
-        recompute: Result of `make_recompute`.
+        saved_policy: Result of `make_saved_policy`.
         models: Model parts of this rank's stage.
         schedule: Pipeline schedule.
         stage: Number of this rank's stage.
@@ -60,7 +65,8 @@ def open_activation_store(
     Raises:
         HpctrainError: On all ranks if the folder is not writable or too small.
     """
-    location, store = deck.memory.activations, recompute.store
+    location = deck.memory.activations
+    store = saved_policy.store if isinstance(saved_policy, Recompute) else None
     if location == "keep" or store is None:
         return None
     if location == "host":

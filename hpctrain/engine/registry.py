@@ -64,7 +64,7 @@ class WeightMaximaOfSteps(EngineFeature):
         if not products:
             return
         maxima = WeightMaxima(products, stage.buckets, stage.groups.tensor)
-        stage.pass_contexts.append(lambda _: maxima.known())
+        stage.surround_passes(lambda _: maxima.known())
 
 
 class ConstantMatrices(EngineFeature):
@@ -74,7 +74,7 @@ class ConstantMatrices(EngineFeature):
     def start(self, stage: TrainedStage, deck: Deck, world: World) -> None:
         kernels = stage.groups.products.kernels
         if kernels.reuse_converted:
-            stage.pass_contexts.append(lambda _: kernels.constant_matrices())
+            stage.surround_passes(lambda _: kernels.constant_matrices())
 
 
 class GatheredParameters(EngineFeature):
@@ -90,7 +90,16 @@ class GatheredParameters(EngineFeature):
         stage.residency = make_residency(stage.buckets, blocks, deck.memory.keep_gathered, lasting)
         for model in stage.models:
             model.residency = stage.residency
-        stage.pass_contexts.append(stage.residency.step)
+        stage.surround_passes(stage.residency.step)
+
+
+class RecordedStatistics(EngineFeature):
+    """Statistics of a step that routers and 8-bit products record."""
+
+    @override
+    def attach(self, stage: Stage, deck: Deck) -> None:
+        if deck.model.experts or deck.precision.compute == "fp8":
+            stage.statistics = stage.groups.statistics
 
 
 class CheckedReplicas(EngineFeature):
@@ -107,6 +116,7 @@ FEATURES: Sequence[EngineFeature] = (
     WeightMaximaOfSteps(),
     ConstantMatrices(),
     GatheredParameters(),
+    RecordedStatistics(),
     CheckedReplicas(),
 )
 """All features, in the order in which they are added."""

@@ -6,7 +6,7 @@ A run builds a stage in memory. A plan builds the same stage on torch's device "
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ from hpctrain.model.precision import Precision
 from hpctrain.optim.optimizer import Agreement, Optimizer
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.residency import ParameterResidency
+from hpctrain.parallel.step_statistics import StepStatistics
 from hpctrain.sharding.bucket import Bucket, Store
 from hpctrain.sharding.bucket_layout import BucketLayout, bucket_layouts
 from hpctrain.sharding.eight_bit_gather import make_bucket
@@ -29,6 +30,9 @@ from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.state import ModuleState, Stateful, StateTensor
 from hpctrain.sharding.synchronize import GradientSynchronizer
 from hpctrain.sharding.weight_maxima import products_in_8_bits
+
+PassContext = Callable[[Hashable], AbstractContextManager[object]]
+"""Function that returns a context for the passes of a step of some kind."""
 
 
 @dataclass
@@ -44,8 +48,9 @@ class Stage:
         buckets: Buckets of all parameters.
         modules: State of layers that is no parameter.
         residency: Brings parameters to the device before they are used.
-        pass_contexts: Functions that features add. Each returns a context of the passes of a step, given
-            their kind as in `passes`.
+        passes: Function that returns a context for all passes of one step, in which parameters must not
+            change, given the kind of step. Steps of one kind use parameters in the same order. Collective.
+        statistics: Statistics that layers record of a step; None if no layer records any.
     """
 
     groups: LayerContext
@@ -54,22 +59,19 @@ class Stage:
     buckets: list[Bucket]
     modules: ModuleState
     residency: ParameterResidency = field(default_factory=ParameterResidency)
-    pass_contexts: list[Callable[[Hashable], AbstractContextManager[None]]] = field(default_factory=list)
+    passes: PassContext = nullcontext
+    statistics: StepStatistics | None = None
 
-    def passes(self, kind: Hashable) -> AbstractContextManager[object]:
-        """Return a context for all passes of one step, in which parameters must not change. Collective.
+    def surround_passes(self, context: PassContext) -> None:
+        """Let `passes` also enter another context, inside of those that it has."""
+        outer = self.passes
 
-        Args:
-            kind: Kind of step. Steps of one kind use parameters in the same order.
-        """
-        contexts = ExitStack()
-        try:
-            for context in self.pass_contexts:
-                contexts.enter_context(context(kind))
-        except BaseException:
-            contexts.close()
-            raise
-        return contexts
+        @contextmanager
+        def both(kind: Hashable) -> Iterator[None]:
+            with outer(kind), context(kind):
+                yield
+
+        self.passes = context if outer is nullcontext else both
 
 
 @dataclass(kw_only=True)
@@ -91,8 +93,13 @@ class TrainedStage(Stage):
     @property
     def replica(self) -> tuple[int, int]:
         """Number of this rank's replica and number of replicas; (0, 1) if replicas do not diverge."""
-        parted = self.buckets[0].sharding.diverging_groups
+        parted = self.diverges and self.buckets[0].sharding.diverging_groups
         return (parted[0].rank, parted[0].size) if parted else (0, 1)
+
+    @property
+    def diverges(self) -> bool:
+        """True if replicas diverge between synchronizations."""
+        return any(bucket.sharding.diverging for bucket in self.buckets)
 
     def state(self) -> Iterator[StateTensor]:
         """Yield the parameters and all state that belongs to them."""

@@ -333,6 +333,7 @@ class Transformer(nn.Module):
 
     Attributes:
         table: Table of the embedding or the output layer; None if this part has neither.
+        rotates: True if the family rotates queries and keys by their positions.
         rotary_positions: Positions [s] int64 for the rotation instead of those of the inputs, None in a run.
             The
             layout check rotates a short sequence as if it was near the end of a long one.
@@ -347,7 +348,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.groups = shape, groups
-        self.residency = ParameterResidency()
+        self.residency, self.rotates = ParameterResidency(), shape.positions == "rotary"
         self.rotary_positions: Tensor | None = None
         self.span = span if span is not None else LayerRange.all_of(shape.layers)
         layers: list[TransformerLayer] = []
@@ -396,7 +397,7 @@ class Transformer(nn.Module):
         shared = context.rotary.tables if context.rotary is not None else ()
         x = inputs.tokens if hidden is None else hidden
         for is_block, layers in groupby(self.layers, lambda layer: layer.is_block):
-            passes = [LayerPass(partial(self._run, layer, context), layer.all_parameters) for layer in layers]
+            passes = [LayerPass(self._pass(layer, context), layer.all_parameters) for layer in layers]
             if is_block:
                 x = self.groups.saved_policy.run(passes, x, shared)
             else:
@@ -409,15 +410,17 @@ class Transformer(nn.Module):
         result: Tensor = layer(x, self._pass_context(inputs))
         return result
 
-    def _run(self, layer: TransformerLayer, context: PassContext, x: Tensor) -> Tensor:
-        return layer.run(x, context, self.residency)
+    def _pass(self, layer: TransformerLayer, context: PassContext) -> Callable[[Tensor], Tensor]:
+        if self.residency.gathers:
+            return partial(layer.run, context=context, residency=self.residency)
+        return partial(layer, context=context)
 
     def _pass_context(self, inputs: ModelInputs) -> PassContext:
         tensor, rotary = self.groups.tensor, None
         rows = inputs.positions
         if self.groups.sequence_parallel:
             rows = rows.chunk(tensor.size)[tensor.rank]
-        if self.shape.positions == "rotary" and inputs.cache is None:
+        if self.rotates and inputs.cache is None:
             positions = inputs.positions if self.rotary_positions is None else self.rotary_positions
             rotary = Rotary(positions, RotaryFrequencies.of(self.shape), self.dtype)
         return PassContext(inputs, rows, rotary, self.residency)
@@ -425,6 +428,8 @@ class Transformer(nn.Module):
     def predict(self, hidden: Tensor, compute: Callable[[Any, Tensor], Computed]) -> Computed:
         """Return the result of `compute` for the output of the last part, with its parameters gathered."""
         head = self.predictor.head
+        if not self.residency.gathers:
+            return compute(head, hidden)
         with self.residency.in_memory(head.table):
             return compute(head, hidden)
 

@@ -116,7 +116,7 @@ class Executor:
         ledger: Ledger of this rank.
         metrics: Names of the objective's metrics.
         terms: Names of the layers' auxiliary losses.
-        statistics: Collects what layers record of a step; by default a new one.
+        statistics: Collects what layers record of a step; None if they record nothing.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Executor:
         statistics: StepStatistics | None = None,
     ) -> None:
         self.models, self.group, self.queue, self.ledger = models, group, queue, ledger
-        self.metrics, self.terms, self.statistics = metrics, terms, statistics or StepStatistics()
+        self.metrics, self.terms, self.statistics = metrics, terms, statistics
 
     def run(
         self, schedule: Schedule, micro_batches: Sequence[PreparedBatch], training: bool = True
@@ -184,8 +184,9 @@ class _ScheduleExecution:
         for action in self.schedule.stages[self.stage]:
             ledger.phase = "evaluation" if not training else "forward" if action.kind == "F" else "backward"
             received = self._receive(action)
-            padding = self.micro_batches[action.micro_batch].inputs.padding
-            statistics.begin_action(action.micro_batch if training else None, padding)
+            if statistics is not None:
+                padding = self.micro_batches[action.micro_batch].inputs.padding
+                statistics.begin_action(action.micro_batch if training else None, padding)
             start = perf_counter()
             result = self._compute(action, received)
             # Before the send, so that the action ends before its message arrives elsewhere.
@@ -194,7 +195,8 @@ class _ScheduleExecution:
             if result is not None:
                 self._send(action, result)
             self.sends = [send for send in self.sends if not send[0].test()]
-        statistics.begin_action(None)
+        if statistics is not None:
+            statistics.begin_action(None)
         for work, _ in self.sends:
             work.wait()
         ledger.phase = "synchronize" if training else "evaluation"

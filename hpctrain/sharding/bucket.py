@@ -94,6 +94,7 @@ class Bucket:
             if parameter.separate_lookups:
                 device = self.sharding.group.device
                 parameter.lookups = torch.zeros(parameter.shape, dtype=gradient_dtype, device=device)
+        self._gaps = layout.gaps
         self._added: dict[Parameter, int] = {}
         self._incomplete: set[Parameter] = set()
         self._passes = self._rounds = 1
@@ -251,7 +252,7 @@ class Bucket:
         """
         if self._gradients is None:
             self._gradients = self.sharding.pool.take(self.length, self.gradient_dtype)
-            for gap in self.layout.gaps:
+            for gap in self._gaps:
                 self._gradients[gap].zero_()
             for segment in self.segments:
                 segment.parameter.reset_gradient()
@@ -294,7 +295,7 @@ class Bucket:
             each: True if gradients are final after each pass. By default they are after all.
         """
         if self._gradients is not None:  # padding is reduced with the rest, in every step
-            for gap in self.layout.gaps:
+            for gap in self._gaps:
                 self._gradients[gap].zero_()
         for segment in self.segments:
             segment.parameter.reset_gradient()

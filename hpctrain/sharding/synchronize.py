@@ -67,6 +67,7 @@ class GradientSynchronizer:
             bucket: [(s, s.replication.ends) for s in bucket.segments if s.replication.ends]
             for bucket in buckets
         }
+        self._has_replicas = any(b.sharding.replicas.size > 1 or b.sharding.diverging for b in buckets)
         self._in_flight: deque[tuple[Reducer, Work[Tensor]]] = deque()
         self.all_added: Callable[[Sequence[Parameter]], None] = lambda _: None
         for parameter, bucket in self._bucket.items():
@@ -119,7 +120,8 @@ class GradientSynchronizer:
         shared = [bucket for bucket in self.buckets if bucket.sharding.replicas.size > 1]
         for bucket in shared:
             self.before_adding(bucket)
-        self._replica_sync.before_update(self.buckets)
+        if self._has_replicas:
+            self._replica_sync.before_update(self.buckets)
         for bucket in shared:
             self.after_sum(bucket)
 

@@ -95,6 +95,8 @@ class Fingerprints(Hook):
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.engine = trainer, trainer.engine
+        # They know the micro-batch of an action, also if layers record nothing.
+        trainer.step.executor.statistics = self.engine.stage.groups.statistics
         self.last: StepPrints | None = None
         self._rows: dict[Key, _LocalPrint] | None = None
         self._samples: dict[int, int] = {}

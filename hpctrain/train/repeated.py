@@ -70,7 +70,8 @@ class Repetition:
         ):
             sums, _ = step.accumulate(state, batch)
         engine.stage.synchronizer.after_step(False, 1.0)
-        engine.stage.groups.statistics.reduce(engine.world.everyone)
+        if engine.stage.statistics is not None:
+            engine.stage.statistics.reduce(engine.world.everyone)
         every = (segment for bucket in engine.stage.buckets for segment in bucket.segments)
         return [int(word_sum(sums)), *(found.get(segment, 0) for segment in every)]
 

@@ -113,12 +113,16 @@ class Step:
     def __init__(self, engine: Engine, batches: Batches, micro_size: int, clip: float, seed: int) -> None:
         self.engine, self.batches = engine, batches
         self.micro_size, self.clip, self.seed = micro_size, clip, seed
-        self.choices: ChoicesOf = lambda *_: None
+        self.choices: ChoicesOf | None = None
         self.guard: StepGuard | None = None
         self.shift = 0  # what is read is the share of another rank, so much further on
-        self.before_pass: Callable[[Sequence[MicroBatch]], None] = lambda _: None
+        self.before_pass: Callable[[Sequence[MicroBatch]], None] | None = None
         self.own_tokens = 0  # that this rank predicts in the step, or in the micro-batch that is measured
-        self.terms = engine.terms
+        self.terms, self.draws = engine.terms, engine.architecture.uses_random_numbers
+        self.replica, self.replicas = engine.stage.replica
+        self.data, self.data_rank = engine.mesh.group("data"), engine.mesh.coordinate("data")
+        self.outer = engine.stage.outer if engine.stage.diverges else None
+        self.counts_tokens = engine.stage.replications.counts_tokens
         self.executor = Executor(
             engine.stage.models,
             engine.mesh.group("pipeline"),
@@ -126,7 +130,7 @@ class Step:
             engine.world.ledger,
             engine.objective.metrics,
             self.terms,
-            engine.stage.groups.statistics,
+            engine.stage.statistics,
         )
 
     def __call__(
@@ -136,44 +140,45 @@ class Step:
 
         `before_update` is called on all ranks before parameters and moments change.
         """
-        engine = self.engine
+        engine, stage, control = self.engine, self.engine.stage, self.engine.control
         sums, read = self.accumulate(state, batch)
         tokens = read.predicted
-        noted = engine.stage.groups.statistics.reduce(engine.world.everyone)
-        replica, replicas = engine.stage.replica
-        squares = sums.new_zeros(replicas)
-        squares[replica] = local_square_norm(engine.stage.buckets)
+        noted = {} if stage.statistics is None else stage.statistics.reduce(engine.world.everyone)
+        squares = sums.new_zeros(self.replicas)
+        squares[self.replica] = local_square_norm(stage.buckets)
         figures, totals = self.agree(torch.cat((sums, squares)), read)
         if self.guard is not None:
             self.guard.require_sound(totals)
         # In single precision no layout's order of the sum shows.
-        roots = [float(np.sqrt(np.float32(total))) if total >= 0 else total for total in totals[-replicas:]]
+        roots = [
+            float(np.sqrt(np.float32(total))) if total >= 0 else total for total in totals[-self.replicas :]
+        ]
         counted = engine.objective.normalize(figures)
-        norms = [root / engine.control.loss_scale.value / counted for root in roots]
+        norms = [root / control.loss_scale.value / counted for root in roots]
         engine.world.ledger.phase = "step"
         finite = all(map(isfinite, (*figures.values(), *norms)))
         loss, norm = figures["loss"], fmean(norms)
         spike = None
-        if engine.control.spikes.enabled:
-            spike = engine.control.spikes.judge(state.step + 1, loss, norm, state.samples, batch)
+        if control.spikes.enabled:
+            spike = control.spikes.judge(state.step + 1, loss, norm, state.samples, batch)
         updated = finite and spike is None and learns(tokens, loss)
-        rate = engine.control.learning_rate.at(state.step, batch)
+        rate = control.learning_rate.at(state.step, batch)
         if updated:
-            if engine.control.spikes.enabled:
-                engine.control.spikes.add_step(loss, norm)
-            figures |= self.noise_scale(totals[-1], tokens, batch)
+            if control.spikes.enabled:
+                control.spikes.add_step(loss, norm)
+            if control.noise_scale.steps:
+                figures |= self.noise_scale(totals[-1], tokens, batch)
             before_update()
-            clipped = clip_coefficient(norms[replica], self.clip)
-            engine.stage.optimizer.step(rate, engine.control.loss_scale.value * counted / clipped)
-            outer = engine.stage.outer.after_update(engine.stage.optimizer)
-            if outer:
-                squares = engine.world.everyone.all_reduce(torch.stack(list(outer.values())))
-                figures |= zip(outer, squares.sqrt().tolist(), strict=True)
-            for each in engine.stage.modules.learning:
+            clipped = clip_coefficient(norms[self.replica], self.clip)
+            stage.optimizer.step(rate, control.loss_scale.value * counted / clipped)
+            if self.outer is not None and (sums_of_replicas := self.outer.after_update(stage.optimizer)):
+                squares = engine.world.everyone.all_reduce(torch.stack(list(sums_of_replicas.values())))
+                figures |= zip(sums_of_replicas, squares.sqrt().tolist(), strict=True)
+            for each in stage.modules.learning:
                 each.after_update(noted)
-        scaled, scale_can_fall = engine.control.loss_scale.value, engine.control.loss_scale.can_fall
-        engine.control.loss_scale.update(finite)
-        engine.stage.synchronizer.after_step(updated, engine.control.loss_scale.value / scaled)
+        scaled, scale_can_fall = control.loss_scale.value, control.loss_scale.can_fall
+        control.loss_scale.update(finite)
+        stage.synchronizer.after_step(updated, control.loss_scale.value / scaled)
         engine.world.ledger.phase = "other"
         state.step += 1
         state.samples += batch
@@ -196,9 +201,9 @@ class Step:
 
         The replicas take samples in turns, so a replica has the same samples on any number of ranks.
         """
-        rank, ranks = self.engine.mesh.coordinate("data"), self.engine.mesh.size("data")
-        replica, replicas = self.engine.stage.replica
-        return (rank % (ranks // replicas) * replicas + replica + self.shift) % ranks, ranks
+        ranks = self.data.size
+        number = self.data_rank % (ranks // self.replicas) * self.replicas + self.replica
+        return (number + self.shift) % ranks, ranks
 
     def read_share(self, state: TrainState, batch: int) -> ReadBatches:
         """Read this rank's share of a step, as `read` does."""
@@ -213,7 +218,8 @@ class Step:
         engine = self.engine
         read = self.read_share(state, batch)
         micro_batches = read.micro_batches
-        self.before_pass(micro_batches)
+        if self.before_pass is not None:
+            self.before_pass(micro_batches)
         measured = micro_batches if engine.stage.synchronizer.first is None else micro_batches[:1]
         self.own_tokens = sum(map(engine.objective.count, measured))
         scale, terms_scale = (
@@ -224,9 +230,9 @@ class Step:
             self.prepare(
                 micro,
                 scale,
-                self.dropout_source(state, index),
+                self.dropout_source(state, index) if self.draws else None,
                 terms_scale,
-                self.choices_of(state, index, micro),
+                None if self.choices is None else self.choices_of(self.choices, state, index, micro),
             )
             for index, micro in enumerate(micro_batches)
         ]
@@ -306,9 +312,8 @@ class Step:
         with self.engine.world.agreement():
             read = list(micro_batches)
         counts = [sum(map(self.engine.objective.count, read)), sum(micro.real_tokens for micro in read)]
-        data = self.engine.mesh.group("data")
-        if data.size > 1:
-            counts = data.all_reduce(torch.tensor(counts)).tolist()
+        if self.data.size > 1:
+            counts = self.data.all_reduce(torch.tensor(counts)).tolist()
         return ReadBatches(read, *counts)
 
     def prepare(
@@ -327,16 +332,18 @@ class Step:
 
     def dropout_source(self, state: TrainState, micro_batch: int) -> DropoutSource | None:
         """The masks of this rank's micro-batch, keyed by the numbers of its samples."""
-        if not self.engine.architecture.uses_random_numbers:
+        if not self.draws:
             return None
         first = self.first_sample(state, micro_batch)
         samples = torch.arange(first, first + self.micro_size, device=self.engine.world.device)
         return DropoutSource(self.seed, state.step, samples, self.engine.positions, first)
 
-    def choices_of(self, state: TrainState, micro_batch: int, micro: MicroBatch) -> RoutingChoices | None:
+    def choices_of(
+        self, choices: ChoicesOf, state: TrainState, micro_batch: int, micro: MicroBatch
+    ) -> RoutingChoices | None:
         """Return the recorded or requested routing choices of this rank's micro-batch."""
         first, rows = self.first_sample(state, micro_batch), micro.rows
-        return self.choices(range(first, first + micro.present), rows)
+        return choices(range(first, first + micro.present), rows)
 
     def first_sample(self, state: TrainState, micro_batch: int) -> int:
         """The number of the first sample of this rank's micro-batch."""
@@ -354,7 +361,7 @@ class Step:
             real tokens of what was `read`; and all sums.
         """
         engine, own = self.engine, self.engine.objective.metrics
-        if not engine.stage.replications.counts_tokens:
+        if not self.counts_tokens:
             sums = sums.clone()
             sums[: len(own)] = 0
         totals: list[float] = engine.world.everyone.all_reduce(sums).tolist()

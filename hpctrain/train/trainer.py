@@ -161,7 +161,8 @@ class Trainer:
 
     def _before_update(self) -> None:
         for hook in self.hooks:
-            hook.before_update()
+            if type(hook).before_update is not Hook.before_update:
+                hook.before_update()
 
 
 MakeTrainer = Callable[[TrainerParts], Trainer]

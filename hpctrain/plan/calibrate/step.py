@@ -50,7 +50,7 @@ def measure_fixed(deck: Deck, machine: MachineRates, clock: Clock) -> float:
         world.ledger,
         engine.objective.metrics,
         engine.terms,
-        engine.stage.groups.statistics,
+        engine.stage.statistics,
     )
 
     def step() -> None:
@@ -59,7 +59,8 @@ def measure_fixed(deck: Deck, machine: MachineRates, clock: Clock) -> float:
         with engine.stage.passes(("train", 1)):
             sums = executor.run(engine.placement.schedule_of(1), [batch])
         engine.stage.synchronizer.finish()
-        engine.stage.groups.statistics.reduce(world.everyone)
+        if engine.stage.statistics is not None:
+            engine.stage.statistics.reduce(world.everyone)
         world.everyone.all_reduce(torch.cat((sums, local_square_norm(engine.stage.buckets).view(1))))
         engine.stage.optimizer.step(1e-6, 1.0)
         engine.stage.synchronizer.after_step(True, 1.0)
