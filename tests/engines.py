@@ -12,10 +12,11 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
+from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import build_engine, make_mesh
-from hpctrain.engine.mesh_sizes import on_one_rank
+from hpctrain.engine.build import build_engine
+from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket import Bucket

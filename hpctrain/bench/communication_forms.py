@@ -19,9 +19,9 @@ from typing_extensions import override
 from hpctrain.bench.timing import write_json
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.world import World
+from hpctrain.data.corpus import Corpus, open_corpus, resolve_vocabulary
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.corpus import Corpus, open_corpus, resolve_vocabulary
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.choices import other_forms
 from hpctrain.report.terminal import stdout_console

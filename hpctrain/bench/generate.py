@@ -21,12 +21,13 @@ from hpctrain.checkpoint.exchange.hugging_face import config_of
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
+from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import SCORE_KINDS
-from hpctrain.engine.build import build_engine, make_mesh
+from hpctrain.engine.build import build_engine
 from hpctrain.engine.function_choice import with_functions
-from hpctrain.engine.mesh_sizes import on_one_rank
+from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.continuing import ForwardPasses, GeneratedText, continue_texts
 from hpctrain.generate.passes import CachedPasses, can_cache, least_rows

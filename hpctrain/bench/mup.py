@@ -25,14 +25,14 @@ from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
+from hpctrain.data.corpus import open_corpus, resolve_vocabulary
 from hpctrain.data.synthetic import SyntheticSource
+from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.model import parametrization_problems
 from hpctrain.deck.sections.objective import POLICY_KINDS, SCORE_KINDS
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.corpus import open_corpus, resolve_vocabulary
-from hpctrain.engine.mesh_sizes import on_one_rank
 from hpctrain.errors import HpctrainError, require
 from hpctrain.model.part import ModelPart, blocks_of, logits_of
 from hpctrain.model.transformer import TransformerBlock

@@ -22,12 +22,12 @@ from typing_extensions import override
 from hpctrain.bench.timing import write_json
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.world import World
+from hpctrain.data.corpus import Corpus, open_corpus, resolve_vocabulary
+from hpctrain.data.held_out import open_held_out
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.evaluation import TRAINING_LOSS, MetricName, parse_metric_name
-from hpctrain.engine.corpus import Corpus, open_corpus, resolve_vocabulary
 from hpctrain.engine.function_choice import with_functions
-from hpctrain.engine.held_out import open_held_out
 from hpctrain.errors import HpctrainError, require
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.report.rate import draw_rates

@@ -7,9 +7,13 @@ from dataclasses import astuple, dataclass
 from statistics import median
 
 import torch
+from torch import Tensor
 
-from hpctrain.engine.build import Engine
-from hpctrain.engine.layer_times import ActionTimer, gather_part_times
+from hpctrain.comm.mesh import Mesh
+from hpctrain.engine.engine import Engine
+from hpctrain.engine.layer_times import message_seconds, slowest_ranks
+from hpctrain.pipeline.action import Schedule
+from hpctrain.pipeline.action_timer import ActionTimer, Measured
 from hpctrain.pipeline.simulate import StageTimes, simulate
 from hpctrain.text import table
 from hpctrain.train.step import Step, TrainState
@@ -106,3 +110,28 @@ def sentence(prediction: Prediction) -> str:
         "pipeline, "
         f"measured); measured {prediction.measured:.1f} ms, {prediction.ratio:.3f} of the prediction"
     )
+
+
+def gather_part_times(measured: Measured, schedule: Schedule, mesh: Mesh, hidden: Tensor) -> StageTimes:
+    """Return the times of all parts of a pipeline, from the measurements of each stage. Collective.
+
+    The slowest rank of each stage counts.
+
+    Args:
+        measured: Result of `ActionTimer.run` for the parts of this stage.
+        schedule: Pipeline schedule. Without actions "I" and "W", backward passes count as input gradient.
+        mesh: Arrangement of the ranks.
+        hidden: Hidden states of a micro-batch, to measure messages between stages.
+    """
+    stage = mesh.coordinate("pipeline")
+    figures = [0.0] * (3 * schedule.parts)
+    for chunk in range(schedule.chunks):
+        forward, both, first, second = (measured.get((kind, chunk), 0.0) for kind in ("F", "B", "I", "W"))
+        # If both were measured, separate times of the two halves are more exact.
+        backward = (first, second) if first else (both, 0.0)
+        part = schedule.part(stage, chunk)
+        figures[3 * part : 3 * part + 3] = (forward, *backward)
+    *slowest, communication = slowest_ranks(
+        mesh.world, [*figures, message_seconds(mesh.group("pipeline"), hidden)]
+    )
+    return StageTimes(slowest[0::3], slowest[1::3], slowest[2::3], communication)

@@ -27,12 +27,14 @@ from hpctrain.comm.mesh import Mesh, sizes_text
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
+from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import POLICY_KINDS
-from hpctrain.engine.build import build_engine, make_mesh
+from hpctrain.engine.build import build_engine
 from hpctrain.engine.layer_flops import model_flops
-from hpctrain.engine.mesh_sizes import expert_sizes, on_one_rank
+from hpctrain.engine.mesh_sizes import expert_sizes
+from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import gpu_name, on_host
 from hpctrain.host.device_memory import peak_bytes

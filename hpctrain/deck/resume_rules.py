@@ -3,7 +3,7 @@
 A key has one of three policies. "free": the run continues with the new value. "fresh optimizer": the
 checkpoint has no optimizer state for the new value, so the run continues only with `optimizer.restart =
 true`, which initializes that state again. "refused": the new value changes the parameters or the function
-that they compute, so it is an error. `engine/resume_check.py` compares two decks by these
+that they compute, so it is an error. `train/resume_check.py` compares two decks by these
 rules. `tests/deck/test_resume_rules.py` compares the file with the schema: every new key needs a line there.
 """
 

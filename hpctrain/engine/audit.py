@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from importlib.resources import as_file, files
 
 import torch
 
 from hpctrain.comm.world import World
+from hpctrain.engine.function_choice import libraries_of_nodes
 from hpctrain.host.device import on_host
-from hpctrain.parallel.kernels.compiler import CompilerError, build_library
+from hpctrain.parallel.kernels.compiler import CompilerError, build_packaged_library
 from hpctrain.parallel.kernels.function_library import open_library
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.product_audit.audit_kernels import AuditKernels, CompiledAuditKernels, ErrorBounds
 from hpctrain.parallel.product_audit.matmul_audit import MatmulAudit
+
+_PACKAGE = "hpctrain.parallel.product_audit"
 
 
 def with_matmul_audit(groups: LayerContext, world: World, seed: int) -> LayerContext:
@@ -31,26 +33,14 @@ def _passes(world: World) -> AuditKernels:
     content = None
     if on_host(world.device) and world.local_rank == 0:
         with suppress(CompilerError):
-            content = _compiled()
-    gathered = world.everyone.all_gather_object((world.node, content))
-    content = dict(each for each in gathered if each[1] is not None).get(world.node)
+            content = build_packaged_library(_PACKAGE, "audit.c", "audit_library.py")
+    content = libraries_of_nodes(world, content).get(world.node)
     if content is not None:
         with suppress(OSError, AttributeError):
             passes = CompiledAuditKernels(open_library(content))
             if agree(passes, AuditKernels()):
                 return passes
     return AuditKernels()
-
-
-def _compiled() -> bytes:
-    """Return the library of `parallel/product_audit/audit.c` for this processor. Local.
-
-    Raises:
-        CompilerError: No compiler makes one that runs here.
-    """
-    folder = files("hpctrain.parallel.product_audit")
-    with as_file(folder / "audit.c") as source, as_file(folder / "audit_library.py") as program:
-        return build_library(source, program)
 
 
 def agree(one: AuditKernels, other: AuditKernels) -> bool:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-from zlib import crc32
 
 import torch
 
-from hpctrain.deck.check import check_deck
-from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.function_choice import with_stored_functions
 from hpctrain.engine.mesh_sizes import micro_batches
-from hpctrain.errors import InputOutputError
 from hpctrain.host.device import on_host
 from hpctrain.model.precision import Precision
 from hpctrain.parallel.kernels.matmul_kernels import (
@@ -30,7 +22,6 @@ from hpctrain.parallel.kernels.matmul_kernels import (
     kernel_named,
 )
 from hpctrain.parallel.kernels.timing import MatmulPass
-from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.vocabulary import chunk_rows
 
 _WORDS: Mapping[Pass, str] = {
@@ -131,63 +122,3 @@ def describe_kernels(deck: Deck, kernels: KernelTable) -> list[str]:
             by = (f"{name}" + (f" ({count})" if len(counts) > 1 else "") for name, count in counts.items())
             passes.append(f"{words} {', '.join(by)}")
     return [f"matrix products use: {'; '.join(passes)} ({kernels.why})"]
-
-
-def computed_by(groups: LayerContext) -> dict[str, str]:
-    """Return identifiers of the kernels that compute "products" and "functions", to compare runs."""
-    kernels = groups.products.kernels
-    choice = crc32(json.dumps(kernels.record, sort_keys=True).encode()) if kernels.record else None
-    return {
-        "products": kernels.default.name if choice is None else f"chosen {choice:08x}",
-        "functions": f"compiled {groups.functions.record}" if groups.functions.compiled else "torch",
-    }
-
-
-def with_stored_choices(deck: Deck, before: Deck, state: Mapping[str, Any], path: Path) -> Deck:
-    """Return the deck of a resumed run with the choices that its checkpoint stores.
-
-    These are the split of the pipeline (if the layout is the same), the kernels of matrix products, and
-    whether functions are compiled. A checkpoint from before kernels were chosen implies the library's.
-
-    Args:
-        deck: Deck of the resumed run.
-        before: Deck of the run that wrote the checkpoint.
-        state: State that the checkpoint stores.
-        path: File of the checkpoint, for errors.
-
-    Raises:
-        InputOutputError: The state contains a split that does not fit the deck.
-    """
-    is_same = deck.layout == before.layout and deck.model.layers == before.model.layers
-    split = _stored_split(deck, state, path) if is_same else None
-    choices = RuntimeChoices(split, known_kernels(state.get("products")))
-    deck = with_stored_functions(deck.with_runtime_choices(choices), before, state.get("compiled"))
-    if "products" in state or "machine.products" in deck.sources.places:
-        return deck
-    return deck.with_keys(machine={"products": "library"})
-
-
-def _stored_split(deck: Deck, state: Mapping[str, Any], path: Path) -> tuple[int, ...] | None:
-    """Return the blocks of each part of the pipeline that a checkpoint stores, once they fit the deck."""
-    if state.get("split") is None or isinstance(deck.layout.split, tuple):
-        return None
-    split = tuple(state["split"])
-    for problem in check_deck(deck.with_keys(layout={"split": split})):
-        if problem.key == "layout.split":
-            stored = f"{path}: its state has an invalid split, {list(split)}"
-            raise InputOutputError(f"{stored}: layout.split {problem.sentence}")
-    return split
-
-
-MOST_KNOWN, LONGEST_NAME = 500, 1000
-"""Largest number of stored choices of a processor or run, and length of a name."""
-
-
-def known_kernels(stored: object) -> dict[str, str]:
-    """Return the valid choices of a stored object, by name. It may come from a file that anybody wrote."""
-    rows = list(stored.items())[-MOST_KNOWN:] if isinstance(stored, Mapping) else []
-    return {
-        name: how
-        for name, how in rows
-        if isinstance(name, str) and isinstance(how, str) and how in KERNELS and len(name) <= LONGEST_NAME
-    }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from importlib.resources import as_file, files
 from zlib import crc32
 
 import torch
@@ -17,14 +16,14 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host
-from hpctrain.parallel.kernels.compiler import CompilerError, build_library
+from hpctrain.parallel.kernels.compiler import CompilerError, build_packaged_library
 from hpctrain.parallel.kernels.function_library import open_library
 from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions, agrees
 
-_RESUMED_RUN_USED = "the resumed run used"
-_OTHER_BITS = "from here on losses may differ in their last bits"
+RESUMED_RUN_USED = "the resumed run used"
+OTHER_BITS = "from here on losses may differ in their last bits"
 _OTHERWISE = "functions of another version of hpctrain, compiler or processor"
-_LONGEST_RECORD = 100
+LONGEST_RECORD = 100
 
 
 def compile_functions() -> bytes:
@@ -35,9 +34,7 @@ def compile_functions() -> bytes:
     Raises:
         CompilerError: No compiler makes one that runs here.
     """
-    folder = files("hpctrain.parallel.kernels")
-    with as_file(folder / "functions.c") as source, as_file(folder / "function_library.py") as program:
-        return build_library(source, program, _agrees)
+    return build_packaged_library("hpctrain.parallel.kernels", "functions.c", "function_library.py", _agrees)
 
 
 def _agrees(library: bytes) -> bool:
@@ -45,6 +42,17 @@ def _agrees(library: bytes) -> bool:
         return agrees(CompiledFunctions(open_library(library)))
     except (OSError, AttributeError):
         return False
+
+
+def libraries_of_nodes(world: World, content: bytes | None) -> dict[int, bytes]:
+    """Return the library that a rank of each node has built, by node. Collective over all ranks.
+
+    Args:
+        world: All ranks.
+        content: Library that this rank has built; None if it has not, or could not.
+    """
+    gathered = world.everyone.all_gather_object((world.node, content))
+    return {node: library for node, library in gathered if library is not None}
 
 
 def with_functions(deck: Deck, world: World) -> Deck:
@@ -73,16 +81,16 @@ def with_functions(deck: Deck, world: World) -> Deck:
             content = compile_functions()
         except CompilerError as error:
             why = str(error)
-    of_nodes = dict(each for each in everyone.all_gather_object((world.node, content)) if each[1] is not None)
+    of_nodes = libraries_of_nodes(world, content)
     functions: LayerFunctions = TORCH
     if (library := of_nodes.get(world.node)) is not None:
         why = "the compiled library cannot be loaded"
         with suppress(OSError, AttributeError):
-            record = " ".join(sorted({f"{crc32(each):08x}" for each in of_nodes.values()}))[:_LONGEST_RECORD]
+            record = " ".join(sorted({f"{crc32(each):08x}" for each in of_nodes.values()}))[:LONGEST_RECORD]
             changed = ""
             if deck.runtime_choices.compiled_record not in {None, record}:
                 before = _OTHERWISE if deck.runtime_choices.compiled_record else "torch"
-                changed = f"{_RESUMED_RUN_USED} {before}: {_OTHER_BITS}"
+                changed = f"{RESUMED_RUN_USED} {before}: {OTHER_BITS}"
             functions, why = CompiledFunctions(open_library(library), changed, record), ""
     reasons = [each for each in everyone.all_gather_object(why) if each]
     if reasons or not functions.compiled:
@@ -114,7 +122,7 @@ def _obstacle(deck: Deck) -> str:
 
 def _with_torch(deck: Deck, why: str) -> Deck:
     """Return the deck with torch's functions, and the reason for them, with a warning for a resumed run."""
-    warning = f"; {_RESUMED_RUN_USED} compiled ones: {_OTHER_BITS}"
+    warning = f"; {RESUMED_RUN_USED} compiled ones: {OTHER_BITS}"
     return _with(deck, LayerFunctions(why + warning * bool(deck.runtime_choices.compiled_record)))
 
 
@@ -127,45 +135,3 @@ def functions_of(deck: Deck, device: torch.device) -> LayerFunctions:
     chosen = deck.runtime_choices.functions
     allowed = deck.machine.compile is not False and on_host(device)
     return chosen if isinstance(chosen, LayerFunctions) and allowed else TORCH
-
-
-def record_of(stored: object) -> str:
-    """Return the record of functions that a checkpoint stores, from an object of any type."""
-    if isinstance(stored, str):
-        return stored[:_LONGEST_RECORD]
-    return "an earlier version's" if stored is True else ""
-
-
-def with_stored_functions(deck: Deck, before: Deck, stored: object) -> Deck:
-    """Return the deck of a resumed run with the record of the functions that the checkpoint's run used.
-
-    If that run used torch's, they stay, unless the deck requires compiled functions and that run's deck did
-    not, or `--set` requires them again.
-
-    Args:
-        deck: Deck of the resumed run.
-        before: Deck of the checkpoint.
-        stored: Record in the checkpoint.
-    """
-    choices = replace(deck.runtime_choices, compiled_record=record_of(stored))
-    overridden = deck.sources.place("machine.compile").override is not None
-    required = deck.machine.compile is True and (before.machine.compile is not True or overridden)
-    if not choices.compiled_record and not required:
-        why = "the resumed run did not compile them (--set machine.compile=true compiles them)"
-        choices = replace(choices, functions=LayerFunctions(why))
-    return deck.with_runtime_choices(choices)
-
-
-def describe_functions(deck: Deck, functions: LayerFunctions) -> list[str]:
-    """Return the lines in which a run on CPUs describes its functions."""
-    if deck.machine.compile is False:
-        warning = (
-            "block functions are torch's (machine.compile = false); "
-            f"{_RESUMED_RUN_USED} compiled ones: {_OTHER_BITS}"
-        )
-        return [warning] if deck.runtime_choices.compiled_record else []
-    if functions.compiled:
-        changed = f" ({functions.why})" if functions.why else ""
-        return [f"block functions are compiled for this processor{changed}"]
-    required = "machine.compile = true, but " if deck.machine.compile is True else ""
-    return [f"{required}block functions are torch's: {functions.why}"] if functions.why else []

@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.stage import StageSetup, TrainedStage, build_stage
-from hpctrain.optim.optimizer import Agreement, BucketState, Optimizer
+from hpctrain.optim.inference_optimizer import InferenceOptimizer
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.replica_sync import SyncEveryStep
 from hpctrain.sharding.state import MASTER
 from hpctrain.sharding.synchronize import GradientSynchronizer
-
-
-class InferenceOptimizer(Optimizer):
-    """Optimizer that never updates. It may hold the weights in `states` while they are initialized."""
-
-    updates = 0
-
-    def __init__(
-        self,
-        buckets: Sequence[Bucket] = (),
-        states: Sequence[BucketState] = (),
-        agreement: Agreement = nullcontext,
-    ) -> None:
-        super().__init__(None, buckets, states, agreement)
-
-    @override
-    def step(self, learning_rate: float, gradient_divisor: float) -> None:
-        raise AssertionError("a model that is only evaluated")
 
 
 def build_inference_stage(deck: Deck, setup: StageSetup) -> TrainedStage:

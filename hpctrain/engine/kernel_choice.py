@@ -7,12 +7,8 @@ them says nothing.
 
 from __future__ import annotations
 
-import json
-import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -21,42 +17,22 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.deck_kernels import (
-    LONGEST_NAME,
-    MOST_KNOWN,
-    chooses_kernels,
-    known_kernels,
-    matmul_name,
-    matrix_of,
-    micro_batch_tokens,
-)
+from hpctrain.engine.deck_kernels import chooses_kernels, matmul_name, matrix_of
 from hpctrain.engine.function_choice import with_functions
-from hpctrain.engine.groups import make_groups
-from hpctrain.engine.layer_times import single_layers
+from hpctrain.engine.measured_products import products_of
 from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.errors import HpctrainError
-from hpctrain.files import parse_json, read_text, user_cache
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.processor import processor_identity
-from hpctrain.memory.layer_bytes.module_trace import trace_layer
-from hpctrain.model.construction import architecture_of, build_parts, layer_kinds
-from hpctrain.model.modules.module_layers import ModuleLayer
-from hpctrain.model.part import Layer, LayerRange
 from hpctrain.model.precision import Precision
-from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.kernels.matmul_kernels import KERNELS, PASSES, Pass
-from hpctrain.parallel.kernels.timing import MEASUREMENT, MatmulPass, candidates, measure, quickest
-from hpctrain.parallel.saved_policy import SavedPolicy
-from hpctrain.parallel.tensor import SplitLinear
-from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
-from hpctrain.sharding.replication import MeshQueries
-
-LEAST_FLOPS = 1 << 25
-"""Fewest FLOPs of a product that is measured, which take about a millisecond."""
-
-FILE = "products.json"
-
-_FILE_BYTES, _MOST_PROCESSORS = 1 << 20, 20
+from hpctrain.parallel.kernels.choice_cache import (
+    cache_file,
+    known_kernels,
+    read_cache,
+    write_cache,
+)
+from hpctrain.parallel.kernels.matmul_kernels import KERNELS
+from hpctrain.parallel.kernels.timing import MatmulPass, candidates, measure, quickest
 
 
 def choose_kernels(deck: Deck, world: World, mesh: Mesh) -> Deck:
@@ -135,44 +111,6 @@ def with_cached_kernels(deck: Deck, ranks: int) -> Deck:
     )
 
 
-def products_of(deck: Deck, mesh: MeshQueries, device: torch.device) -> list[MatmulPass]:
-    """Return the different matrix products of a micro-batch in the whole model, except small ones."""
-    assert deck.model.vocabulary is not None
-    groups = make_groups(deck, mesh, SavedPolicy(), device)
-    architecture = architecture_of(deck, deck.model.vocabulary)
-    spans = [LayerRange.all_of(architecture.block_count)]
-    if isinstance(architecture, ModelShape):  # one layer of each kind has all products
-        spans = list(single_layers(layer_kinds(architecture)).values())
-    layers = (
-        layer for span in spans for part in build_parts(architecture, groups, [span]) for layer in part.layers
-    )
-    products = dict.fromkeys(each for layer in layers for each in _products(layer, micro_batch_tokens(deck)))
-    return [each for each in products if each.flops >= LEAST_FLOPS]
-
-
-def _products(layer: Layer, tokens: int) -> Iterator[MatmulPass]:
-    """Yield the passes of a layer's matrix products."""
-    for each in layer.multipliers:
-        head = isinstance(each, VocabularyHead)
-        other: Pass = "forward" if head else "logits"
-        for outputs, inputs in each.product.shapes:
-            rows = chunk_rows(tokens, outputs, gpu=False) if head else _rows(layer, each, tokens)
-            for kind in PASSES:
-                if kind != other:
-                    yield MatmulPass(kind, rows, outputs, inputs)
-
-
-def _rows(layer: Layer, multiplier: SplitLinear | VocabularyHead, tokens: int) -> int:
-    """Return the number of rows that a part of a layer multiplies for a micro-batch of so many tokens.
-
-    A layer of a user's module may have another number for each token; it is traced.
-    """
-    if not isinstance(layer, ModuleLayer) or isinstance(trace := trace_layer(layer, None), str):
-        return tokens
-    per_sample = trace.rows.get(multiplier.product.weights[0].shard.name)
-    return tokens if per_sample is None else tokens // layer.sequence * per_sample
-
-
 def _measure_kernels(
     deck: Deck, world: World, missing: Mapping[str, MatmulPass], common: set[str]
 ) -> dict[str, str]:
@@ -193,53 +131,3 @@ def _measure_kernels(
     return {
         name: quickest(dict(zip(names, row, strict=True))) for name, row in zip(missing, sums, strict=True)
     }
-
-
-def cache_file() -> Path:
-    """Return the file that caches the choices of all runs of a user."""
-    return user_cache() / FILE
-
-
-def read_cache() -> dict[str, dict[str, str]]:
-    """Return the cached choices of this version of the measurement, by processor and name of the product."""
-    suffix = f"; {MEASUREMENT}"
-    return {name.removesuffix(suffix): each for name, each in _read_all().items() if name.endswith(suffix)}
-
-
-def _read_all() -> dict[str, dict[str, str]]:
-    """Return all valid choices of the cache, by processor and version of the measurement.
-
-    Other versions of this package have entries of their own.
-    """
-    with suppress(OSError, ValueError):
-        rows = parse_json(read_text(cache_file(), _FILE_BYTES))
-        if isinstance(rows, dict):
-            newest = list(rows.items())[-_MOST_PROCESSORS:]
-            return {name: known_kernels(each) for name, each in newest if len(name) <= LONGEST_NAME}
-    return {}
-
-
-def write_cache(identity: str, choices: Mapping[str, str]) -> None:
-    """Add choices to the cache, the newest last. Nothing happens if the cache cannot be written. Local.
-
-    Args:
-        identity: Type of processor.
-        choices: Kernel by name of the product.
-    """
-    path, cached, key = cache_file(), _read_all(), f"{identity}; {MEASUREMENT}"
-    of_processor = {**cached.pop(key, {})}
-    for name, choice in choices.items():
-        of_processor.pop(name, None)
-        of_processor[name] = choice
-    cached[key] = dict(list(of_processor.items())[-MOST_KNOWN:])
-    text = json.dumps(dict(list(cached.items())[-_MOST_PROCESSORS:]), indent=1)
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    with suppress(OSError):
-        if not path.is_absolute():
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            draft.write_text(text + "\n", encoding="utf-8")
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)

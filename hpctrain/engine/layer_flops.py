@@ -7,7 +7,6 @@ from functools import lru_cache
 from math import prod
 
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.layer_times import PassTimes
 from hpctrain.memory.layer_bytes.module_trace import trace_layer
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import bare_model
@@ -15,6 +14,7 @@ from hpctrain.model.frozen import blocks_without_backward, freeze_parameters
 from hpctrain.model.modules.module_layers import ModuleLayer
 from hpctrain.model.part import Layer
 from hpctrain.model.shape import Recomputed
+from hpctrain.pipeline.pass_times import PassTimes
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hpctrain.comm.mesh import Mesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layer_flops import layer_flops
-from hpctrain.engine.layer_times import LayerTimes, measure_layers, times_of_parts
+from hpctrain.engine.layer_times import measure_layers
 from hpctrain.engine.mesh_sizes import micro_batches
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
@@ -20,6 +20,7 @@ from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.deck_schedule import make_schedule, outline_schedule
 from hpctrain.pipeline.generate import SEARCHED_SCHEDULES
+from hpctrain.pipeline.pass_times import LayerTimes, times_of_parts
 from hpctrain.pipeline.split import balanced_split, split_layers
 
 

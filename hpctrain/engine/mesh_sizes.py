@@ -31,30 +31,6 @@ def expert_sizes(deck: Deck) -> dict[str, int]:
     return {"expert": deck.layout.expert, "expert_tensor": deck.layout.expert_tensor}
 
 
-def on_one_rank(deck: Deck) -> Deck:
-    """Return the deck with a layout for one rank, or for data ranks only."""
-    layout = {
-        "data": None,
-        "pipeline": 1,
-        "schedule": "1f1b",
-        "chunks": 1,
-        "split": None,
-        "tensor": 1,
-        "context": 1,
-        "expert": 1,
-        "expert_tensor": 1,
-        "sequence_parallel": False,
-        "zero": 0,
-        "zero_group": None,
-        "local_steps": None,
-    }
-    return deck.with_keys(
-        layout=layout,
-        memory={"optimizer": "device", "parameters": "device"},
-        run={"noise_scale_steps": 0},
-    )
-
-
 def micro_batches(deck: Deck, data: int) -> int:
     """Return the number of micro-batches of each of `data` data ranks in a step."""
     return -(-deck.batch.global_size // (deck.batch.micro_size * data))

@@ -9,11 +9,12 @@ from typing import TypeVar
 from hpctrain.comm.mesh import Mesh, sizes_text
 from hpctrain.comm.world import World
 from hpctrain.deck.check import check_world
+from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.rank_partition import RankPartition, without_dedicated_ranks
-from hpctrain.engine.build import choose_link, make_mesh
 from hpctrain.engine.inference_stage import build_inference_stage
-from hpctrain.engine.mesh_sizes import axis_sizes, on_one_rank
+from hpctrain.engine.mesh_sizes import axis_sizes
+from hpctrain.engine.run_mesh import choose_link, make_mesh
 from hpctrain.engine.stage import StageBuilder, StageSetup, TrainedStage, build_trained_stage
 from hpctrain.text import counted
 

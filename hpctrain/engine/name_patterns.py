@@ -5,10 +5,8 @@ Some parameters are fused into one matrix or vector in memory. A pattern has to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from itertools import chain, groupby
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from torch import Tensor
 
@@ -22,68 +20,15 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import bare_model
 from hpctrain.model.part import ModelPart, parameter_list
+from hpctrain.model.pattern_matches import PatternMatches
 from hpctrain.model.precision import Precision
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.parallel.fp8.fp8_settings import names
-from hpctrain.parallel.shards import Parameter
 from hpctrain.parallel.tensor import SplitLinear
 from hpctrain.text import either
 
 _NEVER_IN_8_BITS = ("head.weight", "score.weight", "embedding.tokens.weight", "embedding.positions.weight")
 """Names that precision.fp8_exclude may contain although these layers never compute in 8 bits."""
-
-
-@dataclass(frozen=True)
-class PatternMatches:
-    """Matches of patterns.
-
-    Attributes:
-        groups: For each group of fused parameters, the names that match and the names that do not.
-        unknown: Patterns that match no parameter.
-    """
-
-    groups: Sequence[tuple[Sequence[str], Sequence[str]]]
-    unknown: Sequence[str]
-
-    @staticmethod
-    def of(
-        patterns: Sequence[str],
-        groups: Iterable[Iterable[Parameter]],
-        further: Iterable[str] = (),
-        matches: Callable[[str, str], bool] = lambda pattern, name: fnmatchcase(name, pattern),
-    ) -> PatternMatches:
-        """Return the matches of patterns.
-
-        Args:
-            patterns: The patterns.
-            groups: Groups of fused parameters.
-            further: Further names that a pattern may match.
-            matches: Returns True if a pattern matches a name.
-        """
-        known = [[parameter.shard.name for parameter in group] for group in groups]
-        every = [*chain(*known), *further]
-        named = {name for name in every if any(matches(pattern, name) for pattern in patterns)}
-        return PatternMatches(
-            [([n for n in group if n in named], [n for n in group if n not in named]) for group in known],
-            [pattern for pattern in patterns if not any(matches(pattern, name) for name in named)],
-        )
-
-    def problems(self, partial: str, unknown: str, none: str = "", all_match: str = "") -> list[str]:
-        """Return the problems, as ends of sentences.
-
-        Args:
-            partial: Format of a problem of a group that matches in part, with a matching and another name.
-            unknown: Format of a problem of a pattern that matches nothing, with the pattern.
-            none: Problem if no group matches.
-            all_match: Problem if all names of all groups match.
-        """
-        problems = [partial.format(named[0], left[0]) for named, left in self.groups if named and left]
-        problems += [unknown.format(toml_value(pattern)) for pattern in self.unknown]
-        if not problems and none and not any(named for named, _ in self.groups):
-            problems.append(none)
-        if not problems and all_match and not any(left for _, left in self.groups):
-            problems.append(all_match)
-        return list(dict.fromkeys(problems))
 
 
 def check_patterns(deck: Deck, architecture: Architecture) -> None:

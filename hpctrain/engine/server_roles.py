@@ -8,33 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.server import server_ranks
-from hpctrain.engine.build import choose_link
+from hpctrain.engine.run_mesh import choose_link
 from hpctrain.engine.stage import StageBuilder, StageSetup, TrainedStage, build_stage, build_trained_stage
 from hpctrain.engine.update_rules import RULES
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.optimizer import Optimizer
-from hpctrain.sharding.reducer import GradientReduction, Reducer
+from hpctrain.sharding.reducer import Reducer, UnreducedGradients
 from hpctrain.sharding.replica_sync import SyncEveryStep
 from hpctrain.sharding.synchronize import GradientSynchronizer
-
-
-class UnreducedGradients(GradientReduction):
-    """GradientReduction that does nothing, because servers reduce the gradients."""
-
-    scratch_bytes = 0
-
-    @override
-    def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        assert sums is gradients, "buckets of workers are not sharded"
-        return Work(sums)
 
 
 class RemoteOptimizer(Optimizer):

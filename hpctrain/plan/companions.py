@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hpctrain.checkpoint.evaluation_deck import evaluation_deck
 from hpctrain.checkpoint.names import present_checkpoints
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.planned import PlannedMesh
-from hpctrain.deck.schema import Deck
-from hpctrain.deck.sections.objective import POLICY_KINDS
-from hpctrain.deck.sections.rank_partition import CRITIC, POLICY, REFERENCE, REWARD, RankPartition
-from hpctrain.engine.auxiliary_decks import (
+from hpctrain.deck.auxiliary_decks import (
     COPY,
     concurrent_texts,
     critic_deck,
@@ -25,7 +23,9 @@ from hpctrain.engine.auxiliary_decks import (
     is_checkpoint,
     reference_deck,
 )
-from hpctrain.engine.evaluation_deck import evaluation_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.deck.sections.objective import POLICY_KINDS
+from hpctrain.deck.sections.rank_partition import CRITIC, POLICY, REFERENCE, REWARD, RankPartition
 from hpctrain.engine.generation import plan_generation_stage
 from hpctrain.engine.inference_stage import build_inference_stage
 from hpctrain.engine.layer_placement import placed_by_flops

@@ -70,7 +70,7 @@ def _tokens(deck: Deck) -> Generator[DeckProblem, None, Sequence[Tokens]]:
 
 
 def _evaluated(deck: Deck, trained: Sequence[Tokens]) -> Iterator[DeckProblem]:
-    from hpctrain.engine.held_out import set_problems
+    from hpctrain.data.held_out import set_problems
 
     yield from set_problems(deck, trained[0].tokenizer_text if trained else None)
 
@@ -123,7 +123,7 @@ def _schedule(deck: Deck, ranks: int | None) -> Iterator[DeckProblem]:
 
 def _companions(deck: Deck, ranks: int | None) -> Iterator[DeckProblem]:
     """What is wrong with the keys of a critic and of a reference."""
-    from hpctrain.engine.auxiliary_decks import critic_deck, reference_deck
+    from hpctrain.deck.auxiliary_decks import critic_deck, reference_deck
 
     for key, own_deck in (("policy.critic", critic_deck), ("policy.reference", reference_deck)):
         try:

@@ -9,7 +9,9 @@ from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.transports.traffic import Traffic
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import Engine, arrange, assemble
+from hpctrain.engine.arrangement import arrange
+from hpctrain.engine.build import assemble
+from hpctrain.engine.engine import Engine
 from hpctrain.engine.function_choice import with_functions
 from hpctrain.engine.kernel_choice import choose_kernels
 from hpctrain.engine.mesh_sizes import micro_batches

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import starmap
 
 from hpctrain.comm.mesh import rank_count, sizes_text
+from hpctrain.deck.auxiliary_decks import concurrent_texts, is_checkpoint
 from hpctrain.deck.sections.objective import POLICY_KINDS
-from hpctrain.engine.auxiliary_decks import concurrent_texts, is_checkpoint
 from hpctrain.engine.deck_kernels import describe_kernels, kernels_of
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.accounts import OF_GPU, MemoryAccount

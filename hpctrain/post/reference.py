@@ -20,10 +20,10 @@ from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
+from hpctrain.deck.auxiliary_decks import reference_deck, shares_reference
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.rank_partition import REFERENCE
-from hpctrain.engine.auxiliary_decks import reference_deck, shares_reference
-from hpctrain.engine.build import Engine
+from hpctrain.engine.engine import Engine
 from hpctrain.engine.model_placement import ModelPlacement
 from hpctrain.errors import InputOutputError
 from hpctrain.objective.factory import make_token_sampling

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
+from hpctrain.checkpoint.evaluation_deck import evaluation_deck
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_difference import tokenizer_difference
-from hpctrain.engine.evaluation_deck import evaluation_deck
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.post.rollout import Answer, AnswerRows
 from hpctrain.train.evaluate import known_tokenizer

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hpctrain.checkpoint.evaluation_deck import evaluation_deck
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.mesh import sizes_text
 from hpctrain.comm.world import World

@@ -22,13 +22,14 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.conversations import PromptSequences
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.deck.auxiliary_decks import concurrent_texts, critic_deck, generates_itself, is_checkpoint
 from hpctrain.deck.code import NamedCode
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.deck.sections.policy import reward_weights
 from hpctrain.deck.sections.rank_partition import CRITIC, POLICY, REWARD
-from hpctrain.engine.auxiliary_decks import concurrent_texts, critic_deck, generates_itself, is_checkpoint
-from hpctrain.engine.build import Engine, build_engine
+from hpctrain.engine.build import build_engine
+from hpctrain.engine.engine import Engine
 from hpctrain.engine.generation import generation_stage
 from hpctrain.engine.layer_placement import with_split
 from hpctrain.engine.mesh_sizes import axis_sizes

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.deck.auxiliary_decks import MOST_CONCURRENT_TEXTS
 from hpctrain.deck.sections.machine import Machine
-from hpctrain.engine.auxiliary_decks import MOST_CONCURRENT_TEXTS
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.continuing import GeneratedText, continue_texts
 from hpctrain.generate.passes import CachedPasses, least_rows

@@ -99,6 +99,17 @@ class ExactReduction(GradientReduction):
         return self.group.start_reduce_scatter(gradients, sums, self.bucket.layout.sizes)
 
 
+class UnreducedGradients(GradientReduction):
+    """GradientReduction that does nothing, because servers reduce the gradients."""
+
+    scratch_bytes = 0
+
+    @override
+    def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
+        assert sums is gradients, "buckets of workers are not sharded"
+        return Work(sums)
+
+
 class Reducer:
     """Reduction of a bucket's gradients to where its stage of ZeRO stores their sums.
 

@@ -28,17 +28,17 @@ from hpctrain.checkpoint.stored_deck import deck_state, stored_deck
 from hpctrain.checkpoint.write import needs_mpi, save
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import Engine
-from hpctrain.engine.deck_kernels import computed_by
-from hpctrain.engine.frozen_change import frozen_change
-from hpctrain.engine.resume_check import replaced_optimizer_state
+from hpctrain.engine.engine import Engine
 from hpctrain.errors import InputOutputError
 from hpctrain.sharding.bucket import await_readers
 from hpctrain.sharding.state import MODEL, OPTIMIZER
 from hpctrain.train.best import RECORD, BestSoFar
+from hpctrain.train.frozen_change import frozen_change
 from hpctrain.train.hook import Hook, StepDone
+from hpctrain.train.resume_check import replaced_optimizer_state
 from hpctrain.train.start import left_bias
 from hpctrain.train.step import TrainState
+from hpctrain.train.stored_choices import computed_by
 
 
 class Checkpoints(Hook):

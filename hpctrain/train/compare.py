@@ -16,9 +16,8 @@ from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.comm.world import World
 from hpctrain.deck.check import check_world, world_problems
 from hpctrain.deck.code import CodeTrust
+from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.deck_kernels import computed_by, with_stored_choices
-from hpctrain.engine.mesh_sizes import on_one_rank
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
 from hpctrain.files import finite
 from hpctrain.report.contents import layout_text
@@ -40,6 +39,7 @@ from hpctrain.train.fingerprints import LOSS, NORM, StepPrints, fingerprints
 from hpctrain.train.origin import require_same_source
 from hpctrain.train.recorded_losses import Recorded
 from hpctrain.train.replay import COMPUTED, ROUNDING, STEPS, engine_of, reasons_of, refuse_other_order
+from hpctrain.train.stored_choices import computed_by, with_stored_choices
 from hpctrain.train.verdict import (
     ComparisonResult,
     Departure,

@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
+from hpctrain.checkpoint.evaluation_deck import evaluation_deck
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_tokenizer import tokenizer_of_state
 from hpctrain.comm.mesh import sizes_text
 from hpctrain.comm.world import World
 from hpctrain.data import contents
 from hpctrain.data.batches import Batches
+from hpctrain.data.corpus import require_same_tokens
+from hpctrain.data.held_out import HeldOut, batches_of, unfit_reasons, with_token_counts
 from hpctrain.data.sample_window import SampleWindow
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import PREFERENCE_KINDS, REFERENCE_KINDS
-from hpctrain.engine.corpus import require_same_tokens
-from hpctrain.engine.evaluation_deck import evaluation_deck
-from hpctrain.engine.held_out import HeldOut, batches_of, unfit_reasons, with_token_counts
 from hpctrain.errors import HpctrainError
 from hpctrain.files import strict_json
 from hpctrain.report.terminal import columns

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.engine.build import Engine
+from hpctrain.engine.engine import Engine
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.sequence import context_positions
 from hpctrain.parallel.shards import Shard

@@ -15,13 +15,13 @@ from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.stored_tokenizer import TOKENIZER, stored_settings, tokenizer_state
 from hpctrain.comm.world import World
 from hpctrain.data.contents import TEXT_KIND
+from hpctrain.data.corpus import Corpus
 from hpctrain.data.shards import Tokens, title_of
 from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import token_file_patterns
 from hpctrain.deck.sources import toml_value
-from hpctrain.engine.corpus import Corpus
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.units import format_count
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch, MicroBatchRequest, SampleSource
+from hpctrain.data.corpus import Corpus
+from hpctrain.data.held_out import HeldOut
 from hpctrain.data.stored import StoredArray
-from hpctrain.engine.corpus import Corpus
-from hpctrain.engine.held_out import HeldOut
 from hpctrain.errors import InputOutputError, failing_as
 from hpctrain.files import flush_to_disk, open_regular
 from hpctrain.objective.dpo import REFERENCE

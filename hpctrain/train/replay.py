@@ -16,14 +16,12 @@ from typing import Any
 
 from hpctrain.checkpoint.provenance import HistorySegment, RecordedLoss, history
 from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.same_model import require_same_model
 from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.checkpoint.versions import library_versions
 from hpctrain.comm.world import World
 from hpctrain.deck.code import trust_of
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.deck_kernels import computed_by, with_stored_choices
-from hpctrain.engine.function_choice import record_of
-from hpctrain.engine.resume_check import require_same_model
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.report.contents import layout_text
@@ -31,6 +29,7 @@ from hpctrain.report.terminal import columns, fit
 from hpctrain.train.origin import corpus_key, same_corpus
 from hpctrain.train.recorded_losses import Recorded, find_recorded, newest_recorded
 from hpctrain.train.run import Run, open_run
+from hpctrain.train.stored_choices import computed_by, record_of, with_stored_choices
 from hpctrain.train.trainer import MakeTrainer, make_trainer
 from hpctrain.watch.run_files import remove_replayed
 

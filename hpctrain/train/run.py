@@ -19,17 +19,15 @@ from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.parallel_files import require_parallel_files
 from hpctrain.comm.world import World
+from hpctrain.data.corpus import Corpus, open_corpus, resolve_vocabulary
+from hpctrain.data.held_out import HeldOut, open_held_out
 from hpctrain.deck.check import check_world
 from hpctrain.deck.code import trust_of
 from hpctrain.deck.replicas import fit_continued_replicas, fit_initial_replicas
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import REFERENCE_KINDS
-from hpctrain.engine.corpus import Corpus, open_corpus, resolve_vocabulary
-from hpctrain.engine.deck_kernels import with_stored_choices
 from hpctrain.engine.function_choice import with_functions
-from hpctrain.engine.held_out import HeldOut, open_held_out
 from hpctrain.engine.model_placement import place_models
-from hpctrain.engine.resume_check import keep_vocabulary, require_resumable
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, EXIT_USER, HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.plan.divided import build_seat_within_memory
@@ -49,6 +47,7 @@ from hpctrain.train.mirror import begin_mirrors, require_neighbour
 from hpctrain.train.origin import compare_corpus, known_corpus
 from hpctrain.train.rate_change import rate_change
 from hpctrain.train.reference import bring_references, refer
+from hpctrain.train.resume_check import keep_vocabulary, require_resumable
 from hpctrain.train.routing import RoutingRecorder, read_given
 from hpctrain.train.seconds import PlannedSeconds, StepSeconds, plan_seconds
 from hpctrain.train.server.checkpoints import ServedCheckpoints
@@ -58,6 +57,7 @@ from hpctrain.train.skipped_steps import reason_to_stop
 from hpctrain.train.start import require_training_state, start_from_source
 from hpctrain.train.startup import RunFolder, prepare_ranks, read_deck_on_all_ranks
 from hpctrain.train.step import TrainState
+from hpctrain.train.stored_choices import with_stored_choices
 from hpctrain.train.summary import decay_ended, introduction
 from hpctrain.train.taken import Taken, take_mirror
 from hpctrain.train.time_limit import BYTES_PER_SECOND, Pace, TimeLimit

@@ -13,8 +13,11 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.machine import Machine
-from hpctrain.engine.build import Engine, arrange, assemble, make_mesh
-from hpctrain.engine.inference_stage import InferenceOptimizer, build_inference_stage, build_initial_stage
+from hpctrain.engine.arrangement import arrange
+from hpctrain.engine.build import assemble
+from hpctrain.engine.engine import Engine
+from hpctrain.engine.inference_stage import build_inference_stage, build_initial_stage
+from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.engine.stage import StageBuilder
 from hpctrain.engine.stage_values import load_parameters
 from hpctrain.host.memory import resident_bytes
@@ -22,6 +25,7 @@ from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import bare_model
 from hpctrain.model.part import parameter_list
 from hpctrain.model.precision import Precision
+from hpctrain.optim.inference_optimizer import InferenceOptimizer
 from hpctrain.plan.room import demand_room
 from hpctrain.train.origin import require_same_source
 from hpctrain.train.start import start_from_source

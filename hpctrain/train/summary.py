@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpctrain.comm.mesh import sizes_text
+from hpctrain.data.corpus import Corpus
 from hpctrain.data.mixture import material_of, mixture_lines
 from hpctrain.data.shards import title_of
 from hpctrain.deck.decays import ENDLESS
@@ -12,11 +13,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.mixture import token_file_patterns
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.deck.sources import toml_value
-from hpctrain.engine.build import Engine
-from hpctrain.engine.corpus import Corpus
 from hpctrain.engine.deck_kernels import describe_kernels
-from hpctrain.engine.function_choice import describe_functions
-from hpctrain.engine.recompute_settings import describe_recompute
+from hpctrain.engine.engine import Engine
 from hpctrain.host.device import gpu_name
 from hpctrain.model.count import count
 from hpctrain.parallel.fp8.device_support import native
@@ -27,7 +25,9 @@ from hpctrain.sharding.eight_bit_gather import EightBitBucket
 from hpctrain.sharding.local_steps.fragments import FragmentSchedule
 from hpctrain.text import command, counted
 from hpctrain.train.batch_size import samples_of
+from hpctrain.train.recompute_summary import describe_recompute
 from hpctrain.train.step import TrainState
+from hpctrain.train.stored_choices import describe_functions
 from hpctrain.units import format_bytes, format_count
 
 MANY_EPOCHS = 16  # from here on, more passes over the same text teach next to nothing (arXiv 2305.16264)

@@ -15,9 +15,9 @@ from pathlib import Path
 from hpctrain.comm.mesh import sizes_text
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
+from hpctrain.data.corpus import Corpus
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import Engine
-from hpctrain.engine.corpus import Corpus
+from hpctrain.engine.engine import Engine
 from hpctrain.engine.model_placement import ModelPlacement
 from hpctrain.text import counted
 from hpctrain.train.batch_size import batch_at

@@ -38,10 +38,11 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.dataset import dataset_of
 from hpctrain.data.loader import DatasetSource
 from hpctrain.data.synthetic import SyntheticSource
+from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.local_steps import has_outer_model
-from hpctrain.engine.build import Engine, build_engine
-from hpctrain.engine.mesh_sizes import on_one_rank
+from hpctrain.engine.build import build_engine
+from hpctrain.engine.engine import Engine
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.model.modules.module_part import ModulePart
 from hpctrain.model.precision import DOUBLE_FP8

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hpctrain.comm.timeline import Timeline
-from hpctrain.engine.held_out import HeldOut
+from hpctrain.data.held_out import HeldOut
 from hpctrain.engine.layer_flops import model_flops
 from hpctrain.host.memory import peak_rss_bytes
 from hpctrain.model.expert_load import ExpertLoad

@@ -22,9 +22,9 @@ from hpctrain.bench.torch_training import PeerStep
 from hpctrain.bench.train import TrainingBenchOptions, bench_train, own_variant
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
+from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.mesh_sizes import on_one_rank
 from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape

@@ -2,7 +2,7 @@
 
 The checkpoint plays the part of one that somebody else made. After its run, the file that its deck names is
 replaced by one that creates a marker file when it is imported. Copies of the checkpoint name functions of the
-standard library. This also tests engine/evaluation_deck.py and train/compared_run.py.
+standard library. This also tests checkpoint/evaluation_deck.py and train/compared_run.py.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
+from hpctrain.checkpoint.evaluation_deck import evaluation_deck
 from hpctrain.checkpoint.stored_deck import deck_state, require_trusted, stored_deck
 from hpctrain.deck.code import CODE_KEYS, CodeEntry, CodeTrust, NamedCode, UntrustedCodeError, code_entries
 from hpctrain.deck.read import changed_deck, parse_deck, read_code_entries, read_stored_deck
 from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.user_code import import_function
-from hpctrain.engine.evaluation_deck import evaluation_deck
 from hpctrain.errors import EXIT_DONE, HpctrainError
 from hpctrain.optim.spikes import Spike
 from hpctrain.post.rewards.in_processes import UsersReward

@@ -22,15 +22,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.machine import Machine
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine import function_choice as module
-from hpctrain.engine.build import make_mesh
-from hpctrain.engine.deck_kernels import with_stored_choices
-from hpctrain.engine.function_choice import (
-    compile_functions,
-    describe_functions,
-    functions_of,
-    planned_functions,
-    with_functions,
-)
+from hpctrain.engine.function_choice import compile_functions, functions_of, planned_functions, with_functions
+from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.parallel.kernels import compiler
 from hpctrain.parallel.kernels.compiler import CompilerError
@@ -38,6 +31,7 @@ from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions
 from hpctrain.plan.memory import plan_memory
 from hpctrain.train.replay import replay
 from hpctrain.train.run import resume, run_deck
+from hpctrain.train.stored_choices import describe_functions, with_stored_choices
 from hpctrain.train.verify import verify_layout
 from tests.engines import LLAMA, reference, small_deck, trainer
 from tests.parallel.kernels.test_layer_functions import trapping

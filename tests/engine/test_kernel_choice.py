@@ -21,18 +21,13 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine import kernel_choice as module
-from hpctrain.engine.build import arrange, make_mesh
-from hpctrain.engine.deck_kernels import with_stored_choices
-from hpctrain.engine.kernel_choice import (
-    cache_file,
-    choose_kernels,
-    read_cache,
-    with_cached_kernels,
-    write_cache,
-)
+from hpctrain.engine.arrangement import arrange
+from hpctrain.engine.kernel_choice import choose_kernels, with_cached_kernels
+from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.host.processor import processor_identity, processor_name
 from hpctrain.model.part import converted_bytes
+from hpctrain.parallel.kernels.choice_cache import cache_file, read_cache, write_cache
 from hpctrain.parallel.kernels.matmul_kernels import KERNELS, KernelTable, OneDnn
 from hpctrain.parallel.kernels.timing import MEASUREMENT, MatmulPass
 from hpctrain.plan.engine import build_within_memory
@@ -41,6 +36,7 @@ from hpctrain.plan.served import build_role_within_memory
 from hpctrain.sharding.bucket import value_bytes
 from hpctrain.train.miniature import miniature
 from hpctrain.train.run import resume, run_deck
+from hpctrain.train.stored_choices import with_stored_choices
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 from tests.train.test_run import DECK
 
@@ -65,7 +61,7 @@ class Measuring:
 @pytest.fixture
 def measuring(monkeypatch: pytest.MonkeyPatch, mpi_tmp_path: Path) -> Measuring:
     """Products of any size are chosen for, by seconds that a test gives; nothing is kept yet."""
-    monkeypatch.setattr(module, "LEAST_FLOPS", 0)
+    monkeypatch.setattr("hpctrain.engine.measured_products.LEAST_FLOPS", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(mpi_tmp_path / "cache"))
     found = Measuring(QUICK_FORWARD)
     monkeypatch.setattr(module, "measure", found)

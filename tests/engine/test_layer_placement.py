@@ -11,9 +11,9 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import make_mesh
 from hpctrain.engine.layer_flops import layer_flops, model_flops
 from hpctrain.engine.layer_placement import placed_by_flops, with_split
+from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.model.shape import ModelShape
 from hpctrain.train.difference import LayoutDifference
 from hpctrain.train.verify import verify_layout

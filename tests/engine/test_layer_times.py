@@ -9,19 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpctrain.bench.stages import gather_part_times
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import read_deck
 from hpctrain.engine import layer_times
-from hpctrain.engine.build import make_mesh
 from hpctrain.engine.layer_placement import LayerPlacement, with_split
-from hpctrain.engine.layer_times import LayerTimes, PassTimes, gather_part_times, measure_layers
+from hpctrain.engine.layer_times import measure_layers
+from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.model.construction import bare_model
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.pass_times import LayerTimes, PassTimes
 from hpctrain.pipeline.simulate import simulate
 from hpctrain.pipeline.split import split_layers
 from hpctrain.sharding.bucket import Bucket

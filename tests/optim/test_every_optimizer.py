@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.world import World
+from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.optimizer import MATRIX_OPTIMIZERS
-from hpctrain.engine.build import make_mesh
-from hpctrain.engine.mesh_sizes import on_one_rank
+from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.engine.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.matrix.matrix_rule import MatrixRules

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.engine.build import make_mesh
+from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.model.construction import bare_model
 from hpctrain.model.count import count
 from hpctrain.model.part import parameter_list

@@ -11,15 +11,18 @@ import pytest
 from torch import Tensor
 
 from hpctrain.comm.world import World
+from hpctrain.data.corpus import open_corpus, resolve_vocabulary
 from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.rank_partition import CRITIC
-from hpctrain.engine.build import Engine, arrange, assemble, build_engine, make_mesh
-from hpctrain.engine.corpus import open_corpus, resolve_vocabulary
+from hpctrain.engine.arrangement import arrange
+from hpctrain.engine.build import assemble, build_engine
+from hpctrain.engine.engine import Engine
 from hpctrain.engine.function_choice import with_functions
 from hpctrain.engine.kernel_choice import choose_kernels
 from hpctrain.engine.model_placement import place_models
+from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.engine.stage_values import initialize
 from hpctrain.parallel.shards import Shard
 from hpctrain.post.rewards.reward import Sample

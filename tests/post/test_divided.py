@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.checkpoint.checkpoint_index import examine
+from hpctrain.checkpoint.evaluation_deck import evaluation_deck
 from hpctrain.comm.world import World
 from hpctrain.data.prepare_rows import prepare_rows
-from hpctrain.engine.evaluation_deck import evaluation_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.post.trainer import make_trainer
 from hpctrain.train.run import resume, run_deck

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from hpctrain.bench.torch_model import TorchModel
 from hpctrain.comm.world import World
 from hpctrain.data.order import SampleOrder
+from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.policy import steps_per_rollout
 from hpctrain.deck.sections.rank_partition import CRITIC
-from hpctrain.engine.build import Engine
-from hpctrain.engine.mesh_sizes import on_one_rank
+from hpctrain.engine.engine import Engine
 from hpctrain.post.rollout import Answer
 from hpctrain.post.trainer import PolicyTrainer
 from tests.engines import by_rank_0

@@ -10,9 +10,10 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch
-from hpctrain.engine.build import build_engine, make_mesh
+from hpctrain.deck.one_rank import on_one_rank
+from hpctrain.engine.build import build_engine
 from hpctrain.engine.gradients import REPLICA_SYNCS, ReplicaSyncChoice
-from hpctrain.engine.mesh_sizes import on_one_rank
+from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.engine.stage import build_stage
 from hpctrain.engine.stage_values import load_parameters
 from hpctrain.model.construction import build_model

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
+from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import Engine
-from hpctrain.engine.mesh_sizes import on_one_rank
+from hpctrain.engine.engine import Engine
 from hpctrain.errors import HpctrainError
 from hpctrain.parallel.adapter import is_adapter
 from hpctrain.parallel.scalar_head import NAME as SCORE

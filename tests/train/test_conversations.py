@@ -1,7 +1,7 @@
 """Conversations that share sequences train as separate ones do: losses and gradients of the run's own step on
 all layouts, beside those of plain torch in double precision, which has each conversation by itself.
 
-Tests of what data/conversations.py gives to a run, and engine/corpus.py settles.
+Tests of what data/conversations.py gives to a run, and data/corpus.py settles.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from torch.nn import functional
 
 from hpctrain.bench.torch_model import TorchModel
 from hpctrain.comm.world import World
+from hpctrain.data.corpus import open_corpus, resolve_vocabulary
+from hpctrain.data.held_out import open_held_out
 from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.tokens import TokenFile
+from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import build_engine, make_mesh
-from hpctrain.engine.corpus import open_corpus, resolve_vocabulary
+from hpctrain.engine.build import build_engine
 from hpctrain.engine.function_choice import with_functions
-from hpctrain.engine.held_out import open_held_out
-from hpctrain.engine.mesh_sizes import on_one_rank
+from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.train.trainer import Trainer
 from hpctrain.train.verify import ROUGHNESS, _pieces

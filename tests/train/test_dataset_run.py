@@ -1,6 +1,6 @@
 """Runs on datasets of users take the steps of a plain torch loop over the same samples.
 
-Also engine/corpus.py, objective/factory.py, model/modules/module_call.py, model/modules/module_buffers.py.
+Also data/corpus.py, objective/factory.py, model/modules/module_call.py, model/modules/module_buffers.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.comm.world import World
+from hpctrain.data.corpus import open_corpus, resolve_vocabulary
 from hpctrain.data.order import SampleOrder
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.optimizer import AdamWTable
 from hpctrain.deck.sources import toml_value
-from hpctrain.engine.build import build_engine, make_mesh
-from hpctrain.engine.corpus import open_corpus, resolve_vocabulary
+from hpctrain.engine.build import build_engine
+from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.train.verify import ROUGHNESS
 from tests.engines import Trainer, by_rank_0
 from tests.model.modules.tensor_parallel.test_apply_plan import whole_parameters

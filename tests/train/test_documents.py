@@ -18,10 +18,11 @@ from torch.nn import functional
 from hpctrain.bench.torch_model import TorchModel
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch, SequenceSource
+from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import build_engine, make_mesh
+from hpctrain.engine.build import build_engine
 from hpctrain.engine.function_choice import with_functions
-from hpctrain.engine.mesh_sizes import on_one_rank
+from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.parallel.shards import Shard
 from hpctrain.train.hook import Hook
 from hpctrain.train.miniature import miniature

@@ -1,6 +1,6 @@
 """Evaluation on any layout against plain torch, and what follows from it: `best`, patience, after kills too.
 
-Tests of train/best.py, engine/held_out.py, watch/evaluated.py and the keep of `best` in train/checkpoints.py.
+Tests of train/best.py, data/held_out.py, watch/evaluated.py and the keep of `best` in train/checkpoints.py.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches
+from hpctrain.data.held_out import HeldOut
 from hpctrain.data.prepare import prepare
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.held_out import HeldOut
 from hpctrain.model.part import logits_of
 from hpctrain.report.rows import read_metrics
 from hpctrain.train import checkpoints, watchers

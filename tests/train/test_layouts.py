@@ -19,7 +19,7 @@ from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import make_mesh
+from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.model.part import logits_of
 from hpctrain.parallel.tensor import RowLinear
 from hpctrain.train.miniature import miniature

@@ -23,8 +23,8 @@ from hpctrain.data.order import Integers, SampleOrder
 from hpctrain.data.prepare import prepare
 from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.synthetic import SyntheticSource
+from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.mesh_sizes import on_one_rank
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.report.rows import read_metrics
 from hpctrain.train import evaluate as evaluate_module

@@ -19,10 +19,11 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches, MicroBatch, MicroBatchRequest
 from hpctrain.data.order import Integers, SampleOrder
 from hpctrain.data.synthetic import SyntheticSource
+from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import build_engine, make_mesh
+from hpctrain.engine.build import build_engine
 from hpctrain.engine.function_choice import with_functions
-from hpctrain.engine.mesh_sizes import on_one_rank
+from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.objective.objective import Objective
 from hpctrain.objective.value import ClippedValue
 from hpctrain.train.scored import values_of

@@ -21,7 +21,9 @@ from hpctrain.data.prepare import prepare
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.toml_text import deck_text
-from hpctrain.engine.build import Engine, build_engine, make_mesh
+from hpctrain.engine.build import build_engine
+from hpctrain.engine.engine import Engine
+from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.plan.deck import plan_deck
 from hpctrain.sharding.state import MASTER

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib.resources import as_file, files
 from pathlib import Path
 
 from hpctrain.errors import HpctrainError
@@ -97,6 +98,25 @@ def build_library(source: Path, program: Path, is_correct: Callable[[bytes], boo
             stream.write(library + hashlib.sha256(library).digest())
         Path(stream.name).replace(path)
     return library
+
+
+def build_packaged_library(
+    package: str, source: str, program: str, is_correct: Callable[[bytes], bool] = lambda _: True
+) -> bytes:
+    """Return the library of a C file of a package, as `build_library` does.
+
+    Args:
+        package: Name of the package, such as "hpctrain.parallel.kernels".
+        source: Name of the C file in the package.
+        program: Name of the Python file in the package that tries a library.
+        is_correct: As in `build_library`.
+
+    Raises:
+        CompilerError: No compiler makes one that runs here.
+    """
+    folder = files(package)
+    with as_file(folder / source) as source_path, as_file(folder / program) as program_path:
+        return build_library(source_path, program_path, is_correct)
 
 
 def _cache_path(source: Path, program: Path) -> Path:

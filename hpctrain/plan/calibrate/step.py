@@ -7,7 +7,8 @@ import torch
 from hpctrain.comm.mesh import Mesh
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import Engine, build_engine
+from hpctrain.engine.build import build_engine
+from hpctrain.engine.engine import Engine
 from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape

@@ -30,7 +30,7 @@ _LONGEST = 1000  # characters of a name
 
 def usual_file() -> Path:
     """Where rates are kept if no other file is named: beside what is kept of kernels."""
-    from hpctrain.engine.kernel_choice import cache_file
+    from hpctrain.parallel.kernels.choice_cache import cache_file
 
     return cache_file().with_name(FILE)
 

@@ -27,8 +27,9 @@ from hpctrain.deck.families import CHOICES
 from hpctrain.deck.presets import presets
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.toml_text import deck_text
-from hpctrain.engine.build import build_engine, make_mesh
+from hpctrain.engine.build import build_engine
 from hpctrain.engine.groups import make_groups
+from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.engine.stage import build_stage
 from hpctrain.engine.stage_values import load_parameters
 from hpctrain.errors import HpctrainError, InputOutputError

@@ -24,7 +24,9 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import Engine, build_engine, make_mesh
+from hpctrain.engine.build import build_engine
+from hpctrain.engine.engine import Engine
+from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.train.scored import values_of
 from hpctrain.train.start import start_from_source

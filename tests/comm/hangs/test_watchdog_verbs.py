@@ -46,7 +46,7 @@ RUN = ("run", "deck.toml", "--set", "run.dir=fresh")
 # By id: the function in which rank 1 stops, the activity of the other ranks, and the command.
 PLACES = {
     "start": ("hpctrain.comm.world:World._set_device", "starting", RUN),
-    "tokens": ("hpctrain.engine.corpus:open_entries", "opening the training data", RUN),
+    "tokens": ("hpctrain.data.corpus:open_entries", "opening the training data", RUN),
     "build": ("hpctrain.train.run:build_seat_within_memory", "building the model", RUN),
     "folder": ("hpctrain.train.startup:check_run_folder", "locking the run folder", RUN),
     "load": (

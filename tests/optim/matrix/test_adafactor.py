@@ -11,13 +11,13 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
-from hpctrain.engine.resume_check import replaced_optimizer_state
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.matrix.adafactor import Adafactor
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.plan.memory import plan_memory
 from hpctrain.train.control import StepDecision
 from hpctrain.train.memory import MemoryLedger
+from hpctrain.train.resume_check import replaced_optimizer_state
 from tests.engines import DECK, LLAMA, small_deck, trainer
 from tests.optim.block_rules import DECAY, ten_updates
 

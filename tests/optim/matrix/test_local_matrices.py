@@ -134,7 +134,7 @@ def test_padding_of_tables_changes_nothing(world: World, monkeypatch: pytest.Mon
         object.__setattr__(groups, "table_rows", 64)
         return groups
 
-    monkeypatch.setattr("hpctrain.engine.build.make_groups", filled)
+    monkeypatch.setattr("hpctrain.engine.arrangement.make_groups", filled)
     training = trainer(world, deck)
     assert training.engine.stage.models[0].layers[0].all_parameters[0].shard.local[0] == 64
     assert [step.loss for step in training.train(3)] == pytest.approx(plain, rel=1e-6)

@@ -9,7 +9,8 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import arrange, assemble
+from hpctrain.engine.arrangement import arrange
+from hpctrain.engine.build import assemble
 from hpctrain.engine.server_roles import ServerRoles
 from hpctrain.train.server.trainer import ServedTrainer
 from hpctrain.train.step import StepResult

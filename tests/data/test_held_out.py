@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.world import World
+from hpctrain.data.corpus import open_corpus
+from hpctrain.data.held_out import HeldOut, open_held_out
 from hpctrain.data.prepare import prepare
 from hpctrain.data.tokenizer import bytes_json
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.rows import place_and_message
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.corpus import open_corpus
-from hpctrain.engine.held_out import HeldOut, open_held_out
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.named import named_problems
 from tests.deck.small_text import SMALL

@@ -6,17 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.checkpoint.same_model import require_same_model
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.resume_rules import keys_of_policy
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.toml_text import deck_text
-from hpctrain.engine.resume_check import (
-    keep_vocabulary,
-    replaced_optimizer_state,
-    require_resumable,
-    require_same_model,
-)
 from hpctrain.errors import HpctrainError
+from hpctrain.train.resume_check import keep_vocabulary, replaced_optimizer_state, require_resumable
 from tests.engines import small_deck
 
 PATH = Path("x.h5")

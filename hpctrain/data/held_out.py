@@ -12,6 +12,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches
 from hpctrain.data.contents import TEXT_KIND
+from hpctrain.data.corpus import Corpus, require_same_tokens
 from hpctrain.data.fit import unfit_kind
 from hpctrain.data.mixture import sequences_of
 from hpctrain.data.text_bytes import token_bytes
@@ -23,7 +24,6 @@ from hpctrain.deck.rows import row_message
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.evaluation import VALIDATION, EvaluationSet
 from hpctrain.deck.sections.objective import LANGUAGE_KINDS
-from hpctrain.engine.corpus import Corpus, require_same_tokens
 from hpctrain.errors import HpctrainError
 from hpctrain.text import counted
 

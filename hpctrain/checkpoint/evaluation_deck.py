@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpctrain.checkpoint.same_model import require_same_model
 from hpctrain.checkpoint.stored_deck import require_trusted, stored_deck
 from hpctrain.deck.check import check_world, world_problems
 from hpctrain.deck.code import trust_of
+from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import REFERENCE_KINDS, SCORE_KINDS
-from hpctrain.engine.mesh_sizes import on_one_rank
-from hpctrain.engine.resume_check import require_same_model
 from hpctrain.errors import HpctrainError
 
 

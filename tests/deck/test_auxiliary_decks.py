@@ -1,4 +1,4 @@
-"""What names a reward model, and what a critic may have of its own. Tests of engine/auxiliary_decks.py."""
+"""What names a reward model, and what a critic may have of its own. Tests of deck/auxiliary_decks.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.deck.auxiliary_decks import critic_deck, is_checkpoint, reference_deck
 from hpctrain.deck.read import parse_deck
-from hpctrain.engine.auxiliary_decks import critic_deck, is_checkpoint, reference_deck
 from hpctrain.errors import HpctrainError
 
 
