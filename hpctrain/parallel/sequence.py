@@ -38,10 +38,3 @@ def context_positions(group: Group, form: ContextForm, sequence: int) -> Tensor:
         return torch.arange(sequence).chunk(size)[rank].clone()
     pieces = torch.arange(sequence).chunk(2 * size)
     return torch.cat((pieces[rank], pieces[2 * size - 1 - rank]))
-
-
-def context_piece(tokens: Tensor, positions: Tensor) -> Tensor:
-    """Return the columns at `positions` of tokens [b, s], sequence first: [s/c, b]."""
-    if positions.numel() == tokens.shape[1]:
-        return tokens.t().contiguous()
-    return tokens.t()[positions]

@@ -26,7 +26,6 @@ from hpctrain.model.part import ModelPart
 from hpctrain.objective.objective import LossFunction, Objective
 from hpctrain.parallel.autograd import BackwardStart
 from hpctrain.parallel.random import DropoutSource
-from hpctrain.parallel.sequence import context_piece
 from hpctrain.parallel.step_statistics import StepStatistics
 from hpctrain.parallel.weight_gradients import DeferredGradient, WeightGradientQueue, compute_all
 from hpctrain.pipeline.action import Action, Schedule
@@ -89,6 +88,13 @@ class PreparedBatch:
             lengths=micro_batch.row_lengths,
         )
         return PreparedBatch(inputs, objective.losses(inputs, scale))
+
+
+def context_piece(tokens: Tensor, positions: Tensor) -> Tensor:
+    """Return the columns at `positions` of tokens [b, s], sequence first: [s/c, b]."""
+    if positions.numel() == tokens.shape[1]:
+        return tokens.t().contiguous()
+    return tokens.t()[positions]
 
 
 @dataclass(frozen=True)
