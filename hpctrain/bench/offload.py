@@ -14,7 +14,7 @@ from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.offload_settings import offload_folder, open_scratch
 from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.memory.scratch import THREADS, ScratchFile, Transfer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.mesh import Mesh
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.layer_times import message_seconds, slowest_ranks
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.action_timer import ActionTimer, Measured

@@ -10,7 +10,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.arrangement import EngineLayout, arrange
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.kernel_choice import choose_kernels
 from hpctrain.engine.recompute_settings import open_activation_store
 from hpctrain.engine.registry import start_features

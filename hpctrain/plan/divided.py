@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.arrangement import arrange
 from hpctrain.engine.build import assemble
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.kernel_choice import choose_kernels
 from hpctrain.engine.layer_placement import with_split
 from hpctrain.engine.model_placement import ModelPlacement

@@ -10,7 +10,7 @@ from hpctrain.deck.read import changed_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.arrangement import arrange
 from hpctrain.engine.build import assemble
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.kernel_choice import choose_kernels
 from hpctrain.engine.layer_flops import model_flops
 from hpctrain.engine.layer_placement import with_split

@@ -11,7 +11,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.arrangement import arrange
 from hpctrain.engine.build import assemble
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.function_choice import with_functions
 from hpctrain.engine.kernel_choice import choose_kernels
 from hpctrain.engine.mesh_sizes import micro_batches

@@ -29,7 +29,7 @@ from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.deck.sections.policy import reward_weights
 from hpctrain.deck.sections.rank_partition import CRITIC, POLICY, REWARD
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.generation import generation_stage
 from hpctrain.engine.layer_placement import with_split
 from hpctrain.engine.mesh_sizes import axis_sizes

@@ -28,7 +28,7 @@ from hpctrain.checkpoint.stored_deck import deck_state, stored_deck
 from hpctrain.checkpoint.write import needs_mpi, save
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.errors import InputOutputError
 from hpctrain.sharding.bucket import await_readers
 from hpctrain.sharding.state import MODEL, OPTIMIZER

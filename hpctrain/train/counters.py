@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from hpctrain.audit.detected_fault import DetectedFault
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.train.step import TrainState
 
 

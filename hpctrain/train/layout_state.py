@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.sequence import context_positions
 from hpctrain.parallel.shards import Shard

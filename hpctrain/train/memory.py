@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from hpctrain.comm.world import World
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.stage import Stage
 from hpctrain.errors import failing_as
 from hpctrain.files import write_text

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.data.batches import MicroBatch
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.modules.initial_values import HOST, seeded_random_numbers
 from hpctrain.model.modules.module_architecture import ModuleArchitecture

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from hpctrain.audit.bits import word_sum
 from hpctrain.audit.detected_fault import DetectedFault
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
 from hpctrain.train.step import Step, TrainState

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.world import World
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.errors import HpctrainError
 from hpctrain.model.inputs import RoutingChoices
 from hpctrain.model.router import router_name

@@ -15,7 +15,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.machine import Machine
 from hpctrain.engine.arrangement import arrange
 from hpctrain.engine.build import assemble
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.inference_stage import build_inference_stage, build_initial_stage
 from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.engine.stage import StageBuilder

@@ -16,7 +16,7 @@ from hpctrain.checkpoint.exchange.safetensors_folder import TensorFolder
 from hpctrain.checkpoint.exchange.source import load_source
 from hpctrain.deck.code import CAUSAL_MODEL
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.errors import HpctrainError
 from hpctrain.model.modules.module_architecture import ModuleArchitecture
 from hpctrain.model.modules.module_buffers import BUFFER_KIND as BUFFER

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.batches import Batches, MicroBatch
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.model.inputs import RoutingChoices
 from hpctrain.optim.clip import clip_coefficient, local_square_norm
 from hpctrain.optim.spikes import Spike

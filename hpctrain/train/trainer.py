@@ -17,7 +17,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.corpus import Corpus
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.model_placement import ModelPlacement
 from hpctrain.text import counted
 from hpctrain.train.batch_size import batch_at

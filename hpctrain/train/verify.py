@@ -42,7 +42,7 @@ from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.local_steps import has_outer_model
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.model.modules.module_part import ModulePart
 from hpctrain.model.precision import DOUBLE_FP8

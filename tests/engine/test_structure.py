@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import fields
 
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.stage import Stage, StageSetup, TrainedStage
 from hpctrain.engine.update_control import UpdateControl
 from tests.launch import ROOT

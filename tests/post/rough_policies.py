@@ -18,7 +18,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.rank_partition import CRITIC
 from hpctrain.engine.arrangement import arrange
 from hpctrain.engine.build import assemble, build_engine
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.function_choice import with_functions
 from hpctrain.engine.kernel_choice import choose_kernels
 from hpctrain.engine.model_placement import place_models

@@ -23,7 +23,7 @@ from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.policy import steps_per_rollout
 from hpctrain.deck.sections.rank_partition import CRITIC
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.post.rollout import Answer
 from hpctrain.post.trainer import PolicyTrainer
 from tests.engines import by_rank_0

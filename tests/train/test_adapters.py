@@ -15,7 +15,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.errors import HpctrainError
 from hpctrain.parallel.adapter import is_adapter
 from hpctrain.parallel.scalar_head import NAME as SCORE

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.train.counters import Counters
 from hpctrain.train.step import TrainState
 from tests.engines import small_deck, trainer

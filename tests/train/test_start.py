@@ -22,7 +22,7 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.plan.deck import plan_deck

@@ -8,7 +8,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape

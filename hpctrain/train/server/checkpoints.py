@@ -12,7 +12,7 @@ from typing_extensions import override
 from hpctrain.checkpoint.finite import NonFiniteWeight
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.server_roles import ServerRoles
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.server.letters import HEAD

@@ -18,7 +18,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import LANGUAGE_KINDS
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.engine.server_roles import ServerRoles
 from hpctrain.errors import HpctrainError

@@ -16,7 +16,7 @@ from hpctrain.comm.error_messages import to_hpctrain_error
 from hpctrain.comm.mailbox import Mailbox
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.server_roles import ServerRoles
 from hpctrain.errors import HpctrainError
 from hpctrain.model.part import parameter_list

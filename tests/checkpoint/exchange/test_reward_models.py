@@ -25,7 +25,7 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.engine import Engine
+from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.train.scored import values_of

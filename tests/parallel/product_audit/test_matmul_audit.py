@@ -18,11 +18,15 @@ from torch import Tensor
 
 from hpctrain.audit.detected_fault import DetectedFault, SilentFaultError
 from hpctrain.comm.world import World
-from hpctrain.engine.audit import agree
 from hpctrain.parallel.kernels.compiler import CompilerError, compile_library
 from hpctrain.parallel.kernels.function_library import open_library
 from hpctrain.parallel.kernels.matmul_kernels import LIBRARY, MatmulKernel
-from hpctrain.parallel.product_audit.audit_kernels import AuditKernels, CompiledAuditKernels, ErrorBounds
+from hpctrain.parallel.product_audit.audit_kernels import (
+    AuditKernels,
+    CompiledAuditKernels,
+    ErrorBounds,
+    agree,
+)
 from hpctrain.parallel.product_audit.audit_library import call_all
 from hpctrain.parallel.product_audit.matmul_audit import AuditTarget, MatmulAudit
 from hpctrain.parallel.shards import Parameter, Shard
