@@ -174,7 +174,7 @@ def test_what_was_measured_in_another_way_is_measured_again(
     assert "measured" in again.why
     assert set(again.record.values()) == {"library"} != set(first.record.values())
     with monkeypatch.context() as other:
-        other.setattr(module, "MEASUREMENT", "measured otherwise")
+        other.setattr("hpctrain.parallel.kernels.choice_cache.MEASUREMENT", "measured otherwise")
         measuring.seconds = QUICK_FORWARD
         assert chosen(world).record == first.record
     # Each keeps its own.
