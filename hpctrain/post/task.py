@@ -24,7 +24,6 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED, Batches, SequenceSource
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.code import CAUSAL_MODEL
-from hpctrain.engine.evaluation_deck import evaluation_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.files import strict_json
 from hpctrain.generate.prompts import Prompt
