@@ -25,10 +25,11 @@ from hpctrain.data.chat_template import ChatTemplate
 from hpctrain.data.chat_tokens import ChatTokenizer
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.code import CAUSAL_MODEL
+from hpctrain.deck.generation_deck import generation_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.machine import Machine
 from hpctrain.deck.sections.objective import SCORE_KINDS
-from hpctrain.engine.generation import generation_deck, generation_stage, module_generation_stage
+from hpctrain.engine.generation import generation_stage, module_generation_stage
 from hpctrain.engine.stage_values import load_parameters
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.generate.continuing import WINDOWS, ForwardPasses, GeneratedText, continue_texts

@@ -14,7 +14,8 @@ from torch import Tensor
 from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
-from hpctrain.engine.generation import generation_deck, generation_stage
+from hpctrain.deck.generation_deck import generation_deck
+from hpctrain.engine.generation import generation_stage
 from hpctrain.engine.groups import make_groups
 from hpctrain.engine.stage import Stage, build_stage
 from hpctrain.engine.stage_values import load_parameters
