@@ -22,6 +22,7 @@ from hpctrain.model.construction import bare_model
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.pipeline import action_timer
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.pass_times import LayerTimes, PassTimes
 from hpctrain.pipeline.simulate import simulate
@@ -69,7 +70,8 @@ def by_feed_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(layer, x)
 
     monkeypatch.setattr(FeedForward, "forward", counted)
-    monkeypatch.setattr(layer_times, "_now", lambda _: float(done[0]))
+    for module in (action_timer, layer_times):
+        monkeypatch.setattr(module, "now", lambda _: float(done[0]))
 
 
 @pytest.mark.usefixtures("two_kinds", "by_feed_forwards")
