@@ -16,7 +16,7 @@ from tests.launch import ROOT
 PURE_FUNCTIONS = {
     *("all", "any", "isinstance", "issubclass", "isfinite", "len", "map", "max", "min", "prod", "set", "sum"),
     "tuple",
-    *("can_cache", "minimum_blocks", "on_host", "rank_count"),  # of hpctrain
+    *("can_cache", "has_gpt_layers", "minimum_blocks", "on_host", "rank_count"),  # of hpctrain
 }
 PURE_METHODS = {
     *("any", "dim", "is_contiguous", "numel", "storage_offset", "stride"),  # of tensors and arrays
