@@ -261,11 +261,21 @@ def _kept_type(theirs: Counterpart, wanted: torch.dtype) -> torch.dtype:
 
 
 def _folded(shape: ModelShape, datasets: Iterable[str]) -> dict[str, float]:
-    """What the weights of a model with multipliers (muP) are multiplied by for one that has none: the final
-    norm's, of whose results logits are made, and those of queries, or of their norm.
+    """Return the factors of weights that replace the multipliers of muP, by dataset.
+
+    They belong to the final norm, whose results give the logits, and to the queries or their norm.
+
+    Raises:
+        HpctrainError: A norm has no weight that its results are proportional to.
     """
     by, ends = shape.parametrization, {"final_norm": shape.parametrization.of_logits}
     ends["query" if shape.query_key_norm == "none" else "query_norm"] = by.of_scores
+    changes_norms = by.of_logits != 1 or ("query_norm" in ends and by.of_scores != 1)
+    if changes_norms and shape.norm_weight != "plain":
+        raise HpctrainError(
+            'model.parametrization = "mup": cannot be exported with model.norm_weight = '
+            f'"{shape.norm_weight}": the factor of the logits needs the weight of a "plain" norm'
+        )
     layers = {dataset: dataset.split("/")[-1].split(".")[-2] for dataset in datasets}
     return {dataset: ends[layer] for dataset, layer in layers.items() if ends.get(layer, 1.0) != 1}
 

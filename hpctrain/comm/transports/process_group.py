@@ -8,6 +8,7 @@ at a first message.
 
 from __future__ import annotations
 
+import logging
 import socket
 import weakref
 from abc import abstractmethod
@@ -48,6 +49,9 @@ TIMEOUT = timedelta(days=365)
 """Time limit of an operation: none, since the watchdog ends and explains hangs."""
 
 
+STREAMS = 32
+"""Number of streams of one priority that torch has on a GPU. Process groups get them in turn."""
+
 SUMMED = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 """Types whose sums a process group always computes."""
 
@@ -85,6 +89,12 @@ class GroupStore:
         group is ended later, by the next `of_group` or by `close`.
         """
         self._connected.append(group)
+        if len(self._connected) == STREAMS + 1 and torch.accelerator.is_available():
+            logging.getLogger("hpctrain").warning(
+                "this rank has more than %d process groups, and torch has only that many streams for them: "
+                "calls of different groups may wait for each other",
+                STREAMS,
+            )
         weakref.finalize(user, self._unused.append, group).atexit = False
 
     def close(self) -> None:

@@ -513,6 +513,16 @@ def test_values_beyond_fp16_are_refused(world: World, tmp_path: Path) -> None:
     assert not (tmp_path / "ours").exists()
 
 
+def test_multipliers_need_a_weight_that_takes_them(world: World, tmp_path: Path) -> None:
+    keys = "model.family=gemma", "model.parametrization=mup", "model.base_width=8", "model.base_head_size=3"
+    deck = small_deck(*LLAMA, *keys)
+    engine = build_engine(deck, world, make_mesh(deck, world))
+    path = tmp_path / "run.h5"
+    save(path, world.everyone, training_entries(engine.state(), writing=True), {"deck": deck_text(deck)})
+    with pytest.raises(HpctrainError, match=r'cannot be exported with model\.norm_weight = "one_plus"'):
+        export_model(world, path, tmp_path / "exported", "fp32", 10**9)
+
+
 @pytest.mark.parametrize(
     "family",
     [(), ("model.tied=false",), LLAMA, (*LLAMA, "model.query_key_norm=head")],
