@@ -1,6 +1,6 @@
 """Whether functions are compiled: agreed, the same on all layouts, kept in checkpoints, planned, refused.
 
-Tests of engine/function_choice.py and deck/sections/machine.py.
+Tests of engine/function_choice.py, train/stored_choices.py and deck/sections/machine.py.
 """
 
 from __future__ import annotations

@@ -58,7 +58,9 @@ def layouts(ranks: int) -> list[tuple[str, ...]]:
 
 
 def storing(world: World, deck: Deck, store: ActivationStore | None) -> Trainer:
-    training = trainer(world, deck)
+    if store is None:
+        return trainer(world, deck)
+    training = trainer(world, deck.with_keys(memory={"activations": "disk"}))
     keeping = training.engine.stage.groups.saved_policy
     assert isinstance(keeping, Recompute)
     keeping.store = store

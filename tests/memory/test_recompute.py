@@ -1,6 +1,6 @@
 """Recomputation: training is the same bit for bit, and saves the predicted bytes.
 
-Tests of memory/layer_bytes/, too: attention_bytes.py, block_bytes.py, linear_bytes.py, questions.py.
+Tests of memory/layer_bytes/attention_bytes.py, memory/layer_bytes/block_bytes.py and the other modules there.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from torch import Tensor
 from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.stage import build_stage
+from hpctrain.engine.registry import RecordedStatistics
+from hpctrain.engine.stage import Stage, build_stage
 from hpctrain.engine.stage_values import load_parameters
 from hpctrain.memory.scratch import fill_pieces, read_pieces
 from hpctrain.model.construction import build_model
@@ -115,11 +116,16 @@ def rows_shard(weight: Parameter) -> Shard:
     return Shard(of.name, (of.shape[0], WIDTH), start, local, cut, copies=of.copies if cut else 1)
 
 
+def record_statistics(_: RecordedStatistics, stage: Stage, __: Deck) -> None:
+    stage.statistics = stage.groups.statistics
+
+
 @pytest.fixture
 def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make all reductions and products keep state."""
     monkeypatch.setitem(METHODS, "none", CompressionMethod(Rounding, sums_gradients=False))  # type: ignore[misc]
     monkeypatch.setattr(matmul_choice, "Matmul", Remembering)
+    monkeypatch.setattr(RecordedStatistics, "attach", record_statistics)
 
 
 DECK = ("model.layers=4", "batch.global_size=8", "run.steps=3", "model.tied=false")

@@ -23,7 +23,7 @@ LAYERS, MICRO_BATCHES = 2, 2
 ON_HOST = {
     "comm": "transports of CPUs",
     "data": "batches are read on the host",
-    "objective/next_token.py count": "tokens of batches on the host",
+    "objective/objective.py count": "tokens of batches on the host",
     "parallel/experts/grouped_products.py __iter__": "products of experts on a CPU, one after the other",
     "train/step.py read": "counts of tokens on the host",
 }

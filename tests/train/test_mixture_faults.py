@@ -159,9 +159,7 @@ def test_experts_summed_over_the_ranks_of_dense_parameters(
 
     def as_dense(self: Replications) -> Replication:
         everyone, alone = self._mesh.group("data", "context"), self._mesh.new_subgroup("data", 1)
-        if everyone not in self._shardings:
-            self._shardings[everyone] = self._cut(everyone)
-        return Replication(self._shardings[everyone], alone, False, None, None, 0, 1)
+        return Replication(self._sharding(everyone, False), alone, False, None, None, 0, 1)
 
     monkeypatch.setattr(Replications, "_of_expert", as_dense)
     with pytest.raises(

@@ -1,4 +1,7 @@
-"""Tests of the comparison of a resumed run's deck with the deck of its checkpoint."""
+"""Tests of the comparison of a resumed run's deck with the deck of its checkpoint.
+
+Tests of checkpoint/same_model.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Configurations of causal language models of `transformers`, and folders that are refused."""
+"""Configurations of causal language models of `transformers`, and folders that are refused.
+
+Tests of checkpoint/exchange/assembled_tensor.py.
+"""
 
 from __future__ import annotations
 

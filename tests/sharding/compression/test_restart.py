@@ -1,4 +1,7 @@
-"""Resume runs with compressed sums, on the same layout bit by bit, on others with equal residuals."""
+"""Resume runs with compressed sums, on the same layout bit by bit, on others with equal residuals.
+
+Tests of sharding/compression/methods.py.
+"""
 
 from __future__ import annotations
 
