@@ -98,7 +98,7 @@ class RecordedStatistics(EngineFeature):
 
     @override
     def attach(self, stage: Stage, deck: Deck) -> None:
-        if deck.model.experts or deck.precision.compute == "fp8":
+        if deck.model.experts or stage.groups.products.fp8 is not None:
             stage.statistics = stage.groups.statistics
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.synchronize import GradientSynchronizer
 from hpctrain.train.repeated import Repetition
 from hpctrain.train.trainer import Trainer
 from tests.engines import small_deck, trainer
@@ -68,17 +67,18 @@ def test_what_came_out_otherwise_is_told(world: World, monkeypatch: pytest.Monke
     training.train_step()
     wrong, draw = world.size - 1, random.Random(3)
     both = (wrong, 0), (wrong - 1, wrong)
-    synchronize, done = GradientSynchronizer._synchronize, []
+    synchronizer = training.engine.stage.synchronizer
+    synchronize, done = synchronizer._synchronize_final, list[Bucket]()
 
-    def flipped(self: GradientSynchronizer, bucket: Bucket) -> None:
+    def flipped(bucket: Bucket) -> None:
         if not done:
             done.append(bucket)
             if world.rank == wrong:
                 segment = bucket.segments[0]
                 flip(bucket.gradients, segment.start + draw.randrange(segment.length), draw.randrange(32))
-        synchronize(self, bucket)
+        synchronize(bucket)
 
-    monkeypatch.setattr(GradientSynchronizer, "_synchronize", flipped)
+    monkeypatch.setattr(synchronizer, "_synchronize_final", flipped)
     ranks = world.everyone.all_gather_object(compare(training))
     told = sorted({(name, tuple(which)) for rank in ranks for name, which in rank})
     assert len(told) == 1

@@ -421,16 +421,16 @@ class _Attend(torch.autograd.Function):
             functions.call(
                 "attend", sizes, *map(_heads, operands), _log_sums_from(log_sums, at), memory, 0, pairs
             )
-        ctx.save_for_backward(query, key, value, output, log_sums)
+        ctx.save_for_backward(query, key, value, output, log_sums, *tables)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, log_sums = ctx.saved_tensors
+        query, key, value, output, log_sums, *tables = ctx.saved_tensors
         gradient = _rows(gradient)
         results = [x.new_empty(x.shape) for x in (query, key, value)]
         memory = torch.empty(workspace_floats(query.shape[0], query.shape[3]))
-        tables, scale, documents = ctx.options
+        _, scale, documents = ctx.options
         for at in _attention_units(query, documents):
             operands = [x[at] for x in (query, key, value, output, gradient, *results)]
             sizes = _sizes(operands[0], operands[1], [table[at[0]] for table in tables], scale)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
-from hpctrain.parallel.step_statistics import StepStatistics
+from hpctrain.pipeline.action import Action
+from hpctrain.pipeline.execute import _ScheduleExecution
 from hpctrain.train.step import Step
 
 Change = Callable[[Tensor], object]
@@ -32,7 +33,8 @@ class Scene:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.patch = patch
         self.in_layout, self.step, self.micro_batch, self.rank = False, 0, -1, 0
-        make_step, begin = Step.__call__, StepStatistics.begin_action
+        make_step = Step.__call__
+        compute, run = _ScheduleExecution._compute, _ScheduleExecution.run
 
         def follow_step(step: Step, state: Any, *arguments: Any) -> Any:
             world = step.engine.world
@@ -42,12 +44,19 @@ class Scene:
             finally:
                 self.in_layout = False
 
-        def follow_action(statistics: StepStatistics, micro_batch: int | None, *padding: Any) -> None:
-            self.micro_batch = -1 if micro_batch is None else micro_batch
-            begin(statistics, micro_batch, *padding)
+        def follow_action(execution: _ScheduleExecution, action: Action, received: Any) -> Any:
+            self.micro_batch = action.micro_batch if torch.is_grad_enabled() else -1
+            return compute(execution, action, received)
+
+        def follow_schedule(execution: _ScheduleExecution) -> Tensor:
+            try:
+                return run(execution)
+            finally:
+                self.micro_batch = -1
 
         patch.setattr(Step, "__call__", follow_step)
-        patch.setattr(StepStatistics, "begin_action", follow_action)
+        patch.setattr(_ScheduleExecution, "_compute", follow_action)
+        patch.setattr(_ScheduleExecution, "run", follow_schedule)
 
     def around(self, owner: Any, name: str, change: Callable[..., Any], when: When | None = None) -> None:
         """Call `change(original, *arguments)` instead of `original(*arguments)` in steps of the layout."""
