@@ -16,7 +16,9 @@ from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
+from hpctrain.engine.registry import RecordedStatistics
 from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.stage import Stage
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket import Bucket
@@ -133,3 +135,8 @@ def make_buckets(
     """Buckets without a deck, with gradients in fp32. Arguments as in `bucket_layouts` and Bucket."""
     layouts = bucket_layouts(units, replications, bucket_bytes)
     return [Bucket(layout, dtype, torch.float32, trained) for layout in layouts]
+
+
+def record_statistics(_: RecordedStatistics, stage: Stage, __: Deck) -> None:
+    """Let all layers record statistics, in place of `RecordedStatistics.attach`."""
+    stage.statistics = stage.groups.statistics

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.world import World
+from hpctrain.engine.registry import RecordedStatistics
 from hpctrain.parallel import matmul_choice
 from hpctrain.parallel.matmul import Matmul
-from tests.engines import LLAMA, Trainer, small_deck, trainer
+from tests.engines import LLAMA, Trainer, record_statistics, small_deck, trainer
 
 STEPS = 2
 KEYS = (*LLAMA, "model.layers=4", "model.tied=false", "batch.global_size=8", "layout.schedule=1f1b")
@@ -58,6 +59,7 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> None:
     """All products watch; the head's are of a few tokens at a time."""
     monkeypatch.setattr("hpctrain.parallel.vocabulary.chunk_rows", lambda *_: 24)
     monkeypatch.setattr(matmul_choice, "Matmul", Watching)
+    monkeypatch.setattr(RecordedStatistics, "attach", record_statistics)
 
 
 def seen(training: Trainer) -> list[dict[str, Tensor]]:

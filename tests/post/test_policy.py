@@ -40,8 +40,8 @@ def test_policies_learn(world: World, mpi_tmp_path: Path) -> None:
     start = half_right(world, mpi_tmp_path)
     keys = [f"model.from={start}", "run.evaluate_every=40", "run.evaluate_sequences=200"]
     for kind, more, sizes in (
-        ("grpo", "samples = 8\n", {"steps": 40, "micro": 16}),
-        ("ppo", 'epochs = 2\ncritic = ["learning_rate.peak=4e-3"]\n', {"steps": 80, "micro": 16}),
+        ("grpo", "samples = 8\n", {"steps": 50, "micro": 16}),
+        ("ppo", 'epochs = 2\ncritic = ["learning_rate.peak=4e-3"]\n', {"steps": 90, "micro": 16}),
     ):
         objective = policy(kind, 0.01, more=more)
         deck = write_deck(world, mpi_tmp_path, kind, objective, model="", **sizes)

@@ -20,7 +20,7 @@ from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.registry import RecordedStatistics
-from hpctrain.engine.stage import Stage, build_stage
+from hpctrain.engine.stage import build_stage
 from hpctrain.engine.stage_values import load_parameters
 from hpctrain.memory.scratch import fill_pieces, read_pieces
 from hpctrain.model.construction import build_model
@@ -34,7 +34,7 @@ from hpctrain.sharding.reducer import ExactReduction
 from hpctrain.sharding.state import ModuleState, StateTensor, state_bytes, state_of_ranks
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.memory import MemoryLedger
-from tests.engines import LLAMA, Trainer, small_deck, trainer
+from tests.engines import LLAMA, Trainer, record_statistics, small_deck, trainer
 
 HISTORY, WIDTH = 4, 2
 KINDS = {"reducer/residual", "product/history", "product/rows"}
@@ -114,10 +114,6 @@ def rows_shard(weight: Parameter) -> Shard:
     cut = of.split if of.local[0] != of.shape[0] else frozenset()
     local, start = (of.local[0], WIDTH), (of.start[0], 0)
     return Shard(of.name, (of.shape[0], WIDTH), start, local, cut, copies=of.copies if cut else 1)
-
-
-def record_statistics(_: RecordedStatistics, stage: Stage, __: Deck) -> None:
-    stage.statistics = stage.groups.statistics
 
 
 @pytest.fixture
