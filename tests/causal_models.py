@@ -295,7 +295,7 @@ def assert_same_text(world: World, folder: Path) -> None:
     deck = stored_deck(state, folder).with_keys(batch={"sequence": SEQUENCE})
     part = load_module_part(world, folder.with_suffix(".h5"), deck)
     sampling = Sampling(tokens=TOKENS, temperature=0.0, seed=1)
-    draw = KeyedSampler(sampling, deck.model.vocabulary or 0, str(folder), part.groups.tensor)
+    draw = KeyedSampler(sampling, deck.model.vocabulary or 0, str(folder), part.layer_context.tensor)
     texts = [GeneratedText([5 + 7 * number, 11, 3 + number], TOKENS, number) for number in range(3)]
     for _ in continue_texts(ModulePasses(part, 2), texts, draw, lambda *_: False):
         pass

@@ -139,4 +139,4 @@ def make_buckets(
 
 def record_statistics(_: RecordedStatistics, stage: Stage, __: Deck) -> None:
     """Let all layers record statistics, in place of `RecordedStatistics.attach`."""
-    stage.statistics = stage.groups.statistics
+    stage.statistics = stage.layer_context.statistics

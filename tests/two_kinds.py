@@ -23,10 +23,10 @@ class WideBlock(TransformerBlock):
 
     kind = "wide block"
 
-    def __init__(self, index: int, shape: ModelShape, groups: LayerContext) -> None:
-        super().__init__(index, shape, groups)
+    def __init__(self, index: int, shape: ModelShape, layer_context: LayerContext) -> None:
+        super().__init__(index, shape, layer_context)
         wide = replace(shape, mlp=FACTOR * shape.mlp)
-        self.wide = FeedForward(f"blocks.{index}.wide", wide, groups)
+        self.wide = FeedForward(f"blocks.{index}.wide", wide, layer_context)
 
     def forward(self, x: Tensor, context: PassContext) -> Tensor:
         x = super().forward(x, context)
@@ -53,6 +53,6 @@ def _workspace(layer: WideBlock, at: ActivationSizes) -> int:
     return at.features(widest + 2 * layer.hidden).bytes + gradient_workspace(widest * layer.hidden, at)
 
 
-def block(index: int, shape: ModelShape, groups: LayerContext) -> TransformerBlock:
+def block(index: int, shape: ModelShape, layer_context: LayerContext) -> TransformerBlock:
     """In place of TransformerBlock."""
-    return (WideBlock if index % 2 else TransformerBlock)(index, shape, groups)
+    return (WideBlock if index % 2 else TransformerBlock)(index, shape, layer_context)

@@ -228,9 +228,9 @@ def _variant(
 
 def _product(weight: Parameter, recipe: ScalingRecipe | None) -> Matmul:
     alone = planned_group(("tensor",), 0, 1, Ledger(), device=weight.device)
-    groups = LayerContext(tensor=alone, context=alone)
+    layer_context = LayerContext(tensor=alone, context=alone)
     if recipe is None:
-        return Matmul([weight], groups)
+        return Matmul([weight], layer_context)
     if recipe.delayed:
-        return DelayedMatmul([weight], groups, recipe, steps=1)
-    return QuantizedMatmul([weight], groups, recipe)
+        return DelayedMatmul([weight], layer_context, recipe, steps=1)
+    return QuantizedMatmul([weight], layer_context, recipe)

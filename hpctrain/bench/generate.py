@@ -109,7 +109,7 @@ def _ours(world: World, deck: Deck, given: Tensor, tokens: int) -> dict[str, tup
         assert isinstance(engine.model, Transformer) and can_cache(engine.model)
         models[name] = engine.model
     shared, copies, whole = models["shared"], models["copies"], len(given) * tokens
-    together, single = shared.groups.tensor, copies.groups.tensor
+    together, single = shared.layer_context.tensor, copies.layer_context.tensor
     without, cached, part = _Alone(shared), _passes(shared, given, tokens), given[world.rank :: world.size]
     by_copies = _passes(copies, part, tokens)
 

@@ -132,11 +132,13 @@ def _one_rank(world: World) -> LayerContext:
 class _Layers:
     """One mixture and one dense layer of as many active features, with weights and gradients of their own."""
 
-    def __init__(self, deck: Deck, shape: ModelShape, groups: LayerContext, device: torch.device) -> None:
+    def __init__(
+        self, deck: Deck, shape: ModelShape, layer_context: LayerContext, device: torch.device
+    ) -> None:
         formats, micro = Precision.of(deck), deck.batch.micro_size
-        self._mixture = Mixture("mixture", shape, groups)
+        self._mixture = Mixture("mixture", shape, layer_context)
         inner = (shape.experts_per_token + shape.shared_experts) * shape.expert_mlp
-        self._dense = FeedForward("dense", shape, groups, inner)
+        self._dense = FeedForward("dense", shape, layer_context, inner)
         for layer in (self._mixture, self._dense):
             _fill(layer, formats.storage, formats.gradient, device)
         elements = [_elements(layer) for layer in (self._mixture, self._dense)]

@@ -51,7 +51,7 @@ class StageProbe:
         micro = next(step.batches.step(0, step.micro_size * ranks, rank, ranks, step.micro_size))
         scale = torch.tensor(1.0 / max(1, micro.targets.numel()), device=engine.world.device)
         batch = step.prepare(micro, scale, step.dropout_source(TrainState(), 0))
-        self.replay = ActionTimer(engine.stage.models, engine.stage.groups, batch)
+        self.replay = ActionTimer(engine.stage.models, engine.stage.layer_context, batch)
         self.rounds: list[tuple[StageTimes, Prediction]] = []
 
     def __call__(self, measured: float, phases: dict[str, float]) -> None:

@@ -250,7 +250,12 @@ def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
     first part has no block. Collective.
     """
     engine = build_engine(deck, world, mesh)
-    shape, groups, micro, dtype = engine.shape, engine.stage.groups, deck.batch.micro_size, engine.model.dtype
+    shape, layer_context, micro, dtype = (
+        engine.shape,
+        engine.stage.layer_context,
+        deck.batch.micro_size,
+        engine.model.dtype,
+    )
     hidden = engine.model.hidden_shape(micro)
     x = torch.randn(hidden, dtype=dtype, device=world.device, requires_grad=True)
     samples = torch.arange(micro, device=world.device)
@@ -265,8 +270,10 @@ def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
         with LiveActivations(lambda: parameters) as saved:
             engine.model.run_layer(first, inputs, x)
     text = f"activations of one layer on one rank: {format_bytes(saved.peak)} measured"
-    if has_gpt_layers(shape) and dtype.itemsize == 2 and groups.context.size == 1:
-        formula = gpt_activation_bytes(shape, micro, groups.tensor.size, groups.sequence_parallel)
+    if has_gpt_layers(shape) and dtype.itemsize == 2 and layer_context.context.size == 1:
+        formula = gpt_activation_bytes(
+            shape, micro, layer_context.tensor.size, layer_context.sequence_parallel
+        )
         text += f", {format_bytes(formula)} by the formula (arXiv 2205.05198, fused attention)"
     return text
 

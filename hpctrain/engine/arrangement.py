@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.groups import make_groups
+from hpctrain.engine.groups import make_layer_context
 from hpctrain.engine.layer_placement import LayerPlacement, place_layers
 from hpctrain.engine.mesh_sizes import micro_batches
 from hpctrain.engine.recompute_settings import make_saved_policy
-from hpctrain.engine.registry import extend_groups
+from hpctrain.engine.registry import extend_layer_context
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import architecture_of
 from hpctrain.parallel.layer_context import LayerContext
@@ -23,13 +23,13 @@ class EngineLayout:
     """Decisions that are made before any large memory is allocated.
 
     Attributes:
-        groups: Context of the layers, with their groups and kernels.
+        layer_context: Context of the layers, with their groups and kernels.
         architecture: Architecture of the model.
         placement: Number of blocks of each pipeline part, and schedules for any number of micro-batches.
         schedule: Pipeline schedule of the deck's batch.
     """
 
-    groups: LayerContext
+    layer_context: LayerContext
     architecture: Architecture
     placement: LayerPlacement
     schedule: Schedule
@@ -41,8 +41,8 @@ def arrange(deck: Deck, world: World, mesh: Mesh) -> EngineLayout:
     with world.agreement():
         saved_policy = make_saved_policy(deck, world)
         architecture = architecture_of(deck, deck.model.vocabulary)
-    groups = make_groups(deck, mesh, saved_policy, world.device)
-    groups = extend_groups(groups, deck, world)
-    placement = place_layers(deck, architecture, groups, mesh)
+    layer_context = make_layer_context(deck, mesh, saved_policy, world.device)
+    layer_context = extend_layer_context(layer_context, deck, world)
+    placement = place_layers(deck, architecture, layer_context, mesh)
     schedule = placement.schedule_of(micro_batches(deck, mesh.size("data")))
-    return EngineLayout(groups, architecture, placement, schedule)
+    return EngineLayout(layer_context, architecture, placement, schedule)

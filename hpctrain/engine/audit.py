@@ -20,10 +20,10 @@ from hpctrain.parallel.product_audit.matmul_audit import MatmulAudit
 _PACKAGE = "hpctrain.parallel.product_audit"
 
 
-def with_matmul_audit(groups: LayerContext, world: World, seed: int) -> LayerContext:
+def with_matmul_audit(layer_context: LayerContext, world: World, seed: int) -> LayerContext:
     """Return a layer context whose matrix products are checked. Collective over all ranks."""
     audit = MatmulAudit(seed, world.rank, lambda: world.ledger.phase, _passes(world))
-    return replace(groups, products=replace(groups.products, audit=audit))
+    return replace(layer_context, products=replace(layer_context.products, audit=audit))
 
 
 def _passes(world: World) -> AuditKernels:

@@ -54,17 +54,21 @@ def assemble(
         build: Function that builds the stage.
     """
     setup = make_setup(deck, world, mesh, arrangement)
-    groups, architecture, schedule = arrangement.groups, arrangement.architecture, arrangement.schedule
+    layer_context, architecture, schedule = (
+        arrangement.layer_context,
+        arrangement.architecture,
+        arrangement.schedule,
+    )
     with world.agreement():
         objective = make_objective(deck)
         stage = build(deck, setup)
     initialize(world, architecture, stage, deck.run.seed, roughness)
-    stage.outer.begin(stage.optimizer)
+    stage.replica_sync.begin(stage.optimizer)
     start_features(stage, deck, world)
     activation_files = open_activation_store(
-        deck, world, groups.saved_policy, setup.models, schedule, mesh.coordinate("pipeline")
+        deck, world, layer_context.saved_policy, setup.models, schedule, mesh.coordinate("pipeline")
     )
-    positions = context_positions(groups.context, groups.context_form, architecture.sequence)
+    positions = context_positions(layer_context.context, layer_context.context_form, architecture.sequence)
     return Engine(
         world=world,
         mesh=mesh,

@@ -12,7 +12,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.generation_deck import generation_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.function_choice import planned_functions, with_functions
-from hpctrain.engine.groups import make_groups
+from hpctrain.engine.groups import make_layer_context
 from hpctrain.engine.mesh_sizes import expert_sizes
 from hpctrain.engine.stage import Stage, build_stage
 from hpctrain.host.device import on_host
@@ -71,10 +71,10 @@ def module_generation_stage(deck: Deck, world: World) -> tuple[ModulePart, Stage
         deck = generation_deck(deck, 1)
         architecture = replace(ModuleArchitecture.of(deck), loaded=True)
     mesh = Mesh(world, _sizes(deck, world.size, 1, 1))
-    groups = make_groups(deck, mesh, SavedPolicy(), world.device)
-    (model,) = build_parts(architecture, groups, [LayerRange.all_of(architecture.block_count)])
+    layer_context = make_layer_context(deck, mesh, SavedPolicy(), world.device)
+    (model,) = build_parts(architecture, layer_context, [LayerRange.all_of(architecture.block_count)])
     assert isinstance(model, ModulePart)
-    stage = build_stage(deck, groups, [model], Replications.unsharded(mesh))
+    stage = build_stage(deck, layer_context, [model], Replications.unsharded(mesh))
     with world.agreement():
         initialize_parts(architecture, [model], (), deck.run.seed)
     return model, stage
@@ -102,7 +102,7 @@ def _stage(
     deck: Deck, mesh: MeshQueries, device: torch.device, number: int = 0, pipeline: int = 1
 ) -> tuple[Transformer, Stage]:
     """Return stage `number` of a pipeline."""
-    groups = make_groups(deck, mesh, SavedPolicy(), device)
+    layer_context = make_layer_context(deck, mesh, SavedPolicy(), device)
     assert deck.model.vocabulary is not None
     shape = ModelShape.of(deck, deck.model.vocabulary)
     blocks, last = even_split(shape.layers, pipeline), pipeline - 1
@@ -111,6 +111,6 @@ def _stage(
     span = LayerRange(
         first, first + blocks[number], number == 0, number == last, int(number == last > 0), ends
     )
-    (model,) = build_parts(shape, groups, [span])
+    (model,) = build_parts(shape, layer_context, [span])
     assert isinstance(model, Transformer)
-    return model, build_stage(deck, groups, [model], Replications.unsharded(mesh))
+    return model, build_stage(deck, layer_context, [model], Replications.unsharded(mesh))

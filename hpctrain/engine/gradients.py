@@ -61,7 +61,7 @@ REPLICA_SYNCS: Mapping[str, ReplicaSyncChoice] = {
 
 
 def make_synchronizer(
-    deck: Deck, stage: Stage, outer: ReplicaSync
+    deck: Deck, stage: Stage, replica_sync: ReplicaSync
 ) -> tuple[GradientSynchronizer, list[Stateful]]:
     """Return the synchronizer of a stage's gradients, and the reductions, which may have state. Local."""
     trained = [bucket for bucket in stage.buckets if bucket.trained]
@@ -72,5 +72,5 @@ def make_synchronizer(
         measures, first = False, FirstMicroBatchNorm(stage.buckets[0].sharding.group.device)
     reducers = [Reducer(*each, measures) for each in zip(trained, reductions, strict=True)]
     in_order, sliced = deck.model.module is not None, deck.memory.accumulate == "sliced"
-    synchronizer = GradientSynchronizer(reducers, outer, sliced, first, in_order)
+    synchronizer = GradientSynchronizer(reducers, replica_sync, sliced, first, in_order)
     return synchronizer, [*reductions]

@@ -15,7 +15,7 @@ from hpctrain.parallel.vocabulary import TABLE_ROWS
 from hpctrain.sharding.replication import MeshQueries
 
 
-def make_groups(
+def make_layer_context(
     deck: Deck, mesh: MeshQueries, saved_policy: SavedPolicy, device: torch.device
 ) -> LayerContext:
     """Return the context of a deck's layers: their groups, formats, kernels and functions.

@@ -16,12 +16,12 @@ from hpctrain.sharding.synchronize import GradientSynchronizer
 
 def build_inference_stage(deck: Deck, setup: StageSetup) -> TrainedStage:
     """Build a stage without gradients, as a StageBuilder."""
-    stage = build_stage(deck, setup.groups, setup.models, setup.replications, setup.offload.parameters)
-    outer = SyncEveryStep()
+    stage = build_stage(deck, setup.layer_context, setup.models, setup.replications, setup.offload.parameters)
+    replica_sync = SyncEveryStep()
     return TrainedStage(
         **vars(stage),
-        synchronizer=GradientSynchronizer([], outer),
-        outer=outer,
+        synchronizer=GradientSynchronizer([], replica_sync),
+        replica_sync=replica_sync,
         optimizer=InferenceOptimizer(),
         stateful=[stage.modules],
     )

@@ -81,7 +81,9 @@ def split_by_flops(deck: Deck, architecture: Architecture, form: Schedule) -> tu
     return _balanced([passes.total for passes in layer_flops(deck, architecture)], architecture, form)
 
 
-def place_layers(deck: Deck, architecture: Architecture, groups: LayerContext, mesh: Mesh) -> LayerPlacement:
+def place_layers(
+    deck: Deck, architecture: Architecture, layer_context: LayerContext, mesh: Mesh
+) -> LayerPlacement:
     """Return the deck's schedule and split, which are the same on all ranks. Collective.
 
     It measures layers for `layout.split = "balanced"` and for schedules that a search finds. The order of
@@ -93,7 +95,7 @@ def place_layers(deck: Deck, architecture: Architecture, groups: LayerContext, m
     measured = layout.split == "balanced" and form.parts > 1
     if not measured and not _searched(deck):
         return placed_by_flops(deck, architecture, data)
-    times, layers = measure_layers(deck, architecture, groups, mesh), bare_model(architecture).layers
+    times, layers = measure_layers(deck, architecture, layer_context, mesh), bare_model(architecture).layers
     if measured:
         split = _balanced([times.of_kind[layer.kind].total for layer in layers], architecture, form)
     else:

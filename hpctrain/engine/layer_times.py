@@ -34,7 +34,7 @@ _DEVIATION = 0.02  # standard deviation of random weights
 
 
 def measure_layers(
-    deck: Deck, architecture: Architecture, groups: LayerContext, mesh: Mesh, ends: bool = True
+    deck: Deck, architecture: Architecture, layer_context: LayerContext, mesh: Mesh, ends: bool = True
 ) -> LayerTimes:
     """Measure one layer of each kind, the output layer with its loss, at full size on this rank.
 
@@ -44,7 +44,7 @@ def measure_layers(
     Args:
         deck: The deck.
         architecture: Architecture of the model.
-        groups: Context of the layers.
+        layer_context: Context of the layers.
         mesh: Arrangement of the ranks.
         ends: False to measure only blocks.
     """
@@ -53,11 +53,11 @@ def measure_layers(
     spans = {
         kind: span for kind, span in single_layers(kinds, with_block).items() if ends or kind in kinds[1:-1]
     }
-    models = [part for span in spans.values() for part in build_parts(architecture, groups, [span])]
+    models = [part for span in spans.values() for part in build_parts(architecture, layer_context, [span])]
     chunks = range(len(models))
     generator = torch.Generator(world.device).manual_seed(0)
     replications = Replications.of_one_rank(mesh.new_subgroup("data", 1))
-    for bucket in build_stage(deck, groups, models, replications, trained=True).buckets:
+    for bucket in build_stage(deck, layer_context, models, replications, trained=True).buckets:
         assert bucket.values is not None
         bucket.values.normal_(std=_DEVIATION, generator=generator)
     initialize_parts(architecture, models, (), 0)
@@ -66,7 +66,9 @@ def measure_layers(
         kinds: tuple[Kind, ...] = ("F", "I", "W")
         return [Action(kind, 0, chunk) for chunk in chunks for _ in range(times) for kind in kinds]
 
-    replay = ActionTimer(models, groups, _random_batch(deck, architecture, groups, world.device))
+    replay = ActionTimer(
+        models, layer_context, _random_batch(deck, architecture, layer_context, world.device)
+    )
     replay.run(repeated(1))
     start = perf_counter()
     world.everyone.barrier()
@@ -87,11 +89,13 @@ def measure_layers(
 
 
 def _random_batch(
-    deck: Deck, architecture: Architecture, groups: LayerContext, device: torch.device
+    deck: Deck, architecture: Architecture, layer_context: LayerContext, device: torch.device
 ) -> PreparedBatch:
     micro_size, vocabulary = deck.batch.micro_size, deck.model.vocabulary
     assert vocabulary is not None
-    positions = context_positions(groups.context, groups.context_form, architecture.sequence).to(device)
+    positions = context_positions(
+        layer_context.context, layer_context.context_form, architecture.sequence
+    ).to(device)
     generator = torch.Generator().manual_seed(0)
     size = (micro_size, architecture.sequence)
     tokens, targets = (torch.randint(vocabulary, size, generator=generator) for _ in range(2))

@@ -8,7 +8,7 @@ import torch
 
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.deck_kernels import micro_batch_tokens
-from hpctrain.engine.groups import make_groups
+from hpctrain.engine.groups import make_layer_context
 from hpctrain.memory.layer_bytes.module_trace import trace_layer
 from hpctrain.model.construction import architecture_of, build_parts, layer_kinds
 from hpctrain.model.modules.module_layers import ModuleLayer
@@ -29,13 +29,16 @@ LEAST_FLOPS = 1 << 25
 def products_of(deck: Deck, mesh: MeshQueries, device: torch.device) -> list[MatmulPass]:
     """Return the different matrix products of a micro-batch in the whole model, except small ones."""
     assert deck.model.vocabulary is not None
-    groups = make_groups(deck, mesh, SavedPolicy(), device)
+    layer_context = make_layer_context(deck, mesh, SavedPolicy(), device)
     architecture = architecture_of(deck, deck.model.vocabulary)
     spans = [LayerRange.all_of(architecture.block_count)]
     if isinstance(architecture, ModelShape):  # one layer of each kind has all products
         spans = list(single_layers(layer_kinds(architecture)).values())
     layers = (
-        layer for span in spans for part in build_parts(architecture, groups, [span]) for layer in part.layers
+        layer
+        for span in spans
+        for part in build_parts(architecture, layer_context, [span])
+        for layer in part.layers
     )
     products = dict.fromkeys(each for layer in layers for each in _products(layer, micro_batch_tokens(deck)))
     return [each for each in products if each.flops >= LEAST_FLOPS]

@@ -14,7 +14,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.rank_partition import RankPartition, without_dedicated_ranks
 from hpctrain.engine.inference_stage import build_inference_stage
 from hpctrain.engine.mesh_sizes import axis_sizes
-from hpctrain.engine.run_mesh import choose_link, make_mesh
+from hpctrain.engine.run_mesh import configure_communication, make_mesh
 from hpctrain.engine.stage import StageBuilder, StageSetup, TrainedStage, build_trained_stage
 from hpctrain.text import counted
 
@@ -111,7 +111,7 @@ def place_models(deck: Deck, world: World) -> ModelPlacement:
         return ModelPlacement(world, partition, deck, world, make_mesh(deck, world), stages)
     with world.agreement():
         check_world(deck, world.size)
-    transport, idle = choose_link(deck, world), world.rank in partition.other_ranks
+    transport, idle = configure_communication(deck, world), world.rank in partition.other_ranks
     part = world.subworld(partition.other_ranks if idle else partition.policy)
     engine_deck = without_dedicated_ranks(deck)
     if idle:

@@ -10,7 +10,7 @@ import torch
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.function_choice import planned_functions
-from hpctrain.engine.groups import make_groups
+from hpctrain.engine.groups import make_layer_context
 from hpctrain.engine.offload_settings import planned_offload
 from hpctrain.engine.stage import StageBuilder, StageSetup, TrainedStage, build_trained_stage
 from hpctrain.engine.zero_groups import make_replications
@@ -58,12 +58,14 @@ def plan_stage(
         device: Device of the run.
         build: Function that builds the stage.
     """
-    groups = make_groups(planned_functions(deck), mesh, Recompute(deck.memory.recompute), device)
+    layer_context = make_layer_context(
+        planned_functions(deck), mesh, Recompute(deck.memory.recompute), device
+    )
     with META:
-        models = build_parts(architecture, groups, layer_ranges(*position))
+        models = build_parts(architecture, layer_context, layer_ranges(*position))
         freeze_parameters(models, deck.model.frozen)
         replications = make_replications(deck, mesh)
-        return build(deck, StageSetup(groups, models, replications, device, planned_offload(deck)))
+        return build(deck, StageSetup(layer_context, models, replications, device, planned_offload(deck)))
 
 
 def offloaded_bytes(deck: Deck, stage: TrainedStage) -> dict[str, int]:

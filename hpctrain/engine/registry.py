@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 class EngineFeature:
     """Optional feature of an engine. A subclass overrides what it needs, and checks whether it is on."""
 
-    def extend_groups(self, groups: LayerContext, deck: Deck, world: World) -> LayerContext:  # noqa: ARG002
+    def extend_layer_context(self, layer_context: LayerContext, deck: Deck, world: World) -> LayerContext:  # noqa: ARG002
         """Return the context of the layers with the feature. Collective; not called in plans."""
-        return groups
+        return layer_context
 
     def attach(self, stage: Stage, deck: Deck) -> None:
         """Add the feature to a stage whose buckets are built. Local; also called in plans."""
@@ -44,15 +44,15 @@ class AuditedProducts(EngineFeature):
     """Checks of all matrix products for silent faults, with `stability.corruption = "full"`."""
 
     @override
-    def extend_groups(self, groups: LayerContext, deck: Deck, world: World) -> LayerContext:
+    def extend_layer_context(self, layer_context: LayerContext, deck: Deck, world: World) -> LayerContext:
         if deck.stability.corruption != "full":
-            return groups
-        return with_matmul_audit(groups, world, deck.run.seed)
+            return layer_context
+        return with_matmul_audit(layer_context, world, deck.run.seed)
 
     @override
     def start(self, stage: TrainedStage, deck: Deck, world: World) -> None:
-        if stage.groups.products.audit is not None:
-            stage.synchronizer.all_added = stage.groups.products.audit.check_gradients
+        if stage.layer_context.products.audit is not None:
+            stage.synchronizer.all_added = stage.layer_context.products.audit.check_gradients
 
 
 class WeightMaximaOfSteps(EngineFeature):
@@ -63,7 +63,7 @@ class WeightMaximaOfSteps(EngineFeature):
         products = products_in_8_bits(layer for model in stage.models for layer in model.layers)
         if not products:
             return
-        maxima = WeightMaxima(products, stage.buckets, stage.groups.tensor)
+        maxima = WeightMaxima(products, stage.buckets, stage.layer_context.tensor)
         stage.surround_passes(lambda _: maxima.known())
 
 
@@ -72,7 +72,7 @@ class ConstantMatrices(EngineFeature):
 
     @override
     def start(self, stage: TrainedStage, deck: Deck, world: World) -> None:
-        kernels = stage.groups.products.kernels
+        kernels = stage.layer_context.products.kernels
         if kernels.reuse_converted:
             stage.surround_passes(lambda _: kernels.constant_matrices())
 
@@ -98,8 +98,8 @@ class RecordedStatistics(EngineFeature):
 
     @override
     def attach(self, stage: Stage, deck: Deck) -> None:
-        if deck.model.experts or stage.groups.products.fp8 is not None:
-            stage.statistics = stage.groups.statistics
+        if deck.model.experts or stage.layer_context.products.fp8 is not None:
+            stage.statistics = stage.layer_context.statistics
 
 
 class CheckedReplicas(EngineFeature):
@@ -122,11 +122,11 @@ FEATURES: Sequence[EngineFeature] = (
 """All features, in the order in which they are added."""
 
 
-def extend_groups(groups: LayerContext, deck: Deck, world: World) -> LayerContext:
+def extend_layer_context(layer_context: LayerContext, deck: Deck, world: World) -> LayerContext:
     """Return the context of the layers with all features of a deck. Collective over all ranks."""
     for feature in FEATURES:
-        groups = feature.extend_groups(groups, deck, world)
-    return groups
+        layer_context = feature.extend_layer_context(layer_context, deck, world)
+    return layer_context
 
 
 def attach_features(stage: Stage, deck: Deck) -> None:

@@ -20,11 +20,11 @@ def make_mesh(deck: Deck, world: World) -> Mesh:
         sentence = 'is supported by `hpctrain run` and `hpctrain resume` only (expected "none" here)'
         raise HpctrainError(deck.problem("communication.server.mode", sentence))
     require_no_dedicated_ranks(deck, "is supported by `hpctrain run` and `hpctrain resume` only")
-    transport = choose_link(deck, world)
+    transport = configure_communication(deck, world)
     return Mesh(world, axis_sizes(deck, world.size), transport=transport)
 
 
-def choose_link(deck: Deck, world: World) -> str:
+def configure_communication(deck: Deck, world: World) -> str:
     """Set up the world's communication by the deck, and return the name of its transport. Collective.
 
     This includes emulated nodes and links, and audits of messages.

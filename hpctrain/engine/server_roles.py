@@ -14,7 +14,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.server import server_ranks
-from hpctrain.engine.run_mesh import choose_link
+from hpctrain.engine.run_mesh import configure_communication
 from hpctrain.engine.stage import StageBuilder, StageSetup, TrainedStage, build_stage, build_trained_stage
 from hpctrain.engine.update_rules import RULES
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
@@ -40,12 +40,16 @@ class RemoteOptimizer(Optimizer):
 
 def build_worker_stage(deck: Deck, setup: StageSetup) -> TrainedStage:
     """Build the stage of a worker, as a StageBuilder."""
-    stage = build_stage(deck, setup.groups, setup.models, setup.replications, trained=True)
-    outer = SyncEveryStep()
+    stage = build_stage(deck, setup.layer_context, setup.models, setup.replications, trained=True)
+    replica_sync = SyncEveryStep()
     reducers = [Reducer(bucket, UnreducedGradients()) for bucket in stage.buckets]
-    synchronizer = GradientSynchronizer(reducers, outer)
+    synchronizer = GradientSynchronizer(reducers, replica_sync)
     return TrainedStage(
-        **vars(stage), synchronizer=synchronizer, outer=outer, optimizer=RemoteOptimizer(deck), stateful=[]
+        **vars(stage),
+        synchronizer=synchronizer,
+        replica_sync=replica_sync,
+        optimizer=RemoteOptimizer(deck),
+        stateful=[],
     )
 
 
@@ -69,7 +73,7 @@ class ServerRoles:
         """Return the deck, the world and the mesh of the ranks with this rank's role. Collective."""
         ranks = range(self.servers) if self.serves(world.rank) else range(self.servers, world.size)
         role_deck = server_deck(deck) if self.serves(world.rank) else deck
-        transport = choose_link(deck, world)
+        transport = configure_communication(deck, world)
         part = world.subworld(ranks)
         return role_deck, part, Mesh(part, {"data": part.size}, transport)
 

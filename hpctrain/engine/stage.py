@@ -42,7 +42,7 @@ class Stage:
     A rank may hold several stages, of one mesh or of several.
 
     Attributes:
-        groups: Context of the layers.
+        layer_context: Context of the layers.
         models: Model parts by chunk.
         replications: Ranks that hold each shard.
         buckets: Buckets of all parameters.
@@ -53,7 +53,7 @@ class Stage:
         statistics: Statistics that layers record of a step; None if no layer records any.
     """
 
-    groups: LayerContext
+    layer_context: LayerContext
     models: list[ModelPart]
     replications: Replications
     buckets: list[Bucket]
@@ -80,13 +80,13 @@ class TrainedStage(Stage):
 
     Attributes:
         synchronizer: Reduces gradients.
-        outer: Synchronizes replicas.
+        replica_sync: Synchronizes replicas.
         optimizer: Updates parameters.
         stateful: Further owners of state.
     """
 
     synchronizer: GradientSynchronizer
-    outer: ReplicaSync
+    replica_sync: ReplicaSync
     optimizer: Optimizer
     stateful: list[Stateful]
 
@@ -112,7 +112,7 @@ class StageSetup:
     """Inputs from which a stage is built, apart from the deck.
 
     Attributes:
-        groups: Context of the layers.
+        layer_context: Context of the layers.
         models: Model parts by chunk, without memory, in which parameters are already frozen.
         replications: Ranks that hold each shard.
         device: Device of the run.
@@ -120,7 +120,7 @@ class StageSetup:
         agreement: Context of operations that may fail on one rank alone.
     """
 
-    groups: LayerContext
+    layer_context: LayerContext
     models: Sequence[ModelPart]
     replications: Replications
     device: torch.device
@@ -134,7 +134,7 @@ StageBuilder = Callable[[Deck, StageSetup], TrainedStage]
 
 def build_stage(
     deck: Deck,
-    groups: LayerContext,
+    layer_context: LayerContext,
     models: Sequence[ModelPart],
     replications: Replications,
     store: Store | None = None,
@@ -144,7 +144,7 @@ def build_stage(
 
     Args:
         deck: The deck.
-        groups: Context of the layers.
+        layer_context: Context of the layers.
         models: Model parts by chunk, without memory.
         replications: Ranks that hold each shard.
         store: Makes the memory of ZeRO slices outside the device; None for the device.
@@ -162,7 +162,7 @@ def build_stage(
         return make_bucket(products, layout, precision.storage, precision.gradient, is_trained, store)
 
     buckets = list(map(allocate, layouts))
-    stage = Stage(groups, list(models), replications, buckets, ModuleState(layers, replications))
+    stage = Stage(layer_context, list(models), replications, buckets, ModuleState(layers, replications))
     attach_features(stage, deck)
     return stage
 
@@ -172,12 +172,16 @@ def build_trained_stage(deck: Deck, setup: StageSetup) -> TrainedStage:
     assign_settings(deck, setup.models)
     offload = setup.offload
     stage = build_stage(
-        deck, setup.groups, setup.models, setup.replications, offload.parameters, trained=True
+        deck, setup.layer_context, setup.models, setup.replications, offload.parameters, trained=True
     )
-    outer = ReplicaSyncChoice.of(deck).make(deck, stage)
-    synchronizer, reductions = make_synchronizer(deck, stage, outer)
+    replica_sync = ReplicaSyncChoice.of(deck).make(deck, stage)
+    synchronizer, reductions = make_synchronizer(deck, stage, replica_sync)
     optimizer = make_optimizer(deck, stage.buckets, offload.optimizer, setup.device, setup.agreement)
-    stateful = [each for each in (outer, *reductions, stage.modules) if isinstance(each, Stateful)]
+    stateful = [each for each in (replica_sync, *reductions, stage.modules) if isinstance(each, Stateful)]
     return TrainedStage(
-        **vars(stage), synchronizer=synchronizer, outer=outer, optimizer=optimizer, stateful=stateful
+        **vars(stage),
+        synchronizer=synchronizer,
+        replica_sync=replica_sync,
+        optimizer=optimizer,
+        stateful=stateful,
     )

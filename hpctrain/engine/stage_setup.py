@@ -32,7 +32,7 @@ def make_setup(deck: Deck, world: World, mesh: Mesh, layout: EngineLayout) -> St
         HpctrainError: On all ranks if the deck does not fit the model or the machine.
     """
     position = PipelinePosition(layout.schedule, layout.placement.split, mesh.coordinate("pipeline"))
-    models = build_parts(layout.architecture, layout.groups, layer_ranges(*position))
+    models = build_parts(layout.architecture, layout.layer_context, layer_ranges(*position))
     check_patterns(deck, layout.architecture)
     freeze_parameters(models, deck.model.frozen)
     replications = make_replications(deck, mesh)
@@ -41,4 +41,4 @@ def make_setup(deck: Deck, world: World, mesh: Mesh, layout: EngineLayout) -> St
         planned = PlannedMesh(mesh.sizes, position.number, world.topology.ranks_per_node)
         stage = plan_stage(deck, layout.architecture, planned, position, world.device)
         offload = open_offload(deck, world, offloaded_bytes(deck, stage))
-    return StageSetup(layout.groups, models, replications, world.device, offload, world.agreement)
+    return StageSetup(layout.layer_context, models, replications, world.device, offload, world.agreement)

@@ -21,8 +21,8 @@ class KeyValueCache:
 
     def __init__(self, model: Transformer, plan: CachePlan) -> None:
         self.plan = plan
-        span, shape, device = model.span, model.shape, model.groups.tensor.device
-        functions = model.groups.functions
+        span, shape, device = model.span, model.shape, model.layer_context.tensor.device
+        functions = model.layer_context.functions
         self.layers = {
             block: LayerPages(plan.form, plan.pages, device, functions)
             for block in range(span.first, span.last)

@@ -21,7 +21,7 @@ def module_logits(part: ModulePart, tokens: Tensor) -> Tensor:
     Raises:
         HpctrainError: The module returns no logits.
     """
-    given = tokens.to(part.groups.tensor.device)
+    given = tokens.to(part.layer_context.tensor.device)
     fields = {"tokens": given, "targets": torch.full_like(given, -1)}
     logits = find_logits(part(ModelInputs(fields, torch.arange(given.shape[1], device=given.device))))
     if logits is None or logits.dim() != 3:

@@ -47,15 +47,19 @@ def least_rows(model: Transformer) -> int:
             if of not in tried:
                 _multiply_few(model, product, head)
                 multiply: Callable[[Tensor], Tensor] = product.logits if head else product.forward
-                tried[of] = _least(multiply, product.weight(), model.dtype, model.groups.tensor.device)
-    found: list[int] = model.groups.tensor.all_gather_object(max(tried.values(), default=1))
-    of_stages: list[int] = model.groups.pipeline.all_gather_object(max(found))
+                tried[of] = _least(multiply, product.weight(), model.dtype, model.layer_context.tensor.device)
+    found: list[int] = model.layer_context.tensor.all_gather_object(max(tried.values(), default=1))
+    of_stages: list[int] = model.layer_context.pipeline.all_gather_object(max(found))
     return max(of_stages)
 
 
 def _multiply_few(model: Transformer, product: Matmul, head: bool) -> None:
     """Have few rows multiplied by a compiled function where it has the bits of many, in fp32."""
-    functions, kernels, kind = model.groups.functions, model.groups.products.kernels, PASS_OF_HEAD[head]
+    functions, kernels, kind = (
+        model.layer_context.functions,
+        model.layer_context.products.kernels,
+        PASS_OF_HEAD[head],
+    )
     kernel = kernels.kernel_for(kind, *product.shape)
     through = isinstance(kernel, Fp32Kernel)
     by = kernel.by if isinstance(kernel, Fp32Kernel) else kernel
@@ -152,7 +156,7 @@ class CachedPasses:
         if idle:
             runs.append((-1, 0, idle))
         attending = self.cache.begin(runs)
-        device = self.model.groups.tensor.device
+        device = self.model.layer_context.tensor.device
         given = torch.tensor([tokens + [0] * idle], device=device)
         inputs = ModelInputs({"tokens": given}, attending.places.positions, cache=attending)
         hidden = self.stages.through(inputs)
@@ -168,7 +172,7 @@ class CachedPasses:
     @torch.no_grad()
     def windowed(self, tokens: Tensor) -> Tensor:
         """Return the logits [b, V] of the tokens after windows, int64 [b, s], without the cache."""
-        given = tokens.to(self.model.groups.tensor.device)
+        given = tokens.to(self.model.layer_context.tensor.device)
         positions = torch.arange(given.shape[1], device=given.device)
         hidden = self.stages.through(ModelInputs.of_tokens(given.t().contiguous(), positions))
         if not self.model.span.predicts:

@@ -26,7 +26,7 @@ class Stages:
     """The stages of which this rank's has this model's layers; all of them, where there is one."""
 
     def __init__(self, model: Transformer) -> None:
-        self.model, self.group = model, model.groups.pipeline
+        self.model, self.group = model, model.layer_context.pipeline
         assert model.span.embeds == (self.group.rank == 0), model.span
         assert model.span.predicts == (self.group.rank == self.group.size - 1), model.span
         self._sent: list[tuple[Work[None], Tensor]] = []

@@ -133,10 +133,10 @@ class TextModel:
     def __init__(self, world: World, path: Path, part: ModelPart, tokenizer: Tokenizer) -> None:
         assert isinstance(part, Transformer | ModulePart)
         self.world, self.path, self.part, self.tokenizer = world, path, part, tokenizer
-        groups = part.groups
-        self.copies = world.size // (groups.pipeline.size * groups.tensor.size)
-        self.copy = world.rank // groups.tensor.size % self.copies
-        self._speaks = groups.pipeline.rank == groups.tensor.rank == 0
+        layer_context = part.layer_context
+        self.copies = world.size // (layer_context.pipeline.size * layer_context.tensor.size)
+        self.copy = world.rank // layer_context.tensor.size % self.copies
+        self._speaks = layer_context.pipeline.rank == layer_context.tensor.rank == 0
         self.chat: ChatTokenizer | None = None
 
     @cached_property
@@ -193,7 +193,9 @@ class TextModel:
         with self.world.agreement():  # a tokenizer may refuse a text
             given = [self._ids_of(prompt) or [end] for prompt in prompts]
         passes = self._passes(given, sampling)
-        draw = KeyedSampler(sampling, self.tokenizer.vocabulary, str(self.path), self.part.groups.tensor)
+        draw = KeyedSampler(
+            sampling, self.tokenizer.vocabulary, str(self.path), self.part.layer_context.tensor
+        )
         samples: dict[GeneratedText, Continuation] = {}
 
         def texts() -> Iterator[GeneratedText]:
@@ -235,7 +237,7 @@ class TextModel:
         while count > 1 and room is not None and CachePlan.of(self.part, count, longest).bytes > room // 2:
             count //= 2
         # Stages have more or fewer layers.
-        count = min(self.part.groups.pipeline.all_gather_object(count))
+        count = min(self.part.layer_context.pipeline.all_gather_object(count))
         plan = CachePlan.of(self.part, count, longest)
         advice = "reduce --tokens for a smaller key and value cache"
         demand_room(self.world, Machine(), str(self.path), resident_bytes() + plan.bytes, lambda _: advice)

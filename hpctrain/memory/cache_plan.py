@@ -30,9 +30,9 @@ class CachePlan:
     @staticmethod
     def of(model: Transformer, sequences: int, tokens: int) -> CachePlan:
         """Return a model's cache for sequences of at most `tokens` tokens, limited by its window."""
-        shape, groups = model.shape, model.groups
-        heads = max(1, shape.key_value_heads // groups.tensor.size)
-        compiled, has_rotary = groups.functions.compiled, shape.positions == "rotary"
+        shape, layer_context = model.shape, model.layer_context
+        heads = max(1, shape.key_value_heads // layer_context.tensor.size)
+        compiled, has_rotary = layer_context.functions.compiled, shape.positions == "rotary"
         form = PageLayout(heads, shape.head_size, model.dtype, has_rotary, compiled)
         return CachePlan(sequences, min(tokens, shape.sequence), model.span.blocks, form, shape.sequence)
 

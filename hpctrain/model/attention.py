@@ -29,24 +29,29 @@ class Attention(nn.Module):
     Args:
         name: Name of the layer, with which names of parameters begin.
         shape: Sizes of the model.
-        groups: Process groups and settings of this rank's layers.
+        layer_context: Process groups and settings of this rank's layers.
         block: Number of the block, by which a cache stores keys and values.
         shared_input: True if the feed-forward part saves the same input.
     """
 
     def __init__(
-        self, name: str, shape: ModelShape, groups: LayerContext, block: int, shared_input: bool = False
+        self,
+        name: str,
+        shape: ModelShape,
+        layer_context: LayerContext,
+        block: int,
+        shared_input: bool = False,
     ) -> None:
         super().__init__()
         size = shape.head_size
-        self.groups, self.head_size, self.block = groups, size, block
+        self.layer_context, self.head_size, self.block = layer_context, size, block
         changed, own = shape.parametrization.of_scores, shape.attention_scale
         self.scale = None if changed == 1 and own is None else changed * (own or size**-0.5)
-        self.compute_core = attention_core(groups, self.scale)
+        self.compute_core = attention_core(layer_context, self.scale)
         self.core = AttentionSize(shape.heads, shape.key_value_heads, size, shape.sequence)
         self.rotated = shape.rotates(block)
-        queries = RowPartition.split(shape.heads * size, groups.tensor, size)
-        keys = RowPartition.split(shape.key_value_heads * size, groups.tensor, size)
+        queries = RowPartition.split(shape.heads * size, layer_context.tensor, size)
+        keys = RowPartition.split(shape.key_value_heads * size, layer_context.tensor, size)
         self.inner = ColumnLinear(
             shape.hidden,
             [
@@ -55,16 +60,16 @@ class Attention(nn.Module):
                 (f"{name}.value", keys),
             ],
             shape.attention_bias != "none",
-            groups,
+            layer_context,
             shared_input,
             adapters=shape.adapters,
         )
         normed = shape.query_key_norm != "none"
-        self.norm = QueryKeyNorm(name, shape, groups, queries, keys) if normed else None
+        self.norm = QueryKeyNorm(name, shape, layer_context, queries, keys) if normed else None
         sizes = shape.heads * size, shape.hidden
-        shared = groups.saved_policy.keeps_core and not self.exchanges
+        shared = layer_context.saved_policy.keeps_core and not self.exchanges
         biased = shape.attention_bias == "all"
-        self.output = RowLinear(f"{name}.output", *sizes, biased, groups, shared, shape.adapters)
+        self.output = RowLinear(f"{name}.output", *sizes, biased, layer_context, shared, shape.adapters)
 
     @property
     def elementwise(self) -> list[ElementwiseSize]:
@@ -76,7 +81,7 @@ class Attention(nn.Module):
     @property
     def exchanges(self) -> bool:
         """True if the core's output is sent back by other ranks, into another tensor."""
-        return self.groups.context.size > 1 and self.groups.context_form == "all_to_all"
+        return self.layer_context.context.size > 1 and self.layer_context.context_form == "all_to_all"
 
     def forward(
         self,
@@ -107,6 +112,6 @@ class Attention(nn.Module):
             return cached
         tables = rotary.tables if rotary is not None and self.rotated else ()
         core = partial(self.compute_core, documents=documents)
-        attended = self.groups.saved_policy.attend(core, parts, tables)
+        attended = self.layer_context.saved_policy.attend(core, parts, tables)
         output: Tensor = self.output(attended.flatten(2))
         return output

@@ -45,12 +45,14 @@ class ModelFamily(NamedTuple):
     problems: Callable[[Any, Sequence[int]], Iterable[str]] = lambda *_: ()
 
 
-def _transformers(shape: ModelShape, groups: LayerContext, spans: Sequence[LayerRange]) -> list[ModelPart]:
+def _transformers(
+    shape: ModelShape, layer_context: LayerContext, spans: Sequence[LayerRange]
+) -> list[ModelPart]:
     """Build parts of a transformer. Tied embeddings of two parts on this rank are one parameter."""
     parts: list[ModelPart] = []
     table: Parameter | None = None
     for span in spans:
-        part = Transformer(shape, groups, span, table)
+        part = Transformer(shape, layer_context, span, table)
         if shape.adapters is not None:
             freeze_all_but_adapters(part)
         table = part.table if span.embeds else table
@@ -88,13 +90,13 @@ def architecture_of(deck: Deck, vocabulary: int) -> Architecture:
 
 
 def build_parts(
-    architecture: Architecture, groups: LayerContext, spans: Sequence[LayerRange]
+    architecture: Architecture, layer_context: LayerContext, spans: Sequence[LayerRange]
 ) -> list[ModelPart]:
     """Build the parts of a model that this rank holds, one for each range of blocks.
 
     Parameters have no memory before they are in buckets.
     """
-    return MODEL_FAMILIES[type(architecture)].parts(architecture, groups, spans)
+    return MODEL_FAMILIES[type(architecture)].parts(architecture, layer_context, spans)
 
 
 def initialize_parts(
@@ -122,9 +124,9 @@ def split_problems(architecture: Architecture, split: Sequence[int]) -> Iterable
     return MODEL_FAMILIES[type(architecture)].problems(architecture, split)
 
 
-def build_model(architecture: Architecture, groups: LayerContext) -> ModelPart:
+def build_model(architecture: Architecture, layer_context: LayerContext) -> ModelPart:
     """Build a model in one part."""
-    (model,) = build_parts(architecture, groups, [LayerRange.all_of(architecture.block_count)])
+    (model,) = build_parts(architecture, layer_context, [LayerRange.all_of(architecture.block_count)])
     return model
 
 

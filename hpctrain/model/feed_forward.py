@@ -19,7 +19,7 @@ class FeedForward(nn.Module):
     Args:
         name: Name of the layer, with which names of parameters begin.
         shape: Sizes of the model.
-        groups: Process groups and settings of this rank's layers.
+        layer_context: Process groups and settings of this rank's layers.
         inner: Features between the layers; None for those of the shape.
         shared_input: True if other layers save the same input.
     """
@@ -28,19 +28,23 @@ class FeedForward(nn.Module):
         self,
         name: str,
         shape: ModelShape,
-        groups: LayerContext,
+        layer_context: LayerContext,
         inner: int | None = None,
         shared_input: bool = False,
     ) -> None:
         super().__init__()
         inner = shape.mlp if inner is None else inner
-        rows = RowPartition.split(inner, groups.tensor)
-        self.activation, self.functions = ACTIVATIONS[shape.activation], groups.functions
+        rows = RowPartition.split(inner, layer_context.tensor)
+        self.activation, self.functions = ACTIVATIONS[shape.activation], layer_context.functions
         outputs = [(f"{name}.gate", rows)] if self.activation.gated else []
         outputs = [*outputs, (f"{name}.up", rows)]
         biased = shape.mlp_bias
-        self.up = ColumnLinear(shape.hidden, outputs, biased, groups, shared_input, adapters=shape.adapters)
-        self.down = RowLinear(f"{name}.down", inner, shape.hidden, biased, groups, adapters=shape.adapters)
+        self.up = ColumnLinear(
+            shape.hidden, outputs, biased, layer_context, shared_input, adapters=shape.adapters
+        )
+        self.down = RowLinear(
+            f"{name}.down", inner, shape.hidden, biased, layer_context, adapters=shape.adapters
+        )
 
     @property
     def elementwise(self) -> list[ElementwiseSize]:

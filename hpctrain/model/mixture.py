@@ -33,29 +33,29 @@ class Mixture(nn.Module):
     The result is the weighted sum of a token's experts, plus the shared experts.
     """
 
-    def __init__(self, name: str, shape: ModelShape, groups: LayerContext) -> None:
+    def __init__(self, name: str, shape: ModelShape, layer_context: LayerContext) -> None:
         super().__init__()
-        self.groups, self.shape = groups, shape
-        self.router = Router(f"{name}.router", shape, groups)
+        self.layer_context, self.shape = layer_context, shape
+        self.router = Router(f"{name}.router", shape, layer_context)
         sizes = ExpertSizes(shape.experts, shape.experts_per_token, shape.hidden, shape.expert_mlp)
         activation = ACTIVATIONS[shape.activation]
-        self.experts = Experts(f"{name}.experts", sizes, groups, shape.capacity, activation)
+        self.experts = Experts(f"{name}.experts", sizes, layer_context, shape.capacity, activation)
         inner = shape.shared_experts * shape.expert_mlp
         # The router saves the same input.
-        self.shared = FeedForward(f"{name}.shared", shape, groups, inner, True) if inner else None
+        self.shared = FeedForward(f"{name}.shared", shape, layer_context, inner, True) if inner else None
 
     def forward(self, x: Tensor, inputs: ModelInputs, residency: ParameterResidency) -> Tensor:
         """Route and send tokens, compute experts, and combine the results. Collective over the expert group.
 
         Shared experts compute while tokens are on their way. Padding is computed by shared experts only.
         """
-        groups = self.groups
-        sizes = self.groups.row_sizes(inputs.tokens.numel())
-        first = sum(sizes[: self.groups.tensor.rank])
-        own = slice(first, first + sizes[self.groups.tensor.rank])
+        layer_context = self.layer_context
+        sizes = self.layer_context.row_sizes(inputs.tokens.numel())
+        first = sum(sizes[: self.layer_context.tensor.rank])
+        own = slice(first, first + sizes[self.layer_context.tensor.rank])
         flat = x.flatten(0, 1)
-        split = self.groups.tensor.size > 1 and not self.groups.sequence_parallel
-        rows = _LocalRows.apply(flat, self.groups.tensor, sizes) if split else flat
+        split = self.layer_context.tensor.size > 1 and not self.layer_context.sequence_parallel
+        rows = _LocalRows.apply(flat, self.layer_context.tensor, sizes) if split else flat
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
             # Backward must run through both ends of the exchange, even if all before it is frozen.
             rows = rows if rows.requires_grad else rows.detach().requires_grad_()
@@ -63,14 +63,19 @@ class Mixture(nn.Module):
         routing = self.router(rows, tokens, inputs)
         unit = row_unit(rows.dtype, rows.device)
         dispatch = Dispatch(
-            routing.experts, routing.accepted, self.shape.experts, groups.expert, groups.expert_tensor, unit
+            routing.experts,
+            routing.accepted,
+            self.shape.experts,
+            layer_context.expert,
+            layer_context.expert_tensor,
+            unit,
         )
         coming = dispatch.send(tokens.select(rows))
         shared = self.shared(x) if self.shared is not None else None
         compute = partial(self.experts, segments=dispatch.segments, deferred=dispatch.deferred)
         results = residency.run_layer(self.experts.gate_up, compute, dispatch.receive(coming))
         combined = tokens.expand(dispatch.combine(dispatch.send_back(results), routing.weights))
-        whole: Tensor = _GatheredRows.apply(combined, self.groups.tensor, sizes) if split else combined
+        whole: Tensor = _GatheredRows.apply(combined, self.layer_context.tensor, sizes) if split else combined
         output = whole.view_as(x)
         return output if shared is None else output + shared
 

@@ -21,11 +21,11 @@ class Norm(nn.Module):
         bias: Summand of the features; None if they have none.
     """
 
-    def __init__(self, name: str, shape: ModelShape, groups: LayerContext) -> None:
+    def __init__(self, name: str, shape: ModelShape, layer_context: LayerContext) -> None:
         super().__init__()
         self.epsilon, self.size, self.kind = shape.norm_epsilon, (shape.hidden,), shape.norm
         self.offset = 1.0 if shape.norm_weight == "one_plus" else 0.0
-        self.functions, partial = groups.functions, groups.sequence_partial
+        self.functions, partial = layer_context.functions, layer_context.sequence_partial
         self.weight = (
             Parameter(
                 Shard.replicated(f"{name}.weight", self.size, partial),

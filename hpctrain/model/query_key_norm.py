@@ -23,12 +23,17 @@ class QueryKeyNorm(nn.Module):
     """
 
     def __init__(
-        self, name: str, shape: ModelShape, groups: LayerContext, queries: RowPartition, keys: RowPartition
+        self,
+        name: str,
+        shape: ModelShape,
+        layer_context: LayerContext,
+        queries: RowPartition,
+        keys: RowPartition,
     ) -> None:
         super().__init__()
         self.epsilon, self.head_size = shape.norm_epsilon, shape.head_size
         self.offset = 1.0 if shape.norm_weight == "one_plus" else 0.0
-        self.tensor, self.joint = groups.tensor, shape.query_key_norm == "all"
+        self.tensor, self.joint = layer_context.tensor, shape.query_key_norm == "all"
         self.rows = (queries, keys)
         self.query_weight, self.key_weight = (
             Parameter(

@@ -89,9 +89,9 @@ class Router(nn.Module):
     dropped, the number of dropped choices, and the sum of the entropies of the probabilities, in nats.
     """
 
-    def __init__(self, name: str, shape: ModelShape, groups: LayerContext) -> None:
+    def __init__(self, name: str, shape: ModelShape, layer_context: LayerContext) -> None:
         super().__init__()
-        self.name, self.shape, self.groups = name, shape, groups
+        self.name, self.shape, self.layer_context = name, shape, layer_context
         self.statistic_name = statistic_name(name)
         size = (shape.experts, shape.hidden)
         self.weight = Parameter(
@@ -108,7 +108,7 @@ class Router(nn.Module):
         )
 
     def _zero_per_expert(self) -> Tensor:
-        return self.groups.tensor.empty((self.shape.experts,), torch.float32).zero_()
+        return self.layer_context.tensor.empty((self.shape.experts,), torch.float32).zero_()
 
     def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
         """Yield the bias of the choice and each expert's share of the last step's tokens, for checkpoints."""
@@ -171,14 +171,14 @@ class Router(nn.Module):
         shape = self.shape
         if shape.capacity is None:
             return None
-        length = inputs.tokens.shape[0] * self.groups.context.size
+        length = inputs.tokens.shape[0] * self.layer_context.context.size
         total = self._real_tokens(inputs)
         most = ceil(shape.capacity * total * shape.experts_per_token / shape.experts)
         # Padding is sent along, after all real tokens, since other ranks do not know how much there is.
         order = tokens.expand(tokens.samples * length + tokens.positions, inputs.rows * length)
         own = torch.cat((order.unsqueeze(1), tokens.expand(experts)), dim=1)
-        group = self.groups.micro_batch
-        sizes = self.groups.row_sizes(inputs.tokens.numel()) * self.groups.context.size
+        group = self.layer_context.micro_batch
+        sizes = self.layer_context.row_sizes(inputs.tokens.numel()) * self.layer_context.context.size
         every = group.all_gather(own, sizes=sizes)
         places = torch.empty_like(every[:, 0])
         places[every[:, 0].argsort()] = torch.arange(len(every), device=every.device)
@@ -193,7 +193,7 @@ class Router(nn.Module):
         """Return how many tokens of the whole micro-batch are real."""
         if inputs.lengths is not None:
             return inputs.lengths.total
-        return inputs.tokens.numel() * self.groups.context.size
+        return inputs.tokens.numel() * self.layer_context.context.size
 
     def with_terms(
         self,
@@ -229,10 +229,10 @@ class Router(nn.Module):
         sets = inputs.tokens.shape[1] if by_sequence else 1
         place = experts + (tokens.samples.unsqueeze(1) * shape.experts if by_sequence else 0)
         counts = count_numbers(place.flatten(), sets * shape.experts).float()
-        self.groups.micro_batch.all_reduce(counts)
+        self.layer_context.micro_batch.all_reduce(counts)
         if not by_sequence:
             return counts / max(1, self._real_tokens(inputs) * shape.experts_per_token)
-        of_sequence: int | Tensor = inputs.tokens.shape[0] * self.groups.context.size
+        of_sequence: int | Tensor = inputs.tokens.shape[0] * self.layer_context.context.size
         if inputs.lengths is not None:
             of_sequence = inputs.lengths.on(counts.device).clamp_min(1).unsqueeze(1)
         return (counts.view(sets, -1) / (of_sequence * shape.experts_per_token))[tokens.samples]
@@ -245,7 +245,7 @@ class Router(nn.Module):
         counts = count_numbers(experts.flatten(), self.shape.experts).double()
         dropped = counts.new_zeros(()) if accepted is None else experts.numel() - accepted.sum()
         others = torch.stack((dropped.double(), entropy.sum().double()))
-        self.groups.statistics.record_sum(self.statistic_name, torch.cat((counts, others)))
+        self.layer_context.statistics.record_sum(self.statistic_name, torch.cat((counts, others)))
 
 
 def router_name(block: int) -> str:

@@ -81,11 +81,11 @@ class TransformerLayer(Layer):
 class PositionEmbedding(nn.Module):
     """Learned vector per position that is added to [s or s/t, b, h]."""
 
-    def __init__(self, name: str, shape: ModelShape, groups: LayerContext) -> None:
+    def __init__(self, name: str, shape: ModelShape, layer_context: LayerContext) -> None:
         super().__init__()
         size = (shape.sequence, shape.hidden)
         self.table = Parameter(
-            Shard.replicated(f"{name}.weight", size, groups.sequence_partial), initial="table"
+            Shard.replicated(f"{name}.weight", size, layer_context.sequence_partial), initial="table"
         )
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -99,13 +99,13 @@ class Embedding(TransformerLayer):
 
     kind = "embedding"
 
-    def __init__(self, shape: ModelShape, groups: LayerContext, table: Parameter) -> None:
+    def __init__(self, shape: ModelShape, layer_context: LayerContext, table: Parameter) -> None:
         super().__init__()
         self.hidden, self.probability, self.packed = shape.hidden, shape.dropout, shape.packed
-        self.tokens = VocabularyEmbedding(table, groups)
+        self.tokens = VocabularyEmbedding(table, layer_context)
         self.multiplier = shape.embedding_multiplier
         learned = shape.positions == "learned"
-        self.positions = PositionEmbedding("embedding.positions", shape, groups) if learned else None
+        self.positions = PositionEmbedding("embedding.positions", shape, layer_context) if learned else None
 
     @property
     def table(self) -> Parameter:
@@ -152,7 +152,7 @@ class TransformerBlock(TransformerLayer):
     kind = "block"
     is_block = True
 
-    def __init__(self, index: int, shape: ModelShape, groups: LayerContext) -> None:
+    def __init__(self, index: int, shape: ModelShape, layer_context: LayerContext) -> None:
         super().__init__()
         name = f"blocks.{index}"
         self.site, self.hidden, self.probability = 1 + 2 * index, shape.hidden, shape.dropout
@@ -161,19 +161,19 @@ class TransformerBlock(TransformerLayer):
         shared = shape.parallel_residual == "one_norm"
 
         def norm(layer: str, exists: bool) -> Norm | None:
-            return Norm(f"{name}.{layer}", shape, groups) if exists else None
+            return Norm(f"{name}.{layer}", shape, layer_context) if exists else None
 
         self.attention_norm = norm("attention_norm", before)
-        self.attention = Attention(f"{name}.attention", shape, groups, index, shared)
+        self.attention = Attention(f"{name}.attention", shape, layer_context, index, shared)
         self.attention_output_norm = norm("attention_output_norm", after)
         self.feed_forward_norm = norm("feed_forward_norm", before and not shared)
         self.feed_forward: FeedForward | Mixture
         if shape.is_mixture(index):
             self.kind = "mixture"
-            self.feed_forward = Mixture(f"{name}.feed_forward", shape, groups)
+            self.feed_forward = Mixture(f"{name}.feed_forward", shape, layer_context)
             self.terms = self.feed_forward.terms
         else:
-            self.feed_forward = FeedForward(f"{name}.feed_forward", shape, groups, shared_input=shared)
+            self.feed_forward = FeedForward(f"{name}.feed_forward", shape, layer_context, shared_input=shared)
         self.feed_forward_output_norm = norm("feed_forward_output_norm", after)
         self.core, self.rotated = self.attention.core, self.attention.rotated
         if shape.positions == "rotary" and not self.rotated and self.kind == "block":
@@ -255,7 +255,7 @@ class Predictor(TransformerLayer):
 
     Args:
         shape: Sizes of the model.
-        groups: Process groups and settings of this rank's layers.
+        layer_context: Process groups and settings of this rank's layers.
         table: Matrix of the output layer, which has one row per token; None for a scalar output.
         owns_table: True if `table` belongs to this layer and not to the embedding.
     """
@@ -263,16 +263,20 @@ class Predictor(TransformerLayer):
     kind = "head"
 
     def __init__(
-        self, shape: ModelShape, groups: LayerContext, table: Parameter | None, owns_table: bool = False
+        self,
+        shape: ModelShape,
+        layer_context: LayerContext,
+        table: Parameter | None,
+        owns_table: bool = False,
     ) -> None:
         super().__init__()
-        self.norm = Norm("final_norm", shape, groups)
+        self.norm = Norm("final_norm", shape, layer_context)
         multiplier, cap = shape.parametrization.of_logits * shape.logit_multiplier, shape.logit_cap
         self.head: VocabularyHead | ScalarHead
         if table is None:
-            self.head = ScalarHead(shape.hidden, groups, multiplier)
+            self.head = ScalarHead(shape.hidden, layer_context, multiplier)
         else:
-            self.head = VocabularyHead(table, groups, multiplier, cap)
+            self.head = VocabularyHead(table, layer_context, multiplier, cap)
         if owns_table:
             self.owned = nn.Module()
             self.owned.register_parameter("table", table)
@@ -327,7 +331,7 @@ class Transformer(nn.Module):
 
     Args:
         shape: Sizes of the model.
-        groups: Process groups and settings of this rank's layers.
+        layer_context: Process groups and settings of this rank's layers.
         span: Blocks of this part; None for the whole model.
         table: Table of the embedding if it is tied and another part on this rank holds it; None otherwise.
 
@@ -342,22 +346,24 @@ class Transformer(nn.Module):
     def __init__(
         self,
         shape: ModelShape,
-        groups: LayerContext,
+        layer_context: LayerContext,
         span: LayerRange | None = None,
         table: Parameter | None = None,
     ) -> None:
         super().__init__()
-        self.shape, self.groups = shape, groups
+        self.shape, self.layer_context = shape, layer_context
         self.residency, self.rotates = ParameterResidency(), shape.positions == "rotary"
         self.rotary_positions: Tensor | None = None
         self.span = span if span is not None else LayerRange.all_of(shape.layers)
         layers: list[TransformerLayer] = []
         if self.span.embeds:
             table = self._table("embedding.tokens.weight", shape.tied)
-            layers.append(Embedding(shape, groups, table))
-        layers += [TransformerBlock(index, shape, groups) for index in range(self.span.first, self.span.last)]
+            layers.append(Embedding(shape, layer_context, table))
+        layers += [
+            TransformerBlock(index, shape, layer_context) for index in range(self.span.first, self.span.last)
+        ]
         if self.span.predicts and shape.head == "scalar":
-            layers.append(Predictor(shape, groups, None))
+            layers.append(Predictor(shape, layer_context, None))
         elif self.span.predicts:
             owns_table = not shape.tied or table is None
             if owns_table or table is None:
@@ -367,7 +373,7 @@ class Transformer(nn.Module):
                 table.uses = 2
                 # The schedule decides in which order embedding and output layer add their gradients.
                 table.separate_lookups = not self.span.embeds
-            layers.append(Predictor(shape, groups, table, owns_table))
+            layers.append(Predictor(shape, layer_context, table, owns_table))
         self.table = table
         self.layers = tuple(layers)
         for index, layer in enumerate(layers):
@@ -375,7 +381,7 @@ class Transformer(nn.Module):
 
     def _table(self, name: str, tied: bool) -> Parameter:
         """Return a table [V, h]. If it is tied and on two stages, its shard says so."""
-        shard = vocabulary_shard(name, self.shape.vocabulary, self.shape.hidden, self.groups)
+        shard = vocabulary_shard(name, self.shape.vocabulary, self.shape.hidden, self.layer_context)
         if tied:
             shard = replace(shard, stage_copy=self.span.tied_stage, stage_copies=self.span.tied_stages)
         return Parameter(shard, initial="table")
@@ -399,7 +405,7 @@ class Transformer(nn.Module):
         for is_block, layers in groupby(self.layers, lambda layer: layer.is_block):
             passes = [LayerPass(self._pass(layer, context), layer.all_parameters) for layer in layers]
             if is_block:
-                x = self.groups.saved_policy.run(passes, x, shared)
+                x = self.layer_context.saved_policy.run(passes, x, shared)
             else:
                 for each in passes:
                     x = each.compute(x)
@@ -416,9 +422,9 @@ class Transformer(nn.Module):
         return partial(layer, context=context)
 
     def _pass_context(self, inputs: ModelInputs) -> PassContext:
-        tensor, rotary = self.groups.tensor, None
+        tensor, rotary = self.layer_context.tensor, None
         rows = inputs.positions
-        if self.groups.sequence_parallel:
+        if self.layer_context.sequence_parallel:
             rows = rows.chunk(tensor.size)[tensor.rank]
         if self.rotates and inputs.cache is None:
             positions = inputs.positions if self.rotary_positions is None else self.rotary_positions
@@ -435,8 +441,8 @@ class Transformer(nn.Module):
 
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
         """Return the shape of the tensors that are sent between parts."""
-        tensor, context = self.groups.tensor.size, self.groups.context.size
-        rows = self.shape.sequence // context // (tensor if self.groups.sequence_parallel else 1)
+        tensor, context = self.layer_context.tensor.size, self.layer_context.context.size
+        rows = self.shape.sequence // context // (tensor if self.layer_context.sequence_parallel else 1)
         return rows, micro_size, self.shape.hidden
 
     @property

@@ -40,7 +40,7 @@ class LogProbabilityLoss:
     def __call__(self, head: VocabularyHead, hidden: Tensor) -> Losses:
         """Return the metrics, and a total from which the backward pass starts. Its value is not the loss."""
         values = log_probabilities(head, hidden, self.targets, self.sampling)
-        gradient, metrics = self.gradient_of(values, head.groups.context)
+        gradient, metrics = self.gradient_of(values, head.layer_context.context)
         if not torch.is_grad_enabled():
             return Losses(torch.zeros_like(metrics[0]), metrics)
         # The log-probability is the negative cross-entropy.

@@ -29,7 +29,7 @@ class SplitVocabularyHead(Protocol):
     """Interface of a head whose matrix is split over the vocabulary."""
 
     @property
-    def groups(self) -> LayerContext:
+    def layer_context(self) -> LayerContext:
         """Groups of ranks, of which the tensor group splits the matrix."""
 
     @property
@@ -97,14 +97,14 @@ class CrossEntropy:
             learning: If False, the gradient is None.
         """
         targets = targets[rows]
-        tensor, first = head.groups.tensor, head.table.shard.start[0]
+        tensor, first = head.layer_context.tensor, head.table.shard.start[0]
         if self.sampling is not None:
             logits = self.sampling.adjust(logits, first)
         predicted = targets >= 0
         local = targets - first
         is_local = predicted & (local >= 0) & (local < logits.columns)
 
-        local_sums = head.groups.functions.softmax_statistics(logits, local.masked_fill(~is_local, -1))
+        local_sums = head.layer_context.functions.softmax_statistics(logits, local.masked_fill(~is_local, -1))
         maximum, total, at_target = local_sums.maximum, local_sums.total, local_sums.at_column
         if tensor.size > 1:
             parts = tensor.all_gather(torch.stack((maximum, total, at_target)).unsqueeze(0))

@@ -28,7 +28,7 @@ class ScoreLoss:
 
         def of_scores(scores: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal metrics
-            gradient, metrics = self.gradient_of(scores, head.groups.context)
+            gradient, metrics = self.gradient_of(scores, head.layer_context.context)
             return scores.new_zeros(()), gradient.float() * self.scale
 
         return Losses(head(hidden, of_scores), metrics)

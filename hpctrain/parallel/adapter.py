@@ -35,15 +35,15 @@ class Factors(nn.Module):
     Args:
         shards: Shard of each factor.
         initial: Initial values.
-        groups: Context of the layer.
+        layer_context: Context of the layer.
     """
 
-    def __init__(self, shards: Sequence[Shard], initial: Initial, groups: LayerContext) -> None:
+    def __init__(self, shards: Sequence[Shard], initial: Initial, layer_context: LayerContext) -> None:
         super().__init__()
         self.weights = [Parameter(shard, initial=initial) for shard in shards]
         for index, weight in enumerate(self.weights):
             self.register_parameter(f"weight{index}", weight)
-        self.product = Matmul(self.weights, groups)
+        self.product = Matmul(self.weights, layer_context)
 
 
 class LayerAdapters(nn.Module):
@@ -53,7 +53,7 @@ class LayerAdapters(nn.Module):
         adapted: Matrices that have an adapter.
         cut: Features by which tensor ranks split the layer.
         adapters: Rank and scale in the deck.
-        groups: Context of the layer.
+        layer_context: Context of the layer.
 
     Attributes:
         inner: Factors A of all matrices, [matrices x rank, k].
@@ -61,14 +61,14 @@ class LayerAdapters(nn.Module):
     """
 
     def __init__(
-        self, adapted: Sequence[AdaptedMatrix], cut: Cut, adapters: Adapters, groups: LayerContext
+        self, adapted: Sequence[AdaptedMatrix], cut: Cut, adapters: Adapters, layer_context: LayerContext
     ) -> None:
         super().__init__()
         self.adapted, self.cut, self.rank, self.scale = list(adapted), cut, adapters.rank, adapters.scale
-        partial = frozenset({"tensor"}) if groups.tensor.size > 1 else frozenset[str]()
+        partial = frozenset({"tensor"}) if layer_context.tensor.size > 1 else frozenset[str]()
         # No kernel is measured for products so small.
-        kernels = KernelTable(groups.products.kernels.default)
-        groups = replace(groups, products=replace(groups.products, kernels=kernels))
+        kernels = KernelTable(layer_context.products.kernels.default)
+        layer_context = replace(layer_context, products=replace(layer_context.products, kernels=kernels))
         inner, self.outer = [], nn.ModuleList()
         for weight, _ in adapted:
             name, (outputs, inputs) = weight.name.removesuffix(".weight"), weight.shape
@@ -79,8 +79,8 @@ class LayerAdapters(nn.Module):
             else:
                 b = _split_like(weight, b, 0)
             inner.append(replace(a, zero_exempt=True))
-            self.outer.append(Factors([replace(b, zero_exempt=True)], "zeros", groups))
-        self.inner = Factors(inner, "adapter", groups)
+            self.outer.append(Factors([replace(b, zero_exempt=True)], "zeros", layer_context))
+        self.inner = Factors(inner, "adapter", layer_context)
 
     @property
     def weights(self) -> list[Parameter]:

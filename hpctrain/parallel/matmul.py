@@ -61,11 +61,11 @@ class Matmul:
 
     Args:
         weights: Weights [n_i, k] that are neighbours in one bucket. Further ones may be appended later.
-        groups: Context of the layer.
+        layer_context: Context of the layer.
     """
 
-    def __init__(self, weights: Sequence[Parameter], groups: LayerContext) -> None:
-        self.weights, self.groups = weights, groups
+    def __init__(self, weights: Sequence[Parameter], layer_context: LayerContext) -> None:
+        self.weights, self.layer_context = weights, layer_context
         self._converted: Tensor | None = None
         self._converted_period: int | None = None
 
@@ -159,13 +159,13 @@ class Matmul:
         return join_neighbors(stale or [gradient_of(weight) for weight in self.weights]), bool(stale)
 
     def _kernel(self, kind: Pass) -> MatmulKernel:
-        products = self.groups.products
+        products = self.layer_context.products
         kernel, audit = products.kernels.kernel_for(kind, *self.shape), products.audit
         return AuditedKernel(kernel, audit, self.weights) if audit is not None and audit.active else kernel
 
     def _matrix(self, kernel: MatmulKernel) -> Tensor:
         """Return the weights as a kernel takes them, converted at most once while they are constant."""
-        period, weight = self.groups.products.kernels.constant_period, self.weight()
+        period, weight = self.layer_context.products.kernels.constant_period, self.weight()
         if period is None or not kernel.converts:
             return weight
         if self._converted is None:

@@ -12,12 +12,12 @@ from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.shards import Parameter
 
 
-def make_matmul(weights: Sequence[Parameter], groups: LayerContext) -> Matmul:
+def make_matmul(weights: Sequence[Parameter], layer_context: LayerContext) -> Matmul:
     """Return the products of a layer with `weights`, of which at least the first one is known."""
-    fp8 = groups.products.fp8
+    fp8 = layer_context.products.fp8
     if fp8 is None or fp8.excludes(weights[0].shard.name):
-        return Matmul(weights, groups)
+        return Matmul(weights, layer_context)
     recipe, form = RECIPES[fp8.recipe], GRADIENT_FORMS[fp8.gradients]
     if recipe.delayed:
-        return DelayedMatmul(weights, groups, recipe, fp8.history, form, fp8.messages)
-    return QuantizedMatmul(weights, groups, recipe, form, fp8.messages)
+        return DelayedMatmul(weights, layer_context, recipe, fp8.history, form, fp8.messages)
+    return QuantizedMatmul(weights, layer_context, recipe, form, fp8.messages)

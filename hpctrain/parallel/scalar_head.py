@@ -28,14 +28,16 @@ class ScalarHead(nn.Module):
 
     Args:
         hidden: Features of a token, h.
-        groups: Context of the layer.
+        layer_context: Context of the layer.
         multiplier: Factor of the products, which gives the scores in fp32.
     """
 
-    def __init__(self, hidden: int, groups: LayerContext, multiplier: float = 1.0) -> None:
+    def __init__(self, hidden: int, layer_context: LayerContext, multiplier: float = 1.0) -> None:
         super().__init__()
-        self.groups, self.multiplier = groups, multiplier
-        self.table = Parameter(Shard.replicated(NAME, (1, hidden), groups.sequence_partial), initial="table")
+        self.layer_context, self.multiplier = layer_context, multiplier
+        self.table = Parameter(
+            Shard.replicated(NAME, (1, hidden), layer_context.sequence_partial), initial="table"
+        )
 
     def forward(self, hidden: Tensor, score_loss: ScoreLoss) -> Tensor:
         """Return the loss of all scores, fp32 0-dim. Collective over tensor ranks.
@@ -55,7 +57,7 @@ class ScalarHead(nn.Module):
         with torch.no_grad():
             scores = _rows(hidden) @ self.table.detach()[0].float()
             scores = scores * self.multiplier if self.multiplier != 1 else scores
-            return self.groups.gather_sequence(scores.view(hidden.shape[:-1]))
+            return self.layer_context.gather_sequence(scores.view(hidden.shape[:-1]))
 
     @property
     def matrix(self) -> MatrixSize:
@@ -74,13 +76,13 @@ class _ScoreLossAutograd(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, head: ScalarHead, score_loss: ScoreLoss, training: bool, _: Tensor
     ) -> Tensor:
-        table, groups = head.table, head.groups
+        table, layer_context = head.table, head.layer_context
         loss, gradient = score_loss(head.scores(hidden))
         ctx.head = head
         if not training:
             return loss.float()
-        if groups.sequence_parallel:
-            gradient = gradient.chunk(groups.tensor.size)[groups.tensor.rank]
+        if layer_context.sequence_parallel:
+            gradient = gradient.chunk(layer_context.tensor.size)[layer_context.tensor.rank]
         local = gradient.reshape(-1) * head.multiplier
         if table.requires_grad:
             buffer = table.gradient

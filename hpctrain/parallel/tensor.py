@@ -107,7 +107,7 @@ class SplitLinear(MatmulLayer):
     """Base class of the linear layers: fused weights with their biases, their product, and adapters.
 
     Args:
-        groups: Context of the layer.
+        layer_context: Context of the layer.
         shared_input: True if another layer saves the same input for its backward pass.
 
     Attributes:
@@ -120,9 +120,9 @@ class SplitLinear(MatmulLayer):
 
     cut: ClassVar[Cut]
 
-    def __init__(self, groups: LayerContext, shared_input: bool) -> None:
+    def __init__(self, layer_context: LayerContext, shared_input: bool) -> None:
         super().__init__()
-        self.groups, self.shared_input = groups, shared_input
+        self.layer_context, self.shared_input = layer_context, shared_input
         self.adapter: LayerAdapters | None = None
         self.weights: list[Parameter] = []
         self.product: Matmul
@@ -134,7 +134,7 @@ class SplitLinear(MatmulLayer):
         self.weights.append(Parameter(weight, initial=initial))
         self.register_parameter(f"weight{index}", self.weights[-1])
         if not index:
-            self.product = make_matmul(self.weights, self.groups)
+            self.product = make_matmul(self.weights, self.layer_context)
         if bias is not None:
             self.biases.append(Parameter(bias, decayed=False, initial="zeros"))
             self.register_parameter(f"bias{index}", self.biases[-1])
@@ -150,7 +150,7 @@ class SplitLinear(MatmulLayer):
                 matrices.append(AdaptedMatrix(weight.shard, slice(row, row + rows)))
             row += rows
         if matrices:
-            self.adapter = LayerAdapters(matrices, self.cut, adapters, self.groups)
+            self.adapter = LayerAdapters(matrices, self.cut, adapters, self.layer_context)
 
     def bias(self) -> Tensor | None:
         """Return all biases as one vector [n], or None if there are none."""
@@ -177,7 +177,7 @@ class SplitLinear(MatmulLayer):
     @property
     def sequence_group(self) -> Group | None:
         """Ranks that split the sequence before and after the layer, or None."""
-        return self.groups.tensor if self.groups.sequence_parallel else None
+        return self.layer_context.tensor if self.layer_context.sequence_parallel else None
 
     def on_backward(self) -> None:
         """Do nothing at the start of a backward pass. Subclasses may check it."""
@@ -246,7 +246,7 @@ class ColumnLinear(SplitLinear):
         inputs: Input features k.
         outputs: Name and range of features of each output.
         bias: True for a layer with biases.
-        groups: Context of the layer.
+        layer_context: Context of the layer.
         shared_input: True if another layer saves the same input for its backward pass.
         adapters: Low-rank adapters of the deck, or None.
 
@@ -261,11 +261,11 @@ class ColumnLinear(SplitLinear):
         inputs: int,
         outputs: Sequence[tuple[str, RowPartition]],
         bias: bool,
-        groups: LayerContext,
+        layer_context: LayerContext,
         shared_input: bool = False,
         adapters: Adapters | None = None,
     ) -> None:
-        super().__init__(groups, shared_input)
+        super().__init__(layer_context, shared_input)
         self.split_sizes = [rows.local for _, rows in outputs]
         for name, rows in outputs:
             weight = rows_shard(f"{name}.weight", rows, (inputs,))
@@ -299,7 +299,7 @@ class RowLinear(SplitLinear):
         inputs: Global input features k.
         outputs: Output features n.
         bias: True for a layer with a bias.
-        groups: Context of the layer.
+        layer_context: Context of the layer.
         shared_input: True if another layer saves the same input for its backward pass.
         adapters: Low-rank adapters of the deck, or None.
     """
@@ -312,12 +312,12 @@ class RowLinear(SplitLinear):
         inputs: int,
         outputs: int,
         bias: bool,
-        groups: LayerContext,
+        layer_context: LayerContext,
         shared_input: bool = False,
         adapters: Adapters | None = None,
     ) -> None:
-        super().__init__(groups, shared_input)
-        columns = RowPartition.split(inputs, groups.tensor)
+        super().__init__(layer_context, shared_input)
+        columns = RowPartition.split(inputs, layer_context.tensor)
         self.add_weight(
             Shard(
                 f"{name}.weight",
@@ -326,7 +326,9 @@ class RowLinear(SplitLinear):
                 (outputs, columns.local),
                 split=frozenset({"tensor"}),
             ),
-            Shard.replicated(f"{name}.bias", (outputs,), partial=groups.sequence_partial) if bias else None,
+            Shard.replicated(f"{name}.bias", (outputs,), partial=layer_context.sequence_partial)
+            if bias
+            else None,
             "residual",
         )
         self.add_adapters(adapters)
@@ -364,11 +366,11 @@ class ColumnAutograd(torch.autograd.Function):
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         layer: ColumnLinear = ctx.layer
         layer.on_backward()
-        groups, product, sequence_group = layer.groups, layer.product, layer.sequence_group
+        layer_context, product, sequence_group = layer.layer_context, layer.product, layer.sequence_group
         inner, saved = layer._split_saved(ctx.saved_tensors)
         output_gradient = output_gradient.contiguous()
         finish_gather = None
-        if sequence_group is not None and not groups.weight_gradients.deferring:
+        if sequence_group is not None and not layer_context.weight_gradients.deferring:
             finish_gather = product.start_gather_saved(saved, sequence_group)
         gradient = product.gather_gradient(output_gradient, None)
         reduction, input_gradient = None, None
@@ -376,7 +378,7 @@ class ColumnAutograd(torch.autograd.Function):
             input_gradient = product.input_gradient_of(gradient).view(*output_gradient.shape[:-1], -1)
         inner = (*inner, *layer._add_inner_gradient(gradient, input_gradient))
         if input_gradient is not None:
-            reduction = groups.start_reduce_output(input_gradient)
+            reduction = layer_context.start_reduce_output(input_gradient)
 
         bias_gradient = output_gradient if layer.biases else None
 
@@ -393,7 +395,7 @@ class ColumnAutograd(torch.autograd.Function):
         tensors = [*operand_tensors(saved), *operand_tensors(gradient)]
         if bias_gradient is not None and gradient is not bias_gradient:
             tensors.append(bias_gradient)
-        groups.weight_gradients.submit(compute, *tensors, *inner)
+        layer_context.weight_gradients.submit(compute, *tensors, *inner)
         result = None if reduction is None else reduction.wait()
         return (result, None, None, *(None for _ in ctx.needs_input_grad[3:]))
 
@@ -405,13 +407,13 @@ class _RowAutograd(torch.autograd.Function):
     @override
     def forward(ctx: Any, x: Tensor, layer: RowLinear, training: bool, *_: Tensor) -> Tensor:
         ctx.layer = layer
-        groups, bias = layer.groups, layer.bias()
-        alone = groups.tensor.size == 1
+        layer_context, bias = layer.layer_context, layer.bias()
+        alone = layer_context.tensor.size == 1
         output, saved, inner = layer._multiply(x, bias if alone else None, None, training)
         ctx.save_for_backward(*inner, *operand_tensors(saved))
         if alone:
             return output
-        output = groups.reduce_output(output)
+        output = layer_context.reduce_output(output)
         return output if bias is None else output.add_(bias)
 
     @staticmethod
@@ -419,7 +421,7 @@ class _RowAutograd(torch.autograd.Function):
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         layer: RowLinear = ctx.layer
         layer.on_backward()
-        groups, product = layer.groups, layer.product
+        layer_context, product = layer.layer_context, layer.product
         inner, saved = layer._split_saved(ctx.saved_tensors)
         output_gradient = output_gradient.contiguous()
         layer._add_bias_gradients(output_gradient)
@@ -430,5 +432,5 @@ class _RowAutograd(torch.autograd.Function):
             result = input_gradient.view(-1, *batch, input_gradient.shape[-1])
         inner = (*inner, *layer._add_inner_gradient(gathered, result))
         tensors = (*operand_tensors(gathered), *operand_tensors(saved), *inner)
-        groups.weight_gradients.submit(lambda: layer._add_gradients(gathered, saved, inner), *tensors)
+        layer_context.weight_gradients.submit(lambda: layer._add_gradients(gathered, saved, inner), *tensors)
         return (result, None, None, *(None for _ in ctx.needs_input_grad[3:]))

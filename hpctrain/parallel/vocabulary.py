@@ -60,14 +60,14 @@ def even_chunk(tokens: int, largest: int) -> int:
     return max(1, -(-tokens // max(1, chunks)))
 
 
-def vocabulary_shard(name: str, vocabulary: int, hidden: int, groups: LayerContext) -> Shard:
+def vocabulary_shard(name: str, vocabulary: int, hidden: int, layer_context: LayerContext) -> Shard:
     """Return this rank's shard of a table [vocabulary, hidden], padded to equal sizes on all ranks."""
-    aligned = groups.tensor.size * groups.table_rows
-    rows = -(-vocabulary // aligned) * groups.table_rows
+    aligned = layer_context.tensor.size * layer_context.table_rows
+    rows = -(-vocabulary // aligned) * layer_context.table_rows
     return Shard(
         name,
         (vocabulary, hidden),
-        (min(groups.tensor.rank * rows, vocabulary), 0),
+        (min(layer_context.tensor.rank * rows, vocabulary), 0),
         (rows, hidden),
         split=frozenset({"tensor"}),
     )
@@ -78,12 +78,12 @@ class VocabularyEmbedding(nn.Module):
 
     Args:
         table: Table of this rank, with a shard of `vocabulary_shard`.
-        groups: Context of the layer.
+        layer_context: Context of the layer.
     """
 
-    def __init__(self, table: Parameter, groups: LayerContext) -> None:
+    def __init__(self, table: Parameter, layer_context: LayerContext) -> None:
         super().__init__()
-        self.groups = groups
+        self.layer_context = layer_context
         self.shard = table.shard
         self.table = table
 
@@ -105,7 +105,7 @@ class _EmbeddingAutograd(torch.autograd.Function):
     @override
     def forward(ctx: Any, indices: Tensor, layer: VocabularyEmbedding, weight: Tensor) -> Tensor:
         ctx.layer = layer
-        if layer.groups.tensor.size == 1:
+        if layer.layer_context.tensor.size == 1:
             ctx.save_for_backward(indices)
             return functional.embedding(indices, weight)
         local = indices - layer.shard.start[0]
@@ -113,7 +113,7 @@ class _EmbeddingAutograd(torch.autograd.Function):
         local = local.masked_fill(outside, 0)
         ctx.save_for_backward(local, outside)
         output = functional.embedding(local, weight).masked_fill_(outside.unsqueeze(-1), 0)
-        return layer.groups.reduce_output(output)
+        return layer.layer_context.reduce_output(output)
 
     @staticmethod
     @override
@@ -121,7 +121,7 @@ class _EmbeddingAutograd(torch.autograd.Function):
         layer: VocabularyEmbedding = ctx.layer
         if not layer.table.requires_grad:
             return None, None, None
-        output_gradient = layer.groups.gather_sequence(output_gradient)
+        output_gradient = layer.layer_context.gather_sequence(output_gradient)
         table = layer.table
         gradient = table.lookups if table.lookups is not None else table.gradient
         assert gradient is not None
@@ -129,7 +129,7 @@ class _EmbeddingAutograd(torch.autograd.Function):
         rows = output_gradient.reshape(-1, output_gradient.shape[-1]).to(gradient.dtype)
         if outside:
             rows = rows.masked_fill(outside[0].reshape(-1, 1), 0)
-        audit = layer.groups.products.audit
+        audit = layer.layer_context.products.audit
         if audit is not None and audit.active and table.lookups is None:
             audit.expect_lookup(table, gradient, indices.reshape(-1), rows)
         gradient.index_add_(0, indices.reshape(-1), rows)
@@ -150,7 +150,7 @@ class VocabularyHead(nn.Module):
 
     Args:
         table: The head's own parameter, or the embedding's if the two are tied.
-        groups: Context of the layer.
+        layer_context: Context of the layer.
         multiplier: Factor of the products with the table, which gives the logits.
         cap: Bound c of the logits x, which become c tanh(x / c); 0 for none.
 
@@ -159,12 +159,12 @@ class VocabularyHead(nn.Module):
     """
 
     def __init__(
-        self, table: Parameter, groups: LayerContext, multiplier: float = 1.0, cap: float = 0.0
+        self, table: Parameter, layer_context: LayerContext, multiplier: float = 1.0, cap: float = 0.0
     ) -> None:
         super().__init__()
-        self.groups, self.multiplier, self.cap = groups, multiplier, cap
+        self.layer_context, self.multiplier, self.cap = layer_context, multiplier, cap
         self.weight = (table,)  # in a tuple, so that a tied table is registered once, by its owner
-        self.product = make_matmul(self.weight, groups)
+        self.product = make_matmul(self.weight, layer_context)
         self.rows = table.shard.extent[0]
 
     @property
@@ -191,8 +191,8 @@ class VocabularyHead(nn.Module):
 
         They have the bits that a loss computes with, and are in fp32 if they are scaled.
         """
-        tensor = self.groups.tensor
-        sequence = self.groups.gather_sequence(hidden)
+        tensor = self.layer_context.tensor
+        sequence = self.layer_context.gather_sequence(hidden)
         local: Tensor = self.product.logits(sequence.flatten(0, -2)).view(*sequence.shape[:-1], -1)
         if self.multiplier != 1:
             local = local.float() * self.multiplier  # rounded no more than in a loss
@@ -221,7 +221,7 @@ class _HeadLossAutograd(torch.autograd.Function):
         ctx: Any, hidden: Tensor, head: VocabularyHead, chunk_loss: ChunkLoss, training: bool, _: Tensor
     ) -> Tensor:
         table, product = head.table, head.product
-        sequence = head.groups.gather_sequence(hidden)
+        sequence = head.layer_context.gather_sequence(hidden)
         rows = sequence.reshape(-1, sequence.shape[-1])
         gradient = torch.empty_like(rows) if training else None
         loss = torch.zeros((), dtype=torch.float32, device=rows.device)
@@ -249,7 +249,7 @@ class _HeadLossAutograd(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         head: VocabularyHead = ctx.head
         (gradient,) = ctx.saved_tensors
-        gradient = head.groups.reduce_output(gradient)
+        gradient = head.layer_context.reduce_output(gradient)
         if head.table.requires_grad:
             head.table.added()
         return gradient, None, None, None, None

@@ -35,8 +35,10 @@ class ActionTimer:
         gradient: Gradient that replaces that of the next stage.
     """
 
-    def __init__(self, models: Sequence[ModelPart], groups: LayerContext, batch: PreparedBatch) -> None:
-        self.models, self.queue, self.batch = models, groups.weight_gradients, batch
+    def __init__(
+        self, models: Sequence[ModelPart], layer_context: LayerContext, batch: PreparedBatch
+    ) -> None:
+        self.models, self.queue, self.batch = models, layer_context.weight_gradients, batch
         self.device = batch.inputs.positions.device
         size = models[0].hidden_shape(batch.inputs.rows)
         generator = torch.Generator(self.device).manual_seed(1)

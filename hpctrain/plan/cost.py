@@ -16,7 +16,7 @@ import torch
 
 from hpctrain.comm.planned import PlannedCalls, PlannedMesh
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.groups import make_groups
+from hpctrain.engine.groups import make_layer_context
 from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.engine.stage import StageSetup, TrainedStage, build_trained_stage
 from hpctrain.engine.zero_groups import make_replications
@@ -65,13 +65,13 @@ def _seconds(deck: Deck, shape: ModelShape, ranks: int, ranks_per_node: int) -> 
     """Of a step's sums and of what replicas do, the mean over the steps between their meetings."""
     stage = _build(steady(deck), shape, ranks, ranks_per_node)
     weights, period = PlannedWeights(stage), deck.layout.steps_between_syncs
-    stage.outer.begin(weights)
+    stage.replica_sync.begin(weights)
 
     def meet() -> None:
         for _ in range(period):
             weights.updates += 1
-            stage.outer.before_update(stage.buckets)
-            stage.outer.after_update(weights)
+            stage.replica_sync.before_update(stage.buckets)
+            stage.replica_sync.after_update(weights)
 
     def sums() -> None:
         rehearse(stage, "none", accumulation(1), 0)
@@ -96,9 +96,9 @@ def _build(deck: Deck, shape: ModelShape, ranks: int, ranks_per_node: int) -> Tr
     cpu = torch.device("cpu")
     sizes = axis_sizes(deck, ranks)
     mesh = PlannedMesh(sizes, 0, ranks_per_node, calls=PlannedCalls(echo=True))
-    groups = make_groups(deck, mesh, Recompute("none"), cpu)
-    models = build_parts(shape, groups, [LayerRange.all_of(shape.layers)])
-    setup = StageSetup(groups, models, make_replications(deck, mesh), cpu)
+    layer_context = make_layer_context(deck, mesh, Recompute("none"), cpu)
+    models = build_parts(shape, layer_context, [LayerRange.all_of(shape.layers)])
+    setup = StageSetup(layer_context, models, make_replications(deck, mesh), cpu)
     stage = build_trained_stage(deck, setup)
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(max(bucket.length for bucket in stage.buckets), generator=generator)

@@ -231,7 +231,7 @@ def plan_memory(
         if on_host(device) or halves:
             # What the sum of an input gradient receives, while the weight gradient is computed.
             summed = parts[0].at.tokens * parts[0].part.hidden_shape(1)[-1], parts[0].at.itemsize
-            buffer += stage.groups.tensor.host.scratch_bytes(*summed, deck.layout.sequence_parallel)
+            buffer += stage.layer_context.tensor.host.scratch_bytes(*summed, deck.layout.sequence_parallel)
         if on_host(device):
             placed = [(layer, part.at) for part in parts for layer in part.part.layers]
             other += max(questions.allocator_gaps(*each) for each in placed)

@@ -180,7 +180,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
             layers = _layers(deck, architecture, mesh, stage, schedule, passes, listener)
             whole = whole and layers is not None
             steps, of_update = _steps(deck, stage, schedule, number, listener)
-            noted[kind] = stage.groups.statistics.count("max")
+            noted[kind] = stage.layer_context.statistics.count("max")
             keep = LAYERS if layers is not None else frozenset[str]()
             of_all = [*_of_all(deck, architecture, mesh, stage), *_of_weights(stage, listener, keep)]
             in_layers = layers if layers is not None else _exchanges(deck, stage, schedule, number)
@@ -217,7 +217,7 @@ def _steps(
     everything = sum(bucket.length for bucket in stage.buckets)
     listener.begun = lambda: sum(b.length for b in stage.buckets if b.final) / everything
     with META:
-        stage.outer.begin(weights)
+        stage.replica_sync.begin(weights)
     steps = []
     for _ in range(2 * period):
         listener.take()
@@ -229,7 +229,7 @@ def _steps(
             weights.publish()
             weights.updates += 1
             of_gradients += listener.take()
-            stage.outer.after_update(weights)
+            stage.replica_sync.after_update(weights)
             of_replicas = [
                 moved if moved.begun is None else moved._replace(ahead=delay) for moved in listener.take()
             ]
@@ -332,24 +332,26 @@ def _run(
     passes: int,
 ) -> None:
     """Forward and backward of a step by the run's own executor."""
-    objective, groups, size = (
+    objective, layer_context, size = (
         make_objective(deck),
-        stage.groups,
+        stage.layer_context,
         (deck.batch.micro_size, architecture.sequence),
     )
     models: Sequence[Any] = stage.models
-    if deck.model.module is not None and groups.tensor.size == 1:
+    if deck.model.module is not None and layer_context.tensor.size == 1:
         models = [SilentPart(part, len(objective.metrics)) for part in stage.models]
     executor = Executor(
         models,
         mesh.group("pipeline"),
-        groups.weight_gradients,
+        layer_context.weight_gradients,
         mesh.ledger,
         objective.metrics,
-        statistics=groups.statistics,
+        statistics=layer_context.statistics,
     )
     with META:
-        positions = context_positions(groups.context, groups.context_form, architecture.sequence)
+        positions = context_positions(
+            layer_context.context, layer_context.context_form, architecture.sequence
+        )
         tokens = torch.zeros(size, dtype=torch.int64)
         one = torch.ones(())
         batch = PreparedBatch.of(MicroBatch.of_tokens(tokens, tokens), objective, one, positions, None)
@@ -423,5 +425,5 @@ def _of_weights(stage: TrainedStage, listener: _Listener, counted: Collection[st
     """Maxima of weights that a step begins with, but along the axes that are counted with layers."""
     listener.take()
     products = products_in_8_bits(layer for model in stage.models for layer in model.layers)
-    with META, WeightMaxima(products, stage.buckets, stage.groups.tensor).known():
+    with META, WeightMaxima(products, stage.buckets, stage.layer_context.tensor).known():
         return [moved for moved in _by_axis(listener.take()) if moved.axis not in counted]

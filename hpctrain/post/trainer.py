@@ -321,7 +321,7 @@ def make_writer(deck: Deck, engine: Engine, tokenizer: Tokenizer) -> tuple[Answe
         transfer.move()
         yield
 
-    tensor = part.groups.tensor
+    tensor = part.layer_context.tensor
     copies, copy = world.size // tensor.size, world.rank // tensor.size
     places = concurrent_texts(deck, copies)
     return AnswerWriter(world, part, tokenizer, copies, copy, name, moved, places), [stage]

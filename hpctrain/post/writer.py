@@ -72,7 +72,7 @@ class AnswerWriter:
         with self.world.agreement():
             if problem is not None:
                 raise problem
-        told = answers if self.part.groups.tensor.rank == 0 else []
+        told = answers if self.part.layer_context.tensor.rank == 0 else []
         every = [each for some in self.world.everyone.all_gather_object(told) for each in some]
         found = {(each.number, each.sample): each for each in every}
         return [found[each.number, sample] for each in prompts for sample in range(sampling.samples)]
@@ -81,7 +81,7 @@ class AnswerWriter:
         self, passes: CachedPasses, prompts: Sequence[NumberedPrompt], sampling: Sampling
     ) -> list[Answer]:
         name = f"{self.name}: the policy has diverged"
-        draw = KeyedSampler(sampling, self.tokenizer.vocabulary, name, self.part.groups.tensor)
+        draw = KeyedSampler(sampling, self.tokenizer.vocabulary, name, self.part.layer_context.tensor)
         growing: dict[GeneratedText, Continuation] = {}
         for each in prompts:
             for sample in range(sampling.samples):

@@ -67,7 +67,7 @@ class Checkpoints(Hook):
             self.layout,
             self.world.size,
             deck.run.steps,
-            computed_by(engine.stage.groups),
+            computed_by(engine.stage.layer_context),
         )
         back = deck.stability.spike_back if deck.stability.spike == "rollback" else 0
         self.held = SnapshotHistory(deck.checkpoint.memory_every, back)
@@ -299,8 +299,8 @@ class Checkpoints(Hook):
             **({RECORD: self.best.record()} if self.best.of else {}),
             **deck_state(self.deck),
             "split": list(engine.placement.split),
-            "products": engine.stage.groups.products.kernels.record,
-            "compiled": engine.stage.groups.functions.record,
+            "products": engine.stage.layer_context.products.kernels.record,
+            "compiled": engine.stage.layer_context.functions.record,
             **self.known,
             "ranks": self.world.size,
             "code_version": __version__,
@@ -313,7 +313,7 @@ def _stored_engine(engine: Engine) -> dict[str, Any]:
     return {
         "updates": engine.stage.optimizer.updates,
         "totals": engine.stage.optimizer.totals,
-        "under_way": engine.stage.outer.in_flight,
+        "under_way": engine.stage.replica_sync.in_flight,
         "loss_scale": engine.control.loss_scale.value if engine.control.loss_scale.window else None,
         "loss_scale_good_steps": engine.control.loss_scale.good_steps,
         **engine.control.noise_scale.state(),
@@ -328,7 +328,7 @@ def _resume_engine(engine: Engine, state: Mapping[str, Any], replicas: int, anew
     engine.stage.optimizer.updates = 0 if anew else int(state["updates"])
     # By how many updates what is under way was begun, those that begin anew do not tell.
     under_way = {} if anew else state.get("under_way") or {}
-    engine.stage.outer.resumed(engine.stage.optimizer, replicas, under_way)
+    engine.stage.replica_sync.resumed(engine.stage.optimizer, replicas, under_way)
     if engine.control.loss_scale.window and state["loss_scale"] is not None:
         engine.control.loss_scale.value = float(state["loss_scale"])
         engine.control.loss_scale.good_steps = int(state["loss_scale_good_steps"])

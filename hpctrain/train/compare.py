@@ -232,8 +232,8 @@ def _replay(
     recorded = Recorded(start.step, following, "", run.segments(start.step + 1, start.step + count))
     with engine_of(world, changed, path) as opened:
         reasons = reasons_of(opened, before, changed, state, recorded, count)
-        groups = opened.trainer.engine.stage.groups
-        replay = ReplayedRun(run, changed, opened.checkpoints.layout, computed_by(groups), reasons)
+        layer_context = opened.trainer.engine.stage.layer_context
+        replay = ReplayedRun(run, changed, opened.checkpoints.layout, computed_by(layer_context), reasons)
         for _ in range(count):
             replay.steps.append(fingerprints(opened.trainer))
             if stepped(replay):

@@ -53,7 +53,10 @@ class Guard(StepGuard, Hook):
         self._learning = [tensor for tensor in engine.state() if tensor.changes_in_step]
         self.learned = WatchedMemory(tensors_changed_in_steps(self._learning), engine.world.rank)
         self.summed = ReducedGradients(engine.stage.synchronizer, engine.world.rank)
-        self._products, self._messages = engine.stage.groups.products.audit, message_audit_of(engine.world)
+        self._products, self._messages = (
+            engine.stage.layer_context.products.audit,
+            message_audit_of(engine.world),
+        )
         self._early: list[DetectedFault] = []
         self._repeated: list[DetectedFault] = []
         self._miscounted: list[DetectedFault] = []

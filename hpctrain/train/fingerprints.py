@@ -96,7 +96,7 @@ class Fingerprints(Hook):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.engine = trainer, trainer.engine
         # They know the micro-batch of an action, also if layers record nothing.
-        trainer.step.executor.statistics = self.engine.stage.groups.statistics
+        trainer.step.executor.statistics = self.engine.stage.layer_context.statistics
         self.last: StepPrints | None = None
         self._rows: dict[Key, _LocalPrint] | None = None
         self._samples: dict[int, int] = {}
@@ -231,7 +231,7 @@ class Fingerprints(Hook):
         output: Any,
     ) -> None:
         """Look at what a layer gives of a micro-batch in its forward pass."""
-        micro = self.engine.stage.groups.statistics.micro_batch
+        micro = self.engine.stage.layer_context.statistics.micro_batch
         if micro is None or in_backward() or (isinstance(part, ModulePart) and not part.computing()):
             return
         fractions = (each for each in tensors_of(output) if each.is_floating_point())
@@ -241,8 +241,8 @@ class Fingerprints(Hook):
         row = self._row("forward", f"output of {name}", (float(place), 0.0))
         first, present = self._present[micro]
         values = values.detach()
-        tensor = self.engine.stage.groups.tensor
-        cut = tensor.size > 1 and self.engine.stage.groups.sequence_parallel
+        tensor = self.engine.stage.layer_context.tensor
+        cut = tensor.size > 1 and self.engine.stage.layer_context.sequence_parallel
         copy = _ONE if cut else (tensor.rank, tensor.size)
         if not isinstance(part, ModulePart):
             positions = self.engine.positions

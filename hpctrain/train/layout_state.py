@@ -90,11 +90,13 @@ def spread_positions(engine: Engine, longest: int) -> Iterator[None]:
         engine: The engine of the check.
         longest: Length of the long sequence, in tokens.
     """
-    sequence, groups = engine.architecture.sequence, engine.stage.groups
+    sequence, layer_context = engine.architecture.sequence, engine.stage.layer_context
     interval = longest // sequence
     parts = [part for part in engine.stage.models if isinstance(part, Transformer)] if interval > 1 else []
     for part in parts:
-        long_positions = context_positions(groups.context, groups.context_form, sequence * interval)
+        long_positions = context_positions(
+            layer_context.context, layer_context.context_form, sequence * interval
+        )
         intervals = long_positions.view(-1, interval)
         distance_to_end = sequence - 1 - intervals[:, :1] // interval
         offsets = interval - 1 - distance_to_end * (distance_to_end + _PRIME) % interval

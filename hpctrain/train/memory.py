@@ -67,10 +67,10 @@ def trained_engines(engine: Engine) -> list[Engine]:
 
 def _keeping(engine: Engine) -> Iterator[ActivationKeeper | None]:
     """What of an engine keeps tensors for backward in ways of its own."""
-    groups = engine.stage.groups
-    yield groups.weight_gradients
-    if isinstance(groups.saved_policy, Recompute):
-        yield from (groups.saved_policy, groups.saved_policy.store)
+    layer_context = engine.stage.layer_context
+    yield layer_context.weight_gradients
+    if isinstance(layer_context.saved_policy, Recompute):
+        yield from (layer_context.saved_policy, layer_context.saved_policy.store)
     if isinstance(engine.stage.residency, Gatherer):
         yield engine.stage.residency
 

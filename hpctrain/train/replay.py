@@ -235,7 +235,7 @@ def reasons_of(
         reasons.append("another layout")
     elif state.get("ranks") != run.world.size and not made:
         reasons.append("another number of ranks")
-    reasons += _computed_otherwise(run.trainer.engine.stage.groups, state, recorded, made)
+    reasons += _computed_otherwise(run.trainer.engine.stage.layer_context, state, recorded, made)
     reasons += [f"other keys of [{name}]" for name in changed if name != "layout"]
     here = library_versions()
     for name in ("hpctrain", "torch"):
@@ -245,13 +245,13 @@ def reasons_of(
 
 
 def _computed_otherwise(
-    groups: LayerContext, state: Mapping[str, Any], recorded: Recorded, made: Sequence[HistorySegment]
+    layer_context: LayerContext, state: Mapping[str, Any], recorded: Recorded, made: Sequence[HistorySegment]
 ) -> list[str]:
     """What something else computes here than in the runs `made`, or, as the checkpoint says, before them."""
-    here, reasons = computed_by(groups), []
+    here, reasons = computed_by(layer_context), []
     before = {
-        "products": groups.products.kernels.record != (state.get("products") or {}),
-        "functions": groups.functions.record != record_of(state.get("compiled")),
+        "products": layer_context.products.kernels.record != (state.get("products") or {}),
+        "functions": layer_context.functions.record != record_of(state.get("compiled")),
     }
     for name, differs in before.items():
         others = [each.first_step for each in made if each.computed.get(name, here[name]) != here[name]]

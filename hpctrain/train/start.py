@@ -39,7 +39,7 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
     entries = [*master_entries(engine.stage.state()), *biases]
     source = load_source(path, engine.world, entries, shape.head, deck.model.adapters)
     optimizer.publish()
-    engine.stage.outer.begin(optimizer)
+    engine.stage.replica_sync.begin(optimizer)
     if deck.stability.check_parameters:
         # Ranks of several nodes may have read other files of the same name.
         check_replicas(engine.stage.buckets, engine.world.everyone)
@@ -65,7 +65,7 @@ def _start_module(path: Path, engine: Engine) -> str:
     entries = [*master_entries(engine.stage.state()), *buffers]
     left = load_by_name(path, engine.world, entries, names, _folder_view(engine))
     engine.stage.optimizer.publish()
-    engine.stage.outer.begin(engine.stage.optimizer)
+    engine.stage.replica_sync.begin(engine.stage.optimizer)
     return f"initialized from the values of {path}" + (f"; {left}" if left else "")
 
 

@@ -121,12 +121,12 @@ class Step:
         self.terms, self.draws = engine.terms, engine.architecture.uses_random_numbers
         self.replica, self.replicas = engine.stage.replica
         self.data, self.data_rank = engine.mesh.group("data"), engine.mesh.coordinate("data")
-        self.outer = engine.stage.outer if engine.stage.diverges else None
+        self.replica_sync = engine.stage.replica_sync if engine.stage.diverges else None
         self.counts_tokens = engine.stage.replications.counts_tokens
         self.executor = Executor(
             engine.stage.models,
             engine.mesh.group("pipeline"),
-            engine.stage.groups.weight_gradients,
+            engine.stage.layer_context.weight_gradients,
             engine.world.ledger,
             engine.objective.metrics,
             self.terms,
@@ -171,7 +171,9 @@ class Step:
             before_update()
             clipped = clip_coefficient(norms[self.replica], self.clip)
             stage.optimizer.step(rate, control.loss_scale.value * counted / clipped)
-            if self.outer is not None and (sums_of_replicas := self.outer.after_update(stage.optimizer)):
+            if self.replica_sync is not None and (
+                sums_of_replicas := self.replica_sync.after_update(stage.optimizer)
+            ):
                 squares = engine.world.everyone.all_reduce(torch.stack(list(sums_of_replicas.values())))
                 figures |= zip(sums_of_replicas, squares.sqrt().tolist(), strict=True)
             for each in stage.modules.learning:
@@ -291,7 +293,7 @@ class Step:
         prepared = [self.prepare(micro, one, None) for micro in read.micro_batches]
         forward = forward_only(self.engine.schedule, len(prepared))
         with (
-            self.engine.stage.outer.common_weights(self.engine.stage.optimizer),
+            self.engine.stage.replica_sync.common_weights(self.engine.stage.optimizer),
             self.engine.stage.optimizer.evaluation_weights(),
             self.engine.stage.passes(("evaluate", len(prepared))),
         ):

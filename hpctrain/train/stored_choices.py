@@ -82,13 +82,15 @@ def record_of(stored: object) -> str:
     return "an earlier version's" if stored is True else ""
 
 
-def computed_by(groups: LayerContext) -> dict[str, str]:
+def computed_by(layer_context: LayerContext) -> dict[str, str]:
     """Return identifiers of the kernels that compute "products" and "functions", to compare runs."""
-    kernels = groups.products.kernels
+    kernels = layer_context.products.kernels
     choice = crc32(json.dumps(kernels.record, sort_keys=True).encode()) if kernels.record else None
     return {
         "products": kernels.default.name if choice is None else f"chosen {choice:08x}",
-        "functions": f"compiled {groups.functions.record}" if groups.functions.compiled else "torch",
+        "functions": f"compiled {layer_context.functions.record}"
+        if layer_context.functions.compiled
+        else "torch",
     }
 
 

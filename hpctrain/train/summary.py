@@ -92,8 +92,8 @@ def introduction(
             f"{deck.batch.sequence} tokens is trained on {epochs:,.0f} times, and the model memorizes it; "
             "use more text or fewer steps"
         )
-    lines += describe_kernels(deck, engine.stage.groups.products.kernels)
-    lines += describe_functions(deck, engine.stage.groups.functions)
+    lines += describe_kernels(deck, engine.stage.layer_context.products.kernels)
+    lines += describe_functions(deck, engine.stage.layer_context.functions)
     if mesh.size("pipeline") > 1:
         lines.append(f"{deck.layout.schedule}: {engine.placement}")
     lines += _sums(deck, engine) + _meetings(deck, engine) + _gathers(engine)

@@ -155,7 +155,7 @@ class Trainer:
 
     def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
         """Figures of the first `sequences` sequences, see Step. Collective."""
-        if self.engine.stage.outer.differs:
+        if self.engine.stage.replica_sync.differs:
             self._before_update()  # the weights are others meanwhile
         return self.step.evaluate(batches, sequences)
 

@@ -292,7 +292,7 @@ class _Description(NamedTuple):
 def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
     """Return by name what `compare` compares, in its order."""
     engine = trainer.engine
-    engine.stage.groups.statistics.detailed = _has_same_scales(trainer.deck)
+    engine.stage.layer_context.statistics.detailed = _has_same_scales(trainer.deck)
 
     def parameters(when: str) -> dict[str, _Computed]:
         return _by_name(("parameter ", when), _pieces(engine, gradients=False))
@@ -320,7 +320,7 @@ def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
         }
         results |= reversed(_by_name(("gradient of ", step), sums.pieces).items())
         results[f"gradient norm{step}"] = _number(result.grad_norm)
-    if engine.stage.outer.differs and trainer.deck.communication.warmup == 0:
+    if engine.stage.replica_sync.differs and trainer.deck.communication.warmup == 0:
         # Each replica has gradients of its own.
         results = {name: each for name, each in results.items() if not name.startswith("gradient")}
     results |= parameters(_AT_THE_END) | _state(engine, trainer.deck.communication.warmup == 0)

@@ -116,7 +116,10 @@ class EightBitWatch(Hook):
     """Has products in 8 bits note what they lose, every so many steps, for the line of metrics."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.every, self.statistics = trainer.deck.precision.fp8_watch, trainer.engine.stage.groups.statistics
+        self.every, self.statistics = (
+            trainer.deck.precision.fp8_watch,
+            trainer.engine.stage.layer_context.statistics,
+        )
 
     def around_step(self, step: int) -> AbstractContextManager[object]:
         """More is noted where the step is due."""

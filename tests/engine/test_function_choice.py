@@ -100,7 +100,7 @@ def test_every_layout_trains_the_same_model(world: World, family: str) -> None:
     expected = [step.loss for step in reference(world, small_deck(*keys)).train(2)]
     for layout in layouts:
         training = trainer(world, small_deck(*keys, *layout))
-        assert training.engine.stage.groups.functions.compiled
+        assert training.engine.stage.layer_context.functions.compiled
         losses = [step.loss for step in training.train(2)]
         assert losses == pytest.approx(expected, rel=2e-6), layout
         assert world.everyone.all_gather_object(losses) == [losses] * ranks

@@ -71,7 +71,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, mpi_tmp_path: Path) -> Measuring:
 def chosen(world: World, *overrides: str, before: object = None) -> KernelTable:
     deck = small_deck(*overrides)
     deck, mesh = with_stored_choices(deck, deck, {"products": before}, Path()), make_mesh(deck, world)
-    return arrange(choose_kernels(deck, world, mesh), world, mesh).groups.products.kernels
+    return arrange(choose_kernels(deck, world, mesh), world, mesh).layer_context.products.kernels
 
 
 @pytest.mark.mpi(max_size=1)
@@ -135,7 +135,7 @@ def test_servers_store_what_workers_compute_with(
     monkeypatch.setattr(module, "write_cache", lambda *_: None)  # either role might read the other's
     measuring.seconds = QUICK_FORWARD if world.rank else {}
     engine, _ = build_role_within_memory(small_deck("communication.server.mode=sync"), world, lambda: None)
-    kernels = engine.stage.groups.products.kernels
+    kernels = engine.stage.layer_context.products.kernels
     assert {name for key, name in kernels.record.items() if key.startswith("forward")} == {"onednn"}
     assert {kernel.name for (kind, *_), kernel in kernels.chosen.items() if kind == "forward"} == {"onednn"}
     engine.close()
@@ -196,7 +196,7 @@ def test_plans_count_what_such_processors_multiply_by(
     )
     engine, plan = build_within_memory(deck, one, make_mesh(deck, one))
     kept = with_cached_kernels(deck, 1)
-    assert kept.runtime_choices.kernels == engine.stage.groups.products.kernels.record
+    assert kept.runtime_choices.kernels == engine.stage.layer_context.products.kernels.record
     assert kept.runtime_choices.kernels_note == f"from {cache_file()}"
     planned, held = plan_memory(kept, 1, 61).largest.memory, plan.largest.memory
     by_library = plan_memory(deck, 1, 61).largest.memory
@@ -302,7 +302,7 @@ def test_training_is_the_same_to_rounding(world: World, named: str) -> None:
         training = trainer(
             world.single_rank_world(), small_deck(f"machine.products={name}", f"precision.compute={compute}")
         )
-        assert training.engine.stage.groups.products.kernels.kernel_for("forward", 32, 32).name == name
+        assert training.engine.stage.layer_context.products.kernels.kernel_for("forward", 32, 32).name == name
         losses[name, compute] = [step.loss for step in training.train(3)]
     exact, own = losses["library", "fp32"], losses[named, form]
     assert form == "fp32" or own != losses["library", form]

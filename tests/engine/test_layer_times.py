@@ -42,8 +42,8 @@ def times_of(*passes: PassTimes, communication: float = 0.0) -> LayerTimes:
 def measure(world: World, *overrides: str) -> LayerTimes:
     deck = small_deck(*overrides)
     mesh = make_mesh(deck, world)
-    groups = LayerContext(mesh.group("tensor"), mesh.group("context"), deck.layout.sequence_parallel)
-    return measure_layers(deck, ModelShape.of(deck, 61), groups, mesh)
+    layer_context = LayerContext(mesh.group("tensor"), mesh.group("context"), deck.layout.sequence_parallel)
+    return measure_layers(deck, ModelShape.of(deck, 61), layer_context, mesh)
 
 
 def test_times_of_parts_are_those_of_their_layers() -> None:

@@ -14,7 +14,7 @@ from hpctrain.checkpoint.write import save
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.sections.optimizer import OptimizerSection
-from hpctrain.engine.groups import make_groups
+from hpctrain.engine.groups import make_layer_context
 from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.engine.stage import build_stage
 from hpctrain.engine.stage_values import load_parameters
@@ -91,9 +91,9 @@ def test_a_model_that_is_not_trained_stands_beside_one_that_is(
     save(path, world.everyone, training_entries(engine.state()), {})
 
     deck = small_deck(f"layout.zero={zero}")
-    groups = make_groups(deck, engine.mesh, SavedPolicy(), world.device)
-    model = build_model(engine.shape, groups)
-    stage = build_stage(deck, groups, [model], make_replications(deck, engine.mesh))
+    layer_context = make_layer_context(deck, engine.mesh, SavedPolicy(), world.device)
+    model = build_model(engine.shape, layer_context)
+    stage = build_stage(deck, layer_context, [model], make_replications(deck, engine.mesh))
     load_parameters(path, stage, world.everyone)
     tokens = torch.arange(64).view(2, 32) % 61
 

@@ -16,7 +16,7 @@ from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.deck.generation_deck import generation_deck
 from hpctrain.engine.generation import generation_stage
-from hpctrain.engine.groups import make_groups
+from hpctrain.engine.groups import make_layer_context
 from hpctrain.engine.stage import Stage, build_stage
 from hpctrain.engine.stage_values import load_parameters
 from hpctrain.engine.weight_transfer import (
@@ -142,9 +142,9 @@ def test_a_target_may_be_cut_as_well(world: World, zero: int) -> None:
     # Of messages, not of memory in common, which is refreshed by itself.
     engine = trained(world, "layout.zero=2", "communication.transport=mpi").engine
     deck = small_deck(f"layout.zero={zero}")
-    groups = make_groups(deck, engine.mesh, SavedPolicy(), world.device)
-    model = build_model(engine.shape, groups)
-    target = build_stage(deck, groups, [model], make_replications(deck, engine.mesh))
+    layer_context = make_layer_context(deck, engine.mesh, SavedPolicy(), world.device)
+    model = build_model(engine.shape, layer_context)
+    target = build_stage(deck, layer_context, [model], make_replications(deck, engine.mesh))
     WeightTransfer(world, engine.stage, target).move()
     tokens = torch.arange(64).view(2, 32) % 61
     with target.residency.step("frozen"):

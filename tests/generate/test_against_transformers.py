@@ -107,16 +107,16 @@ def compare(world: World, path: Path, theirs: Any, functions: LayerFunctions, si
     world.everyone.barrier()
     mesh = Mesh(world, sizes)
     pipeline, tensor = mesh.group("pipeline"), mesh.group("tensor")
-    groups = LayerContext(tensor, mesh.group("context"), functions=functions, pipeline=pipeline)
+    layer_context = LayerContext(tensor, mesh.group("context"), functions=functions, pipeline=pipeline)
     shape, stage, stages = source_shape(path / "model.h5"), pipeline.rank, pipeline.size
     ends = shape.layers * stage // stages, shape.layers * (stage + 1) // stages
     tied = int(stage > 0), min(2, stages)
-    model = Transformer(shape, groups, LayerRange(*ends, stage == 0, stage == stages - 1, *tied))
+    model = Transformer(shape, layer_context, LayerRange(*ends, stage == 0, stage == stages - 1, *tied))
     buckets = make_buckets(model.units(), Replications.unsharded(mesh), torch.float32, 10_000, trained=False)
     load(path / "model.h5", world.everyone, model_entries(buckets))
 
     passes = CachedPasses(model, CachePlan.of(model, 3, 40), least_rows(model), rows=24)
-    draw = KeyedSampler(Sampling(temperature=0.0, seed=0), VOCABULARY, "", groups.tensor)
+    draw = KeyedSampler(Sampling(temperature=0.0, seed=0), VOCABULARY, "", layer_context.tensor)
     texts = [GeneratedText(list(prompt), TOKENS) for prompt in PROMPTS]
     for _ in continue_texts(passes, texts, draw, lambda *_: False):
         pass

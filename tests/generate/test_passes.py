@@ -51,7 +51,7 @@ def model_of(world: World, *overrides: str, functions: LayerFunctions = TORCH) -
     deck = deck.with_runtime_choices(replace(deck.runtime_choices, functions=functions))
     model = build_engine(deck, world, make_mesh(deck, world), roughness=0.2).model
     assert isinstance(model, Transformer)
-    assert model.groups.functions is functions
+    assert model.layer_context.functions is functions
     return model
 
 
@@ -67,7 +67,9 @@ def grown_by(
     plan = CachePlan.of(model, places, 64)
     passes = CachedPasses(model, plan, least_rows(model), rows)
     assert passes.cache.bytes == plan.bytes
-    draws = KeyedSampler(Sampling(temperature=temperature, seed=1), VOCABULARY, "", model.groups.tensor)
+    draws = KeyedSampler(
+        Sampling(temperature=temperature, seed=1), VOCABULARY, "", model.layer_context.tensor
+    )
     seen: dict[tuple[int, int], Tensor] = {}
 
     def draw(texts: Sequence[GeneratedText], logits: Tensor) -> Sequence[int]:
@@ -186,7 +188,7 @@ def sampled(
     """Four samples of each: tokens, logits by which they were drawn, rows computed, and pages had at most."""
     plan = CachePlan.of(model, places, 64)
     passes = CachedPasses(model, plan, least_rows(model))
-    draws = KeyedSampler(Sampling(temperature=1.0, seed=1), VOCABULARY, "", model.groups.tensor)
+    draws = KeyedSampler(Sampling(temperature=1.0, seed=1), VOCABULARY, "", model.layer_context.tensor)
     seen: dict[tuple[int, int, int], Tensor] = {}
     compute, rows, most = passes.cached, 0, 0
 
@@ -284,7 +286,7 @@ def test_a_few_are_multiplied_by_a_compiled_function(
     sizes = "model.hidden=400", "model.heads=4", "model.mlp=640", f"precision.compute={compute}", *by_fp32
     model = model_of(world, *sizes, f"layout.tensor={world.size}", functions=compiled)
     texts, seen = grown_by(model, places=5, rows=24, order=range(5), tokens=12)
-    kernels = model.groups.products.kernels.chosen.values()
+    kernels = model.layer_context.products.kernels.chosen.values()
     few = [
         isinstance(each.by if isinstance(each, Fp32Kernel) else each, SmallBatchKernel) for each in kernels
     ]

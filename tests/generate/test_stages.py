@@ -83,7 +83,9 @@ def grown_by(
     plan = CachePlan.of(model, places, 64)
     passes = CachedPasses(model, plan, least_rows(model), rows)
     assert passes.cache.bytes == plan.bytes
-    draws = KeyedSampler(Sampling(temperature=temperature, seed=1), VOCABULARY, "", model.groups.tensor)
+    draws = KeyedSampler(
+        Sampling(temperature=temperature, seed=1), VOCABULARY, "", model.layer_context.tensor
+    )
     seen: Seen = {}
 
     def draw(texts: Sequence[GeneratedText], logits: Tensor) -> Sequence[int]:
@@ -125,7 +127,7 @@ def test_stages_whose_messages_have_no_tags(
     """Over channels as on GPUs, each of which runs its messages in the order in which they are started."""
     use_nccl_rules(monkeypatch, "shared")
     whole, part = of_layouts(world, compiled, (), (1, 1), (1, world.size))
-    assert isinstance(part.groups.pipeline.host, NcclTransport)
+    assert isinstance(part.layer_context.pipeline.host, NcclTransport)
     assert grown_by(part)[0] == grown_by(whole)[0]
 
 

@@ -320,8 +320,8 @@ def test_copies_of_the_model_share_the_prompts(world: World, mpi_tmp_path: Path)
         found.append(shown)
     assert found[:3] == ([found[3]] * 3 if world.rank == 0 else [[]] * 3)
     assert len(found[3]) == len(set(found[3])) == 14
-    assert load_model(world, path, None, texts=world.size)[0].groups.tensor.size == 1  # type: ignore[attr-defined]
-    assert load_model(world, path, None, texts=1)[0].groups.tensor.size == world.size  # type: ignore[attr-defined]
+    assert load_model(world, path, None, texts=world.size)[0].layer_context.tensor.size == 1  # type: ignore[attr-defined]
+    assert load_model(world, path, None, texts=1)[0].layer_context.tensor.size == world.size  # type: ignore[attr-defined]
     with pytest.raises(HpctrainError, match=f"--tensor 5: must divide the {world.size} ranks"):
         generate(world, path, source, sampling, found[0].append, live=False, tensor=5)
 

@@ -61,7 +61,7 @@ def storing(world: World, deck: Deck, store: ActivationStore | None) -> Trainer:
     if store is None:
         return trainer(world, deck)
     training = trainer(world, deck.with_keys(memory={"activations": "disk"}))
-    keeping = training.engine.stage.groups.saved_policy
+    keeping = training.engine.stage.layer_context.saved_policy
     assert isinstance(keeping, Recompute)
     keeping.store = store
     return training

@@ -115,8 +115,8 @@ def compare_with_transformers(model: str, world: World) -> None:
         "gelu_pytorch_tanh" if hidden_act == "gelu_new" else hidden_act
     )
     mesh = Mesh(world, {"tensor": world.size})
-    groups = LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context"))
-    built = Transformer(shape, groups)
+    layer_context = LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context"))
+    built = Transformer(shape, layer_context)
     buckets = make_buckets(built.units(), Replications.unsharded(mesh), torch.float32, 10_000)
     weights = names(dict(reference.named_parameters()))
     assert {parameter.shard.name for parameter in parameter_list(built)} == set(weights)

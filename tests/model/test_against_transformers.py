@@ -194,9 +194,11 @@ def expect_same_training(
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    groups = alone(world)
-    model = Transformer(shape, groups)
-    buckets = make_buckets(model.units(), Replications.of_one_rank(groups.tensor), torch.float32, 10_000)
+    layer_context = alone(world)
+    model = Transformer(shape, layer_context)
+    buckets = make_buckets(
+        model.units(), Replications.of_one_rank(layer_context.tensor), torch.float32, 10_000
+    )
     assert {p.shard.name for p in parameter_list(model)} == set(weights)
     with torch.no_grad():
         for parameter in parameter_list(model):

@@ -27,7 +27,7 @@ class TermBlock(TransformerBlock):
     def forward(self, x: Tensor, context: PassContext) -> Tensor:
         x = super().forward(x, context)
         value = WEIGHT * self.site * x.float().square().mean(-1).sum()
-        counted = self.feed_forward.up.groups.tensor.rank == 0  # on the same tokens as its neighbours
+        counted = self.feed_forward.up.layer_context.tensor.rank == 0  # on the same tokens as its neighbours
         return context.inputs.terms.add(x, "size", self.feed_forward_norm.weight.shard.name, value, counted)
 
 

@@ -147,9 +147,11 @@ def compare(family: str, layers: int, weight: float, world: Any) -> tuple[Tensor
         # Theirs counts a token once for each of its experts.
         shape = replace(shape, balance="loss", balance_loss=weight * shape.experts_per_token)
     reference = rough(make(layers, weight))
-    groups = alone(world)
-    model = Transformer(shape, groups)
-    buckets = make_buckets(model.units(), Replications.of_one_rank(groups.tensor), torch.float32, 10_000)
+    layer_context = alone(world)
+    model = Transformer(shape, layer_context)
+    buckets = make_buckets(
+        model.units(), Replications.of_one_rank(layer_context.tensor), torch.float32, 10_000
+    )
     weights = our_names(dict(reference.named_parameters()), shape)
     assert {p.shard.name for p in parameter_list(model)} == set(weights)
     with torch.no_grad():

@@ -50,9 +50,9 @@ def test_gradients_are_those_of_autograd(kind: str, world: World) -> None:
         family="llama", layers=1, hidden=10, heads=4, key_value_heads=2, mlp=8, vocabulary=7, sequence=4,
         tied=False, head_size=6, query_key_norm=kind, norm_epsilon=0.1,
     )  # fmt: skip
-    groups = alone(world)
-    rows = RowPartition.split(24, groups.tensor, 6), RowPartition.split(12, groups.tensor, 6)
-    norm = QueryKeyNorm("attention", shape, groups, *rows)
+    layer_context = alone(world)
+    rows = RowPartition.split(24, layer_context.tensor, 6), RowPartition.split(12, layer_context.tensor, 6)
+    norm = QueryKeyNorm("attention", shape, layer_context, *rows)
     inputs = [torch.randn(3, 2, heads, 6, requires_grad=True) for heads in (4, 2)]
     for weight in (norm.query_weight, norm.key_weight):
         weight.data = torch.randn(weight.shape)

@@ -41,16 +41,16 @@ def head(
     kernel: MatmulKernel = LIBRARY,
 ) -> VocabularyHead:
     mesh = Mesh(world, {"tensor": world.size})
-    groups = LayerContext(
+    layer_context = LayerContext(
         mesh.group("tensor"),
         mesh.group("context"),
         functions=functions,
         products=ProductSettings(KernelTable(kernel)),
     )
-    table = Parameter(vocabulary_shard("head.weight", *weight.shape, groups))
+    table = Parameter(vocabulary_shard("head.weight", *weight.shape, layer_context))
     table.data = table.shard.take(weight)
     table.gradient = torch.zeros(table.shape)
-    return VocabularyHead(table, groups, multiplier)
+    return VocabularyHead(table, layer_context, multiplier)
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)

@@ -89,8 +89,8 @@ def test_rewards_are_those_of_the_last_tokens_of_answers(world: World, tmp_path:
 
 
 def test_only_last_tokens_have_gradients(world: World) -> None:
-    groups: LayerContext = alone(world)
-    head = ScalarHead(HIDDEN, groups)
+    layer_context: LayerContext = alone(world)
+    head = ScalarHead(HIDDEN, layer_context)
     head.table.data = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1))
     head.table.gradient = torch.zeros(1, HIDDEN)
     targets = torch.full((2, LENGTH), MASKED)

@@ -40,7 +40,7 @@ def test_what_is_kept_is_what_is_stored(
     found = []
     for keeps in (True, False):
         training = trainer(world.single_rank_world(), small_deck(*THROUGH, *more))
-        kernels = training.engine.stage.groups.products.kernels
+        kernels = training.engine.stage.layer_context.products.kernels
         assert kernels.reuse_converted
         kernels.reuse_converted = keeps
         losses = [step.loss for step in training.train(2)]
@@ -78,4 +78,4 @@ def test_they_are_planned(world: World) -> None:
     difference = plan.largest.memory.parameter - without.largest.memory.parameter
     assert difference == 4 * elements == planned_converted_bytes(engine.model.layers)
     assert plan_memory(deck, 1, 61).largest.memory.parameter == plan.largest.memory.parameter
-    assert isinstance(engine.stage.groups.products.kernels.default, Fp32Kernel)
+    assert isinstance(engine.stage.layer_context.products.kernels.default, Fp32Kernel)

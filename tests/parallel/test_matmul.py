@@ -18,7 +18,7 @@ from tests.engines import small_deck, trainer
 
 VOCABULARY, HIDDEN = 37, 8
 ONE = planned_group(("tensor",), 0, 1, Ledger())
-GROUPS = LayerContext(tensor=ONE, context=ONE)
+LAYER_CONTEXT = LayerContext(tensor=ONE, context=ONE)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -31,7 +31,7 @@ def test_products_in_pieces_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch,
         weight.gradient = torch.full((40, 16), torch.nan if first else 2.0)
         if first:
             weight.reset_gradient()
-        Matmul([weight], GROUPS).add_weight_gradient(of_output, inputs)
+        Matmul([weight], LAYER_CONTEXT).add_weight_gradient(of_output, inputs)
         found.append(weight.gradient)
     exact = of_output.flatten(0, 1).float().t() @ inputs.flatten(0, 1).float() + (0.0 if first else 2.0)
     torch.testing.assert_close(found[0], exact, rtol=1e-2, atol=1e-1)
@@ -43,9 +43,9 @@ def test_products_by_blocks_are_the_products(monkeypatch: pytest.MonkeyPatch, bl
     monkeypatch.setattr(kernels, "BLOCK_ROWS", block)
     hidden, table = torch.randn(5, HIDDEN), Parameter(Shard.replicated("table", (VOCABULARY, HIDDEN)))
     table.data = torch.randn(VOCABULARY, HIDDEN)
-    torch.testing.assert_close(Matmul([table], GROUPS).logits(hidden), hidden @ table.detach().t())
+    torch.testing.assert_close(Matmul([table], LAYER_CONTEXT).logits(hidden), hidden @ table.detach().t())
     table.data = table.data.bfloat16()
-    half = Matmul([table], GROUPS).logits(hidden.bfloat16())
+    half = Matmul([table], LAYER_CONTEXT).logits(hidden.bfloat16())
     torch.testing.assert_close(half, hidden.bfloat16() @ table.detach().t())
 
 

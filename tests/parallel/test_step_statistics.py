@@ -43,10 +43,10 @@ class Watching(Matmul):
 
     def count(self, values: Tensor) -> None:
         rows = torch.tensor([values.numel() // values.shape[-1], 1])
-        self.groups.statistics.record_sum(f"{self.name} rows", rows)
+        self.layer_context.statistics.record_sum(f"{self.name} rows", rows)
 
     def note(self, what: str, values: Tensor) -> None:
-        self.groups.statistics.record_max(f"{self.name} {what}", values.abs().amax().reshape(1))
+        self.layer_context.statistics.record_max(f"{self.name} {what}", values.abs().amax().reshape(1))
 
     def after_update(self, statistics: Mapping[str, Tensor]) -> None:
         self.seen += (

@@ -26,7 +26,7 @@ def test_weight_gradients_may_wait(world: World, local: bool) -> None:
     layout = (f"layout.tensor={world.size}", f"layout.sequence_parallel={str(local).lower()}")
     at_once, later = trainer(world, small_deck(*layout)), trainer(world, small_deck(*layout))
     at_once.train(1)
-    queue = later.engine.stage.groups.weight_gradients
+    queue = later.engine.stage.layer_context.weight_gradients
     later.step.executor.queue = WeightGradientQueue()  # the executor's own switch would end the deferring
     queue.deferring = True
     finish = later.engine.stage.synchronizer.finish

@@ -356,8 +356,8 @@ def test_critic_and_reference_have_layouts_of_their_own(world: World, folder: Pa
     trainer = policy_trainer(world, policy_deck(folder, "apart", *CASES["ppo"], "layout.zero=3", *apart))
     critic = engines(trainer)[CRITIC]
     assert critic.mesh.size("tensor") == 2
-    assert critic.stage.groups.functions is trainer.engine.stage.groups.functions
-    assert critic.stage.groups.functions.compiled
+    assert critic.stage.layer_context.functions is trainer.engine.stage.layer_context.functions
+    assert critic.stage.layer_context.functions.compiled
     assert_alike(trainer, right, "apart")
     trainer.engine.close()
 

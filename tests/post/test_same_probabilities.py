@@ -117,7 +117,7 @@ def test_the_same_bits_on_the_same_layout(
     compiled = "machine.compile=true", f"precision.compute={compute}"
     for name, layout in EXACT[world.size].items():
         trainer = policy_trainer(world, policy_deck(folder, name, *KEYS, *family, *compiled, *layout))
-        assert trainer.engine.stage.groups.functions.compiled
+        assert trainer.engine.stage.layer_context.functions.compiled
         assert trainer.experience is not None
         if name in {"short", "tensor"}:
             trainer.experience.writer.places = 2  # passes have fewer rows than products of many begin with

@@ -141,7 +141,7 @@ def trained(world: World, folder: Path, *overrides: str) -> tuple[Trainer, list[
     # Data ranks have two micro-batches of a step at least.
     sizes = (*SIZES, f"batch.micro_size={1 if world.size > 2 else 2}", f"memory.offload_dir={folder}")
     training = trainer(world, small_deck(*sizes, *overrides))
-    keeping = training.engine.stage.groups.saved_policy
+    keeping = training.engine.stage.layer_context.saved_policy
     if isinstance(keeping, Recompute) and keeping.store is not None:
         keeping.store.smallest = 16
     return training, [step.loss for step in training.train(STEPS)]

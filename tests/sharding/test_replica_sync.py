@@ -182,17 +182,19 @@ def test_the_common_model_of_replicas_is_the_model_of_the_checkpoint(
     assert [t.kind for t in training.engine.state() if t.is_weight and not t.of_replicas]
     training.train(EVERY)
     assert training.engine.stage.optimizer.updates == EVERY + 1
-    outer = training.engine.stage.outer
-    assert isinstance(outer, Averaged)
-    common = [values.clone() for values in outer.common]
+    replica_sync = training.engine.stage.replica_sync
+    assert isinstance(replica_sync, Averaged)
+    common = [values.clone() for values in replica_sync.common]
     checkpoints = Checkpoints(apart_deck, training.engine, {})
     checkpoints.save(training.state)
     assert checkpoints.newest is not None
     again = trainer(world, apart_deck, masked=0.0)
     again.state = Checkpoints(apart_deck, again.engine, {}).restore(checkpoints.newest)
     assert_equal(again.parameters(), training.parameters())
-    assert isinstance(again.engine.stage.outer, Averaged)
-    assert all(torch.equal(*pair) for pair in zip(again.engine.stage.outer.common, common, strict=True))
+    assert isinstance(again.engine.stage.replica_sync, Averaged)
+    assert all(
+        torch.equal(*pair) for pair in zip(again.engine.stage.replica_sync.common, common, strict=True)
+    )
 
     deck = small_deck(*keys, "layout.zero_group=1", f"model.from={checkpoints.newest}")
     started = trainer(world, deck, masked=0.0)
@@ -207,8 +209,10 @@ def test_the_common_model_of_replicas_is_the_model_of_the_checkpoint(
             )
         )
 
-    model = build_model(plain.engine.shape, plain.engine.stage.groups)
-    stage = build_stage(plain_deck, plain.engine.stage.groups, [model], plain.engine.stage.replications)
+    model = build_model(plain.engine.shape, plain.engine.stage.layer_context)
+    stage = build_stage(
+        plain_deck, plain.engine.stage.layer_context, [model], plain.engine.stage.replications
+    )
     load_parameters(checkpoints.newest, stage, world.everyone)
     generating = {parameter.shard.name: parameter for parameter in model.parameters()}
 

@@ -84,7 +84,7 @@ class Remembering(Matmul):
         return super().input_gradient(output_gradient, out)
 
     def note(self, what: str, values: Tensor) -> None:
-        self.groups.statistics.record_max(
+        self.layer_context.statistics.record_max(
             f"{self.weights[0].shard.name}/{what}", values.abs().amax().float().reshape(1)
         )
 
@@ -215,8 +215,8 @@ def test_state_is_restored_on_any_layout(world: World, mpi_tmp_path: Path, layou
         engine = again.engine
         stage = build_stage(
             again.deck,
-            engine.stage.groups,
-            [build_model(engine.shape, engine.stage.groups)],
+            engine.stage.layer_context,
+            [build_model(engine.shape, engine.stage.layer_context)],
             engine.stage.replications,
         )
         load_parameters(source, stage, world.everyone)

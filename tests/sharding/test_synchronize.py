@@ -149,11 +149,13 @@ def test_buckets_are_reduced_once_per_step_during_the_backward_pass(
 
 
 def test_buckets_have_the_requested_size(world: World) -> None:
-    groups: LayerContext = alone(world)
+    layer_context: LayerContext = alone(world)
     shape = trainer(world.single_rank_world(), small_deck()).engine.shape
-    model = Transformer(shape, groups)
+    model = Transformer(shape, layer_context)
     limit = 30_000
-    buckets = make_buckets(model.units(), Replications.of_one_rank(groups.tensor), torch.float32, limit)
+    buckets = make_buckets(
+        model.units(), Replications.of_one_rank(layer_context.tensor), torch.float32, limit
+    )
     used = [4 * sum(segment.length for segment in bucket.segments) for bucket in buckets]
     assert sum(used) == 4 * count(shape).parameters
     assert all(size <= limit for size in used)

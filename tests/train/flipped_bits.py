@@ -225,10 +225,10 @@ class Campaign:
 
     def watch_products(self, trainer: Trainer) -> None:
         """Have products computed by what can flip a bit, and know whose they are."""
-        audit = trainer.engine.stage.groups.products.audit
+        audit = trainer.engine.stage.layer_context.products.audit
         if audit is not None:
-            assert not trainer.engine.stage.groups.products.kernels.chosen
-            trainer.engine.stage.groups.products.kernels.default = self.kernel
+            assert not trainer.engine.stage.layer_context.products.kernels.chosen
+            trainer.engine.stage.layer_context.products.kernels.default = self.kernel
             WatchedProducts(self, audit, trainer.world)
 
 

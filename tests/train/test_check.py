@@ -89,7 +89,7 @@ def test_all_that_differs_is_told(world: World, deck: Path, monkeypatch: pytest.
     add = RowLinear._add_bias_gradients
 
     def each_rank(self: RowLinear, output_gradient: torch.Tensor) -> None:
-        add(self, output_gradient * self.groups.tensor.size)
+        add(self, output_gradient * self.layer_context.tensor.size)
 
     monkeypatch.setattr(RowLinear, "_add_bias_gradients", each_rank)
     code, text = told(world, deck)
@@ -112,7 +112,7 @@ def test_a_factor_of_all_of_a_tensor_is_named(
 
     def more(self: ColumnLinear, output_gradient: torch.Tensor) -> None:
         # Of the layout alone: what it is compared with has no tensor ranks.
-        add(self, output_gradient * (1.5 if self.groups.tensor.size > 1 else 1.0))
+        add(self, output_gradient * (1.5 if self.layer_context.tensor.size > 1 else 1.0))
 
     monkeypatch.setattr(ColumnLinear, "_add_bias_gradients", more)
     code, text = told(world, deck)

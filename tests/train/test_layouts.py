@@ -211,7 +211,7 @@ def test_a_doubled_row_bias_is_noticed(world: World, monkeypatch: pytest.MonkeyP
     add = RowLinear._add_bias_gradients
 
     def each_rank(self: RowLinear, output_gradient: torch.Tensor) -> None:
-        add(self, output_gradient * self.groups.tensor.size)
+        add(self, output_gradient * self.layer_context.tensor.size)
 
     monkeypatch.setattr(RowLinear, "_add_bias_gradients", each_rank)
     expected = (

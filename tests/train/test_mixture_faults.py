@@ -76,7 +76,7 @@ def test_a_balance_loss_multiplied_by_the_tensor_size(
     with_terms = Router.with_terms
 
     def multiplied(router: Router, *arguments: Any) -> Tensor:
-        shape, ranks = router.shape, router.groups.tensor.size
+        shape, ranks = router.shape, router.layer_context.tensor.size
         router.shape = replace(shape, balance_loss=shape.balance_loss * ranks)
         weights = with_terms(router, *arguments)
         router.shape = shape
@@ -138,7 +138,7 @@ def test_a_router_gradient_lost_under_recompute(world: World, monkeypatch: pytes
         buffer = ctx.router.weight.gradient
         before = buffer.clone()
         result = backward(ctx, gradient)
-        if isinstance(ctx.router.groups.saved_policy, Recompute):
+        if isinstance(ctx.router.layer_context.saved_policy, Recompute):
             buffer.copy_(before)
         return result
 

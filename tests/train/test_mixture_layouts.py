@@ -261,7 +261,7 @@ def test_choices_that_differ_are_seen(world: World, monkeypatch: pytest.MonkeyPa
 
     def other(router: Router, scores: Tensor) -> Tensor:
         chosen = choose(router, scores)
-        if len(scores) < 64 and router.groups.tensor.rank == 1:
+        if len(scores) < 64 and router.layer_context.tensor.rank == 1:
             chosen[0, 0] = next(e for e in range(4) if e not in chosen[0])
         return chosen
 

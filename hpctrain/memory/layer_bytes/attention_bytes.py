@@ -68,7 +68,7 @@ def _saved_by_core(attention: Attention, at: ActivationSizes) -> list[SavedStora
     log_sum = replace(at.features(queries // size, 4), features=False)
     if attention.exchanges:
         # The queries, keys, values and output after the exchange.
-        exchanged = at.features(max(keys, attention.groups.context.size * size))
+        exchanged = at.features(max(keys, attention.layer_context.context.size * size))
         normed = [] if norm is None else [projected, *statistics]
         return [*normed, output, exchanged, exchanged, output, log_sum]
     # The core saves other queries and keys than the projected ones if they are rotated before it.
@@ -103,4 +103,4 @@ def core_recompute_bytes(attention: Attention, at: ActivationSizes) -> int:
 
 def _is_compiled(attention: Attention) -> bool:
     """Return True if rotation and core are one compiled function."""
-    return attention.groups.functions.compiled and attention.groups.context.size == 1
+    return attention.layer_context.functions.compiled and attention.layer_context.context.size == 1

@@ -101,7 +101,7 @@ def deferred_by_block(block: TransformerBlock, at: ActivationSizes) -> DeferredB
 def _exchanged_by_block(block: TransformerBlock, at: ActivationSizes) -> int:
     if not isinstance(block.feed_forward, Mixture):
         return 0
-    ranks = block.feed_forward.groups.expert.size
+    ranks = block.feed_forward.layer_context.expert.size
     return mixture_bytes.result_storage(block.feed_forward, at).bytes * (ranks - 1) // ranks
 
 

@@ -47,5 +47,5 @@ def planned_converted_bytes(layers: Iterable[Layer]) -> int:
         4 * outputs * inputs
         for product in matmuls_of(layers)
         for outputs, inputs in product.shapes
-        if product.groups.products.kernels.reuses_converted(outputs, inputs)
+        if product.layer_context.products.kernels.reuses_converted(outputs, inputs)
     )

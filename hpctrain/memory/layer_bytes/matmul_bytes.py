@@ -66,7 +66,7 @@ gradient_bytes.register(DelayedMatmul, gradient_bytes.dispatch(Matmul))
 @singledispatch
 def product_workspace(product: Matmul, rows: int, at: ActivationSizes) -> int:
     """Return the most temporary bytes of a product of `rows` rows beside operands and results."""
-    table = product.groups.products.kernels
+    table = product.layer_context.products.kernels
     kernels = {table.kernel_for(kind, *product.shape) for kind in PASSES}
     return max(kernel_workspace(kernel, rows, *product.shape, at) for kernel in kernels)
 

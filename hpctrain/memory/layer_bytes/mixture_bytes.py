@@ -19,7 +19,7 @@ from hpctrain.parallel.layer_context import LayerContext
 @saved_storages.register
 def _saved_by_router(router: Router, at: ActivationSizes) -> list[SavedStorage]:
     """Return what is saved beside the input: scores, choices and weights, and what losses need."""
-    shape, rows = router.shape, _local_rows(router.groups, at)
+    shape, rows = router.shape, _local_rows(router.layer_context, at)
     sizes = [shape.experts, 2 * shape.experts_per_token, shape.experts_per_token]
     if shape.router_normalize:
         sizes += [shape.experts_per_token, 1, 1]
@@ -76,7 +76,7 @@ def transient_bytes(mixture: Mixture, at: ActivationSizes) -> tuple[int, int]:
     """Return the bytes beside what is saved if weight gradients are deferred, as of a feed-forward layer."""
     shape, results = mixture.shape, result_storage(mixture, at).bytes
     held = total(saved_storages(mixture.experts, at)) - results
-    weights = 4 * _local_rows(mixture.groups, at) * shape.experts_per_token
+    weights = 4 * _local_rows(mixture.layer_context, at) * shape.experts_per_token
     most = held - (weights if shape.router_normalize else 0)
     left = held - total(saved_storages(mixture.router, at))
     if mixture.shared is None:
@@ -85,20 +85,20 @@ def transient_bytes(mixture: Mixture, at: ActivationSizes) -> tuple[int, int]:
     return most + shared[0], left + shared[1]
 
 
-def _local_rows(groups: LayerContext, at: ActivationSizes) -> int:
+def _local_rows(layer_context: LayerContext, at: ActivationSizes) -> int:
     """Return the number of tokens that this rank routes."""
-    return groups.row_sizes(at.tokens)[groups.tensor.rank]
+    return layer_context.row_sizes(at.tokens)[layer_context.tensor.rank]
 
 
 def _dispatched_rows(experts: Experts, at: ActivationSizes) -> int:
     """Return the number of rows that leave this rank for experts."""
     accepted = 1.0 if experts.capacity is None else min(1.0, experts.capacity)
-    return int(_local_rows(experts.groups, at) * experts.chosen * accepted)
+    return int(_local_rows(experts.layer_context, at) * experts.chosen * accepted)
 
 
 def _padded_rows(experts: Experts, at: ActivationSizes) -> int:
     """Return the number of rows of this rank's experts, with padding."""
-    rows = _dispatched_rows(experts, at) * experts.groups.expert_tensor.size
+    rows = _dispatched_rows(experts, at) * experts.layer_context.expert_tensor.size
     unit = ROW_UNIT if at.itemsize == 2 and not at.gpu else 1
     return rows if unit == 1 else experts.local * (-(-rows // (experts.local * unit)) * unit)
 

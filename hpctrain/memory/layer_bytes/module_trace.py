@@ -269,9 +269,9 @@ def trace_layer(layer: ModuleLayer, at: ActivationSizes | None) -> LayerTrace | 
         sequence = part.architecture.sequence
         sizes, rank = ActivationSizes(sequence, sequence, 1, size, size), (0, 1, False)
     else:
-        tensor = part.groups.tensor
+        tensor = part.layer_context.tensor
         sizes = replace(at, selective=False, again=False)
-        rank = tensor.rank, tensor.size, part.groups.sequence_parallel
+        rank = tensor.rank, tensor.size, part.layer_context.sequence_parallel
     found = _trace_part(part.architecture, part.span, frozen, rank, sizes)
     return found.layers[number] if found.problem is None else found.problem
 
@@ -289,8 +289,8 @@ def _trace_part(
     tensor = planned_group(("tensor",), rank_index, size, Ledger())
     context = planned_group(("context",), 0, 1, Ledger())
     with META:
-        groups = LayerContext(tensor, context, by_sequence)
-        part = ModulePart(architecture, groups, span)
+        layer_context = LayerContext(tensor, context, by_sequence)
+        part = ModulePart(architecture, layer_context, span)
     for parameter in part.names:
         parameter.requires_grad_(parameter.requires_grad and parameter.shard.name not in frozen)
     inputs = example_inputs(architecture, at.micro_size)

@@ -13,7 +13,7 @@ from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
 @saved_storages.register
 def _saved_by_embedding(layer: Embedding, at: ActivationSizes) -> list[SavedStorage]:
     """Return token ids, marks of those that other ranks look up, and positions."""
-    ids = 8 if layer.tokens.groups.tensor.size == 1 else 9
+    ids = 8 if layer.tokens.layer_context.tensor.size == 1 else 9
     positions = 8 * at.tokens // (1 if layer.packed else at.micro_size) if layer.positions is not None else 0
     return [SavedStorage(ids * at.tokens + positions, 8, features=False), *dropout_masks(layer, at)]
 
@@ -49,7 +49,7 @@ def _vocabulary_head_workspace(head: VocabularyHead, at: ActivationSizes) -> int
     """
     count = chunk_rows(at.tokens, len(head.table), at.gpu)
     logits = count * len(head.table)
-    copied = 4 if at.itemsize < 4 and (head.cap or not head.groups.functions.compiled) else 0
+    copied = 4 if at.itemsize < 4 and (head.cap or not head.layer_context.functions.compiled) else 0
     slopes = 4 * logits if head.cap else 0
     return slopes + logits * at.itemsize + max(logits * copied, product_workspace(head.product, count, at))
 

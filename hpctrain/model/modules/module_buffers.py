@@ -23,7 +23,7 @@ class ModuleBuffers:
 
     Args:
         module: The module.
-        groups: Process groups of this rank's layers.
+        layer_context: Process groups of this rank's layers.
         agreement: Ranks take the values of the first data rank, or the average of floating-point values.
         storage: dtype of persistent floating-point buffers.
         elsewhere: Buffers of other pipeline stages, which stay on "meta".
@@ -33,20 +33,22 @@ class ModuleBuffers:
     def __init__(
         self,
         module: nn.Module,
-        groups: LayerContext,
+        layer_context: LayerContext,
         agreement: Literal["first", "average"] | None,
         storage: torch.dtype,
         elsewhere: Collection[str] = (),
         saved_elsewhere: Collection[str] = (),
     ) -> None:
-        self.module, self.groups, self.agreement = module, groups, agreement
+        self.module, self.layer_context, self.agreement = module, layer_context, agreement
         of_state = persistent_buffers(module)
         self.persistent = [name for name in of_state if name not in saved_elsewhere]
         for name, buffer in list(module.named_buffers()):
             if name in elsewhere:
                 continue
             in_format = name in of_state and buffer.is_floating_point()
-            buffer_here = groups.data.empty(tuple(buffer.shape), storage if in_format else buffer.dtype)
+            buffer_here = layer_context.data.empty(
+                tuple(buffer.shape), storage if in_format else buffer.dtype
+            )
             owner, attribute = _owner(module, name)
             owner._buffers[attribute] = buffer_here
 
@@ -61,7 +63,7 @@ class ModuleBuffers:
             for attribute, value in vars(module).items():
                 if isinstance(value, Tensor) and value.is_meta:
                     value_there = getattr(others[name], attribute)
-                    vars(module)[attribute] = value_there.to(self.groups.data.device)
+                    vars(module)[attribute] = value_there.to(self.layer_context.data.device)
 
     def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
         """Yield the kind, the shard (named as the parameter) and this rank's flat piece of each tensor."""
@@ -75,7 +77,7 @@ class ModuleBuffers:
 
     def after_update(self, statistics: Mapping[str, Tensor]) -> None:  # noqa: ARG002
         """Let all data ranks agree on the values. Collective over the data ranks."""
-        group = self.groups.data
+        group = self.layer_context.data
         if group.size == 1 or not self.persistent:
             return
         present = dict(self.module.named_buffers())

@@ -125,16 +125,16 @@ class BlockRunner:
         name: str,
         block: nn.Module,
         layer: ModuleLayer,
-        groups: LayerContext,
+        layer_context: LayerContext,
         residency: Callable[[], ParameterResidency],
     ) -> None:
-        self.name, self.block, self.layer, self.groups = name, block, layer, groups
+        self.name, self.block, self.layer, self.layer_context = name, block, layer, layer_context
         self.residency, self.forward = residency, block.forward
-        self.buffers = [*persistent_buffers(block)] if groups.saved_policy.repeats else []
+        self.buffers = [*persistent_buffers(block)] if layer_context.saved_policy.repeats else []
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the block and return its result."""
-        inputs, policy = list(tensors_of((arguments, keywords))), self.groups.saved_policy
+        inputs, policy = list(tensors_of((arguments, keywords))), self.layer_context.saved_policy
         forward_once = preserve_buffers(self.block, self.buffers, self.forward)
         compute = partial(policy.call, partial(self._call_alone, forward_once), *arguments, **keywords)
         residency = self.residency()
@@ -154,7 +154,7 @@ class BlockRunner:
 
     def _call_alone(self, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Run the block without deferring weight gradients, because this may be part of a backward pass."""
-        with self.groups.weight_gradients.outside_run():
+        with self.layer_context.weight_gradients.outside_run():
             return forward(*arguments, **keywords)
 
 

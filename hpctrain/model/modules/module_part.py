@@ -39,7 +39,7 @@ class ModulePart(nn.Module):
 
     Args:
         architecture: Architecture of the module.
-        groups: Process groups and settings of this rank's layers.
+        layer_context: Process groups and settings of this rank's layers.
         span: Blocks of this part.
         shared_parameters: Parameters of another part on this rank, by name, which this part may also use.
 
@@ -52,34 +52,34 @@ class ModulePart(nn.Module):
     def __init__(
         self,
         architecture: ModuleArchitecture,
-        groups: LayerContext,
+        layer_context: LayerContext,
         span: LayerRange,
         shared_parameters: Mapping[str, Parameter] = MappingProxyType({}),
     ) -> None:
         super().__init__()
-        self.groups, self.span, self.architecture = groups, span, architecture
+        self.layer_context, self.span, self.architecture = layer_context, span, architecture
         self.title, self.sequence = architecture.title, architecture.sequence
         self.residency = ParameterResidency()
         # A run does not use a copy, since closures inside a copied module refer to the original.
-        planned = groups.tensor.device == META
+        planned = layer_context.tensor.device == META
         self.module = architecture.copy_on_meta() if planned else architecture.build(META)
-        tensor = groups.tensor.size
+        tensor = layer_context.tensor.size
         table = json.loads(architecture.plan) if tensor > 1 else None
-        plan = plan_of(self.module, table, tensor, groups.sequence_parallel)
-        self.split = apply_plan(self.module, plan, groups, architecture.gather_logits)
+        plan = plan_of(self.module, table, tensor, layer_context.sequence_parallel)
+        self.split = apply_plan(self.module, plan, layer_context, architecture.gather_logits)
         if architecture.cut:
             contents = contents_of_stage(
-                self.module, architecture, groups, self.split.partial, span, shared_parameters
+                self.module, architecture, layer_context, self.split.partial, span, shared_parameters
             )
         else:
-            contents = contents_of_module(self.module, architecture, groups, self.split.partial)
+            contents = contents_of_module(self.module, architecture, layer_context, self.split.partial)
         self.names, self.layers, self.forward_pass = contents.names, contents.layers, contents.forward_pass
         self.module_buffers = contents.buffers
         self.layers[0].keeps = contents.buffers if contents.buffers.persistent else None
         self._gathered = ExitStack()
         forwards = {name: each.forward for name, each in contents.calls.items()}
         for (name, block), layer in zip(contents.blocks.items(), self.layers[1:-1], strict=True):
-            runner = BlockRunner(name, block, layer, groups, self._current_residency)
+            runner = BlockRunner(name, block, layer, layer_context, self._current_residency)
             forwards[name] = partial(self._run_block, runner)
         call = self.forward_pass.call_module
         for name, forward in forwards.items():
@@ -110,7 +110,7 @@ class ModulePart(nn.Module):
         inputs_text = ", ".join(
             f"{name} of shape {list(inputs.fields[name].shape)}" for name in self._module_call.field_names
         )
-        apart = self.groups.weight_gradients.outside_run()
+        apart = self.layer_context.weight_gradients.outside_run()
         with run_user_code(f"{self.title} fails with {inputs_text}"), apart, ExitStack() as stack:
             self._gathered = stack
             self._gather_layer(self.layers[0])
@@ -199,7 +199,7 @@ class ModulePart(nn.Module):
             parameter.gradient.add_(parameter.grad)
             parameter.grad = None
         if parameter.grad is None:
-            self.groups.weight_gradients.submit(parameter.added)
+            self.layer_context.weight_gradients.submit(parameter.added)
         elif parameter.lookups is not None and self.span.embeds:
             assert parameter.gradient is not None
             parameter.lookups.add_(parameter.grad)
@@ -208,7 +208,7 @@ class ModulePart(nn.Module):
 
     def _begin_backward(self, hidden: Tensor | None, gradient: Tensor) -> None:  # noqa: ARG002
         """Have `_end_backward` called at the end of a backward pass that begins at the module's result."""
-        if self.groups.weight_gradients.running and not self._backward_running:
+        if self.layer_context.weight_gradients.running and not self._backward_running:
             self._backward_running = True
             end = partial(self._end_backward, hidden)
             torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -225,7 +225,7 @@ class ModulePart(nn.Module):
 
 
 def build_module_parts(
-    architecture: ModuleArchitecture, groups: LayerContext, spans: Sequence[LayerRange]
+    architecture: ModuleArchitecture, layer_context: LayerContext, spans: Sequence[LayerRange]
 ) -> list[ModelPart]:
     """Build this rank's parts of a module. The first and the last part share tied parameters."""
     parts: list[ModulePart] = []
@@ -233,5 +233,5 @@ def build_module_parts(
         ends = [part for part in parts if part.span.embeds or part.span.predicts]
         shared_parameters = {names[0]: parameter for part in ends for parameter, names in part.names.items()}
         of_both = span.embeds or span.predicts
-        parts.append(ModulePart(architecture, groups, span, shared_parameters if of_both else {}))
+        parts.append(ModulePart(architecture, layer_context, span, shared_parameters if of_both else {}))
     return [*parts]

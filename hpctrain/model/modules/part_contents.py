@@ -57,7 +57,7 @@ class PartContents:
 def contents_of_module(
     module: nn.Module,
     architecture: ModuleArchitecture,
-    groups: LayerContext,
+    layer_context: LayerContext,
     partial_gradients: Collection[nn.Parameter],
 ) -> PartContents:
     """Return the contents of a part that is the whole module.
@@ -67,12 +67,12 @@ def contents_of_module(
     Args:
         module: The module, on "meta". Its parameters and linear layers are replaced.
         architecture: Its architecture.
-        groups: Process groups and settings of this rank's layers.
+        layer_context: Process groups and settings of this rank's layers.
         partial_gradients: Parameters whose gradients are summed over tensor ranks.
     """
     replace_one = partial(_replace_parameter, partial_gradients, {*linear_parameters(module)})
     names = _replace_parameters(module, replace_one)
-    linear_layers = replace_linear_layers(module, groups)
+    linear_layers = replace_linear_layers(module, layer_context)
     blocks = find_blocks(module, architecture.pattern)
     within = [set(block.parameters()) for block in blocks.values()]
     outer = {p for number, own in enumerate(within) for p in own if any(p in o for o in within[:number])}
@@ -85,14 +85,14 @@ def contents_of_module(
         *_block_layers(blocks, block_kinds(blocks), outer, make),
         make(OuterLayer, "result", (), ()),
     )
-    buffers = ModuleBuffers(module, groups, architecture.buffers, architecture.storage)
+    buffers = ModuleBuffers(module, layer_context, architecture.buffers, architecture.storage)
     return PartContents(names, layers, blocks, buffers)
 
 
 def contents_of_stage(
     module: nn.Module,
     architecture: ModuleArchitecture,
-    groups: LayerContext,
+    layer_context: LayerContext,
     partial_gradients: Collection[nn.Parameter],
     span: LayerRange,
     shared_parameters: Mapping[str, Parameter],
@@ -104,18 +104,18 @@ def contents_of_stage(
     Args:
         module: The module, on "meta". Its parameters and linear layers are replaced.
         architecture: Its architecture.
-        groups: Process groups and settings of this rank's layers.
+        layer_context: Process groups and settings of this rank's layers.
         partial_gradients: Parameters whose gradients are summed over tensor ranks.
         span: Blocks of the stage.
         shared_parameters: Parameters of another part on this rank, by name. Those that this part also uses
             are taken from there.
     """
     stage = StageSlice(find_call_order(architecture), span)
-    placeholder = groups.data.empty((), architecture.storage).zero_()
+    placeholder = layer_context.data.empty((), architecture.storage).zero_()
     kinds = partial_gradients, {*linear_parameters(module)}
     replace_one = partial(_replace_stage_parameter, stage, *kinds, shared_parameters, placeholder)
     names = _replace_parameters(module, replace_one)
-    linear_layers = replace_linear_layers(module, groups)
+    linear_layers = replace_linear_layers(module, layer_context)
     borrowed = tuple(each for each in shared_parameters.values() if each in names)
     every = find_blocks(module, architecture.pattern)
     blocks = {name: each for number, (name, each) in enumerate(every.items()) if stage.has_block(number)}
@@ -134,7 +134,7 @@ def contents_of_stage(
         make(OuterLayer, "result", behind, of_behind, borrowed),
     )
     rule = architecture.buffers, architecture.storage
-    buffers = ModuleBuffers(module, groups, *rule, stage.remote_buffers, stage.saved_elsewhere)
+    buffers = ModuleBuffers(module, layer_context, *rule, stage.remote_buffers, stage.saved_elsewhere)
     own = [parameter for parameter in names if parameter not in set(borrowed)]
     forward_pass = StageForward(stage, StageMessage.of(stage.order), placeholder.device, own)
     return PartContents(names, layers, blocks, buffers, forward_pass, calls)

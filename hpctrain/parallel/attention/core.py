@@ -30,16 +30,16 @@ class AttentionCore(Protocol):
         """
 
 
-def attention_core(groups: LayerContext, scale: float | None) -> AttentionCore:
+def attention_core(layer_context: LayerContext, scale: float | None) -> AttentionCore:
     """Return the attention function of these ranks: of one rank, along a ring, or by all-to-all.
 
     Args:
-        groups: Groups and functions of the layer.
+        layer_context: Groups and functions of the layer.
         scale: Factor of the products of queries and keys, by default 1 / sqrt(d).
     """
-    on_one_rank = partial(groups.functions.attend, scale=scale)
-    if groups.context.size == 1:
+    on_one_rank = partial(layer_context.functions.attend, scale=scale)
+    if layer_context.context.size == 1:
         return on_one_rank
-    if groups.context_form == "ring":
-        return partial(ring_attention, group=groups.context, scale=scale)
-    return partial(all_to_all_attention, group=groups.context, attend=on_one_rank)
+    if layer_context.context_form == "ring":
+        return partial(ring_attention, group=layer_context.context, scale=scale)
+    return partial(all_to_all_attention, group=layer_context.context, attend=on_one_rank)

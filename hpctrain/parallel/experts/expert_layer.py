@@ -55,7 +55,7 @@ class Experts(MatmulLayer):
     Args:
         name: Name of the layer.
         sizes: Sizes of the mixture.
-        groups: Context of the layer.
+        layer_context: Context of the layer.
         capacity: Limit on the rows of an expert, as a multiple of an even load. None if there is none.
         activation: Activation between the products.
     """
@@ -64,16 +64,16 @@ class Experts(MatmulLayer):
         self,
         name: str,
         sizes: ExpertSizes,
-        groups: LayerContext,
+        layer_context: LayerContext,
         capacity: float | None = None,
         activation: Activation = ACTIVATIONS["swiglu"],
     ) -> None:
         super().__init__()
-        self.groups, self.chosen, self.activation = groups, sizes.chosen, activation
+        self.layer_context, self.chosen, self.activation = layer_context, sizes.chosen, activation
         self.capacity = capacity
         count, hidden, inner = sizes.count, sizes.hidden, sizes.inner
-        experts = RowPartition.split(count, groups.expert)
-        columns = RowPartition.split(inner, groups.expert_tensor)
+        experts = RowPartition.split(count, layer_context.expert)
+        columns = RowPartition.split(inner, layer_context.expert_tensor)
         self.local, self.hidden, self.inner = experts.local, hidden, columns.local
         gated = activation.gated
         copies, first = ((2,), (0,)) if gated else ((), ())
@@ -120,7 +120,10 @@ class Experts(MatmulLayer):
             segments: Rows of each expert.
             transposed: True for the gradient of the input.
         """
-        matrices, audit = weight.detach().view(len(weight), -1, weight.shape[-1]), self.groups.products.audit
+        matrices, audit = (
+            weight.detach().view(len(weight), -1, weight.shape[-1]),
+            self.layer_context.products.audit,
+        )
         output = grouped_product(rows, matrices.transpose(1, 2) if transposed else matrices, segments)
         if audit is not None and audit.active:
             audit.check_grouped_product(weight, (rows, matrices, output), segments, transposed)
@@ -174,12 +177,12 @@ class _ExpertsAutograd(torch.autograd.Function):
             rows_gradient = experts.multiply(inner_gradient, experts.gate_up, segments, transposed=True)
 
         def compute() -> None:
-            audit, activated = experts.groups.products.audit, _activate(inner, experts.activation)
+            audit, activated = experts.layer_context.products.audit, _activate(inner, experts.activation)
             add_grouped_gradient(output_gradient, activated, experts.down, segments, audit)
             del activated
             add_grouped_gradient(inner_gradient, rows, experts.gate_up, segments, audit)
 
-        queue = experts.groups.weight_gradients
+        queue = experts.layer_context.weight_gradients
         if queue.deferring:
             queue.submit(compute, output_gradient, inner, inner_gradient, rows)
         else:

@@ -34,7 +34,7 @@ class DelayedMatmul(QuantizedMatmul):
 
     Args:
         weights: Weights [n_i, k], as for Matmul.
-        groups: Context of the layer.
+        layer_context: Context of the layer.
         recipe: Which elements share a scale.
         steps: Number of steps in the history.
         gradient_form: Format of gradients of the output.
@@ -44,15 +44,15 @@ class DelayedMatmul(QuantizedMatmul):
     def __init__(
         self,
         weights: Sequence[Parameter],
-        groups: LayerContext,
+        layer_context: LayerContext,
         recipe: ScalingRecipe,
         steps: int,
         gradient_form: Fp8Format = E5M2,
         messages: bool = False,
     ) -> None:
-        super().__init__(weights, groups, recipe, gradient_form, messages)
+        super().__init__(weights, layer_context, recipe, gradient_form, messages)
         self.histories = {
-            kind: History(groups.tensor.empty((steps,), torch.float32).zero_()) for kind in KINDS
+            kind: History(layer_context.tensor.empty((steps,), torch.float32).zero_()) for kind in KINDS
         }
         self._known: dict[Kind, tuple[int, bool]] = {}  # for a version of the maxima
 
@@ -148,7 +148,7 @@ class DelayedMatmul(QuantizedMatmul):
 
     @override
     def record_weight_maximum(self, largest: Tensor) -> None:
-        self.groups.statistics.record_max(self._statistic_name("weights"), reducible_maximum(largest))
+        self.layer_context.statistics.record_max(self._statistic_name("weights"), reducible_maximum(largest))
 
     def _maxima(self, kind: Kind, *_: object) -> Tensor:
         return self.histories[kind].largest
@@ -162,7 +162,9 @@ class DelayedMatmul(QuantizedMatmul):
         rows = values.reshape(-1, values.shape[-1])
         padding = self._padding(len(rows)) if kind == "inputs" else None
         largest = block_maxima(rows if padding is None else rows.masked_fill(padding, 0.0), ScaleBlocks())
-        self.groups.statistics.record_max(self._statistic_name(kind), reducible_maximum(largest.reshape(1)))
+        self.layer_context.statistics.record_max(
+            self._statistic_name(kind), reducible_maximum(largest.reshape(1))
+        )
 
     def _statistic_name(self, kind: Kind) -> str:
         return f"{HISTORY_KIND}/{self.weights[0].shard.name}/{kind}"

@@ -70,7 +70,7 @@ class QuantizedMatmul(Matmul):
 
     Args:
         weights: Weights [n_i, k], as for Matmul.
-        groups: Context of the layer.
+        layer_context: Context of the layer.
         recipe: Which elements share a scale.
         gradient_form: Format of gradients of the output.
         messages: True if ranks exchange pieces of tokens in 8 bits where these are what is multiplied.
@@ -79,12 +79,12 @@ class QuantizedMatmul(Matmul):
     def __init__(
         self,
         weights: Sequence[Parameter],
-        groups: LayerContext,
+        layer_context: LayerContext,
         recipe: ScalingRecipe,
         gradient_form: Fp8Format = E5M2,
         messages: bool = False,
     ) -> None:
-        super().__init__(weights, groups)
+        super().__init__(weights, layer_context)
         self.recipe, self.gradient_form, self.messages = recipe, gradient_form, messages
         self._weight_maxima: dict[Dims, Tensor] = {}
         self._prequantized: PrequantizedWeights | None = None
@@ -187,14 +187,14 @@ class QuantizedMatmul(Matmul):
         """
         if self.one_scale:
             return (WEIGHTS,)
-        both, tensor = (WEIGHTS, TRANSPOSED_WEIGHTS), self.groups.tensor
+        both, tensor = (WEIGHTS, TRANSPOSED_WEIGHTS), self.layer_context.tensor
         scaling = self.recipe.weights
         return tuple(dims for dims in both if tensor.size > 1 and self._holders(scaling, dims, False))
 
     @property
     def gathers_quantized(self) -> bool:
         """True if ranks gather weights that they have slices of in 8 bits."""
-        return self.groups.products.fp8 is not None and self.groups.products.fp8.gather
+        return self.layer_context.products.fp8 is not None and self.layer_context.products.fp8.gather
 
     @property
     def weight_maxima(self) -> Tensor | None:
@@ -242,7 +242,7 @@ class QuantizedMatmul(Matmul):
     def _add(self, left: QuantizedTensor, right: QuantizedTensor) -> None:
         """Add the product of gradients [m, n] and inputs [m, k], scaled by blocks of tokens."""
         gradient, overwrite = self.gradient_buffer()
-        audit, target = self.groups.products.audit, AuditTarget(self.weights, self.weights[0])
+        audit, target = self.layer_context.products.audit, AuditTarget(self.weights, self.weights[0])
         audit = audit if audit is not None and audit.active else None
         if audit is not None:
             # GPUs accumulate 8-bit products with little more than 16 bits.
@@ -259,7 +259,7 @@ class QuantizedMatmul(Matmul):
 
     def _audit(self, left: QuantizedTensor, right: QuantizedTensor, output: Tensor, what: str) -> None:
         """Check a product of rows with weights in 8 bits, in steps that are checked."""
-        audit, target = self.groups.products.audit, AuditTarget(self.weights, (self.weights[0], what))
+        audit, target = self.layer_context.products.audit, AuditTarget(self.weights, (self.weights[0], what))
         if audit is not None and audit.active:
             matrix = right.values if audit.has_checksums(target.key) else right.dequantized()
             audit.check_product(target, left.dequantized(), matrix, output, what=what)
@@ -274,7 +274,7 @@ class QuantizedMatmul(Matmul):
         assert maxima is not None
         if counts is not None:
             name = operand_name(self.weights[0].shard.name, "weights", " ".join(dims))
-            record_counts(self.groups.statistics, name, counts, maxima, weights)
+            record_counts(self.layer_context.statistics, name, counts, maxima, weights)
         return weights if dims == WEIGHTS else weights.transposed()
 
     def has_complete_blocks(self, rows: int, sequence_group: Group | None) -> bool:
@@ -309,7 +309,7 @@ class QuantizedMatmul(Matmul):
         quantized = scaling.quantized(matrix, form, maxima)
         use = " ".join(dims[::-1] if transposed else dims)
         name = operand_name(self.weights[0].shard.name, kind, use)
-        record_loss(self.groups.statistics, name, matrix, maxima, quantized, padding)
+        record_loss(self.layer_context.statistics, name, matrix, maxima, quantized, padding)
         return quantized
 
     def _padding(self, rows: int) -> Tensor | None:
@@ -317,10 +317,10 @@ class QuantizedMatmul(Matmul):
 
         `rows` are those of all tokens of the rank's micro-batch, or of this rank's piece on the tensor axis.
         """
-        padding = self.groups.statistics.padding
+        padding = self.layer_context.statistics.padding
         if padding is None:
             return None
-        flat, tensor = padding.flatten(), self.groups.tensor
+        flat, tensor = padding.flatten(), self.layer_context.tensor
         if len(flat) != rows:
             flat = flat.chunk(tensor.size)[tensor.rank]
         assert len(flat) == rows, (padding.shape, rows)
@@ -343,8 +343,10 @@ class QuantizedMatmul(Matmul):
             if any(weight.shard.local[number] != weight.shard.shape[number] for weight in self.weights)
         }
         if "tokens" in spanned:
-            return self.groups.micro_batch if spanned & split or is_piece else self.groups.context
-        return self.groups.tensor if spanned & split else None
+            return (
+                self.layer_context.micro_batch if spanned & split or is_piece else self.layer_context.context
+            )
+        return self.layer_context.tensor if spanned & split else None
 
 
 def _rows(values: Tensor) -> Tensor:

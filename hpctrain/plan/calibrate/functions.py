@@ -15,7 +15,7 @@ from hpctrain.comm.planned import PlannedMesh
 from hpctrain.deck.activations import ACTIVATIONS, Activation
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.function_choice import functions_of, with_functions
-from hpctrain.engine.groups import make_groups
+from hpctrain.engine.groups import make_layer_context
 from hpctrain.model.construction import build_parts
 from hpctrain.model.part import LayerRange
 from hpctrain.model.precision import Precision
@@ -198,8 +198,8 @@ class _Kinds:
             layout={"tensor": 1, "context": 1, "pipeline": 1, "expert": 1, "sequence_parallel": False}
         )
         mesh = PlannedMesh(dict.fromkeys(AXES, 1), 0, 1)
-        groups = make_groups(alone, mesh, SavedPolicy(), self.device)
-        (part,) = build_parts(self.shape, groups, [LayerRange(0, 0, False, True)])
+        layer_context = make_layer_context(alone, mesh, SavedPolicy(), self.device)
+        (part,) = build_parts(self.shape, layer_context, [LayerRange(0, 0, False, True)])
         modules = (module for layer in part.layers for module in layer.modules())
         return next(module for module in modules if isinstance(module, VocabularyHead))
 

@@ -47,7 +47,7 @@ def measure_fixed(deck: Deck, machine: MachineRates, clock: Clock) -> float:
     executor = Executor(
         engine.stage.models,
         engine.mesh.group("pipeline"),
-        engine.stage.groups.weight_gradients,
+        engine.stage.layer_context.weight_gradients,
         world.ledger,
         engine.objective.metrics,
         engine.terms,

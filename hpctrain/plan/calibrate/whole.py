@@ -11,7 +11,7 @@ from statistics import fmean
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.groups import make_groups
+from hpctrain.engine.groups import make_layer_context
 from hpctrain.engine.kernel_choice import choose_kernels
 from hpctrain.engine.layer_times import measure_layers
 from hpctrain.engine.mesh_sizes import axis_sizes
@@ -48,8 +48,8 @@ class TimedBlocks:
         for each in self.decks:
             mesh = Mesh(world, axis_sizes(each, world.size))
             deck = choose_kernels(each, world, mesh)
-            groups = make_groups(deck, mesh, SavedPolicy(), world.device)
-            times = measure_layers(deck, _shape(deck), groups, mesh, ends=False).of_kind
+            layer_context = make_layer_context(deck, mesh, SavedPolicy(), world.device)
+            times = measure_layers(deck, _shape(deck), layer_context, mesh, ends=False).of_kind
             found.append(sum(of_kind.total for of_kind in times.values()))
         return found
 

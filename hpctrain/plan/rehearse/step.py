@@ -65,15 +65,19 @@ class RankStep:
         self.weights = PlannedWeights(stage)
         self.objective = make_objective(deck)
         with META:
-            positions = context_positions(stage.groups.context, stage.groups.context_form, shape.sequence)
+            positions = context_positions(
+                stage.layer_context.context, stage.layer_context.context_form, shape.sequence
+            )
             tokens = torch.zeros((deck.batch.micro_size, shape.sequence), dtype=torch.int64)
             one = torch.ones(())
             micro = MicroBatch.of_tokens(tokens, tokens)
             self._batch = PreparedBatch.of(micro, self.objective, one, positions, None, one)
-            stage.outer.begin(self.weights)
+            stage.replica_sync.begin(self.weights)
         self.touches = self._note_touches(schedule)
         self._parts = [
-            StandIn(model, chunk, self.touches, stage.groups.weight_gradients, len(self.objective.metrics))
+            StandIn(
+                model, chunk, self.touches, stage.layer_context.weight_gradients, len(self.objective.metrics)
+            )
             for chunk, model in enumerate(stage.models)
         ]
         recorder.events.clear()
@@ -89,7 +93,7 @@ class RankStep:
         for kinds in ("FB", "FIW") if halved else ("FB",):
             steps = plain_of(schedule, NOTED_MICRO_BATCHES, kinds)
             notes = TouchNotes(self.recorder, steps, found)
-            executor = self._executor(stage.models, self.mesh, stage.groups.statistics)
+            executor = self._executor(stage.models, self.mesh, stage.layer_context.statistics)
             found.forget("F")
             with META, self._without_values():
                 stage.synchronizer.start(steps.micro_batches)
@@ -104,7 +108,7 @@ class RankStep:
 
     def statistics(self) -> dict[Reduction, int]:
         """Numbers that the rank notes of a step, the largest values and sums."""
-        noted = self.stage.groups.statistics
+        noted = self.stage.layer_context.statistics
         return {"max": noted.count("max"), "sum": noted.count("sum")}
 
     def programme(self, schedule: Schedule, number: int, statistics: Mapping[Reduction, int]) -> Programme:
@@ -156,7 +160,7 @@ class RankStep:
             self.weights.publish()
             self.weights.updates += 1
             recorder.action = "replicas"
-            told = stage.outer.after_update(self.weights)
+            told = stage.replica_sync.after_update(self.weights)
             if told:
                 everyone.all_reduce(torch.stack(list(told.values())))
             stage.synchronizer.after_step(True, 1.0)
@@ -197,7 +201,7 @@ class RankStep:
     ) -> Executor:
         """The run's own, over these parts, of which layers note what they do there."""
         figures, terms = self.objective.metrics, count(self.shape).terms
-        queue = self.stage.groups.weight_gradients
+        queue = self.stage.layer_context.weight_gradients
         return Executor(parts, mesh.group("pipeline"), queue, self.mesh.ledger, figures, terms, statistics)
 
     @contextmanager

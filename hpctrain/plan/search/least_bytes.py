@@ -15,7 +15,7 @@ import torch
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.function_choice import planned_functions
-from hpctrain.engine.groups import make_groups
+from hpctrain.engine.groups import make_layer_context
 from hpctrain.engine.update_rules import RULES
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.device_memory import matmul_workspace_bytes
@@ -203,8 +203,10 @@ class LayerBytes:
             mesh = PlannedMesh(sizes, 0, self._ranks_per_node, device=device)
             recompute = Recompute(deck.memory.recompute)
             with META:
-                groups = make_groups(planned_functions(deck), mesh, recompute, device)
-                (self._parts[key],) = build_parts(self._few, groups, [LayerRange.all_of(self._few.layers)])
+                layer_context = make_layer_context(planned_functions(deck), mesh, recompute, device)
+                (self._parts[key],) = build_parts(
+                    self._few, layer_context, [LayerRange.all_of(self._few.layers)]
+                )
         return self._parts[key]
 
 

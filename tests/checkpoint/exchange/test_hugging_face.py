@@ -155,8 +155,8 @@ def our_model(path: Path, world: World) -> Transformer:
     """The model of a checkpoint, on one rank."""
     lone = world.single_rank_world()
     mesh = Mesh(lone, {})
-    groups = LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context"))
-    model = Transformer(source_shape(path), groups)
+    layer_context = LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context"))
+    model = Transformer(source_shape(path), layer_context)
     buckets = make_buckets(model.units(), Replications.unsharded(mesh), torch.float32, 10_000, trained=False)
     load(path, lone.everyone, model_entries(buckets))
     return model

@@ -28,7 +28,7 @@ from hpctrain.deck.presets import presets
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.groups import make_groups
+from hpctrain.engine.groups import make_layer_context
 from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.engine.stage import build_stage
 from hpctrain.engine.stage_values import load_parameters
@@ -99,9 +99,9 @@ def our_model(path: Path, world: World) -> ModelPart:
     """The model of a checkpoint, on one rank, with the state of its routers, as `generate` loads it."""
     deck, lone = stored_deck(read_state(path), path), world.single_rank_world()
     mesh = Mesh(lone, {})
-    groups = make_groups(deck, mesh, SavedPolicy(), lone.device)
-    model = build_model(source_shape(path), groups)
-    stage = build_stage(deck, groups, [model], Replications.unsharded(mesh))
+    layer_context = make_layer_context(deck, mesh, SavedPolicy(), lone.device)
+    model = build_model(source_shape(path), layer_context)
+    stage = build_stage(deck, layer_context, [model], Replications.unsharded(mesh))
     load_parameters(path, stage, lone.everyone)
     return model
 

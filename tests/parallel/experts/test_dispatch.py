@@ -83,7 +83,7 @@ def layouts(world: World) -> list[tuple[int, int]]:
     return {1: [(1, 1)], 2: [(2, 1), (1, 2)], 4: [(4, 1), (2, 2), (1, 4)]}.get(world.size, [])
 
 
-def groups_of(world: World, expert: int, expert_tensor: int) -> LayerContext:
+def layer_context_of(world: World, expert: int, expert_tensor: int) -> LayerContext:
     mesh = Mesh(world, {"data": world.size, "expert": expert, "expert_tensor": expert_tensor})
     own = mesh.group("tensor"), mesh.group("context")
     return LayerContext(*own, expert=mesh.group("expert"), expert_tensor=mesh.group("expert_tensor"))
@@ -95,8 +95,8 @@ def matrices() -> dict[str, Tensor]:
     return {"gate_up": gate_up, "down": torch.randn(EXPERTS, HIDDEN, INNER, generator=generator) / 4}
 
 
-def experts_of(groups: LayerContext, dtype: torch.dtype) -> Experts:
-    experts = Experts("experts", ExpertSizes(EXPERTS, CHOSEN, HIDDEN, INNER), groups)
+def experts_of(layer_context: LayerContext, dtype: torch.dtype) -> Experts:
+    experts = Experts("experts", ExpertSizes(EXPERTS, CHOSEN, HIDDEN, INNER), layer_context)
     for name, whole in matrices().items():
         parameter: Parameter = getattr(experts, name)
         parameter.data = parameter.shard.take(whole).to(dtype)
@@ -127,13 +127,17 @@ def by_loop(case: Routed, dtype: torch.dtype) -> dict[str, Tensor]:
     return {"output": output.detach(), **found}
 
 
-def by_ranks(world: World, groups: LayerContext, case: Routed, dtype: torch.dtype) -> dict[str, Tensor]:
-    experts = experts_of(groups, dtype)
+def by_ranks(
+    world: World, layer_context: LayerContext, case: Routed, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    experts = experts_of(layer_context, dtype)
     rows = case.rows[world.rank].to(dtype).requires_grad_()
     weights = case.weights[world.rank].clone().requires_grad_()
     kept = None if case.accepted is None else case.accepted[world.rank]
     unit = row_unit(dtype, rows.device)
-    dispatch = Dispatch(case.choices[world.rank], kept, EXPERTS, groups.expert, groups.expert_tensor, unit)
+    dispatch = Dispatch(
+        case.choices[world.rank], kept, EXPERTS, layer_context.expert, layer_context.expert_tensor, unit
+    )
     arrived = dispatch.receive(dispatch.send(rows))
     assert len(arrived) == int(dispatch.segments.padded_counts.sum())
     output = dispatch.combine(
@@ -149,10 +153,10 @@ def by_ranks(world: World, groups: LayerContext, case: Routed, dtype: torch.dtyp
 @pytest.mark.parametrize("name", CASES)
 def test_rows_come_back_as_from_a_plain_loop(world: World, name: str, dtype: torch.dtype) -> None:
     for layout in layouts(world):
-        groups = groups_of(world, *layout)
+        layer_context = layer_context_of(world, *layout)
         case = CASES[name](world.size)
-        expected, found = by_loop(case, dtype), by_ranks(world, groups, case, dtype)
-        shards = experts_of(groups, dtype)
+        expected, found = by_loop(case, dtype), by_ranks(world, layer_context, case, dtype)
+        shards = experts_of(layer_context, dtype)
         for key, whole in expected.items():
             here = getattr(shards, key).shard.take(whole) if key in matrices() else whole[world.rank]
             allowed = 2e-5 if dtype == torch.float32 else 4e-2
@@ -165,19 +169,24 @@ def test_rows_come_back_as_from_a_plain_loop(world: World, name: str, dtype: tor
 def test_the_same_rows_give_the_same_bits(world: World) -> None:
     for layout in layouts(world):
         case = CASES["at random"](world.size)
-        groups = groups_of(world, *layout)
-        once, again = (by_ranks(world, groups, case, torch.float32) for _ in range(2))
+        layer_context = layer_context_of(world, *layout)
+        once, again = (by_ranks(world, layer_context, case, torch.float32) for _ in range(2))
         assert all(torch.equal(once[name], again[name]) for name in once), layout
 
 
 @pytest.mark.mpi(min_size=2)
 def test_the_sizes_of_exchanges_are_those_of_the_choices(world: World) -> None:
     """A rank sends to each expert rank the choices of its experts, and takes what others have for its own."""
-    groups = groups_of(world, world.size, 1)
+    layer_context = layer_context_of(world, world.size, 1)
     case = some_kept(world.size)
     assert case.accepted is not None
     dispatch = Dispatch(
-        case.choices[world.rank], case.accepted[world.rank], EXPERTS, groups.expert, groups.expert_tensor, 1
+        case.choices[world.rank],
+        case.accepted[world.rank],
+        EXPERTS,
+        layer_context.expert,
+        layer_context.expert_tensor,
+        1,
     )
     of_rank = EXPERTS // world.size
     homes = case.choices // of_rank

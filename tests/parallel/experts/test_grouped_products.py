@@ -143,8 +143,8 @@ def test_16_bit_rows_are_filled_up_on_cpus_alone() -> None:
 def test_gradients_are_those_of_autograd(world: World, deferred: bool) -> None:
     """At once, put off by the caller, or held back in the queue."""
     torch.manual_seed(1)
-    groups = alone(world)
-    experts = Experts("experts", ExpertSizes(3, 1, 6, 8), groups)
+    layer_context = alone(world)
+    experts = Experts("experts", ExpertSizes(3, 1, 6, 8), layer_context)
     weights = torch.randn(3, 2, 8, 6), torch.randn(3, 6, 8)
     for parameter, weight in zip(experts.deferred_parameters, weights, strict=True):
         parameter.data = weight.clone()
@@ -153,7 +153,7 @@ def test_gradients_are_those_of_autograd(world: World, deferred: bool) -> None:
     rows = torch.randn(6, 6).requires_grad_()
     gradient = torch.randn(6, 6)
     later: list[object] = []
-    queue = groups.weight_gradients
+    queue = layer_context.weight_gradients
     queue.deferring = deferred
     experts(rows, segments, later).backward(gradient)
     queue.deferring = False

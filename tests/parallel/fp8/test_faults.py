@@ -50,7 +50,7 @@ def maxima_as_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is noted adds up, so that what is computed again counts twice."""
 
     def adding(self: DelayedMatmul, kind: Kind, values: Tensor) -> None:
-        noted, name = self.groups.statistics, self._statistic_name(kind)
+        noted, name = self.layer_context.statistics, self._statistic_name(kind)
         before = next((v for (n, *_), v in noted._recorded["max"].items() if n == name), torch.zeros(1))
         noted.record_max(name, before + reducible_maximum(values.abs().amax().reshape(1)))
 
@@ -188,5 +188,5 @@ def test_a_maximum_over_no_group_or_a_wrong_one_is_found_by_parts(
     monkeypatch.setattr(QuantizedMatmul, "_holders", lambda *_: None)
     assert scales_of(world, *keys, layout) != expected
     other = "context" if "tensor" in layout else "tensor"
-    monkeypatch.setattr(QuantizedMatmul, "_holders", lambda self, *_: getattr(self.groups, other))
+    monkeypatch.setattr(QuantizedMatmul, "_holders", lambda self, *_: getattr(self.layer_context, other))
     assert scales_of(world, *keys, layout) != expected

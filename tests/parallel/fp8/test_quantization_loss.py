@@ -105,7 +105,7 @@ def steps(world: World, watch: bool, *keys: str) -> tuple[Trainer, list[float], 
     run = trainer(world, small_deck(*KEYS, *keys))
     losses, rows = [], []
     for step in range(3):
-        run.engine.stage.groups.statistics.detailed = watch and step > 0
+        run.engine.stage.layer_context.statistics.detailed = watch and step > 0
         result = run.train(1)[0]
         losses += [result.loss, result.grad_norm]
         rows.append(loss_metrics(result.statistics))

@@ -142,7 +142,7 @@ def test_ranks_scale_parts_as_the_whole(
     of_whole, operands = operands, []
     mesh = Mesh(world, {"context" if split == "tokens" else "tensor": 2})
     both = mesh.group("context", "tensor")
-    groups = LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context"), micro_batch=both)
+    layer_context = LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context"), micro_batch=both)
     m, n, k = (slice(world.rank * size // 2, (world.rank + 1) * size // 2) for size in (M, N, K))
     everything = slice(None)
     shard = Shard.replicated("a", (N, K))
@@ -154,7 +154,7 @@ def test_ranks_scale_parts_as_the_whole(
         shard = Shard("a", (N, K), (0, k.start), (N, K // 2), frozenset({"tensor"}))
     else:
         n = k = everything
-    product = QuantizedMatmul([parameter(weight, shard)], groups, recipe)
+    product = QuantizedMatmul([parameter(weight, shard)], layer_context, recipe)
     own = passes(product, inputs[m, k].contiguous(), gradient[m, n].contiguous())
     summed = {"columns": 1, "rows": 0, "tokens": 2}[split]
     both.all_reduce(own[summed])

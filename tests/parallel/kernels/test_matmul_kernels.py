@@ -24,7 +24,7 @@ from hpctrain.parallel.kernels.matmul_kernels import (
 from hpctrain.parallel.layer_context import ProductSettings
 from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.shards import Parameter, Shard
-from tests.parallel.test_matmul import GROUPS
+from tests.parallel.test_matmul import LAYER_CONTEXT
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -123,7 +123,7 @@ def test_the_chosen_kernel_computes_the_pass_of_its_matrix() -> None:
     calls: list[tuple[str, str]] = []
     kernels = KernelTable(Noting("other"))
     kernels.chosen["weight_gradient", 10, 3] = Noting("chosen")
-    groups = replace(GROUPS, products=ProductSettings(kernels))
+    layer_context = replace(LAYER_CONTEXT, products=ProductSettings(kernels))
     for rows in (4, 6):
         parts = [Parameter(Shard.replicated(name, (rows, 3))) for name in ("a", "b")][: 2 if rows == 4 else 1]
         # What lies behind each other is one matrix: 8 rows of two weights, and 6 of one.
@@ -135,7 +135,7 @@ def test_the_chosen_kernel_computes_the_pass_of_its_matrix() -> None:
             stop = start + weight.shard.shape[0]
             weight.data, weight.gradient = memory[start:stop], sums[start:stop]
             start = stop
-        product = Matmul(weights, groups)
+        product = Matmul(weights, layer_context)
         assert product.shape == (10, 3)
         x = torch.randn(5, 3)
         torch.testing.assert_close(product.forward(x), x @ memory.t())

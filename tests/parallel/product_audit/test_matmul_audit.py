@@ -78,7 +78,7 @@ def compiled() -> AuditKernels:
 
 def gradients_of(run: Trainer, audit: bool) -> tuple[dict[str, Tensor], list[DetectedFault]]:
     """A step's gradients, on weights that stay, and what was found."""
-    judge = run.engine.stage.groups.products.audit
+    judge = run.engine.stage.layer_context.products.audit
     assert judge is not None
     if audit:
         judge.begin_step(1)
@@ -121,7 +121,7 @@ def test_nothing_changes_and_nothing_is_found(world: World, name: str) -> None:
 def test_nothing_is_found_on_any_layout(world: World, name: str) -> None:
     one_thread()
     run = trainer(world, small_deck(FULL, *LAYOUTS[name]))
-    audit = run.engine.stage.groups.products.audit
+    audit = run.engine.stage.layer_context.products.audit
     assert audit is not None
     settle, seen = audit.collect_faults, list[int]()
 
@@ -142,7 +142,7 @@ def test_nothing_is_found_in_modules(world: World, more: tuple[str, ...]) -> Non
     """To whose gradients others add, too, before or after products of the same matrix."""
     one_thread()
     run = trainer(world, deck_of(FULL, "batch.sequence=8", *more))
-    audit = run.engine.stage.groups.products.audit
+    audit = run.engine.stage.layer_context.products.audit
     assert audit is not None
     settle, seen = audit.collect_faults, set[tuple[str, str]]()
 
@@ -165,14 +165,14 @@ def test_a_step_with_a_wrong_product_is_made_again(world: World) -> None:
     plain.train(3)
     run.train(1)
     if world.rank == world.size - 1:
-        kernel = run.engine.stage.groups.products.kernels.default = Flipping()
+        kernel = run.engine.stage.layer_context.products.kernels.default = Flipping()
         kernel.begin_step(Flip(9, 0.3, 30.5 / 32))
     with pytest.raises(SilentFaultError) as caught:
         run.train(1)
     (fault,) = caught.value.faults
     assert fault.kind == "product" and fault.ranks == (world.size - 1,)
     assert caught.value.state_unchanged and run.state.step == 1
-    run.engine.stage.groups.products.kernels.default = LIBRARY
+    run.engine.stage.layer_context.products.kernels.default = LIBRARY
     run.train(2)
     expected = plain.parameters()
     for name, values in run.parameters().items():
@@ -261,8 +261,8 @@ class Found:
         one_thread()
         self.run = trainer(world.single_rank_world(), small_deck(FULL, "batch.global_size=4", *overrides))
         self.kernel = Flipping()
-        self.run.engine.stage.groups.products.kernels.default = self.kernel
-        audit = self.run.engine.stage.groups.products.audit
+        self.run.engine.stage.layer_context.products.kernels.default = self.kernel
+        audit = self.run.engine.stage.layer_context.products.audit
         assert audit is not None
         self.audit, self.names = audit, dict[int, tuple[str, list[tuple[str, int]]]]()
         judged, adding = audit.check_product, audit.expect_addition

@@ -86,6 +86,6 @@ class Expected:
 def outer_of(training: Trainer) -> dict[str, Tensor]:
     """Return this rank's piece of every parameter of the outer model, by name."""
     engine = training.engine
-    assert isinstance(engine.stage.outer, LocalSteps)
-    with engine.stage.outer.common_weights(engine.stage.optimizer):
+    assert isinstance(engine.stage.replica_sync, LocalSteps)
+    with engine.stage.replica_sync.common_weights(engine.stage.optimizer):
         return {name: values.clone() for name, values in training.parameters().items()}

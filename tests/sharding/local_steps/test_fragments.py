@@ -40,11 +40,11 @@ def test_every_trained_element_is_in_one_fragment(world: World, count: int) -> N
     keys += ["model.layers=4", 'model.frozen=["blocks.1.*"]', "batch.global_size=16"]
     keys += {1: [], 2: ["layout.zero=1"], 4: ["layout.pipeline=2", "layout.zero=1"]}.get(world.size, [])
     engine = trainer(world, small_deck(*keys)).engine
-    outer = engine.stage.outer
-    assert isinstance(outer, LocalSteps) and len(outer.fragments) == count
+    replica_sync = engine.stage.replica_sync
+    assert isinstance(replica_sync, LocalSteps) and len(replica_sync.fragments) == count
     marks = [torch.full((b.owned_slice.stop - b.owned_slice.start,), -1) for b in engine.stage.buckets]
     counted = torch.zeros(1, dtype=torch.int64)
-    for number, pieces in enumerate(outer.fragments):
+    for number, pieces in enumerate(replica_sync.fragments):
         for piece in pieces:
             assert (marks[piece.bucket][piece.span] == -1).all()
             marks[piece.bucket][piece.span] = number

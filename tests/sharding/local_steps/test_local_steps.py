@@ -120,8 +120,8 @@ def test_one_local_step_of_sgd_is_data_parallel(world: World) -> None:
 def test_one_replica_with_outer_rate_1_trains_as_without_replicas(world: World) -> None:
     one = keys(outer="diloco", outer_learning_rate=1.0, outer_momentum=0.0, local_steps=2)
     apart, plain = trainer(world, small_deck(*one)), trainer(world, small_deck())
-    assert isinstance(apart.engine.stage.outer, LocalSteps) and isinstance(
-        plain.engine.stage.outer, SyncEveryStep
+    assert isinstance(apart.engine.stage.replica_sync, LocalSteps) and isinstance(
+        plain.engine.stage.replica_sync, SyncEveryStep
     )
     for _ in range(6):
         assert apart.train_step().loss == pytest.approx(plain.train_step().loss, rel=1e-5)
@@ -171,9 +171,9 @@ def test_bytes_between_replicas(world: World, more: tuple[str, ...], every: floa
     if every == 4:
         assert total == syncs * ranks * 2 * 4 * elements(training)
         return
-    outer = training.engine.stage.outer
-    assert isinstance(outer, LocalSteps)
-    lengths = [each for pieces in outer.fragments for piece in pieces for each in piece.lengths]
+    replica_sync = training.engine.stage.replica_sync
+    assert isinstance(replica_sync, LocalSteps)
+    lengths = [each for pieces in replica_sync.fragments for piece in pieces for each in piece.lengths]
     assert sum(lengths) == elements(training)
     scales = [4 * -(-length // 256) if every < 2 else 0 for length in lengths]
     assert total == syncs * (2 * ranks - 1) * (every * sum(lengths) + sum(scales))
@@ -257,7 +257,7 @@ def test_unsent_fragments_have_no_effect(world: World, mpi_tmp_path: Path, befor
         deck = small_deck(*DILOCO, *keys(local_steps=4, delay=delay), folder)
         training = restored(world, deck, path)
         losses.append([each.loss for each in training.train(3)])
-        assert training.engine.stage.outer.in_flight == ({"0/1": 8} if delay else {})
+        assert training.engine.stage.replica_sync.in_flight == ({"0/1": 8} if delay else {})
     assert losses[0] == losses[1]
 
 

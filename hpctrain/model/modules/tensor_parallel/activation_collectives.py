@@ -22,19 +22,19 @@ def transpose_sequence(x: Tensor) -> Tensor:
     return x.transpose(0, 1).contiguous()
 
 
-def enter_split(groups: LayerContext, x: Tensor) -> Tensor:
+def enter_split(layer_context: LayerContext, x: Tensor) -> Tensor:
     """Return the complete x for a layer that splits features.
 
     Under sequence parallelism, x is a slice of the sequence and is gathered. Backward sums the ranks'
     gradients.
     """
-    result: Tensor = _EnterSplit.apply(x, groups)
+    result: Tensor = _EnterSplit.apply(x, layer_context)
     return result
 
 
-def enter_split_pair(groups: LayerContext, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def enter_split_pair(layer_context: LayerContext, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return two complete tensors for layers that are split. Backward sums their gradients in order."""
-    result: tuple[Tensor, Tensor] = _EnterSplitPair.apply(x, y, groups)
+    result: tuple[Tensor, Tensor] = _EnterSplitPair.apply(x, y, layer_context)
     return result
 
 
@@ -76,30 +76,30 @@ def split_features(tensor: Group, x: Tensor) -> Tensor:
 
 class _EnterSplit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, groups: LayerContext) -> Tensor:
-        ctx.groups = groups
-        if not groups.sequence_parallel:
+    def forward(ctx: Any, x: Tensor, layer_context: LayerContext) -> Tensor:
+        ctx.layer_context = layer_context
+        if not layer_context.sequence_parallel:
             return x.view_as(x)
-        return transpose_sequence(groups.gather_sequence(transpose_sequence(x)))
+        return transpose_sequence(layer_context.gather_sequence(transpose_sequence(x)))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        groups: LayerContext = ctx.groups
-        if groups.sequence_parallel:
-            return transpose_sequence(groups.reduce_output(transpose_sequence(gradient))), None
-        return groups.reduce_output(gradient.clone(memory_format=torch.contiguous_format)), None
+        layer_context: LayerContext = ctx.layer_context
+        if layer_context.sequence_parallel:
+            return transpose_sequence(layer_context.reduce_output(transpose_sequence(gradient))), None
+        return layer_context.reduce_output(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
 class _EnterSplitPair(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, groups: LayerContext) -> tuple[Tensor, Tensor]:
-        ctx.groups = groups
+    def forward(ctx: Any, x: Tensor, y: Tensor, layer_context: LayerContext) -> tuple[Tensor, Tensor]:
+        ctx.layer_context = layer_context
         return x.view_as(x), y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, of_x: Tensor, of_y: Tensor) -> tuple[Tensor, Tensor, None]:
         of_both = (each.clone(memory_format=torch.contiguous_format) for each in (of_x, of_y))
-        x, y = map(ctx.groups.reduce_output, of_both)
+        x, y = map(ctx.layer_context.reduce_output, of_both)
         return x, y, None
 
 

@@ -46,12 +46,12 @@ class SplitHead:
     """Output layer whose logits are split over the vocabulary.
 
     Attributes:
-        groups: Process groups of this rank's layers.
+        layer_context: Process groups of this rank's layers.
         table: This rank's rows of the matrix.
         rows: Number of rows of `table` that are tokens; the others are padding.
     """
 
-    groups: LayerContext
+    layer_context: LayerContext
     table: LayerGradientParameter
     rows: int
 
@@ -77,30 +77,34 @@ class SplitResult:
     head: SplitHead | None = None
 
 
-def apply_plan(module: nn.Module, plan: SplitPlan, groups: LayerContext, gather_logits: bool) -> SplitResult:
-    """Split a module over the tensor ranks of `groups`, in place. With one rank it stays unchanged.
+def apply_plan(
+    module: nn.Module, plan: SplitPlan, layer_context: LayerContext, gather_logits: bool
+) -> SplitResult:
+    """Split a module over the tensor ranks of `layer_context`, in place. With one rank it stays unchanged.
 
     Args:
         module: The module on "meta".
         plan: A plan without problems.
-        groups: Process groups of this rank's layers.
+        layer_context: Process groups of this rank's layers.
         gather_logits: True if the head gathers its logits.
     """
     assert not plan.problems
-    if groups.tensor.size == 1:
+    if layer_context.tensor.size == 1:
         return SplitResult()
-    return _PlanApplication(module, plan, groups, gather_logits).result
+    return _PlanApplication(module, plan, layer_context, gather_logits).result
 
 
 class _PlanApplication:
     """Application of a plan, which happens when an instance is made."""
 
-    def __init__(self, module: nn.Module, plan: SplitPlan, groups: LayerContext, gather_logits: bool) -> None:
-        self.module, self.plan, self.groups = module, plan, groups
+    def __init__(
+        self, module: nn.Module, plan: SplitPlan, layer_context: LayerContext, gather_logits: bool
+    ) -> None:
+        self.module, self.plan, self.layer_context = module, plan, layer_context
         self.gather_logits = gather_logits
         # Layers inside a submodule whose input is gathered leave the sum of gradients to that submodule.
         one_rank = planned_group(("tensor",), 0, 1, Ledger())
-        self.inner_groups = replace(groups, tensor=one_rank, sequence_parallel=False)
+        self.inner_context = replace(layer_context, tensor=one_rank, sequence_parallel=False)
         self.gathered = tuple(f"{name}." for name in plan.names_with_style("gather"))
         self.tables: dict[nn.Parameter, LayerGradientParameter] = {}
         self.names = {each: name for name, each in module.named_parameters()}
@@ -112,19 +116,19 @@ class _PlanApplication:
         if rule.style == "divided":
             self._divide_attribute(name, rule)
         elif rule.style in {"partial", "sequence"}:
-            if rule.style == "partial" or self.groups.sequence_parallel:
+            if rule.style == "partial" or self.layer_context.sequence_parallel:
                 self.result.partial |= set(self._parameters(name))
         elif rule.style == "gather":
-            self._change_input(name, partial(enter_split, self.groups))
+            self._change_input(name, partial(enter_split, self.layer_context))
         elif rule.style in {"cut", "join"}:
-            if self.groups.sequence_parallel:
+            if self.layer_context.sequence_parallel:
                 change = scatter_sequence if rule.style == "cut" else gather_sequence
-                self._change_input(name, partial(change, self.groups.tensor))
+                self._change_input(name, partial(change, self.layer_context.tensor))
         elif rule.style in LINEAR:
             self._replace(name, self._linear(name, rule))
         elif rule.style == "expert":
             part = self.module.get_submodule(name)
-            split_experts(part, self.names, self._groups_of(name), self.groups.tensor)
+            split_experts(part, self.names, self._context_of(name), self.layer_context.tensor)
         else:
             self._vocabulary(name)
 
@@ -141,7 +145,7 @@ class _PlanApplication:
         vars(part)["forward"] = partial(_call_with_changed_input, change, part.forward)
 
     def _divide_attribute(self, name: str, rule: SplitRule) -> None:
-        place, by = find_attribute(self.module, name), divisor(rule, self.groups.tensor.size)
+        place, by = find_attribute(self.module, name), divisor(rule, self.layer_context.tensor.size)
         assert place is not None and by is not None
         holder, attribute, shared_name = place
         if shared_name:
@@ -159,22 +163,24 @@ class _PlanApplication:
                 if each is old:
                     setattr(parent, child, by)
 
-    def _groups_of(self, name: str) -> LayerContext:
-        return self.inner_groups if name.startswith(self.gathered) else self.groups
+    def _context_of(self, name: str) -> LayerContext:
+        return self.inner_context if name.startswith(self.gathered) else self.layer_context
 
     def _linear(self, name: str, rule: SplitRule) -> nn.Module:
         old = self.module.get_submodule(name)
-        linear, tensor = LinearSizes.of(old), self.groups.tensor
+        linear, tensor = LinearSizes.of(old), self.layer_context.tensor
         assert linear is not None
         if rule.style in {"row", "row of whole input"}:
             columns = RowPartition.split(linear.inputs, tensor)
             shard = rows_shard(self._name(old, "weight"), columns, (linear.outputs,))
             weight = self._parameter(old, "weight", shard if linear.transposed else _transpose_shard(shard))
-            whole = (linear.outputs,), self.groups.sequence_partial
+            whole = (linear.outputs,), self.layer_context.sequence_partial
             bias = None
             if old.bias is not None:
                 bias = self._parameter(old, "bias", Shard.replicated(self._name(old, "bias"), *whole))
-            return BatchFirstRowLinear(weight, bias, self.groups, linear, rule.style == "row of whole input")
+            return BatchFirstRowLinear(
+                weight, bias, self.layer_context, linear, rule.style == "row of whole input"
+            )
         sizes = part_sizes(linear.outputs, rule.parts)
         assert sizes is not None
         weights, biases, start = [], [], 0
@@ -190,17 +196,19 @@ class _PlanApplication:
                 biases.append(self._parameter(old, "bias", of_bias))
             start += size
         whole_of = linear.outputs if rule.style == "gathered column" else 0
-        return BatchFirstColumnLinear(weights, biases, self._groups_of(name), tensor, linear, whole_of)
+        return BatchFirstColumnLinear(weights, biases, self._context_of(name), tensor, linear, whole_of)
 
     def _vocabulary(self, name: str) -> None:
         old = self.module.get_submodule(name)
         table, linear = self._table(old), LinearSizes.of(old)
-        groups = self.groups if linear is None else self._groups_of(name)
+        layer_context = self.layer_context if linear is None else self._context_of(name)
         if self.plan.names_with_style("cut" if linear is None else "join"):
-            groups = replace(groups, sequence_parallel=False)  # activations have complete sequences here
+            layer_context = replace(
+                layer_context, sequence_parallel=False
+            )  # activations have complete sequences here
         if linear is None:
             assert isinstance(old, nn.Embedding)
-            split_embedding(old, table, groups)
+            split_embedding(old, table, layer_context)
             return
         biases = []
         if old.bias is not None:
@@ -211,17 +219,20 @@ class _PlanApplication:
                 parent._parameters |= {n: biases[0] for n, p in parent._parameters.items() if p is old.bias}
         whole_of = linear.outputs if self.gather_logits else 0
         self._replace(
-            name, BatchFirstColumnLinear([table], biases, groups, self.groups.tensor, linear, whole_of)
+            name,
+            BatchFirstColumnLinear(
+                [table], biases, layer_context, self.layer_context.tensor, linear, whole_of
+            ),
         )
         if not self.gather_logits:
-            self.result.head = SplitHead(self.groups, table, table.shard.extent[0])
+            self.result.head = SplitHead(self.layer_context, table, table.shard.extent[0])
 
     def _table(self, old: nn.Module) -> LayerGradientParameter:
         """Return this rank's rows of the matrix of an embedding or a head; tied ones get the same."""
         model_plan = old.get_parameter("weight")
         if model_plan not in self.tables:
             rows, width = model_plan.shape
-            shard = vocabulary_shard(self._name(old, "weight"), rows, width, self.groups)
+            shard = vocabulary_shard(self._name(old, "weight"), rows, width, self.layer_context)
             self.tables[model_plan] = self._parameter(old, "weight", shard)
         return self.tables[model_plan]
 

@@ -65,9 +65,9 @@ class LayerGradientParameter(Parameter):
 class TransposedMatmul(Matmul):
     """Product Y = X W with weights [k, n], each in memory of its own, as of transformers' Conv1D."""
 
-    def __init__(self, weights: Sequence[Parameter], groups: LayerContext) -> None:
-        super().__init__(weights, groups)
-        self._products = [Matmul([weight], groups) for weight in weights]
+    def __init__(self, weights: Sequence[Parameter], layer_context: LayerContext) -> None:
+        super().__init__(weights, layer_context)
+        self._products = [Matmul([weight], layer_context) for weight in weights]
         self._sizes = [weight.shard.local[1] for weight in weights]
 
     @property
@@ -129,7 +129,7 @@ class ReplacementLinear(SplitLinear):
 
     def on_backward(self) -> None:
         """Raise HpctrainError in a backward pass inside the module, which would add to gradients, too."""
-        if not self.groups.weight_gradients.running or torch.is_grad_enabled():
+        if not self.layer_context.weight_gradients.running or torch.is_grad_enabled():
             raise HpctrainError(
                 f"model.plan: {self.weights[0].shard.name}: split parameters have no gradient inside the "
                 "module or its loss, such as by torch.autograd.grad (leave it out of the plan)"
@@ -149,12 +149,12 @@ class BatchFirstColumnLinear(ReplacementLinear, ColumnLinear):
         self,
         weights: Sequence[LayerGradientParameter],
         biases: Sequence[LayerGradientParameter],
-        groups: LayerContext,
+        layer_context: LayerContext,
         tensor: Group,
         linear: LinearSizes,
         outputs: int = 0,
     ) -> None:
-        SplitLinear.__init__(self, groups, shared_input=False)
+        SplitLinear.__init__(self, layer_context, shared_input=False)
         set_parameters(self, weights, biases, linear)
         self.split_sizes = [weight.shard.local[linear.transposed] for weight in weights]
         self.tensor, self.outputs, self.linear = tensor, outputs, linear
@@ -173,11 +173,11 @@ class BatchFirstRowLinear(ReplacementLinear, RowLinear):
         self,
         weight: LayerGradientParameter,
         bias: LayerGradientParameter | None,
-        groups: LayerContext,
+        layer_context: LayerContext,
         linear: LinearSizes,
         splits_input: bool,
     ) -> None:
-        SplitLinear.__init__(self, groups, shared_input=False)
+        SplitLinear.__init__(self, layer_context, shared_input=False)
         set_parameters(self, [weight], [] if bias is None else [bias], linear)
         self.splits_input, self.linear = splits_input, linear
 
@@ -188,7 +188,7 @@ class BatchFirstRowLinear(ReplacementLinear, RowLinear):
         if self.splits_input:
             features, hint = self.linear.inputs, 'use "row" for split features'
         _require_features(self, x, features, "row", hint)
-        local = split_features(self.groups.tensor, x) if self.splits_input else x
+        local = split_features(self.layer_context.tensor, x) if self.splits_input else x
         return self.run_batch_first(super().forward, local)
 
 
@@ -214,24 +214,30 @@ def set_parameters(
         for number, parameter in enumerate(parameters):
             layer.register_parameter(f"{kind}{number}", parameter)
     make = TransposedMatmul if linear.transposed else make_matmul
-    layer.product = make(layer.weights, layer.groups)
+    layer.product = make(layer.weights, layer.layer_context)
 
 
 class _BatchFirstEmbedding(VocabularyEmbedding):
     """Embedding of tokens [b, s] in rows [b, s or s/t, h]. The row of the token `padding` is not trained."""
 
-    def __init__(self, table: LayerGradientParameter, groups: LayerContext, padding: int | None) -> None:
-        super().__init__(table, groups)
+    def __init__(
+        self, table: LayerGradientParameter, layer_context: LayerContext, padding: int | None
+    ) -> None:
+        super().__init__(table, layer_context)
         self.padding = padding
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the rows [b, s or s/t, h] of tokens [b, s]."""
-        pieces = self.groups.sequence_parallel
+        pieces = self.layer_context.sequence_parallel
         rows = super().forward(tokens.t().contiguous() if pieces else tokens)
         rows = transpose_sequence(rows) if pieces else rows
         if self.padding is None:
             return rows
-        there = tokens.chunk(self.groups.tensor.size, 1)[self.groups.tensor.rank] if pieces else tokens
+        there = (
+            tokens.chunk(self.layer_context.tensor.size, 1)[self.layer_context.tensor.rank]
+            if pieces
+            else tokens
+        )
         return torch.where((there == self.padding).unsqueeze(-1), rows.detach(), rows)
 
     def added(self) -> None:
@@ -249,13 +255,15 @@ class SplitEmbedding(nn.Embedding):
         return rows
 
 
-def split_embedding(embedding: nn.Embedding, table: LayerGradientParameter, groups: LayerContext) -> None:
+def split_embedding(
+    embedding: nn.Embedding, table: LayerGradientParameter, layer_context: LayerContext
+) -> None:
     """Let an embedding look up in a split table, in place. What its subclass does with the rows stays."""
     kind = type(embedding)
     split = SplitEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, SplitEmbedding), {})
     embedding.__class__ = split
     vars(embedding)["lookup"] = _BatchFirstEmbedding(
-        table, groups, embedding.padding_idx
+        table, layer_context, embedding.padding_idx
     )  # not as a submodule
     embedding.weight = table
 
@@ -280,14 +288,14 @@ def expert_count(module: nn.Module) -> int | None:
 
 
 def split_experts(
-    module: nn.Module, names: Mapping[nn.Parameter, str], groups: LayerContext, tensor: Group
+    module: nn.Module, names: Mapping[nn.Parameter, str], layer_context: LayerContext, tensor: Group
 ) -> None:
     """Let a rank of `tensor` hold only its experts, in place.
 
     Args:
         module: Experts of `transformers`.
         names: Names of the module's parameters.
-        groups: Group whose tensor ranks sum the gradients of the inputs.
+        layer_context: Group whose tensor ranks sum the gradients of the inputs.
         tensor: Group that shares the experts and sums their results.
     """
     count = expert_count(module)
@@ -302,7 +310,7 @@ def split_experts(
     setattr(module, _COUNT, rows.local)
     setattr(module, _IS_SPLIT, True)
     # An instance attribute hides the method of the class.
-    vars(module)["forward"] = _LocalExperts(module, module.forward, rows, groups, tensor)
+    vars(module)["forward"] = _LocalExperts(module, module.forward, rows, layer_context, tensor)
 
 
 @dataclass(frozen=True)
@@ -312,12 +320,12 @@ class _LocalExperts:
     module: nn.Module
     forward: Callable[..., Tensor]
     rows: RowPartition
-    groups: LayerContext
+    layer_context: LayerContext
     tensor: Group
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the sum of all ranks' experts for tokens [n, h], with experts and weights [n, k]."""
-        hidden, weights = enter_split_pair(self.groups, hidden_states, top_k_weights)
+        hidden, weights = enter_split_pair(self.layer_context, hidden_states, top_k_weights)
         local = top_k_index - self.rows.start
         remote = (local < 0) | (local >= self.rows.local)
         number = self.rows.local

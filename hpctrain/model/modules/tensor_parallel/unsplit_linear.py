@@ -33,20 +33,20 @@ def linear_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
             yield from each.parameters(recurse=False)
 
 
-def replace_linear_layers(module: nn.Module, groups: LayerContext) -> dict[nn.Module, UnsplitLinear]:
+def replace_linear_layers(module: nn.Module, layer_context: LayerContext) -> dict[nn.Module, UnsplitLinear]:
     """Let linear layers whose parameters are all LayerGradientParameters compute as UnsplitLinear.
 
     Returns: The UnsplitLinear of each replaced layer.
     """
     one_rank = planned_group(("tensor",), 0, 1, Ledger())
-    unsplit_groups = replace(groups, tensor=one_rank, sequence_parallel=False)
+    unsplit_context = replace(layer_context, tensor=one_rank, sequence_parallel=False)
     layers = {}
     for each in module.modules():
         linear = _linear_sizes(each)
         if linear is not None and all(
             isinstance(parameter, LayerGradientParameter) for parameter in each.parameters()
         ):
-            layers[each] = UnsplitLinear(each, linear, unsplit_groups)
+            layers[each] = UnsplitLinear(each, linear, unsplit_context)
             # An instance attribute hides the method of the class.
             vars(each)["forward"] = layers[each].forward
     return layers
@@ -63,8 +63,8 @@ def matmul_layers(
 class UnsplitLinear(ColumnLinear):
     """Replacement of a linear layer's forward method, which uses the layer's parameters."""
 
-    def __init__(self, module: nn.Module, linear: LinearSizes, groups: LayerContext) -> None:
-        SplitLinear.__init__(self, groups, shared_input=False)
+    def __init__(self, module: nn.Module, linear: LinearSizes, layer_context: LayerContext) -> None:
+        SplitLinear.__init__(self, layer_context, shared_input=False)
         weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
         assert isinstance(weight, LayerGradientParameter) and (
             bias is None or isinstance(bias, LayerGradientParameter)
@@ -102,7 +102,7 @@ class _UnsplitAutograd(ColumnAutograd):
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         layer: UnsplitLinear = ctx.layer
-        if layer.groups.weight_gradients.running and not torch.is_grad_enabled():
+        if layer.layer_context.weight_gradients.running and not torch.is_grad_enabled():
             return ColumnAutograd.backward(ctx, output_gradient)
         (x,), weight = ctx.saved_tensors, layer.weights[0]
         rows, of_rows = x.reshape(-1, x.shape[-1]), output_gradient.reshape(-1, output_gradient.shape[-1])
