@@ -32,7 +32,6 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.layer_flops import model_flops
 from hpctrain.engine.mesh_sizes import expert_sizes
 from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
@@ -40,8 +39,9 @@ from hpctrain.host.device import gpu_name, on_host
 from hpctrain.host.device_memory import peak_bytes
 from hpctrain.host.memory import peak_proportional_bytes
 from hpctrain.host.processor import processor_name
+from hpctrain.layer_costs.layer_flops import model_flops
+from hpctrain.layer_costs.part_bytes import gpt_activation_bytes, has_gpt_layers
 from hpctrain.memory.live import LiveActivations
-from hpctrain.memory.saved_bytes import gpt_activation_bytes, has_gpt_layers
 from hpctrain.model.construction import architecture_of
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import blocks_of

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.layer_flops import layer_flops
 from hpctrain.engine.layer_times import measure_layers
 from hpctrain.engine.mesh_sizes import micro_batches
 from hpctrain.errors import HpctrainError
+from hpctrain.layer_costs.layer_flops import layer_flops
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import bare_model, split_problems
 from hpctrain.parallel.layer_context import LayerContext

@@ -9,7 +9,7 @@ import torch
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.deck_kernels import micro_batch_tokens
 from hpctrain.engine.groups import make_layer_context
-from hpctrain.memory.layer_bytes.module_trace import trace_layer
+from hpctrain.layer_costs.module_trace import trace_layer
 from hpctrain.model.construction import architecture_of, build_parts, layer_kinds
 from hpctrain.model.modules.module_layers import ModuleLayer
 from hpctrain.model.part import Layer, LayerRange

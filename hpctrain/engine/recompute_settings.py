@@ -11,10 +11,10 @@ from hpctrain.deck.sections.memory import HOST_ACTIVATIONS_REFUSAL
 from hpctrain.engine.offload_settings import open_scratch
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host
+from hpctrain.layer_costs.part_bytes import part_bytes
 from hpctrain.memory.activation_store import ActivationStore
 from hpctrain.memory.offload_store import DiskOffloadStore, HostOffloadStore
 from hpctrain.memory.recompute import Recompute
-from hpctrain.memory.saved_bytes import part_bytes
 from hpctrain.memory.scratch import ScratchFiles
 from hpctrain.model.part import ModelPart
 from hpctrain.parallel.saved_policy import SavedPolicy

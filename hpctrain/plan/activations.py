@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hpctrain.deck.schema import Deck
+from hpctrain.layer_costs.activation_sizes import SavedStorage, total
+from hpctrain.layer_costs.part_bytes import PartBytes, packed_bytes
+from hpctrain.layer_costs.questions import deferred_bytes
 from hpctrain.memory.activation_store import MIN_STORED_BYTES, SEGMENTS_IN_FLIGHT
 from hpctrain.memory.compress import compress_peak
-from hpctrain.memory.layer_bytes.activation_sizes import SavedStorage, total
-from hpctrain.memory.layer_bytes.questions import deferred_bytes
-from hpctrain.memory.saved_bytes import PartBytes, packed_bytes
 from hpctrain.model.frozen import blocks_without_backward, embedding_trained
 from hpctrain.pipeline.action import Action
 

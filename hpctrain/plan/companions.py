@@ -34,9 +34,9 @@ from hpctrain.engine.planned_stage import PipelinePosition, plan_stage
 from hpctrain.engine.stage import Stage
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind, on_host
+from hpctrain.layer_costs.linear_bytes import planned_converted_bytes
 from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.memory.cache_plan import CachePlan
-from hpctrain.memory.layer_bytes.linear_bytes import planned_converted_bytes
 from hpctrain.model.construction import architecture_of
 from hpctrain.pipeline.action import Schedule
 from hpctrain.plan.gpu_overhead import CONTEXT_BYTES

@@ -12,9 +12,9 @@ from hpctrain.engine.arrangement import arrange
 from hpctrain.engine.build import assemble
 from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.kernel_choice import choose_kernels
-from hpctrain.engine.layer_flops import model_flops
 from hpctrain.engine.layer_placement import with_split
 from hpctrain.host.device import on_host
+from hpctrain.layer_costs.layer_flops import model_flops
 from hpctrain.model.construction import architecture_of
 from hpctrain.plan.companions import plan_run_memory
 from hpctrain.plan.libraries import library_bytes

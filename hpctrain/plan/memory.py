@@ -23,10 +23,10 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.device_memory import matmul_workspace_bytes
 from hpctrain.host.topology import ranks_per_node_of
+from hpctrain.layer_costs import questions
+from hpctrain.layer_costs.linear_bytes import planned_converted_bytes
+from hpctrain.layer_costs.part_bytes import PartBytes, part_bytes
 from hpctrain.memory.accounts import MemoryAccount
-from hpctrain.memory.layer_bytes import questions
-from hpctrain.memory.layer_bytes.linear_bytes import planned_converted_bytes
-from hpctrain.memory.saved_bytes import PartBytes, part_bytes
 from hpctrain.model.construction import architecture_of, layer_kinds
 from hpctrain.model.count import count
 from hpctrain.optim.matrix.matrix_rule import MatrixRules

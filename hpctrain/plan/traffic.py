@@ -27,9 +27,9 @@ from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
 from hpctrain.engine.planned_stage import PipelinePosition, plan_stage
 from hpctrain.engine.stage import TrainedStage
 from hpctrain.host.device import device_kind, on_host
-from hpctrain.memory.layer_bytes.meta_device import simulated_host
-from hpctrain.memory.layer_bytes.module_trace import example_inputs
-from hpctrain.memory.saved_bytes import part_bytes
+from hpctrain.layer_costs.meta_device import simulated_host
+from hpctrain.layer_costs.module_trace import example_inputs
+from hpctrain.layer_costs.part_bytes import part_bytes
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import architecture_of, layer_kinds
 from hpctrain.model.count import count

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.layer_flops import model_flops
 from hpctrain.host.device import on_host
-from hpctrain.memory.saved_bytes import PartBytes, part_bytes
+from hpctrain.layer_costs.layer_flops import model_flops
+from hpctrain.layer_costs.part_bytes import PartBytes, part_bytes
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.model.shape import Recomputed

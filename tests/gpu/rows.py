@@ -260,7 +260,7 @@ def plain_torch(device: str) -> str:
     import torch
 
     from hpctrain.deck.read import read_deck
-    from hpctrain.engine.layer_flops import model_flops
+    from hpctrain.layer_costs.layer_flops import model_flops
     from hpctrain.model.construction import architecture_of
     from hpctrain.watch.peak_flops import measure_gemm_flops
     from tests.gpu.peer import tokens_per_second

@@ -1,6 +1,6 @@
 """Recomputation: training is the same bit for bit, and saves the predicted bytes.
 
-Tests of memory/layer_bytes/attention_bytes.py, memory/layer_bytes/block_bytes.py and the other modules there.
+Tests of layer_costs/attention_bytes.py, layer_costs/block_bytes.py and the other modules there.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
+from hpctrain.layer_costs.part_bytes import part_bytes
 from hpctrain.memory.live import LiveActivations
-from hpctrain.memory.saved_bytes import part_bytes
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 STEPS = 2

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.engine.function_choice import compile_functions
-from hpctrain.memory.layer_bytes.activation_sizes import ActivationSizes
-from hpctrain.memory.layer_bytes.questions import workspace_bytes
+from hpctrain.layer_costs.activation_sizes import ActivationSizes
+from hpctrain.layer_costs.questions import workspace_bytes
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.parallel import vocabulary
 from hpctrain.parallel.kernels.function_library import open_library

@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.plan.pipeline import PipelinePlan, plan_pipeline
 from tests.engines import small_deck
-from tests.memory.layer_bytes.test_module_trace import deck_of
+from tests.layer_costs.test_module_trace import deck_of
 
 
 def plan_of(vocabulary: int, *overrides: str) -> PipelinePlan:

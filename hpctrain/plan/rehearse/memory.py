@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hpctrain.host.device import on_host
-from hpctrain.memory.saved_bytes import PartBytes, part_bytes
+from hpctrain.layer_costs.part_bytes import PartBytes, part_bytes
 from hpctrain.pipeline.action import Action
 from hpctrain.plan.activations import activation_peak
 from hpctrain.plan.memory import MemoryPlan

@@ -19,10 +19,10 @@ from hpctrain.engine.groups import make_layer_context
 from hpctrain.engine.update_rules import RULES
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.device_memory import matmul_workspace_bytes
-from hpctrain.memory.layer_bytes import questions
-from hpctrain.memory.layer_bytes.activation_sizes import DeferredBytes, total
+from hpctrain.layer_costs import questions
+from hpctrain.layer_costs.activation_sizes import DeferredBytes, total
+from hpctrain.layer_costs.part_bytes import PartBytes, part_bytes
 from hpctrain.memory.recompute import Recompute, segment_size
-from hpctrain.memory.saved_bytes import PartBytes, part_bytes
 from hpctrain.model.construction import build_parts
 from hpctrain.model.part import Layer, LayerRange, ModelPart
 from hpctrain.model.precision import Precision

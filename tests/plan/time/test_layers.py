@@ -13,8 +13,8 @@ from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.engine.planned_stage import PipelinePosition, plan_stage
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind
-from hpctrain.memory.layer_bytes.activation_sizes import total
-from hpctrain.memory.saved_bytes import part_bytes
+from hpctrain.layer_costs.activation_sizes import total
+from hpctrain.layer_costs.part_bytes import part_bytes
 from hpctrain.model.shape import ModelShape
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.layers import LayerSeconds, layer_seconds, layer_sizes

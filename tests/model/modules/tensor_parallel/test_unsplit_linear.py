@@ -21,7 +21,7 @@ from hpctrain.deck.sources import toml_value
 from hpctrain.engine.measured_products import products_of
 from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
-from hpctrain.memory.layer_bytes.linear_bytes import planned_converted_bytes
+from hpctrain.layer_costs.linear_bytes import planned_converted_bytes
 from hpctrain.model.part import converted_bytes
 from hpctrain.parallel.kernels.timing import MatmulPass
 from hpctrain.plan.engine import build_within_memory

@@ -1,6 +1,6 @@
 """The trace of a module finds what a run saves and computes.
 
-Also memory/layer_bytes/meta_device.py, memory/live.py, memory/recompute.py and sharding/gather.py.
+Also layer_costs/meta_device.py, memory/live.py, memory/recompute.py and sharding/gather.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
-from hpctrain.engine.layer_flops import model_flops
-from hpctrain.memory.layer_bytes.meta_device import HostDeviceMode, MetaMode, meta_kernels
+from hpctrain.layer_costs.layer_flops import model_flops
+from hpctrain.layer_costs.meta_device import HostDeviceMode, MetaMode, meta_kernels
 from hpctrain.model.construction import architecture_of
 from hpctrain.model.modules.module_architecture import ModuleArchitecture
 from hpctrain.plan.memory import plan_memory

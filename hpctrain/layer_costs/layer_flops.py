@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import prod
 
 from hpctrain.deck.schema import Deck
-from hpctrain.memory.layer_bytes.module_trace import trace_layer
+from hpctrain.layer_costs.module_trace import trace_layer
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import bare_model
 from hpctrain.model.frozen import blocks_without_backward, freeze_parameters
