@@ -20,7 +20,7 @@ from hpctrain.deck.family import (
 )
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.adapters import Adapters
-from hpctrain.deck.sections.experts import ExpertsTable
+from hpctrain.deck.sections.experts import ExpertsTable, has_experts
 from hpctrain.deck.sections.objective import SCORE_KINDS
 from hpctrain.deck.sections.rope_scaling import RopeScaling
 from hpctrain.errors import HpctrainError
@@ -44,6 +44,7 @@ EXPERT_KEYS: Mapping[str, str] = {
     "shared_experts": "shared",
     "expert_every": "every",
     "dense_first": "dense_first",
+    "expert_pattern": "pattern",
     "router": "router",
     "router_normalize": "router_normalize",
     "router_scale": "router_scale",
@@ -98,6 +99,7 @@ class ModelShape(Architecture):
     shared_experts: int = 0
     expert_every: int = 1
     dense_first: int = 0
+    expert_pattern: tuple[bool, ...] = ()
     router: Literal["softmax", "sigmoid"] = "softmax"
     router_normalize: bool = True
     router_scale: float = 1.0
@@ -162,7 +164,8 @@ class ModelShape(Architecture):
 
     def is_mixture(self, block: int) -> bool:
         """Return True if a block has a mixture of experts."""
-        return self.experts > 0 and block >= self.dense_first and (block + 1) % self.expert_every == 0
+        choice = self.expert_every, self.dense_first, self.expert_pattern
+        return self.experts > 0 and has_experts(block, *choice)
 
     @property
     @override

@@ -189,6 +189,8 @@ def _mixture_text(experts: Mapping[str, Any]) -> str:
     """`mixtures of 8 experts of 128, 2 a token, in every block; softmax, balanced by a loss`."""
     shared = f", {experts['shared']} shared by all" if experts["shared"] else ""
     every = "every block" if experts["every"] == 1 else f"one of {experts['every']} blocks"
+    if pattern := experts.get("pattern"):
+        every = f"{sum(pattern)} of {counted(len(pattern), 'block')}"
     first = f" behind the first {experts['dense_first']}" if experts["dense_first"] else ""
     balance = {"loss": "balanced by a loss", "bias": "balanced by a bias", "none": "not balanced"}
     capacity = f", capacity {experts['capacity']:g}" if experts["capacity"] is not None else ""

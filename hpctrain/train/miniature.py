@@ -276,7 +276,13 @@ def _few_experts(deck: Deck) -> dict[str, object]:
         "experts.shared": min(experts.shared, 1),
         "experts.every": min(experts.every, 2),
         "experts.dense_first": min(experts.dense_first, 1),
+        "experts.pattern": _short_pattern(experts.pattern),
     }
+
+
+def _short_pattern(pattern: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Return a pattern of at most two blocks that has the same values."""
+    return (pattern[0], not pattern[0]) if len(set(pattern)) > 1 else pattern[:1]
 
 
 def _few_adapters(deck: Deck) -> Adapters | None:

@@ -19,3 +19,9 @@ def test_every_so_many_blocks_the_last_one_is_a_mixture(
     keys = "model.layers=7", "model.experts.count=4", f"model.experts.every={every}"
     deck = small_deck(*LLAMA, *keys, f"model.experts.dense_first={dense_first}", "model.experts.mlp=8")
     assert list(filter(ModelShape.of(deck, 61).is_mixture, range(7))) == mixtures
+
+
+def test_a_pattern_names_the_mixtures() -> None:
+    keys = "model.layers=7", "model.experts.count=4", "model.experts.pattern=[true,false,false]"
+    deck = small_deck(*LLAMA, *keys, "model.experts.mlp=8")
+    assert list(filter(ModelShape.of(deck, 61).is_mixture, range(7))) == [0, 3, 6]

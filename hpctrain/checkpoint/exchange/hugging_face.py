@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +12,7 @@ from hpctrain.deck.activations import imported_activation
 from hpctrain.deck.families import FAMILIES
 from hpctrain.deck.family import AttentionBias, ConfigKey
 from hpctrain.deck.schema import fields
+from hpctrain.deck.sections.experts import has_experts
 from hpctrain.deck.sections.rope_scaling import rotated_features
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
@@ -171,9 +172,7 @@ class _Reading:
         if not isinstance(value, list) or len(value) != layers or not all(each in (0, 1) for each in value):
             self.problem(key.name, value, f"must have 0 or 1 for each of {layers} layers")
             return ()
-        lengths = range(1, layers + 1)
-        period = next(n for n in lengths if all(value[i] == value[i % n] for i in range(layers)))
-        return () if all(value) else tuple(map(bool, value[:period]))
+        return () if all(value) else shortest_pattern(value)
 
     def check_labels(self) -> None:
         """Of a head of scores there is one; a config that says nothing means two."""
@@ -209,20 +208,22 @@ class _Reading:
             found["router_scale"] = self.number("routed_scaling_factor", architecture.scale)
         dense = self.config.get("mlp_only_layers")
         if dense and "expert_every" in found:
-            found["dense_first"] = self._dense_first(dense, sizes["layers"], found["expert_every"])
+            found |= self._blocks_with_experts(dense, sizes["layers"], found["expert_every"])
         return found
 
-    def _dense_first(self, dense: object, layers: int, every: int) -> int:
-        """How many layers are dense before the first mixture, where mlp_only_layers names no later ones."""
-        if isinstance(dense, list) and all(isinstance(layer, int) for layer in dense):
-            alone = {layer for layer in range(layers) if (layer + 1) % every == 0}
-            left = sorted(alone - set(dense))
-            if left and not [layer for layer in dense if layer in alone and layer > left[0]]:
-                return left[0]
-        self.problem(
-            "mlp_only_layers", dense, "dense layers behind the first mixture of experts are unsupported"
-        )
-        return 0
+    def _blocks_with_experts(self, dense: object, layers: int, every: int) -> dict[str, Any]:
+        """Return our keys of the blocks with experts where mlp_only_layers names others that are dense."""
+        if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+            self.problem("mlp_only_layers", dense, "must be a list of numbers of layers")
+            return {}
+        mixtures = [(layer + 1) % every == 0 and layer not in dense for layer in range(layers)]
+        if not any(mixtures):
+            self.problem("mlp_only_layers", dense, "leaves no layer with experts")
+            return {}
+        first = mixtures.index(True)
+        if mixtures == [has_experts(layer, every, first, ()) for layer in range(layers)]:
+            return {"dense_first": first}
+        return {"expert_every": 1, "expert_pattern": shortest_pattern(mixtures)}
 
     def check(self, sizes: Mapping[str, Any]) -> None:
         """Sizes that no model can have together, or none of ours."""
@@ -252,6 +253,13 @@ class _Reading:
         elif of_groups > groups or of_groups * (experts // groups) < chosen:
             told = f"must be at most {names['router_groups']} = {groups} and select at least {chosen} experts"
             self.problem(names["router_groups_per_token"], of_groups, told)
+
+
+def shortest_pattern(values: Sequence[object]) -> tuple[bool, ...]:
+    """Return the shortest pattern of flags whose repetition gives the values of all layers."""
+    lengths = range(1, len(values) + 1)
+    period = next(n for n in lengths if all(value == values[i % n] for i, value in enumerate(values)))
+    return tuple(map(bool, values[:period]))
 
 
 def config_of(shape: ModelShape, dtype: str, imported: Config = _NONE) -> dict[str, Any]:
@@ -348,7 +356,12 @@ def _mixture_keys(shape: ModelShape, architecture: HuggingFaceArchitecture) -> d
     if architecture.scale is not None:
         keys["routed_scaling_factor"] = shape.router_scale
     if "expert_every" in architecture.mixture:
-        keys["mlp_only_layers"] = list(range(shape.dense_first))
+        sparse = range(shape.expert_every - 1, shape.layers, shape.expert_every)
+        keys["mlp_only_layers"] = (
+            [layer for layer in sparse if not shape.is_mixture(layer)]
+            if shape.expert_pattern
+            else list(range(shape.dense_first))
+        )
     return keys
 
 
@@ -428,11 +441,12 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
             "shared_experts": 0,
             "expert_every": 1,
             "dense_first": 0,
+            "expert_pattern": (),
             **architecture.always,
         }
         asked = {key: value for key, value in asked.items() if key not in architecture.mixture}
         if "expert_every" in architecture.mixture:
-            del asked["dense_first"]  # mlp_only_layers says it
+            del asked["dense_first"], asked["expert_pattern"]  # mlp_only_layers says it
         if architecture.scale is not None:
             del asked["router_scale"]
         if architecture.normalizes is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import gcd
 from typing import TYPE_CHECKING, Literal
 
@@ -41,6 +41,11 @@ class ExpertsTable(Section):
     )
     dense_first: int = key(
         "Number of blocks at the start of the model that are dense.", 0, unit="blocks", ge=0, le=MOST_LAYERS
+    )
+    pattern: tuple[bool, ...] = key(
+        "Blocks with experts, repeated over all: [false, true]; [] for those of every and dense_first.",
+        (),
+        strict=False,
     )
     router: Literal["softmax", "sigmoid"] = key(
         "Function that turns the router's logits into probabilities: softmax over experts, or sigmoid "
@@ -101,16 +106,37 @@ class ExpertsTable(Section):
         le=1 << 20,
     )
 
+    def has_experts(self, block: int) -> bool:
+        """Return True if a block has experts."""
+        return has_experts(block, self.every, self.dense_first, self.pattern)
+
+
+def has_experts(block: int, every: int, dense_first: int, pattern: Sequence[bool]) -> bool:
+    """Return True if a block has experts.
+
+    Args:
+        block: Number of the block, from 0.
+        every: Value of model.experts.every.
+        dense_first: Value of model.experts.dense_first.
+        pattern: Value of model.experts.pattern.
+    """
+    if pattern:
+        return pattern[block % len(pattern)]
+    return block >= dense_first and (block + 1) % every == 0
+
 
 RECORDED_BYTES = 1 << 30
 """Highest number of bytes of the routing that a run records."""
 
 
 _COUNT, _BALANCE = "model.experts.count", "model.experts.balance"
+_ALL_BLOCKS = "the pattern says for each block whether it has experts"
 
 RELATIONS: Relations = (
     Requires(_COUNT, "model.mlp_bias", (False,), because="experts have no biases"),
     AtMost("model.experts.per_token", _COUNT),
+    Conflicts("model.experts.pattern", "model.experts.every", because=_ALL_BLOCKS),
+    Conflicts("model.experts.pattern", "model.experts.dense_first", because=_ALL_BLOCKS),
     Conflicts(
         "model.experts.router_normalize",
         "model.experts.per_token",
@@ -198,13 +224,20 @@ def has_dense_blocks(deck: Deck) -> bool:
     It is also True for a model without experts, in which all blocks are dense.
     """
     experts = deck.model.experts
-    return experts is None or experts.dense_first > 0 or experts.every > 1
+    return experts is None or not all(map(experts.has_experts, range(deck.model.layers)))
 
 
 def _blocks(deck: Deck, experts: ExpertsTable) -> Iterator[DeckProblem]:
     layers = deck.model.layers
     last = layers // experts.every * experts.every - 1
-    if last < 0:
+    if experts.pattern:
+        if len(experts.pattern) > layers:
+            sentence = f"must have at most one value for each of the {counted(layers, 'block')}"
+            yield DeckProblem("model.experts.pattern", sentence, ("model.layers",))
+        elif not any(experts.pattern):
+            sentence = "leaves no block with experts (use true for those that have them)"
+            yield DeckProblem("model.experts.pattern", sentence, (_COUNT,))
+    elif last < 0:
         sentence = f"leaves no block with experts: must be from 1 to model.layers = {layers}"
         yield DeckProblem("model.experts.every", sentence, ("model.layers", _COUNT))
     elif experts.dense_first > last:
@@ -257,8 +290,7 @@ def _capacity(deck: Deck, experts: ExpertsTable) -> Iterator[DeckProblem]:
 
 def _recorded(deck: Deck, experts: ExpertsTable) -> Iterator[DeckProblem]:
     """Yield the problem of recorded routing that does not fit into memory, or into its file."""
-    layers = deck.model.layers
-    mixtures = sum(block % experts.every == 0 for block in range(experts.dense_first + 1, layers + 1))
+    mixtures = sum(map(experts.has_experts, range(deck.model.layers)))
     of_sample = 4 * max(1, mixtures) * deck.batch.sequence * experts.per_token
     if experts.record_routing * of_sample > RECORDED_BYTES:
         sentence = (

@@ -77,6 +77,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_experts": 4, "moe_intermediate_size": 20, "decoder_sparse_step": 2, "norm_topk_prob": True, **FEW
     }),
     "qwen3-moe-first": ("Qwen3Moe", {"num_experts": 4, "mlp_only_layers": [0, 1], **FEW}),
+    "qwen3-moe-listed": ("Qwen3Moe", {"num_experts": 4, "mlp_only_layers": [1], **FEW}),
     "olmoe": ("Olmoe", {"num_experts": 5, "rope_theta": 300.0, **FEW}),
     "dots1": ("Dots1", OF_DOTS1),
 }  # fmt: skip
@@ -242,7 +243,7 @@ def test_a_run_starts_from_a_mixture(
             5,
             "block_sparse_moe.gate.weight: has shape [4, 32], expected [5, 32]",
         ),
-        ("qwen3-moe", "mlp_only_layers", [1], "mlp_only_layers = [1]: dense layers behind"),
+        ("qwen3-moe", "mlp_only_layers", [0, 1, 2], "mlp_only_layers = [0, 1, 2]: leaves no layer with"),
         ("qwen3-moe", "attention_bias", True, "q_proj.bias: not in these files"),
         ("qwen3-moe", "norm_topk_prob", 1, "norm_topk_prob = 1: must be true or false"),
         ("olmoe", "clip_qkv", 8.0, "clip_qkv = 8.0: unsupported; expected None for olmoe"),

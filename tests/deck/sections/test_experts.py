@@ -48,6 +48,8 @@ def problems(*overrides: str, ranks: int | None = None, deck: str = DECK) -> lis
         (["model.experts.per_token=1", "model.experts.router_normalize=false"], None),
         (["model.experts.every=4"], None),
         (["model.experts.dense_first=3"], None),
+        (["model.experts.pattern=[false,true,true]"], None),
+        (["model.experts.pattern=[true]", "model.mlp=97", "model.experts.mlp=96", "layout.tensor=2"], None),
         (["model.experts.router_groups=4", "model.experts.router_groups_per_token=1"], None),
         (
             [
@@ -104,6 +106,26 @@ def test_mixtures_that_can_be(overrides: list[str], ranks: int | None) -> None:
         (
             "model.experts.dense_first=4",
             "model.experts.dense_first=4: leaves no block with experts: must be from 0 to 3",
+        ),
+        (
+            "model.experts.pattern=[false,false]",
+            "model.experts.pattern=[false,false]: leaves no block with experts (use true for those that have "
+            "them)",
+        ),
+        (
+            "model.experts.pattern=[true,true,true,false,true]",
+            "model.experts.pattern=[true,true,true,false,true]: must have at most one value for each of the "
+            "4 blocks",
+        ),
+        (
+            "model.experts.pattern=[true,false] model.experts.dense_first=1",
+            "model.experts.pattern=[true,false]: conflicts with model.experts.dense_first = 1: the pattern "
+            "says for each block whether it has experts (leave it out)",
+        ),
+        (
+            "model.experts.pattern=[true,false] model.experts.every=2",
+            "model.experts.pattern=[true,false]: conflicts with model.experts.every = 2: the pattern "
+            "says for each block whether it has experts (leave it out)",
         ),
         (
             "model.experts.capacity=0.0001",
