@@ -99,9 +99,12 @@ _STABLELM = ModelType(
         ConfigKey(
             "use_qkv_bias", "attention_bias", False, choices=((True, "query_key_value"), (False, "none"))
         ),
+        ConfigKey(
+            "qk_layernorm", "query_key_norm", False, choices=((True, "layer_per_head"), (False, "none"))
+        ),
     ),
     attention_biases=("none", "query_key_value"),
-    fixed={"qk_layernorm": (False, False)},
+    head_norms=tuple(f"model.layers.{{}}.self_attn.{kind}_layernorm.norms.{{}}" for kind in "qk"),
     scored="StableLmForSequenceClassification",
 )
 _STARCODER2 = ModelType(
@@ -130,8 +133,13 @@ _COHERE = ModelType(
     epsilon=("layer_norm_eps", 1e-5),
     tied=True,
     rope_base=500_000.0,
-    keys=(ConfigKey("logit_scale", "logit_multiplier", 0.0625),),
-    fixed={"use_qk_norm": (False, False)},
+    head_norms=tuple(f"model.layers.{{}}.self_attn.{kind}_norm" for kind in "qk"),
+    keys=(
+        ConfigKey("logit_scale", "logit_multiplier", 0.0625),
+        ConfigKey(
+            "use_qk_norm", "query_key_norm", False, choices=((True, "layer_per_head"), (False, "none"))
+        ),
+    ),
     interleaved=True,
 )
 _GLM = ModelType(
@@ -358,6 +366,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     "sequence": 4096,
                     "model": _model(24, 2048, 32, 32, 5632, 100352, 1e-5, attention_bias="query_key_value"),
                 },
+                "stablelm-2-12b": {
+                    "source": "Stable LM 2 12B: Stability AI 2024, huggingface.co/stabilityai",
+                    "sequence": 4096,
+                    "model": _model(
+                        *(40, 5120, 32, 8, 13824, 100352, 1e-5),
+                        query_key_norm="layer_per_head",
+                        parallel_residual="one_norm",
+                    ),
+                },
             },
         ),
         "starcoder2": Family(
@@ -381,6 +398,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     "source": "Command R: Cohere 2024, huggingface.co/CohereForAI",
                     "sequence": 8192,
                     "model": _model(40, 8192, 64, 64, 22528, 256000, 1e-5, rope_base=8e6),
+                },
+                "command-r-plus-104b": {
+                    "source": "Command R+: Cohere 2024, huggingface.co/CohereForAI",
+                    "sequence": 8192,
+                    "model": _model(
+                        *(64, 12288, 96, 8, 33792, 256000, 1e-5),
+                        rope_base=7.5e7,
+                        logit_multiplier=5 / 6,
+                        query_key_norm="layer_per_head",
+                    ),
                 },
             },
         ),

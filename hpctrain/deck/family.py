@@ -13,8 +13,9 @@ Positions = Literal["learned", "rotary", "none"]
 AttentionBias = Literal["none", "query_key_value", "all"]
 """Layers of attention that have biases: none, those of queries, keys and values, or the output layer too."""
 
-QueryKeyNorm = Literal["none", "head", "all"]
-"""RMSNorm of queries and keys: none, over each head, or over all heads together."""
+QueryKeyNorm = Literal["none", "head", "all", "layer_per_head"]
+"""Norm of queries and keys: none, RMSNorm over each head or over all heads together, or LayerNorm over each
+head, with a weight of its own for each head."""
 
 NormKind = Literal["layer", "rms"]
 """Norm of hidden states: LayerNorm or RMSNorm."""
@@ -95,6 +96,8 @@ class ModelType:
         rope_base: Default of `rope_theta`.
         activation: Key and default of the activation.
         layers: Names of layers, each followed by those of ours that it holds. {} is the number of the block.
+        head_norms: Names of the norms of queries and of keys if they have a weight for each head: a row of a
+            matrix, or with a second {} a tensor.
         keys: Further keys of a config.json.
         attention_biases: Values of model.attention_bias that there are. If there are several,
             `attention_bias` in a config.json says whether there are biases.
@@ -118,6 +121,7 @@ class ModelType:
     rope_base: float = 10_000.0
     activation: tuple[str, str] = ("hidden_act", "silu")
     layers: tuple[tuple[str, ...], ...] = ()
+    head_norms: tuple[str, ...] = ()
     keys: tuple[ConfigKey, ...] = ()
     attention_biases: tuple[AttentionBias, ...] = ("none", "all")
     fixed: Mapping[str, tuple[Any, Any]] = field(default_factory=lambda: _NONE)

@@ -40,9 +40,12 @@ def _saved_by_norm(norm: Norm, at: ActivationSizes) -> list[SavedStorage]:
 
 @saved_storages.register
 def _saved_by_query_key_norm(norm: QueryKeyNorm, at: ActivationSizes) -> list[SavedStorage]:
-    """Return what is saved beside the inputs: an fp32 statistic of each head, or of all heads."""
-    heads = (1 if norm.joint else rows.local // norm.head_size for rows in norm.rows)
-    return [SavedStorage(4 * at.tokens * count, 4, features=False) for count in heads]
+    """Return what is saved beside the inputs: fp32 statistics of each head, or one of all heads."""
+    heads = [1 if norm.joint else rows.local // norm.head_size for rows in norm.rows]
+    return [
+        SavedStorage(4 * at.tokens * count, 4, features=False)
+        for count in (heads * 2 if norm.centered else heads)
+    ]
 
 
 @saved_storages.register

@@ -1,4 +1,7 @@
-"""RMSNorm of queries and keys before their rotation: over each head (Qwen3) or over all heads (OLMoE)."""
+"""Norms of queries and keys before their rotation.
+
+RMSNorm is over each head (Qwen3) or over all heads (OLMoE), LayerNorm over each head (StableLM, Cohere).
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,17 @@ from hpctrain.parallel.tensor import RowPartition, rows_shard
 
 
 class QueryKeyNorm(nn.Module):
-    """RMSNorm of queries [s, b, heads/t, d] and keys [s, b, key/value heads/t, d].
+    """RMSNorm or LayerNorm of queries [s, b, heads/t, d] and keys [s, b, key/value heads/t, d].
 
-    Over each head: all heads share one weight [d], and a rank sees its own heads only, so that the weight's
-    gradient is a partial sum over the tensor axis. Over all heads: the weight is split like the heads, and
-    the mean of squares is over the heads of all ranks. Two numbers per token are summed over the tensor axis
-    in both passes.
+    RMSNorm over each head: all heads share one weight [d], and a rank sees its own heads only, so that the
+    weight's gradient is a partial sum over the tensor axis. Over all heads: the weight is split like the
+    heads, and the mean of squares is over the heads of all ranks. Two numbers per token are summed over the
+    tensor axis in both passes. LayerNorm over each head: the weight is split like the heads.
+
+    Attributes:
+        joint: True if means are over all heads.
+        centered: True for LayerNorm.
+        rows: Split of queries and of keys over tensor ranks.
     """
 
     def __init__(
@@ -34,6 +42,7 @@ class QueryKeyNorm(nn.Module):
         self.epsilon, self.head_size = shape.norm_epsilon, shape.head_size
         self.offset = 1.0 if shape.norm_weight == "one_plus" else 0.0
         self.tensor, self.joint = layer_context.tensor, shape.query_key_norm == "all"
+        self.centered = shape.query_key_norm == "layer_per_head"
         self.rows = (queries, keys)
         self.query_weight, self.key_weight = (
             Parameter(
@@ -43,7 +52,7 @@ class QueryKeyNorm(nn.Module):
         )
 
     def _shard(self, name: str, rows: RowPartition) -> Shard:
-        if self.joint:
+        if self.joint or self.centered:
             return rows_shard(name, rows, ())
         return Shard.replicated(name, (self.head_size,), frozenset({"tensor"}))
 
@@ -76,17 +85,23 @@ class QueryKeyNorm(nn.Module):
 
 
 class _Normalized(torch.autograd.Function):
-    """Product of x^ = x / sqrt(mean x^2 + epsilon) and the weight. Backward recomputes x^ to save memory."""
+    """Product of x^ = x / sqrt(mean x^2 + epsilon) and the weight. Backward recomputes x^ to save memory.
+
+    LayerNorm has x - mean x for x.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, norm: QueryKeyNorm
     ) -> tuple[Tensor, Tensor]:
-        both, weights = (query.float(), key.float()), (query_weight, key_weight)
+        both, weights = [query.float(), key.float()], (query_weight, key_weight)
+        centers = [x.mean(-1, keepdim=True) for x in both] if norm.centered else []
+        if centers:
+            both = [x - center for x, center in zip(both, centers, strict=True)]
         means = norm.means([x.square() for x in both], shared=True)
         inverses = [(mean + norm.epsilon).rsqrt() for mean in means]
         ctx.norm = norm
-        ctx.save_for_backward(query, key, *weights, *inverses)
+        ctx.save_for_backward(query, key, *weights, *inverses, *centers)
         first, second = (
             (x * inverse * _of_heads(weight, x, norm.offset)).to(query.dtype)
             for x, inverse, weight in zip(both, inverses, weights, strict=True)
@@ -97,8 +112,11 @@ class _Normalized(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         norm: QueryKeyNorm = ctx.norm
         query, key, *others = ctx.saved_tensors
-        weights, inverses = others[:2], others[2:]
-        normed = [x.float() * inverse for x, inverse in zip((query, key), inverses, strict=True)]
+        weights, inverses, centers = others[:2], others[2:4], others[4:]
+        both = [query.float(), key.float()]
+        if centers:
+            both = [x - center for x, center in zip(both, centers, strict=True)]
+        normed = [x * inverse for x, inverse in zip(both, inverses, strict=True)]
         of_weights: list[Tensor | None] = [
             _summed(gradient * x, weight) if needed else None
             for gradient, x, weight, needed in zip(
@@ -114,7 +132,10 @@ class _Normalized(torch.autograd.Function):
         for g, x, mean, inverse, rows in zip(of_normed, normed, means, inverses, norm.rows, strict=True):
             # The gradients of ranks that hold the same keys are summed later: each one has its share here.
             share = mean / rows.copies if norm.joint else mean
-            of_inputs.append((inverse * (g - x * share)).to(query.dtype))
+            of_input = g - x * share
+            if norm.centered:
+                of_input -= g.mean(-1, keepdim=True)
+            of_inputs.append((inverse * of_input).to(query.dtype))
         return (*of_inputs, *of_weights, None)
 
 
@@ -127,4 +148,4 @@ def _of_heads(weight: Tensor, x: Tensor, offset: float) -> Tensor:
 def _summed(products: Tensor, weight: Tensor) -> Tensor:
     """Return [s, b, heads, d] summed to the weight's shape, [d] or [heads * d], in its dtype."""
     sums = products.sum((0, 1))
-    return (sums.sum(0) if weight.numel() == products.shape[-1] else sums.flatten()).to(weight.dtype)
+    return (sums.sum(0) if weight.numel() != sums.numel() else sums.flatten()).to(weight.dtype)

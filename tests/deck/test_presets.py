@@ -30,7 +30,7 @@ def llama_parameters(preset: Preset, chosen: int | None = None) -> int:
     model = {**family_values(preset.model["family"], hidden), **preset.model}
     size = model.get("head_size", hidden // model["heads"])
     queries, keys = size * model["heads"], size * model["key_value_heads"]
-    norms = {"none": 0, "head": 2 * size, "all": queries + keys}[model["query_key_norm"]]
+    norms = {"none": 0, "head": 2 * size}.get(model["query_key_norm"], queries + keys)
     matrices = ACTIVATIONS[model["activation"]].input_projections + 1
     expanded = matrices * hidden * model["mlp"]
     if model["mlp_bias"]:
@@ -113,7 +113,9 @@ def llama_parameters(preset: Preset, chosen: int | None = None) -> int:
         ("gpt-neox-20b", 20_554_567_680),
         ("stablelm-3b", 2_795_443_200),
         ("stablelm-2-1.6b", 1_644_515_328),
+        ("stablelm-2-12b", 12_143_185_920),
         ("command-r-35b", 34_980_831_232),
+        ("command-r-plus-104b", 103_810_674_688),
         ("glm-4-9b", 9_399_951_360),
         ("phi-3-medium", 13_960_238_080),
         ("phi-4", 14_659_507_200),

@@ -22,7 +22,7 @@ from tests.engines import LLAMA, alone, small_deck, trainer
 
 NORMS = {
     kind: (*LLAMA, f"model.query_key_norm={kind}", "model.head_size=6", "batch.global_size=4")
-    for kind in ("head", "all")
+    for kind in ("head", "all", "layer_per_head")
 }
 NORMS["head"] += ("model.attention_bias=query_key_value",)
 LAYOUTS: dict[int, list[tuple[str, ...]]] = {
@@ -59,6 +59,8 @@ def test_gradients_are_those_of_autograd(kind: str, world: World) -> None:
     found = norm(*inputs)
 
     def expected(x: Tensor, weight: Tensor) -> Tensor:
+        if kind == "layer_per_head":
+            return functional.layer_norm(x, x.shape[-1:], None, None, 0.1) * weight.view(-1, 6)
         flat = x.flatten(2) if kind == "all" else x
         return functional.rms_norm(flat, flat.shape[-1:], weight, 0.1).view(x.shape)
 

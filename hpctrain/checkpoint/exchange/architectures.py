@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, HeadOrder, NameRule, Rule, StackRule
+from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, HeadOrder, HeadRule, NameRule, Rule, StackRule
 from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.deck.families import CHOICES, FAMILIES, FamilyName, family_values
 from hpctrain.deck.family import AttentionBias, ConfigKey, ModelType
@@ -447,12 +447,16 @@ def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
         NameRule(theirs, tuple(ours), joint=row.joint and len(ours) == _QUERY_KEY_VALUE)
         for theirs, *ours in row.layers
     )
+    head_norms = (
+        HeadRule(name, f"blocks.{{}}.attention.{kind}_norm")
+        for kind, name in zip(("query", "key"), row.head_norms, strict=False)
+    )
     fixed = (Fixed(key, (value,), default) for key, (value, default) in row.fixed.items())
     return HuggingFaceArchitecture(
         name=row.architecture,
         model_type=row.model_type,
         family=family,
-        rules=(*_LLAMA_RULES, *_NORM_RULES, *named),
+        rules=(*_LLAMA_RULES, *_NORM_RULES, *named, *head_norms),
         prefix=row.prefix,
         buffers=row.buffers,
         fixed=(*fixed, _UNQUANTIZED),

@@ -292,7 +292,7 @@ def _copy(
 ) -> None:
     """Fill one tensor of a file, given as its bits, and add what was read to its checksums."""
     wanted, structure = _kept_type(theirs, wanted), merge.structure
-    target = view.T if theirs.transposed else view
+    target = view.T if theirs.transposed else view.reshape(-1) if theirs.flattened else view
     bits = {2: torch.int16, 4: torch.int32}[wanted.itemsize]
     for part in theirs.parts:
         stored = sources[part.dataset]
@@ -322,7 +322,7 @@ def _pieces(part: TensorPart, stored: StoredTensor) -> Iterator[tuple[Shard, int
     name = part.dataset.rpartition("/")[2]
     for row in range(0, rows, step):
         local = (*(1 for _ in part.index), min(step, rows - row), *width)
-        start = (*part.index, row, *(0 for _ in width))
+        start = (*part.index, (part.start or 0) + row, *(0 for _ in width))
         yield Shard(name, stored.shape, start, local), part.first + row
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -42,7 +42,18 @@ class StackRule:
     ours: str
 
 
-Rule = NameRule | StackRule
+@dataclass(frozen=True)
+class HeadRule:
+    """A vector of ours with the features of all heads that is a matrix [heads, features] of theirs.
+
+    With a second {}, the number of the head, it is a vector of theirs for each head.
+    """
+
+    theirs: str
+    ours: str
+
+
+Rule = NameRule | StackRule | HeadRule
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,8 @@ class RowOrder:
 @dataclass(frozen=True)
 class TensorPart:
     """One of our tensors, or the piece of it at the leading `index`, of `shape`, within one of theirs: rows
-    `first` to `first + shape[0]` in our orientation. `dataset` names ours: "/model/<name>".
+    `first` to `first + shape[0]` in our orientation. `dataset` names ours: "/model/<name>". The piece of a
+    vector that is several of theirs has its elements from `start` on.
     """
 
     dataset: str
@@ -112,6 +124,7 @@ class TensorPart:
     index: Index = ()
     order: RowOrder | None = None
     """Order of our rows in theirs, from `first` on; None if it is ours."""
+    start: int | None = None
 
     def rows(self, first: int, count: int) -> slice | NDArray[np.int64]:
         """Return the rows in theirs of `count` of our rows from `first` on."""
@@ -122,12 +135,16 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class Counterpart:
-    """One tensor of theirs, of `shape` in the file, and ours of which it is made."""
+    """One tensor of theirs, of `shape` in the file, and ours of which it is made.
+
+    A matrix that is `flattened` is a vector of ours.
+    """
 
     name: str
     shape: Index
     transposed: bool
     parts: tuple[TensorPart, ...]
+    flattened: bool = False
 
 
 def counterparts(
@@ -152,6 +169,11 @@ def counterparts(
         rule = by_layer[f"{block[1]}blocks.{{}}.{block[3]}" if block else layer]
         if isinstance(rule, StackRule):
             found = _stacked(rule, number, kind, dataset, ours[dataset])
+            held.update((each.name, each) for each in found)
+            continue
+        if isinstance(rule, HeadRule):
+            assert heads is not None, rule
+            found = _of_heads(rule, number, kind, TensorPart(dataset, ours[dataset]), heads)
             held.update((each.name, each) for each in found)
             continue
         theirs = rule.theirs.format(number) + (f".{kind}" if kind else "")
@@ -184,7 +206,22 @@ _ROTATED = ("query", "key", "query_norm", "key_norm")
 
 
 def _layers(rule: Rule) -> tuple[str, ...]:
-    return (rule.ours,) if isinstance(rule, StackRule) else rule.ours
+    return rule.ours if isinstance(rule, NameRule) else (rule.ours,)
+
+
+def _of_heads(
+    rule: HeadRule, number: str, kind: str, part: TensorPart, heads: HeadOrder
+) -> Iterator[Counterpart]:
+    """Yield what holds a vector with the features of all heads."""
+    size, order = heads.head_size, _order(rule.ours, heads, 1, 0)
+    count = part.shape[0] // size
+    if rule.theirs.count("{}") == 1:
+        whole = (replace(part, order=order),)
+        yield Counterpart(f"{rule.theirs.format(number)}.{kind}", (count, size), False, whole, flattened=True)
+        return
+    for head in range(count):
+        own = replace(part, shape=(size,), order=order, start=head * size)
+        yield Counterpart(f"{rule.theirs.format(number, head)}.{kind}", (size,), False, (own,))
 
 
 def _stacked(rule: StackRule, number: str, kind: str, dataset: str, shape: Index) -> Iterator[Counterpart]:

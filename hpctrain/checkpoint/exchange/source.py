@@ -64,7 +64,8 @@ _ROWS = {
 class ModelFolder:
     """The tensors of a Hugging Face folder in our names and our orientation, as fp32.
 
-    `parts` are what each of our datasets is made of, by the leading index of the piece: () is all of it.
+    `parts` are what each of our datasets is made of, by the leading index of the piece: () is all of it. The
+    pieces of a vector are by their first element.
     `shapes` are those of the datasets.
     """
 
@@ -78,14 +79,28 @@ class ModelFolder:
         parts = self.parts[dataset]
         if () in parts:
             return self._read(*parts[()], start, shape)
-        depth = len(next(iter(parts)))
         values = torch.empty(shape)
+        if all(part.start is not None for _, part in parts.values()):
+            for (place,), (theirs, part) in parts.items():
+                first, last = max(place, start[0]), min(place + part.shape[0], start[0] + shape[0])
+                if first < last:
+                    piece = self._read(theirs, part, (first - place,), (last - first,))
+                    values[first - start[0] : last - start[0]] = piece
+            return values
+        depth = len(next(iter(parts)))
         for place in np.ndindex(*shape[:depth]):
             index = tuple(int(s + n) for s, n in zip(start, place, strict=False))
             values[place] = self._read(*parts[index], start[depth:], shape[depth:])
         return values
 
     def _read(self, theirs: Counterpart, part: TensorPart, start: Index, shape: Index) -> Tensor:
+        if theirs.flattened:
+            width = theirs.shape[1]
+            first, last = start[0] // width, -(-(start[0] + shape[0]) // width)
+            flat = self.folder.read_finite(theirs.name, (first, 0), (last - first, width)).float().flatten()
+            inside = np.arange(start[0], start[0] + shape[0])
+            rows = inside if part.order is None else np.asarray(part.rows(start[0], shape[0]))
+            return flat[torch.from_numpy(rows - first * width)]
         if part.order is not None:
             rows = np.asarray(part.rows(start[0], shape[0]))
             low, high = int(rows.min()), int(rows.max()) + 1
@@ -220,7 +235,8 @@ def open_model(path: Path) -> ModelFolder:
     parts: dict[str, dict[Index, tuple[Counterpart, TensorPart]]] = {}
     for each in theirs:
         for part in each.parts:
-            parts.setdefault(part.dataset, {})[part.index] = (each, part)
+            place = part.index if part.start is None else (part.start,)
+            parts.setdefault(part.dataset, {})[place] = (each, part)
     return ModelFolder(folder, shape, shapes, parts)
 
 

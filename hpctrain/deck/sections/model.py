@@ -110,7 +110,7 @@ class Model(Section):
         derived=described_defaults("parallel_residual"),
     )
     query_key_norm: QueryKeyNorm = key(
-        "RMSNorm of queries and keys before rotation: none, over each head, over all heads together.",
+        "Norm of queries and keys: RMSNorm over each head or all, or LayerNorm per head with own weights.",
         derived=described_defaults("query_key_norm"),
     )
     embedding_multiplier: float = key(

@@ -83,10 +83,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "StableLm",
         {"hidden_size": 48, "use_parallel_residual": True, "use_qkv_bias": True},
     ),
+    "stablelm-normed": (
+        "StableLm",
+        {"hidden_size": 48, "use_parallel_residual": True, "qk_layernorm": True, "layer_norm_eps": 1e-3},
+    ),
     "starcoder2": ("Starcoder2", {"sliding_window": None}),
     "starcoder2-unbiased": ("Starcoder2", {"use_bias": False, "head_dim": 8, "tie_word_embeddings": False}),
     "cohere": ("Cohere", {"logit_scale": 0.3}),
     "cohere-heads": ("Cohere", {"head_dim": 10, "attention_bias": True}),
+    "cohere-normed": ("Cohere", {"head_dim": 10, "use_qk_norm": True, "layer_norm_eps": 1e-3}),
     "glm": ("Glm", {"head_dim": 12}),
     "glm4": ("Glm4", {"head_dim": 12, "attention_bias": False, "partial_rotary_factor": 0.5}),
     "ernie": ("Ernie4_5", {"head_dim": 10}),
@@ -183,8 +188,10 @@ def own_tensors(theirs: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     architecture = exported_as(shape)
     for each in counterparts(architecture.rules, shapes, architecture.head_order(shape)):
         tensor = theirs[each.name].t() if each.transposed else theirs[each.name]
+        tensor = tensor.flatten() if each.flattened else tensor
         for part in each.parts:
-            found[part.dataset.removeprefix("/model/")] = tensor[part.rows(0, part.shape[0])]
+            name, piece = part.dataset.removeprefix("/model/"), tensor[part.rows(0, part.shape[0])]
+            found[name] = torch.cat([found[name], piece]) if part.start else piece
     return found
 
 
