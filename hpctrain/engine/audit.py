@@ -14,10 +14,10 @@ from hpctrain.host.device import on_host
 from hpctrain.parallel.kernels.compiler import CompilerError, build_packaged_library
 from hpctrain.parallel.kernels.function_library import open_library
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.product_audit.audit_kernels import AuditKernels, CompiledAuditKernels, agree
-from hpctrain.parallel.product_audit.matmul_audit import MatmulAudit
+from hpctrain.product_audit.audit_kernels import AuditKernels, CompiledAuditKernels, agree
+from hpctrain.product_audit.matmul_audit import MatmulAudit
 
-_PACKAGE = "hpctrain.parallel.product_audit"
+_PACKAGE = "hpctrain.product_audit"
 
 
 def with_matmul_audit(layer_context: LayerContext, world: World, seed: int) -> LayerContext:

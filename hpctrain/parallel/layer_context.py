@@ -25,7 +25,7 @@ from hpctrain.comm.planned import planned_group
 from hpctrain.comm.work import Work
 from hpctrain.parallel.kernels.layer_functions import TORCH, LayerFunctions
 from hpctrain.parallel.kernels.matmul_kernels import KernelTable
-from hpctrain.parallel.product_audit.matmul_audit import MatmulAudit
+from hpctrain.parallel.product_check import ProductCheck
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.sequence import ContextForm
 from hpctrain.parallel.step_statistics import StepStatistics
@@ -47,7 +47,7 @@ class ProductSettings:
 
     kernels: KernelTable = field(default_factory=KernelTable)
     fp8: Fp8Settings | None = None
-    audit: MatmulAudit | None = None
+    audit: ProductCheck | None = None
 
 
 def _one_rank(axis: str) -> Group:

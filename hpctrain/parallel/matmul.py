@@ -28,7 +28,6 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.parallel.kernels.matmul_kernels import MatmulKernel, Pass
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.product_audit.matmul_audit import AuditedKernel
 from hpctrain.parallel.shards import Parameter
 
 
@@ -161,7 +160,7 @@ class Matmul:
     def _kernel(self, kind: Pass) -> MatmulKernel:
         products = self.layer_context.products
         kernel, audit = products.kernels.kernel_for(kind, *self.shape), products.audit
-        return AuditedKernel(kernel, audit, self.weights) if audit is not None and audit.active else kernel
+        return kernel if audit is None or not audit.active else audit.checked_kernel(kernel, self.weights)
 
     def _matrix(self, kernel: MatmulKernel) -> Tensor:
         """Return the weights as a kernel takes them, converted at most once while they are constant."""

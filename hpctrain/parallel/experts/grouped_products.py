@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpctrain.parallel.product_audit.matmul_audit import MatmulAudit
+from hpctrain.parallel.product_check import ProductCheck
 from hpctrain.parallel.shards import Parameter
 
 ROW_UNIT = 64
@@ -103,7 +103,7 @@ def add_grouped_gradient(
     inputs: Tensor,
     weight: Parameter,
     segments: Segments,
-    audit: MatmulAudit | None = None,
+    audit: ProductCheck | None = None,
 ) -> None:
     """Add the weight gradient of each expert's rows to the gradient buffer, and report the addition.
 
@@ -121,7 +121,8 @@ def add_grouped_gradient(
     assert gradient is not None, f"{weight.shard.name} has no gradient buffer"
     into = gradient.view(len(gradient), -1, inputs.shape[1])
     if audit is not None and audit.active:
-        audit.expect_grouped_addition(weight, output_gradient, inputs, into, segments, first is not None)
+        operands = output_gradient, inputs
+        audit.expect_grouped_addition(weight, operands, into, segments, first is not None)
     if not len(inputs):
         if first is not None:
             into.zero_()

@@ -31,7 +31,6 @@ from hpctrain.parallel.fp8.quantize import QuantizedTensor, ScaleBlocks, Scaling
 from hpctrain.parallel.fp8.recipes import ScalingRecipe
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul, Operand, QuantizedRows
-from hpctrain.parallel.product_audit.matmul_audit import INPUT_GRADIENT, AuditTarget
 from hpctrain.parallel.shards import Parameter
 
 Kind = Literal["inputs", "weights", "gradients"]
@@ -229,40 +228,35 @@ class QuantizedMatmul(Matmul):
     def _forward(self, left: QuantizedTensor, inputs: Tensor, bias: Tensor | None) -> Tensor:
         right = self._weights(WEIGHTS)
         output = multiply_quantized(left, right, inputs.dtype)
-        self._audit(left, right, output, "product")
+        self._check(left, right, output, transposed=False)
         output = output.view(-1, *inputs.shape[1:-1], len(right.values))
         return output if bias is None else output.add_(bias)
 
     def _input_gradient(self, left: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         right = self._weights(TRANSPOSED_WEIGHTS)
         output = multiply_quantized(left, right, dtype)
-        self._audit(left, right, output, INPUT_GRADIENT)
+        self._check(left, right, output, transposed=True)
         return output
 
     def _add(self, left: QuantizedTensor, right: QuantizedTensor) -> None:
         """Add the product of gradients [m, n] and inputs [m, k], scaled by blocks of tokens."""
         gradient, overwrite = self.gradient_buffer()
-        audit, target = self.layer_context.products.audit, AuditTarget(self.weights, self.weights[0])
-        audit = audit if audit is not None and audit.active else None
-        if audit is not None:
-            # GPUs accumulate 8-bit products with little more than 16 bits.
-            rounded = None if gradient.is_cpu else torch.bfloat16
-            operands = left.dequantized(), right.dequantized()
-            audit.expect_addition(target, *operands, gradient, overwrite, rounded)
+        audit = self.layer_context.products.audit
+        if audit is not None and audit.active:
+            audit.expect_quantized_addition(self.weights, (left, right), gradient, overwrite)
         product = multiply_quantized(left.transposed(), right.transposed(), gradient.dtype)
         if overwrite:
             gradient.copy_(product)
         else:
             gradient.add_(product)
-        if audit is not None:
-            audit.finish_addition(target.key)
-
-    def _audit(self, left: QuantizedTensor, right: QuantizedTensor, output: Tensor, what: str) -> None:
-        """Check a product of rows with weights in 8 bits, in steps that are checked."""
-        audit, target = self.layer_context.products.audit, AuditTarget(self.weights, (self.weights[0], what))
         if audit is not None and audit.active:
-            matrix = right.values if audit.has_checksums(target.key) else right.dequantized()
-            audit.check_product(target, left.dequantized(), matrix, output, what=what)
+            audit.finish_addition(self.weights)
+
+    def _check(self, left: QuantizedTensor, right: QuantizedTensor, output: Tensor, transposed: bool) -> None:
+        """Check a product of rows with weights in 8 bits, in steps that are checked."""
+        audit = self.layer_context.products.audit
+        if audit is not None and audit.active:
+            audit.check_quantized_product(self.weights, (left, right), output, transposed)
 
     # Quantization
 

@@ -1,7 +1,7 @@
 """Products that are checked: every flipped bit above rounding is found where it is, and nothing else.
 
-Tests of parallel/product_audit/matmul_audit.py, parallel/product_audit/audit_kernels.py,
-parallel/product_audit/audit_library.py and engine/audit.py.
+Tests of product_audit/matmul_audit.py, parallel/product_check.py, product_audit/audit_kernels.py,
+product_audit/audit_library.py and engine/audit.py.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from hpctrain.comm.world import World
 from hpctrain.parallel.kernels.compiler import CompilerError, compile_library
 from hpctrain.parallel.kernels.function_library import open_library
 from hpctrain.parallel.kernels.matmul_kernels import LIBRARY, MatmulKernel
-from hpctrain.parallel.product_audit.audit_kernels import (
+from hpctrain.parallel.shards import Parameter, Shard
+from hpctrain.product_audit.audit_kernels import (
     AuditKernels,
     CompiledAuditKernels,
     ErrorBounds,
     agree,
 )
-from hpctrain.parallel.product_audit.audit_library import call_all
-from hpctrain.parallel.product_audit.matmul_audit import AuditTarget, MatmulAudit
-from hpctrain.parallel.shards import Parameter, Shard
+from hpctrain.product_audit.audit_library import call_all
+from hpctrain.product_audit.matmul_audit import AuditTarget, MatmulAudit
 from tests.engines import LLAMA, Trainer, one_thread, small_deck, trainer
 from tests.model.modules.tensor_parallel.test_unsplit_linear import deck_of
 

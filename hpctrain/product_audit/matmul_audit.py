@@ -23,10 +23,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.audit.detected_fault import DetectedFault
+from hpctrain.parallel.fp8.quantize import QuantizedTensor
 from hpctrain.parallel.kernels.matmul_kernels import MatmulKernel
-from hpctrain.parallel.product_audit.audit_kernels import AuditKernels, Checksums, ErrorBounds
+from hpctrain.parallel.product_check import ProductCheck, RowsOfExperts
 from hpctrain.parallel.random import key_of, signs
 from hpctrain.parallel.shards import Parameter
+from hpctrain.product_audit.audit_kernels import AuditKernels, Checksums, ErrorBounds
 
 INPUT_GRADIENT = "gradient of the input"
 
@@ -74,7 +76,7 @@ class AuditedResult(NamedTuple):
     what: str
 
 
-class MatmulAudit:
+class MatmulAudit(ProductCheck):
     """Check of the products of training steps on one rank.
 
     It checks between `begin_step` and `collect_faults`, does not wait for the device in between, and changes
@@ -102,13 +104,13 @@ class MatmulAudit:
         self._sums: dict[object, GradientSum] = {}
         self._worst: dict[AuditedResult, Tensor] = {}
 
+    @override
     def begin_step(self, step: int) -> None:
-        """Start to check a training step, within which weights do not change."""
         self._reset()
         self._step, self.active = step, True
 
+    @override
     def collect_faults(self) -> list[DetectedFault]:
-        """Return the faults of the completed step. Waits for the device."""
         results = list(self._worst)
         worst = torch.stack(list(self._worst.values())).tolist() if results else []
         self._reset()
@@ -122,6 +124,10 @@ class MatmulAudit:
         self.active, self._signs = False, None
         for each in (self._checksums, self._sums, self._worst):
             each.clear()
+
+    @override
+    def checked_kernel(self, kernel: MatmulKernel, weights: Sequence[Parameter]) -> MatmulKernel:
+        return AuditedKernel(kernel, self, weights)
 
     @torch.no_grad()
     def check_product(
@@ -167,9 +173,19 @@ class MatmulAudit:
         worst = self._worst_of(target.weights, what, actual)
         self._passes.judge(bounds, expected, actual, added, output_squares, worst)
 
-    def has_checksums(self, key: object) -> bool:
-        """Return True if a matrix was used in this step before, so its values are not needed again."""
-        return key in self._checksums
+    @override
+    def check_quantized_product(
+        self,
+        weights: Sequence[Parameter],
+        operands: tuple[QuantizedTensor, QuantizedTensor],
+        output: Tensor,
+        transposed: bool,
+    ) -> None:
+        (left, right), what = operands, INPUT_GRADIENT if transposed else "product"
+        target = AuditTarget(weights, (weights[0], what))
+        # The values of a matrix that was used in this step before are not needed again.
+        matrix = right.values if target.key in self._checksums else right.dequantized()
+        self.check_product(target, left.dequantized(), matrix, output, what=what)
 
     @torch.no_grad()
     def expect_addition(
@@ -199,50 +215,47 @@ class MatmulAudit:
         entry.times += 1
         entry.rounded = rounded or entry.rounded
 
-    def finish_addition(self, key: object) -> None:
-        """Report that an expected addition is done. It is checked now if modules may add, too."""
-        if _is_shared(self._sums[key].weights):
-            self._compare(self._sums.pop(key))
+    @override
+    def expect_quantized_addition(
+        self,
+        weights: Sequence[Parameter],
+        operands: tuple[QuantizedTensor, QuantizedTensor],
+        into: Tensor,
+        first: bool,
+    ) -> None:
+        # GPUs accumulate 8-bit products with little more than 16 bits.
+        rounded = None if into.is_cpu else torch.bfloat16
+        left, right = (operand.dequantized() for operand in operands)
+        self.expect_addition(AuditTarget(weights, weights[0]), left, right, into, first, rounded)
 
+    @override
+    def finish_addition(self, weights: Sequence[Parameter]) -> None:
+        if _is_shared(weights):  # modules may add, too, so the gradient is checked now
+            self._compare(self._sums.pop(weights[0]))
+
+    @override
     def check_grouped_product(
         self,
         weight: Parameter,
         operands: tuple[Tensor, Tensor, Tensor],
-        segments: Iterable[tuple[int, slice]],
+        segments: RowsOfExperts,
         transposed: bool,
     ) -> None:
-        """Check the product of each expert's rows with its matrix. Waits for the device.
-
-        Args:
-            weight: Weight of all experts.
-            operands: Inputs [m, k], matrices [e, n, k] and output [m, n], as for `check_product`.
-            segments: Number and rows of each expert.
-            transposed: True for the gradient of the input.
-        """
         inputs, matrices, output = operands
         for expert, rows in segments:
             target = AuditTarget([weight], (weight, expert))
             self.check_product(target, inputs[rows], matrices[expert], output[rows], transposed=transposed)
 
+    @override
     def expect_grouped_addition(
         self,
         weight: Parameter,
-        output_gradient: Tensor,
-        inputs: Tensor,
+        operands: tuple[Tensor, Tensor],
         into: Tensor,
-        segments: Iterable[tuple[int, slice]],
+        segments: RowsOfExperts,
         first: bool,
     ) -> None:
-        """Record that products of each expert's rows will be added to a gradient [e, n, k] next.
-
-        Args:
-            weight: Weight of all experts.
-            output_gradient: Gradient of the output [m, n].
-            inputs: Inputs [m, k].
-            into: The gradient.
-            segments: Number and rows of each expert.
-            first: True if the gradient will be overwritten instead.
-        """
+        output_gradient, inputs = operands
         rounded = inputs.dtype if inputs.is_cpu and inputs.dtype != into.dtype else _if_16_bits(inputs.dtype)
         if first:
             for expert in range(len(into)):
@@ -251,9 +264,9 @@ class MatmulAudit:
             target = AuditTarget([weight], (weight, expert))
             self.expect_addition(target, output_gradient[rows], inputs[rows], into[expert], first, rounded)
 
+    @override
     @torch.no_grad()
     def expect_lookup(self, table: Parameter, into: Tensor, indices: Tensor, rows: Tensor) -> None:
-        """Record that `rows` [m, k] will be added to the rows `indices` [m] of a table's gradient next."""
         if table.uses == 1 or _is_shared([table]):
             return
         entry = self._sum(AuditTarget([table], table), into, first=False)
@@ -263,8 +276,8 @@ class MatmulAudit:
         entry.depth += len(rows)
         entry.times += len(rows)
 
+    @override
     def check_gradients(self, parameters: Iterable[Parameter]) -> None:
-        """Check the gradients of parameters after their last addition, before anything else changes them."""
         complete = set(parameters)
         for key in [key for key, each in self._sums.items() if each.weights[0] in complete]:
             self._compare(self._sums.pop(key))
@@ -374,4 +387,4 @@ class AuditedKernel(MatmulKernel):
         rounded = inputs.dtype if is_rounded else None
         self._audit.expect_addition(self._target, output_gradient, inputs, into, first, rounded)
         self._by.add_weight_gradient(into, output_gradient, inputs, first)
-        self._audit.finish_addition(self._target.key)
+        self._audit.finish_addition(self._target.weights)
