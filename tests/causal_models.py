@@ -30,7 +30,7 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.continuing import GeneratedText, continue_texts
 from hpctrain.generate.module_passes import ModulePasses

@@ -16,9 +16,9 @@ from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.engine.registry import RecordedStatistics
-from hpctrain.engine.run_mesh import make_mesh
-from hpctrain.engine.stage import Stage
+from hpctrain.engine.stages.stage import Stage
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket import Bucket

@@ -26,8 +26,8 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import SCORE_KINDS
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.function_choice import with_functions
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.choices.function_choice import with_functions
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.continuing import ForwardPasses, GeneratedText, continue_texts
 from hpctrain.generate.passes import CachedPasses, can_cache, least_rows

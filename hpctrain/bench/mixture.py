@@ -23,8 +23,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.engine.mesh_sizes import expert_sizes
-from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.inputs import ModelInputs

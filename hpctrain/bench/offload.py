@@ -15,8 +15,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.built_engine import Engine
-from hpctrain.engine.offload_settings import offload_folder, open_scratch
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.choices.offload_allocators import offload_folder, open_scratch
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.memory.scratch import THREADS, ScratchFile, Transfer
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.units import format_bytes, format_seconds

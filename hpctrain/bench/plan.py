@@ -20,7 +20,7 @@ from hpctrain.bench.train import own_variant
 from hpctrain.bench.turns import VariantTimes, take_turns
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.host.processor import processor_name
 from hpctrain.plan.calibrate.calibrate import CalibrateOptions, measure_machine

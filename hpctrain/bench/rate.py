@@ -27,7 +27,7 @@ from hpctrain.data.held_out import open_held_out
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.evaluation import TRAINING_LOSS, MetricName, parse_metric_name
-from hpctrain.engine.function_choice import with_functions
+from hpctrain.engine.choices.function_choice import with_functions
 from hpctrain.errors import HpctrainError, require
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.report.rate import draw_rates

@@ -20,7 +20,7 @@ from hpctrain.bench.rivals import pipeline_parts
 from hpctrain.bench.torch_model import TorchModel, loss_of
 from hpctrain.bench.torch_training import PeerRank, PeerStep, TorchTraining, TorchUpdate
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.layer_placement import split_by_flops
+from hpctrain.engine.layout.layer_placement import split_by_flops
 from hpctrain.model.part import LayerRange
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Action, Schedule

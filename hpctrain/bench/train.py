@@ -32,8 +32,8 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.engine.build import build_engine
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.engine.mesh_sizes import expert_sizes
-from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import gpu_name, on_host
 from hpctrain.host.device_memory import peak_bytes

@@ -1,7 +1,7 @@
 """Construction of an engine, which has everything that computes, from a deck.
 
-The order is: `make_mesh` arranges the ranks, `arrange` decides where layers go, and `assemble` builds the
-model, its buckets, the optimizer and what belongs to them. `build_engine` does the last two.
+The order is: `make_mesh` arranges the ranks, `make_engine_spec` decides where layers go, and `assemble`
+builds the model, its buckets, the optimizer and what belongs to them. `build_engine` does the last two.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.arrangement import EngineLayout, arrange
 from hpctrain.engine.built_engine import Engine
-from hpctrain.engine.kernel_choice import choose_kernels
-from hpctrain.engine.recompute_settings import open_activation_store
+from hpctrain.engine.choices.activation_policy import open_activation_store
+from hpctrain.engine.choices.kernel_choice import choose_kernels
+from hpctrain.engine.layout.engine_spec import EngineSpec, make_engine_spec
 from hpctrain.engine.registry import start_features
-from hpctrain.engine.stage import StageBuilder, build_trained_stage
 from hpctrain.engine.stage_setup import make_setup
 from hpctrain.engine.stage_values import initialize
+from hpctrain.engine.stages.stage import StageBuilder, build_trained_stage
 from hpctrain.engine.update_control import UpdateControl
 from hpctrain.objective.factory import make_objective
 from hpctrain.parallel.sequence import context_positions
@@ -32,32 +32,32 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, roughness: float = 0.0) -
         roughness: Deviation of the noise that is added to biases and norm weights, for tests of layouts.
     """
     deck = choose_kernels(deck, world, mesh)
-    return assemble(deck, world, mesh, arrange(deck, world, mesh), roughness)
+    return assemble(deck, world, mesh, make_engine_spec(deck, world, mesh), roughness)
 
 
 def assemble(
     deck: Deck,
     world: World,
     mesh: Mesh,
-    arrangement: EngineLayout,
+    spec: EngineSpec,
     roughness: float = 0.0,
     build: StageBuilder = build_trained_stage,
 ) -> Engine:
-    """Build the engine of a deck from its arrangement. Collective.
+    """Build the engine of a deck from its spec. Collective.
 
     Args:
         deck: The deck, with its choice of kernels.
         world: All ranks of the engine.
         mesh: Arrangement of the ranks.
-        arrangement: Result of `arrange` for this deck.
+        spec: Result of `make_engine_spec` for this deck.
         roughness: As in `build_engine`.
         build: Function that builds the stage.
     """
-    setup = make_setup(deck, world, mesh, arrangement)
+    setup = make_setup(deck, world, mesh, spec)
     layer_context, architecture, schedule = (
-        arrangement.layer_context,
-        arrangement.architecture,
-        arrangement.schedule,
+        spec.layer_context,
+        spec.architecture,
+        spec.schedule,
     )
     with world.agreement():
         objective = make_objective(deck)
@@ -76,7 +76,7 @@ def assemble(
         stage=stage,
         objective=objective,
         control=UpdateControl.of(deck),
-        placement=arrangement.placement,
+        placement=spec.placement,
         schedule=schedule,
         positions=positions.to(world.device),
         offload=setup.offload.introduction,

@@ -9,8 +9,8 @@ import torch
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
-from hpctrain.engine.layer_placement import LayerPlacement
-from hpctrain.engine.stage import TrainedStage
+from hpctrain.engine.layout.layer_placement import LayerPlacement
+from hpctrain.engine.stages.stage import TrainedStage
 from hpctrain.engine.update_control import UpdateControl
 from hpctrain.memory.scratch import ScratchFiles
 from hpctrain.model.architecture import Architecture

@@ -11,10 +11,10 @@ from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.generation_deck import generation_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.function_choice import planned_functions, with_functions
-from hpctrain.engine.groups import make_layer_context
+from hpctrain.engine.choices.deck_layer_context import make_layer_context
+from hpctrain.engine.choices.function_choice import planned_functions, with_functions
 from hpctrain.engine.mesh_sizes import expert_sizes
-from hpctrain.engine.stage import Stage, build_stage
+from hpctrain.engine.stages.stage import Stage, build_stage
 from hpctrain.host.device import on_host
 from hpctrain.model.construction import build_parts, initialize_parts
 from hpctrain.model.modules.module_architecture import ModuleArchitecture

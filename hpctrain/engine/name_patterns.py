@@ -15,7 +15,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.adapters import Adapters, matches_pattern
 from hpctrain.deck.sections.optimizer import MuonTable
 from hpctrain.deck.sources import toml_value
-from hpctrain.engine.update_rules import RULES
+from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import bare_model

@@ -14,7 +14,7 @@ from hpctrain.checkpoint.finite import nonfinite_sentence, nonfinite_weight
 from hpctrain.checkpoint.read import load
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
-from hpctrain.engine.stage import Stage, TrainedStage
+from hpctrain.engine.stages.stage import Stage, TrainedStage
 from hpctrain.memory.scratch import fill_pieces
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import initialize_parts

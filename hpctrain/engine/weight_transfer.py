@@ -18,7 +18,7 @@ from torch import Tensor
 from hpctrain.checkpoint.layout import Index, TensorBox, TensorRange, rectangles_of
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
-from hpctrain.engine.stage import Stage
+from hpctrain.engine.stages.stage import Stage
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.scratch import Flat
 from hpctrain.optim.optimizer import refresh

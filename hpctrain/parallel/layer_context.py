@@ -1,7 +1,7 @@
 """Context of the layers of one rank: the groups that they are split over, and how they compute.
 
-Every layer receives one `LayerContext` and keeps it as `groups`. With 2 data, 2 pipeline and 2 tensor ranks,
-rank 5 has these groups (the tensor axis is innermost):
+Every layer receives one `LayerContext` and keeps it as `layer_context`. With 2 data, 2 pipeline and 2 tensor
+ranks, rank 5 has these groups (the tensor axis is innermost):
 
 | group | ranks | layers use it for |
 |---|---|---|

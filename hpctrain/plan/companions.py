@@ -27,11 +27,11 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.deck.sections.rank_partition import CRITIC, POLICY, REFERENCE, REWARD, RankPartition
 from hpctrain.engine.generation import plan_generation_stage
-from hpctrain.engine.inference_stage import build_inference_stage
-from hpctrain.engine.layer_placement import placed_by_flops
+from hpctrain.engine.layout.layer_placement import placed_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
-from hpctrain.engine.planned_stage import PipelinePosition, plan_stage
-from hpctrain.engine.stage import Stage
+from hpctrain.engine.stages.inference_stage import build_inference_stage
+from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
+from hpctrain.engine.stages.stage import Stage
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.layer_costs.linear_bytes import planned_converted_bytes

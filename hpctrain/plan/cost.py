@@ -16,10 +16,10 @@ import torch
 
 from hpctrain.comm.planned import PlannedCalls, PlannedMesh
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.groups import make_layer_context
+from hpctrain.engine.choices.deck_layer_context import make_layer_context
 from hpctrain.engine.mesh_sizes import axis_sizes
-from hpctrain.engine.stage import StageSetup, TrainedStage, build_trained_stage
-from hpctrain.engine.zero_groups import make_replications
+from hpctrain.engine.stages.stage import StageSetup, TrainedStage, build_trained_stage
+from hpctrain.engine.stages.zero_groups import make_replications
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.recompute import Recompute
 from hpctrain.model.construction import build_parts

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.arrangement import arrange
 from hpctrain.engine.build import assemble
 from hpctrain.engine.built_engine import Engine
-from hpctrain.engine.kernel_choice import choose_kernels
-from hpctrain.engine.layer_placement import with_split
-from hpctrain.engine.model_placement import ModelPlacement
+from hpctrain.engine.choices.kernel_choice import choose_kernels
+from hpctrain.engine.layout.engine_spec import make_engine_spec
+from hpctrain.engine.layout.layer_placement import with_split
+from hpctrain.engine.layout.model_placement import ModelPlacement
 from hpctrain.host.device import on_host
 from hpctrain.plan.companions import plan_run_memory
 from hpctrain.plan.engine import build_within_memory
@@ -28,11 +28,11 @@ def build_seat_within_memory(
         return build_within_memory(deck, world, seat.mesh, ready)
     with seat.agreement():
         own = choose_kernels(with_split(seat.deck, seat.deck.runtime_choices.split), seat.world, seat.mesh)
-        arrangement = arrange(own, seat.world, seat.mesh)
+        spec = make_engine_spec(own, seat.world, seat.mesh)
     carried = {"transport": seat.mesh.transport}
     planned = deck.with_keys(run={"device": world.device.type}, communication=carried)
     libraries = library_bytes() if on_host(world.device) else 0
-    placed = arrangement.placement.split, arrangement.schedule
+    placed = spec.placement.split, spec.schedule
     per_node, plan = world.topology.ranks_per_node, None
     assert deck.model.vocabulary is not None
     with world.agreement():
@@ -48,5 +48,5 @@ def build_seat_within_memory(
     world.planned_bytes = here
     ready()
     with seat.agreement():
-        engine = assemble(own, seat.world, seat.mesh, arrangement, build=seat.build)
+        engine = assemble(own, seat.world, seat.mesh, spec, build=seat.build)
     return engine, plan

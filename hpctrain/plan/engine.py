@@ -8,11 +8,11 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.read import changed_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.arrangement import arrange
 from hpctrain.engine.build import assemble
 from hpctrain.engine.built_engine import Engine
-from hpctrain.engine.kernel_choice import choose_kernels
-from hpctrain.engine.layer_placement import with_split
+from hpctrain.engine.choices.kernel_choice import choose_kernels
+from hpctrain.engine.layout.engine_spec import make_engine_spec
+from hpctrain.engine.layout.layer_placement import with_split
 from hpctrain.host.device import on_host
 from hpctrain.layer_costs.layer_flops import model_flops
 from hpctrain.model.construction import architecture_of
@@ -46,11 +46,11 @@ def build_within_memory(
         model_flops(architecture_of(deck, deck.model.vocabulary or 0))
     libraries = library_bytes() if on_host(world.device) else 0
     deck = choose_kernels(with_split(deck, deck.runtime_choices.split), world, mesh)
-    arrangement = arrange(deck, world, mesh)
+    spec = make_engine_spec(deck, world, mesh)
     planned = deck.with_keys(run={"device": world.device.type}, communication={"transport": mesh.transport})
     assert deck.model.vocabulary is not None
     numbers = world.size, deck.model.vocabulary, libraries, world.topology.ranks_per_node
-    plan = plan_run_memory(planned, *numbers, arrangement.placement.split, arrangement.schedule)
+    plan = plan_run_memory(planned, *numbers, spec.placement.split, spec.schedule)
     here = plan.stages[mesh.coordinate("pipeline")].needed
 
     def advice(room: Room) -> str:
@@ -73,4 +73,4 @@ def build_within_memory(
     demand_room(world, deck.machine, deck.sources.name, here, advice)
     world.planned_bytes = here
     ready()
-    return assemble(deck, world, mesh, arrangement), plan
+    return assemble(deck, world, mesh, spec), plan

@@ -10,7 +10,7 @@ from itertools import accumulate
 from math import inf
 
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.kernel_choice import with_cached_kernels
+from hpctrain.engine.choices.kernel_choice import with_cached_kernels
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.memory import MemoryLimit, shared_resident_bytes
 from hpctrain.pipeline.action import Schedule

@@ -14,11 +14,11 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedCalls, PlannedMesh, ReductionBytes
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.layer_placement import placed_by_flops
+from hpctrain.engine.layout.layer_placement import placed_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
-from hpctrain.engine.planned_stage import PipelinePosition, plan_stage
-from hpctrain.engine.stage import StageBuilder, TrainedStage, build_trained_stage
-from hpctrain.engine.update_rules import RULES
+from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
+from hpctrain.engine.stages.stage import StageBuilder, TrainedStage, build_trained_stage
+from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.device_memory import matmul_workspace_bytes

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.layer_placement import placed_by_flops
+from hpctrain.engine.layout.layer_placement import placed_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
 from hpctrain.layer_costs.layer_flops import layer_flops
 from hpctrain.model.construction import architecture_of

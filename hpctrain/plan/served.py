@@ -9,14 +9,14 @@ from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.transports.traffic import Traffic
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.arrangement import arrange
 from hpctrain.engine.build import assemble
 from hpctrain.engine.built_engine import Engine
-from hpctrain.engine.function_choice import with_functions
-from hpctrain.engine.kernel_choice import choose_kernels
+from hpctrain.engine.choices.function_choice import with_functions
+from hpctrain.engine.choices.kernel_choice import choose_kernels
+from hpctrain.engine.layout.engine_spec import make_engine_spec
+from hpctrain.engine.layout.server_roles import ServerRoles, build_worker_stage, server_deck
 from hpctrain.engine.mesh_sizes import micro_batches
-from hpctrain.engine.planned_stage import PipelinePosition, plan_stage
-from hpctrain.engine.server_roles import ServerRoles, build_worker_stage, server_deck
+from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.model.count import count
@@ -143,7 +143,7 @@ def build_role_within_memory(
         own = choose_kernels(
             own.with_runtime_choices(replace(own.runtime_choices, kernels=products)), part, mesh
         )
-    arrangement = arrange(own, part, mesh)
+    spec = make_engine_spec(own, part, mesh)
     planned = deck.with_keys(run={"device": world.device.type}).with_runtime_choices(own.runtime_choices)
     libraries = library_bytes() if on_host(world.device) else 0
     per_node = world.topology.ranks_per_node
@@ -154,4 +154,4 @@ def build_role_within_memory(
     demand_room(world, deck.machine, deck.sources.name, here, lambda _: more)
     world.planned_bytes = here
     ready()
-    return assemble(own, part, mesh, arrangement, build=roles.stage(world.rank)), plan
+    return assemble(own, part, mesh, spec, build=roles.stage(world.rank)), plan

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import NamedTuple
 
-from hpctrain.engine.stage import TrainedStage
+from hpctrain.engine.stages.stage import TrainedStage
 from hpctrain.memory.recompute import segment_size
 from hpctrain.model.frozen import blocks_without_backward, embedding_trained
 from hpctrain.model.part import Layer, ModelPart, blocks_of

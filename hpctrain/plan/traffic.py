@@ -22,10 +22,10 @@ from hpctrain.comm.planned import META, PlannedCalls, PlannedMesh
 from hpctrain.comm.transports.traffic import Traffic, traffic_of
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.layer_placement import placed_by_flops
+from hpctrain.engine.layout.layer_placement import placed_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
-from hpctrain.engine.planned_stage import PipelinePosition, plan_stage
-from hpctrain.engine.stage import TrainedStage
+from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
+from hpctrain.engine.stages.stage import TrainedStage
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.layer_costs.meta_device import simulated_host
 from hpctrain.layer_costs.module_trace import example_inputs

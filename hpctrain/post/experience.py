@@ -18,7 +18,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.policy import CALLS_AT_ONCE
 from hpctrain.deck.sections.rank_partition import CRITIC, POLICY, REWARD
 from hpctrain.deck.sections.rank_partition import REFERENCE as REFERENCE_MODEL
-from hpctrain.engine.model_placement import ModelPlacement
+from hpctrain.engine.layout.model_placement import ModelPlacement
 from hpctrain.generate.sampling import Sampling
 from hpctrain.objective.dpo import REFERENCE
 from hpctrain.objective.policy import ADVANTAGES, OLD, Estimate, divergence

@@ -24,7 +24,7 @@ from hpctrain.deck.auxiliary_decks import reference_deck, shares_reference
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.rank_partition import REFERENCE
 from hpctrain.engine.built_engine import Engine
-from hpctrain.engine.model_placement import ModelPlacement
+from hpctrain.engine.layout.model_placement import ModelPlacement
 from hpctrain.errors import InputOutputError
 from hpctrain.objective.factory import make_token_sampling
 from hpctrain.objective.token_sampling import TokenSampling

@@ -31,10 +31,10 @@ from hpctrain.deck.sections.rank_partition import CRITIC, POLICY, REWARD
 from hpctrain.engine.build import build_engine
 from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.generation import generation_stage
-from hpctrain.engine.layer_placement import with_split
+from hpctrain.engine.layout.layer_placement import with_split
+from hpctrain.engine.layout.model_placement import ModelPlacement
 from hpctrain.engine.mesh_sizes import axis_sizes
-from hpctrain.engine.model_placement import ModelPlacement
-from hpctrain.engine.stage import Stage
+from hpctrain.engine.stages.stage import Stage
 from hpctrain.engine.weight_transfer import WeightTransfer
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.factory import make_token_sampling

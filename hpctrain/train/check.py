@@ -13,8 +13,8 @@ from hpctrain.comm.call_check import MismatchError
 from hpctrain.comm.mesh import sizes_text
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.function_choice import with_functions
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.choices.function_choice import with_functions
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE
 from hpctrain.report.terminal import columns, fit
 from hpctrain.text import counted, fitted

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpctrain.comm.world import World
 from hpctrain.engine.built_engine import Engine
-from hpctrain.engine.stage import Stage
+from hpctrain.engine.stages.stage import Stage
 from hpctrain.errors import failing_as
 from hpctrain.files import write_text
 from hpctrain.host.device import on_host

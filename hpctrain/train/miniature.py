@@ -30,7 +30,7 @@ from hpctrain.deck.sections.optimizer import (
     SgdTable,
 )
 from hpctrain.deck.sections.rope_scaling import RopeScaling, rotated_features
-from hpctrain.engine.layer_placement import pipeline_form, split_by_flops
+from hpctrain.engine.layout.layer_placement import pipeline_form, split_by_flops
 from hpctrain.engine.name_patterns import check_patterns
 from hpctrain.errors import HpctrainError
 from hpctrain.model.construction import bare_model

@@ -12,7 +12,7 @@ from hpctrain.deck.sections.local_steps import has_outer_model
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.deck.sections.optimizer import MuonTable
 from hpctrain.deck.sources import toml_value
-from hpctrain.engine.update_rules import RULES, compression_settings
+from hpctrain.engine.stages.update_rules import RULES, compression_settings
 from hpctrain.errors import HpctrainError
 
 

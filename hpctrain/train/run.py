@@ -26,8 +26,8 @@ from hpctrain.deck.code import trust_of
 from hpctrain.deck.replicas import fit_continued_replicas, fit_initial_replicas
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import REFERENCE_KINDS
-from hpctrain.engine.function_choice import with_functions
-from hpctrain.engine.model_placement import place_models
+from hpctrain.engine.choices.function_choice import with_functions
+from hpctrain.engine.layout.model_placement import place_models
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, EXIT_USER, HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.plan.divided import build_seat_within_memory

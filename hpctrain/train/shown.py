@@ -13,13 +13,13 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.machine import Machine
-from hpctrain.engine.arrangement import arrange
 from hpctrain.engine.build import assemble
 from hpctrain.engine.built_engine import Engine
-from hpctrain.engine.inference_stage import build_inference_stage, build_initial_stage
-from hpctrain.engine.run_mesh import make_mesh
-from hpctrain.engine.stage import StageBuilder
+from hpctrain.engine.layout.engine_spec import make_engine_spec
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.engine.stage_values import load_parameters
+from hpctrain.engine.stages.inference_stage import build_inference_stage, build_initial_stage
+from hpctrain.engine.stages.stage import StageBuilder
 from hpctrain.host.memory import resident_bytes
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import bare_model
@@ -73,12 +73,12 @@ def initial_engine(path: Path, state: Mapping[str, Any], deck: Deck, world: Worl
 def _assemble_within_memory(path: Path, deck: Deck, world: World, size: int, build: StageBuilder) -> Engine:
     """Assemble an engine if the nodes have the memory, `size` bytes for each parameter. Collective."""
     mesh = make_mesh(deck, world)
-    arrangement = arrange(deck, world, mesh)
-    own = _elements(arrangement.architecture, deck, mesh) * size
+    spec = make_engine_spec(deck, world, mesh)
+    own = _elements(spec.architecture, deck, mesh) * size
     demand_room(
         world, Machine(), str(path), resident_bytes() + own, lambda _: "use more nodes to share the model"
     )
-    return assemble(deck, world, mesh, arrangement, build=build)
+    return assemble(deck, world, mesh, spec, build=build)
 
 
 def _elements(architecture: Architecture, deck: Deck, mesh: Mesh) -> int:

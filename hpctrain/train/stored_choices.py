@@ -12,7 +12,7 @@ from zlib import crc32
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.function_choice import LONGEST_RECORD, OTHER_BITS, RESUMED_RUN_USED
+from hpctrain.engine.choices.function_choice import LONGEST_RECORD, OTHER_BITS, RESUMED_RUN_USED
 from hpctrain.errors import InputOutputError
 from hpctrain.parallel.kernels.choice_cache import known_kernels
 from hpctrain.parallel.kernels.layer_functions import LayerFunctions

@@ -14,7 +14,7 @@ from hpctrain.deck.sections.mixture import token_file_patterns
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.built_engine import Engine
-from hpctrain.engine.deck_kernels import describe_kernels
+from hpctrain.engine.choices.deck_kernels import describe_kernels
 from hpctrain.host.device import gpu_name
 from hpctrain.model.count import count
 from hpctrain.parallel.fp8.device_support import native

@@ -18,7 +18,7 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.corpus import Corpus
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.built_engine import Engine
-from hpctrain.engine.model_placement import ModelPlacement
+from hpctrain.engine.layout.model_placement import ModelPlacement
 from hpctrain.text import counted
 from hpctrain.train.batch_size import batch_at
 from hpctrain.train.hook import Hook, StepDone

@@ -14,8 +14,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.build import build_engine
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.engine.name_patterns import check_patterns
-from hpctrain.engine.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.model.construction import architecture_of
 from hpctrain.model.part import logits_of

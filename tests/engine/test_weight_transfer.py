@@ -15,10 +15,11 @@ from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.deck.generation_deck import generation_deck
+from hpctrain.engine.choices.deck_layer_context import make_layer_context
 from hpctrain.engine.generation import generation_stage
-from hpctrain.engine.groups import make_layer_context
-from hpctrain.engine.stage import Stage, build_stage
 from hpctrain.engine.stage_values import load_parameters
+from hpctrain.engine.stages.stage import Stage, build_stage
+from hpctrain.engine.stages.zero_groups import make_replications
 from hpctrain.engine.weight_transfer import (
     Box,
     TransferMessage,
@@ -26,7 +27,6 @@ from hpctrain.engine.weight_transfer import (
     _divide_into_rounds,
     _messages,
 )
-from hpctrain.engine.zero_groups import make_replications
 from hpctrain.errors import HpctrainError
 from hpctrain.model.construction import build_model
 from hpctrain.model.part import logits_of

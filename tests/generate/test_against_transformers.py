@@ -14,7 +14,7 @@ from hpctrain.checkpoint.exchange.source import source_shape
 from hpctrain.checkpoint.read import load
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
-from hpctrain.engine.function_choice import compile_functions
+from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.generate.continuing import GeneratedText, continue_texts
 from hpctrain.generate.passes import CachedPasses, least_rows
 from hpctrain.generate.sampling import KeyedSampler, Sampling

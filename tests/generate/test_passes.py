@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hpctrain.comm.world import World
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.function_choice import compile_functions
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.choices.function_choice import compile_functions
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.generate.continuing import GeneratedText, PassTokens, continue_texts
 from hpctrain.generate.passes import CachedPasses, can_cache, least_rows, telling_rows
 from hpctrain.generate.sampling import KeyedSampler, Sampling

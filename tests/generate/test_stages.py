@@ -16,9 +16,9 @@ from torch import Tensor
 from hpctrain.comm.transports.nccl import NcclTransport
 from hpctrain.comm.world import World
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.function_choice import compile_functions
+from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.engine.generation import generation_stage
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.engine.weight_transfer import WeightTransfer
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.continuing import GeneratedText, continue_texts

@@ -342,7 +342,7 @@ def training_step(tables: dict[str, Any], device: str) -> Callable[[], float]:
     from hpctrain.bench.train import own_variant
     from hpctrain.comm.verb import single_world
     from hpctrain.deck.read import read_deck
-    from hpctrain.engine.run_mesh import make_mesh
+    from hpctrain.engine.layout.run_mesh import make_mesh
 
     deck, world = read_deck(write_deck(tables), (f"run.device={device}",)), single_world(device)
     return own_variant("deck", deck, world, make_mesh(deck, world)).step

@@ -1,6 +1,6 @@
 """Saved activations in files, and in fewer bits: training is the same, and memory is freed meanwhile.
 
-Tests of memory/offload_store.py, memory/activation_store.py and engine/recompute_settings.py.
+Tests of memory/offload_store.py, memory/activation_store.py and engine/choices/activation_policy.py.
 """
 
 from __future__ import annotations

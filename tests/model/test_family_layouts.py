@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from hpctrain.comm.world import World
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.parallel.normalization import normalize
 from hpctrain.plan.memory import plan_memory
 from hpctrain.train.miniature import miniature

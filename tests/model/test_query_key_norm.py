@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.model.query_key_norm import QueryKeyNorm
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.tensor import RowPartition

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.model.rotary import Rotary, RotaryFrequencies
 from hpctrain.train.miniature import miniature
 from hpctrain.train.verify import compare

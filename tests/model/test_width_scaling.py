@@ -19,7 +19,7 @@ from hpctrain.checkpoint.same_model import require_same_model
 from hpctrain.comm.world import World
 from hpctrain.deck.sections.model import MUP_OPTIMIZERS, parametrization_problems
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.model.initialize import deviation
 from hpctrain.model.part import parameter_list

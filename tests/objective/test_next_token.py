@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
-from hpctrain.engine.function_choice import compile_functions
+from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.layer_costs.activation_sizes import ActivationSizes
 from hpctrain.layer_costs.questions import workspace_bytes
 from hpctrain.objective.next_token import CrossEntropy

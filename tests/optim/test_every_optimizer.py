@@ -2,7 +2,7 @@
 
 On layouts it trains as on one rank and has the state that is planned, it goes on on another layout from the
 same bits, files and slices change nothing where it updates by element, replicas have state of their own, and
-what is frozen stays. Its formula is tested in a file of its own. This also tests engine/update_rules.py.
+what is frozen stays. Its formula is tested in a file of its own. Also tests engine/stages/update_rules.py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.optimizer import MATRIX_OPTIMIZERS
-from hpctrain.engine.run_mesh import make_mesh
-from hpctrain.engine.update_rules import RULES
+from hpctrain.engine.layout.run_mesh import make_mesh
+from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.optimizer import AveragedRule

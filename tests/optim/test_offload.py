@@ -15,9 +15,9 @@ from hpctrain.checkpoint.write import save
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.offload_settings import host_store
-from hpctrain.engine.planned_stage import PipelinePosition, plan_stage
-from hpctrain.engine.stage import Stage
+from hpctrain.engine.choices.offload_allocators import host_store
+from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
+from hpctrain.engine.stages.stage import Stage
 from hpctrain.errors import EXIT_INPUT_OUTPUT, EXIT_USER, HpctrainError, InputOutputError
 from hpctrain.memory.scratch import Flat, ScratchTensor
 from hpctrain.optim.offload import SLOTS, CopyStreams, OffloadedOptimizer, piece_elements

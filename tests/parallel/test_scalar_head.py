@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.layer_costs.layer_flops import model_flops
 from hpctrain.model.construction import bare_model
 from hpctrain.model.count import count

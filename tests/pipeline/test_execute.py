@@ -15,7 +15,7 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schedules import V_SHAPED
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.execute import BoundaryMessage, forward_only, messages

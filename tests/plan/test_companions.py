@@ -1,6 +1,7 @@
 """What a run holds that learns by rewards, planned to the byte: critic, reference, the copy that writes.
 
-Tests of plan/companions.py, deck/auxiliary_decks.py, engine/inference_stage.py and memory/cache_plan.py.
+Tests of plan/companions.py, deck/auxiliary_decks.py, engine/stages/inference_stage.py and
+memory/cache_plan.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pytest
 from hpctrain.comm.world import World
 from hpctrain.deck.auxiliary_decks import CRITIC, MOST_CONCURRENT_TEXTS, REFERENCE, concurrent_texts
 from hpctrain.deck.toml_text import deck_text
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.plan import engine as plan_engine
 from hpctrain.plan.companions import plan_run_memory

@@ -16,7 +16,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.deck.sections.machine import Machine
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.host import memory as host_memory
 from hpctrain.plan import engine as plan_engine

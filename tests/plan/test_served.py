@@ -1,6 +1,6 @@
 """What servers and workers will hold and send, against what they hold.
 
-Tests of plan/served.py and engine/server_roles.py.
+Tests of plan/served.py and engine/layout/server_roles.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.engine.server_roles import ServerRoles
+from hpctrain.engine.layout.server_roles import ServerRoles
 from hpctrain.plan.forms import plan_form
 from hpctrain.plan.served import plan_served, served_bytes
 from hpctrain.train.memory import MemoryLedger

@@ -16,13 +16,13 @@ from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.rank_partition import CRITIC
-from hpctrain.engine.arrangement import arrange
 from hpctrain.engine.build import assemble, build_engine
 from hpctrain.engine.built_engine import Engine
-from hpctrain.engine.function_choice import with_functions
-from hpctrain.engine.kernel_choice import choose_kernels
-from hpctrain.engine.model_placement import place_models
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.choices.function_choice import with_functions
+from hpctrain.engine.choices.kernel_choice import choose_kernels
+from hpctrain.engine.layout.engine_spec import make_engine_spec
+from hpctrain.engine.layout.model_placement import place_models
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.engine.stage_values import initialize
 from hpctrain.parallel.shards import Shard
 from hpctrain.post.rewards.reward import Sample
@@ -143,8 +143,8 @@ def policy_trainer(world: World, deck: Deck) -> PolicyTrainer:
     deck = settled(world, deck)
     seat = place_models(deck, world)
     own = choose_kernels(seat.deck, seat.world, seat.mesh)
-    arrangement = arrange(own, seat.world, seat.mesh)
-    engine = assemble(own, seat.world, seat.mesh, arrangement, ROUGHNESS, seat.build)
+    spec = make_engine_spec(own, seat.world, seat.mesh)
+    engine = assemble(own, seat.world, seat.mesh, spec, ROUGHNESS, seat.build)
     trainer = PolicyTrainer(TrainerParts(deck, engine, corpus, None, lambda: None, seat))
     for name, each in engines(trainer).items():
         initialize(each.world, each.architecture, each.stage, deck.run.seed + SEEDS[name], ROUGHNESS)

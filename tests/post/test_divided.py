@@ -1,6 +1,6 @@
 """Runs whose models have ranks of their own: the same run, which goes on divided otherwise.
 
-Tests of engine/model_placement.py, plan/divided.py and deck/sections/rank_partition.py by whole runs;
+Tests of engine/layout/model_placement.py, plan/divided.py and deck/sections/rank_partition.py by whole runs;
 `tests/post/test_plain_policy.py` compares what such ranks compute with plain torch.
 """
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.comm.world import World
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.generate.continuing import GeneratedText
 from hpctrain.generate.sampling import KeyedSampler
 from hpctrain.objective.next_token import CrossEntropy

@@ -1,7 +1,7 @@
 """Products that are checked: every flipped bit above rounding is found where it is, and nothing else.
 
 Tests of product_audit/matmul_audit.py, parallel/product_check.py, product_audit/audit_kernels.py,
-product_audit/audit_library.py and engine/audit.py.
+product_audit/audit_library.py and engine/choices/audit_kernel_choice.py.
 """
 
 from __future__ import annotations

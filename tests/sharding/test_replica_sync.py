@@ -12,10 +12,10 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.gradients import REPLICA_SYNCS, ReplicaSyncChoice
-from hpctrain.engine.run_mesh import make_mesh
-from hpctrain.engine.stage import build_stage
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.engine.stage_values import load_parameters
+from hpctrain.engine.stages.gradients import REPLICA_SYNCS, ReplicaSyncChoice
+from hpctrain.engine.stages.stage import build_stage
 from hpctrain.model.construction import build_model
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.replica_sync import SyncEveryStep, Weights

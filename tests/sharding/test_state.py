@@ -20,8 +20,8 @@ from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.registry import RecordedStatistics
-from hpctrain.engine.stage import build_stage
 from hpctrain.engine.stage_values import load_parameters
+from hpctrain.engine.stages.stage import build_stage
 from hpctrain.memory.scratch import fill_pieces, read_pieces
 from hpctrain.model.construction import build_model
 from hpctrain.parallel import matmul_choice

@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.train.check import check
 from hpctrain.train.verify import verify_layout

@@ -23,8 +23,8 @@ from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.function_choice import with_functions
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.choices.function_choice import with_functions
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.train.trainer import Trainer
 from hpctrain.train.verify import ROUGHNESS, _pieces

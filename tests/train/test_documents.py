@@ -21,8 +21,8 @@ from hpctrain.data.batches import Batches, MicroBatch, SequenceSource
 from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.function_choice import with_functions
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.choices.function_choice import with_functions
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.parallel.shards import Shard
 from hpctrain.train.hook import Hook
 from hpctrain.train.miniature import miniature

@@ -12,7 +12,7 @@ import pytest
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.train.verify import compare_miniature
 from tests.engines import LLAMA, small_deck

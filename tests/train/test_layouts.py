@@ -1,6 +1,7 @@
 """Every layout trains the same model: compared with one rank, and with single reductions taken away.
 
-Tests of train/verify.py, engine/build.py, engine/stage.py, engine/registry.py and parallel/attention/ring.py.
+Tests of train/verify.py, engine/build.py, engine/stages/stage.py, engine/registry.py and
+parallel/attention/ring.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.model.part import logits_of
 from hpctrain.parallel.tensor import RowLinear
 from hpctrain.train.miniature import miniature

@@ -17,7 +17,7 @@ import hpctrain.model.router as router_module
 import hpctrain.optim.clip as clip
 import hpctrain.parallel.experts.expert_layer as experts
 from hpctrain.comm.world import World
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
 from hpctrain.model.router import Router

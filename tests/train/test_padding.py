@@ -23,7 +23,7 @@ from hpctrain.data.prepare_rows import prepare_rows
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.model.router import Router
 from hpctrain.report.rows import read_metrics
 from hpctrain.train.routing import ROUTING_FILE

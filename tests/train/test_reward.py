@@ -22,8 +22,8 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.function_choice import with_functions
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.choices.function_choice import with_functions
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.objective.objective import Objective
 from hpctrain.objective.value import ClippedValue
 from hpctrain.train.scored import values_of

@@ -8,7 +8,7 @@
 
 Which library is fastest depends on the processor: MKL uses AVX-512 on Intel's processors only, oneDNN on all.
 On a processor without instructions for 16-bit numbers, their product takes longer than one in fp32.
-`engine/kernel_choice.py` measures the kernels and chooses; a `KernelTable` holds the choice.
+`engine/choices/kernel_choice.py` measures the kernels and chooses; a `KernelTable` holds the choice.
 """
 
 from __future__ import annotations

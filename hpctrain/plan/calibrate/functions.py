@@ -14,8 +14,8 @@ from hpctrain.comm.mesh import AXES
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.deck.activations import ACTIVATIONS, Activation
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.function_choice import functions_of, with_functions
-from hpctrain.engine.groups import make_layer_context
+from hpctrain.engine.choices.deck_layer_context import make_layer_context
+from hpctrain.engine.choices.function_choice import functions_of, with_functions
 from hpctrain.model.construction import build_parts
 from hpctrain.model.part import LayerRange
 from hpctrain.model.precision import Precision

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.deck_kernels import kernels_of
-from hpctrain.engine.kernel_choice import choose_kernels
+from hpctrain.engine.choices.deck_kernels import kernels_of
+from hpctrain.engine.choices.kernel_choice import choose_kernels
 from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.host.device import on_host
 from hpctrain.model.precision import Precision

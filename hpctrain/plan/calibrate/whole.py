@@ -11,9 +11,9 @@ from statistics import fmean
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.groups import make_layer_context
-from hpctrain.engine.kernel_choice import choose_kernels
-from hpctrain.engine.layer_times import measure_layers
+from hpctrain.engine.choices.deck_layer_context import make_layer_context
+from hpctrain.engine.choices.kernel_choice import choose_kernels
+from hpctrain.engine.layout.layer_times import measure_layers
 from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.operations import ElementwiseKind

@@ -16,9 +16,9 @@ import torch
 
 from hpctrain.comm.mesh import coordinates, expert_sizes, rank_count
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.layer_placement import placed_by_flops
+from hpctrain.engine.layout.layer_placement import placed_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
-from hpctrain.engine.stage import TrainedStage
+from hpctrain.engine.stages.stage import TrainedStage
 from hpctrain.host.device import device_kind
 from hpctrain.host.topology import ranks_per_node_of
 from hpctrain.model.construction import bare_model

@@ -15,7 +15,7 @@ import torch
 from hpctrain.comm.planned import META
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.planned_stage import PipelinePosition, plan_stage
+from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape

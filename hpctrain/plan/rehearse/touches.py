@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hpctrain.comm.planned import META
 from hpctrain.comm.transports.transport import TransportWork
-from hpctrain.engine.stage import TrainedStage
+from hpctrain.engine.stages.stage import TrainedStage
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.objective.objective import Losses

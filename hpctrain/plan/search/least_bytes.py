@@ -14,9 +14,9 @@ import torch
 
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.function_choice import planned_functions
-from hpctrain.engine.groups import make_layer_context
-from hpctrain.engine.update_rules import RULES
+from hpctrain.engine.choices.deck_layer_context import make_layer_context
+from hpctrain.engine.choices.function_choice import planned_functions
+from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.device_memory import matmul_workspace_bytes
 from hpctrain.layer_costs import questions

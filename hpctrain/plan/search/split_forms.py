@@ -9,7 +9,7 @@ from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schedules import SCHEDULE_NAMES
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.layout import layout_problems
-from hpctrain.engine.layer_placement import split_by_flops
+from hpctrain.engine.layout.layer_placement import split_by_flops
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule

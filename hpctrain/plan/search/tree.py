@@ -14,7 +14,7 @@ from functools import lru_cache
 from hpctrain.deck.check import world_problems
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.layout import layout_problems
-from hpctrain.engine.layer_placement import placed_by_flops
+from hpctrain.engine.layout.layer_placement import placed_by_flops
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.generate import generate

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.layer_placement import placed_by_flops
+from hpctrain.engine.layout.layer_placement import placed_by_flops
 from hpctrain.errors import HpctrainError
 from hpctrain.layer_costs.layer_flops import model_flops
 from hpctrain.model.shape import ModelShape

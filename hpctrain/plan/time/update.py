@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.update_rules import RULES
+from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.matrix.muon import Muon
 from hpctrain.parallel.shards import Shard, UpdateSettings

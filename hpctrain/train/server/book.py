@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import nan
 from statistics import fmean, median
 
-from hpctrain.engine.server_roles import ServerRoles
+from hpctrain.engine.layout.server_roles import ServerRoles
 from hpctrain.train.hook import StepDone
 from hpctrain.train.server.letters import Push
 from hpctrain.train.step import StepResult, TrainState

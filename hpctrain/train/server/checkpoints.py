@@ -13,7 +13,7 @@ from hpctrain.checkpoint.finite import NonFiniteWeight
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.built_engine import Engine
-from hpctrain.engine.server_roles import ServerRoles
+from hpctrain.engine.layout.server_roles import ServerRoles
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.server.letters import HEAD
 from hpctrain.train.start import start_from_source

@@ -14,7 +14,7 @@ from torch import Tensor
 from hpctrain.comm.mailbox import Mailbox, MailboxHeader
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.built_engine import Engine
-from hpctrain.engine.server_roles import ServerRoles
+from hpctrain.engine.layout.server_roles import ServerRoles
 from hpctrain.memory.scratch import Flat
 from hpctrain.optim.clip import clip_coefficient, local_square_norm
 from hpctrain.sharding.bucket import Bucket

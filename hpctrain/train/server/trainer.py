@@ -19,8 +19,8 @@ from hpctrain.data.batches import Batches
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import LANGUAGE_KINDS
 from hpctrain.engine.built_engine import Engine
-from hpctrain.engine.run_mesh import make_mesh
-from hpctrain.engine.server_roles import ServerRoles
+from hpctrain.engine.layout.run_mesh import make_mesh
+from hpctrain.engine.layout.server_roles import ServerRoles
 from hpctrain.errors import HpctrainError
 from hpctrain.model.part import parameter_list
 from hpctrain.plan.engine import build_within_memory

@@ -17,7 +17,7 @@ from hpctrain.comm.mailbox import Mailbox
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.built_engine import Engine
-from hpctrain.engine.server_roles import ServerRoles
+from hpctrain.engine.layout.server_roles import ServerRoles
 from hpctrain.errors import HpctrainError
 from hpctrain.model.part import parameter_list
 from hpctrain.train.batch_size import batch_at, samples_of

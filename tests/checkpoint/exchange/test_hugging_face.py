@@ -34,7 +34,7 @@ from hpctrain.deck.sections.model import source_problems
 from hpctrain.deck.sources import toml_value
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.model.part import logits_of
 from hpctrain.model.transformer import Transformer

@@ -28,10 +28,10 @@ from hpctrain.deck.presets import presets
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.groups import make_layer_context
-from hpctrain.engine.run_mesh import make_mesh
-from hpctrain.engine.stage import build_stage
+from hpctrain.engine.choices.deck_layer_context import make_layer_context
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.engine.stage_values import load_parameters
+from hpctrain.engine.stages.stage import build_stage
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.generate.text import load_model
 from hpctrain.model.construction import build_model

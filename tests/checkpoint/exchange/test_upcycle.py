@@ -14,7 +14,7 @@ from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.model.part import logits_of
 from hpctrain.parallel.shards import Shard

@@ -12,7 +12,7 @@ import torch
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
-from hpctrain.engine.groups import make_layer_context
+from hpctrain.engine.choices.deck_layer_context import make_layer_context
 from hpctrain.optim.matrix.local_matrices import LocalMatrices
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.parallel.layer_context import LayerContext
@@ -134,7 +134,7 @@ def test_padding_of_tables_changes_nothing(world: World, monkeypatch: pytest.Mon
         object.__setattr__(layer_context, "table_rows", 64)
         return layer_context
 
-    monkeypatch.setattr("hpctrain.engine.arrangement.make_layer_context", filled)
+    monkeypatch.setattr("hpctrain.engine.layout.engine_spec.make_layer_context", filled)
     training = trainer(world, deck)
     assert training.engine.stage.models[0].layers[0].all_parameters[0].shard.local[0] == 64
     assert [step.loss for step in training.train(3)] == pytest.approx(plain, rel=1e-6)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hpctrain.comm.world import World
-from hpctrain.engine.update_rules import RULES
+from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.matrix.matrix_optimizer import MatrixOptimizer
 from hpctrain.optim.matrix.matrix_rule import MatrixRules

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.world import World
-from hpctrain.engine.update_rules import RULES
+from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.matrix import local_matrices

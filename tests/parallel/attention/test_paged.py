@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.engine.function_choice import compile_functions
+from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.parallel.attention.paged import LayerPages, PageLayout, TokenPositions
 from hpctrain.parallel.kernels.function_library import PAGE, open_library
 from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions

@@ -15,7 +15,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine import stage
+from hpctrain.engine.stages import stage
 from hpctrain.model.precision import Precision
 from hpctrain.train.checkpoints import Checkpoints
 from tests.engines import Trainer, by_rank_0, small_deck, trainer

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.deck.activations import Activation
-from hpctrain.engine.function_choice import compile_functions
+from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.parallel.kernels import compiler
 from hpctrain.parallel.kernels import function_library as library
 from hpctrain.parallel.kernels.compiler import (
@@ -393,7 +393,7 @@ def test_a_compiler_ends_with_the_process_that_started_it(tmp_path: Path) -> Non
     compiler = tmp_path / "cc"
     compiler.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
     compiler.chmod(0o755)
-    program = "from hpctrain.engine.function_choice import compile_functions; compile_functions()"
+    program = "from hpctrain.engine.choices.function_choice import compile_functions; compile_functions()"
     process = subprocess.Popen(
         [sys.executable, "-c", program], env=os.environ | {"CC": str(compiler), "TMPDIR": str(tmp_path)}
     )

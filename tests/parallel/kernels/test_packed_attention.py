@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.documents import Documents
-from hpctrain.engine.function_choice import compile_functions
+from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.parallel.kernels.function_library import open_library
 from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions
 from hpctrain.parallel.kernels.packed_attention import document_attention

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.engine.function_choice import compile_functions
+from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.parallel.kernels.function_library import open_library
 from hpctrain.parallel.kernels.layer_functions import CompiledFunctions
 from hpctrain.parallel.kernels.matmul_kernels import LIBRARY, MatmulKernel

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hpctrain.deck.check import check_deck, world_problems
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.search_keys import SEARCH_KEYS
-from hpctrain.engine.layer_placement import placed_by_flops
+from hpctrain.engine.layout.layer_placement import placed_by_flops
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.deck_schedule import outline_schedule

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.layer_placement import LayerPlacement, placed_by_flops
+from hpctrain.engine.layout.layer_placement import LayerPlacement, placed_by_flops
 from hpctrain.layer_costs.layer_flops import model_flops
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule

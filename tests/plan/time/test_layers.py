@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.comm.planned import PlannedMesh
-from hpctrain.engine.layer_placement import placed_by_flops
+from hpctrain.engine.layout.layer_placement import placed_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes
-from hpctrain.engine.planned_stage import PipelinePosition, plan_stage
+from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind
 from hpctrain.layer_costs.activation_sizes import total

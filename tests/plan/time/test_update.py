@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hpctrain.engine.update_rules import RULES
+from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.optim.matrix.muon import orthogonalize
 from hpctrain.plan.time.machine_rates import parse_machine
 from hpctrain.plan.time.step import plan_step

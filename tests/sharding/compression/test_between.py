@@ -1,6 +1,6 @@
 """Sums that are exact inside nodes and compressed between them, on ranks that emulate several nodes.
 
-Tests of sharding/compression/between.py and engine/zero_groups.py.
+Tests of sharding/compression/between.py and engine/stages/zero_groups.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.engine.mesh_sizes import axis_sizes
-from hpctrain.engine.zero_groups import cut_by_node
+from hpctrain.engine.stages.zero_groups import cut_by_node
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.traffic import plan_traffic

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.engine.update_rules import compression_settings
+from hpctrain.engine.stages.update_rules import compression_settings
 from hpctrain.sharding.compression.methods import make_reduction
 from tests.engines import small_deck, trainer
 from tests.sharding.compression.given import ODD, Array, fill, given, own_of

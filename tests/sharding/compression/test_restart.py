@@ -19,7 +19,7 @@ from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.sections.communication import Communication
 from hpctrain.engine.mesh_sizes import axis_sizes
-from hpctrain.engine.planned_stage import PipelinePosition, plan_stage
+from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
 from hpctrain.memory.scratch import fill_pieces, read_pieces
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import accumulation

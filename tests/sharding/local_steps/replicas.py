@@ -11,7 +11,7 @@ from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.sharding.local_steps.local_steps import LocalSteps
 from hpctrain.train.verify import ROUGHNESS
 from tests.engines import Trainer

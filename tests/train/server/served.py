@@ -9,9 +9,9 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.arrangement import arrange
 from hpctrain.engine.build import assemble
-from hpctrain.engine.server_roles import ServerRoles
+from hpctrain.engine.layout.engine_spec import make_engine_spec
+from hpctrain.engine.layout.server_roles import ServerRoles
 from hpctrain.train.server.trainer import ServedTrainer
 from hpctrain.train.step import StepResult
 from hpctrain.train.verify import ROUGHNESS
@@ -34,8 +34,8 @@ def served(world: World, deck: Deck, masked: float = 0.2) -> ServedTrainer:
     """A trainer with servers on all ranks of the world."""
     roles = ServerRoles.of(deck, world.size)
     own, part, mesh = roles.place(deck, world)
-    arrangement = arrange(own, part, mesh)
-    engine = assemble(own, part, mesh, arrangement, ROUGHNESS, roles.stage(world.rank))
+    spec = make_engine_spec(own, part, mesh)
+    engine = assemble(own, part, mesh, spec, ROUGHNESS, roles.stage(world.rank))
     source = SyntheticSource(deck.batch.sequence, deck.model.vocabulary or 0, masked=masked)
     return ServedTrainer(deck, world, engine, Batches(source, 1))
 

@@ -6,7 +6,7 @@ from math import isnan, nan
 
 import pytest
 
-from hpctrain.engine.server_roles import ServerRoles
+from hpctrain.engine.layout.server_roles import ServerRoles
 from hpctrain.train.hook import StepDone
 from hpctrain.train.server.book import Book, SlowWorkers, histogram_text
 from hpctrain.train.server.letters import Push

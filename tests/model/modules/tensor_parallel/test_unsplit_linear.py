@@ -1,6 +1,6 @@
 """Linear layers of a module that hpctrain computes: all ways to call them, and gradients inside a pass.
 
-Also what engine/kernel_choice.py and parallel/matmul.py do with such layers.
+Also what engine/choices/kernel_choice.py and parallel/matmul.py do with such layers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
-from hpctrain.engine.measured_products import products_of
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.choices.measured_products import products_of
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.layer_costs.linear_bytes import planned_converted_bytes
 from hpctrain.model.part import converted_bytes
@@ -213,7 +213,7 @@ def test_converted_matrices_are_planned(world: World) -> None:
 
 @pytest.mark.mpi(max_size=1)
 def test_what_is_measured_is_what_is_multiplied(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.engine.measured_products.LEAST_FLOPS", 0)
+    monkeypatch.setattr("hpctrain.engine.choices.measured_products.LEAST_FLOPS", 0)
     deck = gpt2()
     found = products_of(deck, make_mesh(deck, world.single_rank_world()), world.device)
     # Conv1D has its matrices transposed, and what is forward of one is an input gradient of that.
@@ -266,7 +266,7 @@ micro_size = 4
 
 @pytest.mark.mpi(max_size=1)
 def test_rows_are_those_of_the_samples(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.engine.measured_products.LEAST_FLOPS", 0)
+    monkeypatch.setattr("hpctrain.engine.choices.measured_products.LEAST_FLOPS", 0)
     deck = parse_deck(PICTURES)
     found = by_rank_0(
         world, lambda: products_of(deck, make_mesh(deck, world.single_rank_world()), world.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpctrain.engine.update_rules import RULES
+from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.lion import Lion
 from hpctrain.optim.matrix.adafactor import Adafactor

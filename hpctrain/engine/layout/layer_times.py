@@ -13,7 +13,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.stage import build_stage
+from hpctrain.engine.stages.stage import build_stage
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import build_parts, initialize_parts, layer_kinds
 from hpctrain.objective.factory import make_objective

@@ -9,11 +9,11 @@ import torch
 
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.function_choice import planned_functions
-from hpctrain.engine.groups import make_layer_context
-from hpctrain.engine.offload_settings import planned_offload
-from hpctrain.engine.stage import StageBuilder, StageSetup, TrainedStage, build_trained_stage
-from hpctrain.engine.zero_groups import make_replications
+from hpctrain.engine.choices.deck_layer_context import make_layer_context
+from hpctrain.engine.choices.function_choice import planned_functions
+from hpctrain.engine.choices.offload_allocators import planned_offload
+from hpctrain.engine.stages.stage import StageBuilder, StageSetup, TrainedStage, build_trained_stage
+from hpctrain.engine.stages.zero_groups import make_replications
 from hpctrain.memory.recompute import Recompute
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import build_parts

@@ -8,7 +8,7 @@ from typing import Protocol
 from hpctrain.comm.group import Group
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.local_steps import has_outer_model
-from hpctrain.engine.gradients import ReplicaSyncChoice
+from hpctrain.engine.stages.gradients import ReplicaSyncChoice
 from hpctrain.errors import HpctrainError
 from hpctrain.host.topology import ranks_per_node_of
 from hpctrain.sharding.replication import OTHER_TOKENS, MeshQueries, NodePeers, Replications, ZeroSharding

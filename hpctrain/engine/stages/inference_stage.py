@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.stage import StageSetup, TrainedStage, build_stage
+from hpctrain.engine.stages.stage import StageSetup, TrainedStage, build_stage
 from hpctrain.optim.inference_optimizer import InferenceOptimizer
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.replica_sync import SyncEveryStep

@@ -1,5 +1,5 @@
 """The choice of kernels: the same on all ranks, kept, stored, taken over; what it computes. Also of
-`engine/deck_kernels.py` and `host/processor.py`.
+`engine/choices/deck_kernels.py` and `host/processor.py`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hpctrain.data.prepare import prepare
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.deck.toml_text import deck_text
-from hpctrain.engine import kernel_choice as module
-from hpctrain.engine.arrangement import arrange
-from hpctrain.engine.kernel_choice import choose_kernels, with_cached_kernels
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.choices import kernel_choice as module
+from hpctrain.engine.choices.kernel_choice import choose_kernels, with_cached_kernels
+from hpctrain.engine.layout.engine_spec import make_engine_spec
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.host.processor import processor_identity, processor_name
 from hpctrain.model.part import converted_bytes
@@ -61,7 +61,7 @@ class Measuring:
 @pytest.fixture
 def measuring(monkeypatch: pytest.MonkeyPatch, mpi_tmp_path: Path) -> Measuring:
     """Products of any size are chosen for, by seconds that a test gives; nothing is kept yet."""
-    monkeypatch.setattr("hpctrain.engine.measured_products.LEAST_FLOPS", 0)
+    monkeypatch.setattr("hpctrain.engine.choices.measured_products.LEAST_FLOPS", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(mpi_tmp_path / "cache"))
     found = Measuring(QUICK_FORWARD)
     monkeypatch.setattr(module, "measure", found)
@@ -71,7 +71,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, mpi_tmp_path: Path) -> Measuring:
 def chosen(world: World, *overrides: str, before: object = None) -> KernelTable:
     deck = small_deck(*overrides)
     deck, mesh = with_stored_choices(deck, deck, {"products": before}, Path()), make_mesh(deck, world)
-    return arrange(choose_kernels(deck, world, mesh), world, mesh).layer_context.products.kernels
+    return make_engine_spec(choose_kernels(deck, world, mesh), world, mesh).layer_context.products.kernels
 
 
 @pytest.mark.mpi(max_size=1)

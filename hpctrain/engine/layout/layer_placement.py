@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.layer_times import measure_layers
+from hpctrain.engine.layout.layer_times import measure_layers
 from hpctrain.engine.mesh_sizes import micro_batches
 from hpctrain.errors import HpctrainError
 from hpctrain.layer_costs.layer_flops import layer_flops

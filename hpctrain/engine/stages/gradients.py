@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.update_rules import compression_settings
+from hpctrain.engine.stages.update_rules import compression_settings
 from hpctrain.model.part import blocks_of
 from hpctrain.sharding.compression.methods import make_reduction
 from hpctrain.sharding.gradient_squares import FirstMicroBatchNorm
@@ -19,7 +19,7 @@ from hpctrain.sharding.state import Stateful
 from hpctrain.sharding.synchronize import GradientSynchronizer
 
 if TYPE_CHECKING:
-    from hpctrain.engine.stage import Stage
+    from hpctrain.engine.stages.stage import Stage
 
 
 class ReplicaSyncChoice(NamedTuple):

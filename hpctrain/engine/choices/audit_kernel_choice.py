@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from hpctrain.comm.world import World
-from hpctrain.engine.function_choice import libraries_of_nodes
+from hpctrain.engine.choices.function_choice import libraries_of_nodes
 from hpctrain.host.device import on_host
 from hpctrain.parallel.kernels.compiler import CompilerError, build_packaged_library
 from hpctrain.parallel.kernels.function_library import open_library

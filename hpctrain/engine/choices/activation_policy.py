@@ -8,7 +8,7 @@ from math import ceil
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.memory import HOST_ACTIVATIONS_REFUSAL
-from hpctrain.engine.offload_settings import open_scratch
+from hpctrain.engine.choices.offload_allocators import open_scratch
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host
 from hpctrain.layer_costs.part_bytes import part_bytes

@@ -1,8 +1,8 @@
-"""Location of optimizer state and parameters: on the device, in host memory, or in files."""
+"""Memory of offloaded optimizer state and parameters: in host memory or in files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
@@ -13,27 +13,22 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.memory import HOST_REFUSAL
-from hpctrain.engine.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import choose_device, on_host, visible_gpus
 from hpctrain.host.streams import empty_host_tensor
 from hpctrain.memory.offload_folder import check_disk_space
 from hpctrain.memory.scratch import Flat, ScratchFile, ScratchFiles, ScratchTensor
-from hpctrain.optim.matrix.matrix_optimizer import MatrixOptimizer
-from hpctrain.optim.matrix.matrix_rule import MatrixRules
-from hpctrain.optim.offload import CopyStreams, MemoryLocation, OffloadedOptimizer
-from hpctrain.optim.optimizer import Agreement, Optimizer, ResidentOptimizer
-from hpctrain.sharding.bucket import Bucket, Store
+from hpctrain.sharding.bucket import Store
 from hpctrain.units import format_bytes
 
 
 @dataclass(frozen=True)
-class OffloadSettings:
-    """Functions that make memory outside the device.
+class OffloadAllocators:
+    """Functions that allocate memory outside the device.
 
     Attributes:
-        optimizer: Makes memory of the optimizer state; None if it is on the device.
-        parameters: Makes memory of the parameters; None if they are on the device.
+        optimizer: Allocates optimizer state; None if it is on the device.
+        parameters: Allocates parameters; None if they are on the device.
         scratch: Files of this rank, if there are any.
         introduction: Description for the log.
     """
@@ -44,8 +39,8 @@ class OffloadSettings:
     introduction: str = ""
 
 
-def open_offload(deck: Deck, world: World, sizes: Mapping[str, int]) -> OffloadSettings:
-    """Return the offload settings of a deck. Collective over all ranks.
+def open_offload(deck: Deck, world: World, sizes: Mapping[str, int]) -> OffloadAllocators:
+    """Return the functions that allocate what a deck offloads. Collective over all ranks.
 
     Args:
         deck: The deck.
@@ -71,7 +66,7 @@ def open_offload(deck: Deck, world: World, sizes: Mapping[str, int]) -> OffloadS
         for key in location
         if key in stores
     ]
-    return OffloadSettings(stores.get("optimizer"), stores.get("parameters"), scratch, ", ".join(lines))
+    return OffloadAllocators(stores.get("optimizer"), stores.get("parameters"), scratch, ", ".join(lines))
 
 
 def offload_folder(deck: Deck) -> Path:
@@ -116,8 +111,8 @@ def host_store(length: int, dtype: torch.dtype) -> Flat:
     return empty_host_tensor((length,), dtype, choose_device("auto", 0, visible_gpus())).zero_()
 
 
-def planned_offload(deck: Deck) -> OffloadSettings:
-    """Return offload settings for a plan, whose optimizer state has neither memory nor files. Local."""
+def planned_offload(deck: Deck) -> OffloadAllocators:
+    """Return functions for a plan, whose optimizer state has neither memory nor files. Local."""
 
     def make(length: int, dtype: torch.dtype) -> Flat:
         if deck.memory.optimizer == "host":
@@ -125,28 +120,4 @@ def planned_offload(deck: Deck) -> OffloadSettings:
         file = ScratchFile(Path("planned"), length * dtype.itemsize, ThreadPoolExecutor(1), -1)
         return ScratchTensor(file, 0, length, dtype)
 
-    return OffloadSettings(None if deck.memory.optimizer == "device" else make)
-
-
-def make_optimizer(
-    deck: Deck, buckets: Sequence[Bucket], store: Store | None, device: torch.device, agreement: Agreement
-) -> Optimizer:
-    """Return the deck's optimizer. Collective over the ranks of the mesh.
-
-    Args:
-        deck: The deck.
-        buckets: Buckets whose parameters are updated.
-        store: Makes the memory of the state; None for the device.
-        device: Device of the run, also in a plan, whose buckets have no device.
-        agreement: Context of operations that may fail on one rank alone.
-    """
-    rule, memory = RULES[deck.optimizer.name](deck), deck.memory
-    if store is None and isinstance(rule, MatrixRules):
-        return MatrixOptimizer(rule, buckets)
-    assert not isinstance(rule, MatrixRules)  # the check of the deck refuses it
-    if store is None:
-        return ResidentOptimizer(rule, buckets)
-    streams = None if on_host(device) else CopyStreams()
-    computing: MemoryLocation = "gpu" if streams else "host"
-    location = computing if memory.parameters == "device" else memory.parameters
-    return OffloadedOptimizer(rule, buckets, store, memory.offload_buffer, agreement, location, streams)
+    return OffloadAllocators(None if deck.memory.optimizer == "device" else make)

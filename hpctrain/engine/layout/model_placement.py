@@ -12,10 +12,10 @@ from hpctrain.deck.check import check_world
 from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.rank_partition import RankPartition, without_dedicated_ranks
-from hpctrain.engine.inference_stage import build_inference_stage
+from hpctrain.engine.layout.run_mesh import configure_communication, make_mesh
 from hpctrain.engine.mesh_sizes import axis_sizes
-from hpctrain.engine.run_mesh import configure_communication, make_mesh
-from hpctrain.engine.stage import StageBuilder, StageSetup, TrainedStage, build_trained_stage
+from hpctrain.engine.stages.inference_stage import build_inference_stage
+from hpctrain.engine.stages.stage import StageBuilder, StageSetup, TrainedStage, build_trained_stage
 from hpctrain.text import counted
 
 Value = TypeVar("Value")

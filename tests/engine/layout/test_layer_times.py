@@ -13,10 +13,10 @@ from hpctrain.bench.stages import gather_part_times
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import read_deck
-from hpctrain.engine import layer_times
-from hpctrain.engine.layer_placement import LayerPlacement, with_split
-from hpctrain.engine.layer_times import measure_layers
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout import layer_times
+from hpctrain.engine.layout.layer_placement import LayerPlacement, with_split
+from hpctrain.engine.layout.layer_times import measure_layers
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.model.construction import bare_model
 from hpctrain.model.feed_forward import FeedForward
@@ -172,7 +172,7 @@ def test_the_slowest_stage_takes_no_longer_than_it_must(
 ) -> None:
     """Of given times: seconds of the ends, where a block takes one."""
     times = times_of(*(PassTimes(total, 0.0, 0.0) for total in (1.0, embedding, head)))
-    monkeypatch.setattr("hpctrain.engine.layer_placement.measure_layers", lambda *_: times)
+    monkeypatch.setattr("hpctrain.engine.layout.layer_placement.measure_layers", lambda *_: times)
     deck = small_deck("layout.pipeline=2", "model.layers=9", "layout.split=balanced")
     engine = trainer(world, deck).engine
     assert engine.placement.split == split
@@ -185,7 +185,7 @@ def test_stages_balance_blocks_of_two_kinds(
 ) -> None:
     seconds = {"block": 1.0, "wide block": 9.0, "embedding": 0.0, "head": 3.0}
     times = LayerTimes({kind: PassTimes(total, 0.0, 0.0) for kind, total in seconds.items()}, 0.0)
-    monkeypatch.setattr("hpctrain.engine.layer_placement.measure_layers", lambda *_: times)
+    monkeypatch.setattr("hpctrain.engine.layout.layer_placement.measure_layers", lambda *_: times)
     run = trainer(world, small_deck("layout.pipeline=2", "model.layers=6", "layout.split=balanced"))
     # 1 9 1 9 and 1 9 3; were all blocks alike, it would be three and three.
     assert run.engine.placement.split == (4, 2)

@@ -1,4 +1,4 @@
-"""Decisions that are made before any large memory is allocated: groups, kernels, and where layers go."""
+"""Inputs of an engine besides its deck: layer context, architecture, pipeline split and schedule."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.groups import make_layer_context
-from hpctrain.engine.layer_placement import LayerPlacement, place_layers
+from hpctrain.engine.choices.activation_policy import make_saved_policy
+from hpctrain.engine.choices.deck_layer_context import make_layer_context
+from hpctrain.engine.layout.layer_placement import LayerPlacement, place_layers
 from hpctrain.engine.mesh_sizes import micro_batches
-from hpctrain.engine.recompute_settings import make_saved_policy
 from hpctrain.engine.registry import extend_layer_context
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import architecture_of
@@ -19,8 +19,8 @@ from hpctrain.pipeline.action import Schedule
 
 
 @dataclass(frozen=True)
-class EngineLayout:
-    """Decisions that are made before any large memory is allocated.
+class EngineSpec:
+    """Inputs of an engine besides its deck, which are made before any large memory is allocated.
 
     Attributes:
         layer_context: Context of the layers, with their groups and kernels.
@@ -35,8 +35,8 @@ class EngineLayout:
     schedule: Schedule
 
 
-def arrange(deck: Deck, world: World, mesh: Mesh) -> EngineLayout:
-    """Decide where the layers of a deck with a known vocabulary go. Collective; may measure layers."""
+def make_engine_spec(deck: Deck, world: World, mesh: Mesh) -> EngineSpec:
+    """Return the spec of a deck with a known vocabulary. Collective; may measure layers."""
     assert deck.model.vocabulary is not None
     with world.agreement():
         saved_policy = make_saved_policy(deck, world)
@@ -45,4 +45,4 @@ def arrange(deck: Deck, world: World, mesh: Mesh) -> EngineLayout:
     layer_context = extend_layer_context(layer_context, deck, world)
     placement = place_layers(deck, architecture, layer_context, mesh)
     schedule = placement.schedule_of(micro_batches(deck, mesh.size("data")))
-    return EngineLayout(layer_context, architecture, placement, schedule)
+    return EngineSpec(layer_context, architecture, placement, schedule)

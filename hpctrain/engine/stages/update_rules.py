@@ -1,4 +1,4 @@
-"""Update rules of the optimizers that a deck can name."""
+"""Optimizer of a deck and its update rule."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from hpctrain.deck.sections.optimizer import (
     ScheduleFreeTable,
     SgdTable,
 )
+from hpctrain.host.device import on_host
 from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.model.width_scaling import set_rates
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.lion import Lion
 from hpctrain.optim.matrix.adafactor import Adafactor
 from hpctrain.optim.matrix.adam_mini import AdamMini
+from hpctrain.optim.matrix.matrix_optimizer import MatrixOptimizer
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.matrix.muon import Muon
-from hpctrain.optim.optimizer import UpdateRule
+from hpctrain.optim.offload import CopyStreams, MemoryLocation, OffloadedOptimizer
+from hpctrain.optim.optimizer import Agreement, Optimizer, ResidentOptimizer, UpdateRule
 from hpctrain.optim.schedule_free import ScheduleFree
 from hpctrain.optim.sgd import SGD
+from hpctrain.sharding.bucket import Bucket, Store
 from hpctrain.sharding.compression.methods import CompressionSettings
 
 
@@ -101,3 +105,27 @@ def assign_settings(deck: Deck, models: Sequence[ModelPart]) -> None:
     rule = RULES[deck.optimizer.name](deck)
     if isinstance(rule, MatrixRules):
         rule.assign([parameter for model in models for parameter in parameter_list(model)])
+
+
+def make_optimizer(
+    deck: Deck, buckets: Sequence[Bucket], store: Store | None, device: torch.device, agreement: Agreement
+) -> Optimizer:
+    """Return the deck's optimizer. Collective over the ranks of the mesh.
+
+    Args:
+        deck: The deck.
+        buckets: Buckets whose parameters are updated.
+        store: Makes the memory of the state; None for the device.
+        device: Device of the run, also in a plan, whose buckets have no device.
+        agreement: Context of operations that may fail on one rank alone.
+    """
+    rule, memory = RULES[deck.optimizer.name](deck), deck.memory
+    if store is None and isinstance(rule, MatrixRules):
+        return MatrixOptimizer(rule, buckets)
+    assert not isinstance(rule, MatrixRules)  # the check of the deck refuses it
+    if store is None:
+        return ResidentOptimizer(rule, buckets)
+    streams = None if on_host(device) else CopyStreams()
+    computing: MemoryLocation = "gpu" if streams else "host"
+    location = computing if memory.parameters == "device" else memory.parameters
+    return OffloadedOptimizer(rule, buckets, store, memory.offload_buffer, agreement, location, streams)

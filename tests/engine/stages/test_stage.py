@@ -14,12 +14,12 @@ from hpctrain.checkpoint.write import save
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.sections.optimizer import OptimizerSection
-from hpctrain.engine.groups import make_layer_context
+from hpctrain.engine.choices.deck_layer_context import make_layer_context
 from hpctrain.engine.mesh_sizes import axis_sizes
-from hpctrain.engine.stage import build_stage
 from hpctrain.engine.stage_values import load_parameters
-from hpctrain.engine.update_rules import RULES
-from hpctrain.engine.zero_groups import make_replications, zero_group_size
+from hpctrain.engine.stages.stage import build_stage
+from hpctrain.engine.stages.update_rules import RULES
+from hpctrain.engine.stages.zero_groups import make_replications, zero_group_size
 from hpctrain.errors import HpctrainError
 from hpctrain.model.construction import build_model
 from hpctrain.model.part import logits_of

@@ -17,9 +17,9 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.deck_kernels import chooses_kernels, matmul_name, matrix_of
-from hpctrain.engine.function_choice import with_functions
-from hpctrain.engine.measured_products import products_of
+from hpctrain.engine.choices.deck_kernels import chooses_kernels, matmul_name, matrix_of
+from hpctrain.engine.choices.function_choice import with_functions
+from hpctrain.engine.choices.measured_products import products_of
 from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind, on_host

@@ -14,9 +14,15 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.server import server_ranks
-from hpctrain.engine.run_mesh import configure_communication
-from hpctrain.engine.stage import StageBuilder, StageSetup, TrainedStage, build_stage, build_trained_stage
-from hpctrain.engine.update_rules import RULES
+from hpctrain.engine.layout.run_mesh import configure_communication
+from hpctrain.engine.stages.stage import (
+    StageBuilder,
+    StageSetup,
+    TrainedStage,
+    build_stage,
+    build_trained_stage,
+)
+from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.optimizer import Optimizer
 from hpctrain.sharding.reducer import Reducer, UnreducedGradients

@@ -1,6 +1,6 @@
 """Where layers go without being measured: by the FLOPs of each, told from the deck alone.
 
-Tests of engine/layer_placement.py and layer_costs/layer_flops.py; measured ones are in test_layer_times.py.
+Tests of engine/layout/layer_placement.py and layer_costs/layer_flops.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.layer_placement import placed_by_flops, with_split
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.layout.layer_placement import placed_by_flops, with_split
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.layer_costs.layer_flops import layer_flops, model_flops
 from hpctrain.model.shape import ModelShape
 from hpctrain.train.difference import LayoutDifference

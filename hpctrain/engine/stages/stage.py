@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.gradients import ReplicaSyncChoice, make_synchronizer
-from hpctrain.engine.offload_settings import OffloadSettings, make_optimizer
+from hpctrain.engine.choices.offload_allocators import OffloadAllocators
 from hpctrain.engine.registry import attach_features
-from hpctrain.engine.update_rules import assign_settings
+from hpctrain.engine.stages.gradients import ReplicaSyncChoice, make_synchronizer
+from hpctrain.engine.stages.update_rules import assign_settings, make_optimizer
 from hpctrain.model.part import ModelPart
 from hpctrain.model.precision import Precision
 from hpctrain.optim.optimizer import Agreement, Optimizer
@@ -124,7 +124,7 @@ class StageSetup:
     models: Sequence[ModelPart]
     replications: Replications
     device: torch.device
-    offload: OffloadSettings = field(default_factory=OffloadSettings)
+    offload: OffloadAllocators = field(default_factory=OffloadAllocators)
     agreement: Agreement = nullcontext
 
 

@@ -1,6 +1,6 @@
 """Whether functions are compiled: agreed, the same on all layouts, kept in checkpoints, planned, refused.
 
-Tests of engine/function_choice.py, train/stored_choices.py and deck/sections/machine.py.
+Tests of engine/choices/function_choice.py, train/stored_choices.py and deck/sections/machine.py.
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.machine import Machine
 from hpctrain.deck.toml_text import deck_text
-from hpctrain.engine import function_choice as module
-from hpctrain.engine.function_choice import compile_functions, functions_of, planned_functions, with_functions
-from hpctrain.engine.run_mesh import make_mesh
+from hpctrain.engine.choices import function_choice as module
+from hpctrain.engine.choices.function_choice import (
+    compile_functions,
+    functions_of,
+    planned_functions,
+    with_functions,
+)
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.parallel.kernels import compiler
 from hpctrain.parallel.kernels.compiler import CompilerError

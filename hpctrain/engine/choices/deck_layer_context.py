@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.deck_kernels import kernels_of
-from hpctrain.engine.function_choice import functions_of
+from hpctrain.engine.choices.deck_kernels import kernels_of
+from hpctrain.engine.choices.function_choice import functions_of
 from hpctrain.host.device import on_host
 from hpctrain.model.precision import Precision
 from hpctrain.parallel.layer_context import LayerContext, ProductSettings

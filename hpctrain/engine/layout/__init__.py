@@ -1,0 +1,1 @@
+"""Meshes, pipeline splits and dedicated ranks: where ranks, layers and models go."""

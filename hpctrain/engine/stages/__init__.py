@@ -1,0 +1,1 @@
+"""Pipeline stages of a rank: buckets, gradients, replicas and update rules."""
