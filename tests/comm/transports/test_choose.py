@@ -43,6 +43,8 @@ def test_the_process_group_is_that_of_the_type_of_gpu(
             assert options._timeout
             assert options.group_name == "pipeline"
             assert vars(options.config) == ({"max_ctas": CHANNEL_BLOCKS} if kind == "cuda" else {})
+            # On NVIDIA GPUs, process groups leave the streams of normal priority to copies and computing.
+            assert getattr(options, "is_high_priority_stream", False) == (kind == "cuda")
             calls.append((store, rank, size))
 
         def eager_connect_single_device(self, device: torch.device) -> None:
