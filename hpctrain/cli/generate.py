@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from hpctrain.comm.world import World
 
 # A model draws control characters, too: a terminal shows them as their pictures and does not obey them.
 PICTURES = {code: 0x2400 + code for code in range(0x20) if code not in b"\t\n"} | {0x7F: 0x2421}
@@ -85,6 +88,13 @@ PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
     help="Pipeline stages of each copy of the model, of --tensor ranks each.",
 )
 @click.option(
+    "--device",
+    default="auto",
+    metavar="NAME",
+    show_default=True,
+    help="Device that computes: auto (a GPU where torch finds one), cpu, cuda or xpu.",
+)
+@click.option(
     "--samples", default=1, metavar="N", show_default=True, help="Number of texts to generate per prompt."
 )
 def command(
@@ -94,6 +104,7 @@ def command(
     json_lines: str | None,
     tensor: int | None,
     pipeline: int,
+    device: str,
     chat: bool,
     **sampling: Any,
 ) -> None:
@@ -108,15 +119,18 @@ def command(
     from hpctrain.comm.verb import run_verb
     from hpctrain.generate.prompts import PromptOptions
     from hpctrain.generate.sampling import Sampling
-    from hpctrain.generate.text import generate
+    from hpctrain.generate.text import generate as generate_text
     from hpctrain.report.terminal import find_terminal
 
     source, drawn = PromptOptions(prompt, prompt_file, json_lines), Sampling(**sampling)
     output = Output(terminal=find_terminal() is not None)
     terminal = output.terminal
-    run_verb(
-        lambda world: generate(world, target, source, drawn, output.show, terminal, tensor, pipeline, chat)
-    )
+
+    def generate(world: World) -> None:
+        world.use_device(device, setting="--device")
+        generate_text(world, target, source, drawn, output.show, terminal, tensor, pipeline, chat)
+
+    run_verb(generate, device="cpu")
 
 
 class Output:

@@ -232,6 +232,19 @@ def choose_transport(world: World, requested: str) -> str:
     return name
 
 
+def transport_elsewhere(requested: str) -> str:
+    """Return the transport that a mesh requests on a machine for which the deck was perhaps not written.
+
+    Models of checkpoints, which generate text, are loaded anywhere. "nccl" and "shared" depend on GPUs and
+    memory of the machine, and are what "auto" chooses where they can be used. "mpi" and "gloo" can be used
+    everywhere, so they stay.
+
+    Args:
+        requested: Transport that the deck requests.
+    """
+    return requested if requested in {"mpi", "gloo"} else "auto"
+
+
 def rank_count(sizes: Mapping[str, int]) -> int:
     """Return the number of ranks of a mesh: the product of its sizes along all of AXES."""
     return prod(sizes[axis] for axis in AXES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from hpctrain.host.device import describe_setting
 from hpctrain.text import ranges
 
 
@@ -22,12 +23,13 @@ class RankDevice(NamedTuple):
     problem: str
 
 
-def device_problems(name: str, devices: Sequence[RankDevice]) -> list[str]:
+def device_problems(name: str, devices: Sequence[RankDevice], setting: str = "run.device") -> list[str]:
     """Return why the ranks of a job cannot compute together; an empty list if they can. Local.
 
     Args:
-        name: Value of `run.device`.
+        name: Name of the device that the user gave.
         devices: Device of each rank, the same on all ranks.
+        setting: Key of the deck, or option, by which the user gave it.
     """
     problems = list(dict.fromkeys(each.problem for each in devices if each.problem))
     if len(problems) == 1 and all(each.problem for each in devices):
@@ -41,8 +43,8 @@ def device_problems(name: str, devices: Sequence[RankDevice]) -> list[str]:
         return []
     parts = [f'"{kind}" on {_places([each.kind == kind for each in devices], devices)}' for kind in kinds]
     return [
-        f'run.device = "{name}": the ranks find different types of devices: {", ".join(parts)}; start all '
-        'of them where torch finds a GPU, or use "cpu"'
+        f"{describe_setting(setting, name)}: the ranks find different types of devices: {', '.join(parts)}; "
+        'start all of them where torch finds a GPU, or use "cpu"'
     ]
 
 

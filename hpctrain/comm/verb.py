@@ -83,7 +83,7 @@ def single_world(device: str = "auto") -> World:
         start_mpi()
         finalize_at_exit()
     world = World(MPI.COMM_SELF)
-    world.use_device(device)
+    world.use_device(device, setting="device")
     return world
 
 

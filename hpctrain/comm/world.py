@@ -161,8 +161,8 @@ class World:
         self._marker = mark_segments(node)
         node.Free()
 
-    def use_device(self, name: str, deterministic: bool = True) -> None:
-        """Set the device of a deck, on which this rank and `everyone` compute. Collective.
+    def use_device(self, name: str, deterministic: bool = True, setting: str = "run.device") -> None:
+        """Set the device that a user asks for, on which this rank and `everyone` compute. Collective.
 
         It prepares the process for the device. It may be called before any Mesh is made, since groups that
         exist keep their device.
@@ -170,6 +170,7 @@ class World:
         Args:
             name: Name of the device, as `start` takes it.
             deterministic: True for kernels of GPUs that always add in the same order.
+            setting: Key of the deck, or option, by which the user gave the name.
 
         Raises:
             HpctrainError: There is no such device on some rank, torch cannot use the GPUs of a node, or some
@@ -177,12 +178,12 @@ class World:
         """
         device, problem = torch.device("cpu"), ""
         try:
-            device = device_of_run(name, self.local_rank)
+            device = device_of_run(name, self.local_rank, setting)
         except HpctrainError as error:
             problem = str(error)
         devices = self.everyone.all_gather_object(RankDevice(self.hostname, device.type, problem))
         with self.agreement():
-            problems = device_problems(name, devices)
+            problems = device_problems(name, devices, setting)
             if problems:
                 raise HpctrainError(problems)
         self._compute_on(device, deterministic)

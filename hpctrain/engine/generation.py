@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.mesh import Mesh, transport_elsewhere
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.generation_deck import generation_deck
@@ -47,10 +47,7 @@ def generation_stage(deck: Deck, world: World, tensor: int, pipeline: int = 1) -
         deck = generation_deck(deck, tensor, pipeline)
     if all(world.everyone.all_gather_object(on_host(world.device))):
         deck = with_functions(deck, world)
-    # "nccl" and "shared" are what "auto" gives where they can be used, which need not be so on this machine.
-    requested = deck.communication.requested_transport
-    transport = requested if requested in {"mpi", "gloo"} else "auto"
-    mesh = Mesh(world, _sizes(deck, world.size, tensor, pipeline), transport=transport)
+    mesh = _mesh(deck, world, tensor, pipeline)
     return _stage(deck, mesh, world.device, mesh.coordinate("pipeline"), pipeline)
 
 
@@ -70,7 +67,7 @@ def module_generation_stage(deck: Deck, world: World) -> tuple[ModulePart, Stage
     with world.agreement():
         deck = generation_deck(deck, 1)
         architecture = replace(ModuleArchitecture.of(deck), loaded=True)
-    mesh = Mesh(world, _sizes(deck, world.size, 1, 1))
+    mesh = _mesh(deck, world, 1, 1)
     layer_context = make_layer_context(deck, mesh, SavedPolicy(), world.device)
     (model,) = build_parts(architecture, layer_context, [LayerRange.all_of(architecture.block_count)])
     assert isinstance(model, ModulePart)
@@ -91,6 +88,12 @@ def plan_generation_stage(
     mesh = PlannedMesh(_sizes(deck, ranks, tensor, 1), 0, ranks_per_node, device=device)
     with META:
         return _stage(deck, mesh, device)
+
+
+def _mesh(deck: Deck, world: World, tensor: int, pipeline: int) -> Mesh:
+    """Make the mesh of a model that generates text. Collective."""
+    transport = transport_elsewhere(deck.communication.requested_transport)
+    return Mesh(world, _sizes(deck, world.size, tensor, pipeline), transport)
 
 
 def _sizes(deck: Deck, ranks: int, tensor: int, pipeline: int) -> dict[str, int]:

@@ -60,7 +60,14 @@ def visible_gpus() -> VisibleGpus:
     return VisibleGpus(accelerator.type, torch.accelerator.device_count())
 
 
-def choose_device(name: str, local_rank: int, gpus: VisibleGpus) -> torch.device:
+def describe_setting(setting: str, name: str) -> str:
+    """Return a setting with its value, for messages: `run.device = "cpu"`, or `--device cpu` of an option."""
+    return f"{setting} {name}" if setting.startswith("--") else f'{setting} = "{name}"'
+
+
+def choose_device(
+    name: str, local_rank: int, gpus: VisibleGpus, setting: str = "run.device"
+) -> torch.device:
     """Return the device of a rank, without selecting it. Local.
 
     Args:
@@ -69,6 +76,7 @@ def choose_device(name: str, local_rank: int, gpus: VisibleGpus) -> torch.device
             CPU; or "cuda:N" or "xpu:N", the same GPU for all ranks, which decks cannot name.
         local_rank: Number of the rank among the ranks of its node.
         gpus: GPUs that this process sees.
+        setting: Key of the deck, or option, by which the user gave the name.
 
     Raises:
         HpctrainError: The name is none of these, or there is no such GPU.
@@ -76,7 +84,7 @@ def choose_device(name: str, local_rank: int, gpus: VisibleGpus) -> torch.device
     if name == "cpu" or (name == "auto" and not gpus.number):
         return torch.device("cpu")
     kind, colon, index = (gpus.kind if name == "auto" else name).partition(":")
-    wrong = f'run.device = "{name}": '
+    wrong = f"{describe_setting(setting, name)}: "
     if kind not in GPU_KINDS or (colon and not index.isdecimal()):
         raise HpctrainError(f'{wrong}must be "auto", "cpu", "cuda", "xpu", "cuda:N" or "xpu:N"')
     if not gpus.number:
@@ -88,20 +96,22 @@ def choose_device(name: str, local_rank: int, gpus: VisibleGpus) -> torch.device
     return torch.device(kind, int(index) if colon else local_rank % gpus.number)
 
 
-def device_of_run(name: str, local_rank: int) -> torch.device:
+def device_of_run(name: str, local_rank: int, setting: str = "run.device") -> torch.device:
     """Return the device on which a rank of a run computes, without selecting it. Local.
 
     Args:
         name: Name of the device, as `choose_device` takes it.
         local_rank: Number of the rank among the ranks of its node.
+        setting: Key of the deck, or option, by which the user gave the name.
 
     Raises:
         HpctrainError: The name is wrong, there is no such GPU, or torch cannot use the GPUs of this node.
     """
     reason = "" if name == "cpu" else unusable_gpus()
     if reason:
-        raise HpctrainError(f'run.device = "{name}": {reason}, or use "cpu" to compute on the CPU')
-    return choose_device(name, local_rank, visible_gpus())
+        problem = f'{describe_setting(setting, name)}: {reason}, or use "cpu" to compute on the CPU'
+        raise HpctrainError(problem)
+    return choose_device(name, local_rank, visible_gpus(), setting)
 
 
 _HIDING_VARIABLES = {

@@ -104,6 +104,20 @@ def test_a_broken_package_is_a_finding(launch: Launch, tmp_path: Path, package: 
         assert "A run could not start here." in done.stdout
 
 
+UNUSABLE = """
+from hpctrain.host import device
+device.unusable_gpus = lambda: "the driver is too old; update it"
+from hpctrain.cli.doctor import command; command()
+"""
+
+
+def test_a_gpu_that_torch_cannot_use_is_fatal(launch: Launch) -> None:
+    done = launch(0, "-c", UNUSABLE, COLUMNS="200")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "WRONG: GPUs: the driver is too old. What to do: update it.\n" in done.stdout
+    assert "A run could not start here." in done.stdout
+
+
 def test_a_broken_package_on_two_ranks_is_told_once(launch: Launch, tmp_path: Path) -> None:
     done = launch(2, "-m", "hpctrain", "doctor", **broken(tmp_path, "h5py"))
     assert done.returncode == 1

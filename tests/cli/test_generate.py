@@ -87,6 +87,27 @@ def test_mistakes_are_said_once(launch: Launch, tmp_path: Path) -> None:
     assert done.stderr == f"hpctrain: error: {tmp_path / 'gone'}: no such run folder or checkpoint\n"
 
 
+UNUSABLE = f"""
+from hpctrain.host import device
+device.unusable_gpus = lambda: "the driver is too old; update it"
+{PROGRAM}
+"""
+
+
+def test_a_gpu_that_torch_cannot_use_is_refused_as_in_training(launch: Launch, run_dir: Path) -> None:
+    options = (run_dir, "--prompt", "the cat sat", "--tokens", "3", "--temperature", "0")
+    done = launch(2, "-c", UNUSABLE, *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    reason = 'the driver is too old; update it, or use "cpu" to compute on the CPU'
+    assert done.stderr.count(f"hpctrain: error: --device auto: {reason}") == 1, done.stderr
+    done = launch(0, "-c", UNUSABLE, *options, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("the cat sat on")
+    done = launch(0, "-c", PROGRAM, *options, "--device", "gpu")
+    assert done.returncode == 2
+    assert done.stderr.startswith('hpctrain: error: --device gpu: must be "auto", "cpu", "cuda", "xpu", ')
+
+
 def test_a_full_disk_is_a_sentence_and_a_reader_that_leaves_is_none(run_dir: Path, warm: Server) -> None:
     python = warm.command(clean_environment(), own_end=True)
     command = [*python, "-c", PROGRAM, str(run_dir), "--tokens", "20"]
