@@ -104,9 +104,8 @@ def command(
     json_lines: str | None,
     tensor: int | None,
     pipeline: int,
-    device: str,
     chat: bool,
-    **sampling: Any,
+    **options: Any,
 ) -> None:
     """Generate text with the model of a checkpoint, or of the newest valid checkpoint of a run folder.
 
@@ -122,13 +121,14 @@ def command(
     from hpctrain.generate.text import generate as generate_text
     from hpctrain.report.terminal import find_terminal
 
-    source, drawn = PromptOptions(prompt, prompt_file, json_lines), Sampling(**sampling)
+    device = options.pop("device")
+    source, sampling = PromptOptions(prompt, prompt_file, json_lines), Sampling(**options)
     output = Output(terminal=find_terminal() is not None)
     terminal = output.terminal
 
     def generate(world: World) -> None:
         world.use_device(device, setting="--device")
-        generate_text(world, target, source, drawn, output.show, terminal, tensor, pipeline, chat)
+        generate_text(world, target, source, sampling, output.show, terminal, tensor, pipeline, chat)
 
     run_verb(generate, device="cpu")
 

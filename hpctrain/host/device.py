@@ -65,9 +65,7 @@ def describe_setting(setting: str, name: str) -> str:
     return f"{setting} {name}" if setting.startswith("--") else f'{setting} = "{name}"'
 
 
-def choose_device(
-    name: str, local_rank: int, gpus: VisibleGpus, setting: str = "run.device"
-) -> torch.device:
+def choose_device(name: str, local_rank: int, gpus: VisibleGpus, setting: str = "run.device") -> torch.device:
     """Return the device of a rank, without selecting it. Local.
 
     Args:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,6 +127,19 @@ def test_communication_is_checked_by_the_rules_of_nccl(deck: Path) -> None:
     missing = CliRunner().invoke(check, arguments)
     assert isinstance(missing.exception, HpctrainError)
     assert "add --ranks N" in str(missing.exception)
+
+
+def test_communication_of_the_launched_ranks_is_reported_once(
+    deck: Path, launch: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    arguments = "-m", "hpctrain", "check", deck, "--communication", "--set"
+    done = launch(2, *arguments, "layout.pipeline=2", COLUMNS="200")
+    assert done.returncode == EXIT_DONE, done.stderr
+    assert done.stdout.count("Rehearsed a step of 2 ranks (2 kinds)") == 1
+    assert done.stdout.count("by the rules of NCCL.") == 1
+    done = launch(2, *arguments, "layout.pipeline=3")
+    assert (done.returncode, done.stdout) == (EXIT_USER, "")
+    assert done.stderr.count("must divide the number of ranks, 2") == 1
 
 
 def test_a_rehearsal_that_lacks_memory_is_the_user_s_matter(deck: Path) -> None:
