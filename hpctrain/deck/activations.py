@@ -119,7 +119,7 @@ RELU_SQUARED = ElementwiseFunction(_relu_squared, _relu_squared_gradient, ("relu
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({
     "gelu-tanh": Activation(GELU_TANH, kernel="gelu"),
     "swiglu": Activation(SILU, gated=True, kernel="gated"),
-    "geglu": Activation(GELU_TANH, gated=True),
+    "geglu": Activation(GELU_TANH, gated=True, kernel="geglu"),
     "gelu": Activation(GELU),
     "geglu-exact": Activation(GELU, gated=True),
     "relu2": Activation(RELU_SQUARED),

@@ -43,13 +43,21 @@ class Norm(nn.Module):
 
     @property
     def has_fast_function(self) -> bool:
-        """True for RMSNorm with a weight, and LayerNorm with weight and bias, which have fast functions."""
-        return self.weight is not None and not self.offset and (self.kind == "rms" or self.bias is not None)
+        """True if a fast function computes the norm.
+
+        There are fast functions for RMSNorm with a weight, for LayerNorm with weight and bias, and among the
+        compiled ones for RMSNorm with a weight plus one.
+        """
+        if self.weight is None or (self.offset and not self.functions.compiled):
+            return False
+        return self.kind == "rms" or self.bias is not None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized over the last dimension."""
         if self.weight is None or not self.has_fast_function:
             return normalize(x, self.weight, self.bias, self.kind == "layer", self.epsilon, self.offset)
+        if self.offset:
+            return self.functions.one_plus_rms_norm(x, self.weight, self.epsilon)
         if self.bias is None:
             return self.functions.rms_norm(x, self.weight, self.epsilon)
         return self.functions.layer_norm(x, self.weight, self.bias, self.epsilon)

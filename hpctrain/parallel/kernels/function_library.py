@@ -98,8 +98,12 @@ def call_all(library: ctypes.CDLL) -> None:
         library.gelu_gradient(x, x, x, ctypes.c_int64(rows * head + 1), size)
         library.gated(x, x, height, width, size)
         library.gated_gradient(x, x, x, height, width, size)
+        library.geglu(x, x, height, width, size)
+        library.geglu_gradient(x, x, x, height, width, size)
         library.rms_norm(x, x, x, memory, height, width, ctypes.c_float(1.0), size)
         library.rms_norm_gradient(x, x, x, memory, x, memory, height, width, size)
+        library.one_plus_rms_norm(x, x, x, memory, height, width, ctypes.c_float(1.0), size)
+        library.one_plus_rms_norm_gradient(x, x, x, memory, x, memory, height, width, size)
         library.layer_norm(x, x, x, x, memory, memory, height, width, ctypes.c_float(1.0), size)
         library.layer_norm_gradient(x, x, x, memory, memory, x, memory, memory, height, width, size)
         of_rows = ctypes.c_int64(2), *[ctypes.c_int64(_BLOCK + 8)] * 2, ctypes.c_float(1.0), size

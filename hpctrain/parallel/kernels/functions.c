@@ -171,9 +171,17 @@ INLINE void gelu_gradient_of(const char *dy, const char *x, char *dx, size_t cou
     })
 }
 
-/* RMSNorm: y = x * inverse * weight for x [rows, width], where `inverse` [rows] is 1 / sqrt(mean(x^2) + epsilon). */
+/* Load one vector of factors of normalized features: the weights, plus one if `offset` is not 0. */
+INLINE Floats factors(const char *weight, int offset, int size, int some) {
+    Floats w = load_within(weight, size, some);
+    if (offset) w += 1.0f;
+    return w;
+}
+
+/* RMSNorm: y = x * inverse * (weight + offset) for x [rows, width], where `inverse` [rows] is
+ * 1 / sqrt(mean(x^2) + epsilon). `offset` is 0 or 1. */
 INLINE void rms_of(const char *x, const char *weight, char *y, float *inverse, size_t rows, size_t width,
-                   float epsilon, int size) {
+                   float epsilon, int offset, int size) {
     for (size_t row = 0; row < rows; ++row, x += width * size, y += width * size) {
         Sum sum = {0};
         SUMMED(width, {
@@ -182,28 +190,28 @@ INLINE void rms_of(const char *x, const char *weight, char *y, float *inverse, s
         })
         const float root = inverse[row] = 1 / sqrtf(total(sum) / width + epsilon);
         ELEMENTS(width, {
-            const Floats a = load_within(x + i * size, size, some), w = load_within(weight + i * size, size, some);
-            store_within(y + i * size, size, some, a * root * w);
+            const Floats a = load_within(x + i * size, size, some);
+            store_within(y + i * size, size, some, a * root * factors(weight + i * size, offset, size, some));
         })
     }
 }
 
 /* Gradients of RMSNorm. `dx` is overwritten; the gradient of the weight is added to `of_weight` [width], fp32. */
 INLINE void rms_gradient_of(const char *dy, const char *x, const char *weight, const float *inverse, char *dx,
-                            float *of_weight, size_t rows, size_t width, int size) {
+                            float *of_weight, size_t rows, size_t width, int offset, int size) {
     for (size_t row = 0; row < rows; ++row, dy += width * size, x += width * size, dx += width * size) {
         const float root = inverse[row];
         Sum sum = {0};
         SUMMED(width, {
             const Floats a = load_within(x + i * size, size, some), d = load_within(dy + i * size, size, some);
-            sum.part[part] += a * d * load_within(weight + i * size, size, some);
+            sum.part[part] += a * d * factors(weight + i * size, offset, size, some);
             char *to = (char *)(of_weight + i);
             store_within(to, 4, some, load_within(to, 4, some) + a * root * d);
         })
         const float mean = total(sum) * root * root / width;
         ELEMENTS(width, {
             const Floats a = load_within(x + i * size, size, some), d = load_within(dy + i * size, size, some);
-            const Floats w = load_within(weight + i * size, size, some);
+            const Floats w = factors(weight + i * size, offset, size, some);
             store_within(dx + i * size, size, some, root * (d * w - a * mean));
         })
     }
@@ -288,6 +296,31 @@ INLINE void gated_gradient_of(const char *dy, const char *x, char *dx, size_t ro
     }
 }
 
+/* GeGLU: y = gelu(gate) * up, with the tanh approximation of GELU. Rows of x are as in `gated_of`. */
+INLINE void geglu_of(const char *x, char *y, size_t rows, size_t width, int size) {
+    for (size_t row = 0; row < rows; ++row, x += 2 * width * size, y += width * size) {
+        const char *up = x + width * size;
+        ELEMENTS(width, {
+            const Floats g = load_within(x + i * size, size, some);
+            store_within(y + i * size, size, some, g * gelu_gate(g) * load_within(up + i * size, size, some));
+        })
+    }
+}
+
+INLINE void geglu_gradient_of(const char *dy, const char *x, char *dx, size_t rows, size_t width, int size) {
+    for (size_t row = 0; row < rows; ++row, x += 2 * width * size, dx += 2 * width * size, dy += width * size) {
+        const char *up = x + width * size;
+        char *dup = dx + width * size;
+        ELEMENTS(width, {
+            const Floats g = load_within(x + i * size, size, some), u = load_within(up + i * size, size, some);
+            const Floats d = load_within(dy + i * size, size, some);
+            const Floats dg = d * u * gelu_slope(g), du = d * g * gelu_gate(g);
+            store_within(dx + i * size, size, some, dg);
+            store_within(dup + i * size, size, some, du);
+        })
+    }
+}
+
 /* Softmax statistics of the logits factor * x, with x [rows, columns] in rows of `width` elements.
  *
  * For each row: `extreme`, the largest sign(factor) * x, at least -FLT_MAX; `sum`, the sum of
@@ -363,16 +396,37 @@ void gated_gradient(const char *dy, const char *x, char *dx, size_t rows, size_t
     BY_SIZE(size, gated_gradient_of(dy, x, dx, rows, width, 4), gated_gradient_of(dy, x, dx, rows, width, 2))
 }
 
+void geglu(const char *x, char *y, size_t rows, size_t width, int size) {
+    BY_SIZE(size, geglu_of(x, y, rows, width, 4), geglu_of(x, y, rows, width, 2))
+}
+
+void geglu_gradient(const char *dy, const char *x, char *dx, size_t rows, size_t width, int size) {
+    BY_SIZE(size, geglu_gradient_of(dy, x, dx, rows, width, 4), geglu_gradient_of(dy, x, dx, rows, width, 2))
+}
+
 void rms_norm(const char *x, const char *weight, char *y, float *inverse, size_t rows, size_t width, float epsilon,
               int size) {
-    BY_SIZE(size, rms_of(x, weight, y, inverse, rows, width, epsilon, 4),
-            rms_of(x, weight, y, inverse, rows, width, epsilon, 2))
+    BY_SIZE(size, rms_of(x, weight, y, inverse, rows, width, epsilon, 0, 4),
+            rms_of(x, weight, y, inverse, rows, width, epsilon, 0, 2))
 }
 
 void rms_norm_gradient(const char *dy, const char *x, const char *weight, const float *inverse, char *dx,
                        float *of_weight, size_t rows, size_t width, int size) {
-    BY_SIZE(size, rms_gradient_of(dy, x, weight, inverse, dx, of_weight, rows, width, 4),
-            rms_gradient_of(dy, x, weight, inverse, dx, of_weight, rows, width, 2))
+    BY_SIZE(size, rms_gradient_of(dy, x, weight, inverse, dx, of_weight, rows, width, 0, 4),
+            rms_gradient_of(dy, x, weight, inverse, dx, of_weight, rows, width, 0, 2))
+}
+
+/* RMSNorm whose factors are 1 + weight. */
+void one_plus_rms_norm(const char *x, const char *weight, char *y, float *inverse, size_t rows, size_t width,
+                       float epsilon, int size) {
+    BY_SIZE(size, rms_of(x, weight, y, inverse, rows, width, epsilon, 1, 4),
+            rms_of(x, weight, y, inverse, rows, width, epsilon, 1, 2))
+}
+
+void one_plus_rms_norm_gradient(const char *dy, const char *x, const char *weight, const float *inverse, char *dx,
+                                float *of_weight, size_t rows, size_t width, int size) {
+    BY_SIZE(size, rms_gradient_of(dy, x, weight, inverse, dx, of_weight, rows, width, 1, 4),
+            rms_gradient_of(dy, x, weight, inverse, dx, of_weight, rows, width, 1, 2))
 }
 
 void layer_norm(const char *x, const char *weight, const char *bias, char *y, float *mean, float *inverse, size_t rows,

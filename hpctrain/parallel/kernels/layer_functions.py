@@ -27,6 +27,7 @@ from hpctrain.parallel.autograd import apply_function
 from hpctrain.parallel.kernels.function_library import AttentionArguments, Heads, workspace_floats
 from hpctrain.parallel.kernels.logits import CompiledSoftmaxStatistics, SoftmaxStatistics, SplitLogits
 from hpctrain.parallel.kernels.packed_attention import document_attention
+from hpctrain.parallel.normalization import normalize
 
 _ROUNDING = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
 """Largest relative and absolute difference of results, by format."""
@@ -74,6 +75,10 @@ class LayerFunctions:
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Return the RMSNorm (arXiv 1910.07467) over the last dim."""
         return functional.rms_norm(x, weight.shape, weight, epsilon)
+
+    def one_plus_rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Return the RMSNorm over the last dim whose factors are one plus the weight (Gemma)."""
+        return normalize(x, weight, None, False, epsilon, 1.0)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         """Return the LayerNorm (arXiv 1607.06450) over the last dim."""
@@ -184,9 +189,19 @@ class CompiledFunctions(LayerFunctions):
         result: Tensor = apply_function(_Gated, x, self)
         return result
 
+    def geglu(self, x: Tensor) -> Tensor:
+        """Return GeGLU (arXiv 2002.05202), with GELU by tanh, of gate and up of the same size."""
+        result: Tensor = apply_function(_Gated, x, self, "geglu")
+        return result
+
     @override
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         result: Tensor = apply_function(_RmsNorm, x, weight, self, epsilon)
+        return result
+
+    @override
+    def one_plus_rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        result: Tensor = apply_function(_RmsNorm, x, weight, self, epsilon, "one_plus_rms_norm")
         return result
 
     @override
@@ -234,6 +249,7 @@ def agrees(functions: LayerFunctions) -> bool:
             if each.kernel is not None
         ),
         (lambda by: lambda x, weight: by.rms_norm(x, weight, 1e-5), [random(3, 35), random(35)]),
+        (lambda by: lambda x, weight: by.one_plus_rms_norm(x, weight, 1e-5), [random(3, 35), random(35)]),
         (lambda by: lambda x, *of: by.layer_norm(x, *of, 1e-5), [random(3, 35), random(35), random(35)]),
         (lambda by: lambda x: _CrossEntropyTrial.apply(x, by), [3 * random(4, 1100)]),
         (
@@ -320,45 +336,52 @@ class _Gelu(torch.autograd.Function):
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, functions: CompiledFunctions) -> Tensor:
+    def forward(ctx: Any, x: Tensor, functions: CompiledFunctions, name: str = "gated") -> Tensor:
         x = x.contiguous()
         width = x.shape[-1] // 2
         result = x.new_empty(*x.shape[:-1], width)
-        functions.call("gated", x, result, prod(x.shape[:-1]), width, ctypes.c_int(x.element_size()))
-        ctx.functions = functions
+        functions.call(name, x, result, prod(x.shape[:-1]), width, ctypes.c_int(x.element_size()))
+        ctx.functions, ctx.name = functions, name
         ctx.save_for_backward(x)
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         gradient, result, size = gradient.contiguous(), torch.empty_like(x), ctypes.c_int(x.element_size())
         rows = prod(x.shape[:-1])
-        ctx.functions.call("gated_gradient", gradient, x, result, rows, x.shape[-1] // 2, size)
-        return result, None
+        ctx.functions.call(f"{ctx.name}_gradient", gradient, x, result, rows, x.shape[-1] // 2, size)
+        return result, None, None
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, functions: CompiledFunctions, epsilon: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        functions: CompiledFunctions,
+        epsilon: float,
+        name: str = "rms_norm",
+    ) -> Tensor:
         x = x.contiguous()
         rows, size = prod(x.shape[:-1]), ctypes.c_int(x.element_size())
         result, inverse = torch.empty_like(x), torch.empty(rows)
-        functions.call("rms_norm", x, weight, result, inverse, rows, x.shape[-1], epsilon, size)
-        ctx.functions = functions
+        functions.call(name, x, weight, result, inverse, rows, x.shape[-1], epsilon, size)
+        ctx.functions, ctx.name = functions, name
         ctx.save_for_backward(x, weight, inverse)
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
         gradient, result = gradient.contiguous(), torch.empty_like(x)
         of_weight = torch.zeros(weight.shape)
         rows, width, size = inverse.numel(), x.shape[-1], ctypes.c_int(x.element_size())
         ctx.functions.call(
-            "rms_norm_gradient", gradient, x, weight, inverse, result, of_weight, rows, width, size
+            f"{ctx.name}_gradient", gradient, x, weight, inverse, result, of_weight, rows, width, size
         )
-        return result, of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None
+        return result, of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None, None
 
 
 class _LayerNorm(torch.autograd.Function):

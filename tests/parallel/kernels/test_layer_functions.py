@@ -122,6 +122,25 @@ def test_a_gate(compiled: CompiledFunctions) -> None:
         )
 
 
+def test_a_gate_of_gelu(compiled: CompiledFunctions) -> None:
+    for width in (5, 16, 48):
+
+        def exact(x: Tensor, width: int = width) -> Tensor:
+            return functional.gelu(x[..., :width], approximate="tanh") * x[..., width:]
+
+        compare(compiled.geglu, exact, [3 * random(4, 2, 2 * width)], (4, 2, width))
+
+
+def test_rms_norm_of_one_plus_the_weight(compiled: CompiledFunctions) -> None:
+    for width in (5, 32, 100):
+        compare(
+            lambda x, weight: compiled.one_plus_rms_norm(x, weight, 1e-3),
+            lambda x, weight: x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (1 + weight),
+            [random(6, 3, width), random(width, seed=2)],
+            (6, 3, width),
+        )
+
+
 def test_rms_norm(compiled: CompiledFunctions) -> None:
     for width in (5, 32, 100):
         compare(
