@@ -19,7 +19,8 @@ class ElementwiseFunction:
         value: Function that returns a new tensor with the function of every element.
         gradient: Function that writes the gradient with respect to the input `x` into `out`. It is called as
             `gradient(dy, x, out)`.
-        hidden_act: Names in a config.json of `transformers`. An export writes the first one.
+        hidden_act: Names in a config.json of `transformers`. An export writes the first one. Without names,
+            families whose default it is have no other activation, whatever name their files have for it.
         saves_input: True if the autograd of torch keeps only the input of `value` for the backward pass. If
             False, `gradient` replaces it, so that all activations keep the same number of bytes.
     """
@@ -34,10 +35,12 @@ class ElementwiseFunction:
 class Activation:
     """Activation between the two projections of a feed-forward layer (an MLP or an expert).
 
-    A gated activation has two input projections, `gate` and `up`, and computes `function(gate) * up`.
+    A gated activation has two input projections, `gate` and `up`, and computes `function(gate) * up`, or
+    `function(gate) * up_function(up)`.
 
     Attributes:
         function: Elementwise function. With a gate, it is applied to the gate.
+        up_function: Elementwise function that is applied to `up`. None for `up` itself.
         gated: True if the feed-forward layer has a gate.
         kernel: Name of the method of `CompiledFunctions` (`parallel/`) that computes the activation as
             one fused kernel with `machine.compile`. None if no such method exists; then the operations of
@@ -47,6 +50,7 @@ class Activation:
     function: ElementwiseFunction
     gated: bool = False
     kernel: str | None = None
+    up_function: ElementwiseFunction | None = None
 
     @property
     def input_projections(self) -> int:
@@ -100,6 +104,42 @@ def _relu_squared_gradient(dy: Tensor, x: Tensor, out: Tensor) -> object:
     return mul(dy, x.relu().mul_(2), out=out)
 
 
+def _clamped_silu(x: Tensor) -> Tensor:
+    x = x.clamp(max=CLAMP_LIMIT)
+    return x * (CLAMPED_SLOPE * x).sigmoid_()
+
+
+def _clamped_silu_gradient(dy: Tensor, x: Tensor, out: Tensor) -> object:
+    from torch import mul
+
+    clamped = x.clamp(max=CLAMP_LIMIT)
+    share = (CLAMPED_SLOPE * clamped).sigmoid_()
+    slope = clamped.mul_(CLAMPED_SLOPE).mul_(1 - share).add_(1).mul_(share)
+    return mul(dy, slope.mul_(x <= CLAMP_LIMIT), out=out)
+
+
+def _clamped_plus_one(x: Tensor) -> Tensor:
+    return x.clamp(-CLAMP_LIMIT, CLAMP_LIMIT).add_(1)
+
+
+def _clamped_plus_one_gradient(dy: Tensor, x: Tensor, out: Tensor) -> object:
+    from torch import mul
+
+    return mul(dy, x.abs() <= CLAMP_LIMIT, out=out)
+
+
+CLAMP_LIMIT = 7.0
+"""Largest gate, and largest absolute value of `up`, of the clamped SwiGLU of gpt-oss."""
+
+CLAMPED_SLOPE = 1.702
+"""Factor of the gate in the sigmoid of the clamped SwiGLU of gpt-oss."""
+
+CLAMPED_SILU = ElementwiseFunction(_clamped_silu, _clamped_silu_gradient, (), saves_input=False)
+"""min(x, 7) sigmoid(1.702 min(x, 7)) (gpt-oss, arXiv 2508.10925)."""
+
+CLAMPED_PLUS_ONE = ElementwiseFunction(_clamped_plus_one, _clamped_plus_one_gradient, (), saves_input=False)
+"""x, limited to -7 and 7, plus 1 (gpt-oss, arXiv 2508.10925)."""
+
 GELU_TANH = ElementwiseFunction(
     _gelu_tanh,
     _gelu_tanh_gradient,
@@ -123,6 +163,7 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({
     "gelu": Activation(GELU),
     "geglu-exact": Activation(GELU, gated=True),
     "relu2": Activation(RELU_SQUARED),
+    "swiglu-clamped": Activation(CLAMPED_SILU, gated=True, up_function=CLAMPED_PLUS_ONE),
     "gated-relu2": Activation(RELU_SQUARED, gated=True),
 })  # fmt: skip
 """Activations by their names in a deck."""

@@ -13,8 +13,8 @@ from hpctrain.model.feed_forward import FeedForward
 def _saved_by_feed_forward(layer: FeedForward, at: ActivationSizes) -> list[SavedStorage]:
     """Return input and output of the activation.
 
-    Of a gated activation these are gate and up, which are one tensor, their product, and the activation of
-    the gate if torch computes it.
+    Of a gated activation these are gate and up, which are one tensor, their product, and the functions of
+    gate and up if torch computes them.
     """
     widest = [at.features(sum(layer.up.split_sizes))] if layer.activation.gated else []
     kept = [*_factor(layer, at), *saved_input(layer.down, at), *saved_by_adapter(layer.down, at)]
@@ -23,7 +23,8 @@ def _saved_by_feed_forward(layer: FeedForward, at: ActivationSizes) -> list[Save
 
 def _factor(layer: FeedForward, at: ActivationSizes) -> list[SavedStorage]:
     one = layer.activation.gated and layer.functions.compiles(layer.activation)
-    return [] if one else [at.features(layer.up.split_sizes[-1])]
+    functions = 1 if layer.activation.up_function is None else 2
+    return [] if one else [at.features(layer.up.split_sizes[-1])] * functions
 
 
 @workspace_bytes.register

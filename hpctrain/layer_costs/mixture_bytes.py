@@ -44,6 +44,8 @@ def _saved_by_experts(experts: Experts, at: ActivationSizes) -> list[SavedStorag
 def _saved_by_mixture(mixture: Mixture, at: ActivationSizes) -> list[SavedStorage]:
     """Return what router, shared experts and experts save, and the results."""
     shared = saved_storages(mixture.shared, at) if mixture.shared is not None else []
+    if mixture.shared_gate is not None:
+        shared += [at.row_features(mixture.experts.hidden), SavedStorage(4 * at.rows, 4, features=False)]
     inner = saved_storages(mixture.experts, at)
     return [*saved_storages(mixture.router, at), *shared, *inner, result_storage(mixture, at)]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.deck.activations import ACTIVATIONS
@@ -19,18 +20,20 @@ from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.router import RoutedTokens, Router
 from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.autograd import apply_function
 from hpctrain.parallel.experts.dispatch import Dispatch
 from hpctrain.parallel.experts.expert_layer import Experts, ExpertSizes
 from hpctrain.parallel.experts.grouped_products import row_unit
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, kind_of
 from hpctrain.parallel.residency import ParameterResidency
+from hpctrain.parallel.shards import Parameter, Shard
 
 
 class Mixture(nn.Module):
     """Mixture of experts, [s or s/t, b, h] -> the same shape.
 
-    The result is the weighted sum of a token's experts, plus the shared experts.
+    The result is the weighted sum of a token's experts, plus the shared experts, perhaps times a gate.
     """
 
     def __init__(self, name: str, shape: ModelShape, layer_context: LayerContext) -> None:
@@ -39,10 +42,14 @@ class Mixture(nn.Module):
         self.router = Router(f"{name}.router", shape, layer_context)
         sizes = ExpertSizes(shape.experts, shape.experts_per_token, shape.hidden, shape.expert_mlp)
         activation = ACTIVATIONS[shape.activation]
-        self.experts = Experts(f"{name}.experts", sizes, layer_context, shape.capacity, activation)
+        self.experts = Experts(
+            f"{name}.experts", sizes, layer_context, shape.capacity, activation, shape.mlp_bias
+        )
         inner = shape.shared_experts * shape.expert_mlp
         # The router saves the same input.
         self.shared = FeedForward(f"{name}.shared", shape, layer_context, inner, True) if inner else None
+        gated = shape.shared_gate and self.shared is not None
+        self.shared_gate = SharedGate(f"{name}.shared_gate", shape, layer_context) if gated else None
 
     def forward(self, x: Tensor, inputs: ModelInputs, residency: ParameterResidency) -> Tensor:
         """Route and send tokens, compute experts, and combine the results. Collective over the expert group.
@@ -72,6 +79,8 @@ class Mixture(nn.Module):
         )
         coming = dispatch.send(tokens.select(rows))
         shared = self.shared(x) if self.shared is not None else None
+        if self.shared_gate is not None and shared is not None:
+            shared = self.shared_gate(shared, x)
         compute = partial(self.experts, segments=dispatch.segments, deferred=dispatch.deferred)
         results = residency.run_layer(self.experts.gate_up, compute, dispatch.receive(coming))
         combined = tokens.expand(dispatch.combine(dispatch.send_back(results), routing.weights))
@@ -91,6 +100,43 @@ class Mixture(nn.Module):
     def terms(self) -> tuple[str, ...]:
         """Names of the auxiliary losses of the layer."""
         return self.router.terms
+
+
+class SharedGate(nn.Module):
+    """Factor of the result of shared experts, the sigmoid of a linear layer of their input (Qwen2-MoE)."""
+
+    def __init__(self, name: str, shape: ModelShape, layer_context: LayerContext) -> None:
+        super().__init__()
+        shard = Shard.replicated(f"{name}.weight", (1, shape.hidden), layer_context.sequence_partial)
+        self.weight = Parameter(shard, initial="router")
+
+    def forward(self, shared: Tensor, x: Tensor) -> Tensor:
+        """Return the result of shared experts [s or s/t, b, h] times the gate of their input x."""
+        result: Tensor = apply_function(_Gate, shared, x, self.weight)
+        return result
+
+
+class _Gate(torch.autograd.Function):
+    """Product of `shared` and the sigmoid of x times a vector. It saves one number of each row besides."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, shared: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        gate = (x @ weight.t()).float().sigmoid_()
+        ctx.save_for_backward(shared, x, weight, gate)
+        return (shared * gate).to(shared.dtype)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        shared, x, weight, gate = ctx.saved_tensors
+        of_gate = (gradient * shared).sum(-1, keepdim=True, dtype=torch.float32)
+        of_product = of_gate * gate * (1 - gate)
+        of_weight = None
+        if ctx.needs_input_grad[2]:
+            of_weight = (of_product.flatten(0, 1).t() @ x.flatten(0, 1).float()).to(weight.dtype)
+        of_x = of_product.to(x.dtype) * weight.view(-1) if ctx.needs_input_grad[1] else None
+        return (gradient * gate).to(shared.dtype), of_x, of_weight
 
 
 class _LocalRows(torch.autograd.Function):

@@ -19,6 +19,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.autograd import as_features
 from hpctrain.parallel.experts.grouped_products import count_numbers
 from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.parallel.matmul import gradient_of
 from hpctrain.parallel.shards import Parameter, Shard
 
 _LEAST = 1e-20
@@ -97,6 +98,13 @@ class Router(nn.Module):
         self.weight = Parameter(
             Shard.replicated(f"{name}.weight", size, frozenset({"tensor"})), initial="router"
         )
+        self.logit_bias = (
+            Parameter(
+                Shard.replicated(f"{name}.bias", (shape.experts,), frozenset({"tensor"})), False, "zeros"
+            )
+            if shape.router_bias
+            else None
+        )
         biased = shape.balance == "bias"
         shared = bool(shape.balance_loss) and shape.balance_over == "step"
         self.bias = self._zero_per_expert() if biased else None
@@ -132,7 +140,7 @@ class Router(nn.Module):
         Collective over the micro-batch's ranks if there is a capacity or a loss over the micro-batch.
         """
         shape = self.shape
-        logits = tokens.select(_Logits.apply(rows, self, self.weight))
+        logits = tokens.select(_Logits.apply(rows, self, self.weight, self.logit_bias))
         scores = logits.softmax(1) if shape.router == "softmax" else logits.sigmoid()
         experts = self.choose(scores.detach())
         if inputs.choices is not None:
@@ -259,18 +267,18 @@ def statistic_name(router: str) -> str:
 
 
 class _Logits(torch.autograd.Function):
-    """Product of rows [n, h] and the router's transposed matrix [E, h]: [n, E] in fp32."""
+    """Product of rows [n, h] and the router's transposed matrix [E, h], plus its bias: [n, E] in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, router: Router, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, router: Router, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.router = router
         ctx.save_for_backward(as_features(rows))
         fp32 = router.shape.router_dtype == "fp32"
         product: Tensor = rows.float() @ weight.float().t() if fp32 else rows @ weight.t()
-        return product.float()
+        return product.float() if bias is None else product.float() + bias.float()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
         router: Router = ctx.router
         rows = ctx.saved_tensors[0][0, 0]
         weight = router.weight
@@ -279,11 +287,14 @@ class _Logits(torch.autograd.Function):
             assert buffer is not None, f"{weight.shard.name} has no gradient buffer"
             buffer.add_(gradient.t() @ rows.float())
             weight.added()
+        if (bias := router.logit_bias) is not None and bias.requires_grad:
+            gradient_of(bias).add_(gradient.sum(0))
+            bias.added()
         if not ctx.needs_input_grad[0]:
-            return None, None, None
+            return None, None, None, None
         if router.shape.router_dtype == "fp32":
-            return (gradient @ weight.detach().float()).to(rows.dtype), None, None
-        return gradient.to(rows.dtype) @ weight.detach(), None, None
+            return (gradient @ weight.detach().float()).to(rows.dtype), None, None, None
+        return gradient.to(rows.dtype) @ weight.detach(), None, None, None
 
 
 def _top_experts(scores: Tensor, count: int) -> Tensor:

@@ -45,6 +45,8 @@ EXPERT_KEYS: Mapping[str, str] = {
     "expert_every": "every",
     "dense_first": "dense_first",
     "expert_pattern": "pattern",
+    "shared_gate": "shared_gate",
+    "router_bias": "router_bias",
     "router": "router",
     "router_normalize": "router_normalize",
     "router_scale": "router_scale",
@@ -100,6 +102,8 @@ class ModelShape(Architecture):
     expert_every: int = 1
     dense_first: int = 0
     expert_pattern: tuple[bool, ...] = ()
+    shared_gate: bool = False
+    router_bias: bool = False
     router: Literal["softmax", "sigmoid"] = "softmax"
     router_normalize: bool = True
     router_scale: float = 1.0

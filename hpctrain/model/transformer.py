@@ -240,7 +240,8 @@ class TransformerBlock(TransformerLayer):
         if not isinstance(self.feed_forward, Mixture):
             return super().matrices
         experts, hidden = self.feed_forward.router.weight.shard.shape
-        return [*super().matrices, MatrixSize(experts, hidden, "whole")]
+        rows = experts if self.feed_forward.shared_gate is None else experts + 1
+        return [*super().matrices, MatrixSize(rows, hidden, "whole")]
 
     @property
     @override

@@ -156,22 +156,28 @@ def compare_with_transformers(model: str, world: World) -> None:
 def test_gradients_equal_autograd_and_only_the_input_is_saved(name: str) -> None:
     activation = ACTIVATIONS[name]
     torch.manual_seed(0)
-    x = torch.randn(3, 5, 8 * activation.input_projections, dtype=torch.float64, requires_grad=True)
+    x = 4 * torch.randn(3, 5, 8 * activation.input_projections, dtype=torch.float64)
+    x.requires_grad_()
     weight = torch.randn(3, 5, 8, dtype=torch.float64)
     with LiveActivations(lambda: [x]) as saved:
         result = TORCH.activate(x, activation, [8] * activation.input_projections)
-    # Beside the input, which the matrices keep: of a gate its function, a factor of the product.
-    assert saved.peak == (weight.nbytes if activation.gated else 0)
+    # Beside the input, which the matrices keep: of a gate its function, a factor of the product, and that of
+    # the other factor.
+    functions = 0 if not activation.gated else 1 if activation.up_function is None else 2
+    assert saved.peak == functions * weight.nbytes
     (found,) = torch.autograd.grad(result, x, weight)
     leaf = x.detach().requires_grad_()
     gate, *up = leaf.split(8, -1)
+    assert activation.up_function is None or bool((leaf.abs() > 7).any())
     plain = {
         "silu": lambda: gate * torch.sigmoid(gate),
         "gelu": lambda: 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))),
         "relu": lambda: gate.clamp_min(0) ** 2,
         "exact": lambda: 0.5 * gate * (1 + torch.erf(gate / 2**0.5)),
-    }["exact" if activation.function is GELU else activation.function.hidden_act[0][:4]]()
-    expected = plain * up[0] if up else plain
+        "clam": lambda: gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)),
+    }["exact" if activation.function is GELU else next(iter(activation.function.hidden_act), "clamped")[:4]]()
+    factors = [part.clamp(-7, 7) + 1 for part in up] if activation.up_function is not None else up
+    expected = plain * factors[0] if up else plain
     torch.testing.assert_close(result, expected)
     torch.testing.assert_close(found, torch.autograd.grad(expected, leaf, weight)[0])
 

@@ -41,6 +41,8 @@ def even(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Router, "choose", choose)
 
 
+GATED = ("model.experts.shared_gate=true", "model.experts.pattern=[false,true]")
+
 LAYOUTS: dict[int, list[tuple[str, ...]]] = {
     1: [
         (),
@@ -57,6 +59,13 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
         ("model.experts.balance=none",),
         ("model.activation=geglu", "model.experts.shared=1"),
         ("model.activation=relu2", "model.experts.shared=1"),
+        (
+            "model.activation=swiglu-clamped",
+            "model.mlp_bias=true",
+            "model.experts.router_bias=true",
+            "model.experts.shared=1",
+            "model.experts.shared_gate=true",
+        ),
         ("precision.compute=bf16", *SMALL_UNITS),
     ],
     2: [
@@ -69,6 +78,7 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
         ("layout.tensor=2",),
         ("layout.tensor=2", "layout.expert=2", "layout.sequence_parallel=true", "model.experts.shared=1"),
         ("layout.tensor=2", "layout.expert_tensor=2", "model.experts.shared=1"),
+        ("layout.tensor=2", "layout.sequence_parallel=true", "model.experts.shared=1", *GATED),
         ("layout.context=2", "layout.expert=2"),
         ("layout.pipeline=2",),
         ("layout.pipeline=2", "model.experts.dense_first=2", "model.layers=4"),

@@ -54,6 +54,18 @@ MODELS = {
         "model.experts.balance_rate=0.1",
         "model.experts.balance_over=step",
     ),
+    "biased": (
+        "model.mlp_bias=true",
+        "model.experts.router_bias=true",
+        "model.experts.pattern=[true,true,false]",
+        "model.activation=swiglu-clamped",
+    ),
+    "gated": (
+        "model.experts.shared=2",
+        "model.experts.shared_gate=true",
+        "model.experts.pattern=[false,true]",
+        "model.experts.router_normalize=false",
+    ),
 }
 
 ON_TWO = (
@@ -203,6 +215,26 @@ def test_steps_on_four_ranks_are_those_of_one(world: World, layout: str) -> None
 @pytest.mark.parametrize("layout", ON_EIGHT)
 def test_steps_on_eight_ranks_are_those_of_one(world: World, layout: str) -> None:
     assert_same(world, deck_of("softmax", layout), 1e-5)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("model", ["biased", "gated"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "layout.expert=2",
+        "layout.expert_tensor=2",
+        "layout.tensor=2",
+        "layout.tensor=2 layout.expert=2 layout.sequence_parallel=true memory.recompute=full",
+        "layout.context=2 layout.expert_tensor=2",
+        "layout.pipeline=2 layout.schedule=zb-h1",
+        "layout.expert=2 layout.zero=3",
+        "layout.zero=3 memory.recompute=full",
+    ],
+)
+def test_biases_and_gates_have_the_gradients_of_one_rank(world: World, model: str, layout: str) -> None:
+    assert_same(world, deck_of(model, layout), 1e-5)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

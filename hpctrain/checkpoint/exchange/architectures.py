@@ -125,11 +125,13 @@ class HuggingFaceArchitecture:
     @property
     def activations(self) -> dict[str, str]:
         """What a config says of each of our activations that it can have, by our names."""
-        usual = self.hidden_act[1]
+        usual, own = self.hidden_act[1], FAMILIES[self.family].defaults.activation
+        if not ACTIVATIONS[own].function.hidden_act:
+            return {own: usual}
         return {
             name: usual if usual in (theirs := activation.function.hidden_act) else theirs[0]
             for name, activation in ACTIVATIONS.items()
-            if activation.gated == self.gated
+            if activation.gated == self.gated and activation.function.hidden_act
         }
 
     @property

@@ -92,6 +92,9 @@ class _Reading:
         key, default = self.architecture.hidden_act
         value = self.config.get(key, default)
         name = imported_activation(value, self.architecture.gated)
+        by_name = {theirs: own for own, theirs in self.architecture.activations.items()}
+        if name not in self.architecture.activations:
+            name = by_name.get(value) if isinstance(value, str) else None
         if name is None:
             names = sorted({repr(each) for each in self.architecture.activations.values()})
             told = f"unsupported; expected {either(names)} for {self.architecture.model_type}"
@@ -442,6 +445,8 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
             "expert_every": 1,
             "dense_first": 0,
             "expert_pattern": (),
+            "shared_gate": False,
+            "router_bias": False,
             **architecture.always,
         }
         asked = {key: value for key, value in asked.items() if key not in architecture.mixture}

@@ -14,11 +14,11 @@ from hpctrain.checkpoint.layout import Index, TensorRange
 from hpctrain.parallel.shards import Shard
 
 _EXPERTS = {
-    ".experts.gate_up.weight": (".gate.weight", ".up.weight"),
-    ".experts.up.weight": (".up.weight",),
-    ".experts.down.weight": (".down.weight",),
+    f".experts.{ours}.{kind}": tuple(f".{each}.{kind}" for each in dense)
+    for ours, dense in (("gate_up", ("gate", "up")), ("up", ("up",)), ("down", ("down",)))
+    for kind in ("weight", "bias")
 }
-_ROUTER = ".feed_forward.router.weight"
+_ROUTER = (".feed_forward.router.weight", ".feed_forward.router.bias")
 
 
 def upcycled(entry: TensorRange) -> Iterator[TensorRange]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Section, key
 from hpctrain.deck.problem import DeckProblem, divisors, must_divide, nearest_numbers
-from hpctrain.deck.relations import AtMost, Conflicts, HasEffectWith, Relations, Requires
+from hpctrain.deck.relations import AtMost, Conflicts, HasEffectWith, Relations
 from hpctrain.text import counted, either
 from hpctrain.units import format_bytes, format_count
 
@@ -32,6 +32,10 @@ class ExpertsTable(Section):
         ge=0,
         le=_MOST_EXPERTS,
     )
+    shared_gate: bool = key(
+        "Whether the result of shared experts is multiplied by the sigmoid of a linear layer (Qwen2-MoE).",
+        False,
+    )
     every: int = key(
         "Distance of the mixtures in blocks: 1 makes every block a mixture, 2 every second one.",
         1,
@@ -52,6 +56,7 @@ class ExpertsTable(Section):
         "of each one.",
         "softmax",
     )
+    router_bias: bool = key("Whether the router adds a trained bias to its logits (gpt-oss).", False)
     router_normalize: bool = key(
         "Whether the weights of a token's experts are normalized to a sum of 1.", True
     )
@@ -133,7 +138,6 @@ _COUNT, _BALANCE = "model.experts.count", "model.experts.balance"
 _ALL_BLOCKS = "the pattern says for each block whether it has experts"
 
 RELATIONS: Relations = (
-    Requires(_COUNT, "model.mlp_bias", (False,), because="experts have no biases"),
     AtMost("model.experts.per_token", _COUNT),
     Conflicts("model.experts.pattern", "model.experts.every", because=_ALL_BLOCKS),
     Conflicts("model.experts.pattern", "model.experts.dense_first", because=_ALL_BLOCKS),
@@ -161,6 +165,9 @@ def expert_problems(deck: Deck) -> Iterator[DeckProblem]:
     experts = deck.model.experts
     if experts is not None:
         yield from _blocks(deck, experts)
+        if experts.shared_gate and not experts.shared:
+            sentence = "requires shared experts (set model.experts.shared = 1 or more)"
+            yield DeckProblem("model.experts.shared_gate", sentence, ("model.experts.shared",))
         yield from _router_groups(experts)
         yield from _balance(experts)
         yield from _capacity(deck, experts)
@@ -168,9 +175,10 @@ def expert_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def expert_layout_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problem of shared experts that the tensor ranks cannot split; at most one.
+    """Yield the problems of experts that the ranks of a layout cannot split.
 
-    layout.tensor has to divide model.experts.shared x model.experts.mlp.
+    layout.tensor has to divide model.experts.shared x model.experts.mlp. With biases, layout.expert_tensor
+    has to divide model.hidden.
     """
     layout, experts = deck.layout, deck.model.experts
     if experts is not None and (shared := experts.shared * experts.mlp) % layout.tensor:
@@ -179,6 +187,10 @@ def expert_layout_problems(deck: Deck) -> Iterator[DeckProblem]:
         sentence = f"must divide {made} = {shared} (use {either(fitting)})"
         others = ("model.experts.shared", "model.experts.mlp", "model.heads")
         yield DeckProblem("layout.tensor", sentence, others)
+    if experts is not None and deck.model.mlp_bias and deck.model.hidden % layout.expert_tensor:
+        fitting = nearest_numbers(layout.expert_tensor, divisors(gcd(deck.model.hidden, experts.mlp)))
+        sentence = f"must divide model.hidden = {deck.model.hidden} to split biases (use {either(fitting)})"
+        yield DeckProblem("layout.expert_tensor", sentence, ("model.hidden", "model.mlp_bias"))
 
 
 def expert_world_problems(deck: Deck, stage_ranks: int) -> Iterator[DeckProblem]:

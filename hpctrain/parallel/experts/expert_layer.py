@@ -7,7 +7,7 @@ in Megatron-LM's feed-forward layer, by inner features over the `expert_tensor` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from hpctrain.deck.activations import ACTIVATIONS, Activation
 from hpctrain.parallel.autograd import as_features
 from hpctrain.parallel.experts.grouped_products import (
     Segments,
+    add_grouped_bias,
+    add_grouped_bias_gradient,
     add_grouped_gradient,
     grouped_product,
 )
@@ -50,7 +52,9 @@ class Experts(MatmulLayer):
     """Feed-forward layers of this rank's experts.
 
     Their parameters are `<name>.gate_up.weight` [E, 2, f, h], gates first, or `<name>.up.weight` [E, f, h]
-    for an activation without a gate, and `<name>.down.weight` [E, h, f].
+    for an activation without a gate, and `<name>.down.weight` [E, h, f]. Biases are `<name>.gate_up.bias`
+    [E, 2, f] or `<name>.up.bias` [E, f], and `<name>.down.bias` [E, h]. The ranks of `expert_tensor`, whose
+    results are summed, add different features of the latter.
 
     Args:
         name: Name of the layer.
@@ -58,6 +62,7 @@ class Experts(MatmulLayer):
         layer_context: Context of the layer.
         capacity: Limit on the rows of an expert, as a multiple of an even load. None if there is none.
         activation: Activation between the products.
+        biased: True if biases are added to both products.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class Experts(MatmulLayer):
         layer_context: LayerContext,
         capacity: float | None = None,
         activation: Activation = ACTIVATIONS["swiglu"],
+        biased: bool = False,
     ) -> None:
         super().__init__()
         self.layer_context, self.chosen, self.activation = layer_context, sizes.chosen, activation
@@ -96,6 +102,28 @@ class Experts(MatmulLayer):
             ),
             initial="residual",
         )
+        biases = self._biases() if biased else None
+        self.gate_up_bias = None if biases is None else biases[0]
+        self.down_bias = None if biases is None else biases[1]
+
+    def _biases(self) -> tuple[Parameter, Parameter]:
+        """Return the biases of both products, split like the outputs, the second one over `expert_tensor`."""
+        weight, rows = self.gate_up.shard, self.down.shard
+        first = replace(
+            weight,
+            name=weight.name.replace(".weight", ".bias"),
+            **{key: getattr(weight, key)[:-1] for key in ("shape", "start", "local")},
+        )
+        features = RowPartition.split(self.hidden, self.layer_context.expert_tensor)
+        second = Shard(
+            rows.name.replace(".weight", ".bias"),
+            rows.shape[:2],
+            (rows.start[0], features.start),
+            (rows.local[0], features.local),
+            split=EXPERT_AXES,
+        )
+        self.bias_columns = slice(features.start, features.start + features.local)
+        return Parameter(first, False, "zeros"), Parameter(second, False, "zeros")
 
     def forward(self, rows: Tensor, segments: Segments, deferred: list[Callable[[], None]]) -> Tensor:
         """Return the results [m, h] of rows [m, h] by expert: this rank's term of a sum over `expert_tensor`.
@@ -106,8 +134,22 @@ class Experts(MatmulLayer):
             deferred: List to which the backward pass appends the computation of weight gradients, for a
                 caller that has to wait for an exchange soon.
         """
-        result: Tensor = _ExpertsAutograd.apply(rows, self, segments, deferred, self.gate_up, self.down)
+        result: Tensor = _ExpertsAutograd.apply(rows, self, segments, deferred, *self.deferred_parameters)
         return result
+
+    def expand(self, rows: Tensor, segments: Segments) -> Tensor:
+        """Return the input of the activation of rows by expert."""
+        inner = self.multiply(rows, self.gate_up, segments)
+        if self.gate_up_bias is not None:
+            add_grouped_bias(inner, self.gate_up_bias.detach().flatten(1), segments)
+        return inner
+
+    def contract(self, activated: Tensor, segments: Segments) -> Tensor:
+        """Return this rank's term of the results for the output of the activation."""
+        output = self.multiply(activated, self.down, segments)
+        if self.down_bias is not None:
+            add_grouped_bias(output, self.down_bias.detach(), segments, self.bias_columns)
+        return output
 
     def multiply(
         self, rows: Tensor, weight: Parameter, segments: Segments, transposed: bool = False
@@ -134,14 +176,22 @@ class Experts(MatmulLayer):
     def matrices(self) -> list[MatrixSize]:
         count, hidden, inner = self.down.shard.shape
         return [
-            MatrixSize(self.activation.input_projections * inner, hidden, "outputs", self.chosen, count),
-            MatrixSize(hidden, inner, "inputs", self.chosen, count),
+            MatrixSize(
+                self.activation.input_projections * inner,
+                hidden,
+                "outputs",
+                self.chosen,
+                count,
+                biased=self.gate_up_bias is not None,
+            ),
+            MatrixSize(hidden, inner, "inputs", self.chosen, count, biased=self.gate_up_bias is not None),
         ]
 
     @property
     @override
     def deferred_parameters(self) -> list[Parameter]:
-        return [self.gate_up, self.down]
+        biases = (self.gate_up_bias, self.down_bias)
+        return [self.gate_up, self.down, *(bias for bias in biases if bias is not None)]
 
 
 class _ExpertsAutograd(torch.autograd.Function):
@@ -158,9 +208,9 @@ class _ExpertsAutograd(torch.autograd.Function):
         *_: Tensor,
     ) -> Tensor:
         ctx.experts, ctx.segments, ctx.deferred = experts, segments, deferred
-        inner = experts.multiply(rows, experts.gate_up, segments)
+        inner = experts.expand(rows, segments)
         ctx.save_for_backward(as_features(rows), as_features(inner))
-        return experts.multiply(_activate(inner, experts.activation), experts.down, segments)
+        return experts.contract(_activate(inner, experts.activation), segments)
 
     @staticmethod
     @override
@@ -181,6 +231,10 @@ class _ExpertsAutograd(torch.autograd.Function):
             add_grouped_gradient(output_gradient, activated, experts.down, segments, audit)
             del activated
             add_grouped_gradient(inner_gradient, rows, experts.gate_up, segments, audit)
+            if experts.gate_up_bias is not None and experts.down_bias is not None:
+                columns = experts.bias_columns
+                add_grouped_bias_gradient(output_gradient, experts.down_bias, segments, columns)
+                add_grouped_bias_gradient(inner_gradient, experts.gate_up_bias, segments)
 
         queue = experts.layer_context.weight_gradients
         if queue.deferring:
@@ -195,6 +249,8 @@ def _activate(inner: Tensor, activation: Activation) -> Tensor:
     if not activation.gated:
         return activation.function.value(inner)
     gate, up = inner.chunk(2, dim=1)
+    if activation.up_function is not None:
+        up = activation.up_function.value(up)
     return activation.function.value(gate).mul_(up)
 
 
@@ -207,5 +263,8 @@ def _activation_gradient(inner: Tensor, gradient: Tensor, activation: Activation
     gate, up = inner.chunk(2, dim=1)
     gate_gradient, up_gradient = result.chunk(2, dim=1)
     torch.mul(gradient, function.value(gate), out=up_gradient)
+    if activation.up_function is not None:
+        activation.up_function.gradient(up_gradient, up, up_gradient)
+        up = activation.up_function.value(up)
     function.gradient(gradient * up, gate, gate_gradient)
     return result

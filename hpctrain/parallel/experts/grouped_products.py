@@ -143,6 +143,53 @@ def add_grouped_gradient(
     weight.added()
 
 
+def add_grouped_bias(outputs: Tensor, bias: Tensor, segments: Segments, columns: slice | None = None) -> None:
+    """Add the bias of its expert to each row, in place.
+
+    Args:
+        outputs: Rows by expert, [m, n].
+        bias: Bias of each expert, [e, columns].
+        segments: Rows of each expert.
+        columns: Columns to which the bias is added; None for all.
+    """
+    if not len(outputs):
+        return
+    target = outputs if columns is None else outputs[:, columns]
+    if outputs.is_cpu:
+        for expert, rows in segments:
+            target[rows].add_(bias[expert])
+    else:
+        target.add_(bias.repeat_interleave(segments.padded_counts, 0, output_size=len(outputs)))
+
+
+def add_grouped_bias_gradient(
+    output_gradient: Tensor, bias: Parameter, segments: Segments, columns: slice | None = None
+) -> None:
+    """Add the sum over each expert's rows to the gradient buffer of a bias, and report the addition.
+
+    Args:
+        output_gradient: Gradient of the output, [m, n]. Padding is zero.
+        bias: Bias of all experts.
+        segments: Rows of each expert.
+        columns: Columns to which the bias was added; None for all.
+    """
+    if not bias.requires_grad:
+        return
+    gradient = bias.gradient
+    assert gradient is not None, f"{bias.shard.name} has no gradient buffer"
+    into = gradient.view(len(gradient), -1)
+    source = output_gradient if columns is None else output_gradient[:, columns]
+    if output_gradient.is_cpu:
+        for expert, rows in segments:
+            into[expert].add_(source[rows].sum(0, dtype=into.dtype))
+    elif len(output_gradient):
+        experts = torch.arange(len(into), device=into.device).repeat_interleave(
+            segments.padded_counts, output_size=len(output_gradient)
+        )
+        into.index_add_(0, experts, source.to(into.dtype))
+    bias.added()
+
+
 def compute_deferred(deferred: Sequence[Callable[[], None]]) -> None:
     """Compute what a backward pass has deferred, without a graph."""
     with torch.no_grad():

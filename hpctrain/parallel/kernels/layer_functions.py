@@ -70,6 +70,8 @@ class LayerFunctions:
         if not activation.gated:
             return _elementwise(x, activation.function)
         gate, up = torch.split(x, list(sizes), dim=-1)
+        if activation.up_function is not None:
+            up = _elementwise(up, activation.up_function)
         return _elementwise(gate, activation.function) * up
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -128,6 +128,10 @@ def test_mixtures_that_can_be(overrides: list[str], ranks: int | None) -> None:
             "says for each block whether it has experts (leave it out)",
         ),
         (
+            "model.experts.shared_gate=true",
+            "model.experts.shared_gate=true: requires shared experts (set model.experts.shared = 1 or more)",
+        ),
+        (
             "model.experts.capacity=0.0001",
             "model.experts.capacity=0.0001: limits an expert to 0.0016 of the 64 tokens of a "
             "micro-batch, which is less than one token (use 0.0625 or more)",
@@ -170,13 +174,10 @@ def test_mixtures_that_cannot_be(override: str, told: str) -> None:
     assert problems(*override.split()) == [told]
 
 
-def test_mixtures_have_no_biases() -> None:
-    told = problems("model.family=gpt2")
+def test_biases_are_split_by_features() -> None:
+    told = problems("model.family=gpt2", "layout.expert_tensor=3")
     assert told == [
-        (
-            "deck.toml:9: model.experts.count = 8: requires model.mlp_bias = false, but it is true: "
-            "experts have no biases"
-        )
+        "layout.expert_tensor=3: must divide model.hidden = 64 to split biases (use 1, 2, 4 or 8)"
     ]
 
 
