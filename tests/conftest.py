@@ -98,7 +98,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def two_kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Models have blocks of two kinds."""
-    from hpctrain.layer_costs import layer_flops
+    from hpctrain.costs import layer_flops
     from hpctrain.model import transformer
     from hpctrain.model.construction import layer_kinds
     from hpctrain.model.count import count

@@ -21,6 +21,7 @@ from hpctrain.checkpoint.exchange.hugging_face import config_of
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
+from hpctrain.costs.cache_plan import CachePlan
 from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
@@ -33,7 +34,6 @@ from hpctrain.generate.continuing import ForwardPasses, GeneratedText, continue_
 from hpctrain.generate.passes import CachedPasses, can_cache, least_rows
 from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.generate.text import TEXTS_AT_A_TIME
-from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.text import counted, table

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.mesh import Mesh
+from hpctrain.costs.action_timer import ActionTimer, Measured
 from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.layout.layer_times import message_seconds, slowest_ranks
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.action_timer import ActionTimer, Measured
 from hpctrain.pipeline.simulate import StageTimes, simulate
 from hpctrain.text import table
 from hpctrain.train.step import Step, TrainState

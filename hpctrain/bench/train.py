@@ -25,6 +25,9 @@ from hpctrain.bench.turns import TimedVariant, VariantTimes, take_turns
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.mesh import Mesh, sizes_text
 from hpctrain.comm.world import World
+from hpctrain.costs.layer_flops import model_flops
+from hpctrain.costs.live_activations import LiveActivations
+from hpctrain.costs.part_bytes import gpt_activation_bytes, has_gpt_layers
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.one_rank import on_one_rank
@@ -39,9 +42,6 @@ from hpctrain.host.device import gpu_name, on_host
 from hpctrain.host.device_memory import peak_bytes
 from hpctrain.host.memory import peak_proportional_bytes
 from hpctrain.host.processor import processor_name
-from hpctrain.layer_costs.layer_flops import model_flops
-from hpctrain.layer_costs.part_bytes import gpt_activation_bytes, has_gpt_layers
-from hpctrain.memory.live import LiveActivations
 from hpctrain.model.construction import architecture_of
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import blocks_of

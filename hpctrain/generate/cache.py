@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hpctrain.memory.cache_plan import CachePlan
+from hpctrain.costs.cache_plan import CachePlan
 from hpctrain.model.rotary import Rotary, RotaryFrequencies
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.attention.paged import LayerPages, TokenPositions

@@ -8,10 +8,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from hpctrain.costs.cache_plan import CachePlan
 from hpctrain.generate.cache import KeyValueCache
 from hpctrain.generate.continuing import Draw, Drawn, GeneratedText, PassTokens
 from hpctrain.generate.stages import Stages
-from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.kernels.layer_functions import CompiledFunctions

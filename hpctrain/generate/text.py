@@ -20,6 +20,7 @@ from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.stored_tokenizer import tokenizer_of_state
 from hpctrain.comm.world import World
+from hpctrain.costs.cache_plan import CachePlan
 from hpctrain.data.chat_rows import Conversation
 from hpctrain.data.chat_template import ChatTemplate
 from hpctrain.data.chat_tokens import ChatTokenizer
@@ -40,7 +41,6 @@ from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.generate.stopping import Continuation
 from hpctrain.host.device import on_host
 from hpctrain.host.memory import available_bytes, resident_bytes
-from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.construction import bare_model
 from hpctrain.model.modules.module_architecture import ModuleArchitecture
 from hpctrain.model.modules.module_part import ModulePart

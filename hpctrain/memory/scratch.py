@@ -10,7 +10,7 @@ import os
 import re
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -153,6 +153,13 @@ class ScratchTensor(ScratchSlice):
 
 
 Flat = Tensor | ScratchTensor  # flat tensor, in memory or in a file
+
+
+def storage_bytes(tensors: Iterable[Flat | None]) -> int:
+    """Return the bytes of the memory of tensors. Each storage counts once; tensors in files count 0."""
+    storages = (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor))
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
 
 PIECE_BYTES = 16 << 20  # memory to read or write a file piece by piece, where speed does not matter
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from hpctrain.costs.layer_bytes.activation_sizes import SavedStorage, total
+from hpctrain.costs.layer_bytes.questions import deferred_bytes
+from hpctrain.costs.part_bytes import PartBytes, packed_bytes
 from hpctrain.deck.schema import Deck
-from hpctrain.layer_costs.activation_sizes import SavedStorage, total
-from hpctrain.layer_costs.part_bytes import PartBytes, packed_bytes
-from hpctrain.layer_costs.questions import deferred_bytes
 from hpctrain.memory.activation_store import MIN_STORED_BYTES, SEGMENTS_IN_FLIGHT
 from hpctrain.memory.compress import compress_peak
 from hpctrain.model.frozen import blocks_without_backward, embedding_trained

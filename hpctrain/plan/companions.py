@@ -15,6 +15,9 @@ from hpctrain.checkpoint.evaluation_deck import evaluation_deck
 from hpctrain.checkpoint.names import present_checkpoints
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.planned import PlannedMesh
+from hpctrain.costs.cache_plan import CachePlan
+from hpctrain.costs.layer_bytes.linear_bytes import planned_converted_bytes
+from hpctrain.costs.memory_account import MemoryAccount
 from hpctrain.deck.auxiliary_decks import (
     COPY,
     concurrent_texts,
@@ -34,9 +37,6 @@ from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
 from hpctrain.engine.stages.stage import Stage
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind, on_host
-from hpctrain.layer_costs.linear_bytes import planned_converted_bytes
-from hpctrain.memory.accounts import MemoryAccount
-from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.construction import architecture_of
 from hpctrain.pipeline.action import Schedule
 from hpctrain.plan.gpu_overhead import CONTEXT_BYTES

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
+from hpctrain.costs.layer_flops import model_flops
 from hpctrain.deck.read import changed_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import assemble
@@ -14,7 +15,6 @@ from hpctrain.engine.choices.kernel_choice import choose_kernels
 from hpctrain.engine.layout.engine_spec import make_engine_spec
 from hpctrain.engine.layout.layer_placement import with_split
 from hpctrain.host.device import on_host
-from hpctrain.layer_costs.layer_flops import model_flops
 from hpctrain.model.construction import architecture_of
 from hpctrain.plan.companions import plan_run_memory
 from hpctrain.plan.libraries import library_bytes

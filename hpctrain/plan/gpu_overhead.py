@@ -12,7 +12,7 @@ from dataclasses import replace
 from hpctrain.comm.group import Group
 from hpctrain.comm.transports.choose import POINT_TO_POINT_AXES
 from hpctrain.comm.transports.nccl import CHANNEL_BLOCKS
-from hpctrain.memory.accounts import MemoryAccount
+from hpctrain.costs.memory_account import MemoryAccount
 
 _MIB = 1 << 20
 

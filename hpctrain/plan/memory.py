@@ -13,6 +13,10 @@ from hpctrain.checkpoint.snapshots import copies_held
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedCalls, PlannedMesh, ReductionBytes
+from hpctrain.costs.layer_bytes import questions
+from hpctrain.costs.layer_bytes.linear_bytes import planned_converted_bytes
+from hpctrain.costs.memory_account import MemoryAccount
+from hpctrain.costs.part_bytes import PartBytes, part_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.layer_placement import placed_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
@@ -23,10 +27,6 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.device_memory import matmul_workspace_bytes
 from hpctrain.host.topology import ranks_per_node_of
-from hpctrain.layer_costs import questions
-from hpctrain.layer_costs.linear_bytes import planned_converted_bytes
-from hpctrain.layer_costs.part_bytes import PartBytes, part_bytes
-from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.model.construction import architecture_of, layer_kinds
 from hpctrain.model.count import count
 from hpctrain.optim.matrix.matrix_rule import MatrixRules

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
+from hpctrain.costs.layer_flops import layer_flops
+from hpctrain.costs.pass_times import times_of_parts
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.layer_placement import placed_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
-from hpctrain.layer_costs.layer_flops import layer_flops
 from hpctrain.model.construction import architecture_of
-from hpctrain.pipeline.pass_times import times_of_parts
 from hpctrain.pipeline.simulate import simulate
 from hpctrain.pipeline.split import split_layers
 from hpctrain.text import counted

@@ -8,6 +8,7 @@ from dataclasses import replace
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.transports.traffic import Traffic
 from hpctrain.comm.world import World
+from hpctrain.costs.memory_account import MemoryAccount
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import assemble
 from hpctrain.engine.built_engine import Engine
@@ -18,7 +19,6 @@ from hpctrain.engine.layout.server_roles import ServerRoles, build_worker_stage,
 from hpctrain.engine.mesh_sizes import micro_batches
 from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
 from hpctrain.host.device import device_kind, on_host
-from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.model.count import count
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape

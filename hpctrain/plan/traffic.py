@@ -20,6 +20,9 @@ from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group
 from hpctrain.comm.planned import META, PlannedCalls, PlannedMesh
 from hpctrain.comm.transports.traffic import Traffic, traffic_of
+from hpctrain.costs.layer_bytes.meta_device import simulated_host
+from hpctrain.costs.layer_bytes.module_trace import example_inputs
+from hpctrain.costs.part_bytes import part_bytes
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.layer_placement import placed_by_flops
@@ -27,9 +30,6 @@ from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
 from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
 from hpctrain.engine.stages.stage import TrainedStage
 from hpctrain.host.device import device_kind, on_host
-from hpctrain.layer_costs.meta_device import simulated_host
-from hpctrain.layer_costs.module_trace import example_inputs
-from hpctrain.layer_costs.part_bytes import part_bytes
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import architecture_of, layer_kinds
 from hpctrain.model.count import count

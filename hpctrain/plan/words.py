@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import starmap
 
 from hpctrain.comm.mesh import rank_count, sizes_text
+from hpctrain.costs.memory_account import OF_GPU, MemoryAccount
 from hpctrain.deck.auxiliary_decks import concurrent_texts, is_checkpoint
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.engine.choices.deck_kernels import describe_kernels, kernels_of
 from hpctrain.host.device import device_kind, on_host
-from hpctrain.memory.accounts import OF_GPU, MemoryAccount
 from hpctrain.plan.companions import REWARD_MODELS
 from hpctrain.plan.deck import DeckPlan
 from hpctrain.plan.form_words import form_lines, other_lines

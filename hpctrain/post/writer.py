@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hpctrain.comm.world import World
+from hpctrain.costs.cache_plan import CachePlan
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.auxiliary_decks import MOST_CONCURRENT_TEXTS
 from hpctrain.deck.sections.machine import Machine
@@ -19,7 +20,6 @@ from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.generate.stopping import Continuation
 from hpctrain.generate.text import share_of_memory
 from hpctrain.host.memory import resident_bytes
-from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.transformer import Transformer
 from hpctrain.plan.room import demand_room
 from hpctrain.post.rollout import Answer

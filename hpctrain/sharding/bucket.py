@@ -32,8 +32,7 @@ from torch import Tensor
 from hpctrain.comm.work import CombinedWork, Work
 from hpctrain.host.device import on_host
 from hpctrain.host.streams import StreamWork, empty_host_tensor
-from hpctrain.memory.accounts import storage_bytes
-from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer
+from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer, storage_bytes
 from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket_layout import BucketLayout, BucketSegment
 

@@ -12,8 +12,7 @@ from typing import Literal, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from hpctrain.comm.group import Group
-from hpctrain.memory.accounts import storage_bytes
-from hpctrain.memory.scratch import Flat
+from hpctrain.memory.scratch import Flat, storage_bytes
 from hpctrain.model.modules.module_buffers import BUFFER_KIND as BUFFER
 from hpctrain.parallel.fp8.history import HISTORY_KIND as HISTORY
 from hpctrain.parallel.shards import Shard

@@ -6,9 +6,9 @@ import logging
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
+from hpctrain.costs.memory_account import MemoryAccount
 from hpctrain.host.device import on_host
 from hpctrain.host.device_memory import available_bytes_of_gpu
-from hpctrain.memory.accounts import MemoryAccount
 from hpctrain.units import format_bytes
 
 

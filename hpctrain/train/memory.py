@@ -11,14 +11,14 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from hpctrain.comm.world import World
+from hpctrain.costs.live_activations import ActivationKeeper, LiveActivations
+from hpctrain.costs.memory_account import MemoryAccount
 from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.stages.stage import Stage
 from hpctrain.errors import failing_as
 from hpctrain.files import write_text
 from hpctrain.host.device import on_host
 from hpctrain.host.device_memory import fragmented_bytes, runtime_bytes
-from hpctrain.memory.accounts import MemoryAccount
-from hpctrain.memory.live import ActivationKeeper, LiveActivations
 from hpctrain.memory.recompute import Recompute
 from hpctrain.model.part import converted_bytes
 from hpctrain.plan.memory import MemoryPlan

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hpctrain.costs.layer_flops import model_flops
+from hpctrain.costs.part_bytes import PartBytes, part_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.host.device import on_host
-from hpctrain.layer_costs.layer_flops import model_flops
-from hpctrain.layer_costs.part_bytes import PartBytes, part_bytes
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.model.shape import Recomputed

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hpctrain.comm.timeline import Timeline
+from hpctrain.costs.layer_flops import model_flops
 from hpctrain.data.held_out import HeldOut
 from hpctrain.host.memory import peak_rss_bytes
-from hpctrain.layer_costs.layer_flops import model_flops
 from hpctrain.model.expert_load import ExpertLoad
 from hpctrain.parallel.fp8.quantization_loss import loss_metrics
 from hpctrain.report.recorded import TRACE_FILE

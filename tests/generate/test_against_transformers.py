@@ -14,11 +14,11 @@ from hpctrain.checkpoint.exchange.source import source_shape
 from hpctrain.checkpoint.read import load
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
+from hpctrain.costs.cache_plan import CachePlan
 from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.generate.continuing import GeneratedText, continue_texts
 from hpctrain.generate.passes import CachedPasses, least_rows
 from hpctrain.generate.sampling import KeyedSampler, Sampling
-from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.part import LayerRange
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.kernels.function_library import open_library

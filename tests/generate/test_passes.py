@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.world import World
+from hpctrain.costs.cache_plan import CachePlan
 from hpctrain.engine.build import build_engine
 from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.generate.continuing import GeneratedText, PassTokens, continue_texts
 from hpctrain.generate.passes import CachedPasses, can_cache, least_rows, telling_rows
 from hpctrain.generate.sampling import KeyedSampler, Sampling
-from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.part import logits_of
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.kernels.function_library import open_library

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hpctrain.comm.transports.nccl import NcclTransport
 from hpctrain.comm.world import World
+from hpctrain.costs.cache_plan import CachePlan
 from hpctrain.engine.build import build_engine
 from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.engine.generation import generation_stage
@@ -26,7 +27,6 @@ from hpctrain.generate.passes import CachedPasses, least_rows
 from hpctrain.generate.prompts import PromptOptions
 from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.generate.text import TextModel, generate, load_model
-from hpctrain.memory.cache_plan import CachePlan
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.kernels.function_library import open_library
 from hpctrain.parallel.kernels.layer_functions import CompiledFunctions, LayerFunctions

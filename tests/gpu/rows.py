@@ -259,8 +259,8 @@ def plain_torch(device: str) -> str:
     """Return MFU and tokens/s of the dense model in plain torch: DDP, bf16 autocast and torch.compile."""
     import torch
 
+    from hpctrain.costs.layer_flops import model_flops
     from hpctrain.deck.read import read_deck
-    from hpctrain.layer_costs.layer_flops import model_flops
     from hpctrain.model.construction import architecture_of
     from hpctrain.watch.peak_flops import measure_gemm_flops
     from tests.gpu.peer import tokens_per_second

@@ -1,6 +1,6 @@
 """Recomputation: training is the same bit for bit, and saves the predicted bytes.
 
-Tests of layer_costs/attention_bytes.py, layer_costs/block_bytes.py and the other modules there.
+Tests of costs/layer_bytes/attention_bytes.py, costs/layer_bytes/block_bytes.py and the other modules there.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
+from hpctrain.costs.live_activations import LiveActivations
+from hpctrain.costs.part_bytes import part_bytes
 from hpctrain.deck.schema import Deck
-from hpctrain.layer_costs.part_bytes import part_bytes
-from hpctrain.memory.live import LiveActivations
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 STEPS = 2

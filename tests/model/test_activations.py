@@ -17,11 +17,11 @@ from torch import Tensor
 from hpctrain.checkpoint.exchange.hugging_face import config_of, shape_of
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
+from hpctrain.costs.live_activations import LiveActivations
 from hpctrain.deck.activations import ACTIVATIONS, GELU
 from hpctrain.deck.families import FAMILIES
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
-from hpctrain.memory.live import LiveActivations
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import logits_of, parameter_list
 from hpctrain.model.shape import ModelShape

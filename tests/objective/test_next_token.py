@@ -13,9 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
+from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes
+from hpctrain.costs.layer_bytes.questions import workspace_bytes
 from hpctrain.engine.choices.function_choice import compile_functions
-from hpctrain.layer_costs.activation_sizes import ActivationSizes
-from hpctrain.layer_costs.questions import workspace_bytes
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.parallel import vocabulary
 from hpctrain.parallel.kernels.function_library import open_library

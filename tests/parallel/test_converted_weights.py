@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
+from hpctrain.costs.layer_bytes.linear_bytes import planned_converted_bytes
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.engine.layout.run_mesh import make_mesh
-from hpctrain.layer_costs.linear_bytes import planned_converted_bytes
 from hpctrain.model.part import converted_bytes, matmuls_of
 from hpctrain.parallel.kernels.matmul_kernels import Fp32Kernel
 from hpctrain.plan.engine import build_within_memory

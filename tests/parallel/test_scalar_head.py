@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
+from hpctrain.costs.layer_flops import model_flops
 from hpctrain.engine.layout.run_mesh import make_mesh
-from hpctrain.layer_costs.layer_flops import model_flops
 from hpctrain.model.construction import bare_model
 from hpctrain.model.count import count
 from hpctrain.model.part import parameter_list

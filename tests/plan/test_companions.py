@@ -1,7 +1,7 @@
 """What a run holds that learns by rewards, planned to the byte: critic, reference, the copy that writes.
 
 Tests of plan/companions.py, deck/auxiliary_decks.py, engine/stages/inference_stage.py and
-memory/cache_plan.py.
+costs/cache_plan.py.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import pytest
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
+from hpctrain.costs.memory_account import OF_GPU, MemoryAccount
 from hpctrain.host.memory import MemoryLimit
-from hpctrain.memory.accounts import OF_GPU, MemoryAccount
 from hpctrain.plan.gpu_overhead import CONTEXT_BYTES, communicator_bytes
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.room import Room

@@ -17,7 +17,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.memory.accounts import storage_bytes
+from hpctrain.memory.scratch import storage_bytes
 from hpctrain.plan.memory import MemoryPlan, plan_memory
 from hpctrain.plan.savings import find_savings
 from hpctrain.plan.words import KINDS

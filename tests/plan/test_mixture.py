@@ -1,6 +1,6 @@
 """Plans of mixtures of experts: memory and exchanges are those of runs whose experts' loads are even.
 
-Tests of plan/words.py and layer_costs/mixture_bytes.py, too.
+Tests of plan/words.py and costs/layer_bytes/mixture_bytes.py, too.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.world import World
+from hpctrain.costs.layer_flops import model_flops
 from hpctrain.deck.schema import Deck
-from hpctrain.layer_costs.layer_flops import model_flops
 from hpctrain.model.count import count
 from hpctrain.model.router import Router
 from hpctrain.model.shape import ModelShape

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.plan.pipeline import PipelinePlan, plan_pipeline
+from tests.costs.layer_bytes.test_module_trace import deck_of
 from tests.engines import small_deck
-from tests.layer_costs.test_module_trace import deck_of
 
 
 def plan_of(vocabulary: int, *overrides: str) -> PipelinePlan:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from math import ceil
 
 from hpctrain.comm.world import World
+from hpctrain.costs.part_bytes import part_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.memory import HOST_ACTIVATIONS_REFUSAL
 from hpctrain.engine.choices.offload_allocators import open_scratch
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host
-from hpctrain.layer_costs.part_bytes import part_bytes
 from hpctrain.memory.activation_store import ActivationStore
 from hpctrain.memory.offload_store import DiskOffloadStore, HostOffloadStore
 from hpctrain.memory.recompute import Recompute

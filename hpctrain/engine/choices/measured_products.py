@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
+from hpctrain.costs.layer_bytes.module_trace import trace_layer
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.choices.deck_kernels import micro_batch_tokens
 from hpctrain.engine.choices.deck_layer_context import make_layer_context
-from hpctrain.layer_costs.module_trace import trace_layer
 from hpctrain.model.construction import architecture_of, build_parts, layer_kinds
 from hpctrain.model.modules.module_layers import ModuleLayer
 from hpctrain.model.part import Layer, LayerRange

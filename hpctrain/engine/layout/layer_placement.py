@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hpctrain.comm.mesh import Mesh
+from hpctrain.costs.layer_flops import layer_flops
+from hpctrain.costs.pass_times import LayerTimes, times_of_parts
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.layer_times import measure_layers
 from hpctrain.engine.mesh_sizes import micro_batches
 from hpctrain.errors import HpctrainError
-from hpctrain.layer_costs.layer_flops import layer_flops
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import bare_model, split_problems
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.deck_schedule import make_schedule, outline_schedule
 from hpctrain.pipeline.generate import SEARCHED_SCHEDULES
-from hpctrain.pipeline.pass_times import LayerTimes, times_of_parts
 from hpctrain.pipeline.split import balanced_split, split_layers
 
 

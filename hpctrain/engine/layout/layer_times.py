@@ -11,6 +11,8 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
+from hpctrain.costs.action_timer import ActionTimer, now
+from hpctrain.costs.pass_times import LayerTimes, PassTimes
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.stages.stage import build_stage
@@ -21,9 +23,7 @@ from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.parallel.sequence import context_positions
 from hpctrain.pipeline.action import Action, Kind
-from hpctrain.pipeline.action_timer import ActionTimer, now
 from hpctrain.pipeline.execute import PreparedBatch
-from hpctrain.pipeline.pass_times import LayerTimes, PassTimes
 from hpctrain.pipeline.split import single_layers
 from hpctrain.sharding.replication import Replications
 

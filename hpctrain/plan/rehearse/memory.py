@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hpctrain.costs.part_bytes import PartBytes, part_bytes
 from hpctrain.host.device import on_host
-from hpctrain.layer_costs.part_bytes import PartBytes, part_bytes
 from hpctrain.pipeline.action import Action
 from hpctrain.plan.activations import activation_peak
 from hpctrain.plan.memory import MemoryPlan

@@ -13,15 +13,15 @@ from math import ceil, lcm
 import torch
 
 from hpctrain.comm.planned import META, PlannedMesh
+from hpctrain.costs.layer_bytes import questions
+from hpctrain.costs.layer_bytes.activation_sizes import DeferredBytes, total
+from hpctrain.costs.part_bytes import PartBytes, part_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.choices.deck_layer_context import make_layer_context
 from hpctrain.engine.choices.function_choice import planned_functions
 from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.device_memory import matmul_workspace_bytes
-from hpctrain.layer_costs import questions
-from hpctrain.layer_costs.activation_sizes import DeferredBytes, total
-from hpctrain.layer_costs.part_bytes import PartBytes, part_bytes
 from hpctrain.memory.recompute import Recompute, segment_size
 from hpctrain.model.construction import build_parts
 from hpctrain.model.part import Layer, LayerRange, ModelPart

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite, prod
 
+from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, total
+from hpctrain.costs.layer_bytes.questions import saved_storages
 from hpctrain.errors import HpctrainError
-from hpctrain.layer_costs.activation_sizes import ActivationSizes, total
-from hpctrain.layer_costs.questions import saved_storages
 from hpctrain.model.construction import bare_model
 from hpctrain.model.frozen import blocks_without_backward, freeze_parameters
 from hpctrain.model.part import Layer

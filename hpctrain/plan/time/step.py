@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from hpctrain.costs.layer_flops import model_flops
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.layer_placement import placed_by_flops
 from hpctrain.errors import HpctrainError
-from hpctrain.layer_costs.layer_flops import model_flops
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.simulate import Simulation, StageTimes, simulate

@@ -1,6 +1,6 @@
 """Where layers go without being measured: by the FLOPs of each, told from the deck alone.
 
-Tests of engine/layout/layer_placement.py and layer_costs/layer_flops.py.
+Tests of engine/layout/layer_placement.py and costs/layer_flops.py.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import pytest
 
 from hpctrain.comm.world import World
+from hpctrain.costs.layer_flops import layer_flops, model_flops
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.layer_placement import placed_by_flops, with_split
 from hpctrain.engine.layout.run_mesh import make_mesh
-from hpctrain.layer_costs.layer_flops import layer_flops, model_flops
 from hpctrain.model.shape import ModelShape
 from hpctrain.train.difference import LayoutDifference
 from hpctrain.train.verify import verify_layout

@@ -11,6 +11,8 @@ import torch
 
 from hpctrain.bench.stages import gather_part_times
 from hpctrain.comm.world import World
+from hpctrain.costs import action_timer
+from hpctrain.costs.pass_times import LayerTimes, PassTimes
 from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import read_deck
 from hpctrain.engine.layout import layer_times
@@ -22,9 +24,7 @@ from hpctrain.model.construction import bare_model
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.pipeline import action_timer
 from hpctrain.pipeline.generate import generate
-from hpctrain.pipeline.pass_times import LayerTimes, PassTimes
 from hpctrain.pipeline.simulate import simulate
 from hpctrain.pipeline.split import split_layers
 from hpctrain.sharding.bucket import Bucket

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpctrain.costs.layer_flops import model_flops
 from hpctrain.deck.code import NamedCode
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.layer_costs.layer_flops import model_flops
 from hpctrain.model.construction import architecture_of, bare_model, layer_kinds
 from hpctrain.model.count import count
 from hpctrain.model.modules.module_architecture import ModuleArchitecture, find_blocks

@@ -1,6 +1,6 @@
 """What is kept of inputs in 8 bits: the training of a run that keeps none, bit for bit, in fewer bytes.
 
-Tests of parallel/fp8/quantized_matmul.py, parallel/fp8/gather_rows.py and layer_costs/matmul_bytes.py.
+Tests of parallel/fp8/quantized_matmul.py, parallel/fp8/gather_rows.py and costs/layer_bytes/matmul_bytes.py.
 """
 
 from __future__ import annotations

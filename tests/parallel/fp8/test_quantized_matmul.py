@@ -16,8 +16,8 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
-from hpctrain.layer_costs.activation_sizes import ActivationSizes
-from hpctrain.layer_costs.matmul_bytes import product_workspace
+from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes
+from hpctrain.costs.layer_bytes.matmul_bytes import product_workspace
 from hpctrain.parallel.fp8 import formats, quantize
 from hpctrain.parallel.fp8 import quantized_matmul as product_module
 from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul

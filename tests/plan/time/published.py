@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from hpctrain.costs.layer_flops import model_flops
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.layer_placement import LayerPlacement, placed_by_flops
-from hpctrain.layer_costs.layer_flops import model_flops
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
 from hpctrain.plan.time.arrangement import LayoutSizes

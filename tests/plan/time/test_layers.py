@@ -8,13 +8,13 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.comm.planned import PlannedMesh
+from hpctrain.costs.layer_bytes.activation_sizes import total
+from hpctrain.costs.part_bytes import part_bytes
 from hpctrain.engine.layout.layer_placement import placed_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind
-from hpctrain.layer_costs.activation_sizes import total
-from hpctrain.layer_costs.part_bytes import part_bytes
 from hpctrain.model.shape import ModelShape
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.layers import LayerSeconds, layer_seconds, layer_sizes

@@ -14,7 +14,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.run_mesh import make_mesh
-from hpctrain.memory.accounts import storage_bytes
+from hpctrain.memory.scratch import storage_bytes
 from hpctrain.plan.memory import plan_memory
 from hpctrain.sharding.local_steps.local_steps import LocalSteps
 from hpctrain.sharding.replica_sync import SyncEveryStep

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.comm.world import World
+from hpctrain.costs.layer_bytes.linear_bytes import planned_converted_bytes
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.choices.measured_products import products_of
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
-from hpctrain.layer_costs.linear_bytes import planned_converted_bytes
 from hpctrain.model.part import converted_bytes
 from hpctrain.parallel.kernels.timing import MatmulPass
 from hpctrain.plan.engine import build_within_memory

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hpctrain.layer_costs.activation_sizes import ActivationSizes, SavedStorage, total
-from hpctrain.layer_costs.linear_bytes import saved_by_adapter, saved_input
-from hpctrain.layer_costs.questions import saved_storages, workspace_bytes
+from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
+from hpctrain.costs.layer_bytes.linear_bytes import saved_by_adapter, saved_input
+from hpctrain.costs.layer_bytes.questions import saved_storages, workspace_bytes
 from hpctrain.model.attention import Attention
 from hpctrain.model.norm import Norm
 from hpctrain.model.query_key_norm import QueryKeyNorm

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from math import prod
 
-from hpctrain.layer_costs import feed_forward_bytes
-from hpctrain.layer_costs.activation_sizes import ActivationSizes, SavedStorage, total
-from hpctrain.layer_costs.linear_bytes import deferred_operands
-from hpctrain.layer_costs.matmul_bytes import gradient_workspace
-from hpctrain.layer_costs.questions import saved_storages, workspace_bytes
+from hpctrain.costs.layer_bytes import feed_forward_bytes
+from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
+from hpctrain.costs.layer_bytes.linear_bytes import deferred_operands
+from hpctrain.costs.layer_bytes.matmul_bytes import gradient_workspace
+from hpctrain.costs.layer_bytes.questions import saved_storages, workspace_bytes
 from hpctrain.model.mixture import Mixture
 from hpctrain.model.router import Router
 from hpctrain.parallel.experts.expert_layer import Experts

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from hpctrain.costs.layer_bytes import questions
+from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.deck.schema import Deck
-from hpctrain.layer_costs import questions
-from hpctrain.layer_costs.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.memory.compress import ActivationFormat, compressed_bytes
 from hpctrain.memory.recompute import segment_size
 from hpctrain.model.frozen import blocks_without_backward, embedding_trained

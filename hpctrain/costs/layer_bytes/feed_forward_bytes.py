@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hpctrain.layer_costs.activation_sizes import ActivationSizes, SavedStorage, total
-from hpctrain.layer_costs.linear_bytes import saved_by_adapter, saved_input
-from hpctrain.layer_costs.matmul_bytes import product_workspace
-from hpctrain.layer_costs.questions import saved_storages, workspace_bytes
+from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
+from hpctrain.costs.layer_bytes.linear_bytes import saved_by_adapter, saved_input
+from hpctrain.costs.layer_bytes.matmul_bytes import product_workspace
+from hpctrain.costs.layer_bytes.questions import saved_storages, workspace_bytes
 from hpctrain.model.feed_forward import FeedForward
 
 

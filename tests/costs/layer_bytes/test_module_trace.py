@@ -1,6 +1,6 @@
 """The trace of a module finds what a run saves and computes.
 
-Also layer_costs/meta_device.py, memory/live.py, memory/recompute.py and sharding/gather.py.
+Also costs/layer_bytes/meta_device.py, costs/live_activations.py, memory/recompute.py and sharding/gather.py.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpctrain.comm.world import World
+from hpctrain.costs.layer_bytes.meta_device import HostDeviceMode, MetaMode, meta_kernels
+from hpctrain.costs.layer_flops import model_flops
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
-from hpctrain.layer_costs.layer_flops import model_flops
-from hpctrain.layer_costs.meta_device import HostDeviceMode, MetaMode, meta_kernels
 from hpctrain.model.construction import architecture_of
 from hpctrain.model.modules.module_architecture import ModuleArchitecture
 from hpctrain.plan.memory import plan_memory

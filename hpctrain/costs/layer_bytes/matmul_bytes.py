@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import singledispatch
 
 from hpctrain.comm.group import Group
-from hpctrain.layer_costs.activation_sizes import ActivationSizes, SavedStorage
+from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
 from hpctrain.parallel.fp8.quantized_matmul import QuantizedMatmul
 from hpctrain.parallel.kernels.matmul_kernels import (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hpctrain.layer_costs import feed_forward_bytes, mixture_bytes
-from hpctrain.layer_costs.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage, total
-from hpctrain.layer_costs.attention_bytes import core_recompute_bytes
-from hpctrain.layer_costs.linear_bytes import saved_by_adapter, saved_input
-from hpctrain.layer_costs.questions import (
+from hpctrain.costs.layer_bytes import feed_forward_bytes, mixture_bytes
+from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage, total
+from hpctrain.costs.layer_bytes.attention_bytes import core_recompute_bytes
+from hpctrain.costs.layer_bytes.linear_bytes import saved_by_adapter, saved_input
+from hpctrain.costs.layer_bytes.questions import (
     allocator_gaps,
     deferred_bytes,
     exchanged_bytes,
@@ -15,7 +15,7 @@ from hpctrain.layer_costs.questions import (
     unsaved_inputs,
     workspace_bytes,
 )
-from hpctrain.layer_costs.vocabulary_bytes import dropout_masks
+from hpctrain.costs.layer_bytes.vocabulary_bytes import dropout_masks
 from hpctrain.model.mixture import Mixture
 from hpctrain.model.norm import Norm
 from hpctrain.model.part import Layer

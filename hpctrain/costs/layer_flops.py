@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from hpctrain.costs.layer_bytes.module_trace import trace_layer
+from hpctrain.costs.pass_times import PassTimes
 from hpctrain.deck.schema import Deck
-from hpctrain.layer_costs.module_trace import trace_layer
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import bare_model
 from hpctrain.model.frozen import blocks_without_backward, freeze_parameters
 from hpctrain.model.modules.module_layers import ModuleLayer
 from hpctrain.model.part import Layer
 from hpctrain.model.shape import Recomputed
-from hpctrain.pipeline.pass_times import PassTimes
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hpctrain.layer_costs.activation_sizes import ActivationSizes, SavedStorage
-from hpctrain.layer_costs.module_trace import trace_layer
-from hpctrain.layer_costs.questions import recomputed_bytes, saved_storages, unknown_reason
+from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage
+from hpctrain.costs.layer_bytes.module_trace import trace_layer
+from hpctrain.costs.layer_bytes.questions import recomputed_bytes, saved_storages, unknown_reason
 from hpctrain.model.modules.module_layers import ModuleLayer
 
 

@@ -18,9 +18,9 @@ from torch.utils.flop_counter import flop_registry
 
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import META, planned_group
+from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage
+from hpctrain.costs.layer_bytes.meta_device import HostDeviceMode, MetaMode, meta_kernels
 from hpctrain.errors import HpctrainError
-from hpctrain.layer_costs.activation_sizes import ActivationSizes, SavedStorage
-from hpctrain.layer_costs.meta_device import HostDeviceMode, MetaMode, meta_kernels
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.modules.module_architecture import ModuleArchitecture
 from hpctrain.model.modules.module_layers import ModuleLayer

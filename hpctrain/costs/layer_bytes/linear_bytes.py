@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import singledispatch
 
-from hpctrain.layer_costs import matmul_bytes
-from hpctrain.layer_costs.activation_sizes import ActivationSizes, SavedStorage, total
-from hpctrain.layer_costs.matmul_bytes import gradient_bytes, stored_input
+from hpctrain.costs.layer_bytes import matmul_bytes
+from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
+from hpctrain.costs.layer_bytes.matmul_bytes import gradient_bytes, stored_input
 from hpctrain.model.part import Layer, matmuls_of
 from hpctrain.parallel.tensor import MatmulLayer, SplitLinear
 

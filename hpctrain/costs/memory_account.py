@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-
-from torch import Tensor
-
-from hpctrain.memory.scratch import Flat
 
 OF_GPU = frozenset({"runtime", "fragmented"})
 """Kinds of memory that only a GPU has."""
@@ -61,9 +56,3 @@ class MemoryAccount:
         """
         kinds = {kind: size for kind, size in self.kinds().items() if size or kind not in OF_GPU}
         return {f"{kind}_bytes": size for kind, size in kinds.items()} | {"total_bytes": self.total}
-
-
-def storage_bytes(tensors: Iterable[Flat | None]) -> int:
-    """Return the bytes of the memory of tensors. Each storage counts once; tensors in files count 0."""
-    storages = (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor))
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.layer_costs.part_bytes import gpt_activation_bytes
-from hpctrain.memory.live import LiveActivations
+from hpctrain.costs.live_activations import LiveActivations
+from hpctrain.costs.part_bytes import gpt_activation_bytes
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape

@@ -1,10 +1,9 @@
-"""Costs of layers, for plans and for the engine: FLOPs, and bytes that they save for the backward pass.
+"""Bytes of layers: what they save for the backward pass, and what they need meanwhile.
 
 Layers do not know about plans. This package derives from a layer, and from the sizes of a micro-batch, how
 many bytes it needs. `questions.py` has one function for each question, dispatched by the class of the layer.
 The other modules register the answers. For a new layer, register `saved_storages`, and those of the other
-questions whose defaults are not right. `part_bytes.py` adds up the answers of a part of a model, and
-`layer_flops.py` counts FLOPs by the sizes that layers report (`parallel/operations.py`).
+questions whose defaults are not right.
 
 | layers | module |
 |---|---|
@@ -21,4 +20,4 @@ A user's module is a black box. `module_trace.py` runs a part of it on torch's d
 each layer saves and computes. `meta_device.py` makes "meta" behave like a CPU or GPU during that pass.
 """
 
-from hpctrain.layer_costs import block_bytes, module_bytes  # noqa: F401  (they register answers)
+from hpctrain.costs.layer_bytes import block_bytes, module_bytes  # noqa: F401  (they register answers)

@@ -1,12 +1,12 @@
-"""Questions about the memory of a layer. See `layer_costs` for the answers."""
+"""Questions about the memory of a layer. See `costs` for the answers."""
 
 from __future__ import annotations
 
 from functools import singledispatch
 from typing import Any
 
-from hpctrain.layer_costs.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage
-from hpctrain.layer_costs.linear_bytes import deferred_operands
+from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage
+from hpctrain.costs.layer_bytes.linear_bytes import deferred_operands
 from hpctrain.model.part import Layer
 from hpctrain.parallel.tensor import MatmulLayer
 
