@@ -147,7 +147,7 @@ class _Bench:
         self._train(1)  # moments that are not zero
         self.stored = {**asdict(self.trainer.state), **deck_state(deck)}
         self.entries = training_entries(engine.state(), writing=True)
-        self.loaded = training_entries(t for t in engine.state() if t.resumed != "never")
+        self.loaded = training_entries(t for t in engine.state() if t.resume_mode != "never")
         self.write_bytes = _bytes([entry.part(*entry.share()) for entry in self.entries])
         self.read_bytes = _bytes(self.loaded)
         self.dcp: TorchCheckpoint | None = None

@@ -23,7 +23,7 @@ def training_entries(state: Iterable[StateTensor], writing: bool = False) -> lis
 
     Each rank has its own elements of them; for `writing`, what another stage writes is left out.
     """
-    return [_entry(tensor.kind, tensor) for tensor in state if tensor.written or not writing]
+    return [_entry(tensor.kind, tensor) for tensor in state if tensor.writes_checkpoint or not writing]
 
 
 def resumed_entries(
@@ -44,17 +44,17 @@ def resumed_entries(
     for tensor in state:
         entry = _stored_entry(tensor, stored, weights)
         found = stored.get(entry.dataset)
-        if found is not None and found.kind != entry.kind and tensor.resumed != "always":
+        if found is not None and found.kind != entry.kind and tensor.resume_mode != "always":
             found = None
         if found is None and (whole := _whole(tensor, entry, stored)) is not None:
             entries += [whole] if tensor.shard.start[0] == 0 else []
-        elif tensor.resumed == "as a sum" and found is not None and found.shape[1:] == entry.shape[1:]:
+        elif tensor.resume_mode == "as a sum" and found is not None and found.shape[1:] == entry.shape[1:]:
             entries += _summed(entry, found.shape[0])
-        elif tensor.resumed == "as many" and found is not None and len(found.shape) == 1:
+        elif tensor.resume_mode == "as many" and found is not None and len(found.shape) == 1:
             entries.append(_as_many(entry, found.shape[0]))
-        elif tensor.resumed in _AS_IT_IS and (found is None or found.shape != entry.shape):
+        elif tensor.resume_mode in _AS_IT_IS and (found is None or found.shape != entry.shape):
             left.add(tensor.kind)
-        elif tensor.resumed != "never":
+        elif tensor.resume_mode != "never":
             entries.append(entry)
         elif tensor.kind != MODEL:
             left.add(tensor.kind)
@@ -74,25 +74,27 @@ def _stored_entry(
     Another number of replicas is taken in turns. Replicas begin with what all have in common where the file
     has no others, and the other way round with the first one's.
     """
-    plain = tensor.shard.unstacked if tensor.of_replicas else tensor.shard
-    for of_replicas in (tensor.of_replicas, not tensor.of_replicas):
-        kind = weights[of_replicas] if tensor.is_weight else tensor.kind
-        found = stored.get(_dataset(kind, of_replicas, plain.name))
+    plain = tensor.shard.unstacked if tensor.per_replica else tensor.shard
+    for per_replica in (tensor.per_replica, not tensor.per_replica):
+        kind = weights[per_replica] if tensor.is_weight else tensor.kind
+        found = stored.get(_dataset(kind, per_replica, plain.name))
         if found is None:
             continue
         shard = plain
-        if of_replicas and tensor.resumed == "as a sum":
+        if per_replica and tensor.resume_mode == "as a sum":
             shard = tensor.shard
-        elif of_replicas:
+        elif per_replica:
             count = found.shape[0]
-            shard = plain.stacked(tensor.shard.start[0] % count if tensor.of_replicas else 0, count)
+            shard = plain.stacked(tensor.shard.start[0] % count if tensor.per_replica else 0, count)
         return replace(_entry(kind, tensor), dataset=found.dataset, shard=shard)
     return _entry(tensor.kind, tensor)
 
 
 def _whole(tensor: StateTensor, entry: TensorRange, stored: Mapping[str, StoredTensor]) -> TensorRange | None:
     """What a file has of the kind that a sum is made of, for the first of all ranks to begin with."""
-    found = stored.get(_dataset(tensor.made_of, False, tensor.shard.name)) if tensor.made_of else None
+    found = (
+        stored.get(_dataset(tensor.fallback_kind, False, tensor.shard.name)) if tensor.fallback_kind else None
+    )
     if found is None or found.shape != entry.shape[1:]:
         return None
     return replace(entry, dataset=found.dataset, shard=tensor.shard.unstacked)
@@ -110,7 +112,7 @@ def master_entries(state: Iterable[StateTensor]) -> list[TensorRange]:
     entries = ((tensor, _entry(MODEL, tensor)) for tensor in state if tensor.is_weight)
     return [
         replace(entry, dataset=_dataset(MODEL, False, entry.shard.name), shard=entry.shard.unstacked)
-        if tensor.of_replicas
+        if tensor.per_replica
         else entry
         for tensor, entry in entries
     ]
@@ -133,11 +135,11 @@ def _as_many(entry: TensorRange, count: int) -> TensorRange:
 
 
 def _entry(kind: str, tensor: StateTensor) -> TensorRange:
-    dataset = _dataset(kind, tensor.of_replicas, tensor.shard.name)
+    dataset = _dataset(kind, tensor.per_replica, tensor.shard.name)
     return TensorRange(
-        dataset, tensor.shard, tensor.values, tensor.offset, *tensor.copy, tensor.changes_in_step
+        dataset, tensor.shard, tensor.values, tensor.offset, *tensor.holder_position, tensor.changes_in_step
     )
 
 
-def _dataset(kind: str, of_replicas: bool, name: str) -> str:
-    return f"{_REPLICAS if of_replicas else '/'}{kind}/{name}"
+def _dataset(kind: str, per_replica: bool, name: str) -> str:
+    return f"{_REPLICAS if per_replica else '/'}{kind}/{name}"

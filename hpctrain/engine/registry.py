@@ -64,7 +64,7 @@ class WeightMaximaOfSteps(EngineFeature):
         if not products:
             return
         maxima = WeightMaxima(products, stage.buckets, stage.layer_context.tensor)
-        stage.surround_passes(lambda _: maxima.known())
+        stage.surround_passes(lambda _: maxima.provide_maxima())
 
 
 class ConstantMatrices(EngineFeature):

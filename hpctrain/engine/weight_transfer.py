@@ -238,7 +238,7 @@ def _entries(bucket: Bucket, gathered: bool, both_stages: bool = False) -> Itera
     assert values is not None
     part = slice(0, bucket.length) if gathered else bucket.owned_slice
     for segment, elements, offset in bucket.segments_within(values, part):
-        if gathered or both_stages or segment.replication.written:
+        if gathered or both_stages or segment.replication.writes_checkpoint:
             shard = segment.parameter.shard
             yield TensorRange(f"{_MODEL}{shard.name}", shard, elements, offset)
 

@@ -286,10 +286,10 @@ class _Logits(torch.autograd.Function):
             buffer = weight.gradient
             assert buffer is not None, f"{weight.shard.name} has no gradient buffer"
             buffer.add_(gradient.t() @ rows.float())
-            weight.added()
+            weight.mark_gradient_added()
         if (bias := router.logit_bias) is not None and bias.requires_grad:
             gradient_of(bias).add_(gradient.sum(0))
-            bias.added()
+            bias.mark_gradient_added()
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         if router.shape.router_dtype == "fp32":

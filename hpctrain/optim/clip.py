@@ -19,16 +19,16 @@ def local_square_norm(buckets: Sequence[Bucket]) -> Tensor:
     Each rank that shares a bucket counts one slice of it, even if it holds all of its gradients. So the sum
     over all ranks counts each element once. Local.
     """
-    return square_sum(_counted(buckets), buckets[0].owned_gradients.device)
+    return square_sum(_gradients_in_norm(buckets), buckets[0].owned_gradients.device)
 
 
-def _counted(buckets: Sequence[Bucket]) -> Iterator[Tensor]:
-    """Yield the gradients that this rank counts, by parameter."""
+def _gradients_in_norm(buckets: Sequence[Bucket]) -> Iterator[Tensor]:
+    """Yield the gradients that this rank adds to the norm, by parameter."""
     for bucket in buckets:
         gradients = bucket.owned_gradients
-        counted = gradients if bucket.owned_slice == bucket.slice else gradients[bucket.slice]
-        for segment, elements, _ in bucket.segments_within(counted, bucket.slice):
-            if segment.parameter.requires_grad and segment.replication.counted:
+        values = gradients if bucket.owned_slice == bucket.slice else gradients[bucket.slice]
+        for segment, elements, _ in bucket.segments_within(values, bucket.slice):
+            if segment.parameter.requires_grad and segment.replication.counts_slice:
                 yield elements
 
 

@@ -198,7 +198,9 @@ class Optimizer(ABC):
         for bucket, state in zip(self.buckets, self.states, strict=True):
             single = bucket.dtype == torch.float32 or self._averaged is not None or not bucket.trained
             if not single:
-                yield from owned_state(MODEL, bucket.owned_values, bucket, replace(UPDATED, resumed="never"))
+                yield from owned_state(
+                    MODEL, bucket.owned_values, bucket, replace(UPDATED, resume_mode="never")
+                )
             for name, flat in state.items():
                 weights = MODEL if single else MASTER
                 kind = weights if name == MASTER else f"{OPTIMIZER}{name}"

@@ -84,7 +84,9 @@ class SpikeDetector:
         self.recorded: deque[Spike] = deque(maxlen=RECORDED)
         self._last: deque[tuple[float, float]] = deque(maxlen=window)
 
-    def judge(self, step: int, loss: float, norm: float, first_sample: int, samples: int) -> Spike | None:
+    def find_spike(
+        self, step: int, loss: float, norm: float, first_sample: int, samples: int
+    ) -> Spike | None:
         """Return the spike that a step is, or None if the step may make its update. Changes no state.
 
         It is called only if `enabled`. Afterwards, the caller calls `add_step` or `record_spike`.

@@ -97,7 +97,7 @@ class _ScoreLossAutograd(torch.autograd.Function):
         head: ScalarHead = ctx.head
         (gradient,) = ctx.saved_tensors
         if head.table.requires_grad:
-            head.table.added()
+            head.table.mark_gradient_added()
         return gradient, None, None, None, None
 
 

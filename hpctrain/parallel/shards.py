@@ -169,7 +169,7 @@ class Parameter(nn.Parameter):
             bucket then provides `lookups`.
         lookups: Second gradient buffer, for lookups in the table.
         open_gradient: Allocates the gradient buffer if it exists only while it is used.
-        on_added: Called with the parameter after each addition.
+        on_gradient_added: Called with the parameter after each addition.
     """
 
     shard: Shard
@@ -181,7 +181,7 @@ class Parameter(nn.Parameter):
     separate_lookups: bool = False
     lookups: Tensor | None = None
     open_gradient: Callable[[], None] | None = None
-    on_added: Callable[[Parameter], None] | None = None
+    on_gradient_added: Callable[[Parameter], None] | None = None
     _gradient: Tensor | None = None
     _stale: bool = False
 
@@ -239,7 +239,7 @@ class Parameter(nn.Parameter):
             self.open_gradient()
         return self._gradient
 
-    def added(self) -> None:
+    def mark_gradient_added(self) -> None:
         """Report that one addition to the gradient is complete."""
-        if self.on_added is not None:
-            self.on_added(self)
+        if self.on_gradient_added is not None:
+            self.on_gradient_added(self)

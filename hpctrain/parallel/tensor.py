@@ -182,10 +182,10 @@ class SplitLinear(MatmulLayer):
     def on_backward(self) -> None:
         """Do nothing at the start of a backward pass. Subclasses may check it."""
 
-    def added(self, parameters: Sequence[Parameter]) -> None:
+    def mark_gradient_added(self, parameters: Sequence[Parameter]) -> None:
         """Report that one addition to the gradients of these parameters is complete."""
         for parameter in parameters:
-            parameter.added()
+            parameter.mark_gradient_added()
 
     # What the autograd functions call
 
@@ -221,19 +221,19 @@ class SplitLinear(MatmulLayer):
         """Add the gradients of the weights and, of the values `inner` between its factors, the adapter's."""
         if self.weights[0].requires_grad:
             self.product.add_weight_gradient_of(output_gradient, saved)
-            self.added(self.weights)
+            self.mark_gradient_added(self.weights)
         if self.adapter is not None:
             assert isinstance(output_gradient, Tensor) and isinstance(saved, Tensor)
             values, gradient = inner
             self.adapter.add_weight_gradients(output_gradient, values, gradient, saved)
-            self.added(self.adapter.weights)
+            self.mark_gradient_added(self.adapter.weights)
 
     def _add_bias_gradients(self, output_gradient: Tensor) -> None:
         """Add the sum of an output gradient [..., n] over all tokens to the gradients of the biases."""
         if self.biases and self.biases[0].requires_grad:
             gradient = join_neighbors([gradient_of(bias) for bias in self.biases])
             gradient.add_(output_gradient.reshape(-1, output_gradient.shape[-1]).sum(0))
-            self.added(self.biases)
+            self.mark_gradient_added(self.biases)
 
 
 class ColumnLinear(SplitLinear):

@@ -95,9 +95,9 @@ class VocabularyEmbedding(nn.Module):
         result: Tensor = apply_function(_EmbeddingAutograd, tokens, self, self.table)
         return result
 
-    def added(self) -> None:
+    def mark_gradient_added(self) -> None:
         """Report that one addition to the gradient of the table is complete. Subclasses may defer it."""
-        self.table.added()
+        self.table.mark_gradient_added()
 
 
 class _EmbeddingAutograd(torch.autograd.Function):
@@ -133,7 +133,7 @@ class _EmbeddingAutograd(torch.autograd.Function):
         if audit is not None and audit.active and table.lookups is None:
             audit.expect_lookup(table, gradient, indices.reshape(-1), rows)
         gradient.index_add_(0, indices.reshape(-1), rows)
-        layer.added()
+        layer.mark_gradient_added()
         return None, None, None
 
 
@@ -251,5 +251,5 @@ class _HeadLossAutograd(torch.autograd.Function):
         (gradient,) = ctx.saved_tensors
         gradient = head.layer_context.reduce_output(gradient)
         if head.table.requires_grad:
-            head.table.added()
+            head.table.mark_gradient_added()
         return gradient, None, None, None, None

@@ -75,7 +75,7 @@ def _seconds(deck: Deck, shape: ModelShape, ranks: int, ranks_per_node: int) -> 
 
     def sums() -> None:
         rehearse(stage, "none", accumulation(1), 0)
-        stage.synchronizer.after_step(True, 1.0)
+        stage.synchronizer.end_step(True, 1.0)
 
     with torch.no_grad():
         return (_least(sums) + _least(meet) / period) / deck.run.threads
@@ -104,9 +104,9 @@ def _build(deck: Deck, shape: ModelShape, ranks: int, ranks_per_node: int) -> Tr
     noise = torch.randn(max(bucket.length for bucket in stage.buckets), generator=generator)
     for bucket in stage.buckets:
         for segment in bucket.segments:
-            told = segment.parameter.on_added
+            told = segment.parameter.on_gradient_added
             assert told is not None
-            segment.parameter.on_added = partial(_fill, noise, told)
+            segment.parameter.on_gradient_added = partial(_fill, noise, told)
     return stage
 
 

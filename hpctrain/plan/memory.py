@@ -341,8 +341,10 @@ def _snapshot(deck: Deck, stage: TrainedStage) -> int:
     """
     if deck.checkpoint.mode != "background" or not deck.checkpoint.every:
         return 0
-    written = (t for t in stage.state() if t.written and (t.kind, t.resumed) != (MODEL, "never"))
-    return min(deck.checkpoint.buffer, sum(t.values.nbytes // t.copy[1] for t in written))
+    written = (
+        t for t in stage.state() if t.writes_checkpoint and (t.kind, t.resume_mode) != (MODEL, "never")
+    )
+    return min(deck.checkpoint.buffer, sum(t.values.nbytes // t.holder_position[1] for t in written))
 
 
 def held_bytes(deck: Deck, stage: TrainedStage) -> int:
@@ -356,7 +358,7 @@ def mirror_bytes(deck: Deck, stage: TrainedStage) -> int:
     """Memory of its node that a rank has for mirrors of its state and of a neighbour's, about as large."""
     if not deck.checkpoint.mirror:
         return 0
-    return COPIES * sum(t.values.nbytes // t.copy[1] for t in stage.state() if t.written)
+    return COPIES * sum(t.values.nbytes // t.holder_position[1] for t in stage.state() if t.writes_checkpoint)
 
 
 def _workspace(deck: Deck, parts: Sequence[PartBytes]) -> int:

@@ -143,4 +143,4 @@ def add(parameters: Iterable[Parameter]) -> None:
     for parameter in parameters:
         if parameter.requires_grad:
             assert parameter.lookups is not None or parameter.gradient is not None
-            parameter.added()
+            parameter.mark_gradient_added()

@@ -215,7 +215,7 @@ def _steps(
         local.delay if local else 0,
     )
     everything = sum(bucket.length for bucket in stage.buckets)
-    listener.begun = lambda: sum(b.length for b in stage.buckets if b.final) / everything
+    listener.begun = lambda: sum(b.length for b in stage.buckets if b.is_final) / everything
     with META:
         stage.replica_sync.begin(weights)
     steps = []
@@ -233,7 +233,7 @@ def _steps(
             of_replicas = [
                 moved if moved.begun is None else moved._replace(ahead=delay) for moved in listener.take()
             ]
-            stage.synchronizer.after_step(True, 1.0)
+            stage.synchronizer.end_step(True, 1.0)
         steps.append([*of_gradients, *of_replicas])
     return steps[period:], of_update
 
@@ -253,7 +253,7 @@ def _layers(
     if deck.model.module is not None:
         return _of_module(deck, architecture, mesh, stage, schedule, passes, listener)
     alone = all(mesh.group(axis).size == 1 for axis in ("tensor", "context", "pipeline"))
-    if alone and not stage.modules.learning:
+    if alone and not stage.modules.statistics_users:
         return []
     return _of_all_passes(deck, architecture, mesh, stage, schedule, passes, listener)
 
@@ -277,7 +277,7 @@ def _of_module(
         except Exception:  # noqa: BLE001  (whatever a user's code does where there are no values)
             return None
     listener.take()
-    for each in stage.modules.learning:
+    for each in stage.modules.statistics_users:
         each.after_update({})
     return [*of_layers, *_by_axis(listener.take())]
 
@@ -425,5 +425,5 @@ def _of_weights(stage: TrainedStage, listener: _Listener, counted: Collection[st
     """Maxima of weights that a step begins with, but along the axes that are counted with layers."""
     listener.take()
     products = products_in_8_bits(layer for model in stage.models for layer in model.layers)
-    with META, WeightMaxima(products, stage.buckets, stage.layer_context.tensor).known():
+    with META, WeightMaxima(products, stage.buckets, stage.layer_context.tensor).provide_maxima():
         return [moved for moved in _by_axis(listener.take()) if moved.axis not in counted]

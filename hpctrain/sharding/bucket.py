@@ -304,7 +304,7 @@ class Bucket:
         self._rounds, self._passes = (passes, 1) if each else (1, passes)
         self._incomplete = set(self._added)
 
-    def added(self, parameter: Parameter) -> bool:
+    def count_addition(self, parameter: Parameter) -> bool:
         """Count one addition to the gradient of a parameter. Local.
 
         Returns:
@@ -324,11 +324,11 @@ class Bucket:
         return False
 
     @property
-    def final(self) -> bool:
+    def is_final(self) -> bool:
         """True if all additions of the step are done."""
         return not self._incomplete
 
-    def missing(self) -> Parameter:
+    def incomplete_parameter(self) -> Parameter:
         """Return a parameter that misses additions to its gradient."""
         return next(iter(self._incomplete))
 

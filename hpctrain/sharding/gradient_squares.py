@@ -23,11 +23,11 @@ def square_sum(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
 
     It is computed in fp64, so that the result in single precision does not depend on how gradients are split.
     """
-    counted = list(gradients)
-    if counted and not on_host(device):
-        return torch.stack(torch._foreach_norm(counted, 2, torch.float64)).square().sum()
+    pieces = list(gradients)
+    if pieces and not on_host(device):
+        return torch.stack(torch._foreach_norm(pieces, 2, torch.float64)).square().sum()
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for elements in counted:
+    for elements in pieces:
         for piece in elements.split(_PIECE):
             squares = piece.double()
             total += torch.dot(squares, squares)
@@ -41,12 +41,13 @@ def local_square_sum(bucket: Bucket, gradients: Tensor) -> Tensor:
     the same tokens, and of stages that hold the same tensor, one counts.
     """
     other_tokens = bucket.sharding.group, bucket.sharding.replicas
-    counted = (
+    local = (
         elements
         for segment, elements, _ in bucket.segments_within(gradients, slice(0, bucket.length))
-        if segment.parameter.requires_grad and segment.replication.copy(False, *other_tokens)[0] == 0
+        if segment.parameter.requires_grad
+        and segment.replication.holder_position(False, *other_tokens)[0] == 0
     )
-    return square_sum(counted, gradients.device)
+    return square_sum(local, gradients.device)
 
 
 class FirstMicroBatchNorm:
@@ -68,7 +69,7 @@ class FirstMicroBatchNorm:
         self.squares = torch.zeros_like(self.squares)
         self._additions.clear()
 
-    def added(self, parameter: Parameter) -> None:
+    def count_addition(self, parameter: Parameter) -> None:
         """Count one addition to a parameter's gradient."""
         additions = self._additions[parameter] = self._additions.get(parameter, 0) + 1
         gradient, lookups = parameter.gradient, parameter.lookups

@@ -54,12 +54,12 @@ class GradientReduction(Protocol):
             Handle whose result is `sums`.
         """
 
-    def after_step(self, updated: bool, factor: float) -> None:  # noqa: ARG002
+    def end_step(self, updated: bool, scale_ratio: float) -> None:  # noqa: ARG002
         """End a step. By default nothing happens.
 
         Args:
             updated: False if the step was skipped.
-            factor: Ratio of the next step's loss scale to this step's.
+            scale_ratio: Ratio of the next step's loss scale to this step's.
         """
         return
 
@@ -68,13 +68,13 @@ class GradientReduction(Protocol):
         yield from ()
 
 
-def end_step(residuals: Iterable[Tensor | None], updated: bool, factor: float) -> None:
+def rescale_residuals(residuals: Iterable[Tensor | None], updated: bool, scale_ratio: float) -> None:
     """Adapt residuals to the end of a step: discard them if it was skipped, else apply the new loss scale."""
     for residual in residuals:
         if residual is not None and not updated:
             residual.zero_()
-        elif residual is not None and factor != 1:
-            residual.mul_(factor)
+        elif residual is not None and scale_ratio != 1:
+            residual.mul_(scale_ratio)
 
 
 class ExactReduction(GradientReduction):

@@ -67,12 +67,12 @@ def _differing_ends(buckets: Sequence[Bucket], position_sums: PositionSums) -> I
     """
     owned = [(bucket, *each) for bucket in buckets for each in bucket.owned_segments(bucket.owned_values)]
     for bucket, segment, values, offset in sorted(owned, key=lambda each: each[1].parameter.shard.name):
-        ends = segment.replication.ends
-        if ends is not None:
+        pipeline = segment.replication.tied_pipeline
+        if pipeline is not None:
             sums = position_sums.of(values, offset).unsqueeze(0)
             if bucket.sharding.zero > 0:
                 sums = bucket.sharding.group.all_gather(sums).sum(0, keepdim=True)
-            if not torch.equal(sums, exchange_with_other_end(ends, sums)):
+            if not torch.equal(sums, exchange_with_other_end(pipeline, sums)):
                 yield segment.parameter.shard.name
 
 

@@ -51,7 +51,7 @@ class ReplicaSync(Protocol):
     def in_flight(self) -> dict[str, int]:
         """State of transfers between replicas for a checkpoint, the same on all ranks."""
 
-    def resumed(self, weights: Weights, replicas: int, in_flight: Mapping[str, int]) -> None:
+    def resume(self, weights: Weights, replicas: int, in_flight: Mapping[str, int]) -> None:
         """Continue with weights, updates and state that were loaded from a checkpoint.
 
         Collective over each bucket's own group.
@@ -106,7 +106,7 @@ class SyncEveryStep(ReplicaSync):
         """Do nothing: all replicas are equal."""
 
     @override
-    def resumed(self, weights: Weights, replicas: int, in_flight: Mapping[str, int]) -> None:
+    def resume(self, weights: Weights, replicas: int, in_flight: Mapping[str, int]) -> None:
         """Do nothing: all replicas are equal."""
 
     @override

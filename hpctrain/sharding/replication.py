@@ -60,7 +60,7 @@ class NodePeers:
         self.inside, self.between = inside, between
         self._loads = [0] * inside.size
 
-    def turn(self, elements: int) -> int:
+    def assign_rank(self, elements: int) -> int:
         """Return the number of the rank inside that exchanges a bucket: the one with the fewest elements.
 
         All ranks of the group must call it for the same buckets in the same order. Local.
@@ -122,7 +122,7 @@ class Replication:
         partial: True if the gradient must be summed over `holders`.
         pieces: Ranks that hold all pieces of its matrices, one piece each or replicas; None if it is not
             split.
-        ends: Pipeline whose first and last stage hold the parameter, if any.
+        tied_pipeline: Pipeline whose first and last stage hold the parameter, if any.
         stage_copy: Number of this stage among those that hold the parameter.
         stage_copies: Number of stages that hold it.
     """
@@ -131,17 +131,17 @@ class Replication:
     holders: Group
     partial: bool
     pieces: Group | None
-    ends: Group | None
+    tied_pipeline: Group | None
     stage_copy: int
     stage_copies: int
 
     @property
-    def counted(self) -> bool:
-        """True if this rank counts its slice: it is the first of all ranks that hold the same slice."""
-        return self.copy(False, self.sharding.group, *self.sharding.diverging_groups)[0] == 0
+    def counts_slice(self) -> bool:
+        """True if this rank adds its slice to sums over ranks: it is the first that holds it."""
+        return self.holder_position(False, self.sharding.group, *self.sharding.diverging_groups)[0] == 0
 
     @property
-    def written(self) -> bool:
+    def writes_checkpoint(self) -> bool:
         """True if this rank writes what it owns of the piece to a checkpoint.
 
         With ZeRO the two stages of tied embeddings split them at different places, so only the first one
@@ -154,7 +154,7 @@ class Replication:
         """Groups whose ranks hold the same piece of a parameter if ZeRO does not shard it."""
         return (self.sharding.group, self.sharding.replicas, self.holders)
 
-    def copy(self, owned: bool, *excluded: Group) -> tuple[int, int]:
+    def holder_position(self, owned: bool, *excluded: Group) -> tuple[int, int]:
         """Return the number of this rank among all that hold the same values, and how many do.
 
         Args:

@@ -30,7 +30,7 @@ MASTER = "master"
 OPTIMIZER = "optimizer/"
 """Prefix of the kinds of state that an UpdateRule defines."""
 
-Resumed = Literal["always", "if stored", "as many", "as a sum", "never"]
+ResumeMode = Literal["always", "if stored", "as many", "as a sum", "never"]
 """How a resumed run uses a tensor of a checkpoint.
 
 - "always": The tensor is necessary.
@@ -51,13 +51,13 @@ class StateTensor:
         values: Elements `offset` to `offset + values.numel() - 1` of the Shard's local tensor, row-major,
             flat.
         offset: Index of the first element.
-        copy: Number of this rank among those that hold exactly these elements, and how many there are.
-        written: True if this rank takes part in writing them.
-        resumed: How a resumed run uses it.
+        holder_position: Index of this rank among those that hold exactly these elements, and how many do.
+        writes_checkpoint: True if this rank takes part in writing them to checkpoints.
+        resume_mode: How a resumed run uses it.
         changes_in_step: True if the forward pass, the backward pass or reductions change it; False if only
             the update does.
-        of_replicas: True if each replica has its own, which is stored besides what replicas have in common.
-        made_of: Kind from which a missing sum is made, if it is the whole sum; "" if there is none.
+        per_replica: True if each replica has its own, which is stored besides what replicas have in common.
+        fallback_kind: Kind from which a missing sum is made, if it is the whole sum; "" if there is none.
         holders: Groups whose ranks have the same values after each update; unnecessary for state of a bucket.
     """
 
@@ -65,18 +65,18 @@ class StateTensor:
     shard: Shard
     values: Flat
     offset: int
-    copy: tuple[int, int]
-    written: bool
-    resumed: Resumed = "if stored"
+    holder_position: tuple[int, int]
+    writes_checkpoint: bool
+    resume_mode: ResumeMode = "if stored"
     changes_in_step: bool = True
-    of_replicas: bool = False
-    made_of: str = ""
+    per_replica: bool = False
+    fallback_kind: str = ""
     holders: tuple[Group, ...] = ()
 
     @property
     def is_weight(self) -> bool:
         """True if it is a weight that is updated."""
-        return self.kind in {MODEL, MASTER} and self.resumed == "always"
+        return self.kind in {MODEL, MASTER} and self.resume_mode == "always"
 
 
 @runtime_checkable
@@ -92,7 +92,7 @@ class StateOptions:
     """Options of `segment_state`: use in a resumed run, and ranks that have the tensor.
 
     Attributes:
-        resumed: How a resumed run uses it.
+        resume_mode: How a resumed run uses it.
         changes_in_step: True if something other than the update changes it.
         diverging: True if each replica has its own, which is stored as [replicas, ...]. None is the bucket's
             own setting.
@@ -101,7 +101,7 @@ class StateOptions:
         owned: True if a rank has only what belongs to the elements that it owns; False if all ranks have all.
     """
 
-    resumed: Resumed = "if stored"
+    resume_mode: ResumeMode = "if stored"
     changes_in_step: bool = True
     diverging: bool | None = None
     shape: Shard | None = None
@@ -155,26 +155,26 @@ def segment_state(
         shard,
         values,
         offset,
-        replication.copy(options.owned, *different),
-        replication.written or not options.owned,
-        options.resumed if is_resumed else "never",
+        replication.holder_position(options.owned, *different),
+        replication.writes_checkpoint or not options.owned,
+        options.resume_mode if is_resumed else "never",
         options.changes_in_step,
         diverging,
         holders=holders,
     )
 
 
-def state_of_ranks(kind: str, flat: Tensor, bucket: Bucket, made_of: str = "") -> Iterator[StateTensor]:
+def state_of_ranks(kind: str, flat: Tensor, bucket: Bucket, fallback_kind: str = "") -> Iterator[StateTensor]:
     """Yield state that each rank has of its own, by parameter, as `rank_state`.
 
     Args:
         kind: Kind of the state.
         flat: Tensor with one value for each element of the bucket.
         bucket: The bucket.
-        made_of: Kind from which a missing sum is made.
+        fallback_kind: Kind from which a missing sum is made.
     """
     for segment, values, offset in bucket.segments_within(flat, slice(0, bucket.length)):
-        yield replace(rank_state(kind, segment, values, bucket, offset), made_of=made_of)
+        yield replace(rank_state(kind, segment, values, bucket, offset), fallback_kind=fallback_kind)
 
 
 def rank_state(
@@ -196,7 +196,13 @@ def rank_state(
     rows = group.size + further_rows
     shard = segment.parameter.shard.stacked(replicas.rank * rows + group.rank, replicas.size * rows)
     return StateTensor(
-        kind, shard, values, offset, segment.replication.copy(False, group, replicas), True, "as a sum"
+        kind,
+        shard,
+        values,
+        offset,
+        segment.replication.holder_position(False, group, replicas),
+        True,
+        "as a sum",
     )
 
 
@@ -221,7 +227,7 @@ class ModuleState:
         replications: Replications of this rank.
 
     Attributes:
-        learning: Modules and products that receive statistics of each step.
+        statistics_users: Modules and products that receive statistics of each step.
     """
 
     def __init__(self, modules: Iterable[nn.Module], replications: Replications) -> None:
@@ -236,7 +242,7 @@ class ModuleState:
         kinds = {kind for kind in set(map(type, every)) if issubclass(kind, KeepsState | UsesStatistics)}
         once = dict.fromkeys(each for each in every if type(each) in kinds)
         self._keeping: list[KeepsState] = [each for each in once if issubclass(type(each), KeepsState)]
-        self.learning: list[UsesStatistics] = [
+        self.statistics_users: list[UsesStatistics] = [
             each for each in once if issubclass(type(each), UsesStatistics)
         ]
         shards = [shard for each in self._keeping for _, shard, _ in each.state()]
@@ -249,11 +255,13 @@ class ModuleState:
         """
         for each in self._keeping:
             for kind, shard, values in each.state():
-                resumed: Resumed = "as many" if kind.startswith(f"{HISTORY}/") else "if stored"
+                resume_mode: ResumeMode = "as many" if kind.startswith(f"{HISTORY}/") else "if stored"
                 replication, changes = self._replications[shard], kind == BUFFER
                 holders = () if changes else replication.everyone
-                copy = replication.copy(False)
-                yield StateTensor(kind, shard, values, 0, copy, True, resumed, changes, holders=holders)
+                position = replication.holder_position(False)
+                yield StateTensor(
+                    kind, shard, values, 0, position, True, resume_mode, changes, holders=holders
+                )
 
 
 def state_bytes(tensors: Iterable[StateTensor], buckets: Sequence[Bucket]) -> int:

@@ -64,14 +64,14 @@ class GradientSynchronizer:
         self._bucket = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
         self._partial = {bucket: _partial_runs(bucket) for bucket in buckets}
         self._tied = {
-            bucket: [(s, s.replication.ends) for s in bucket.segments if s.replication.ends]
+            bucket: [(s, s.replication.tied_pipeline) for s in bucket.segments if s.replication.tied_pipeline]
             for bucket in buckets
         }
         self._has_replicas = any(b.sharding.replicas.size > 1 or b.sharding.diverging for b in buckets)
         self._in_flight: deque[tuple[Reducer, Work[Tensor]]] = deque()
         self.all_added: Callable[[Sequence[Parameter]], None] = lambda _: None
         for parameter, bucket in self._bucket.items():
-            parameter.on_added = self._added
+            parameter.on_gradient_added = self._added
             if parameter.open_gradient is not None:
                 parameter.open_gradient = partial(self.open, bucket)
             if parameter.requires_grad:
@@ -102,17 +102,17 @@ class GradientSynchronizer:
         for bucket, reducer in self._reducer.items():
             reducer.begin(updates)
             bucket.start(micro_batches, self._each and reducer.repeats and not self._tied[bucket])
-        self._to_come = [bucket for bucket in self.buckets if not bucket.final] if self._in_order else []
+        self._to_come = [bucket for bucket in self.buckets if not bucket.is_final] if self._in_order else []
 
     def finish(self) -> None:
         """Wait until all gradients are reduced. Collective over each bucket's ranks."""
         for bucket in self.buckets:
-            assert bucket.final, f"no gradient of {bucket.missing().shard.name}"
+            assert bucket.is_final, f"no gradient of {bucket.incomplete_parameter().shard.name}"
         # Sort by name: the two stages may have them in different orders.
         tied = [(bucket, *each) for bucket in self.buckets for each in self._tied[bucket]]
-        for bucket, segment, ends in sorted(tied, key=lambda each: each[1].parameter.shard.name):
+        for bucket, segment, pipeline in sorted(tied, key=lambda each: each[1].parameter.shard.name):
             gradient = segment.view(bucket.gradients)
-            gradient.add_(exchange_with_other_end(ends, gradient))
+            gradient.add_(exchange_with_other_end(pipeline, gradient))
         for bucket in self.buckets:
             if self._tied[bucket]:
                 self._start(bucket)
@@ -125,15 +125,15 @@ class GradientSynchronizer:
         for bucket in shared:
             self.after_sum(bucket)
 
-    def after_step(self, updated: bool, factor: float) -> None:
+    def end_step(self, updated: bool, scale_ratio: float) -> None:
         """End a step.
 
         Args:
             updated: False if the step was skipped.
-            factor: Ratio of the next step's loss scale to this step's.
+            scale_ratio: Ratio of the next step's loss scale to this step's.
         """
         for reducer in self._reducer.values():
-            reducer.reduction.after_step(updated, factor)
+            reducer.reduction.end_step(updated, scale_ratio)
 
     def open(self, bucket: Bucket) -> None:
         """Allocate the gradients of a split bucket, after a reduction has completed and has freed memory."""
@@ -143,8 +143,8 @@ class GradientSynchronizer:
     def _added(self, parameter: Parameter) -> None:
         bucket = self._bucket[parameter]
         if self.first is not None:
-            self.first.added(parameter)
-        if bucket.added(parameter):
+            self.first.count_addition(parameter)
+        if bucket.count_addition(parameter):
             self._synchronize_final(bucket)
         elif self._in_flight:
             self._in_flight[-1][1].test()
@@ -217,4 +217,4 @@ def _move_gradient(parameter: Tensor) -> None:
     assert parameter.gradient is not None
     parameter.gradient.add_(parameter.grad)
     parameter.grad = None
-    parameter.added()
+    parameter.mark_gradient_added()

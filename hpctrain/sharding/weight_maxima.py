@@ -49,12 +49,12 @@ class WeightMaxima:
         self._slices = list(dict.fromkeys(bucket_of[product.weights[0]] for product in self._cut))
 
     @contextmanager
-    def known(self) -> Iterator[None]:
+    def provide_maxima(self) -> Iterator[None]:
         """Give the products their maxima during the block, in which weights must not change.
 
         Collective over the ranks that have slices or parts of the same matrices.
         """
-        known = [*self._unsplit, *((product, WEIGHTS) for product in self._cut)]
+        provided = [*self._unsplit, *((product, WEIGHTS) for product in self._cut)]
         maxima_here = [
             reducible_maximum(product.local_weight_maxima(dims)) for product, dims in self._unsplit
         ]
@@ -64,12 +64,12 @@ class WeightMaxima:
             if self._tensor.size > 1:
                 agreed = self._tensor.all_reduce(agreed, "max")
             pieces = agreed.split([maxima.numel() for maxima in maxima_here])
-            for (product, dims), maxima, piece in zip(known, maxima_here, pieces, strict=True):
+            for (product, dims), maxima, piece in zip(provided, maxima_here, pieces, strict=True):
                 product.set_weight_maxima(dims, piece.view_as(maxima))
         try:
             yield
         finally:
-            for product, _ in known:
+            for product, _ in provided:
                 product.clear_weight_maxima()
 
     def _of_slices(self) -> list[Tensor]:

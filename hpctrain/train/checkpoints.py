@@ -189,7 +189,7 @@ class Checkpoints(Hook):
         tensors = list(self.engine.state())
         await_readers(self.engine.stage.buckets)
         held.give_back(tensors)
-        replicas = next((each.shard.shape[0] for each in tensors if each.of_replicas), 0)
+        replicas = next((each.shard.shape[0] for each in tensors if each.per_replica), 0)
         return self._resume(held.stored, replicas, f"memory, step {held.step}")
 
     def restore(self, path: Path) -> TrainState:
@@ -222,7 +222,7 @@ class Checkpoints(Hook):
             require_finite(self.world.everyone, path, found, remedy)
         # State of frozen parameters is not used; a sentence about them follows.
         _, unsuitable = resumed_entries(
-            (tensor for tensor in wanted if tensor.resumed != "never"), structure.datasets
+            (tensor for tensor in wanted if tensor.resume_mode != "never"), structure.datasets
         )
         for kind in sorted(set().union(*self.world.everyone.all_gather_object(sorted(unsuitable)))):
             self.heeded.append(f"{path}: part of its {kind} does not fit this run and is initialized")
@@ -328,13 +328,13 @@ def _resume_engine(engine: Engine, state: Mapping[str, Any], replicas: int, anew
     engine.stage.optimizer.updates = 0 if anew else int(state["updates"])
     # By how many updates what is under way was begun, those that begin anew do not tell.
     under_way = {} if anew else state.get("under_way") or {}
-    engine.stage.replica_sync.resumed(engine.stage.optimizer, replicas, under_way)
+    engine.stage.replica_sync.resume(engine.stage.optimizer, replicas, under_way)
     if engine.control.loss_scale.window and state["loss_scale"] is not None:
         engine.control.loss_scale.value = float(state["loss_scale"])
         engine.control.loss_scale.good_steps = int(state["loss_scale_good_steps"])
     engine.control.noise_scale.resume(state)
     engine.control.spikes.resume(state)
-    engine.stage.synchronizer.after_step(
+    engine.stage.synchronizer.end_step(
         True, engine.control.loss_scale.value / float(state.get("loss_scale") or 1.0)
     )
 

@@ -90,7 +90,7 @@ class Guard(StepGuard, Hook):
             found = [*resting, *miscounted, *wrong]
             self._agree(totals, found, spoilt=bool(resting))
         except SilentFaultError:
-            self.engine.stage.synchronizer.after_step(False, 1.0)
+            self.engine.stage.synchronizer.end_step(False, 1.0)
             if self._before is not None:
                 self._before.give_back(self._learning)
                 self._before = None

@@ -113,7 +113,7 @@ class Fingerprints(Hook):
             segment.parameter.shard.name: (segment.replication.stage_copy, segment.replication.stage_copies)
             for bucket in self.engine.stage.buckets
             for segment in bucket.segments
-            if segment.replication.ends is not None and bucket.sharding.zero > 0
+            if segment.replication.tied_pipeline is not None and bucket.sharding.zero > 0
         }
         self._places = {
             each.shard.name: (float(number), float(index))
@@ -193,7 +193,7 @@ class Fingerprints(Hook):
             for segment in bucket.segments:
                 shard, copy = (
                     segment.parameter.shard,
-                    segment.replication.copy(False, *bucket.sharding.diverging_groups),
+                    segment.replication.holder_position(False, *bucket.sharding.diverging_groups),
                 )
                 row = self._row(phase, f"{AS_COMPUTED}{shard.name}", self._places[shard.name])
                 self._piece(row, shard, segment.view(bucket.values).reshape(-1), 0, copy)
@@ -286,7 +286,7 @@ class Fingerprints(Hook):
                 layer, index = self._places[shard.name]
                 row = self._row("reduction", shard.name, (-layer, -index))
                 copy = self._owned(
-                    shard.name, segment.replication.copy(True, *bucket.sharding.diverging_groups)
+                    shard.name, segment.replication.holder_position(True, *bucket.sharding.diverging_groups)
                 )
                 self._piece(row, shard, values, offset, copy)
 

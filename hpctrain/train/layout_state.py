@@ -50,11 +50,11 @@ def state_pieces(engine: Engine, outer: bool = False) -> Iterator[StatePiece]:
             the state that each replica has itself.
     """
     for tensor in engine.state():
-        left_out = tensor.of_replicas if outer else tensor.kind == MODEL
+        left_out = tensor.per_replica if outer else tensor.kind == MODEL
         if isinstance(tensor.values, Tensor) and not left_out:
             kind = tensor.kind.removeprefix(OPTIMIZER)
             span = slice(tensor.offset, tensor.offset + tensor.values.numel())
-            shard = tensor.shard.unstacked if tensor.of_replicas else tensor.shard
+            shard = tensor.shard.unstacked if tensor.per_replica else tensor.shard
             yield StatePiece(f"{kind} of {tensor.shard.name}", shard, tensor.values, span)
 
 

@@ -69,7 +69,7 @@ class Repetition:
             _set(engine.stage.synchronizer, "before_sums", keep),
         ):
             sums, _ = step.accumulate(state, batch)
-        engine.stage.synchronizer.after_step(False, 1.0)
+        engine.stage.synchronizer.end_step(False, 1.0)
         if engine.stage.statistics is not None:
             engine.stage.statistics.reduce(engine.world.everyone)
         every = (segment for bucket in engine.stage.buckets for segment in bucket.segments)

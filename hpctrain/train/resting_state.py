@@ -194,7 +194,7 @@ def _resting(buckets: Sequence[Bucket], state: Iterable[StateTensor]) -> Iterato
             groups = _together(
                 (bucket.sharding.group, *_groups_with_same_slice(bucket, segment, bucket.sharding.diverging))
             )
-            ends = segment.replication.ends if part.dtype == torch.float32 else None
+            ends = segment.replication.tied_pipeline if part.dtype == torch.float32 else None
             yield WatchedTensor(f"{MODEL}/{segment.parameter.shard.name}", part, groups, ends)
     segments = {
         segment.parameter.shard.name: (bucket, segment) for bucket in buckets for segment in bucket.segments
@@ -214,9 +214,13 @@ def _resting(buckets: Sequence[Bucket], state: Iterable[StateTensor]) -> Iterato
             continue
         bucket, segment = of_bucket
         group, is_cut = bucket.sharding.group, bucket.sharding.zero > 0
-        other_groups = _groups_with_same_slice(bucket, segment, tensor.of_replicas)
+        other_groups = _groups_with_same_slice(bucket, segment, tensor.per_replica)
         groups = _together((*(() if is_cut else (group,)), *other_groups))
-        ends = segment.replication.ends if tensor.is_weight and tensor_values.dtype == torch.float32 else None
+        ends = (
+            segment.replication.tied_pipeline
+            if tensor.is_weight and tensor_values.dtype == torch.float32
+            else None
+        )
         yield WatchedTensor(name, tensor_values, groups, ends, group if ends is not None and is_cut else None)
 
 
@@ -226,9 +230,9 @@ def _changes(tensor: StateTensor) -> bool:
     return in_step or tensor.kind.startswith(IN_FLIGHT)
 
 
-def _groups_with_same_slice(bucket: Bucket, segment: BucketSegment, of_replicas: bool) -> tuple[Group, ...]:
-    """Return the groups whose ranks hold the same slice of a parameter (`of_replicas`: in one replica)."""
-    replicas = () if of_replicas else (bucket.sharding.replicas,)
+def _groups_with_same_slice(bucket: Bucket, segment: BucketSegment, per_replica: bool) -> tuple[Group, ...]:
+    """Return the groups whose ranks hold the same slice of a parameter (`per_replica`: in one replica)."""
+    replicas = () if per_replica else (bucket.sharding.replicas,)
     return (segment.replication.holders, *replicas)
 
 

@@ -160,7 +160,7 @@ class Step:
         loss, norm = figures["loss"], fmean(norms)
         spike = None
         if control.spikes.enabled:
-            spike = control.spikes.judge(state.step + 1, loss, norm, state.samples, batch)
+            spike = control.spikes.find_spike(state.step + 1, loss, norm, state.samples, batch)
         updated = finite and spike is None and learns(tokens, loss)
         rate = control.learning_rate.at(state.step, batch)
         if updated:
@@ -176,11 +176,11 @@ class Step:
             ):
                 squares = engine.world.everyone.all_reduce(torch.stack(list(sums_of_replicas.values())))
                 figures |= zip(sums_of_replicas, squares.sqrt().tolist(), strict=True)
-            for each in stage.modules.learning:
+            for each in stage.modules.statistics_users:
                 each.after_update(noted)
         scaled, scale_can_fall = control.loss_scale.value, control.loss_scale.can_fall
         control.loss_scale.update(finite)
-        stage.synchronizer.after_step(updated, control.loss_scale.value / scaled)
+        stage.synchronizer.end_step(updated, control.loss_scale.value / scaled)
         engine.world.ledger.phase = "other"
         state.step += 1
         state.samples += batch

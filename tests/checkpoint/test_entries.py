@@ -10,15 +10,17 @@ import torch
 from hpctrain.checkpoint.checkpoint_index import StoredTensor
 from hpctrain.checkpoint.entries import resumed_entries
 from hpctrain.parallel.shards import Shard
-from hpctrain.sharding.state import MODEL, Resumed, StateTensor
+from hpctrain.sharding.state import MODEL, ResumeMode, StateTensor
 
 PIECE = Shard("a", (8, 3), (4, 0), (4, 3), frozenset({"tensor"}))
 
 
-def tensor(kind: str, resumed: Resumed, number: int | None, count: int, of_replicas: bool) -> StateTensor:
+def tensor(
+    kind: str, resume_mode: ResumeMode, number: int | None, count: int, per_replica: bool
+) -> StateTensor:
     """Of the piece, number `number` of `count` if any."""
     shard = PIECE if number is None else PIECE.stacked(number, count)
-    return StateTensor(kind, shard, torch.zeros(12), 0, (0, 1), True, resumed, False, of_replicas)
+    return StateTensor(kind, shard, torch.zeros(12), 0, (0, 1), True, resume_mode, False, per_replica)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_a_sum_that_a_file_lacks_begins_with_its_whole_on_one_rank(
 ) -> None:
     """The whole is added to the other ranks' zeros: read twice, it would count twice."""
     file = {"/optimizer/m/a": StoredTensor("/optimizer/m/a", "float32", (8, 3), 0, 0)}
-    part = replace(tensor("reducer/mean", "as a sum", number, 2, False), made_of="optimizer/m")
+    part = replace(tensor("reducer/mean", "as a sum", number, 2, False), fallback_kind="optimizer/m")
     entries, left = resumed_entries([part], file)
     assert [(entry.dataset, entry.shard.start, entry.shape) for entry in entries] == expected and not left
 

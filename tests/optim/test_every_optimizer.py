@@ -256,7 +256,7 @@ def test_replicas_have_their_own_state_and_synchronize(world: World, name: str) 
         both = world.everyone.all_gather(master[None])
         assert torch.equal(both[0], both[1])
     kept = [each for each in optimizer.state() if each.kind.startswith("optimizer/")]
-    assert kept and all(each.of_replicas and each.shard.shape[0] == 2 for each in kept)
+    assert kept and all(each.per_replica and each.shard.shape[0] == 2 for each in kept)
     apart = set[str]()
     for each in kept:
         assert isinstance(each.values, Tensor)

@@ -30,22 +30,22 @@ def fed(spikes: SpikeDetector, steps: int, seed: int = 0) -> SpikeDetector:
 
 
 def test_there_are_no_spikes_in_the_warm_up_or_with_few_steps() -> None:
-    assert watching().judge(4, 30.0, 1.0, 0, 8) is None
-    assert fed(watching(), 15).judge(16, 30.0, 1.0, 0, 8) is None
-    assert fed(watching(), 16).judge(4, 30.0, 1.0, 0, 8) is None
-    assert fed(watching(), 16).judge(17, 30.0, 1.0, 0, 8) is not None
+    assert watching().find_spike(4, 30.0, 1.0, 0, 8) is None
+    assert fed(watching(), 15).find_spike(16, 30.0, 1.0, 0, 8) is None
+    assert fed(watching(), 16).find_spike(4, 30.0, 1.0, 0, 8) is None
+    assert fed(watching(), 16).find_spike(17, 30.0, 1.0, 0, 8) is not None
 
 
 def test_only_values_far_above_are_spikes() -> None:
     spikes = fed(watching(), 40)
-    assert spikes.judge(41, 3.1, 1.2, 0, 8) is None
-    assert spikes.judge(41, 0.1, 0.0, 0, 8) is None
-    loss = spikes.judge(41, 4.0, 1.0, 320, 8)
+    assert spikes.find_spike(41, 3.1, 1.2, 0, 8) is None
+    assert spikes.find_spike(41, 0.1, 0.0, 0, 8) is None
+    loss = spikes.find_spike(41, 4.0, 1.0, 320, 8)
     assert loss is not None
     assert loss.why.startswith("loss 4 is ")
     assert "gradient norm" not in loss.why
     assert (loss.step, loss.first_sample, loss.samples, loss.back_to) == (41, 320, 8, None)
-    norm = spikes.judge(41, 3.0, 5.0, 320, 8)
+    norm = spikes.find_spike(41, 3.0, 5.0, 320, 8)
     assert norm is not None
     assert norm.why.startswith("gradient norm 5 is ")
 
@@ -55,37 +55,37 @@ def test_the_factor_counts_deviations_of_normal_values() -> None:
     spikes, draw = SpikeDetector("skip", 10_000, 6.0, 3, warmup=0), random.Random(5)
     for _ in range(10_000):
         spikes.add_step(draw.gauss(10.0, 2.0), draw.gauss(5.0, 0.5))
-    assert spikes.judge(20_000, 10.0 + 5.7 * 2.0, 5.0, 0, 1) is None
-    assert spikes.judge(20_000, 10.0 + 6.3 * 2.0, 5.0, 0, 1) is not None
-    assert spikes.judge(20_000, 10.0, 5.0 + 5.7 * 0.5, 0, 1) is None
-    assert spikes.judge(20_000, 10.0, 5.0 + 6.3 * 0.5, 0, 1) is not None
+    assert spikes.find_spike(20_000, 10.0 + 5.7 * 2.0, 5.0, 0, 1) is None
+    assert spikes.find_spike(20_000, 10.0 + 6.3 * 2.0, 5.0, 0, 1) is not None
+    assert spikes.find_spike(20_000, 10.0, 5.0 + 5.7 * 0.5, 0, 1) is None
+    assert spikes.find_spike(20_000, 10.0, 5.0 + 6.3 * 0.5, 0, 1) is not None
 
 
 def test_accepted_outliers_hardly_change_median_and_deviation() -> None:
     spikes = fed(watching(32), 26)
     for _ in range(6):
         spikes.add_step(1e6, 1e9)
-    assert spikes.judge(50, 4.0, 1.0, 0, 8) is not None
+    assert spikes.find_spike(50, 4.0, 1.0, 0, 8) is not None
 
 
 def test_nearly_constant_values_have_a_least_deviation() -> None:
     spikes = watching()
     for _ in range(16):
         spikes.add_step(2.0, 1.0)
-    assert spikes.judge(30, 2.0 + 5.9 * LEAST_DEVIATION * 2.0, 1.0, 0, 8) is None
-    assert spikes.judge(30, 2.0 + 6.1 * LEAST_DEVIATION * 2.0, 1.0, 0, 8) is not None
+    assert spikes.find_spike(30, 2.0 + 5.9 * LEAST_DEVIATION * 2.0, 1.0, 0, 8) is None
+    assert spikes.find_spike(30, 2.0 + 6.1 * LEAST_DEVIATION * 2.0, 1.0, 0, 8) is not None
 
 
 @pytest.mark.parametrize("value", [inf, -inf, nan])
 def test_a_value_that_is_not_finite_is_always_a_spike(value: float) -> None:
-    spike = watching().judge(1, value, 1.0, 0, 8)
+    spike = watching().find_spike(1, value, 1.0, 0, 8)
     assert spike is not None
     assert spike.loss is None
     assert "is not finite" in spike.why
-    assert watching().judge(1, 3.0, value, 0, 8) is not None
+    assert watching().find_spike(1, 3.0, value, 0, 8) is not None
     # A loss scale that is too large makes such norms, and sees to it.
-    assert watching(scales=True).judge(1, 3.0, value, 0, 8) is None
-    assert watching(scales=True).judge(1, value, value, 0, 8) is not None
+    assert watching(scales=True).find_spike(1, 3.0, value, 0, 8) is None
+    assert watching(scales=True).find_spike(1, value, value, 0, 8) is not None
 
 
 def test_a_detector_that_is_off_has_no_state() -> None:
@@ -96,7 +96,7 @@ def test_a_detector_that_is_off_has_no_state() -> None:
 
 def test_state_is_restored_from_a_file() -> None:
     spikes = fed(watching(), 40)
-    spike = spikes.judge(41, nan, 5.0, 320, 8)
+    spike = spikes.find_spike(41, nan, 5.0, 320, 8)
     assert spike is not None
     spikes.record_spike(spike)
     stored = json.loads(json.dumps(spikes.state()))

@@ -78,5 +78,5 @@ def test_what_makes_no_update_refuses_one(world: World) -> None:
             training.engine.stage.optimizer.step(0.1, 1.0)
         gradients = training.engine.stage.buckets[0].gradients
         before = gradients.clone()
-        training.engine.stage.synchronizer.after_step(True, 1.0)
+        training.engine.stage.synchronizer.end_step(True, 1.0)
         assert torch.equal(gradients, before) and list(training.engine.state()) == []

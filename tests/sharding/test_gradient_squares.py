@@ -146,7 +146,7 @@ def test_a_table_with_two_buffers_counts_once_as_their_sum() -> None:
         first.begin()
         found = []
         for _ in range(4):
-            first.added(table)
+            first.count_addition(table)
             found.append(float(first.squares))
         assert found == [0.0, *[pytest.approx(expected)] * 3]
 

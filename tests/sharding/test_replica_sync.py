@@ -179,7 +179,7 @@ def test_the_common_model_of_replicas_is_the_model_of_the_checkpoint(
     assert checkpoints.newest is not None
     training.state = Checkpoints(apart_deck, training.engine, {}).restore(checkpoints.newest)
     assert_equal(training.parameters(), plain.parameters())
-    assert [t.kind for t in training.engine.state() if t.is_weight and not t.of_replicas]
+    assert [t.kind for t in training.engine.state() if t.is_weight and not t.per_replica]
     training.train(EVERY)
     assert training.engine.stage.optimizer.updates == EVERY + 1
     replica_sync = training.engine.stage.replica_sync

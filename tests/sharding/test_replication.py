@@ -84,10 +84,10 @@ def test_one_rank_counts_each_slice_and_copies_are_numbered(kind: str, zero: int
         shard, piece = shards(place)[kind]
         own = replication(place, shard, zero, parts)
         stage = 0 if kind == "tied" else place["pipeline"]
-        counted[stage, piece, own.sharding.group.rank] += own.counted
-        if own.written:
+        counted[stage, piece, own.sharding.group.rank] += own.counts_slice
+        if own.writes_checkpoint:
             slice_of = own.sharding.group.rank if zero else 0
-            copies.setdefault((stage, piece, slice_of), []).append(own.copy(True))
+            copies.setdefault((stage, piece, slice_of), []).append(own.holder_position(True))
         assert own.holders.size == {"norm": 4, "shared keys": 2}.get(kind, 1)
         assert own.partial == (kind in {"norm", "shared keys"})
         assert (own.ends is not None) == (kind == "tied")

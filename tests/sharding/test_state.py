@@ -57,9 +57,9 @@ class Rounding:
         self.residual.sub_(gradients)
         return self.inner.start(gradients, sums)
 
-    def after_step(self, updated: bool, factor: float) -> None:
+    def end_step(self, updated: bool, scale_ratio: float) -> None:
         """What a step that is skipped would have sent is lost with it."""
-        self.residual.mul_(factor) if updated else self.residual.zero_()
+        self.residual.mul_(scale_ratio) if updated else self.residual.zero_()
 
     def state(self) -> Iterator[StateTensor]:
         yield from state_of_ranks("reducer/residual", self.residual, self.bucket)
@@ -361,4 +361,4 @@ def test_an_attribute_named_state_is_not_state(kind: type[torch.nn.Module]) -> N
     module.state = torch.ones(3)
     found = ModuleState([module], Mock())
     assert list(found.state()) == []
-    assert found.learning == [module] * (kind is Learns)
+    assert found.statistics_users == [module] * (kind is Learns)

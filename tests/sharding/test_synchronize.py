@@ -72,7 +72,7 @@ def test_tied_embeddings_are_compared_over_the_ends_of_the_pipeline(world: World
     if engine.mesh.coordinate("pipeline") == 1:
         for bucket in engine.stage.buckets:
             for segment, values, _ in bucket.owned_segments(bucket.owned_values):
-                if segment.replication.ends is not None:
+                if segment.replication.tied_pipeline is not None:
                     values[0] += 1e-6
     refresh(engine.stage.buckets)
     with pytest.raises(HpctrainError) as caught:

@@ -114,7 +114,7 @@ def in_own_gradient(name: str, rank: int = 0, bit: int = 28) -> Plant:
         if here is None or trainer.world.rank != rank:
             return
         parameter = here[1].parameter
-        told, done = parameter.on_added, list[bool]()
+        told, done = parameter.on_gradient_added, list[bool]()
 
         def added(which):  # type: ignore[no-untyped-def]
             if trainer.state.step == STEP - 1 and not done:
@@ -124,7 +124,7 @@ def in_own_gradient(name: str, rank: int = 0, bit: int = 28) -> Plant:
             assert told is not None
             told(which)
 
-        parameter.on_added = added
+        parameter.on_gradient_added = added
 
     return plant
 

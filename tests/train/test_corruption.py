@@ -223,7 +223,7 @@ def test_state_beside_parameters_that_parts_is_named(world: World, kind: str) ->
     every = ("stability.corruption=cheap", "stability.corruption_every=3")
     training = trainer(world, small_deck(*LLAMA, *KEPT_BESIDE[kind], *every))
     training.train(3)
-    shared = next(each for each in training.engine.state() if each.kind == kind and not each.of_replicas)
+    shared = next(each for each in training.engine.state() if each.kind == kind and not each.per_replica)
 
     class WrongFirst(Hook):
         def after_step(self, done: StepDone) -> None:

@@ -103,10 +103,10 @@ def test_a_gradient_norm_that_leaves_experts_out(
             counted = own if bucket.owned_slice == bucket.slice else own[bucket.slice]
             for segment, elements, _ in bucket.segments_within(counted, bucket.slice):
                 left_out = "expert" in segment.parameter.shard.split and split(segment.parameter)
-                if segment.replication.counted and not left_out:
+                if segment.replication.counts_slice and not left_out:
                     yield elements
 
-    monkeypatch.setattr(clip, "_counted", dense_alone)
+    monkeypatch.setattr(clip, "_gradients_in_norm", dense_alone)
     with pytest.raises(LayoutError, match=r"check: gradient norm differs"):
         verified(world, *layout)
 

@@ -93,8 +93,8 @@ class TrainedStage(Stage):
     @property
     def replica(self) -> tuple[int, int]:
         """Number of this rank's replica and number of replicas; (0, 1) if replicas do not diverge."""
-        parted = self.diverges and self.buckets[0].sharding.diverging_groups
-        return (parted[0].rank, parted[0].size) if parted else (0, 1)
+        groups = self.diverges and self.buckets[0].sharding.diverging_groups
+        return (groups[0].rank, groups[0].size) if groups else (0, 1)
 
     @property
     def diverges(self) -> bool:

@@ -31,26 +31,26 @@ class NodeMesh(MeshQueries, Protocol):
 
 def make_replications(deck: Deck, mesh: NodeMesh) -> Replications:
     """Return which ranks hold each shard, with the deck's ZeRO stage and groups. Collective."""
-    dense, nodes = mesh.group("data", "context"), cut_by_node(deck, mesh)
+    dense, make_peers = mesh.group("data", "context"), node_peers_factory(deck, mesh)
     diverging = ReplicaSyncChoice.of(deck).diverging
 
     def shard(everyone: Group) -> ZeroSharding:
-        parted = has_outer_model(deck)
-        size = everyone.size // deck.layout.replicas if parted else zero_group_size(deck, mesh, everyone)
+        has_outer = has_outer_model(deck)
+        size = everyone.size // deck.layout.replicas if has_outer else zero_group_size(deck, mesh, everyone)
         # Experts that no other rank of the group holds are neither sharded nor gathered.
         is_unsharded = size == 1 and everyone is not dense and deck.memory.parameters == "device"
-        if parted:
+        if has_outer:
             return ZeroSharding(
                 0 if is_unsharded else deck.layout.zero,
                 *mesh.split_group(everyone, size),
                 diverging,
-                nodes(everyone),
+                make_peers(everyone),
             )
         if is_unsharded:
             return ZeroSharding(0, everyone, mesh.new_subgroup("data", 1))
         if size == everyone.size:
             return ZeroSharding(
-                deck.layout.zero, everyone, mesh.new_subgroup("data", 1), nodes=nodes(everyone)
+                deck.layout.zero, everyone, mesh.new_subgroup("data", 1), nodes=make_peers(everyone)
             )
         return ZeroSharding(deck.layout.zero, *mesh.split_group(everyone, size), diverging)
 
@@ -87,7 +87,7 @@ def ranks_of_node(mesh: NodeMesh, group: Group) -> int:
     return ranks_per_node_of(mesh.nodes(group))
 
 
-def cut_by_node(deck: Deck, mesh: NodeMesh) -> Callable[[Group], NodePeers | None]:
+def node_peers_factory(deck: Deck, mesh: NodeMesh) -> Callable[[Group], NodePeers | None]:
     """Return a function that makes the NodePeers of a group, for `between = "nodes"`. Collective.
 
     The function is collective over the group. It returns None if the deck does not compress between nodes.

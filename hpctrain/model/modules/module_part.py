@@ -199,12 +199,12 @@ class ModulePart(nn.Module):
             parameter.gradient.add_(parameter.grad)
             parameter.grad = None
         if parameter.grad is None:
-            self.layer_context.weight_gradients.submit(parameter.added)
+            self.layer_context.weight_gradients.submit(parameter.mark_gradient_added)
         elif parameter.lookups is not None and self.span.embeds:
             assert parameter.gradient is not None
             parameter.lookups.add_(parameter.grad)
             parameter.grad = None
-            parameter.added()
+            parameter.mark_gradient_added()
 
     def _begin_backward(self, hidden: Tensor | None, gradient: Tensor) -> None:  # noqa: ARG002
         """Have `_end_backward` called at the end of a backward pass that begins at the module's result."""
@@ -218,7 +218,7 @@ class ModulePart(nn.Module):
         self._backward_running = False
         for parameter in [*self.names][::-1]:
             if parameter.requires_grad and parameter not in self._visited:
-                parameter.added()
+                parameter.mark_gradient_added()
         self._visited.clear()
         if hidden is not None and hidden.grad is None:
             hidden.grad = torch.zeros_like(hidden)

@@ -140,7 +140,7 @@ def add_grouped_gradient(
                 into[expert].addmm_(left, right)
             else:
                 into[expert].add_(left @ right)
-    weight.added()
+    weight.mark_gradient_added()
 
 
 def add_grouped_bias(outputs: Tensor, bias: Tensor, segments: Segments, columns: slice | None = None) -> None:

@@ -64,7 +64,7 @@ def measure_fixed(deck: Deck, machine: MachineRates, clock: Clock) -> float:
             engine.stage.statistics.reduce(world.everyone)
         world.everyone.all_reduce(torch.cat((sums, local_square_norm(engine.stage.buckets).view(1))))
         engine.stage.optimizer.step(1e-6, 1.0)
-        engine.stage.synchronizer.after_step(True, 1.0)
+        engine.stage.synchronizer.end_step(True, 1.0)
 
     measured = clock.of_group("fixed", world.everyone, step)
     planned = plan_step(on_data_ranks(deck, world.size), world.size, engine.shape.vocabulary, machine)

@@ -100,7 +100,7 @@ class RankStep:
                 with stage.passes(("noted", kinds)), notes.of(stage), self._timed(notes):
                     executor.run(steps, [self._batch] * steps.micro_batches)
                 stage.synchronizer.finish()
-                stage.synchronizer.after_step(True, 1.0)
+                stage.synchronizer.end_step(True, 1.0)
         return found
 
     def _without_values(self) -> Recalling:
@@ -163,7 +163,7 @@ class RankStep:
             told = stage.replica_sync.after_update(self.weights)
             if told:
                 everyone.all_reduce(torch.stack(list(told.values())))
-            stage.synchronizer.after_step(True, 1.0)
+            stage.synchronizer.end_step(True, 1.0)
 
     def _agreement(self, action: str) -> None:
         """All ranks agree that none has an error."""

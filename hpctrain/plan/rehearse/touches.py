@@ -93,12 +93,12 @@ class TouchNotes:
     def of(self, stage: TrainedStage) -> Iterator[None]:
         """What layers call and ask of buckets is noted within, not what buckets call for that."""
         every = (parameter for model in stage.models for parameter in parameter_list(model))
-        parameters = {parameter: parameter.on_added for parameter in every}
+        parameters = {parameter: parameter.on_gradient_added for parameter in every}
         # In front of the methods of the class.
-        for parameter, on_added in parameters.items():
-            assert on_added is not None
+        for parameter, on_gradient_added in parameters.items():
+            assert on_gradient_added is not None
             vars(parameter)["_buffer"] = partial(self._asked, parameter, parameter._buffer)
-            parameter.on_added = self._noting(on_added)
+            parameter.on_gradient_added = self._noting(on_gradient_added)
         names = ("enter", "leave") if isinstance(stage.residency, Gatherer) else ()
         for name in names:
             vars(stage.residency)[name] = self._noting(getattr(stage.residency, name))
@@ -107,9 +107,9 @@ class TouchNotes:
             yield
         finally:
             self.recorder.note, self.recorder.listening = self.recorder.add, False
-            for parameter, on_added in parameters.items():
+            for parameter, on_gradient_added in parameters.items():
                 del vars(parameter)["_buffer"]
-                parameter.on_added = on_added
+                parameter.on_gradient_added = on_gradient_added
             for name in names:
                 del vars(stage.residency)[name]
 

@@ -38,13 +38,20 @@ class HierarchicalReduction(GradientReduction):
     Args:
         bucket: The bucket.
         inside: Ranks of this node.
-        turn: Number of the rank inside that exchanges this bucket.
+        exchanging_rank: Number of the rank inside that exchanges this bucket.
         between: Reduction between nodes on that rank; None on others.
     """
 
-    def __init__(self, bucket: Bucket, inside: Group, turn: int, between: GradientReduction | None) -> None:
-        assert (between is not None) == (inside.rank == turn)
-        self.bucket, self.inside, self.turn, self.between = bucket, inside, turn, between
+    def __init__(
+        self, bucket: Bucket, inside: Group, exchanging_rank: int, between: GradientReduction | None
+    ) -> None:
+        assert (between is not None) == (inside.rank == exchanging_rank)
+        self.bucket, self.inside, self.exchanging_rank, self.between = (
+            bucket,
+            inside,
+            exchanging_rank,
+            between,
+        )
 
     @property
     @override
@@ -60,7 +67,7 @@ class HierarchicalReduction(GradientReduction):
     @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
         # The sum inside the node is fast, so it completes here; only the sum between nodes is in flight.
-        self.inside.start_reduce(gradients, self.turn).wait()
+        self.inside.start_reduce(gradients, self.exchanging_rank).wait()
         work = Work(gradients) if self.between is None else self.between.start(gradients, gradients)
         return _HierarchicalWork(self, work, gradients, sums)
 
@@ -70,16 +77,16 @@ class HierarchicalReduction(GradientReduction):
         Collective over the ranks inside.
         """
         if sums is gradients:
-            self.inside.start_broadcast(gradients, self.turn).wait()
+            self.inside.start_broadcast(gradients, self.exchanging_rank).wait()
             return
         share, first = sums.numel(), self.bucket.sharding.group.rank - self.inside.rank
         slices = gradients[first * share : (first + self.inside.size) * share]
-        self.inside.start_scatter(slices, sums, self.turn).wait()
+        self.inside.start_scatter(slices, sums, self.exchanging_rank).wait()
 
     @override
-    def after_step(self, updated: bool, factor: float) -> None:
+    def end_step(self, updated: bool, scale_ratio: float) -> None:
         if self.between is not None:
-            self.between.after_step(updated, factor)
+            self.between.end_step(updated, scale_ratio)
 
     @override
     def state(self) -> Iterator[StateTensor]:

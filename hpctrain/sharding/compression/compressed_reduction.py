@@ -17,7 +17,7 @@ from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.blocks import CompressionBlocks, Span, read_spans, write_spans
 from hpctrain.sharding.compression.codecs import Codec
-from hpctrain.sharding.reducer import GradientReduction, end_step
+from hpctrain.sharding.reducer import GradientReduction, rescale_residuals
 from hpctrain.sharding.state import StateTensor
 
 AT_ONCE, AT_ONCE_ON_GPU = 1 << 10, 1 << 16
@@ -222,9 +222,9 @@ class CompressedReduction(CodedSum, GradientReduction):
         return SequentialWork(self.operations(gradients, sums), sums)
 
     @override
-    def after_step(self, updated: bool, factor: float) -> None:
+    def end_step(self, updated: bool, scale_ratio: float) -> None:
         self.summed = None
-        end_step((self.residual, self.owner_residual), updated, factor)
+        rescale_residuals((self.residual, self.owner_residual), updated, scale_ratio)
 
     @override
     def state(self) -> Iterator[StateTensor]:

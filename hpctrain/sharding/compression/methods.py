@@ -85,10 +85,10 @@ def _between_nodes(
         return method.make(settings, bucket)
     if nodes.between.size == 1 and method.sums_gradients:
         return ExactReduction(bucket)
-    turn = nodes.turn(bucket.layout.used)
-    is_turn = turn == nodes.inside.rank
-    between = method.make(settings, bucket_over_group(bucket, nodes.between)) if is_turn else None
-    return HierarchicalReduction(bucket, nodes.inside, turn, between)
+    exchanging_rank = nodes.assign_rank(bucket.layout.used)
+    exchanges_here = exchanging_rank == nodes.inside.rank
+    between = method.make(settings, bucket_over_group(bucket, nodes.between)) if exchanges_here else None
+    return HierarchicalReduction(bucket, nodes.inside, exchanging_rank, between)
 
 
 def _rounded(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:

@@ -60,7 +60,7 @@ class OneBitMomentum(GradientReduction):
         return self.exact.start(gradients, sums)
 
     @override
-    def after_step(self, updated: bool, factor: float) -> None:
+    def end_step(self, updated: bool, scale_ratio: float) -> None:
         # The parts of the momentum follow the sums only after an update.
         if self.signs is not None and not self._warm:
             if updated and self.signs.summed is not None:
@@ -68,10 +68,10 @@ class OneBitMomentum(GradientReduction):
                 self.part.div_(self.bucket.sharding.group.size)
         elif not updated:
             self.part.zero_()
-        if factor != 1:
-            self.part.mul_(factor)
+        if scale_ratio != 1:
+            self.part.mul_(scale_ratio)
         if self.signs is not None:
-            self.signs.after_step(updated, factor)
+            self.signs.end_step(updated, scale_ratio)
 
     @override
     def state(self) -> Iterator[StateTensor]:

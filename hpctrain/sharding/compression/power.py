@@ -25,7 +25,7 @@ from hpctrain.model.initialize import fill_normal
 from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.matrices import FACTOR, Matrices
-from hpctrain.sharding.reducer import GradientReduction, end_step
+from hpctrain.sharding.reducer import GradientReduction, rescale_residuals
 from hpctrain.sharding.state import StateOptions, StateTensor, rank_state, segment_state
 
 RESIDUAL = "reducer/residual"
@@ -236,9 +236,9 @@ class PowerSgd(GradientReduction):
         return message, views
 
     @override
-    def after_step(self, updated: bool, factor: float) -> None:
+    def end_step(self, updated: bool, scale_ratio: float) -> None:
         # After a skipped step residuals are discarded, and the next step begins with the same Q.
-        end_step((stack.residual for stack in self.stacks), updated, factor)
+        rescale_residuals((stack.residual for stack in self.stacks), updated, scale_ratio)
         if updated and self._next:
             for stack, sums in zip(self.stacks, self._next, strict=True):
                 # Unit columns prevent tiny gradients from vanishing in products. Columns that became zero

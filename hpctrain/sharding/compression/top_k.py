@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from hpctrain.comm.work import SequentialWork, Work
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.reducer import ExactReduction, GradientReduction, end_step
+from hpctrain.sharding.reducer import ExactReduction, GradientReduction, rescale_residuals
 from hpctrain.sharding.state import StateTensor, state_of_ranks
 
 
@@ -72,8 +72,8 @@ class TopK(GradientReduction):
         return SequentialWork(self._sum(gradients), sums)
 
     @override
-    def after_step(self, updated: bool, factor: float) -> None:
-        end_step((self.moving, self.unsent), updated, factor)
+    def end_step(self, updated: bool, scale_ratio: float) -> None:
+        rescale_residuals((self.moving, self.unsent), updated, scale_ratio)
 
     @override
     def state(self) -> Iterator[StateTensor]:

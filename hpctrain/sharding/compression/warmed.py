@@ -35,8 +35,8 @@ class WarmedUpReduction(GradientReduction):
         return self._now.start(gradients, sums)
 
     @override
-    def after_step(self, updated: bool, factor: float) -> None:
-        self.reduction.after_step(updated, factor)
+    def end_step(self, updated: bool, scale_ratio: float) -> None:
+        self.reduction.end_step(updated, scale_ratio)
 
     @override
     def state(self) -> Iterator[StateTensor]:

@@ -22,7 +22,7 @@ class FragmentRange:
         bucket: Number of the bucket.
         span: The elements, counted from the first that this rank owns.
         lengths: Number of elements of each parameter, including the padding that follows it.
-        counted: Parts of `span` that this rank counts; each replica counts its own.
+        norm_slices: Parts of `span` that this rank adds to norms; each replica adds its own.
         exact: True if the elements are exchanged in fp32. This is so for tied embeddings: the two pipeline
             stages that hold them have different neighbours, and must get the same bits.
     """
@@ -30,7 +30,7 @@ class FragmentRange:
     bucket: int
     span: slice
     lengths: tuple[int, ...]
-    counted: tuple[slice, ...]
+    norm_slices: tuple[slice, ...]
     exact: bool
 
 
@@ -91,23 +91,23 @@ def fragments_of(
         segment = piece[0]
         if not segment.parameter.requires_grad:
             return None
-        return blocks.get(segment.parameter, 0) % count, segment.replication.ends is not None
+        return blocks.get(segment.parameter, 0) % count, segment.replication.tied_pipeline is not None
 
     fragments: list[list[FragmentRange]] = [[] for _ in range(count)]
     for number, bucket in enumerate(buckets):
-        for key, group in groupby(_owned(bucket), kind):
+        for key, group in groupby(_owned_segments(bucket), kind):
             if key is None:
                 continue
             fragment, exact = key
             segments, starts, stops = zip(*group, strict=True)
             lengths = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-            counted = tuple(_counted(bucket, segments))
+            norm_slices = tuple(_norm_slices(bucket, segments))
             span = slice(starts[0], stops[-1])
-            fragments[fragment].append(FragmentRange(number, span, lengths, counted, exact))
+            fragments[fragment].append(FragmentRange(number, span, lengths, norm_slices, exact))
     return fragments
 
 
-def _owned(bucket: Bucket) -> Iterator[tuple[BucketSegment, int, int]]:
+def _owned_segments(bucket: Bucket) -> Iterator[tuple[BucketSegment, int, int]]:
     """Yield the segments that this rank owns elements of, and begin and end among its elements.
 
     Padding belongs to the segment before it, and that at the start to the first one.
@@ -124,11 +124,14 @@ def _owned(bucket: Bucket) -> Iterator[tuple[BucketSegment, int, int]]:
             yield segment, start, stop
 
 
-def _counted(bucket: Bucket, segments: Sequence[BucketSegment]) -> Iterator[slice]:
-    """Yield the elements of these segments that this rank counts for its replica."""
+def _norm_slices(bucket: Bucket, segments: Sequence[BucketSegment]) -> Iterator[slice]:
+    """Yield the elements of these segments that this rank adds to norms of its replica."""
     sharding, owned, share = bucket.sharding, bucket.owned_slice, bucket.slice
     for segment in segments:
         first = max(segment.start, share.start)
         last = min(segment.start + segment.length, share.stop)
-        if first < last and segment.replication.copy(False, sharding.group, sharding.replicas)[0] == 0:
+        if (
+            first < last
+            and segment.replication.holder_position(False, sharding.group, sharding.replicas)[0] == 0
+        ):
             yield slice(first - owned.start, last - owned.start)

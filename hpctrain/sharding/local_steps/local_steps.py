@@ -106,7 +106,7 @@ class LocalSteps(ReplicaSync):
         return {f"{each}/{self.schedule.fragments}": updates for each, updates in self._sent_after.items()}
 
     @override
-    def resumed(self, weights: Weights, replicas: int, in_flight: Mapping[str, int]) -> None:
+    def resume(self, weights: Weights, replicas: int, in_flight: Mapping[str, int]) -> None:
         self._updates = weights.updates
         self._works.clear()
         names = {f"{each}/{self.schedule.fragments}": each for each in range(self.schedule.fragments)}
@@ -239,10 +239,10 @@ class LocalSteps(ReplicaSync):
         self.rule.update(outer, velocity, gradient)
         master = weights.masters[piece.bucket][piece.span]
         local, first = _read(master, outer), piece.span.start
-        counted = [slice(each.start - first, each.stop - first) for each in piece.counted]
+        norm_slices = [slice(each.start - first, each.stop - first) for each in piece.norm_slices]
         for name, parts in (
-            ("outer_gradient_norm", (gradient[each] for each in counted)),
-            ("replica_distance", (local[each] - outer[each] for each in counted)),
+            ("outer_gradient_norm", (gradient[each] for each in norm_slices)),
+            ("replica_distance", (local[each] - outer[each] for each in norm_slices)),
         ):
             for part in parts:
                 metrics[name] += torch.linalg.vector_norm(part, dtype=torch.float64).square() / self.replicas

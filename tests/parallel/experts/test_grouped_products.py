@@ -72,7 +72,7 @@ def test_weight_gradients_are_sums_of_outer_products(name: str, dtype: torch.dty
     before = torch.randn(3, 5, 6)
     weight.gradient = before.clone()
     told: list[Parameter] = []
-    weight.on_added = told.append
+    weight.on_gradient_added = told.append
     if stale:
         weight.reset_gradient()
     add_grouped_gradient(left, right, weight, segments)
@@ -116,7 +116,7 @@ def test_kernels_of_gpus_and_experts_without_rows(
     for rows, put in ((host, Tensor.clone), (segments, on_gpu)):
         weight = Parameter(Shard.replicated("w", (3, 8, 16)))
         weight.gradient = torch.ones(3, 8, 16)
-        weight.on_added = lambda _: None
+        weight.on_gradient_added = lambda _: None
         if stale:
             weight.reset_gradient()
         add_grouped_gradient(put(left), put(right), weight, rows)

@@ -16,7 +16,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.engine.mesh_sizes import axis_sizes
-from hpctrain.engine.stages.zero_groups import cut_by_node
+from hpctrain.engine.stages.zero_groups import node_peers_factory
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.traffic import plan_traffic
@@ -152,7 +152,7 @@ def test_ranks_of_a_node_take_turns_and_send_the_bytes_of_the_closed_form(
 def nodes_of(ranks: int, per_node: int, *keys: str) -> NodePeers | None:
     deck = small_deck("batch.global_size=16", *NODES, *keys)
     mesh = PlannedMesh(axis_sizes(deck, ranks), 0, per_node)
-    return cut_by_node(deck, mesh)(mesh.group("data", "context"))
+    return node_peers_factory(deck, mesh)(mesh.group("data", "context"))
 
 
 def test_groups_are_split_by_node() -> None:

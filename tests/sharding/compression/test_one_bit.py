@@ -64,7 +64,7 @@ def test_updates_are_those_of_numpy(world: World, keys: tuple[str, ...]) -> None
             summation.start(whole, own_of(bucket, whole)).wait()
         engine.stage.optimizer.step(RATE, 1.0)
         for summation in summations:
-            summation.after_step(True, 1.0)
+            summation.end_step(True, 1.0)
     after = training.parameters()
     for bucket in engine.stage.buckets:
         for segment in bucket.segments:
@@ -92,4 +92,4 @@ def test_a_single_rank_has_exact_momentum(world: World) -> None:
         summation.begin(step)
         found = summation.start(flat, flat).wait().numpy()
         np.testing.assert_allclose(found, exact.numpy() if step < WARMUP else mean, rtol=1e-4, atol=1e-6)
-        summation.after_step(True, 1.0)
+        summation.end_step(True, 1.0)

@@ -68,7 +68,7 @@ def summed(bucket: Bucket, reduction: PowerSgd, given: Mapping[str, Array]) -> d
     work.proceed()
     assert work.wait() is whole
     found = arrays(bucket, whole)
-    reduction.after_step(True, 1.0)
+    reduction.end_step(True, 1.0)
     return found
 
 
@@ -228,14 +228,14 @@ def test_gradients_that_are_not_finite_leave_finite_state(world: World, bad: flo
     fill(bucket, given)
     whole = bucket.final_gradients()
     assert not bool(summation.start(whole, whole).wait().isfinite().all())
-    summation.after_step(False, 0.5)
+    summation.end_step(False, 0.5)
     for step in range(2):
         found = summed(bucket, summation, gradients_of(step, 0))
         expected = summed(bucket, other, gradients_of(step, 0))
         assert all(found[name].tobytes() == expected[name].tobytes() for name in SHAPES)
     before = state_of(summation, "reducer/residual")
     before = {name: values.copy() for name, values in before.items()}
-    summation.after_step(True, 2.0)
+    summation.end_step(True, 2.0)
     after = state_of(summation, "reducer/residual")
     assert all((after[name] == 2 * before[name]).all() for name in before) and before["wide"].any()
 

@@ -48,7 +48,7 @@ def test_every_trained_element_is_in_one_fragment(world: World, count: int) -> N
         for piece in pieces:
             assert (marks[piece.bucket][piece.span] == -1).all()
             marks[piece.bucket][piece.span] = number
-            counted += sum(each.stop - each.start for each in piece.counted)
+            counted += sum(each.stop - each.start for each in piece.norm_slices)
     for bucket, mark in zip(engine.stage.buckets, marks, strict=True):
         for segment, found, _ in bucket.owned_segments(mark):
             name = segment.parameter.shard.name.split(".")

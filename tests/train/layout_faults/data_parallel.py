@@ -62,7 +62,7 @@ def faults() -> list[LayoutFault]:
         fault(
             "a norm of one rank's slice",
             ("layout.zero=1",),
-            wrapped(clip, "_counted", count_no_elements, on_rank_1),
+            wrapped(clip, "_gradients_in_norm", count_no_elements, on_rank_1),
         ),
         fault("the samples of another rank", (), wrapped(Batches, "step", read_samples_of_rank_0)),
         fault("tokens of one rank alone", (), wrapped(Step, "read", count_local_tokens)),

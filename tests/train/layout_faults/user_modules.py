@@ -66,7 +66,7 @@ def faults() -> list[LayoutFault]:
         fault(
             "a norm of one rank's slice",
             ("layout.zero=1",),
-            wrapped(clip, "_counted", count_no_elements, on_rank_1),
+            wrapped(clip, "_gradients_in_norm", count_no_elements, on_rank_1),
             "Right",
         ),
         fault("means of micro-batches", (), wrapped(Step, "prepare", average_each_micro_batch), "Right"),

@@ -135,7 +135,7 @@ class ReplacementLinear(SplitLinear):
                 "module or its loss, such as by torch.autograd.grad (leave it out of the plan)"
             )
 
-    def added(self, parameters: Sequence[Parameter]) -> None:
+    def mark_gradient_added(self, parameters: Sequence[Parameter]) -> None:
         """Do nothing, because autograd reports complete gradients."""
 
 
@@ -240,7 +240,7 @@ class _BatchFirstEmbedding(VocabularyEmbedding):
         )
         return torch.where((there == self.padding).unsqueeze(-1), rows.detach(), rows)
 
-    def added(self) -> None:
+    def mark_gradient_added(self) -> None:
         """Do nothing, because autograd reports complete gradients."""
 
 

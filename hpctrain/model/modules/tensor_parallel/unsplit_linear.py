@@ -94,7 +94,7 @@ class UnsplitLinear(ColumnLinear):
     def on_backward(self) -> None:
         """Do nothing: any backward pass may reach this layer."""
 
-    def added(self, parameters: Collection[Any]) -> None:
+    def mark_gradient_added(self, parameters: Collection[Any]) -> None:
         """Do nothing, because autograd reports complete gradients."""
 
 
