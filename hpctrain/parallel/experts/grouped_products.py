@@ -187,7 +187,7 @@ def add_grouped_bias_gradient(
             segments.padded_counts, output_size=len(output_gradient)
         )
         into.index_add_(0, experts, source.to(into.dtype))
-    bias.added()
+    bias.mark_gradient_added()
 
 
 def compute_deferred(deferred: Sequence[Callable[[], None]]) -> None:

@@ -73,7 +73,9 @@ def faults() -> list[LayoutFault]:
             (*PIPELINE, *DROPOUT),
             wrapped(DropoutSource, "mask", mask_by_next_site, on_rank_1),
         ),
-        fault("a norm of one stage", PIPELINE, wrapped(clip, "_gradients_in_norm", count_no_elements, on_rank_1)),
+        fault(
+            "a norm of one stage", PIPELINE, wrapped(clip, "_gradients_in_norm", count_no_elements, on_rank_1)
+        ),
         fault("an update of one stage", PIPELINE, wrapped(ResidentOptimizer, "step", change_rate, on_rank_1)),
         fault("moments of one stage", PIPELINE, scaled_state(*ADAMW_MOMENT)),
         fault(
