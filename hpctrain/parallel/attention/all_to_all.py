@@ -8,6 +8,7 @@ way.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ def all_to_all_attention(
     group: Group,
     attend: Callable[..., Tensor],
     documents: Documents | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention [s/c, b, heads, d] over the full sequence. Collective over the context ranks.
 
@@ -63,6 +65,7 @@ def all_to_all_attention(
         group: Ranks of the context axis.
         attend: AttentionCore of one rank, which computes full sequences.
         documents: Boundaries of documents, which attention does not cross. None for full sequences.
+        sinks: Score of a further key of each head of the piece, whose value is zero; None without one.
     """
     if tables:
         query, key = rotate(query, *tables), rotate(key, *tables)
@@ -70,5 +73,7 @@ def all_to_all_attention(
     if shared > 1:
         key, value = key.repeat_interleave(shared, dim=2), value.repeat_interleave(shared, dim=2)
     query, key, value = (_Exchange.apply(x, group, True) for x in (query, key, value))
+    if sinks is not None:
+        attend = partial(attend, sinks=sinks.chunk(group.size)[group.rank])
     result: Tensor = _Exchange.apply(attend(query, key, value, documents=documents), group, False)
     return result

@@ -10,6 +10,7 @@ from torch import Tensor
 from hpctrain.data.documents import Documents
 from hpctrain.parallel.attention.all_to_all import all_to_all_attention
 from hpctrain.parallel.attention.ring import ring_attention
+from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.layer_context import LayerContext
 
 
@@ -19,7 +20,7 @@ class AttentionCore(Protocol):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *tables: Tensor, documents: Documents | None
     ) -> Tensor:
-        """Return the output [s/c, b, heads, d].
+        """Return the output [s/c, b, heads, d]. With sinks, these are a further keyword argument [heads].
 
         Args:
             query: Queries [s/c, b, heads, d].
@@ -30,16 +31,24 @@ class AttentionCore(Protocol):
         """
 
 
-def attention_core(layer_context: LayerContext, scale: float | None) -> AttentionCore:
+def attention_core(
+    layer_context: LayerContext, scale: float | None, window: int = 0, cap: float = 0.0, sinks: bool = False
+) -> AttentionCore:
     """Return the attention function of these ranks: of one rank, along a ring, or by all-to-all.
 
     Args:
         layer_context: Groups and functions of the layer.
         scale: Factor of the products of queries and keys, by default 1 / sqrt(d).
+        window: Number of keys that a query sees, with the one at its own position; 0 for all earlier ones.
+        cap: Bound c of the scores x, which become c tanh(x / c); 0 for none.
+        sinks: True if the function is called with sinks.
     """
-    on_one_rank = partial(layer_context.functions.attend, scale=scale)
+    rule = AttentionRule(scale, window, cap)
+    on_one_rank: AttentionCore = partial(layer_context.functions.attend, scale=scale)
+    if rule.bounded or sinks:
+        on_one_rank = partial(layer_context.functions.attend_by_rule, rule=rule)
     if layer_context.context.size == 1:
         return on_one_rank
     if layer_context.context_form == "ring":
-        return partial(ring_attention, group=layer_context.context, scale=scale)
+        return partial(ring_attention, group=layer_context.context, rule=rule)
     return partial(all_to_all_attention, group=layer_context.context, attend=on_one_rank)

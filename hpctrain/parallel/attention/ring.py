@@ -14,7 +14,7 @@ its late queries over all keys of a later rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,14 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.data.documents import Documents
-from hpctrain.parallel.kernels.attention_block import attend, attend_backward, merge
+from hpctrain.parallel.kernels.attention_block import merge
+from hpctrain.parallel.kernels.attention_tiles import (
+    Attended,
+    AttentionRule,
+    Mask,
+    shifted,
+    sinks_gradient,
+)
 from hpctrain.parallel.kernels.layer_functions import rotate
 
 _KEYS, _GRADIENTS = 1, 2
@@ -49,13 +56,13 @@ class _Ring:
         self.works = []
 
 
-def _visible(source: int, rank: int, half: int) -> tuple[slice, slice, bool]:
-    """Return which queries see which keys of rank `source`, and whether a causal mask applies."""
+def _visible(source: int, rank: int, half: int) -> tuple[slice, slice, Mask]:
+    """Return which queries see which keys of rank `source`, and the mask between these."""
     if source == rank:
-        return slice(None), slice(None), True
+        return slice(None), slice(None), "causal"
     if source < rank:
-        return slice(None), slice(0, half), False
-    return slice(half, None), slice(None), False
+        return slice(None), slice(0, half), "none"
+    return slice(half, None), slice(None), "none"
 
 
 def _rows_before(position: int, rank: int, ranks: int, half: int) -> int:
@@ -64,8 +71,8 @@ def _rows_before(position: int, rank: int, ranks: int, half: int) -> int:
     return min(max(position - early, 0), half) + min(max(position - late, 0), half)
 
 
-Block = tuple[slice, slice, slice, bool]
-"""Rows of the batch, of the queries and of the keys, and whether a causal mask applies between these."""
+Block = tuple[slice, slice, slice, Mask]
+"""Rows of the batch, of the queries and of the keys, and the mask between these."""
 
 
 def _blocks(source: int, group: Group, half: int, documents: Documents | None) -> Iterator[Block]:
@@ -74,9 +81,9 @@ def _blocks(source: int, group: Group, half: int, documents: Documents | None) -
     The rows that a rank has of a document are consecutive, even if they are of both its pieces.
     """
     rank, ranks = group.rank, group.size
-    queries, keys, causal = _visible(source, rank, half)
+    queries, keys, mask = _visible(source, rank, half)
     if documents is None:
-        yield slice(None), queries, keys, causal
+        yield slice(None), queries, keys, mask
         return
     for row, begin, end in documents.pieces:
         found = []
@@ -85,35 +92,70 @@ def _blocks(source: int, group: Group, half: int, documents: Documents | None) -
             own = (_rows_before(place, holder, ranks, half) for place in (begin, end))
             found.append(slice(*(min(max(place, first), last) for place in own)))
         if all(each.start < each.stop for each in found):
-            yield slice(row, row + 1), found[0], found[1], causal
+            yield slice(row, row + 1), found[0], found[1], mask
+
+
+def _tiles(
+    source: int, group: Group, half: int, documents: Documents | None, rule: AttentionRule
+) -> Iterator[Block]:
+    """Yield the tiles in which this rank's queries see keys of rank `source` by a rule, maybe none."""
+    ends = 2 * group.size * half
+    pieces: Any = [(None, 0, ends)] if documents is None else documents.pieces
+    for row, begin, end in pieces:
+        some = slice(None) if row is None else slice(row, row + 1)
+        for first_query, query_at in _pieces(group.rank, group, half):
+            for first_key, key_at in _pieces(source, group, half):
+                queries = range(max(begin, first_query), min(end, first_query + half))
+                keys = range(max(begin, first_key), min(end, first_key + half))
+                if not queries or not keys or keys[0] > queries[-1]:
+                    continue
+                of_queries, of_keys = queries[0] - first_query + query_at, keys[0] - first_key + key_at
+                for tile in rule.tiles(len(queries), len(keys), queries[0] - keys[0]):
+                    yield some, shifted(tile.queries, of_queries), shifted(tile.keys, of_keys), tile.mask
+
+
+def _pieces(rank: int, group: Group, half: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return position and row of the begin of both pieces of a rank."""
+    return (rank * half, 0), ((2 * group.size - 1 - rank) * half, half)
+
+
+class _Options(NamedTuple):
+    """Arguments of ring attention that are no tensors."""
+
+    group: Group
+    rule: AttentionRule
+    documents: Documents | None
+
+    def blocks(self, source: int, half: int) -> Iterator[Block]:
+        """Yield the blocks in which this rank's queries see keys of rank `source`."""
+        if self.rule.bounded:
+            return _tiles(source, self.group, half, self.documents, self.rule)
+        return _blocks(source, self.group, half, self.documents)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        group: Group,
-        scale: float | None,
-        documents: Documents | None,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, options: _Options
     ) -> Tensor:
-        ctx.group, ctx.scale, ctx.documents, half = group, scale, documents, query.shape[0] // 2
+        ctx.options, group = options, options.group
         held = torch.stack((key, value))
         arriving = torch.empty_like(held)
         ring = _Ring(group, _KEYS)
-        rows, batch, heads, _ = query.shape
-        output = query.new_empty(query.shape, dtype=torch.float32)
-        log_sum = query.new_empty(batch, heads, rows, dtype=torch.promote_types(query.dtype, torch.float32))
+        attended = Attended(query, value.shape[-1], begun=options.rule.bounded)
+        output, log_sum = attended.output, attended.log_sum
         for turn in range(group.size):
             if turn < group.size - 1:
                 ring.start(held, arriving)
             source = (group.rank - turn) % group.size
-            for some, queries, keys, causal in _blocks(source, group, half, documents):
-                part = attend(query[queries, some], held[0][keys, some], held[1][keys, some], causal, scale)
+            for some, queries, keys, mask in options.blocks(source, query.shape[0] // 2):
+                part = options.rule.attend(
+                    query[queries, some], held[0][keys, some], held[1][keys, some], mask
+                )
                 into = output[queries, some], log_sum[some, :, queries]
-                if turn == 0:  # with its own keys, of which every query sees some
+                if (
+                    turn == 0 and not options.rule.bounded
+                ):  # with its own keys, of which every query sees some
                     for mine, each in zip(into, part, strict=True):
                         mine.copy_(each)
                 else:
@@ -121,15 +163,17 @@ class _RingAttention(torch.autograd.Function):
             if turn < group.size - 1:
                 ring.wait()
                 held, arriving = arriving, held
-        result = output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, result, log_sum)
+        if sinks is not None:
+            attended.add_sinks(sinks)
+        result = attended.output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, result, attended.log_sum)
         return result
 
     @staticmethod
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        group: Group = ctx.group
-        query, key, value, output, log_sum = ctx.saved_tensors
-        half = query.shape[0] // 2
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        options: _Options = ctx.options
+        group = options.group
+        query, key, value, sinks, output, log_sum = ctx.saved_tensors
         held = torch.stack((key, value))
         arriving = torch.empty_like(held)
         keys_ring, gradients_ring = _Ring(group, _KEYS), _Ring(group, _GRADIENTS)
@@ -142,17 +186,16 @@ class _RingAttention(torch.autograd.Function):
             if turn < group.size - 1:
                 keys_ring.start(held, arriving)
             source = (group.rank - turn) % group.size
-            blocks = list(_blocks(source, group, half, ctx.documents))
+            blocks = list(options.blocks(source, query.shape[0] // 2))
             of_blocks = [
-                attend_backward(
+                options.rule.attend_backward(
                     output_gradient[queries, some],
                     (query[queries, some], held[0][keys, some], held[1][keys, some]),
                     output[queries, some],
                     log_sum[some, :, queries],
-                    causal,
-                    ctx.scale,
+                    mask,
                 )
-                for some, queries, keys, causal in blocks
+                for some, queries, keys, mask in blocks
             ]
             if turn > 1:
                 gradients_ring.wait()
@@ -170,7 +213,8 @@ class _RingAttention(torch.autograd.Function):
         gradients_ring.wait()
         own += incoming
         of_key, of_value = own.to(key.dtype)
-        return of_query.to(query.dtype), of_key, of_value, None, None, None
+        of_sinks = None if sinks is None else sinks_gradient(output_gradient, output, log_sum, sinks)
+        return of_query.to(query.dtype), of_key, of_value, of_sinks, None
 
 
 def ring_attention(
@@ -179,8 +223,9 @@ def ring_attention(
     value: Tensor,
     *tables: Tensor,
     group: Group,
-    scale: float | None = None,
+    rule: AttentionRule,
     documents: Documents | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the causal attention [s/c, b, heads, d] over the sequence. Collective over the context ranks.
 
@@ -190,10 +235,11 @@ def ring_attention(
         value: Values of the pieces.
         tables: Tables of a Rotary that rotates queries and keys first, or none.
         group: Ranks of the context axis.
-        scale: Factor of the products of queries and keys, by default 1 / sqrt(d).
+        rule: How weights follow from queries and keys.
         documents: Boundaries of documents, which attention does not cross. None for full sequences.
+        sinks: Score of a further key of each head, whose value is zero; None without one.
     """
     if tables:
         query, key = rotate(query, *tables), rotate(key, *tables)
-    result: Tensor = _RingAttention.apply(query, key, value, group, scale, documents)
+    result: Tensor = _RingAttention.apply(query, key, value, sinks, _Options(group, rule, documents))
     return result

@@ -24,9 +24,11 @@ from typing_extensions import override
 from hpctrain.data.documents import Documents
 from hpctrain.deck.activations import ACTIVATIONS, Activation, ElementwiseFunction
 from hpctrain.parallel.autograd import apply_function
+from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.kernels.function_library import AttentionArguments, Heads, workspace_floats
 from hpctrain.parallel.kernels.logits import CompiledSoftmaxStatistics, SoftmaxStatistics, SplitLogits
 from hpctrain.parallel.kernels.packed_attention import document_attention
+from hpctrain.parallel.kernels.tiled_attention import tiled_attention
 from hpctrain.parallel.normalization import normalize
 
 _ROUNDING = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
@@ -122,6 +124,31 @@ class LayerFunctions:
             enable_gqa=query.shape[2] != key.shape[2],
         )
         return output.permute(2, 0, 1, 3)
+
+    def attend_by_rule(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *tables: Tensor,
+        rule: AttentionRule,
+        documents: Documents | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Return the causal attention of complete sequences, as `attend`, with a window, a cap or sinks.
+
+        Args:
+            query: Queries [s, b, heads, d].
+            key: Keys, which may have fewer heads.
+            value: Values, as many as keys.
+            tables: Tables of a Rotary that rotates queries and keys first, or none.
+            rule: Window, cap and scale.
+            documents: Boundaries of documents, which attention does not cross. None for full sequences.
+            sinks: Score [heads] of a further key of each head, whose value is zero; None without one.
+        """
+        if tables:
+            query, key = rotate(query, *tables), rotate(key, *tables)
+        return tiled_attention(query, key, value, rule, documents, sinks)
 
 
 def _elementwise(x: Tensor, function: ElementwiseFunction) -> Tensor:

@@ -1,0 +1,242 @@
+"""Attention whose scores have a limited reach, a soft cap or sinks, by tiles of queries and keys.
+
+A query at position i sees the keys at positions j with i - window < j <= i. These lie in a band along the
+diagonal, which is cut into squares and rectangles that kernels without masks compute:
+
+    window 3     tiles
+    a            a  causal squares: a query sees the keys up to its own place
+    a a          b  reversed squares: a query sees the keys from its own place on, which is
+    a a a           the causal square of both in reversed order
+    . b b a      (a third kind has no mask: all its queries see all its keys)
+    . . b a a
+    . . . a a a
+
+Results of tiles with the same queries merge by their log-sum-exps. The backward pass of a tile is exact if it
+gets the output and the log-sum-exp over all keys. So work grows with the window, and no work is discarded.
+Tensors are as in attention_block.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpctrain.parallel.kernels.attention_block import attend, attend_backward, merge
+
+Mask = Literal["none", "causal", "reversed"]
+"""Keys that query number i of a tile sees: all, those up to number i, or those from number i on."""
+
+_LARGEST = 512
+"""Queries or keys of the largest tile with a soft cap, whose scores are in memory."""
+
+
+class Tile(NamedTuple):
+    """Block of queries and keys. With a mask it has as many queries as keys."""
+
+    queries: slice
+    keys: slice
+    mask: Mask
+
+
+def band_tiles(queries: int, keys: int, distance: int, window: int, largest: int = 0) -> Iterator[Tile]:
+    """Yield tiles that cover all pairs of a query and a key that it sees, each pair once.
+
+    Args:
+        queries: Number of consecutive queries.
+        keys: Number of consecutive keys.
+        distance: Position of the first query minus that of the first key.
+        window: Number of keys that a query sees, with the one at its own position; 0 for all earlier ones.
+        largest: Most queries or keys of a tile; 0 for no limit.
+    """
+    reach = window or distance + queries
+    step = min(reach, queries, largest or queries)
+    for begin in range(0, queries, step):
+        end = min(begin + step, queries)
+        own = distance + begin  # key of the same position as the first query
+        count = end - begin
+        yield from _square(begin, count, own, keys, "causal")
+        first, last = max(own + count - reach, 0), min(own, keys)
+        for start in range(first, last, largest or max(last - first, 1)):
+            yield Tile(slice(begin, end), slice(start, min(start + (largest or last), last)), "none")
+        yield from _square(begin, count - 1, own - reach + 1, keys, "reversed")
+
+
+def _square(begin: int, count: int, place: int, keys: int, mask: Mask) -> Iterator[Tile]:
+    """Yield what exists of a square of `count` queries from `begin` on, and keys from `place` on."""
+    first, last = max(place, 0) - place, min(place + count, keys) - place
+    if first >= last:
+        return
+    shown = slice(place + first, place + last)
+    yield Tile(slice(begin + first, begin + last), shown, mask)
+    # Of queries outside the existing part of the diagonal, those on the side of the mask see all keys.
+    rest = slice(begin + last, begin + count) if mask == "causal" else slice(begin, begin + first)
+    if rest.start < rest.stop:
+        yield Tile(rest, shown, "none")
+
+
+def shifted(rows: slice, by: int) -> slice:
+    """Return rows that are so many places later."""
+    return slice(rows.start + by, rows.stop + by)
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """How weights of attention follow from products of queries and keys.
+
+    Attributes:
+        scale: Factor of the products, by default 1 / sqrt(d).
+        window: Number of keys that a query sees, with the one at its own position; 0 for all earlier ones.
+        cap: Bound c of the scores x, which become c tanh(x / c); 0 for none.
+    """
+
+    scale: float | None = None
+    window: int = 0
+    cap: float = 0.0
+
+    @property
+    def bounded(self) -> bool:
+        """True if scores have a window or a cap, so that attention is computed by tiles."""
+        return bool(self.window or self.cap)
+
+    def tiles(self, queries: int, keys: int, distance: int = 0) -> Iterator[Tile]:
+        """Yield the tiles of a block, see `band_tiles`."""
+        return band_tiles(queries, keys, distance, self.window, _LARGEST if self.cap else 0)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+        """Return the output and the log-sum-exp of a tile."""
+        if self.cap:
+            return self._capped(query, key, value, mask)
+        if mask != "reversed":
+            return attend(query, key, value, mask == "causal", self.scale)
+        output, log_sum = attend(query.flip(0), key.flip(0), value.flip(0), True, self.scale)
+        return output.flip(0), log_sum.flip(-1)
+
+    def attend_backward(
+        self,
+        output_gradient: Tensor,
+        operands: tuple[Tensor, Tensor, Tensor],
+        output: Tensor,
+        log_sum: Tensor,
+        mask: Mask,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of query, key and value through a tile, as `attend_backward` does."""
+        if self.cap:
+            return self._capped_backward(output_gradient, operands, output, log_sum, mask)
+        if mask != "reversed":
+            return attend_backward(output_gradient, operands, output, log_sum, mask == "causal", self.scale)
+        query, key, value = (x.flip(0) for x in operands)
+        dq, dk, dv = attend_backward(
+            output_gradient.flip(0), (query, key, value), output.flip(0), log_sum.flip(-1), True, self.scale
+        )
+        return dq.flip(0), dk.flip(0), dv.flip(0)
+
+    def _capped(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+        q, k, v = _by_group(query, key), _by_group(key, key), _by_group(value, key)
+        scores = self._capped_scores(q, k, query, mask)
+        log_sum = scores.logsumexp(-1)
+        output = (scores - log_sum.unsqueeze(-1)).exp() @ v
+        return _by_head(output, query).to(query.dtype), _of_heads(log_sum, query)
+
+    def _capped_backward(
+        self,
+        output_gradient: Tensor,
+        operands: tuple[Tensor, Tensor, Tensor],
+        output: Tensor,
+        log_sum: Tensor,
+        mask: Mask,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = operands
+        g, q, k, v, o = (_by_group(x, key) for x in (output_gradient, query, key, value, output))
+        scores = self._capped_scores(q, k, query, mask)
+        chances = (scores - log_sum.reshape(scores.shape[:-1]).unsqueeze(-1)).exp()
+        change = g @ v.mT - (g * o).sum(-1, keepdim=True)
+        slope = 1 - (scores / self.cap).square()  # infinite where a mask hides a key
+        change = (chances * change * slope).masked_fill(scores == -torch.inf, 0) * self._scale(query)
+        gradients = _by_head(change @ k, query), _by_head(change.mT @ q, key), _by_head(chances.mT @ g, value)
+        dq, dk, dv = (x.to(query.dtype) for x in gradients)
+        return dq, dk, dv
+
+    def _capped_scores(self, q: Tensor, k: Tensor, query: Tensor, mask: Mask) -> Tensor:
+        """Return the scores [b, groups, shared * n, m] with the cap, and -inf where the mask hides a key."""
+        scores = (q @ k.mT).mul_(self._scale(query) / self.cap).tanh_().mul_(self.cap)
+        if mask == "none":
+            return scores
+        rows, columns = query.shape[0], k.shape[2]
+        hidden = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
+        hidden = hidden.triu(1) if mask == "causal" else hidden.tril(-1)
+        by_row: Tensor = scores.unflatten(2, (-1, rows)).masked_fill_(hidden, -torch.inf)
+        return by_row.flatten(2, 3)
+
+    def _scale(self, query: Tensor) -> float:
+        return query.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+
+def _by_group(x: Tensor, key: Tensor) -> Tensor:
+    """Return x [n, b, heads, d] as [b, groups, shared * n, d] in fp32, with the groups of the keys."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    groups: Tensor = x.permute(1, 2, 0, 3).unflatten(1, (key.shape[2], -1))
+    return groups.flatten(2, 3)
+
+
+def _by_head(x: Tensor, like: Tensor) -> Tensor:
+    """Return x [b, groups, shared * n, d] as [n, b, heads, d], the inverse of `_by_group`."""
+    heads: Tensor = x.unflatten(2, (-1, like.shape[0]))
+    return heads.flatten(1, 2).permute(2, 0, 1, 3)
+
+
+def _of_heads(log_sum: Tensor, query: Tensor) -> Tensor:
+    """Return the log-sum-exp [b, groups, shared * n] as [b, heads, n]."""
+    heads: Tensor = log_sum.unflatten(2, (-1, query.shape[0]))
+    return heads.flatten(1, 2)
+
+
+class Attended:
+    """Output and log-sum-exp of queries, to which blocks of keys are added.
+
+    Args:
+        query: Queries [s, b, heads, d].
+        features: Features of the output.
+        begun: True if both begin as those over no keys, False if they are undefined.
+
+    Attributes:
+        output: Output over the keys so far, [s, b, heads, features] in fp32.
+        log_sum: Log-sum-exp over them, [b, heads, s].
+    """
+
+    def __init__(self, query: Tensor, features: int, begun: bool = True) -> None:
+        rows, batch, heads, _ = query.shape
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        self.output = query.new_empty(rows, batch, heads, features, dtype=dtype)
+        self.log_sum = query.new_empty(batch, heads, rows, dtype=dtype)
+        if begun:
+            self.output.zero_()
+            self.log_sum.fill_(-torch.inf)
+
+    def add(self, queries: slice, rows: slice, part: tuple[Tensor, Tensor]) -> None:
+        """Add the result of some queries and rows of the batch over further keys."""
+        merge(self.output[queries, rows], self.log_sum[rows, :, queries], *part)
+
+    def add_sinks(self, sinks: Tensor) -> None:
+        """Add a key to each head with the value zero, whose score is a sink [heads]."""
+        log_sum = torch.logaddexp(self.log_sum, sinks.to(self.log_sum.dtype)[:, None])
+        self.output *= (self.log_sum - log_sum).exp().permute(2, 0, 1).unsqueeze(-1)
+        self.log_sum = log_sum
+
+
+def sinks_gradient(output_gradient: Tensor, output: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of sinks [heads].
+
+    Args:
+        output_gradient: Gradient of the output, [s, b, heads, d].
+        output: Output, [s, b, heads, d].
+        log_sum: Natural log-sum-exps over all keys and the sink, [b, heads, s].
+        sinks: Score of each head.
+    """
+    dtype = log_sum.dtype
+    chances = (sinks.to(dtype)[:, None] - log_sum).exp()
+    products = (output_gradient.to(dtype) * output.to(dtype)).sum(-1).permute(1, 2, 0)
+    return -(chances * products).sum((0, 2)).to(sinks.dtype)
