@@ -19,6 +19,7 @@ class CachePlan:
         blocks: Number of blocks of the model on this rank.
         form: Layout of a page.
         window: Number of positions of the model, for which there are shared tables of rotary embeddings.
+        rotary_tables: Number of pairs of such tables.
     """
 
     sequences: int
@@ -26,6 +27,7 @@ class CachePlan:
     blocks: int
     form: PageLayout
     window: int
+    rotary_tables: int = 1
 
     @staticmethod
     def of(model: Transformer, sequences: int, tokens: int) -> CachePlan:
@@ -34,7 +36,10 @@ class CachePlan:
         heads = max(1, shape.key_value_heads // layer_context.tensor.size)
         compiled, has_rotary = layer_context.functions.compiled, shape.positions == "rotary"
         form = PageLayout(heads, shape.head_size, model.dtype, has_rotary, compiled)
-        return CachePlan(sequences, min(tokens, shape.sequence), model.span.blocks, form, shape.sequence)
+        tables = 1 if shape.rope_local_base is None else 2
+        return CachePlan(
+            sequences, min(tokens, shape.sequence), model.span.blocks, form, shape.sequence, tables
+        )
 
     @property
     def pages_per_sequence(self) -> int:
@@ -52,5 +57,5 @@ class CachePlan:
 
         Keys and values have 2 x blocks x tokens x heads x features elements.
         """
-        rotary = 2 * self.window * self.form.head * self.form.dtype.itemsize if self.form.rotated else 0
-        return self.pages * (self.blocks * self.form.bytes + 8) + rotary
+        elements = 2 * self.rotary_tables * self.window * self.form.head if self.form.rotated else 0
+        return self.pages * (self.blocks * self.form.bytes + 8) + elements * self.form.dtype.itemsize

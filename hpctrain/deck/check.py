@@ -111,6 +111,7 @@ def _transformer_problems(deck: Deck) -> list[DeckProblem]:
     return [
         *model.head_problems(deck),
         *model.rotation_problems(deck),
+        *model.window_problems(deck),
         *rope_scaling.rope_scaling_problems(deck),
         *model.parametrization_problems(deck),
         *experts.expert_problems(deck),

@@ -12,7 +12,7 @@ from math import sqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from hpctrain.deck.family import ConfigKey, Family, FamilyDefaults, ModelType
+from hpctrain.deck.family import ConfigKey, Family, FamilyDefaults, ModelType, WindowKeys
 
 _GEMMA = ModelType(
     architecture="GemmaForCausalLM",
@@ -123,7 +123,7 @@ _STARCODER2 = ModelType(
         ConfigKey("use_bias", "attention_bias", True, choices=((True, "all"), (False, "none"))),
         ConfigKey("use_bias", "mlp_bias", True),
     ),
-    fixed={"sliding_window": (None, None)},
+    windows=WindowKeys(None),
     scored="Starcoder2ForSequenceClassification",
 )
 _COHERE = ModelType(
@@ -185,7 +185,7 @@ _PHI3 = ModelType(
         ("model.layers.{}.mlp.gate_up_proj", "blocks.{}.feed_forward.gate", "blocks.{}.feed_forward.up"),
     ),
     attention_biases=("none",),
-    fixed={"sliding_window": (None, None)},
+    windows=WindowKeys(None),
     scored="Phi3ForSequenceClassification",
 )
 _SMOLLM3 = ModelType(

@@ -44,6 +44,9 @@ class FamilyDefaults:
     positions: Positions = "rotary"
     rotary_fraction: float = 1.0
     rotation_pattern: tuple[bool, ...] = ()
+    windows: tuple[int, ...] = ()
+    attention_cap: float = 0.0
+    attention_sinks: bool = False
     norm: NormKind = "rms"
     norm_weight: NormWeight = "plain"
     norm_bias: bool = False
@@ -81,6 +84,28 @@ class ConfigKey:
     choices: tuple[tuple[Any, Any], ...] = ()
 
 
+@dataclass(frozen=True)
+class WindowKeys:
+    """How a config.json says which layers have a window of `sliding_window` keys.
+
+    Attributes:
+        size: Default of `sliding_window`; None for no window.
+        typed: True if `layer_types` names the layers with a window.
+        full_every: Without `layer_types`, the last one of so many layers has none; 0 if all have one.
+        pattern_key: Key that says `full_every`; "" for none.
+        switched: True if there are windows only with `use_sliding_window`.
+        first_full: Default of `max_window_layers`, before which no layer has a window without `layer_types`;
+            None if there is no such key.
+    """
+
+    size: int | None
+    typed: bool = False
+    full_every: int = 0
+    pattern_key: str = ""
+    switched: bool = False
+    first_full: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelType:
     """Model type of `transformers` in whose files the models of a family are, where it differs from Llama.
@@ -109,6 +134,7 @@ class ModelType:
         interleaved: True if neighbors among the features of a head are rotated together, not halves.
         joint: True if queries, keys and values of each head are side by side in one layer.
         constants: Keys of a config.json that are written and not read.
+        windows: How a config.json says which layers have a window; None if no layer may have one.
     """
 
     architecture: str
@@ -132,6 +158,7 @@ class ModelType:
     interleaved: bool = False
     joint: bool = False
     constants: Mapping[str, Any] = field(default_factory=lambda: _NONE)
+    windows: WindowKeys | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

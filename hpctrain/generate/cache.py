@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from hpctrain.costs.cache_plan import CachePlan
-from hpctrain.model.rotary import Rotary, RotaryFrequencies
+from hpctrain.model.rotary import Rotary
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.attention.paged import LayerPages, TokenPositions
+from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.kernels.function_library import PAGE
 
 
@@ -28,10 +29,13 @@ class KeyValueCache:
             for block in range(span.first, span.last)
         }
         self.turning: tuple[Tensor, ...] = ()
+        self.local_turning: tuple[Tensor, ...] = ()
+        self.local_blocks = frozenset(filter(shape.is_local, range(shape.layers)))
         self.rotated_blocks = frozenset(filter(shape.rotates, range(shape.layers)))
         if plan.form.rotated:
             positions = torch.arange(plan.window, device=device)
-            self.turning = Rotary(positions, RotaryFrequencies.of(shape), plan.form.dtype).tables
+            rotary = Rotary.of(shape, positions, plan.form.dtype)
+            self.turning, self.local_turning = rotary.tables, rotary.local_tables
         self.tables = torch.zeros((plan.sequences, plan.pages_per_sequence), dtype=torch.int64, device=device)
         self._free = list(range(plan.pages))[::-1]
         self._held: dict[int, list[int]] = {}
@@ -41,7 +45,8 @@ class KeyValueCache:
     def bytes(self) -> int:
         """Of all its tensors."""
         of_layers = [tensor for layer in self.layers.values() for tensor in (layer.keys, layer.values)]
-        return sum(tensor.nbytes for tensor in (*of_layers, *self.turning, self.tables))
+        turning = {id(table): table for table in (*self.turning, *self.local_turning)}.values()
+        return sum(tensor.nbytes for tensor in (*of_layers, *turning, self.tables))
 
     @property
     def free_pages(self) -> int:
@@ -99,8 +104,18 @@ class CachePass:
     def __init__(self, cache: KeyValueCache, places: TokenPositions) -> None:
         self.cache, self.places = cache, places
 
-    def attend(self, block: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(
+        self,
+        block: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rule: AttentionRule,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Return the result of attention in a block of the model, with the keys and values in the cache."""
         layer = self.cache.layers[block]
         tables = self.cache.turning if block in self.cache.rotated_blocks else ()
-        return layer.attend(query, key, value, *tables, places=self.places, scale=scale)
+        if block in self.cache.local_blocks:
+            tables = self.cache.local_turning
+        return layer.attend(query, key, value, *tables, places=self.places, rule=rule, sinks=sinks)

@@ -7,6 +7,7 @@ machine, or over the ranks of the context axis. A row-parallel linear layer comp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -17,10 +18,12 @@ from hpctrain.model.inputs import Cache
 from hpctrain.model.query_key_norm import QueryKeyNorm
 from hpctrain.model.rotary import Rotary
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.attention.core import attention_core
+from hpctrain.parallel.attention.core import AttentionCore, attention_core
+from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize
-from hpctrain.parallel.tensor import ColumnLinear, RowLinear, RowPartition
+from hpctrain.parallel.shards import Parameter
+from hpctrain.parallel.tensor import ColumnLinear, RowLinear, RowPartition, rows_shard
 
 
 class Attention(nn.Module):
@@ -47,9 +50,11 @@ class Attention(nn.Module):
         self.layer_context, self.head_size, self.block = layer_context, size, block
         changed, own = shape.parametrization.of_scores, shape.attention_scale
         self.scale = None if changed == 1 and own is None else changed * (own or size**-0.5)
-        self.compute_core = attention_core(layer_context, self.scale)
-        self.core = AttentionSize(shape.heads, shape.key_value_heads, size, shape.sequence)
-        self.rotated = shape.rotates(block)
+        window = shape.window(block) if shape.window(block) < shape.sequence else 0
+        self.rule = AttentionRule(self.scale, window, shape.attention_cap)
+        self.compute_core = attention_core(layer_context, self.rule, shape.attention_sinks)
+        self.core = AttentionSize(shape.heads, shape.key_value_heads, size, shape.sequence, window)
+        self.rotated, self.local = shape.rotates(block), shape.is_local(block)
         queries = RowPartition.split(shape.heads * size, layer_context.tensor, size)
         keys = RowPartition.split(shape.key_value_heads * size, layer_context.tensor, size)
         self.inner = ColumnLinear(
@@ -64,6 +69,10 @@ class Attention(nn.Module):
             shared_input,
             adapters=shape.adapters,
         )
+        self.sinks: Parameter | None = None
+        if shape.attention_sinks:
+            heads = RowPartition.split(shape.heads, layer_context.tensor)
+            self.sinks = Parameter(rows_shard(f"{name}.sinks", heads, ()), False, "zeros")
         normed = shape.query_key_norm != "none"
         self.norm = QueryKeyNorm(name, shape, layer_context, queries, keys) if normed else None
         sizes = shape.heads * size, shape.hidden
@@ -108,10 +117,22 @@ class Attention(nn.Module):
             parts[:2] = self.norm(*parts[:2])
         if cache is not None:
             query, key, value = parts
-            cached: Tensor = self.output(cache.attend(self.block, query, key, value, self.scale).flatten(2))
-            return cached
-        tables = rotary.tables if rotary is not None and self.rotated else ()
-        core = partial(self.compute_core, documents=documents)
+            cached = cache.attend(self.block, query, key, value, self.rule, self.sinks)
+            continued: Tensor = self.output(cached.flatten(2))
+            return continued
+        tables: tuple[Tensor, ...] = ()
+        if rotary is not None and self.rotated:
+            tables = rotary.local_tables if self.local else rotary.tables
+        core: Callable[..., Tensor] = partial(self.compute_core, documents=documents)
+        if self.sinks is not None:
+            parts, core = [*parts, self.sinks], partial(_attend_with_sinks, core)
         attended = self.layer_context.saved_policy.attend(core, parts, tables)
         output: Tensor = self.output(attended.flatten(2))
         return output
+
+
+def _attend_with_sinks(
+    core: AttentionCore, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *tables: Tensor
+) -> Tensor:
+    """Return the result of a core with sinks among its operands, which the policy of activations keeps."""
+    return core(query, key, value, *tables, sinks=sinks)

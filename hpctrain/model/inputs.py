@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hpctrain.data.documents import Documents
 from hpctrain.data.row_lengths import RowLengths
+from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.random import DropoutSource
 
 
@@ -107,7 +108,15 @@ class _WithTerm(torch.autograd.Function):
 class Cache(Protocol):
     """Cache of keys and values of growing texts. A pass adds the keys and values of its rows."""
 
-    def attend(self, block: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(
+        self,
+        block: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rule: AttentionRule,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Return the result of attention in a block of the model, with the keys and values in the cache.
 
         Each row attends to all earlier tokens of its own text.
@@ -117,7 +126,8 @@ class Cache(Protocol):
             query: Queries [n, 1, heads, d] before the rotary embedding.
             key: Keys of the same rows.
             value: Values of the same rows.
-            scale: Factor of the attention scores; None for the default.
+            rule: How weights follow from products of queries and keys.
+            sinks: Score [heads] of a further key of each head, whose value is zero; None without one.
         """
 
 

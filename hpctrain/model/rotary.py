@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor, log, pi, sqrt
 
 import torch
@@ -38,6 +38,12 @@ class RotaryFrequencies:
         rotated = rotated_features(shape.head_size, shape.rotary_fraction)
         unrotated = shape.head_size - rotated
         return RotaryFrequencies(rotated, shape.rope_base, shape.rope_scaling, shape.sequence, unrotated)
+
+    @staticmethod
+    def local(shape: ModelShape) -> RotaryFrequencies | None:
+        """Return the frequencies of layers with windows; None if they are those of other layers."""
+        base = shape.rope_local_base
+        return None if base is None else replace(RotaryFrequencies.of(shape), base=base, scaling=None)
 
     def angles_per_position(self, device: torch.device) -> Tensor:
         """Return the angle of each pair of features per position, in radians: [head size / 2] in fp64."""
@@ -100,7 +106,7 @@ class Rotary:
     """Rotary position embedding (RoFormer, arXiv 2104.09864), halves rotated as in Llama.
 
     `tables` are cosine and sine [s, 1, 1, head size] for the given global positions [s], both multiplied by
-    the attention factor of the frequencies.
+    the attention factor of the frequencies. `local_tables` are those of layers with windows, often the same.
 
     Unrotated features are the last ones of both halves of a head. Their cosine is one, and their sine zero.
     """
@@ -111,7 +117,20 @@ class Rotary:
         cosine = pad(angles.cos() * factor, padding, value=1.0)
         sine = pad(angles.sin() * factor, padding)
         cosine, sine = (torch.cat((half, half), dim=-1)[:, None, None, :] for half in (cosine, sine))
-        self.tables = cosine.to(dtype), sine.to(dtype)
+        self.tables = self.local_tables = cosine.to(dtype), sine.to(dtype)
+
+    @staticmethod
+    def of(shape: ModelShape, positions: Tensor, dtype: torch.dtype) -> Rotary:
+        """Return the rotary positions of a model at some positions."""
+        rotary, local = Rotary(positions, RotaryFrequencies.of(shape), dtype), RotaryFrequencies.local(shape)
+        if local is not None:
+            rotary.local_tables = Rotary(positions, local, dtype).tables
+        return rotary
+
+    @property
+    def all_tables(self) -> tuple[Tensor, ...]:
+        """All tables, each once."""
+        return self.tables if self.local_tables is self.tables else (*self.tables, *self.local_tables)
 
 
 def _by_wavelength(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

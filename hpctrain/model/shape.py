@@ -84,6 +84,9 @@ class ModelShape(Architecture):
     positions: Positions = _FAMILY
     rotary_fraction: float = _FAMILY
     rotation_pattern: tuple[bool, ...] = _FAMILY
+    windows: tuple[int, ...] = _FAMILY
+    attention_cap: float = _FAMILY
+    attention_sinks: bool = _FAMILY
     norm: NormKind = _FAMILY
     norm_weight: NormWeight = _FAMILY
     norm_bias: bool = _FAMILY
@@ -116,6 +119,7 @@ class ModelShape(Architecture):
     activation: str = _FAMILY
     dropout: float = 0.0
     rope_base: float = 10_000.0
+    rope_local_base: float | None = None
     rope_scaling: RopeScaling | None = None
     norm_epsilon: float = 1e-5
     initial_std: float = 0.02
@@ -165,6 +169,14 @@ class ModelShape(Architecture):
         """Return True if the attention of a block rotates queries and keys."""
         pattern = self.rotation_pattern
         return self.positions == "rotary" and (not pattern or pattern[block % len(pattern)])
+
+    def window(self, block: int) -> int:
+        """Return how many keys a query of a block sees, with its own; 0 for all earlier ones."""
+        return self.windows[block % len(self.windows)] if self.windows else 0
+
+    def is_local(self, block: int) -> bool:
+        """Return True if a block rotates by the angles of layers with windows."""
+        return self.rope_local_base is not None and self.rotates(block) and self.window(block) > 0
 
     def is_mixture(self, block: int) -> bool:
         """Return True if a block has a mixture of experts."""

@@ -38,7 +38,7 @@ from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.mixture import Mixture
 from hpctrain.model.norm import Norm
 from hpctrain.model.part import Computed, Layer, LayerRange, parameters_by_module, parameters_in
-from hpctrain.model.rotary import Rotary, RotaryFrequencies
+from hpctrain.model.rotary import Rotary
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, MatrixSize
@@ -176,8 +176,10 @@ class TransformerBlock(TransformerLayer):
             self.feed_forward = FeedForward(f"{name}.feed_forward", shape, layer_context, shared_input=shared)
         self.feed_forward_output_norm = norm("feed_forward_output_norm", after)
         self.core, self.rotated = self.attention.core, self.attention.rotated
-        if shape.positions == "rotary" and not self.rotated and self.kind == "block":
-            self.kind = "unrotated block"
+        if shape.positions == "rotary" and not self.rotated:
+            self.kind = f"unrotated {self.kind}"
+        if shape.window(index):
+            self.kind = f"window {shape.window(index)} {self.kind}"
 
     def forward(self, x: Tensor, context: PassContext) -> Tensor:
         """Return hidden states of the shape of x, [s or s/t, b, h]."""
@@ -401,7 +403,7 @@ class Transformer(nn.Module):
     def forward(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Tensor:
         """Return the hidden states after this part, after the final norm on the last part; see ModelPart."""
         context = self._pass_context(inputs)
-        shared = context.rotary.tables if context.rotary is not None else ()
+        shared = context.rotary.all_tables if context.rotary is not None else ()
         x = inputs.tokens if hidden is None else hidden
         for is_block, layers in groupby(self.layers, lambda layer: layer.is_block):
             passes = [LayerPass(self._pass(layer, context), layer.all_parameters) for layer in layers]
@@ -429,7 +431,7 @@ class Transformer(nn.Module):
             rows = rows.chunk(tensor.size)[tensor.rank]
         if self.rotates and inputs.cache is None:
             positions = inputs.positions if self.rotary_positions is None else self.rotary_positions
-            rotary = Rotary(positions, RotaryFrequencies.of(self.shape), self.dtype)
+            rotary = Rotary.of(self.shape, positions, self.dtype)
         return PassContext(inputs, rows, rotary, self.residency)
 
     def predict(self, hidden: Tensor, compute: Callable[[Any, Tensor], Computed]) -> Computed:

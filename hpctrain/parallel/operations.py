@@ -55,17 +55,25 @@ class AttentionSize(NamedTuple):
         key_value_heads: Heads of keys and values.
         head_size: Features of a head.
         sequence: Tokens of a sequence.
+        window: Keys that a query sees, with its own; 0 for all earlier ones.
     """
 
     heads: int
     key_value_heads: int
     head_size: int
     sequence: int
+    window: int = 0
+
+    @property
+    def keys(self) -> int:
+        """Keys of a query without regard to the causal mask; with a window, its share of unmasked pairs."""
+        window, sequence = self.window or self.sequence, self.sequence
+        return sequence if window >= sequence else window * (2 * sequence - window) // sequence
 
     @property
     def flops(self) -> int:
-        """FLOPs of both products in the forward pass of a token, without regard to the causal mask."""
-        return 4 * self.heads * self.head_size * self.sequence
+        """FLOPs of both products in the forward pass of a token."""
+        return 4 * self.heads * self.head_size * self.keys
 
 
 class ElementwiseSize(NamedTuple):

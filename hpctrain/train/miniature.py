@@ -68,6 +68,7 @@ rows changes no tensor by more than the tolerance. A much smaller one turns roun
 
 _STEPS = 2
 _SEQUENCE = 16
+_WINDOW = 3
 _MOST_PARAMETERS = 50_000_000
 
 
@@ -111,6 +112,7 @@ def miniature(deck: Deck) -> Deck:
             "adapters": _few_adapters(deck),
             "rope_scaling": _few_divisors(deck),
             "rotary_fraction": _even_fraction(deck),
+            "windows": _short_windows(deck, layers),
         },
         batch={"sequence": 2 * layout.context * layout.tensor * 2},
     )
@@ -309,6 +311,15 @@ def _even_fraction(deck: Deck) -> float:
     """Return the share of rotated features, or one that gives an even number of them in a miniature."""
     rotated = rotated_features(_HEAD_SIZE, deck.model.rotary_fraction)
     return deck.model.rotary_fraction if rotated and rotated % 2 == 0 else 0.5
+
+
+def _short_windows(deck: Deck, layers: int) -> tuple[int, ...]:
+    """Return the windows of a miniature, of which each size of the deck's has one shorter than a sequence."""
+    windows = deck.model.windows
+    sizes = sorted({window for window in windows if window})
+    count = min(len(windows), layers)
+    spread = [windows[round(i * (len(windows) - 1) / max(1, count - 1))] for i in range(count)]
+    return tuple(_WINDOW + sizes.index(window) if window else 0 for window in spread)
 
 
 def _standing(deck: Deck, small: Deck, patterns: Sequence[str]) -> tuple[str, ...] | None:

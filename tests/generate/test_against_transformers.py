@@ -77,7 +77,13 @@ def test_greedy_text_is_that_of_transformers(world: World, mpi_tmp_path: Path, f
 
 @pytest.mark.sampled(3)
 @pytest.mark.mpi(min_size=1, max_size=2)
-@pytest.mark.parametrize("family", ["gemma", "olmo2", "granite", "neox", "cohere", "glm4", "smollm3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("gemma", "olmo2", "granite", "neox", "cohere", "glm4", "smollm3"),
+        *("llama-mistral-window", "llama-ministral", "phi3-window"),
+    ],
+)
 @pytest.mark.parametrize("by", ["torch", "compiled"])
 def test_greedy_text_of_families_is_that_of_transformers(
     world: World, mpi_tmp_path: Path, family: str, by: str

@@ -42,6 +42,13 @@ CHANGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "model.positions": (LLAMA, (*LLAMA, "model.positions=none")),
     "model.rotary_fraction": (LLAMA, (*LLAMA, "model.rotary_fraction=0.5")),
     "model.rotation_pattern": (LLAMA, (*LLAMA, "model.rotation_pattern=[false]")),
+    "model.windows": (LLAMA, (*LLAMA, "model.windows=[3]")),
+    "model.attention_cap": (LLAMA, (*LLAMA, "model.attention_cap=5")),
+    "model.attention_sinks": (LLAMA, (*LLAMA, "model.attention_sinks=true")),
+    "model.rope_local_base": (
+        (*LLAMA, "model.windows=[3]"),
+        (*LLAMA, "model.windows=[3]", "model.rope_local_base=300"),
+    ),
     "model.norm": (LLAMA, (*LLAMA, "model.norm=layer")),
     "model.norm_weight": (LLAMA, (*LLAMA, "model.norm_weight=one_plus")),
     "model.norm_bias": ((), ("model.norm_bias=false",)),

@@ -15,7 +15,7 @@ from typing import Any
 from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, HeadOrder, HeadRule, NameRule, Rule, StackRule
 from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.deck.families import CHOICES, FAMILIES, FamilyName, family_values
-from hpctrain.deck.family import AttentionBias, ConfigKey, ModelType
+from hpctrain.deck.family import AttentionBias, ConfigKey, ModelType, WindowKeys
 from hpctrain.deck.sections.rope_scaling import rotated_features
 from hpctrain.model.shape import Head, ModelShape
 
@@ -73,8 +73,8 @@ class HuggingFaceArchitecture:
     normalizes: bool | None = None
     scale: float | None = None
     """The routed_scaling_factor where it is not there, None where there is no such key."""
-    slides: bool = False
-    """Whether a window slides where the config has one and does not say that it is not in use."""
+    windows: WindowKeys | None = None
+    """How a config says which layers have a window; None if no layer may have one."""
     head: Head = "vocabulary"
     hidden_act: tuple[str, str] = ("hidden_act", "silu")
     """The key of a config that names the activation, and its value where it is not there."""
@@ -102,6 +102,8 @@ class HuggingFaceArchitecture:
         expressed = {"tied", "activation", "attention_bias", *(key.own for key in self.keys)}
         if self.partial:
             expressed.add("rotary_fraction")
+        if self.windows is not None:
+            expressed.add("windows")
         names = (*CHOICES, "embedding_multiplier", "attention_scale")
         return {name: values[name] for name in names if name not in expressed}
 
@@ -262,6 +264,7 @@ _UNCUT: Mapping[str, Any] = MappingProxyType({"attention_dropout": 0.0})
 _NO_WINDOW: Mapping[str, Any] = MappingProxyType(
     {"attention_dropout": 0.0, "sliding_window": None, "use_sliding_window": False}
 )
+_QWEN_WINDOWS = WindowKeys(4096, typed=True, switched=True, first_full=28)
 _LLAMA = HuggingFaceArchitecture(
     name="LlamaForCausalLM",
     model_type="llama",
@@ -296,7 +299,8 @@ _QWEN3 = HuggingFaceArchitecture(
     rules=(*_LLAMA_RULES, *_NORM_RULES),
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
-    constants=_NO_WINDOW,
+    constants=_UNCUT,
+    windows=_QWEN_WINDOWS,
     fixed=_LLAMA_FIXED,
     sizes=_sizes(151936, 32768, 4096, 32, 32, 22016),
     epsilon=("rms_norm_eps", 1e-6),
@@ -311,12 +315,19 @@ _MISTRAL = HuggingFaceArchitecture(
     rules=_LLAMA_RULES,
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
-    constants=_NO_WINDOW,
-    fixed=(Fixed("sliding_window", (None,), 4096), *_LLAMA_FIXED),
+    constants=_UNCUT,
+    fixed=_LLAMA_FIXED,
+    windows=WindowKeys(4096),
     sizes=_sizes(32000, 131072, 4096, 32, 32, 14336),
     epsilon=("rms_norm_eps", 1e-6),
     key_value_heads=8,
     attention_biases=("none",),
+)
+_MINISTRAL = replace(
+    _MISTRAL,
+    name="MinistralForCausalLM",
+    model_type="ministral",
+    windows=WindowKeys(4096, typed=True),
 )
 _QWEN2 = HuggingFaceArchitecture(
     name="Qwen2ForCausalLM",
@@ -325,7 +336,8 @@ _QWEN2 = HuggingFaceArchitecture(
     rules=_LLAMA_RULES,
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
-    constants=_NO_WINDOW,
+    constants=_UNCUT,
+    windows=_QWEN_WINDOWS,
     fixed=_LLAMA_FIXED,
     sizes=_sizes(151936, 32768, 4096, 32, 32, 22016),
     epsilon=("rms_norm_eps", 1e-6),
@@ -339,8 +351,9 @@ _MIXTRAL = HuggingFaceArchitecture(
     rules=_MIXTRAL_RULES,
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
-    constants=_NO_WINDOW,
-    fixed=(Fixed("sliding_window", (None,), None), _WHOLE_ROTARY, _UNQUANTIZED),
+    constants=_UNCUT,
+    windows=WindowKeys(None),
+    fixed=(_WHOLE_ROTARY, _UNQUANTIZED),
     sizes=_sizes(32000, 131072, 4096, 32, 32, 14336),
     epsilon=("rms_norm_eps", 1e-5),
     key_value_heads=8,
@@ -355,7 +368,8 @@ _QWEN3_MOE = HuggingFaceArchitecture(
     rules=_QWEN3_MOE_RULES,
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
-    constants=_NO_WINDOW,
+    constants=_UNCUT,
+    windows=WindowKeys(4096, switched=True),
     fixed=_LLAMA_FIXED,
     sizes=_sizes(151936, 32768, 2048, 24, 32, 6144),
     epsilon=("rms_norm_eps", 1e-6),
@@ -400,7 +414,7 @@ _DOTS1 = HuggingFaceArchitecture(
     rules=_DEEPSEEK_RULES,
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
-    constants=_NO_WINDOW,
+    constants=_UNCUT,
     fixed=_LLAMA_FIXED,
     sizes=_sizes(152064, 2048, 4608, 62, 32, 10944),
     epsilon=("rms_norm_eps", 1e-6),
@@ -411,7 +425,7 @@ _DOTS1 = HuggingFaceArchitecture(
     ),
     normalizes=False,
     scale=1.0,
-    slides=True,
+    windows=WindowKeys(4096, typed=True, first_full=62),
 )
 _DEEPSEEK_V3 = HuggingFaceArchitecture(
     name="DeepseekV3ForCausalLM",
@@ -475,6 +489,7 @@ def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
         attention_biases=row.attention_biases,
         keys=row.keys,
         constants={**_UNCUT, **row.constants},
+        windows=row.windows,
     )
 
 
@@ -498,7 +513,7 @@ SCORED: Mapping[str, HuggingFaceArchitecture] = MappingProxyType(
         for of, name in (
             *(
                 (of, f"{of.name.removesuffix('LMHeadModel').removesuffix('ForCausalLM')}{_SCORES}")
-                for of in (_GPT2, _LLAMA, _ARCEE, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE)
+                for of in (_GPT2, _LLAMA, _ARCEE, _MISTRAL, _MINISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE)
             ),
             *((of, scored) for of, scored in _ROWS.values() if scored),
         )
@@ -510,7 +525,7 @@ ARCHITECTURES: Mapping[str, HuggingFaceArchitecture] = MappingProxyType(
     {
         each.name: each
         for each in (
-            *(_GPT2, _LLAMA, _ARCEE, _MISTRAL, _QWEN2, _QWEN3),
+            *(_GPT2, _LLAMA, _ARCEE, _MISTRAL, _MINISTRAL, _QWEN2, _QWEN3),
             *(_MIXTRAL, _QWEN3_MOE, _OLMOE, _DOTS1, _DEEPSEEK_V3),
             *(of for of, _ in _ROWS.values()),
             *SCORED.values(),

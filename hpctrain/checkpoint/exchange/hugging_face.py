@@ -23,6 +23,7 @@ Config = Mapping[str, Any]
 
 _NONE: Config = MappingProxyType({})
 _LARGEST = 10_000_000
+_SLIDING, _FULL = _LAYER_TYPES = ("sliding_attention", "full_attention")
 _EXPERTS = ("num_experts", "num_local_experts")
 """One and the same: which one is written depends on the version."""
 
@@ -70,7 +71,7 @@ class _Reading:
                 sizes["head_size"] = self.size("head_dim", size)
         if architecture.rotary:
             sizes |= self.rotary_positions(sizes)
-            self.check_windows(sizes["layers"])
+            sizes["windows"] = self.windows(sizes["layers"])
         if architecture.mixture:
             sizes |= self.mixture(sizes)
         if "attention_bias" not in {key.own for key in architecture.keys}:
@@ -183,19 +184,41 @@ class _Reading:
         if not isinstance(labels, dict) or len(labels) != 1:
             self.problem("id2label", labels, "reward models must have exactly one label")
 
-    def check_windows(self, layers: int) -> None:
-        """Attention to the last tokens alone, which Qwen3 and those after it may have, is not ours."""
-        config, window = self.config, self.config.get("sliding_window")
-        kinds = config.get("layer_types")
-        told = "sliding-window attention is unsupported"
-        if kinds is not None:
-            if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-                self.problem("layer_types", kinds, told)
-            return
-        known = any(fixed.key == "sliding_window" for fixed in self.architecture.fixed)
-        slides = window is not None and config.get("use_sliding_window", self.architecture.slides)
-        if slides and not known and self.size("max_window_layers", layers, 0) < layers:
-            self.problem("sliding_window", window, told)
+    def windows(self, layers: int) -> tuple[int, ...]:
+        """Return the shortest pattern of windows that gives those of all layers; () if none has a window."""
+        keys, config = self.architecture.windows, self.config
+        if keys is None:
+            self.refuse_windows()
+            return ()
+        size: int | None = self.size("sliding_window", keys.size or 0)
+        if "sliding_window" in config and config["sliding_window"] is None:
+            size = None
+        if keys.switched and not self.flag("use_sliding_window", False):
+            size = None
+        kinds = config.get("layer_types") if keys.typed else None
+        if kinds is None:
+            every = self.size(keys.pattern_key, keys.full_every) if keys.pattern_key else keys.full_every
+            full = 0 if keys.first_full is None else self.size("max_window_layers", keys.first_full, 0)
+            slides = [layer >= full and not (every and (layer + 1) % every == 0) for layer in range(layers)]
+        elif (
+            not isinstance(kinds, list)
+            or len(kinds) != layers
+            or any(kind not in _LAYER_TYPES for kind in kinds)
+        ):
+            told = f"must have {either(map(repr, _LAYER_TYPES))} for each of {layers} layers"
+            self.problem("layer_types", kinds, told)
+            return ()
+        else:
+            slides = [kind == _SLIDING for kind in kinds]
+        if size is None and kinds is not None and any(slides):
+            self.problem("layer_types", kinds, "requires sliding_window")
+        return _shortest([size if slide and size else 0 for slide in slides])
+
+    def refuse_windows(self) -> None:
+        """Report windows of an architecture that has none."""
+        kinds = self.config.get("layer_types")
+        if kinds is not None and (not isinstance(kinds, list) or any(kind != _FULL for kind in kinds)):
+            self.problem("layer_types", kinds, "unsupported; this architecture has no windows")
 
     def mixture(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
         """Our keys of its mixtures of experts."""
@@ -265,6 +288,14 @@ def shortest_pattern(values: Sequence[object]) -> tuple[bool, ...]:
     return tuple(map(bool, values[:period]))
 
 
+def _shortest(values: Sequence[int]) -> tuple[int, ...]:
+    """Return the shortest pattern whose repetition gives the values; () if all are 0."""
+    count = len(values)
+    lengths = range(1, count + 1)
+    period = next(n for n in lengths if all(values[i] == values[i % n] for i in range(count)))
+    return tuple(values[:period]) if any(values) else ()
+
+
 def config_of(shape: ModelShape, dtype: str, imported: Config = _NONE) -> dict[str, Any]:
     """Return the config.json of a model without ids of tokens.
 
@@ -299,6 +330,7 @@ def config_of(shape: ModelShape, dtype: str, imported: Config = _NONE) -> dict[s
     if architecture.rotary:
         fraction = shape.rotary_fraction if architecture.partial else None
         own |= rope_config(shape.rope_base, shape.rope_scaling, fraction)
+    own |= _window_keys(shape, architecture)
     own |= _mixture_keys(shape, architecture)
     if len(architecture.attention_biases) > 1 and "attention_bias" not in [k.own for k in architecture.keys]:
         own["attention_bias"] = shape.attention_bias == "all"
@@ -343,6 +375,23 @@ def _config_value(key: ConfigKey, shape: ModelShape, imported: Config) -> Any:
             return round(exact) if abs(exact - round(exact)) < 1e-6 * exact else exact
         case _:
             return value
+
+
+def _window_keys(shape: ModelShape, architecture: HuggingFaceArchitecture) -> dict[str, Any]:
+    """Return what a config says of windows."""
+    keys = architecture.windows
+    if keys is None:
+        return {}
+    windows = [shape.window(layer) for layer in range(shape.layers)]
+    found: dict[str, Any] = {"sliding_window": max(windows) or None}
+    if keys.switched:
+        found["use_sliding_window"] = any(windows)
+    if keys.typed and (any(windows) or keys.full_every):
+        found["layer_types"] = [_SLIDING if window else _FULL for window in windows]
+    if keys.first_full is not None:
+        first = (layer for layer, window in enumerate(windows) if window)
+        found["max_window_layers"] = next(first, shape.layers)
+    return found
 
 
 def _mixture_keys(shape: ModelShape, architecture: HuggingFaceArchitecture) -> dict[str, Any]:
@@ -426,6 +475,12 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
         if config_key.choices and getattr(shape, config_key.own) not in dict(config_key.choices).values():
             possible = either(toml_value(chosen) for _, chosen in config_key.choices)
             yield config_key.own, f"requires {possible}"
+    if architecture.windows is not None:
+        sizes = {shape.window(layer) for layer in range(shape.layers)}
+        if len(sizes - {0}) > 1:
+            yield "windows", "requires windows of one size"
+        elif len(sizes) > 1 and not architecture.windows.typed:
+            yield "windows", "requires a window in all layers or in none"
     if shape.attention_bias not in architecture.attention_biases:
         supported = either(map(toml_value, architecture.attention_biases))
         yield "attention_bias", f"requires {supported}"

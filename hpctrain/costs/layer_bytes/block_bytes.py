@@ -114,4 +114,5 @@ def _gaps_of_block(block: TransformerBlock, at: ActivationSizes) -> int:
 def _rotary_bytes(part: Transformer, at: ActivationSizes) -> int:
     """Return the bytes of the rotary tables."""
     rotary = 2 * at.itemsize * at.tokens // at.micro_size * part.shape.head_size
+    rotary *= 1 if part.shape.rope_local_base is None else 2
     return rotary if part.shape.positions == "rotary" else 0

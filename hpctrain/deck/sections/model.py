@@ -95,6 +95,21 @@ class Model(Section):
         derived=described_defaults("rotation_pattern"),
         strict=False,
     )
+    windows: tuple[int, ...] = key(
+        "Keys that a query sees in each layer, its own too, repeated over all: [4096, 0]; 0 for all earlier.",
+        derived=described_defaults("windows"),
+        strict=False,
+    )
+    attention_cap: float = key(
+        "Bound c of the scores x of attention, which become c tanh(x / c); 0 for none.",
+        derived=described_defaults("attention_cap"),
+        ge=0,
+        le=1e6,
+    )
+    attention_sinks: bool = key(
+        "Whether each head has a trained score of a further key whose value is zero.",
+        derived=described_defaults("attention_sinks"),
+    )
     norm: NormKind = key("Norm of hidden states: LayerNorm or RMSNorm.", derived=described_defaults("norm"))
     norm_weight: NormWeight = key(
         "Factor of normalized features: a weight, a weight plus one, or none.",
@@ -175,6 +190,12 @@ class Model(Section):
     )
     dropout: float = key("Share of activations dropped in training.", 0.0, ge=0, lt=1)
     rope_base: float = key("Base of the rotary position angles.", 10000.0, gt=0)
+    rope_local_base: float | None = key(
+        "Base of the angles in layers with a window, where rope_scaling does not apply.",
+        None,
+        derived="none: as in other layers",
+        gt=0,
+    )
     rope_scaling: RopeScaling | None = table(
         "Scaling of the rotary position angles for longer sequences.", derived="none: not scaled"
     )
@@ -333,6 +354,7 @@ TRANSFORMER_RELATIONS: Relations = (
     Divides("model.key_value_heads", "model.heads"),
     Requires("model.rope_base", "model.positions", ("rotary",)),
     Requires("model.rotation_pattern", "model.positions", ("rotary",)),
+    Requires("model.rope_local_base", "model.positions", ("rotary",)),
     (
         Requires("model.norm_bias", "model.norm", ("layer",)),
         Requires("model.norm_bias", "model.norm_weight", ("plain",)),
@@ -387,6 +409,23 @@ def rotation_problems(deck: Deck) -> Iterator[DeckProblem]:
             f"{rotated} (use {max(2, rotated // 2 * 2) / model.head_size:g})"
         )
         yield DeckProblem("model.rotary_fraction", sentence, ("model.head_size",))
+
+
+def window_problems(deck: Deck) -> Iterator[DeckProblem]:
+    """Yield the problems of windows: of their sizes, their number, and of a base that no layer has."""
+    model = deck.model
+    wrong = next((window for window in model.windows if window < 0), None)
+    if wrong is not None:
+        sentence = f"must have numbers of keys from 1 on, or 0 for all earlier ones (got {wrong})"
+        yield DeckProblem("model.windows", sentence)
+    elif len(model.windows) > model.layers:
+        sentence = (
+            f"has {len(model.windows)} windows, but model.layers = {model.layers} (leave the others out)"
+        )
+        yield DeckProblem("model.windows", sentence, ("model.layers",))
+    elif model.rope_local_base is not None and not any(model.windows):
+        sentence = "has no effect without a layer that has a window (set model.windows)"
+        yield DeckProblem("model.rope_local_base", sentence, ("model.windows",))
 
 
 MUP_OPTIMIZERS = ("adafactor", "adam-mini", "adamw", "lion", "muon", "schedule-free", "sgd")

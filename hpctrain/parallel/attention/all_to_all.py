@@ -74,6 +74,6 @@ def all_to_all_attention(
         key, value = key.repeat_interleave(shared, dim=2), value.repeat_interleave(shared, dim=2)
     query, key, value = (_Exchange.apply(x, group, True) for x in (query, key, value))
     if sinks is not None:
-        attend = partial(attend, sinks=sinks.chunk(group.size)[group.rank])
+        attend = partial(attend, sinks=sinks.chunk(group.size)[group.rank].clone())
     result: Tensor = _Exchange.apply(attend(query, key, value, documents=documents), group, False)
     return result

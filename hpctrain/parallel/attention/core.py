@@ -18,9 +18,15 @@ class AttentionCore(Protocol):
     """Causal softmax attention of this rank's pieces of the sequences. Collective over the context ranks."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, *tables: Tensor, documents: Documents | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *tables: Tensor,
+        documents: Documents | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Return the output [s/c, b, heads, d]. With sinks, these are a further keyword argument [heads].
+        """Return the output [s/c, b, heads, d].
 
         Args:
             query: Queries [s/c, b, heads, d].
@@ -28,23 +34,20 @@ class AttentionCore(Protocol):
             value: Values, as many as keys.
             tables: Tables of a Rotary that rotates queries and keys first, or none.
             documents: Boundaries of documents, which attention does not cross. None for full sequences.
+            sinks: Score [heads] of a further key of each head, whose value is zero. Only for functions that
+                were asked for with sinks.
         """
 
 
-def attention_core(
-    layer_context: LayerContext, scale: float | None, window: int = 0, cap: float = 0.0, sinks: bool = False
-) -> AttentionCore:
+def attention_core(layer_context: LayerContext, rule: AttentionRule, sinks: bool = False) -> AttentionCore:
     """Return the attention function of these ranks: of one rank, along a ring, or by all-to-all.
 
     Args:
         layer_context: Groups and functions of the layer.
-        scale: Factor of the products of queries and keys, by default 1 / sqrt(d).
-        window: Number of keys that a query sees, with the one at its own position; 0 for all earlier ones.
-        cap: Bound c of the scores x, which become c tanh(x / c); 0 for none.
+        rule: How weights follow from products of queries and keys.
         sinks: True if the function is called with sinks.
     """
-    rule = AttentionRule(scale, window, cap)
-    on_one_rank: AttentionCore = partial(layer_context.functions.attend, scale=scale)
+    on_one_rank: AttentionCore = partial(layer_context.functions.attend, scale=rule.scale)
     if rule.bounded or sinks:
         on_one_rank = partial(layer_context.functions.attend_by_rule, rule=rule)
     if layer_context.context.size == 1:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.host.streams import start_copy
+from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.kernels.function_library import HIGHEST, PAGE, AttentionArguments, Heads, Paged, padded
 from hpctrain.parallel.kernels.layer_functions import CompiledFunctions, LayerFunctions, rotate
 
@@ -115,7 +117,8 @@ class LayerPages:
         value: Tensor,
         *tables: Tensor,
         places: TokenPositions,
-        scale: float | None = None,
+        rule: AttentionRule,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Store new keys and values, and return the attention of each row to its text up to its own position.
 
@@ -125,15 +128,18 @@ class LayerPages:
             value: New values.
             tables: Tables of a Rotary for all positions, or none.
             places: Texts and positions of the rows.
-            scale: Factor of the products of queries and keys, by default 1 / sqrt(d).
+            rule: How weights follow from products of queries and keys.
+            sinks: Score [heads] of a further key of each head, whose value is zero; None without one.
         """
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        if isinstance(self.functions, CompiledFunctions):
+        plain = not rule.bounded and sinks is None
+        if isinstance(self.functions, CompiledFunctions) and plain:
+            scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
             return self._compiled(self.functions, query, key, value, tables, scale, places)
         if tables:
             of_rows = [table[places.positions] for table in tables]
             query, key = rotate(query, *of_rows), rotate(key, *of_rows)
         self._store(key.squeeze(1), value.squeeze(1), places)
+        attend = partial(self._attend_to_pages, places=places, rule=rule, sinks=sinks)
         output = torch.zeros_like(query)
         singles, row = [], 0
         for text, first, count in places.runs:
@@ -142,57 +148,65 @@ class LayerPages:
             elif text >= 0:
                 rows = slice(row, row + count)
                 chosen = torch.full((1,), text, device=query.device)
-                output[rows, 0] = self._attend_to_pages(
-                    query[rows, 0].unsqueeze(0), chosen, first + count, scale, places
-                )[0]
+                shown = range(rule.first_key(first), first + count)
+                output[rows, 0] = attend(query[rows, 0].unsqueeze(0), chosen, shown)[0]
             row += count
         if singles:
             rows_of, texts, positions = map(list, zip(*singles, strict=True))
-            ends = max(positions) + 1
+            shown = range(rule.first_key(min(positions)), max(positions) + 1)
             at_rows, chosen, at = start_copy(torch.tensor([rows_of, texts, positions]), query.device)
-            output[at_rows] = self._attend_to_pages(query[at_rows], chosen, ends, scale, places, at)
+            output[at_rows] = attend(query[at_rows], chosen, shown, at)
         return output
 
     def _store(self, key: Tensor, value: Tensor, places: TokenPositions) -> None:
         """Store keys and values [n, heads, d] in their pages."""
-        real = places.real
+        real, head = places.real, self.form.head
         texts, positions = places.texts[real], places.positions[real]
         pages, lanes = places.tables[texts, positions // PAGE], positions % PAGE
-        self.keys[pages, :, :, lanes] = key[real]
-        self.values[pages, :, lanes] = value[real]
+        self.keys[pages, :, :head, lanes] = key[real].to(self.keys.dtype)
+        self.values[pages, :, lanes, :head] = value[real]
 
     def _attend_to_pages(
         self,
         query: Tensor,
         texts: Tensor,
-        ends: int,
-        scale: float,
-        places: TokenPositions,
+        shown: range,
         positions: Tensor | None = None,
+        *,
+        places: TokenPositions,
+        rule: AttentionRule,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Return the attention of queries [texts, n, heads, d] to the pages of their texts.
 
         Args:
-            query: The last queries before `ends`, or one query of each text at its position.
+            query: The last queries before the end of `shown`, or one query of each text at its position.
             texts: Texts of the queries.
-            ends: Largest end of a text.
-            scale: Factor of the products of queries and keys.
-            places: Pages of the texts.
+            shown: Positions of all keys that a query sees.
             positions: Position of the query of each text. None for the last queries of one text.
+            places: Pages of the texts.
+            rule: How weights follow from products of queries and keys.
+            sinks: Score [heads] of a further key of each head, whose value is zero; None without one.
         """
-        pages = places.tables[texts, : -(-ends // PAGE)]
-        keys = self.keys[pages].permute(0, 2, 1, 4, 3).flatten(2, 3)
-        values = self.values[pages].permute(0, 2, 1, 3, 4).flatten(2, 3)
-        columns = torch.arange(keys.shape[2], device=query.device)
-        last = columns[ends - query.shape[1] : ends] if positions is None else positions
-        mask = columns <= last.unsqueeze(1)
+        head, begin = self.form.head, shown.start // PAGE
+        pages = places.tables[texts, begin : -(-shown.stop // PAGE)]
+        keys = self.keys[pages].permute(0, 2, 1, 4, 3).flatten(2, 3)[..., :head].to(query.dtype)
+        values = self.values[pages].permute(0, 2, 1, 3, 4).flatten(2, 3)[..., :head]
+        columns = torch.arange(begin * PAGE, begin * PAGE + keys.shape[2], device=query.device)
+        last = columns.new_tensor(range(shown.stop - query.shape[1], shown.stop))
+        last = (last if positions is None else positions).unsqueeze(1)
+        mask = columns <= last
+        if rule.window:
+            mask &= columns > last - rule.window
         mask = mask.unsqueeze(0).unsqueeze(0) if positions is None else mask.unsqueeze(1).unsqueeze(1)
+        if rule.cap or sinks is not None:
+            return _attend_by_products(query, keys, values, mask, rule, sinks)
         output = functional.scaled_dot_product_attention(
             query.transpose(1, 2),
             keys,
             values,
             attn_mask=mask,
-            scale=scale,
+            scale=query.shape[-1] ** -0.5 if rule.scale is None else rule.scale,
             enable_gqa=query.shape[2] != keys.shape[1],
         )
         return output.transpose(1, 2)
@@ -222,3 +236,21 @@ class LayerPages:
         heads_of = [Heads(x.data_ptr(), *x.stride()[:3]) for x in (*operands, output)]
         functions.call("attend_paged", paged, *heads_of, memory)
         return output
+
+
+def _attend_by_products(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, rule: AttentionRule, sinks: Tensor | None
+) -> Tensor:
+    """Return the attention of queries [texts, n, heads, d] to the keys [texts, groups, m, d] of a mask."""
+    shared = query.shape[2] // keys.shape[1]
+    keys, values = (x.repeat_interleave(shared, dim=1).float() for x in (keys, values))
+    scores = (query.transpose(1, 2).float() @ keys.mT) * (rule.scale or query.shape[-1] ** -0.5)
+    if rule.cap:
+        scores = rule.cap * (scores / rule.cap).tanh()
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        of_heads = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        chances = torch.cat((scores, of_heads), -1).softmax(-1)[..., :-1]
+    else:
+        chances = scores.softmax(-1)
+    return (chances @ values).transpose(1, 2).to(query.dtype)

@@ -102,6 +102,10 @@ class AttentionRule:
         """True if scores have a window or a cap, so that attention is computed by tiles."""
         return bool(self.window or self.cap)
 
+    def first_key(self, position: int) -> int:
+        """Return the first key that a query at a position sees."""
+        return max(0, position - self.window + 1) if self.window else 0
+
     def tiles(self, queries: int, keys: int, distance: int = 0) -> Iterator[Tile]:
         """Yield the tiles of a block, see `band_tiles`."""
         return band_tiles(queries, keys, distance, self.window, _LARGEST if self.cap else 0)

@@ -278,8 +278,8 @@ class _Times:
             return machine.launch + flops * (2.0 if backward else 1.0) / rate + features
         heads = core.heads / at.tensor * at.micro_size
         queries = core.sequence / at.context
-        of_one = self.rates.seconds(queries, core.sequence, core.head_size)
-        scores = heads * queries * core.sequence * at.itemsize
+        of_one = self.rates.seconds(queries, core.keys, core.head_size)
+        scores = heads * queries * core.keys * at.itemsize
         passes = attention.passes or (1.0, 1.0)
         products = (4 if backward else 2) * heads * of_one
         return products + passes[backward] * scores / machine.memory_bandwidth + 4 * machine.launch

@@ -114,6 +114,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "smollm3-listed": ("SmolLM3", {"no_rope_layers": [0, 1, 1], "mlp_bias": True, "attention_bias": True}),
+    "llama-mistral-window": ("Mistral", {"sliding_window": 7, "head_dim": 10}),
+    "llama-ministral": (
+        "Ministral",
+        {
+            "head_dim": 10,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "llama-qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "head_dim": 10},
+    ),
+    "llama-qwen3-window": (
+        "Qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 23,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        },
+    ),
+    "starcoder2-window": ("Starcoder2", {"sliding_window": 9}),
+    "phi3-window": ("Phi3", {"sliding_window": 1}),
     "granite-biased": ("Granite", {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.4}),
 }
 """Class of `transformers` and keys of its config, by the name of a case. The name begins with the family."""

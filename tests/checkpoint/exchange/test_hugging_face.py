@@ -363,7 +363,10 @@ def change(folder: Path, changes: dict[str, Any], **nulls: None) -> None:
         ("llama", "attention_bias", True, "q_proj.bias: not in these files"),
         ("llama", "mlp_bias", True, "mlp_bias = True"),
         ("llama", "sliding_window", 4096, "sliding_window = 4096"),
-        ("mistral", "sliding_window", 16, "sliding_window = 16: unsupported; expected None for mistral"),
+        ("mistral", "sliding_window", 0, "sliding_window = 0: must be a whole number from 1 to"),
+        ("mistral", "sliding_window", -3, "sliding_window = -3: must be a whole number from 1 to"),
+        ("qwen3", "layer_types", ["chunked_attention"] * 3, "layer_types = ['chunked_attention', "),
+        ("qwen3", "layer_types", ["sliding_attention"] * 2, "]: requires sliding_window"),
         (
             "llama",
             "rope_scaling",

@@ -228,7 +228,7 @@ def test_a_run_starts_from_a_mixture(
 @pytest.mark.parametrize(
     ("name", "key", "value", "told"),
     [
-        ("mixtral", "sliding_window", 8, "sliding_window = 8: unsupported; expected None for mixtral"),
+        ("mixtral", "sliding_window", 0, "sliding_window = 0: must be a whole number from 1 to"),
         (
             "mixtral",
             "num_experts_per_tok",

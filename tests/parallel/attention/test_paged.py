@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.parallel.attention.paged import LayerPages, PageLayout, TokenPositions
+from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.kernels.function_library import PAGE, open_library
 from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions
 
@@ -47,7 +48,7 @@ def paged(
         rows = [torch.cat([x[a : a + c] for n, a, c in runs for x in [texts[n][kind]]]) for kind in range(3)]
         idle = [torch.cat((x, x.new_full((3, *x.shape[1:]), 7))) for x in rows]
         places = TokenPositions.of([*runs, (-1, 0, 3)], pages)
-        output = layer.attend(*idle, *tables, places=places, scale=0.3)
+        output = layer.attend(*idle, *tables, places=places, rule=AttentionRule(0.3))
         assert output.shape == idle[0].shape
         assert not output[-3:].any()
         for (n, _, _), part in zip(runs, output.split([c for *_, c in runs] + [3]), strict=False):

@@ -1,0 +1,31 @@
+"""Checks of keys of [model] that concern several layers."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.deck.read import parse_deck
+from hpctrain.errors import HpctrainError
+from tests.engines import DECK, LLAMA
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("model.windows=[4, -1]",), "model.windows=[4, -1]: must have numbers of keys from 1 on"),
+        (("model.windows=[4, 0, 4]",), "model.windows=[4, 0, 4]: has 3 windows, but model.layers = 2"),
+        (("model.rope_local_base=300",), "model.rope_local_base=300: has no effect without a layer"),
+        (("model.rope_local_base=0",), "model.rope_local_base"),
+        (("model.attention_cap=-1",), "model.attention_cap"),
+    ],
+)
+def test_impossible_windows_are_refused(overrides: tuple[str, ...], told: str) -> None:
+    with pytest.raises(HpctrainError) as caught:
+        parse_deck(DECK, (*LLAMA, *overrides))
+    assert told in str(caught.value)
+
+
+def test_windows_need_rotary_positions_for_a_base() -> None:
+    with pytest.raises(HpctrainError, match=r"model\.rope_local_base"):
+        parse_deck(DECK, ("model.windows=[4]", "model.rope_local_base=300"))
+    assert parse_deck(DECK, ("model.windows=[4]",)).model.windows == (4,)

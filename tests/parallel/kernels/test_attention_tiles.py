@@ -1,0 +1,100 @@
+"""Attention with windows, soft caps and sinks by tiles, beside softmax under a mask: values and gradients.
+
+Tests of parallel/kernels/attention_tiles.py and parallel/kernels/tiled_attention.py.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.data.documents import Documents
+from hpctrain.parallel.kernels.attention_tiles import AttentionRule, band_tiles
+from hpctrain.parallel.kernels.tiled_attention import tiled_attention
+
+ROWS, BATCH, HEADS, GROUPS, SIZE = 23, 2, 4, 2, 6
+WINDOWS = (0, 1, 3, 7, 22, 40)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def operands() -> list[Tensor]:
+    """Queries, keys, values and sinks."""
+    shapes = [(ROWS, BATCH, heads, SIZE) for heads in (HEADS, GROUPS, GROUPS)]
+    return [random(*shape).requires_grad_() for shape in (*shapes, (HEADS,))]
+
+
+def masked_softmax(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rule: AttentionRule, begins: Tensor
+) -> Tensor:
+    """Return what transformers' eager attention computes, with documents that begin at `begins` [b, s]."""
+    key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))
+    scores = torch.einsum("ibhd,jbhd->bhij", query, key) * (rule.scale or query.shape[-1] ** -0.5)
+    if rule.cap:
+        scores = torch.tanh(scores / rule.cap) * rule.cap
+    index = torch.arange(len(query))
+    sees = (index <= index[:, None]) & (index >= begins[:, :, None])
+    if rule.window:
+        sees &= index > index[:, None] - rule.window
+    scores = scores.masked_fill(~sees[:, None], -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+    chances = scores.softmax(-1)[..., : len(key)]
+    return torch.einsum("bhij,jbhd->ibhd", chances, value)
+
+
+def test_tiles_cover_the_band_once() -> None:
+    chosen = Random(1)
+    for _ in range(2000):
+        queries, keys = chosen.randint(1, 12), chosen.randint(1, 12)
+        distance, window, largest = (
+            chosen.randint(0, 14),
+            chosen.randint(0, 16),
+            chosen.choice((0, 0, 1, 3, 5)),
+        )
+        covered = torch.zeros(queries, keys, dtype=torch.int)
+        for rows, columns, mask in band_tiles(queries, keys, distance, window, largest):
+            tile = torch.ones_like(covered[rows, columns])
+            assert tile.shape == (rows.stop - rows.start, columns.stop - columns.start) and tile.numel()
+            assert mask == "none" or tile.shape[0] == tile.shape[1]
+            assert not largest or max(tile.shape) <= largest
+            covered[rows, columns] += {"none": tile, "causal": tile.tril(), "reversed": tile.triu()}[mask]
+        i, j = torch.arange(queries)[:, None] + distance, torch.arange(keys)
+        sees = (j <= i) & (j > i - window) if window else j <= i
+        assert torch.equal(covered, sees.int()), (queries, keys, distance, window, largest)
+
+
+@pytest.mark.parametrize("cap", [0.0, 0.7])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_values_and_gradients_are_those_of_softmax(cap: float, has_sinks: bool, packed: bool) -> None:
+    documents, begins = None, torch.zeros(BATCH, ROWS, dtype=torch.int64)
+    if packed:
+        tokens = torch.ones(BATCH, ROWS, dtype=torch.int64)
+        tokens[0, [0, 1, 14]] = 0
+        documents = Documents.of(tokens, 0)
+        begins = torch.arange(ROWS) - documents.places
+    for window in WINDOWS:
+        rule = AttentionRule(0.6, window, cap)
+        query, key, value, sinks = operands()
+        leaves = [query, key, value, *([sinks] if has_sinks else [])]
+        expected = masked_softmax(query, key, value, sinks if has_sinks else None, rule, begins)
+        found = tiled_attention(query, key, value, rule, documents, sinks if has_sinks else None)
+        torch.testing.assert_close(found, expected)
+        direction = random(*expected.shape)
+        torch.testing.assert_close(
+            torch.autograd.grad(found, leaves, direction), torch.autograd.grad(expected, leaves, direction)
+        )
+
+
+def test_long_capped_attention_is_cut_into_pieces() -> None:
+    query, key, value = (random(1100, 1, 1, 2).float() for _ in range(3))
+    rule = AttentionRule(None, 0, 2.0)
+    assert max(tile.keys.stop - tile.keys.start for tile in rule.tiles(1100, 1100)) == 512
+    expected = masked_softmax(query, key, value, None, rule, torch.zeros(1, 1100))
+    torch.testing.assert_close(tiled_attention(query, key, value, rule), expected, rtol=1e-5, atol=1e-5)
