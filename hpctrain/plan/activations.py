@@ -92,7 +92,7 @@ def _figures(deck: Deck, part: PartBytes) -> _PartFigures:
     kept = enumerate(again[len(again) - len(rests) :])
     most = max((besides - sum(rests[number + 1 :]) for number, besides in kept), default=0)
     # From block to block the graph goes and what weight gradients need comes.
-    coming = [most + max(passing, default=0)]
+    coming = [most + max(passing, default=0)] if size > 1 or not seen else list[int]()
     for number, besides in enumerate(again[len(again) - len(rests) :]):
         first = number * size
         later = sum(held[first + len(seen) // len(rests) :]) - sum(rests[number + 1 :])

@@ -116,9 +116,7 @@ def test_first_steps_are_those_of_one_rank(world: World, name: str) -> None:
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_activations_are_those_that_are_kept(world: World, name: str, recompute: str) -> None:
-    # Where a split backward pass meets norms after layers, plans are up to 6% off (guide, Limits).
-    left_out = {"layout.zero=3", "layout.schedule=zb-v"}
-    layouts = [layout for layout in LAYOUTS.get(world.size, []) if left_out.isdisjoint(layout)]
+    layouts = [layout for layout in LAYOUTS.get(world.size, []) if "layout.zero=3" not in layout]
     for layout in layouts:
         for compute in ("fp32",) if recompute == "full" else ("fp32", "bf16"):
             more = (f"memory.recompute={recompute}", f"precision.compute={compute}", "batch.global_size=16")
@@ -128,4 +126,4 @@ def test_activations_are_those_that_are_kept(world: World, name: str, recompute:
             training.train(1)
             here = planned.stages[training.engine.mesh.coordinate("pipeline")].memory
             training.engine.close()
-            assert training.activations.bytes == pytest.approx(here.activation, rel=0.02), (layout, compute)
+            assert training.activations.bytes == pytest.approx(here.activation, rel=0.01), (layout, compute)

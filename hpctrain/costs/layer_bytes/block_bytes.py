@@ -16,10 +16,12 @@ from hpctrain.costs.layer_bytes.questions import (
     workspace_bytes,
 )
 from hpctrain.costs.layer_bytes.vocabulary_bytes import dropout_masks
+from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.mixture import Mixture
 from hpctrain.model.norm import Norm
 from hpctrain.model.part import Layer
 from hpctrain.model.transformer import Transformer, TransformerBlock
+from hpctrain.parallel.fp8.quantized_matmul import QuantizedMatmul
 
 _GAPS, _ROTATED_GAPS = 2.4, 3.5
 """Freed memory between used blocks that the C library keeps, in units of the activations of one block.
@@ -35,15 +37,12 @@ temporary tensors between saved ones.
 def saved_by_block(block: TransformerBlock, at: ActivationSizes) -> list[SavedStorage]:
     """Return what a block saves, in the order of the forward pass."""
     masks, attention, expanding = dropout_masks(block, at), block.attention, block.feed_forward
-    if isinstance(expanding, Mixture):
+    if _shares_input(block):
+        expanded_input = []
+    elif isinstance(expanding, Mixture):
         expanded_input = [at.row_features(block.hidden)]
     else:
         expanded_input = saved_input(expanding.up, at)
-    before_expanding = _saved_by_norm(block.feed_forward_norm, at)
-    if block.parallel and block.feed_forward_norm is None:
-        expanded_input = []  # attention saves the same input
-    elif block.parallel:
-        before_expanding = before_expanding[1:]  # both norms save the same input
     return [
         *_saved_by_norm(block.attention_norm, at),
         *saved_input(attention.inner, at),
@@ -51,7 +50,7 @@ def saved_by_block(block: TransformerBlock, at: ActivationSizes) -> list[SavedSt
         *saved_storages(attention, at),
         *_saved_by_norm(block.attention_output_norm, at),
         *masks,
-        *before_expanding,
+        *_saved_by_second_norm(block, at),
         *expanded_input,
         *saved_storages(expanding, at),
         *_saved_by_norm(block.feed_forward_output_norm, at),
@@ -62,6 +61,26 @@ def saved_by_block(block: TransformerBlock, at: ActivationSizes) -> list[SavedSt
 def _saved_by_norm(norm: Norm | None, at: ActivationSizes) -> list[SavedStorage]:
     """Return what a norm saves: nothing if there is none."""
     return [] if norm is None else saved_storages(norm, at)
+
+
+def _saved_by_second_norm(block: TransformerBlock, at: ActivationSizes) -> list[SavedStorage]:
+    """Return what the norm before the feed-forward part saves beside what the norm of attention saves."""
+    saved = _saved_by_norm(block.feed_forward_norm, at)
+    return saved[1:] if block.parallel else saved  # the norms of parallel parts save the same input
+
+
+def _shares_input(block: TransformerBlock) -> bool:
+    """Return True if attention saves the same input as the feed-forward part."""
+    return block.parallel and block.feed_forward_norm is None
+
+
+def _shares_gradient(block: TransformerBlock) -> bool:
+    """Return True if the gradients of the outputs of both parts are one tensor."""
+    unchanged = block.multiplier == 1 and block.probability == 0
+    unchanged &= block.attention_output_norm is None and block.feed_forward_output_norm is None
+    output = block.attention.output
+    plain = output.sequence_group is None and not isinstance(output.product, QuantizedMatmul)
+    return block.parallel and unchanged and plain and isinstance(block.feed_forward, FeedForward)
 
 
 @unsaved_inputs.register
@@ -81,20 +100,27 @@ def _block_workspace(block: TransformerBlock, at: ActivationSizes) -> int:
 def deferred_by_block(block: TransformerBlock, at: ActivationSizes) -> DeferredBytes:
     """Return the bytes that deferred weight gradients of a block need.
 
-    The peak is before any of them is freed, or while the core of attention is recomputed.
+    The peak is at the beginning of the backward pass, in that of the feed-forward part, or in that of the
+    output layer of attention, after which the core of attention may be recomputed.
     """
     attention, expanding = block.attention, block.feed_forward
-    held, masks = deferred_bytes.dispatch(Layer)(block, at).deferred, total(dropout_masks(block, at))
+    held, mask = deferred_bytes.dispatch(Layer)(block, at).deferred, total(dropout_masks(block, at))
+    output_gradient = at.features(block.hidden).bytes
     if isinstance(expanding, Mixture):
         most, left = mixture_bytes.transient_bytes(expanding, at)
     else:
         most, left = feed_forward_bytes.transient_bytes(expanding, at)
-    if not at.selective:
-        return DeferredBytes(held, most - masks)
-    again = core_recompute_bytes(attention, at) + at.features(attention.inner.split_sizes[0]).bytes
-    # Masks are freed by then, and the statistics of the second norm.
-    gone = 2 * masks + total(_saved_by_norm(block.feed_forward_norm, at)[1:])
-    return DeferredBytes(held, max(left + again - gone, most - masks))
+        held -= total(saved_input(expanding.up, at)) if _shares_input(block) else 0
+    if _shares_gradient(block):
+        held, output_gradient = held - output_gradient, 0
+    freed = mask + total(_saved_by_norm(block.feed_forward_output_norm, at))
+    peak = most - freed
+    freed += mask + total(_saved_by_second_norm(block, at))
+    freed += total(_saved_by_norm(block.attention_output_norm, at))
+    after = left + output_gradient - freed
+    if at.selective:
+        after += core_recompute_bytes(attention, at) + at.features(attention.inner.split_sizes[0]).bytes
+    return DeferredBytes(held, max(0, peak, after))
 
 
 @exchanged_bytes.register
@@ -112,7 +138,8 @@ def _gaps_of_block(block: TransformerBlock, at: ActivationSizes) -> int:
 
 @shared_bytes.register
 def _rotary_bytes(part: Transformer, at: ActivationSizes) -> int:
-    """Return the bytes of the rotary tables."""
+    """Return the bytes of the rotary tables, which recomputation saves even if no block rotates."""
     rotary = 2 * at.itemsize * at.tokens // at.micro_size * part.shape.head_size
     rotary *= 1 if part.shape.rope_local_base is None else 2
-    return rotary if part.shape.positions == "rotary" else 0
+    saved = at.again or any(isinstance(each, TransformerBlock) and each.rotated for each in part.layers)
+    return rotary if part.rotates and saved else 0
