@@ -136,7 +136,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "starcoder2-window": ("Starcoder2", {"sliding_window": 9}),
-    "phi3-window": ("Phi3", {"sliding_window": 1}),
+    "phi3-window": ("Phi3", {"sliding_window": 2}),
     "granite-biased": ("Granite", {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.4}),
 }
 """Class of `transformers` and keys of its config, by the name of a case. The name begins with the family."""
