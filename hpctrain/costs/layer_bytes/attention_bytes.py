@@ -106,6 +106,4 @@ def core_recompute_bytes(attention: Attention, at: ActivationSizes) -> int:
 
 def _is_compiled(attention: Attention) -> bool:
     """Return True if rotation and core are one compiled function."""
-    if attention.rule.bounded or attention.sinks is not None:
-        return False
     return attention.layer_context.functions.compiled and attention.layer_context.context.size == 1

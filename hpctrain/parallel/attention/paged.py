@@ -17,7 +17,12 @@ from torch.nn import functional
 from hpctrain.host.streams import start_copy
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.kernels.function_library import HIGHEST, PAGE, AttentionArguments, Heads, Paged, padded
-from hpctrain.parallel.kernels.layer_functions import CompiledFunctions, LayerFunctions, rotate
+from hpctrain.parallel.kernels.layer_functions import (
+    CompiledFunctions,
+    LayerFunctions,
+    attention_arguments,
+    rotate,
+)
 
 
 @dataclass(frozen=True)
@@ -131,10 +136,11 @@ class LayerPages:
             rule: How weights follow from products of queries and keys.
             sinks: Score [heads] of a further key of each head, whose value is zero; None without one.
         """
-        plain = not rule.bounded and sinks is None
-        if isinstance(self.functions, CompiledFunctions) and plain:
-            scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
-            return self._compiled(self.functions, query, key, value, tables, scale, places)
+        if isinstance(self.functions, CompiledFunctions):
+            scores = None if sinks is None else sinks.float()
+            operands = [x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value)]
+            arguments = attention_arguments(operands[0], operands[1], tables, rule, scores)
+            return self._compiled(self.functions, operands, arguments, places)
         if tables:
             of_rows = [table[places.positions] for table in tables]
             query, key = rotate(query, *of_rows), rotate(key, *of_rows)
@@ -160,11 +166,11 @@ class LayerPages:
 
     def _store(self, key: Tensor, value: Tensor, places: TokenPositions) -> None:
         """Store keys and values [n, heads, d] in their pages."""
-        real, head = places.real, self.form.head
+        real = places.real
         texts, positions = places.texts[real], places.positions[real]
         pages, lanes = places.tables[texts, positions // PAGE], positions % PAGE
-        self.keys[pages, :, :head, lanes] = key[real].to(self.keys.dtype)
-        self.values[pages, :, lanes, :head] = value[real]
+        self.keys[pages, :, :, lanes] = key[real]
+        self.values[pages, :, lanes] = value[real]
 
     def _attend_to_pages(
         self,
@@ -188,10 +194,10 @@ class LayerPages:
             rule: How weights follow from products of queries and keys.
             sinks: Score [heads] of a further key of each head, whose value is zero; None without one.
         """
-        head, begin = self.form.head, shown.start // PAGE
+        begin = shown.start // PAGE
         pages = places.tables[texts, begin : -(-shown.stop // PAGE)]
-        keys = self.keys[pages].permute(0, 2, 1, 4, 3).flatten(2, 3)[..., :head].to(query.dtype)
-        values = self.values[pages].permute(0, 2, 1, 3, 4).flatten(2, 3)[..., :head]
+        keys = self.keys[pages].permute(0, 2, 1, 4, 3).flatten(2, 3)
+        values = self.values[pages].permute(0, 2, 1, 3, 4).flatten(2, 3)
         columns = torch.arange(begin * PAGE, begin * PAGE + keys.shape[2], device=query.device)
         last = columns.new_tensor(range(shown.stop - query.shape[1], shown.stop))
         last = (last if positions is None else positions).unsqueeze(1)
@@ -214,20 +220,14 @@ class LayerPages:
     def _compiled(
         self,
         functions: CompiledFunctions,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        tables: Sequence[Tensor],
-        scale: float,
+        operands: Sequence[Tensor],
+        arguments: AttentionArguments,
         places: TokenPositions,
     ) -> Tensor:
-        rows, _, heads, head = query.shape
-        operands = [x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value)]
-        output = query.new_empty(query.shape)
-        turning: list[int | None] = [table.data_ptr() for table in tables] or [None, None]
+        output = operands[0].new_empty(operands[0].shape)
         across = places.tables.shape[1]
         paged = Paged(
-            AttentionArguments(rows, 1, heads, key.shape[2], head, query.element_size(), scale, *turning),
+            arguments,
             across,
             self.keys.element_size(),
             *(x.data_ptr() for x in (self.keys, self.values, places.texts, places.positions, places.tables)),

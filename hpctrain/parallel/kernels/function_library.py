@@ -28,7 +28,7 @@ class Heads(ctypes.Structure):
 
 
 class AttentionArguments(ctypes.Structure):
-    """Sizes, scale and rotation tables of attention in `functions.c`."""
+    """Sizes, scale, rotation tables, window, cap and sinks of attention in `functions.c`."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "batch", "heads", "groups", "head")),
@@ -36,6 +36,9 @@ class AttentionArguments(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("cosine", ctypes.c_void_p),
         ("sine", ctypes.c_void_p),
+        ("window", ctypes.c_int64),
+        ("cap", ctypes.c_float),
+        ("sinks", ctypes.c_void_p),
     )
 
 
@@ -109,10 +112,16 @@ def call_all(library: ctypes.CDLL) -> None:
         of_rows = ctypes.c_int64(2), *[ctypes.c_int64(_BLOCK + 8)] * 2, ctypes.c_float(1.0), size
         library.softmax_statistics(memory, column, x, x, x, *of_rows)
         library.softmax_gradient(memory, column, x, x, x, *of_rows)
+        bounds = 3, 1.0, address
+        bounded = ctypes.byref(
+            AttentionArguments(rows, 1, heads, 1, head, size, 1.0, address, address, *bounds)
+        )
         library.attend(sizes, *[tensor] * 4, x, memory, first, last)
+        library.attend(bounded, *[tensor] * 4, x, memory, first, last)
         whole = [ctypes.c_int64(each) for each in (2 * _LANES + 3, _LANES + 5, _LANES + 8, _LANES + 1)]
         library.few_rows(x, x, x, x, memory, *whole)
         library.attend_gradient(sizes, *[tensor] * 8, x, memory, first, last)
+        library.attend_gradient(bounded, *[tensor] * 8, x, memory, first, last)
         # All rows belong to text 0 at its first position, in page 0.
         none = ctypes.addressof(texts)
         of = AttentionArguments(HIGHEST + 1, 1, heads, 1, head, size, 1.0, address, address)

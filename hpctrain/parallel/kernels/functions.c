@@ -497,7 +497,9 @@ typedef struct { char *at; int64_t row, batch, head; } Heads;
 
 /* Causal attention of `heads` query heads on `groups` key and value heads of size `head`.
  *
- * If `cosine` and `sine` [rows, head] are not null, queries and keys first get a rotary embedding of halves.
+ * If `cosine` and `sine` [rows, head] are not null, queries and keys first get a rotary embedding of halves. A query
+ * sees the last `window` keys up to its own, or all if that is 0. Unless `cap` is 0, scores x become
+ * cap tanh(x / cap). If `sinks` [heads] is not null, each head has a further key of that score, whose value is zero.
  * Below, `width` is the size of a head padded with zeros to a multiple of LANES, and `keys` is the number of rows
  * padded to a multiple of PANEL. */
 typedef struct {
@@ -505,6 +507,9 @@ typedef struct {
     int element;
     float scale;
     const char *cosine, *sine;
+    int64_t window;
+    float cap;
+    const float *sinks;
 } Attention;
 
 INLINE int up_to(int64_t x, int of) { return (int)((x + of - 1) / of * of); }
@@ -560,9 +565,14 @@ size_t attention_floats(int64_t rows, int64_t head) {
     return 6 * keys * width + ROWS * (2 * keys + 3 * width);
 }
 
-/* Scores [ROWS, keys] of a block of queries with the first `ends` keys. They are exponents of 2. */
-static void scores(const float *query, const float *key_panels, int width, int ends, float *into, int keys) {
-    for (int first = 0; first < ends; first += PANEL)
+/* Return the first key that a query at `position` sees. */
+INLINE int64_t first_key(const Attention *a, int64_t position) {
+    return a->window && position >= a->window ? position - a->window + 1 : 0;
+}
+
+/* Scores [ROWS, keys] of a block of queries with the keys from `begin` to `ends`. They are exponents of 2. */
+static void scores(const float *query, const float *key_panels, int width, int begin, int ends, float *into, int keys) {
+    for (int first = begin; first < ends; first += PANEL)
         product(ROWS, PANEL, width, query, width, 1, key_panels + (size_t)first * width, PANEL, into + first, keys, 0);
 }
 
@@ -573,12 +583,42 @@ INLINE Ints beyond(int column, int64_t row) {
     return lanes > (int)row;
 }
 
-/* Replace the first `ends` scores of a row by 2^(score - largest), and return their sum.
+/* Return tanh(x) with a relative error of 2e-7. */
+INLINE Floats hyperbolic_tangent(Floats x) {
+    const Floats y = x * x;
+    Floats p = all(-5.70498872745e-3f);
+    p = p * y + 2.06390887954e-2f;
+    p = p * y + -5.37397155531e-2f;
+    p = p * y + 1.33314422036e-1f;
+    p = p * y + -3.33332819422e-1f;
+    const Floats far = 1.0f - 2.0f / (1.0f + power_of_2(x * 2.8853900817779268f));
+    return chosen((x < 0.625f) & (x > -0.625f), x + x * y * p, far);
+}
+
+/* Replace scores of a row by the capped ones. */
+INLINE void cap_scores(float *row, int begin, int ends, float cap) {
+    const float most = cap * 1.4426950408889634f;
+    for (int j = begin; j < ends; j += WIDTH)
+        *(Floats *)(row + j) = hyperbolic_tangent(*(Floats *)(row + j) / most) * most;
+}
+
+/* Overwrite with zeros what a row has before the lanes of column `lowest`. Return where these begin. */
+INLINE int lanes_before(float *row, int begin, int ends, int64_t lowest) {
+    if (lowest < begin + LANES) return begin;
+    const int start = lowest < ends ? (int)lowest / LANES * LANES : ends;
+    memset(row + begin, 0, sizeof(float) * (start - begin));
+    return start;
+}
+
+/* Replace the scores of a row from `begin` to `ends` by 2^(score - largest), and return their sum.
  *
- * Scores after `position` are masked. All of them lie at or after column `first`. */
-INLINE float powers(float *row, int ends, int64_t first, int64_t position, float *largest) {
+ * Scores before `lowest` and after `position` are masked. The latter lie at or after column `first`. */
+INLINE float powers(float *row, int begin, int ends, int64_t lowest, int64_t first, int64_t position, float *largest) {
     Floats most = all(-INFINITY);
-    for (int j = 0; j < ends; j += WIDTH) {
+    const int start = lanes_before(row, begin, ends, lowest);
+    for (int j = start; j < lowest && j < ends; j += WIDTH)
+        *(Floats *)(row + j) = chosen(beyond(j, lowest - 1), *(Floats *)(row + j), all(-INFINITY));
+    for (int j = start; j < ends; j += WIDTH) {
         Floats x = *(Floats *)(row + j);
         if (j + WIDTH > first) *(Floats *)(row + j) = x = chosen(beyond(j, position), all(-INFINITY), x);
         most = chosen(x > most, x, most);
@@ -586,15 +626,30 @@ INLINE float powers(float *row, int ends, int64_t first, int64_t position, float
     *largest = most[0];
     for (int lane = 1; lane < WIDTH; ++lane) *largest = most[lane] > *largest ? most[lane] : *largest;
     Sum sum = {0};
-    for (int j = 0; j < ends; j += LANES)
+    for (int j = start; j < ends; j += LANES)
         for (int part = 0; part < PARTS; ++part) {
             const int column = j + part * WIDTH;
             Floats p = power_of_2(*(Floats *)(row + column) - *largest);
             if (column + WIDTH > first) p = chosen(beyond(column, position), all(0), p);
+            if (column < lowest) p = chosen(beyond(column, lowest - 1), p, all(0));
             *(Floats *)(row + column) = p;
             sum.part[part] += p;
         }
     return total(sum);
+}
+
+/* Add the sink of a head, if there is one, to a sum of 2^(score - largest). Return the inverse of the denominator of
+ * these, and the binary logarithm of the denominator. */
+INLINE float inverse_sum(const Attention *a, int64_t head, float whole, float largest, float *log_sum) {
+    float scale = 1;
+    if (a->sinks) {
+        const float sink = a->sinks[head] * LOG2_E, most = sink > largest ? sink : largest;
+        scale = power_of_2(all(largest - most))[0];
+        whole = whole * scale + power_of_2(all(sink - most))[0];
+        largest = most;
+    }
+    *log_sum = largest + log2f(whole);
+    return scale / whole;
 }
 
 /* Attention of the pairs (batch, group) from `from` to `to`. `log_sums` [batch, heads, rows] receives the binary
@@ -617,20 +672,23 @@ void attend(const Attention *a, const Heads *q, const Heads *k, const Heads *v, 
         for (int64_t head = group * shared; head < (group + 1) * shared; ++head)
             for (int first = 0; first < rows; first += ROWS) {
                 const int count = rows - first < ROWS ? rows - first : ROWS, ends = up_to(first + count, PANEL);
+                const int begin = (int)first_key(a, first) / PANEL * PANEL;
                 memset(query, 0, sizeof(float) * ROWS * width);
                 for (int i = 0; i < count; ++i)
                     read_row(a, q->at + ((first + i) * q->row + batch * q->batch + head * q->head) * size, first + i,
                              query + i * width, 1, a->scale * LOG2_E);
-                scores(query, key_panels, width, ends, chance, keys);
+                scores(query, key_panels, width, begin, ends, chance, keys);
                 float inverse[ROWS];
                 for (int i = 0; i < ROWS; ++i) {
                     float *row = chance + (size_t)i * keys;
                     float largest;
-                    const float whole = powers(row, ends, first, first + i, &largest);
-                    inverse[i] = 1 / whole;
-                    if (i < count) log_sums[((batch * a->heads + head) * rows) + first + i] = largest + log2f(whole);
+                    if (a->cap) cap_scores(row, begin, ends, a->cap);
+                    const float whole = powers(row, begin, ends, first_key(a, first + i), first, first + i, &largest);
+                    float log_sum;
+                    inverse[i] = inverse_sum(a, head, whole, largest, &log_sum);
+                    if (i < count) log_sums[((batch * a->heads + head) * rows) + first + i] = log_sum;
                 }
-                product(ROWS, width, ends, chance, keys, 1, values, width, output, width, 0);
+                product(ROWS, width, ends - begin, chance + begin, keys, 1, values + (size_t)begin * width, width, output, width, 0);
                 for (int i = 0; i < count; ++i)
                     write_row(a, o->at + ((first + i) * o->row + batch * o->batch + head * o->head) * size, first + i,
                               output + i * width, 0, inverse[i]);
@@ -664,6 +722,8 @@ void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const H
         for (int64_t head = group * shared; head < (group + 1) * shared; ++head)
             for (int first = 0; first < rows; first += ROWS) {
                 const int count = rows - first < ROWS ? rows - first : ROWS, ends = up_to(first + count, PANEL);
+                const int begin = (int)first_key(a, first) / PANEL * PANEL;
+                const size_t seen = (size_t)begin * width;
                 float delta[ROWS] = {0};
                 memset(query, 0, sizeof(float) * ROWS * width);
                 memset(gradient, 0, sizeof(float) * ROWS * width);
@@ -680,24 +740,35 @@ void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const H
                         }
                     delta[i] = total(sum);
                 }
-                scores(query, key_panels, width, ends, chance, keys);
-                scores(gradient, value_panels, width, ends, change, keys);
+                scores(query, key_panels, width, begin, ends, chance, keys);
+                scores(gradient, value_panels, width, begin, ends, change, keys);
                 for (int i = 0; i < ROWS; ++i) {
                     float *p = chance + (size_t)i * keys, *c = change + (size_t)i * keys;
                     const float log_sum = i < count ? log_sums[(batch * a->heads + head) * rows + first + i] : INFINITY;
-                    for (int j = 0; j < ends; j += WIDTH) {
-                        Floats x = i < count ? power_of_2(*(Floats *)(p + j) - log_sum) : all(0);
+                    const int64_t lowest = first_key(a, first + i);
+                    const int start = lanes_before(p, begin, ends, lowest);
+                    lanes_before(c, begin, ends, lowest);
+                    if (a->cap) cap_scores(p, start, ends, a->cap);
+                    for (int j = start; j < ends; j += WIDTH) {
+                        const Floats score = *(Floats *)(p + j);
+                        Floats x = i < count ? power_of_2(score - log_sum) : all(0);
                         if (j + WIDTH > first) x = chosen(beyond(j, first + i), all(0), x);
+                        if (j < lowest) x = chosen(beyond(j, lowest - 1), x, all(0));
                         *(Floats *)(p + j) = x;
-                        *(Floats *)(c + j) = x * (*(Floats *)(c + j) - delta[i]);
+                        Floats slope = x * (*(Floats *)(c + j) - delta[i]);
+                        if (a->cap) {
+                            const Floats bent = score / (a->cap * LOG2_E);
+                            slope *= 1.0f - bent * bent;
+                        }
+                        *(Floats *)(c + j) = slope;
                     }
                 }
-                product(ROWS, width, ends, change, keys, 1, plain, width, output, width, 0);
+                product(ROWS, width, ends - begin, change + begin, keys, 1, plain + seen, width, output, width, 0);
                 for (int i = 0; i < count; ++i)
                     write_row(a, dq->at + ((first + i) * dq->row + batch * dq->batch + head * dq->head) * size, first + i,
                               output + i * width, 1, a->scale);
-                product(ends, width, ROWS, change, 1, keys, query, width, key_sum, width, 1);
-                product(ends, width, ROWS, chance, 1, keys, gradient, width, value_sum, width, 1);
+                product(ends - begin, width, ROWS, change + begin, 1, keys, query, width, key_sum + seen, width, 1);
+                product(ends - begin, width, ROWS, chance + begin, 1, keys, gradient, width, value_sum + seen, width, 1);
             }
         for (int row = 0; row < rows; ++row) {
             write_row(a, dk->at + (row * dk->row + batch * dk->batch + group * dk->head) * size, row, key_sum + (size_t)row * width, 1, LN_2);
@@ -743,14 +814,14 @@ INLINE void page_scores(int high, int wide, int size, int width, const float *qu
     }
 }
 
-/* Products of the probabilities with the first `ends` values of a text: wide * LANES columns from `column`. */
-INLINE void page_values(int high, int wide, const Paged *p, int64_t text, int64_t group, int column, int ends,
+/* Products of the probabilities with the values of a text from `begin` to `ends`: wide * LANES columns from `column`. */
+INLINE void page_values(int high, int wide, const Paged *p, int64_t text, int64_t group, int column, int begin, int ends,
                         const float *chance, int keys, float *output) {
     const int width = up_to(p->of.head, LANES), size = p->of.element, parts = wide * PARTS;
     Floats sum[HIGH][4 * PARTS];
     for (int i = 0; i < high; ++i)
         for (int j = 0; j < parts; ++j) sum[i][j] = all(0);
-    for (int first = 0; first < ends; first += PANEL) {
+    for (int first = begin; first < ends; first += PANEL) {
         const char *page = p->values + (page_of(p, text, first / PANEL, group) + column) * size;
         const int some = ends - first < PANEL ? ends - first : PANEL;
         for (int l = 0; l < some; ++l, page += (size_t)width * size) {
@@ -766,25 +837,30 @@ INLINE void page_values(int high, int wide, const Paged *p, int64_t text, int64_
         for (int j = 0; j < parts; ++j) *(Floats *)(output + i * width + column + j * WIDTH) = sum[i][j];
 }
 
-/* Attention of `high` fp32 queries of one text, computed as in `attend`. `positions` ends with the largest. */
+/* Attention of `high` fp32 queries of one text, computed as in `attend`, with their heads. `positions` ends with the
+ * largest. */
 INLINE void attend_some(int high, const Paged *p, int64_t text, int64_t group, const float *query,
-                        const int64_t *positions, float *chance, float *output, float *inverse) {
+                        const int64_t *positions, const int64_t *heads, float *chance, float *output, float *inverse) {
     const int width = up_to(p->of.head, LANES), ends = (int)positions[high - 1] + 1, keys = up_to(ends, PANEL);
-    const int size = p->key_element;
-    for (int first = 0; first < ends; first += PANEL) {
+    const int size = p->key_element, begin = (int)first_key(&p->of, positions[0]) / PANEL * PANEL;
+    for (int first = begin; first < ends; first += PANEL) {
         const char *page = p->keys + page_of(p, text, first / PANEL, group) * size;
         if (size == 4) page_scores(high, high == 1 ? 2 : WIDE, 4, width, query, page, chance + first, keys);
         else page_scores(high, high == 1 ? 2 : WIDE, 2, width, query, page, chance + first, keys);
     }
     for (int i = 0; i < high; ++i) {
-        float largest;
-        inverse[i] = 1 / powers(chance + (size_t)i * keys, keys, positions[0], positions[i], &largest);
+        float largest, *row = chance + (size_t)i * keys;
+        const int64_t lowest = first_key(&p->of, positions[i]);
+        if (p->of.cap) cap_scores(row, begin, keys, p->of.cap);
+        const float whole = powers(row, begin, keys, lowest, positions[0], positions[i], &largest);
+        float log_sum;
+        inverse[i] = inverse_sum(&p->of, heads[i], whole, largest, &log_sum);
     }
     int column = 0;
     if (high == 1)
         for (; column + 4 * LANES <= width; column += 4 * LANES)
-            page_values(high, 4, p, text, group, column, ends, chance, keys, output);
-    for (; column < width; column += LANES) page_values(high, 1, p, text, group, column, ends, chance, keys, output);
+            page_values(high, 4, p, text, group, column, begin, ends, chance, keys, output);
+    for (; column < width; column += LANES) page_values(high, 1, p, text, group, column, begin, ends, chance, keys, output);
 }
 
 /* Store keys and values of all rows in their pages. Then each row attends to the tokens of its text up to itself.
@@ -813,15 +889,16 @@ void attend_paged(const Paged *p, const Heads *q, const Heads *k, const Heads *v
         for (int64_t group = 0; text >= 0 && group < a->groups; ++group)
             for (int64_t next = 0, some; next < rows * shared; next += some) {
                 some = rows * shared - next < HIGH ? 1 : HIGH;
-                int64_t positions[HIGH];
+                int64_t positions[HIGH], heads[HIGH];
                 float inverse[HIGH];
                 for (int64_t i = 0; i < some; ++i) {
                     const int64_t row = first + (next + i) / shared, head = group * shared + (next + i) % shared;
                     positions[i] = p->positions[row];
+                    heads[i] = head;
                     read_row(a, q->at + (row * q->row + head * q->head) * size, positions[i], query + i * width, 1, a->scale * LOG2_E);
                 }
-                if (some == HIGH) attend_some(HIGH, p, text, group, query, positions, chance, output, inverse);
-                else attend_some(1, p, text, group, query, positions, chance, output, inverse);
+                if (some == HIGH) attend_some(HIGH, p, text, group, query, positions, heads, chance, output, inverse);
+                else attend_some(1, p, text, group, query, positions, heads, chance, output, inverse);
                 for (int64_t i = 0; i < some; ++i) {
                     const int64_t row = first + (next + i) / shared, head = group * shared + (next + i) % shared;
                     write_row(a, o->at + (row * o->row + head * o->head) * size, positions[i], output + i * width, 0, inverse[i]);

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
+from math import log, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from typing_extensions import override
 from hpctrain.data.documents import Documents
 from hpctrain.deck.activations import ACTIVATIONS, Activation, ElementwiseFunction
 from hpctrain.parallel.autograd import apply_function
-from hpctrain.parallel.kernels.attention_tiles import AttentionRule
+from hpctrain.parallel.kernels.attention_tiles import AttentionRule, sinks_gradient
 from hpctrain.parallel.kernels.function_library import AttentionArguments, Heads, workspace_floats
 from hpctrain.parallel.kernels.logits import CompiledSoftmaxStatistics, SoftmaxStatistics, SplitLogits
 from hpctrain.parallel.kernels.packed_attention import document_attention
@@ -254,9 +254,25 @@ class CompiledFunctions(LayerFunctions):
         scale: float | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        rule = AttentionRule(scale)
         result: Tensor = apply_function(
-            _Attend, query, key, value, self, _AttendOptions(tables, scale, documents)
+            _Attend, query, key, value, None, self, _AttendOptions(tables, rule, documents)
+        )
+        return result
+
+    @override
+    def attend_by_rule(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *tables: Tensor,
+        rule: AttentionRule,
+        documents: Documents | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        result: Tensor = apply_function(
+            _Attend, query, key, value, sinks, self, _AttendOptions(tables, rule, documents)
         )
         return result
 
@@ -285,8 +301,15 @@ def agrees(functions: LayerFunctions) -> bool:
             lambda by: lambda q, k, v: by.attend(q, k, v, *(x.to(q.dtype) for x in tables)),
             [random(rows, 2, heads, head) for heads in (4, 2, 2)],
         ),
+        (_bounded_attention_by, [*(random(rows, 2, heads, head) for heads in (4, 2, 2)), random(4)]),
     ]
     return all(_agree(by(functions), by(TORCH), inputs, form) for by, inputs in cases for form in _ROUNDING)
+
+
+def _bounded_attention_by(by: LayerFunctions) -> Callable[..., Tensor]:
+    """Return attention with a window, a cap and sinks, by some functions."""
+    rule = AttentionRule(None, 37, 1.5)
+    return lambda q, k, v, sinks: by.attend_by_rule(q, k, v, rule=rule, sinks=sinks)
 
 
 def _activation_by(by: LayerFunctions, activation: Activation) -> Callable[[Tensor], Tensor]:
@@ -443,10 +466,10 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class _AttendOptions(NamedTuple):
-    """Arguments of `LayerFunctions.attend` that are no operands."""
+    """Arguments of `LayerFunctions.attend_by_rule` that are no operands."""
 
     tables: Sequence[Tensor]
-    scale: float
+    rule: AttentionRule
     documents: Documents | None
 
 
@@ -457,38 +480,50 @@ class _Attend(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         functions: CompiledFunctions,
         options: _AttendOptions,
     ) -> Tensor:
         query, key, value = map(_rows, (query, key, value))
         rows, batch, heads, head = query.shape
         output, log_sums = query.new_empty(query.shape), torch.empty(batch, heads, rows)
-        tables, scale, documents = ctx.options = options
+        tables, rule, documents = ctx.options = options
         ctx.functions = functions
         memory = torch.empty(workspace_floats(rows, head))
+        scores = None if sinks is None else sinks.float()
         for at in _attention_units(query, documents):
             operands = [x[at] for x in (query, key, value, output)]
-            sizes = _sizes(operands[0], operands[1], [table[at[0]] for table in tables], scale)
+            turning = [table[at[0]] for table in tables]
+            sizes = attention_arguments(operands[0], operands[1], turning, rule, scores)
             pairs = sizes.batch * sizes.groups
             functions.call(
                 "attend", sizes, *map(_heads, operands), _log_sums_from(log_sums, at), memory, 0, pairs
             )
-        ctx.save_for_backward(query, key, value, output, log_sums, *tables)
+        ctx.save_for_backward(query, key, value, sinks, output, log_sums, *tables)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, log_sums, *tables = ctx.saved_tensors
+        query, key, value, sinks, output, log_sums, *tables = ctx.saved_tensors
         gradient = _rows(gradient)
         results = [x.new_empty(x.shape) for x in (query, key, value)]
         memory = torch.empty(workspace_floats(query.shape[0], query.shape[3]))
-        _, scale, documents = ctx.options
+        _, rule, documents = ctx.options
         for at in _attention_units(query, documents):
             operands = [x[at] for x in (query, key, value, output, gradient, *results)]
-            sizes = _sizes(operands[0], operands[1], [table[at[0]] for table in tables], scale)
+            sizes = attention_arguments(operands[0], operands[1], [table[at[0]] for table in tables], rule)
             addresses = *map(_heads, operands), _log_sums_from(log_sums, at)
             ctx.functions.call("attend_gradient", sizes, *addresses, memory, 0, sizes.batch * sizes.groups)
-        return *results, None, None
+        of_sinks = None
+        if sinks is not None:
+            of_units = []
+            for at in _attention_units(query, documents):
+                unit = output[at]
+                binary = _log_sums_from(log_sums, at)[: unit[..., 0].numel()]
+                natural = binary.view(unit.shape[1], -1, unit.shape[0]) * log(2)
+                of_units.append(sinks_gradient(gradient[at], unit, natural, sinks))
+            of_sinks = torch.stack(of_units).sum(0)
+        return *results, of_sinks, None, None
 
 
 def _attention_units(query: Tensor, documents: Documents | None) -> list[tuple[slice, slice]]:
@@ -508,8 +543,22 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-def _sizes(query: Tensor, key: Tensor, tables: Sequence[Tensor], scale: float) -> AttentionArguments:
+def attention_arguments(
+    query: Tensor, key: Tensor, tables: Sequence[Tensor], rule: AttentionRule, sinks: Tensor | None = None
+) -> AttentionArguments:
+    """Return the arguments of a compiled function. The tables and sinks must outlive them.
+
+    Args:
+        query: Queries [s, b, heads, d].
+        key: Keys, which may have fewer heads.
+        tables: Tables of a Rotary, or none.
+        rule: How weights follow from queries and keys.
+        sinks: Score [heads] of a further key of each head in fp32, contiguous; None without one.
+    """
     rows, batch, heads, head = query.shape
     addresses: list[int | None] = [table.data_ptr() for table in tables]
     addresses += [] if tables else [None, None]
-    return AttentionArguments(rows, batch, heads, key.shape[2], head, query.element_size(), scale, *addresses)
+    scale = head**-0.5 if rule.scale is None else rule.scale
+    sizes = rows, batch, heads, key.shape[2], head, query.element_size()
+    at_sinks = None if sinks is None else sinks.data_ptr()
+    return AttentionArguments(*sizes, scale, *addresses, rule.window, rule.cap, at_sinks)

@@ -37,6 +37,8 @@ def paged(
     tables: Sequence[Tensor],
     cuts: Sequence[Sequence[int]],
     pages: Tensor,
+    rule: AttentionRule = AttentionRule(0.3),  # noqa: B008
+    sinks: Tensor | None = None,
 ) -> list[Tensor]:
     """The output of each text, whose rows come in passes that end at the `cuts` of all texts."""
     _, key, _ = texts[0]
@@ -48,7 +50,7 @@ def paged(
         rows = [torch.cat([x[a : a + c] for n, a, c in runs for x in [texts[n][kind]]]) for kind in range(3)]
         idle = [torch.cat((x, x.new_full((3, *x.shape[1:]), 7))) for x in rows]
         places = TokenPositions.of([*runs, (-1, 0, 3)], pages)
-        output = layer.attend(*idle, *tables, places=places, rule=AttentionRule(0.3))
+        output = layer.attend(*idle, *tables, places=places, rule=rule, sinks=sinks)
         assert output.shape == idle[0].shape
         assert not output[-3:].any()
         for (n, _, _), part in zip(runs, output.split([c for *_, c in runs] + [3]), strict=False):
@@ -78,6 +80,34 @@ def test_rows_have_the_bits_of_the_whole_text(
             for (query, key, value), output in zip(texts, found, strict=True):
                 turning = [table[: len(query)] for table in tables]
                 expected = functions.attend(query, key, value, *turning, scale=0.3)
+                if functions.compiled:
+                    assert torch.equal(output, expected)
+                else:
+                    rounding = 1e-5 if form == torch.float32 else 2e-2
+                    torch.testing.assert_close(output, expected, rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("form", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize(("window", "cap", "has_sinks"), [(3, 0.0, False), (40, 2.0, True), (0, 0.0, True)])
+def test_rows_of_a_rule_have_the_bits_of_the_whole_text(
+    compiled: CompiledFunctions, form: torch.dtype, rotated: bool, window: int, cap: float, has_sinks: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    texts = [
+        [torch.randn(n, 1, many, 24, generator=generator).to(form) for many in (6, 2, 2)] for n in LENGTHS
+    ]
+    tables = tables_of(24, form) if rotated else []
+    rule, sinks = AttentionRule(0.3, window, cap), torch.randn(6, generator=generator) if has_sinks else None
+    pages = torch.randperm(4 * 3, generator=generator).view(4, 3)
+    one_by_one = [tuple(min(n, step) for n in LENGTHS) for step in range(max(LENGTHS) + 1)]
+    mixed = [(0, 0, 0, 0), (0, 1, 31, 2), (64, 1, 32, 5), (67, 1, 33, 5), LENGTHS]
+    for cuts in (one_by_one, mixed):
+        for functions in (compiled, TORCH):
+            found = paged(functions, texts, tables, cuts, pages, rule, sinks)
+            for (query, key, value), output in zip(texts, found, strict=True):
+                turning = [table[: len(query)] for table in tables]
+                expected = functions.attend_by_rule(query, key, value, *turning, rule=rule, sinks=sinks)
                 if functions.compiled:
                     assert torch.equal(output, expected)
                 else:

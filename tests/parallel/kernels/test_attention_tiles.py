@@ -12,21 +12,24 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.documents import Documents
+from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule, band_tiles
+from hpctrain.parallel.kernels.function_library import open_library
+from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions
 from hpctrain.parallel.kernels.tiled_attention import tiled_attention
 
 ROWS, BATCH, HEADS, GROUPS, SIZE = 23, 2, 4, 2, 6
 WINDOWS = (0, 1, 3, 7, 22, 40)
 
 
-def random(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def operands() -> list[Tensor]:
+def operands(rows: int, size: int) -> list[Tensor]:
     """Queries, keys, values and sinks."""
-    shapes = [(ROWS, BATCH, heads, SIZE) for heads in (HEADS, GROUPS, GROUPS)]
-    return [random(*shape).requires_grad_() for shape in (*shapes, (HEADS,))]
+    shapes = [(rows, BATCH, heads, size) for heads in (HEADS, GROUPS, GROUPS)]
+    return [random(*shape, seed=seed).requires_grad_() for seed, shape in enumerate((*shapes, (HEADS,)))]
 
 
 def masked_softmax(
@@ -81,19 +84,40 @@ def test_values_and_gradients_are_those_of_softmax(cap: float, has_sinks: bool, 
         begins = torch.arange(ROWS) - documents.places
     for window in WINDOWS:
         rule = AttentionRule(0.6, window, cap)
-        query, key, value, sinks = operands()
+        query, key, value, sinks = operands(ROWS, SIZE)
         leaves = [query, key, value, *([sinks] if has_sinks else [])]
         expected = masked_softmax(query, key, value, sinks if has_sinks else None, rule, begins)
         found = tiled_attention(query, key, value, rule, documents, sinks if has_sinks else None)
         torch.testing.assert_close(found, expected)
-        direction = random(*expected.shape)
+        direction = random(*expected.shape, seed=7)
         torch.testing.assert_close(
             torch.autograd.grad(found, leaves, direction), torch.autograd.grad(expected, leaves, direction)
         )
 
 
+@pytest.mark.parametrize("cap", [0.0, 0.7, 50.0])
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_functions_compute_the_same(cap: float, packed: bool) -> None:
+    functions = CompiledFunctions(open_library(compile_functions()))
+    documents = None
+    if packed:
+        tokens = torch.ones(BATCH, 150, dtype=torch.int64)
+        tokens[0, [0, 1, 14, 80]] = 0
+        documents = Documents.of(tokens, 0)
+    leaves = [each.detach().float().requires_grad_() for each in operands(150, 24)]
+    direction = random(150, BATCH, HEADS, 24, seed=7).float()
+    for window in (0, 1, 31, 32, 33, 64, 65, 100, 150, 200):
+        rule, sinks = AttentionRule(0.6, window, cap), leaves[3] if window % 2 else None
+        results = []
+        for by in (functions, TORCH):
+            output = by.attend_by_rule(*leaves[:3], rule=rule, documents=documents, sinks=sinks)
+            used = leaves if sinks is not None else leaves[:3]
+            results.append([output, *torch.autograd.grad(output, used, direction)])
+        torch.testing.assert_close(*results, rtol=2e-5, atol=2e-5)
+
+
 def test_long_capped_attention_is_cut_into_pieces() -> None:
-    query, key, value = (random(1100, 1, 1, 2).float() for _ in range(3))
+    query, key, value = (random(1100, 1, 1, 2, seed=seed).float() for seed in range(3))
     rule = AttentionRule(None, 0, 2.0)
     assert max(tile.keys.stop - tile.keys.start for tile in rule.tiles(1100, 1100)) == 512
     expected = masked_softmax(query, key, value, None, rule, torch.zeros(1, 1100))
