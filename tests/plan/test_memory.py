@@ -146,6 +146,18 @@ def test_activations_of_other_feed_forwards_are_those_that_are_kept(
         expect_activations(world, small_deck(*keys, f"memory.recompute={recompute}"))
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("compiled", ["false", "true"])
+@pytest.mark.parametrize("normed", ["none", "head"])
+def test_activations_of_windows_caps_and_sinks_are_those_that_are_kept(
+    world: World, compiled: str, normed: str
+) -> None:
+    bounds = ("model.windows=[5, 0]", "model.attention_cap=2", "model.attention_sinks=true")
+    keys = (*LLAMA, *bounds, f"machine.compile={compiled}", f"model.query_key_norm={normed}")
+    for recompute in ("none", "selective"):
+        expect_activations(world, small_deck(*keys, f"memory.recompute={recompute}"))
+
+
 def expect_activations(world: World, deck: Deck) -> None:
     """Plan and count of what a rank keeps agree to 1%."""
     training = trainer(world, deck)
