@@ -12,7 +12,7 @@ from math import sqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from hpctrain.deck.family import ConfigKey, Family, FamilyDefaults, ModelType, WindowKeys
+from hpctrain.deck.family import ConfigKey, Family, FamilyDefaults, MixtureFiles, ModelType, WindowKeys
 
 _GEMMA = ModelType(
     architecture="GemmaForCausalLM",
@@ -54,6 +54,54 @@ _GRANITE = ModelType(
         ConfigKey("logits_scaling", "logit_multiplier", 1.0, "reciprocal"),
         ConfigKey("mlp_bias", "mlp_bias", False),
     ),
+)
+_GRANITE_MOE = replace(
+    _GRANITE,
+    architecture="GraniteMoeForCausalLM",
+    model_type="granitemoe",
+    keys=tuple(key for key in _GRANITE.keys if key.name != "mlp_bias"),
+    mixture=MixtureFiles(
+        sizes={"experts": ("num_local_experts", 8), "experts_per_token": ("num_experts_per_tok", 2)},
+        layers=(("model.layers.{}.block_sparse_moe.router.layer", "blocks.{}.feed_forward.router"),),
+        gate_up=("model.layers.{}.block_sparse_moe.input_linear",),
+        down="model.layers.{}.block_sparse_moe.output_linear",
+        gates="halves",
+    ),
+)
+_QWEN2_MOE = ModelType(
+    architecture="Qwen2MoeForCausalLM",
+    model_type="qwen2_moe",
+    sizes=(151936, 32768, 2048, 24, 16, 5632),
+    key_value_heads=16,
+    keys=(
+        ConfigKey("qkv_bias", "attention_bias", True, choices=((True, "query_key_value"), (False, "none"))),
+    ),
+    attention_biases=("none", "query_key_value"),
+    constants={"sliding_window": None, "use_sliding_window": False},
+    mixture=MixtureFiles(
+        sizes={
+            "experts": ("num_experts", 60),
+            "experts_per_token": ("num_experts_per_tok", 4),
+            "expert_mlp": ("moe_intermediate_size", 1408),
+            "expert_every": ("decoder_sparse_step", 1),
+        },
+        layers=(
+            ("model.layers.{}.mlp.gate", "blocks.{}.feed_forward.router"),
+            *(
+                (
+                    f"model.layers.{{}}.mlp.shared_expert.{name}_proj",
+                    f"blocks.{{}}.feed_forward.shared.{name}",
+                )
+                for name in ("gate", "up", "down")
+            ),
+            ("model.layers.{}.mlp.shared_expert_gate", "blocks.{}.feed_forward.shared_gate"),
+        ),
+        gate_up=("model.layers.{}.mlp.experts.{}.gate_proj", "model.layers.{}.mlp.experts.{}.up_proj"),
+        down="model.layers.{}.mlp.experts.{}.down_proj",
+        normalizes=False,
+        shared_width=("shared_expert_intermediate_size", 5632),
+    ),
+    always={"shared_gate": True},
 )
 _NEOX = ModelType(
     architecture="GPTNeoXForCausalLM",
@@ -233,6 +281,16 @@ def _model(
     return {**own, "mlp": mlp, "vocabulary": vocabulary, "norm_epsilon": norm_epsilon, **further}
 
 
+def _experts(count: int, per_token: int, mlp: int, router_normalize: bool, **further: Any) -> dict[str, Any]:
+    """Return the keys of [model.experts] of a preset."""
+    sizes = {"count": count, "per_token": per_token, "mlp": mlp}
+    return {**sizes, "router_normalize": router_normalize, **further}
+
+
+_QWEN2_BIASES = {"attention_bias": "query_key_value"}
+"""Biases of the attention of Qwen2 and Qwen2-MoE."""
+
+
 def _granite(attention_scale: float, logit_multiplier: float) -> dict[str, float]:
     """Return the multipliers of a Granite model."""
     usual = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
@@ -252,7 +310,47 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 tied=True,
             )
         ),
-        "llama": Family(defaults=FamilyDefaults()),
+        "llama": Family(
+            defaults=FamilyDefaults(),
+            model_types=(_QWEN2_MOE,),
+            presets={
+                "mixtral-8x22b": {
+                    "source": "Mixtral 8x22B: Mistral AI 2024, huggingface.co/mistralai",
+                    "sequence": 65536,
+                    "model": _model(56, 6144, 48, 8, 16384, 32000, 1e-5, rope_base=1e6),
+                    "experts": _experts(8, 2, 16384, True),
+                },
+                "qwen1.5-moe-a2.7b": {
+                    "source": "Qwen1.5-MoE: Qwen Team 2024, qwenlm.github.io/blog/qwen-moe",
+                    "sequence": 8192,
+                    "model": _model(24, 2048, 16, 16, 5632, 151936, 1e-6, rope_base=1e6, **_QWEN2_BIASES),
+                    "experts": _experts(60, 4, 1408, False, shared=4, shared_gate=True),
+                },
+                "qwen2-57b-a14b": {
+                    "source": "Qwen2: Yang et al. 2024, arXiv 2407.10671",
+                    "sequence": 32768,
+                    "model": _model(28, 3584, 28, 4, 18944, 151936, 1e-6, rope_base=1e6, **_QWEN2_BIASES),
+                    "experts": _experts(64, 8, 2560, False, shared=8, shared_gate=True),
+                },
+                "qwen3-235b-a22b": {
+                    "source": "Qwen3: Yang et al. 2025, arXiv 2505.09388",
+                    "sequence": 32768,
+                    "model": _model(
+                        94,
+                        4096,
+                        64,
+                        4,
+                        12288,
+                        151936,
+                        1e-6,
+                        head_size=128,
+                        query_key_norm="head",
+                        rope_base=1e6,
+                    ),
+                    "experts": _experts(128, 8, 1536, True),
+                },
+            },
+        ),
         "gemma": Family(
             defaults=FamilyDefaults(
                 norm_weight="one_plus", activation="geglu", scaled_embedding=True, tied=True
@@ -306,12 +404,24 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "granite": Family(
             defaults=FamilyDefaults(),
-            model_types=(_GRANITE,),
+            model_types=(_GRANITE, _GRANITE_MOE),
             presets={
                 "granite-3-2b": {
                     "source": "Granite 3.0: IBM 2024, huggingface.co/ibm-granite",
                     "sequence": 4096,
                     "model": _model(40, 2048, 32, 8, 8192, 49155, 1e-5, tied=True, **_granite(1 / 64, 1 / 8)),
+                },
+                "granite-3-1b-a400m": {
+                    "source": "Granite 3.0: IBM 2024, huggingface.co/ibm-granite",
+                    "sequence": 4096,
+                    "model": _model(24, 1024, 16, 8, 512, 49155, 1e-6, tied=True, **_granite(1 / 64, 1 / 6)),
+                    "experts": _experts(32, 8, 512, True),
+                },
+                "granite-3-3b-a800m": {
+                    "source": "Granite 3.0: IBM 2024, huggingface.co/ibm-granite",
+                    "sequence": 4096,
+                    "model": _model(32, 1536, 24, 8, 512, 49155, 1e-6, tied=True, **_granite(1 / 64, 1 / 6)),
+                    "experts": _experts(40, 8, 512, True),
                 },
                 "granite-3-8b": {
                     "source": "Granite 3.0: IBM 2024, huggingface.co/ibm-granite",

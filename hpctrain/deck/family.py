@@ -107,6 +107,39 @@ class WindowKeys:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MixtureFiles:
+    """Mixtures of experts in the files of a model type.
+
+    Attributes:
+        sizes: Keys of a config.json and their defaults, by the field of a ModelShape.
+        layers: Names of layers, each followed by those of ours, like `ModelType.layers`.
+        gate_up: Names of the layers of an expert that compute gate and up, or of one tensor of all experts.
+            The first {} is the number of the block, the second one that of the expert.
+        down: Name of the layer of an expert that computes the output, or of one tensor of all experts.
+        gates: Order of gate and up in a tensor of all experts; "none" if each expert has its own tensors.
+        transposed: True if tensors of all experts have inputs before outputs.
+        suffixes: What follows the names of tensors of all experts, for weights and biases.
+        normalizes: Default of `norm_topk_prob`; None if there is no such key, and weights are normalized.
+        scale: Default of `routed_scaling_factor`; None if there is no such key.
+        shared_width: Key and default of the inner width of all shared experts; None if `sizes` says how many
+            there are.
+    """
+
+    sizes: Mapping[str, tuple[str, int]]
+    layers: tuple[tuple[str, ...], ...]
+    gate_up: tuple[str, ...]
+    down: str
+    gates: Literal["halves", "in_turn", "none"] = "none"
+    transposed: bool = False
+    suffixes: Mapping[str, str] = field(
+        default_factory=lambda: MappingProxyType({"weight": ".weight", "bias": ".bias"})
+    )
+    normalizes: bool | None = None
+    scale: float | None = None
+    shared_width: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelType:
     """Model type of `transformers` in whose files the models of a family are, where it differs from Llama.
 
@@ -135,6 +168,8 @@ class ModelType:
         joint: True if queries, keys and values of each head are side by side in one layer.
         constants: Keys of a config.json that are written and not read.
         windows: How a config.json says which layers have a window; None if no layer may have one.
+        mixture: Mixtures of experts, which all its models have; None for dense models.
+        always: Fields of a ModelShape that all its models have, beside the defaults of the family.
     """
 
     architecture: str
@@ -159,6 +194,8 @@ class ModelType:
     joint: bool = False
     constants: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     windows: WindowKeys | None = None
+    mixture: MixtureFiles | None = None
+    always: Mapping[str, Any] = field(default_factory=lambda: _NONE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,10 +204,12 @@ class Family:
 
     Attributes:
         defaults: Defaults of keys of [model].
+        experts: Defaults of keys of [model.experts] that differ from the usual ones.
         model_types: Model types of `transformers` that compute what the family does.
         presets: Published models by name: the fields of a `Preset`.
     """
 
     defaults: FamilyDefaults
+    experts: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     model_types: tuple[ModelType, ...] = ()
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: _NONE)

@@ -43,8 +43,8 @@ class MatrixSize(NamedTuple):
 
     @property
     def idle_elements(self) -> int:
-        """Number of elements of the experts that a token is not multiplied with."""
-        return self.outputs * self.inputs * (self.experts - self.chosen)
+        """Number of elements of the experts that do not compute a token, with their biases."""
+        return self.outputs * (self.inputs + self.biased) * (self.experts - self.chosen)
 
 
 class AttentionSize(NamedTuple):

@@ -36,9 +36,11 @@ def llama_parameters(preset: Preset, chosen: int | None = None) -> int:
     if model["mlp_bias"]:
         expanded += (matrices - 1) * model["mlp"] + hidden
     if preset.experts:
-        count = preset.experts["count"]
-        expert = 3 * hidden * preset.experts["mlp"]
-        expanded = expert * (count if chosen is None else chosen) + hidden * count
+        experts = preset.experts
+        expert = 3 * hidden * experts["mlp"] + model["mlp_bias"] * (2 * experts["mlp"] + hidden)
+        expanded = expert * (experts["count"] if chosen is None else chosen) + hidden * experts["count"]
+        expanded += experts.get("router_bias", 0) * experts["count"]
+        expanded += experts.get("shared", 0) * expert + experts.get("shared_gate", 0) * hidden
     projected = queries + 2 * keys
     biases = {"none": 0, "query_key_value": projected, "all": projected + hidden}[model["attention_bias"]]
     of_norm = hidden * ((model["norm_weight"] != "none") + model["norm_bias"])
@@ -131,7 +133,17 @@ def test_parameters_are_those_published(name: PresetName, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "total", "active"),
-    [("mixtral-8x7b", 46.7, 12.9), ("qwen3-30b-a3b", 30.5, 3.3), ("olmoe-1b-7b", 6.9, 1.3)],
+    [
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("mixtral-8x22b", 140.6, 39.1),
+        ("qwen1.5-moe-a2.7b", 14.3, 2.7),
+        ("qwen2-57b-a14b", 57.4, 14.25),
+        ("qwen3-30b-a3b", 30.5, 3.3),
+        ("qwen3-235b-a22b", 235.1, 22.2),
+        ("olmoe-1b-7b", 6.9, 1.3),
+        ("granite-3-1b-a400m", 1.33, 0.43),
+        ("granite-3-3b-a800m", 3.3, 0.88),
+    ],
 )
 def test_mixtures_have_the_billions_that_are_published(name: PresetName, total: float, active: float) -> None:
     preset = presets()[name]

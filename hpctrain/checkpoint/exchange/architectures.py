@@ -7,17 +7,25 @@ matrix for each expert, where we have those of all experts in one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, HeadOrder, HeadRule, NameRule, Rule, StackRule
+from hpctrain.checkpoint.exchange.names import (
+    ROUTER_BIAS,
+    HeadOrder,
+    HeadRule,
+    NameRule,
+    PackedRule,
+    Rule,
+    StackRule,
+)
 from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.deck.families import CHOICES, FAMILIES, FamilyName, family_values
-from hpctrain.deck.family import AttentionBias, ConfigKey, ModelType, WindowKeys
+from hpctrain.deck.family import AttentionBias, ConfigKey, MixtureFiles, ModelType, WindowKeys
 from hpctrain.deck.sections.rope_scaling import rotated_features
-from hpctrain.model.shape import Head, ModelShape
+from hpctrain.model.shape import EXPERT_KEYS, Head, ModelShape
 
 HEAD = "lm_head.weight"
 
@@ -75,6 +83,8 @@ class HuggingFaceArchitecture:
     """The routed_scaling_factor where it is not there, None where there is no such key."""
     windows: WindowKeys | None = None
     """How a config says which layers have a window; None if no layer may have one."""
+    shared_width: Size | None = None
+    """Key of the inner width of all shared experts, and its value where it is not there."""
     head: Head = "vocabulary"
     hidden_act: tuple[str, str] = ("hidden_act", "silu")
     """The key of a config that names the activation, and its value where it is not there."""
@@ -456,9 +466,26 @@ _DEEPSEEK_V3 = HuggingFaceArchitecture(
 )
 
 
+def _rules_of(mixture: MixtureFiles, gated: bool) -> Iterator[Rule]:
+    """Yield the rules of the tensors of a mixture of a row of the table."""
+    for theirs, *ours in mixture.layers:
+        yield NameRule(theirs, tuple(ours))
+    experts = "blocks.{}.feed_forward.experts"
+    first = f"{experts}.{'gate_up' if gated else 'up'}"
+    if mixture.gates == "none":
+        yield StackRule(mixture.gate_up, first)
+        yield StackRule((mixture.down,), f"{experts}.down")
+        return
+    order = mixture.transposed, mixture.suffixes
+    yield PackedRule(mixture.gate_up[0], first, mixture.gates if gated else "none", *order)
+    yield PackedRule(mixture.down, f"{experts}.down", "none", *order)
+
+
 def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
     """Return the architecture of a row of the table of families. It has the names of Llama by default."""
-    defaults = FAMILIES[family].defaults
+    defaults, mixture = FAMILIES[family].defaults, row.mixture
+    gated = ACTIVATIONS[defaults.activation].gated
+    experts = {_EXPERT_FIELDS.get(key, key): value for key, value in FAMILIES[family].experts.items()}
     named = (
         NameRule(theirs, tuple(ours), joint=row.joint and len(ours) == _QUERY_KEY_VALUE)
         for theirs, *ours in row.layers
@@ -472,7 +499,13 @@ def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
         name=row.architecture,
         model_type=row.model_type,
         family=family,
-        rules=(*_LLAMA_RULES, *_NORM_RULES, *named, *head_norms),
+        rules=(
+            *_LLAMA_RULES,
+            *_NORM_RULES,
+            *named,
+            *head_norms,
+            *(() if mixture is None else _rules_of(mixture, gated)),
+        ),
         prefix=row.prefix,
         buffers=row.buffers,
         fixed=(*fixed, _UNQUANTIZED),
@@ -485,12 +518,21 @@ def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
         head_size=row.head_size,
         rope_base=row.rope_base,
         hidden_act=row.activation,
-        gated=ACTIVATIONS[defaults.activation].gated,
+        gated=gated,
         attention_biases=row.attention_biases,
         keys=row.keys,
         constants={**_UNCUT, **row.constants},
         windows=row.windows,
+        always={**(experts if mixture is not None else {}), **row.always},
+        mixture={} if mixture is None else mixture.sizes,
+        normalizes=None if mixture is None else mixture.normalizes,
+        scale=None if mixture is None else mixture.scale,
+        shared_width=None if mixture is None else mixture.shared_width,
     )
+
+
+_EXPERT_FIELDS = {key: field for field, key in EXPERT_KEYS.items()}
+"""Field of a ModelShape by the key of [model.experts]."""
 
 
 def _scored(of: HuggingFaceArchitecture, name: str) -> HuggingFaceArchitecture:

@@ -232,6 +232,13 @@ class _Reading:
             found["router_normalize"] = self.flag("norm_topk_prob", architecture.normalizes)
         if architecture.scale is not None:
             found["router_scale"] = self.number("routed_scaling_factor", architecture.scale)
+        if architecture.shared_width is not None:
+            key, default = architecture.shared_width
+            width, of_expert = self.size(key, default), found["expert_mlp"]
+            found["shared_experts"] = width // of_expert
+            if width % of_expert:
+                name = architecture.mixture["expert_mlp"][0]
+                self.problem(key, width, f"must be a multiple of {name} = {of_expert}")
         dense = self.config.get("mlp_only_layers")
         if dense and "expert_every" in found:
             found |= self._blocks_with_experts(dense, sizes["layers"], found["expert_every"])
@@ -403,6 +410,8 @@ def _mixture_keys(shape: ModelShape, architecture: HuggingFaceArchitecture) -> d
         keys |= dict.fromkeys(_EXPERTS, shape.experts)
     if "expert_mlp" not in architecture.mixture:
         keys["intermediate_size"] = shape.expert_mlp
+    if architecture.shared_width is not None:
+        keys[architecture.shared_width[0]] = shape.shared_experts * shape.expert_mlp
     if architecture.normalizes is not None:
         keys["norm_topk_prob"] = shape.router_normalize
     if architecture.scale is not None:
@@ -509,6 +518,8 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
             del asked["dense_first"], asked["expert_pattern"]  # mlp_only_layers says it
         if architecture.scale is not None:
             del asked["router_scale"]
+        if architecture.shared_width is not None:
+            del asked["shared_experts"]
         if architecture.normalizes is None:
             asked["router_normalize"] = True
         if not architecture.choice_is_biased and shape.balance == "bias":
@@ -518,7 +529,8 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
                 yield key, f"requires {_told(value)}"
         if shape.query_key_norm == "all" and shape.head_size * shape.heads != shape.hidden:
             yield "head_size", "requires hidden / heads"
-        if architecture.choice_is_biased and not shape.shared_experts:
+        shares = architecture.choice_is_biased or architecture.shared_width is not None
+        if shares and not shape.shared_experts:
             yield "shared_experts", "requires 1 or more"
 
 

@@ -10,6 +10,8 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.checkpoint.exchange.packing import GateOrder, Packing
+
 Index = tuple[int, ...]
 
 ROUTER_BIAS = "router/bias"
@@ -53,7 +55,26 @@ class HeadRule:
     ours: str
 
 
-Rule = NameRule | StackRule | HeadRule
+@dataclass(frozen=True)
+class PackedRule:
+    """A tensor of theirs that holds one of ours of all experts, in another order.
+
+    Attributes:
+        theirs: Name of the tensor; {} is the number of the block.
+        ours: Name of our layer.
+        gates: Order of gates and up in it.
+        transposed: True if it has inputs before outputs.
+        suffixes: What follows the name, for each kind of parameter.
+    """
+
+    theirs: str
+    ours: str
+    gates: GateOrder
+    transposed: bool
+    suffixes: Mapping[str, str]
+
+
+Rule = NameRule | StackRule | HeadRule | PackedRule
 
 
 @dataclass(frozen=True)
@@ -125,6 +146,8 @@ class TensorPart:
     order: RowOrder | None = None
     """Order of our rows in theirs, from `first` on; None if it is ours."""
     start: int | None = None
+    packing: Packing | None = None
+    """Order of our elements in theirs; None for what the other fields say."""
 
     def rows(self, first: int, count: int) -> slice | NDArray[np.int64]:
         """Return the rows in theirs of `count` of our rows from `first` on."""
@@ -167,6 +190,12 @@ def counterparts(
         block = re.fullmatch(r"(.*)\bblocks\.(\d+)\.(.*)", layer)
         number = block[2] if block else ""
         rule = by_layer[f"{block[1]}blocks.{{}}.{block[3]}" if block else layer]
+        if isinstance(rule, PackedRule):
+            packing = Packing(ours[dataset], rule.gates, rule.transposed, kind == "weight")
+            name = rule.theirs.format(number) + rule.suffixes[kind]
+            part = TensorPart(dataset, ours[dataset], packing=packing)
+            held[name] = Counterpart(name, packing.file_shape, False, (part,))
+            continue
         if isinstance(rule, StackRule):
             found = _stacked(rule, number, kind, dataset, ours[dataset])
             held.update((each.name, each) for each in found)

@@ -182,6 +182,9 @@ def _add_dependent_defaults(tables: Tables, filled: set[str], completed: Complet
     default("layout", "chunks", 2 if two else 1)
 
     if isinstance(experts := model.get("experts"), dict):
+        if isinstance(name := model.get("family"), str) and name in FAMILIES:
+            for key, value in FAMILIES[name].experts.items():
+                default("model.experts", key, value)
         default("model.experts", "balance_loss", 0.01 if experts.get("balance", "loss") == "loss" else 0.0)
     family, hidden, heads = (model.get(name) for name in ("family", "hidden", "heads"))
     if _is_integer(heads):

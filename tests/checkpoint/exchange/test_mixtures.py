@@ -367,7 +367,8 @@ TINY = ModelShape(
         ({"query_key_norm": "all", "head_size": 6}, "model.head_size = 6: the OlmoeForCausalLM of"),
         ({"router": "sigmoid"}, "the Dots1ForCausalLM of transformers"),
         ({"experts": 0, "query_key_norm": "all"}, 'model.query_key_norm = "all"'),
-        ({"attention_bias": "all"}, 'model.attention_bias = "all": the MixtralForCausalLM of transformers'),
+        ({"mlp_bias": True}, "model.mlp_bias = true: the MixtralForCausalLM of transformers requires false"),
+        ({"router_bias": True}, "model.experts.router_bias = true: the MixtralForCausalLM of transformers"),
         (
             {"experts": 0, "query_key_norm": "head", "attention_bias": "query_key_value"},
             'the Qwen3ForCausalLM of transformers requires "none" or "all"',
