@@ -77,7 +77,8 @@ _QWEN2_MOE = ModelType(
         ConfigKey("qkv_bias", "attention_bias", True, choices=((True, "query_key_value"), (False, "none"))),
     ),
     attention_biases=("none", "query_key_value"),
-    constants={"sliding_window": None, "use_sliding_window": False},
+    fixed={"use_sliding_window": (False, False)},
+    constants={"sliding_window": None},
     mixture=MixtureFiles(
         sizes={
             "experts": ("num_experts", 60),

@@ -295,8 +295,8 @@ def _copy(
     target = view.T if theirs.transposed else view.reshape(-1) if theirs.flattened else view
     bits = {2: torch.int16, 4: torch.int32}[wanted.itemsize]
     for part in theirs.parts:
-        if part.packing is not None:
-            target = part.packing.in_our_order(view)
+        if part.expert_order is not None:
+            target = part.expert_order.in_our_order(view)
         stored = sources[part.dataset]
         factors = merge.factors(source, part.dataset)
         for piece, first in _pieces(part, stored):

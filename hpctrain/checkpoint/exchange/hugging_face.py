@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES, SCORED, HuggingFaceArchitecture
 from hpctrain.checkpoint.exchange.rope_parameters import RopeParametersReader, rope_config
@@ -20,6 +20,8 @@ from hpctrain.model.shape import EXPERT_KEYS, ModelShape
 from hpctrain.text import either
 
 Config = Mapping[str, Any]
+
+_Value = TypeVar("_Value")
 
 _NONE: Config = MappingProxyType({})
 _LARGEST = 10_000_000
@@ -176,7 +178,7 @@ class _Reading:
         if not isinstance(value, list) or len(value) != layers or not all(each in (0, 1) for each in value):
             self.problem(key.name, value, f"must have 0 or 1 for each of {layers} layers")
             return ()
-        return () if all(value) else shortest_pattern(value)
+        return () if all(value) else shortest_pattern([bool(each) for each in value])
 
     def check_labels(self) -> None:
         """Of a head of scores there is one; a config that says nothing means two."""
@@ -288,19 +290,16 @@ class _Reading:
             self.problem(names["router_groups_per_token"], of_groups, told)
 
 
-def shortest_pattern(values: Sequence[object]) -> tuple[bool, ...]:
-    """Return the shortest pattern of flags whose repetition gives the values of all layers."""
+def shortest_pattern(values: Sequence[_Value]) -> tuple[_Value, ...]:
+    """Return the shortest pattern whose repetition gives the values of all layers."""
     lengths = range(1, len(values) + 1)
     period = next(n for n in lengths if all(value == values[i % n] for i, value in enumerate(values)))
-    return tuple(map(bool, values[:period]))
+    return tuple(values[:period])
 
 
 def _shortest(values: Sequence[int]) -> tuple[int, ...]:
     """Return the shortest pattern whose repetition gives the values; () if all are 0."""
-    count = len(values)
-    lengths = range(1, count + 1)
-    period = next(n for n in lengths if all(values[i] == values[i % n] for i in range(count)))
-    return tuple(values[:period]) if any(values) else ()
+    return shortest_pattern(values) if any(values) else ()
 
 
 def config_of(shape: ModelShape, dtype: str, imported: Config = _NONE) -> dict[str, Any]:

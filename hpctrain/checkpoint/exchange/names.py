@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.exchange.packing import GateOrder, Packing
+from hpctrain.checkpoint.exchange.expert_order import GateOrder, ExpertOrder
 
 Index = tuple[int, ...]
 
@@ -146,7 +146,7 @@ class TensorPart:
     order: RowOrder | None = None
     """Order of our rows in theirs, from `first` on; None if it is ours."""
     start: int | None = None
-    packing: Packing | None = None
+    expert_order: ExpertOrder | None = None
     """Order of our elements in theirs; None for what the other fields say."""
 
     def rows(self, first: int, count: int) -> slice | NDArray[np.int64]:
@@ -191,10 +191,10 @@ def counterparts(
         number = block[2] if block else ""
         rule = by_layer[f"{block[1]}blocks.{{}}.{block[3]}" if block else layer]
         if isinstance(rule, PackedRule):
-            packing = Packing(ours[dataset], rule.gates, rule.transposed, kind == "weight")
+            expert_order = ExpertOrder(ours[dataset], rule.gates, rule.transposed, kind == "weight")
             name = rule.theirs.format(number) + rule.suffixes[kind]
-            part = TensorPart(dataset, ours[dataset], packing=packing)
-            held[name] = Counterpart(name, packing.file_shape, False, (part,))
+            part = TensorPart(dataset, ours[dataset], expert_order=expert_order)
+            held[name] = Counterpart(name, expert_order.file_shape, False, (part,))
             continue
         if isinstance(rule, StackRule):
             found = _stacked(rule, number, kind, dataset, ours[dataset])

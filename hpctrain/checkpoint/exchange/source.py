@@ -95,8 +95,8 @@ class ModelFolder:
         return values
 
     def _read(self, theirs: Counterpart, part: TensorPart, start: Index, shape: Index) -> Tensor:
-        if part.packing is not None:
-            return part.packing.read(partial(self.folder.read_finite, theirs.name), start, shape).float()
+        if part.expert_order is not None:
+            return part.expert_order.read(partial(self.folder.read_finite, theirs.name), start, shape).float()
         if theirs.flattened:
             width = theirs.shape[1]
             first, last = start[0] // width, -(-(start[0] + shape[0]) // width)

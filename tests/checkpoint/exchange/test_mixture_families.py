@@ -1,6 +1,6 @@
 """Families of mixtures in the table, with rough weights and uncommon sizes, beside those of `transformers`.
 
-Tests of checkpoint/exchange/packing.py, too.
+Tests of checkpoint/exchange/expert_order.py, too.
 """
 
 from __future__ import annotations
@@ -153,6 +153,7 @@ def test_import_and_export_keep_bits(name: str, world: World, tmp_path: Path) ->
         ),
         ({"mlp_only_layers": "1"}, "mlp_only_layers = '1': must be a list of numbers of layers"),
         ({"mlp_only_layers": [0, 1, 2]}, "mlp_only_layers = [0, 1, 2]: leaves no layer with experts"),
+        ({"use_sliding_window": True}, "use_sliding_window = True: unsupported"),
         ({"hidden_act": "mish"}, "hidden_act = 'mish': unsupported"),
     ],
 )

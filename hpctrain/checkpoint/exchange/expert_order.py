@@ -27,7 +27,7 @@ _GATES = 2
 
 
 @dataclass(frozen=True)
-class Packing:
+class ExpertOrder:
     """Order of one of our tensors of all experts in a file.
 
     Attributes:
@@ -56,12 +56,12 @@ class Packing:
         """Return a view of the tensor in a file that has our shape."""
         if self._swaps:
             array = array.swapaxes(1, 2)
-        if self.gates == "none":
-            return array
-        count, features, rest = self.shape[0], self.shape[2], self.shape[3:]
-        if self.gates == "halves":
-            return array.reshape(count, _GATES, features, *rest)
-        return array.reshape(count, features, _GATES, *rest).swapaxes(1, 2)
+        if self.gates != "none":
+            count, features, rest = self.shape[0], self.shape[2], self.shape[3:]
+            order = (_GATES, features) if self.gates == "halves" else (features, _GATES)
+            array = array.reshape(count, *order, *rest)
+        view: NDArray[Any] = array.swapaxes(1, 2) if self.gates == "in_turn" else array
+        return view
 
     def read(self, read_box: ReadBox, start: Index, shape: Index) -> Tensor:
         """Return the box `shape` at `start` of our tensor, read from a file."""
@@ -71,7 +71,7 @@ class Packing:
         if self.gates == "in_turn":
             first, extent = _GATES * start[2], _GATES * shape[2]
             rows = self._rows(read_box, (of_expert[0], first, *of_expert[1]), (inner[0], extent, *inner[1]))
-            both = rows.unflatten(1, (shape[2], _GATES)).transpose(1, 2)
+            both: Tensor = rows.unflatten(1, (shape[2], _GATES)).transpose(1, 2)
             return both[:, start[1] : start[1] + shape[1]]
         parts = [
             self._rows(
