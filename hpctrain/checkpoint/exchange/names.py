@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.exchange.expert_order import GateOrder, ExpertOrder
+from hpctrain.checkpoint.exchange.expert_order import ExpertOrder, GateOrder
 
 Index = tuple[int, ...]
 
