@@ -16,7 +16,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from hpctrain.errors import HpctrainError
 from hpctrain.host.streams import SideStream, StreamWork, empty_host_tensor
@@ -74,6 +73,9 @@ class OffloadedOptimizer(Optimizer):
     """Optimizer whose state is in host memory or files.
 
     If the CPU computes the gradients, its results have the bits of ResidentOptimizer.
+
+    Attributes:
+        slots: Memory of the pieces that are read, updated and written.
     """
 
     def __init__(
@@ -112,12 +114,7 @@ class OffloadedOptimizer(Optimizer):
             for part, update_settings in bucket.layout.owned_update_ranges
             for first in range(part.start, part.stop, most)
         ]
-        self._slots = [_Slot(self._pieces[first::SLOTS], location, streams) for first in range(SLOTS)]
-
-    @property
-    @override
-    def working_bytes(self) -> int:
-        return sum(slot.bytes for slot in self._slots)
+        self.slots = [_Slot(self._pieces[first::SLOTS], location, streams) for first in range(SLOTS)]
 
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
         """Update the parameters. Collective over the ranks that share buckets.
@@ -131,7 +128,7 @@ class OffloadedOptimizer(Optimizer):
             try:
                 self._update_all(learning_rate, gradient_divisor)
             except HpctrainError:
-                for slot in self._slots:
+                for slot in self.slots:
                     with suppress(HpctrainError):
                         slot.wait()  # no transfer may be in progress after the error
                 raise
@@ -141,7 +138,7 @@ class OffloadedOptimizer(Optimizer):
         refresh(self.buckets)
 
     def _update_all(self, learning_rate: float, divisor: float) -> None:
-        slots = self._slots
+        slots = self.slots
         for index, piece in enumerate(self._pieces):
             slot = slots[index % SLOTS]
             if index == 0:
@@ -168,6 +165,7 @@ class _Slot:
     It has views of state that is in host memory, and copies of all that is in files or on a GPU.
 
     Attributes:
+        memory: Memory of the copies by name.
         state: State of the piece by name, in host memory.
     """
 
@@ -176,7 +174,7 @@ class _Slot:
     ) -> None:
         longest = max((piece.part.stop - piece.part.start for piece in pieces), default=0)
         self._values_location, self._streams = location, streams
-        self._memory: dict[str, Tensor] = {}
+        self.memory: dict[str, Tensor] = {}
         for piece in pieces:
             gradients, values = piece.bucket.owned_gradients, piece.bucket.owned_values
             flats = dict(piece.state) if values is piece.state[MASTER] else {**piece.state, _VALUES: values}
@@ -188,25 +186,20 @@ class _Slot:
             if streams is not None:
                 copied[_GRADIENTS] = gradients.dtype
             for name, dtype in copied.items():
-                if name not in self._memory:
-                    self._memory[name] = empty_host_tensor((longest,), dtype, gradients.device)
+                if name not in self.memory:
+                    self.memory[name] = empty_host_tensor((longest,), dtype, gradients.device)
         self._transfers: list[Transfer] = []
         self.state: dict[str, Tensor] = {}
         self._gradients = torch.empty(0)
         self._arrival: StreamWork | None = None
         self._return: StreamWork | None = None
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the copies."""
-        return sum(tensor.nbytes for tensor in self._memory.values())
-
     def read(self, piece: OffloadSlice) -> None:
         """Start to read a piece. `wait` waits for its state, and `gradients` for its gradients."""
         self.state = {name: self._start_read(name, flat[piece.part]) for name, flat in piece.state.items()}
         self._gradients = part = piece.bucket.owned_gradients[piece.part]
         if self._streams is not None:
-            host = self._gradients = self._memory[_GRADIENTS][: part.numel()]
+            host = self._gradients = self.memory[_GRADIENTS][: part.numel()]
             self._arrival = self._streams.to_host.start(lambda: _copy(host, part), [part])
 
     def gradients(self) -> Tensor:
@@ -229,7 +222,7 @@ class _Slot:
             return
         if self._return is not None:
             self._return.synchronize()  # it reads the memory that the next line overwrites
-        rounded = self._memory[_VALUES][: part.numel()].copy_(weights)
+        rounded = self.memory[_VALUES][: part.numel()].copy_(weights)
         if isinstance(part, ScratchTensor):
             self._transfers.append(part.start_write(rounded))
         else:
@@ -255,7 +248,7 @@ class _Slot:
     def _start_read(self, name: str, part: Flat) -> Tensor:
         if isinstance(part, Tensor):
             return part
-        target = self._memory[name][: part.numel()]
+        target = self.memory[name][: part.numel()]
         self._transfers.append(part.start_read(target))
         return target
 

@@ -176,11 +176,6 @@ class Optimizer(ABC):
         return [state[MASTER] for state in self.states]
 
     @property
-    def working_bytes(self) -> int:
-        """Bytes of temporary memory of an update."""
-        return 0
-
-    @property
     def totals(self) -> dict[str, float]:
         """Sums over all updates that an AveragedRule needs. Checkpoints store them with `updates`."""
         return self._averaged.totals if self._averaged else {}

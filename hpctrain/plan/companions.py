@@ -15,6 +15,7 @@ from hpctrain.checkpoint.evaluation_deck import evaluation_deck
 from hpctrain.checkpoint.names import present_checkpoints
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.planned import PlannedMesh
+from hpctrain.costs.bucket_bytes import pool_bytes, value_bytes
 from hpctrain.costs.cache_plan import CachePlan
 from hpctrain.costs.layer_bytes.linear_bytes import planned_converted_bytes
 from hpctrain.costs.memory_account import MemoryAccount
@@ -42,7 +43,6 @@ from hpctrain.pipeline.action import Schedule
 from hpctrain.plan.gpu_overhead import CONTEXT_BYTES
 from hpctrain.plan.memory import MemoryPlan, StageMemory, plan_memory
 from hpctrain.plan.step_on_meta import rehearse_forward
-from hpctrain.sharding.bucket import pool_bytes, value_bytes
 
 REWARD_MODELS = "reward model"
 

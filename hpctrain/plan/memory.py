@@ -13,10 +13,13 @@ from hpctrain.checkpoint.snapshots import copies_held
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedCalls, PlannedMesh, ReductionBytes
+from hpctrain.costs.bucket_bytes import gradient_bytes, pool_bytes, state_bytes, value_bytes
 from hpctrain.costs.layer_bytes import questions
 from hpctrain.costs.layer_bytes.linear_bytes import planned_converted_bytes
 from hpctrain.costs.memory_account import MemoryAccount
 from hpctrain.costs.part_bytes import PartBytes, part_bytes
+from hpctrain.costs.reduction_bytes import synchronizer_bytes
+from hpctrain.costs.update_bytes import update_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.layer_placement import placed_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
@@ -36,8 +39,7 @@ from hpctrain.pipeline.split import layer_ranges
 from hpctrain.plan.activations import activation_peak, packing_bytes
 from hpctrain.plan.gpu_overhead import with_gpu_overhead
 from hpctrain.plan.step_on_meta import rehearse
-from hpctrain.sharding.bucket import gradient_bytes, pool_bytes, value_bytes
-from hpctrain.sharding.state import MODEL, state_bytes
+from hpctrain.sharding.state import MODEL
 
 REHEARSED_MICRO_BATCHES = 3
 """Without pipeline stages: a first, one between and a last one; more take no more memory."""
@@ -250,7 +252,7 @@ def plan_memory(
         exchanged = sum(count * parts[chunk].exchanged_bytes for chunk, count in forwards.items())
         sharers = max(bucket.sharers for bucket in stage.buckets)
         blocks = sum(span.blocks for span in spans)
-        passing = buffer + stage.synchronizer.scratch_bytes
+        passing = buffer + synchronizer_bytes(stage.synchronizer)
         stages.append(StageMemory(number, blocks, used, memory, exchanged, sharers, passing, kept))
     zero_group = stage.buckets[0].sharding.group.size
     numbers = count(architecture)
@@ -314,9 +316,9 @@ def _states(deck: Deck, stage: TrainedStage, device: torch.device) -> MemoryAcco
     not count.
     """
     memory, buckets = deck.memory, stage.buckets
-    turns = pool_bytes(buckets) + stage.synchronizer.scratch_bytes
+    turns = pool_bytes(buckets) + synchronizer_bytes(stage.synchronizer)
     if on_host(device):
-        turns += stage.optimizer.working_bytes
+        turns += update_bytes(stage.optimizer)
     if memory.parameters == "disk" and on_host(device):
         turns += (
             max(bucket.owned_slice.stop - bucket.owned_slice.start for bucket in buckets)

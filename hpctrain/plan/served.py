@@ -8,6 +8,7 @@ from dataclasses import replace
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.transports.traffic import Traffic
 from hpctrain.comm.world import World
+from hpctrain.costs.bucket_bytes import gradient_bytes, state_bytes, value_bytes
 from hpctrain.costs.memory_account import MemoryAccount
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import assemble
@@ -27,8 +28,6 @@ from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan, StageMemory, plan_memory
 from hpctrain.plan.room import demand_room
 from hpctrain.plan.traffic import Moved, StageTraffic, TrafficPlan
-from hpctrain.sharding.bucket import gradient_bytes, value_bytes
-from hpctrain.sharding.state import state_bytes
 
 NUMBER = 8
 """Bytes of a number of a letter."""

@@ -23,7 +23,7 @@ norm of the gradients. Other code that changes weights between two forward passe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
@@ -32,7 +32,7 @@ from torch import Tensor
 from hpctrain.comm.work import CombinedWork, Work
 from hpctrain.host.device import on_host
 from hpctrain.host.streams import StreamWork, empty_host_tensor
-from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer, storage_bytes
+from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer
 from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket_layout import BucketLayout, BucketSegment
 
@@ -377,25 +377,3 @@ def await_readers(buckets: Iterable[Bucket]) -> None:
     """
     for group in dict.fromkeys(bucket.sharding.group for bucket in buckets if bucket.sharers > 1):
         group.barrier()
-
-
-def value_bytes(buckets: Sequence[Bucket]) -> int:
-    """Return the bytes of the parameters that these buckets always hold.
-
-    Of memory that ranks share, each counts an equal part.
-    """
-    by_sharers: dict[int, list[Flat]] = {}
-    for bucket in buckets:
-        by_sharers.setdefault(bucket.sharers, []).append(bucket.owned_values)
-    return sum(-(-storage_bytes(values) // sharers) for sharers, values in by_sharers.items())
-
-
-def gradient_bytes(buckets: Sequence[Bucket]) -> int:
-    """Return the bytes of the gradients that these buckets always hold."""
-    lookups = (segment.parameter.lookups for bucket in buckets for segment in bucket.segments)
-    return storage_bytes([*(bucket.owned_gradients for bucket in buckets), *lookups])
-
-
-def pool_bytes(buckets: Iterable[Bucket]) -> int:
-    """Return the bytes of the pools of these buckets."""
-    return sum(sharding.pool.bytes for sharding in {bucket.sharding for bucket in buckets})

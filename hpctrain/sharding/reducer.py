@@ -30,10 +30,6 @@ class GradientReduction(Protocol):
     handle was waited for. In plans, tensors have no values.
     """
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of memory that the sum uses while it is in flight, without gradients and sums."""
-
     def begin(self, updates: int) -> None:  # noqa: ARG002
         """Begin a step. By default nothing happens.
 
@@ -83,15 +79,6 @@ class ExactReduction(GradientReduction):
     def __init__(self, bucket: Bucket) -> None:
         self.bucket, self.group = bucket, bucket.sharding.group
 
-    @property
-    @override
-    def scratch_bytes(self) -> int:
-        # Reductions in host memory receive into memory of their own.
-        cut = self.bucket.sharding.zero > 0
-        sizes = self.bucket.layout.sizes if cut else None
-        most = self.bucket.length if sizes is None else max(sizes) * self.group.size
-        return self.group.host.scratch_bytes(most, self.bucket.gradient_dtype.itemsize, cut)
-
     @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
         if sums is gradients:
@@ -101,8 +88,6 @@ class ExactReduction(GradientReduction):
 
 class UnreducedGradients(GradientReduction):
     """GradientReduction that does nothing, because servers reduce the gradients."""
-
-    scratch_bytes = 0
 
     @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:

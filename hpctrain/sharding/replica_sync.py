@@ -80,10 +80,6 @@ class ReplicaSync(Protocol):
         """
 
     @property
-    def scratch_bytes(self) -> int:
-        """Bytes of memory that transfers between replicas use while gradients are summed."""
-
-    @property
     def differs(self) -> bool:
         """True if the model that replicas have in common may differ from the model of each replica."""
 
@@ -98,7 +94,6 @@ class SyncEveryStep(ReplicaSync):
     """Replicas that sum their gradients in every step, and so are always equal."""
 
     differs = False
-    scratch_bytes = 0
     in_flight: ClassVar[dict[str, int]] = {}
 
     @override

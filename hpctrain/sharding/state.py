@@ -5,14 +5,14 @@ Checkpoints, memory accounts and plans read StateTensors, and need not know who 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from hpctrain.comm.group import Group
-from hpctrain.memory.scratch import Flat, storage_bytes
+from hpctrain.memory.scratch import Flat
 from hpctrain.model.modules.module_buffers import BUFFER_KIND as BUFFER
 from hpctrain.parallel.fp8.history import HISTORY_KIND as HISTORY
 from hpctrain.parallel.shards import Shard
@@ -262,11 +262,3 @@ class ModuleState:
                 yield StateTensor(
                     kind, shard, values, 0, position, True, resume_mode, changes, holders=holders
                 )
-
-
-def state_bytes(tensors: Iterable[StateTensor], buckets: Sequence[Bucket]) -> int:
-    """Return the bytes of state on the device that computes, without the parameters themselves."""
-    devices = {bucket.sharding.group.device for bucket in buckets}
-    parameters = [bucket.owned_values for bucket in buckets]
-    computing = [tensor.values for tensor in tensors if tensor.values.device in devices]
-    return storage_bytes([*computing, *parameters]) - storage_bytes(parameters)

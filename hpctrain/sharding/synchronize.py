@@ -54,13 +54,13 @@ class GradientSynchronizer:
         in_order: bool = False,
     ) -> None:
         self.buckets = buckets = [reducer.bucket for reducer in reducers]
-        self._replica_sync, self._each, self.first = replica_sync, each, first
+        self.replica_sync, self._each, self.first = replica_sync, each, first
         self.before_sums: Callable[[Bucket], None] = lambda _: None
         self.after_sum: Callable[[Bucket], None] = lambda _: None
         self.before_adding: Callable[[Bucket], None] = lambda _: None
         self._in_order, self._to_come, self._waiting = in_order, list[Bucket](), set[Bucket]()
         self._synchronize_final = self._synchronize_in_order if in_order else self._synchronize
-        self._reducer = dict(zip(buckets, reducers, strict=True))
+        self.reducers = dict(zip(buckets, reducers, strict=True))
         self._bucket = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
         self._partial = {bucket: _partial_runs(bucket) for bucket in buckets}
         self._tied = {
@@ -78,17 +78,11 @@ class GradientSynchronizer:
                 parameter.register_post_accumulate_grad_hook(_move_gradient)
 
     @property
-    def scratch_bytes(self) -> int:
-        """Bytes that reductions use: two are in flight at the same time, besides those between replicas."""
-        two = sorted(reducer.reduction.scratch_bytes for reducer in self._reducer.values())[-2:]
-        return sum(two) + self._replica_sync.scratch_bytes
-
-    @property
     def measured(self) -> list[Reducer | FirstMicroBatchNorm]:
         """Objects that compute square sums of the gradients of some of a step's tokens."""
         if self.first is not None:
             return [self.first]
-        return [reducer for reducer in self._reducer.values() if reducer.measures]
+        return [reducer for reducer in self.reducers.values() if reducer.measures]
 
     def start(self, micro_batches: int, updates: int = 0) -> None:
         """Begin a step with zero gradients. Local.
@@ -99,7 +93,7 @@ class GradientSynchronizer:
         """
         if self.first is not None:
             self.first.begin()
-        for bucket, reducer in self._reducer.items():
+        for bucket, reducer in self.reducers.items():
             reducer.begin(updates)
             bucket.start(micro_batches, self._each and reducer.repeats and not self._tied[bucket])
         self._to_come = [bucket for bucket in self.buckets if not bucket.is_final] if self._in_order else []
@@ -121,7 +115,7 @@ class GradientSynchronizer:
         for bucket in shared:
             self.before_adding(bucket)
         if self._has_replicas:
-            self._replica_sync.before_update(self.buckets)
+            self.replica_sync.before_update(self.buckets)
         for bucket in shared:
             self.after_sum(bucket)
 
@@ -132,7 +126,7 @@ class GradientSynchronizer:
             updated: False if the step was skipped.
             scale_ratio: Ratio of the next step's loss scale to this step's.
         """
-        for reducer in self._reducer.values():
+        for reducer in self.reducers.values():
             reducer.reduction.end_step(updated, scale_ratio)
 
     def open(self, bucket: Bucket) -> None:
@@ -170,7 +164,7 @@ class GradientSynchronizer:
             self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
-        reducer = self._reducer[bucket]
+        reducer = self.reducers[bucket]
         self._in_flight.append((reducer, reducer.start()))
 
     def _complete(self, remaining: int) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from hpctrain.comm.world import World
+from hpctrain.costs.bucket_bytes import gradient_bytes, pool_bytes, state_bytes, value_bytes
 from hpctrain.costs.live_activations import ActivationKeeper, LiveActivations
 from hpctrain.costs.memory_account import MemoryAccount
+from hpctrain.costs.update_bytes import update_bytes
 from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.stages.stage import Stage
 from hpctrain.errors import failing_as
@@ -23,9 +25,7 @@ from hpctrain.memory.recompute import Recompute
 from hpctrain.model.part import converted_bytes
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.words import comparison_table
-from hpctrain.sharding.bucket import gradient_bytes, pool_bytes, value_bytes
 from hpctrain.sharding.gather import Gatherer
-from hpctrain.sharding.state import state_bytes
 from hpctrain.train.control import StepDecision
 from hpctrain.train.hook import Hook
 from hpctrain.train.seconds import StepSeconds
@@ -123,7 +123,7 @@ class MemoryLedger(Hook):
         trained = [engine.stage for engine in trained_engines(self.engine)]
         stages = [*trained, *beside.stages]
         layers = [layer for stage in stages for model in stage.models for layer in model.layers]
-        working = sum(stage.optimizer.working_bytes for stage in trained) if on_host(world.device) else 0
+        working = sum(update_bytes(stage.optimizer) for stage in trained) if on_host(world.device) else 0
         known = MemoryAccount(
             sum(value_bytes(stage.buckets) for stage in stages) + converted_bytes(layers),
             sum(gradient_bytes(stage.buckets) for stage in trained),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.world import World
+from hpctrain.costs.bucket_bytes import gradient_bytes, state_bytes, value_bytes
 from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.optimizer import MATRIX_OPTIMIZERS
@@ -26,8 +27,6 @@ from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.optimizer import AveragedRule
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.savings import find_savings
-from hpctrain.sharding.bucket import gradient_bytes, value_bytes
-from hpctrain.sharding.state import state_bytes
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.miniature import miniature
 from hpctrain.train.verify import verify_layout

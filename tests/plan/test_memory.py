@@ -14,6 +14,8 @@ from torch import Tensor
 
 from hpctrain.comm.transports.shared import SharedTransport
 from hpctrain.comm.world import World
+from hpctrain.costs.bucket_bytes import pool_bytes
+from hpctrain.costs.reduction_bytes import synchronizer_bytes
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
@@ -21,7 +23,7 @@ from hpctrain.memory.scratch import storage_bytes
 from hpctrain.plan.memory import MemoryPlan, plan_memory
 from hpctrain.plan.savings import find_savings
 from hpctrain.plan.words import KINDS
-from hpctrain.sharding.bucket import Bucket, pool_bytes
+from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.state import MASTER
 from hpctrain.train.control import StepDecision
 from hpctrain.train.memory import MemoryLedger
@@ -92,7 +94,7 @@ def held(training: Trainer) -> tuple[int, int, int, int]:
         sum(map(part_of_node, buckets)),
         storage_bytes([*gradients, *lookups]),
         storage_bytes(optimizer),
-        pool_bytes(buckets) + training.engine.stage.synchronizer.scratch_bytes,
+        pool_bytes(buckets) + synchronizer_bytes(training.engine.stage.synchronizer),
     )
 
 

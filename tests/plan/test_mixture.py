@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpctrain.comm.world import World
 from hpctrain.costs.layer_flops import model_flops
+from hpctrain.costs.reduction_bytes import synchronizer_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.model.count import count
 from hpctrain.model.router import Router
@@ -166,7 +167,7 @@ def test_model_states_are_those_of_a_run(world: World, zero: int) -> None:
         )
         pools = {bucket.sharding.pool for bucket in training.engine.stage.buckets}
         parameter, gradient, optimizer, _ = held(training)
-        received = training.engine.stage.synchronizer.scratch_bytes
+        received = synchronizer_bytes(training.engine.stage.synchronizer)
         turns = sum(pool.bytes for pool in pools) + received
         found = parameter, gradient, optimizer + biases * 4 * 4, turns
         assert (planned.parameter, planned.gradient, planned.optimizer, planned.buffer) == found, layout

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
+from hpctrain.costs.bucket_bytes import state_bytes
+from hpctrain.costs.reduction_bytes import reduction_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.registry import RecordedStatistics
 from hpctrain.engine.stage_values import load_parameters
@@ -31,7 +33,7 @@ from hpctrain.plan.memory import plan_memory
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.methods import METHODS, CompressionMethod
 from hpctrain.sharding.reducer import ExactReduction
-from hpctrain.sharding.state import ModuleState, StateTensor, state_bytes, state_of_ranks
+from hpctrain.sharding.state import ModuleState, StateTensor, state_of_ranks
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.memory import MemoryLedger
 from tests.engines import LLAMA, Trainer, record_statistics, small_deck, trainer
@@ -45,7 +47,6 @@ class Rounding:
 
     def __init__(self, _: Deck, bucket: Bucket) -> None:
         self.bucket, self.inner = bucket, ExactReduction(bucket)
-        self.scratch_bytes = self.inner.scratch_bytes
         self.residual = torch.zeros(bucket.length, device=bucket.sharding.group.device)
 
     def begin(self, updates: int) -> None:
@@ -63,6 +64,11 @@ class Rounding:
 
     def state(self) -> Iterator[StateTensor]:
         yield from state_of_ranks("reducer/residual", self.residual, self.bucket)
+
+
+@reduction_bytes.register
+def _rounding_bytes(reduction: Rounding) -> int:
+    return reduction_bytes(reduction.inner)
 
 
 class Remembering(Matmul):

@@ -158,7 +158,7 @@ def no_reduction(name: str) -> Plant:
         here = found(trainer, name)
         if here is None:
             return
-        reducer = trainer.engine.stage.synchronizer._reducer[here[0]]
+        reducer = trainer.engine.stage.synchronizer.reducers[here[0]]
         start = reducer.reduction.start
 
         def started(gradients: Tensor, sums: Tensor) -> Work[Tensor]:

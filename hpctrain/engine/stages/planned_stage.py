@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from hpctrain.comm.planned import META, PlannedMesh
+from hpctrain.costs.bucket_bytes import value_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.choices.deck_layer_context import make_layer_context
 from hpctrain.engine.choices.function_choice import planned_functions
@@ -20,7 +21,6 @@ from hpctrain.model.construction import build_parts
 from hpctrain.model.frozen import freeze_parameters
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import layer_ranges
-from hpctrain.sharding.bucket import value_bytes
 
 
 class PipelinePosition(NamedTuple):

@@ -77,10 +77,6 @@ class Adafactor:
             UPDATES: block,
         }
 
-    def working_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of four numbers for each row and column: new means and factors."""
-        return 4 * 4 * sum(shape[-2:])
-
     @torch.no_grad()
     def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:
         """Return a copy of the divided gradients of a piece of a block."""

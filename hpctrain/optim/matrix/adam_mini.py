@@ -64,10 +64,6 @@ class AdamMini:
         cell = (1,) * (len(shape) - 2) + ((shard.unit, shape[-1]) if len(shape) > 1 else shape)
         return {MEAN: None, SQUARE: cell}
 
-    def working_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of three numbers for each row."""
-        return 4 * 3 * prod(shape[:-1])
-
     @torch.no_grad()
     def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:
         """Return a copy of the divided gradients of a piece of a block, and update its first moment."""

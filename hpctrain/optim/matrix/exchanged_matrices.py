@@ -51,14 +51,6 @@ class ExchangedMatrices:
             result.append(ExchangedMatrices(rule, matrices, exchange))
         return result
 
-    @property
-    def working_bytes(self) -> int:
-        """Bytes of temporary memory of an update on this rank."""
-        return self.exchange.working_bytes(
-            lambda index: self.matrices[index][0].direction_bytes,
-            lambda index: self.rule.working_bytes(self.exchange.matrices[index].shape),
-        )
-
     def update(self, updates: float, learning_rate: float, gradient_divisor: float) -> None:
         """Update this rank's pieces of all matrices. Collective over the ranks that hold pieces.
 

@@ -102,26 +102,6 @@ class LocalMatrices:
         sharding = self.bucket.sharding
         return sharding.zero == 0 and sharding.group.size > 1 and not self.cells
 
-    def working_bytes(self, rule: MatrixRule) -> int:
-        """Return the bytes of temporary memory of the update of one matrix, without that of an exchange."""
-        block = self.segment.parameter.block
-        assert block is not None
-        if not self.count or not self.segment.parameter.requires_grad:
-            return 0
-        elements = prod(self.local)
-        copied = elements * 4 * (self.bucket.gradient_dtype != torch.float32)
-        if self.is_exchanged:
-            return self.direction_bytes
-        gathered = 0
-        if self.split_matrix is not None:
-            gathered = self.split_matrix.group.size * elements + prod(block.shape)
-        return (elements + gathered) * rule.format.itemsize + copied + rule.working_bytes(block.shape)
-
-    @property
-    def direction_bytes(self) -> int:
-        """Bytes of the directions of one matrix in fp32, and of its gradients if they have another dtype."""
-        return prod(self.local) * 4 * (1 + (self.bucket.gradient_dtype != torch.float32))
-
     def update(self, rule: MatrixRule, updates: float, learning_rate: float, gradient_divisor: float) -> None:
         """Update all matrices. Collective over the ranks that hold pieces of them.
 

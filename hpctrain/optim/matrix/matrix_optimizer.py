@@ -22,6 +22,13 @@ class MatrixOptimizer(Optimizer):
     """Optimizer of whole matrices by one rule, and of all other elements by another one.
 
     The state is on the device. Parameters that are not trained stay as they are.
+
+    Attributes:
+        rules: The two rules.
+        ranges: Elements that are in no matrix.
+        parameters: Matrices of each parameter whose state this rank holds.
+        replicated: Those that all data ranks hold.
+        exchanged: Those that tensor ranks exchange, except those in `replicated`.
     """
 
     def __init__(self, rules: MatrixRules, buckets: Sequence[Bucket]) -> None:
@@ -29,10 +36,10 @@ class MatrixOptimizer(Optimizer):
         masters = [_master(bucket) for bucket in buckets]
         super().__init__(None, buckets, [{MASTER: master} for master in masters])
         self.updates = 0
-        self._rules = rules
-        self._ranges: list[ElementRange] = []
-        self._parameters: list[LocalMatrices] = []
-        self._replicated: list[ReplicatedMatrices] = []
+        self.rules = rules
+        self.ranges: list[ElementRange] = []
+        self.parameters: list[LocalMatrices] = []
+        self.replicated: list[ReplicatedMatrices] = []
         updated_alone: list[LocalMatrices] = []
         for bucket, master in zip(buckets, masters, strict=True):
             for each in bucket.layout.update_ranges:
@@ -40,38 +47,28 @@ class MatrixOptimizer(Optimizer):
                     part = overlap(each.part, bucket.owned_slice)
                     state = {name: torch.zeros_like(master[part]) for name in rules.element_state_names}
                     state = {MASTER: master[part]} | state
-                    self._ranges.append(ElementRange(bucket, part, each.update_settings, state))
+                    self.ranges.append(ElementRange(bucket, part, each.update_settings, state))
                     continue
                 segments = _segments_within(bucket, each)
                 parameters = [LocalMatrices.of(rules.blocks, bucket, segment, master) for segment in segments]
-                self._parameters += parameters
+                self.parameters += parameters
                 trained = [every for every in parameters if every.segment.parameter.requires_grad]
                 if trained and all(every.is_replicated for every in trained):
-                    self._replicated.append(ReplicatedMatrices(rules.blocks, bucket, each, trained))
+                    self.replicated.append(ReplicatedMatrices(rules.blocks, bucket, each, trained))
                 else:
                     updated_alone += trained
         self._updated_alone = [each for each in updated_alone if not each.is_exchanged]
-        self._exchanged = ExchangedMatrices.all_of(rules.blocks, updated_alone)
-
-    @property
-    def working_bytes(self) -> int:
-        """Bytes of temporary memory of an update: gathered matrices, directions and fp32 gradients."""
-        gathered = sum(sorted(each.bytes for each in self._replicated)[-2:])
-        copied = [each for each in self._ranges if each.bucket.gradient_dtype != torch.float32]
-        ranges = (each.state[MASTER].nbytes for each in copied)
-        parameters = (each.working_bytes(self._rules.blocks) for each in self._parameters)
-        exchanged = [*self._exchanged, *(each for some in self._replicated for each in some.exchanged)]
-        return max((*ranges, *parameters, *(each.working_bytes for each in exchanged)), default=0) + gathered
+        self.exchanged = ExchangedMatrices.all_of(rules.blocks, updated_alone)
 
     @override
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
         updates = float(self.updates)
-        if self._rules.element_rule is not None:
-            element_rate = learning_rate * self._rules.element_rate
-            self._update_elements(self._rules.element_rule, element_rate, gradient_divisor)
+        if self.rules.element_rule is not None:
+            element_rate = learning_rate * self.rules.element_rate
+            self._update_elements(self.rules.element_rule, element_rate, gradient_divisor)
         for parameter in self._updated_alone:
-            parameter.update(self._rules.blocks, updates, learning_rate, gradient_divisor)
-        for exchanged in self._exchanged:
+            parameter.update(self.rules.blocks, updates, learning_rate, gradient_divisor)
+        for exchanged in self.exchanged:
             exchanged.update(updates, learning_rate, gradient_divisor)
         self._update_replicated(lambda each: each.start(updates, gradient_divisor), learning_rate)
         self.updates += 1
@@ -80,7 +77,7 @@ class MatrixOptimizer(Optimizer):
     def _update_replicated(self, start: Callable[[ReplicatedMatrices], None], learning_rate: float) -> None:
         """Transform the matrices of one bucket while the results of the one before are sent."""
         in_flight: ReplicatedMatrices | None = None
-        for each in self._replicated:
+        for each in self.replicated:
             start(each)
             if in_flight is not None:
                 in_flight.finish(learning_rate)
@@ -90,7 +87,7 @@ class MatrixOptimizer(Optimizer):
 
     def _update_elements(self, rule: UpdateRule, learning_rate: float, gradient_divisor: float) -> None:
         """Update the elements that are in no matrix, all buckets together if their gradients are in fp32."""
-        ranges = [each for each in self._ranges if each.state[MASTER].numel()]
+        ranges = [each for each in self.ranges if each.state[MASTER].numel()]
         single = all(bucket.gradient_dtype == torch.float32 for bucket in self.buckets)
         for together in [ranges] if single else [[each] for each in ranges]:
             counts = (
@@ -103,17 +100,17 @@ class MatrixOptimizer(Optimizer):
 
     @override
     def rehearse(self) -> None:
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if parameter.segment.parameter.requires_grad:
-                parameter.rehearse(self._rules.blocks)
-        for exchanged in self._exchanged:
+                parameter.rehearse(self.rules.blocks)
+        for exchanged in self.exchanged:
             exchanged.exchange.rehearse()
         self._update_replicated(ReplicatedMatrices.rehearse, 0.0)
 
     @override
     def state(self) -> Iterator[StateTensor]:
         yield from super().state()
-        for each in self._ranges:
+        for each in self.ranges:
             first = each.bucket.owned_slice.start
             part = slice(first + each.part.start, first + each.part.stop)
             for name, flat in each.state.items():
@@ -121,7 +118,7 @@ class MatrixOptimizer(Optimizer):
                     if name != MASTER and segment.parameter.update_settings == each.update_settings:
                         kind = f"{OPTIMIZER}{name}"
                         yield segment_state(kind, segment, values, offset, each.bucket, UPDATED)
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             yield from parameter.state_tensors()
 
 

@@ -38,9 +38,6 @@ class MatrixRule(Protocol):
         of a block [n, m]. All cells of a block are full, except the last ones.
         """
 
-    def working_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of temporary memory that `transform` needs for a block of a shape."""
-
     @property
     def format(self) -> torch.dtype:
         """dtype of the directions that are gathered, and of the transformed ones."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod, sqrt
+from math import sqrt
 from typing import Literal
 
 import torch
@@ -81,10 +81,6 @@ class Muon:
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:  # noqa: ARG002
         """Return the names and shapes of the optimizer state of a parameter other than its master weights."""
         return {MOMENTUM: None}
-
-    def working_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of a second iterate and of two symmetric products."""
-        return (prod(shape) + 2 * min(shape[-2:]) ** 2) * self.format.itemsize
 
     @torch.no_grad()
     def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:

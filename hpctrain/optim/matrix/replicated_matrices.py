@@ -43,12 +43,6 @@ class ReplicatedMatrices:
         self._batches: list[tuple[LocalMatrices, int, ElementBatch]] = []
         self._work: Work[Tensor] | None = None
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the transformed directions of all matrices."""
-        elements: int = self.part.stop - self.part.start
-        return elements * self.rule.format.itemsize
-
     def _empty(self) -> Tensor:
         """Return uninitialized memory for the transformed directions of all matrices, flat."""
         group = self.bucket.sharding.group

@@ -162,32 +162,9 @@ class MatrixExchange:
         """Send the messages of `run` without values. Collective over the group."""
         self.run(None, None, None)
 
-    def working_bytes(self, of_direction: Callable[[int], int], of_transform: Callable[[int], int]) -> int:
-        """Return the bytes of temporary memory that `run` needs on this rank.
-
-        Args:
-            of_direction: Returns the bytes of the directions of the matrix with a given number.
-            of_transform: Returns the bytes of temporary memory that its transformation needs.
-        """
-        most, rank, itemsize = 0, self.group.rank, self.dtype.itemsize
-        buffers = [self._buffer_elements(assignment) * itemsize for assignment in self.rounds]
-        for at, assignment in enumerate(self.rounds):
-            copied = max(of_direction(number) for number in assignment if number is not None)
-            most = max(most, sum(buffers[max(0, at - 2) : at + 1]) + copied)
-            assigned = assignment[rank]
-            if assigned is not None:
-                matrix = prod(self.matrices[assigned].shape) * itemsize + of_transform(assigned)
-                most = max(most, sum(buffers[max(0, at - 1) : at + 2]) + matrix)
-        return most
-
     def piece_sizes(self, assignment: Sequence[int | None]) -> list[int]:
         """Return the elements of this rank's pieces of a round, by the rank that transforms the matrix."""
         return [0 if number is None else self.matrices[number].elements for number in assignment]
-
-    def _buffer_elements(self, assignment: Sequence[int | None]) -> int:
-        """Return the elements of this rank's pieces of a round, and of all pieces of its assigned matrix."""
-        sizes = self.piece_sizes(assignment)
-        return sum(sizes) + self.group.size * sizes[self.group.rank]
 
 
 class _TransformRound:

@@ -53,12 +53,6 @@ class HierarchicalReduction(GradientReduction):
             between,
         )
 
-    @property
-    @override
-    def scratch_bytes(self) -> int:
-        received = self.inside.host.scratch_bytes(self.bucket.length, self.bucket.gradient_dtype.itemsize)
-        return max(received, self.between.scratch_bytes if self.between else 0)
-
     @override
     def begin(self, updates: int) -> None:
         if self.between is not None:

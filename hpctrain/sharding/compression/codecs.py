@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.memory.compress import BLOCK, compress, compress_peak, expand
+from hpctrain.memory.compress import BLOCK, compress, expand
 
 _TO_BITS = 0x0102040810204080
 """Factor that moves the bit of byte i of eight bytes of 0 or 1 to the bit 56 + i."""
@@ -42,9 +42,6 @@ class Codec(Protocol):
     def decode(self, code: Tensor) -> Tensor:
         """Return the approximate values, fp32 [n BLOCK]. A block that was not finite is not finite again."""
 
-    def working_bytes(self, elements: int) -> int:
-        """Return the largest amount of memory that encoding or decoding so many elements takes, in bytes."""
-
 
 @dataclass(frozen=True)
 class RoundedCodec(Codec):
@@ -71,10 +68,6 @@ class RoundedCodec(Codec):
         elements = code.numel() // (self.width + self.scale) * BLOCK
         return expand(code, self.form, elements, torch.float32)
 
-    @override
-    def working_bytes(self, elements: int) -> int:
-        return max(compress_peak(elements, 4, self.form), (4 if self.form == "bf16" else 8) * elements)
-
 
 @dataclass(frozen=True)
 class SignCodec(Codec):
@@ -96,10 +89,6 @@ class SignCodec(Codec):
     @override
     def decode(self, code: Tensor) -> Tensor:
         return sign_values(*unpack_signs(code)).view(-1)
-
-    @override
-    def working_bytes(self, elements: int) -> int:
-        return 4 * elements + 3 * elements  # values, then bytes and int64 per eight elements
 
 
 def sign_values(positive: Tensor, scales: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ class CodedSum:
         residual: Elements that are kept for the next sum, or None.
         owner_residual: Such elements of the sums that this rank owns, or None.
         summed: Code of the last sums, if any.
+        at_once: Number of blocks that are encoded at a time.
     """
 
     def __init__(
@@ -73,23 +74,7 @@ class CodedSum:
         self.residual: Tensor | None = None
         self.owner_residual: Tensor | None = None
         self.summed: Tensor | None = None
-        self._at_once = AT_ONCE if on_host(group.computes_on) else AT_ONCE_ON_GPU
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of memory that the sum uses while it is in flight.
-
-        These are codes that are sent, received and in their places, values or sums besides two of them, this
-        rank's own sums, and the memory of encoding.
-        """
-        code, has_values = self._code_bytes(self.blocks.count), self.returns or self.residual is None
-        values = 4 * self.blocks.elements if has_values else 0
-        piece = min(self.blocks.count, self._at_once) * BLOCK
-        return (
-            max(2 * code + values, 3 * code)
-            + 4 * self.owned_blocks.elements
-            + 2 * self.codec.working_bytes(piece)
-        )
+        self.at_once = AT_ONCE if on_host(group.computes_on) else AT_ONCE_ON_GPU
 
     def operations(self, gradients: Tensor, sums: Tensor) -> Iterator[Work[Any]]:
         """Yield the operations in order, and compute before, between and after them. Collective."""
@@ -103,7 +88,7 @@ class CodedSum:
         del code
         received = sent.new_empty(self.group.size * sizes[rank])
         yield self.group.start_all_to_all(sent, received, sizes, [sizes[rank]] * self.group.size)
-        codes = sent.new_zeros((self.group.size, self._code_bytes(self.owned_blocks.count)))
+        codes = sent.new_zeros((self.group.size, self.code_bytes(self.owned_blocks.count)))
         write_spans(codes, self._owner_spans, received.view(self.group.size, -1))
         del sent, received
         if not self.returns:
@@ -116,7 +101,7 @@ class CodedSum:
         del codes
         received = sent.new_empty(sum(sizes))
         yield self.group.start_all_gather(sent, received, sizes)
-        self.summed = write_spans(sent.new_zeros(self._code_bytes(self.blocks.count)), self._spans, received)
+        self.summed = write_spans(sent.new_zeros(self.code_bytes(self.blocks.count)), self._spans, received)
         del sent, received
         self.decode_into(gradients)
 
@@ -160,7 +145,7 @@ class CodedSum:
 
     def _coded(self, blocks: CompressionBlocks, values: Tensor, encode: Encode, feedback: bool) -> Tensor:
         """Return the code of `values`. With `feedback`, `values` become what the code has lost."""
-        code = values.new_empty(self._code_bytes(blocks.count), dtype=torch.uint8)
+        code = values.new_empty(self.code_bytes(blocks.count), dtype=torch.uint8)
         for piece, spans in self._pieces(blocks):
             elements = values[piece.start * BLOCK : piece.stop * BLOCK]
             coded = encode(elements, blocks.counts[piece])
@@ -183,12 +168,13 @@ class CodedSum:
     def _pieces(self, blocks: CompressionBlocks) -> Iterator[tuple[slice, list[Span]]]:
         """Yield some blocks at a time, which fit into a cache, and the ranges of their bytes in the code."""
         width, scale, count = self.codec.width, self.codec.scale, blocks.count
-        for first in range(0, count, self._at_once):
-            last = min(first + self._at_once, count)
+        for first in range(0, count, self.at_once):
+            last = min(first + self.at_once, count)
             scales = [(count * width + first * scale, count * width + last * scale)] if scale else []
             yield slice(first, last), [(first * width, last * width), *scales]
 
-    def _code_bytes(self, count: int) -> int:
+    def code_bytes(self, count: int) -> int:
+        """Return the bytes of the code of so many blocks."""
         return count * (self.codec.width + self.codec.scale)
 
 

@@ -38,14 +38,6 @@ class OneBitMomentum(GradientReduction):
         self.part = torch.zeros(bucket.length, device=bucket.sharding.group.device)
         self._warm = True
 
-    @property
-    @override
-    def scratch_bytes(self) -> int:
-        if self.signs is None:
-            return 0
-        wide = 0 if self.bucket.gradient_dtype == torch.float32 else 4 * self.bucket.length
-        return max(self.exact.scratch_bytes, self.signs.scratch_bytes + wide)
-
     @override
     def begin(self, updates: int) -> None:
         self._warm = updates < self.warmup

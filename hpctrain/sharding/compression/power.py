@@ -78,6 +78,11 @@ def _orthonormalizing(grams: Tensor) -> Tensor:
     return rows[:, :, rank:].mT
 
 
+def block_elements(device: torch.device) -> int:
+    """Return the number of elements of the result that are computed at a time."""
+    return BLOCK if on_host(device) else DEVICE_BLOCK
+
+
 class MatrixStack:
     """Matrices of one shape [n, m] with their residuals and factors.
 
@@ -128,7 +133,7 @@ class MatrixStack:
             gradients: Gradients of the bucket, which become the products.
             share: Share of the products that is subtracted from `sums`; the rest remains as residual.
         """
-        block = BLOCK if on_host(self.device) else DEVICE_BLOCK
+        block = block_elements(self.device)
         rows = min(self.n, max(1, block // self.m))
         several = max(1, block // (rows * self.m)) if rows == self.n else 1
         views = self._views(gradients)
@@ -163,7 +168,7 @@ class PowerSgd(GradientReduction):
     """
 
     def __init__(self, bucket: Bucket, rank: int, seed: int, feedback: bool = True) -> None:
-        self.bucket, self.group, self._feedback = bucket, bucket.sharding.group, feedback
+        self.bucket, self.group, self.feedback = bucket, bucket.sharding.group, feedback
         device = self.group.device
         trained = [Matrices.of(each, rank) for each in bucket.segments if each.parameter.requires_grad]
         batches: dict[object, list[Matrices]] = {}
@@ -178,9 +183,9 @@ class PowerSgd(GradientReduction):
         )
         self._next: list[Tensor] = []
         most, longest = (max((s.factor.shape[d] for s in self.stacks), default=0) for d in (1, 2))
-        self._fresh = torch.zeros(most, longest, device=device)
-        if not self._fresh.is_meta:
-            fill_normal(self._fresh.view(-1), 0, Shard.replicated(FACTOR, (most, longest)), seed, 1.0)
+        self.fresh = torch.zeros(most, longest, device=device)
+        if not self.fresh.is_meta:
+            fill_normal(self.fresh.view(-1), 0, Shard.replicated(FACTOR, (most, longest)), seed, 1.0)
 
     @property
     def messages(self) -> tuple[int, int]:
@@ -188,16 +193,6 @@ class PowerSgd(GradientReduction):
         exact = sum(each.segment.length for each in self._exact)
         first = sum(stack.count * stack.n * stack.rank for stack in self.stacks)
         return exact + first, sum(stack.factor.numel() for stack in self.stacks)
-
-    @property
-    @override
-    def scratch_bytes(self) -> int:
-        # Messages, factors in fp32 and fp64, a block of the result, and what reductions receive.
-        elements = sum(stack.elements for stack in self.stacks)
-        words = 4 * sum(self.messages) + self._fresh.numel()
-        words += min(elements, BLOCK if on_host(self.group.computes_on) else DEVICE_BLOCK)
-        words += 0 if self._feedback else elements
-        return 4 * words + max(self.group.host.scratch_bytes(each, 4) for each in self.messages)
 
     @override
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
@@ -244,7 +239,7 @@ class PowerSgd(GradientReduction):
                 # Unit columns prevent tiny gradients from vanishing in products. Columns that became zero
                 # continue with new random directions: otherwise they would remain zero for ever.
                 lengths = torch.linalg.vector_norm(sums, dim=2, keepdim=True)
-                fresh = self._fresh[: stack.rank, : stack.m]
+                fresh = self.fresh[: stack.rank, : stack.m]
                 stack.factor.copy_(torch.where(lengths > 0, sums / lengths, fresh))
         self._next = []
 

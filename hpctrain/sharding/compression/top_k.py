@@ -26,6 +26,8 @@ class TopK(GradientReduction):
     the end. On a single rank the sum is u.
 
     Attributes:
+        parts: For each parameter that is trained, first element in the bucket, length, and number of elements
+            to send.
         sent: Number of elements that this rank sends.
         moving: u, flat [length]; empty without momentum.
         unsent: v, flat [length]; empty on a single rank.
@@ -36,23 +38,12 @@ class TopK(GradientReduction):
         self.exact, self.momentum, self.warmup = ExactReduction(bucket), momentum, warmup
         self._warm = True
         lengths = ((s, prod(s.parameter.shard.extent)) for s in bucket.segments if s.parameter.requires_grad)
-        self._parts = [(segment.start, length, ceil(ratio * length)) for segment, length in lengths if length]
-        self.sent = sum(count for *_, count in self._parts)
+        self.parts = [(segment.start, length, ceil(ratio * length)) for segment, length in lengths if length]
+        self.sent = sum(count for *_, count in self.parts)
         device = self.group.device
         self.moving = torch.zeros(bucket.length if momentum else 0, device=device)
         alone = self.group.size == 1
         self.unsent = torch.zeros(0 if alone else bucket.length, device=device)
-
-    @property
-    @override
-    def scratch_bytes(self) -> int:
-        # Elements and indices of all ranks. The search in the largest parameter takes magnitudes and, since
-        # torch sorts on a CPU, pairs of 16 bytes.
-        largest = max((length for _, length, _ in self._parts), default=0)
-        messages = 8 * self.sent * (2 + self.group.size)
-        summed = 0 if self.bucket.gradient_dtype == torch.float32 else 4 * self.bucket.length
-        chosen = messages + max(20 * largest, summed)
-        return max(self.exact.scratch_bytes if self.warmup else 0, chosen if self.group.size > 1 else 0)
 
     @override
     def begin(self, updates: int) -> None:
@@ -104,6 +95,6 @@ class TopK(GradientReduction):
         """Return the indices in the bucket of the elements to send."""
         chosen = [
             self.unsent[start : start + length].abs().topk(count, sorted=False).indices.add_(start)
-            for start, length, count in self._parts
+            for start, length, count in self.parts
         ]
         return torch.cat(chosen) if chosen else self.unsent.new_empty(0, dtype=torch.int64)

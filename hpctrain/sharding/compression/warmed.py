@@ -20,11 +20,6 @@ class WarmedUpReduction(GradientReduction):
         self.exact, self.reduction, self.warmup = ExactReduction(bucket), reduction, warmup
         self._now: GradientReduction = self.exact
 
-    @property
-    @override
-    def scratch_bytes(self) -> int:
-        return max(self.exact.scratch_bytes, self.reduction.scratch_bytes)
-
     @override
     def begin(self, updates: int) -> None:
         self._now = self.exact if updates < self.warmup else self.reduction

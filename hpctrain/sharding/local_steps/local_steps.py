@@ -27,7 +27,7 @@ from hpctrain.memory.scratch import Flat, ScratchTensor
 from hpctrain.sharding.bucket import Bucket, await_readers
 from hpctrain.sharding.compression.codecs import Codec
 from hpctrain.sharding.local_steps.fragments import FragmentRange, FragmentSchedule
-from hpctrain.sharding.local_steps.outer_format import start_sum, sum_bytes
+from hpctrain.sharding.local_steps.outer_format import start_sum
 from hpctrain.sharding.replica_sync import ReplicaSync, SyncEveryStep, Weights
 from hpctrain.sharding.state import MODEL, UPDATED, StateOptions, StateTensor, owned_state
 
@@ -115,18 +115,6 @@ class LocalSteps(ReplicaSync):
             for master, outer in zip(weights.masters, self.outer, strict=True):
                 _write(master, outer)
             weights.publish()
-
-    @override
-    @property
-    def scratch_bytes(self) -> int:
-        schedule, group = self.schedule, self.buckets[0].sharding.replicas
-        if not schedule.delay:
-            return 0
-        at_once = min(schedule.fragments, -(-schedule.delay * schedule.fragments // schedule.local_steps))
-        needs = (
-            sum(sum_bytes(group, piece.lengths, self.codec) for piece in each) for each in self.fragments
-        )
-        return sum(sorted(needs)[-at_once:])
 
     @override
     def before_update(self, buckets: Sequence[Bucket]) -> None:

@@ -45,10 +45,6 @@ class Int4Codec(Codec):
         numbers = torch.stack((pairs & 15, pairs >> 4), 1).view(count, BLOCK).float()
         return numbers.sub_(8).mul_(scales.view(torch.float32).unsqueeze(1)).view(-1)
 
-    @override
-    def working_bytes(self, elements: int) -> int:
-        return 8 * elements  # quotients and numbers, or numbers in two formats
-
 
 FORMATS: Mapping[str, Codec | None] = {
     "fp32": None,
@@ -70,21 +66,14 @@ def start_sum(group: Group, values: Tensor, lengths: Sequence[int], codec: Codec
         lengths: Number of elements of each parameter in `values`.
         codec: Format; None is fp32.
     """
-    coded = _coded_sum(group, lengths, codec)
+    coded = coded_sum(group, lengths, codec)
     if coded is None:
         return group.start_all_reduce(values)
     return SequentialWork(coded.operations(values, values), values)
 
 
-def sum_bytes(group: Group, lengths: Sequence[int], codec: Codec | None) -> int:
-    """Return the bytes that `start_sum` of such values needs while it is in flight."""
-    coded = _coded_sum(group, lengths, codec)
-    if coded is None:
-        return group.host.scratch_bytes(sum(lengths), torch.float32.itemsize)
-    return coded.scratch_bytes
-
-
-def _coded_sum(group: Group, lengths: Sequence[int], codec: Codec | None) -> CodedSum | None:
+def coded_sum(group: Group, lengths: Sequence[int], codec: Codec | None) -> CodedSum | None:
+    """Return the sum of such values in a codec; None if they are summed in fp32."""
     if codec is None or group.size == 1 or sum(lengths) < group.size * BLOCK:
         return None
     blocks = CompressionBlocks.of_lengths(lengths, group.device)

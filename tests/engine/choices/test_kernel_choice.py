@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
+from hpctrain.costs.bucket_bytes import value_bytes
 from hpctrain.data.batches import Batches
 from hpctrain.data.prepare import prepare
 from hpctrain.data.synthetic import SyntheticSource
@@ -33,7 +34,6 @@ from hpctrain.parallel.kernels.timing import MEASUREMENT, MatmulPass
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.served import build_role_within_memory
-from hpctrain.sharding.bucket import value_bytes
 from hpctrain.train.miniature import miniature
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.stored_choices import with_stored_choices

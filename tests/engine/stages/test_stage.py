@@ -13,6 +13,7 @@ from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
+from hpctrain.costs.bucket_bytes import gradient_bytes, value_bytes
 from hpctrain.deck.sections.optimizer import OptimizerSection
 from hpctrain.engine.choices.deck_layer_context import make_layer_context
 from hpctrain.engine.mesh_sizes import axis_sizes
@@ -25,7 +26,6 @@ from hpctrain.model.construction import build_model
 from hpctrain.model.part import logits_of
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.shards import Shard
-from hpctrain.sharding.bucket import gradient_bytes, value_bytes
 from tests.engines import small_deck, trainer
 
 

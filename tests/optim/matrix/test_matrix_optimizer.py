@@ -1,6 +1,6 @@
 """A matrix rule trains the same model on any layout as on one rank, and transforms each expert by itself.
 
-Tests of optim/matrix/matrix_optimizer.py and of sharding/ownership.py (also in test_ownership.py).
+Tests of optim/matrix/matrix_optimizer.py, costs/update_bytes.py, and sharding/ownership.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hpctrain.comm.world import World
+from hpctrain.costs.update_bytes import update_bytes
 from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.matrix.matrix_optimizer import MatrixOptimizer
@@ -55,9 +56,6 @@ class Orthogonalized:
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
         return {"velocity": None, "row": (1,) * (len(shard.shape) - 1) + (shard.shape[-1],)}
-
-    def working_bytes(self, shape: Sequence[int]) -> int:
-        return 0
 
     def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:
         return part.state["velocity"].mul_(0.9).add_(part.gradients.div_(gradient_divisor))
@@ -206,7 +204,7 @@ class Nothing:
     "key",
     ["layout.zero=0", "layout.zero=1", "layout.zero=3", "layout.tensor=2", "precision.gradients=compute"],
 )
-def test_working_bytes_are_those_of_an_update(
+def test_predicted_bytes_are_those_of_an_update(
     world: World, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     rules = MatrixRules(InPlace(), ("blocks.*",), Nothing())
@@ -217,4 +215,4 @@ def test_working_bytes_are_those_of_an_update(
     with Held() as held:
         optimizer.step(0.0, 1.0)
     # Numbers of updates take four bytes each; what is largest may be in different buckets.
-    assert -4 * 64 <= optimizer.working_bytes - held.most <= held.most // 16
+    assert -4 * 64 <= update_bytes(optimizer) - held.most <= held.most // 16

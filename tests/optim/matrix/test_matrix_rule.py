@@ -30,9 +30,6 @@ class Rows:
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
         return {"velocity": None, "row": (1,) * (len(shard.shape) - 1) + shard.shape[-1:]}
 
-    def working_bytes(self, shape: Sequence[int]) -> int:
-        return 0
-
     def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:
         return part.gradients
 

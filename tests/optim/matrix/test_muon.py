@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.world import World
+from hpctrain.costs.bucket_bytes import gradient_bytes, state_bytes, value_bytes
 from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.adamw import AdamW
@@ -19,9 +20,7 @@ from hpctrain.optim.matrix.muon import Match, Muon, orthogonalize
 from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.named import named_problems
-from hpctrain.sharding.bucket import gradient_bytes, value_bytes
 from hpctrain.sharding.replication import Replications
-from hpctrain.sharding.state import state_bytes
 from hpctrain.train.verify import LayoutError, verify_layout
 from tests.engines import LLAMA, alone, make_buckets, one_thread, reference, small_deck, trainer
 from tests.optim.matrix.runs import EXPERTS, MUON, give_gradients, losses_after_checkpoint

@@ -11,6 +11,7 @@ from torch import Tensor
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
+from hpctrain.costs.update_bytes import exchange_bytes
 from hpctrain.optim.matrix.split_matrices import MatrixExchange, SplitMatrix
 from tests.optim.matrix.test_matrix_optimizer import Held
 
@@ -96,8 +97,8 @@ def test_temporary_memory_is_the_predicted_one(world: World) -> None:
     """The largest matrices are in three rounds, which are in flight at the same time."""
     blocks = [each for each in blocks_of(world) for _ in range(8)]
     division = MatrixExchange(world.everyone, blocks, range(len(blocks)), torch.float32)
-    told = division.working_bytes(
-        lambda number: 4 * blocks[number].elements, lambda number: 8 * blocks[number].shape[0]
+    told = exchange_bytes(
+        division, [4 * block.elements for block in blocks], [8 * block.shape[0] for block in blocks]
     )
     with Held() as held:
         division.run(

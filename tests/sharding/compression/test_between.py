@@ -15,6 +15,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
+from hpctrain.costs.bucket_bytes import state_bytes
 from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.engine.stages.zero_groups import node_peers_factory
 from hpctrain.errors import HpctrainError
@@ -24,7 +25,6 @@ from hpctrain.sharding.compression.between import HierarchicalReduction
 from hpctrain.sharding.compression.power import PowerSgd
 from hpctrain.sharding.replica_check import check_replicas
 from hpctrain.sharding.replication import NodePeers
-from hpctrain.sharding.state import state_bytes
 from tests.engines import Trainer, small_deck, trainer
 
 POWER = ("communication.compress=powersgd", "communication.powersgd.rank=2")
@@ -126,7 +126,7 @@ def test_ranks_of_a_node_take_turns_and_send_the_bytes_of_the_closed_form(
     moved: Counter[tuple[str, str]] = Counter()
     for row in world.ledger.rows():
         moved[row.axis, row.operation] += row.bytes
-    summations = [reducer.reduction for reducer in training.engine.stage.synchronizer._reducer.values()]
+    summations = [reducer.reduction for reducer in training.engine.stage.synchronizer.reducers.values()]
     assert all(isinstance(each, HierarchicalReduction) for each in summations) and len(summations) > 3
     mine = [each.between for each in summations if isinstance(each, HierarchicalReduction) and each.between]
     assert 0 < len(mine) < len(summations)

@@ -1,6 +1,6 @@
 """Resume runs with compressed sums, on the same layout bit by bit, on others with equal residuals.
 
-Tests of sharding/compression/methods.py.
+Tests of sharding/compression/methods.py and costs/reduction_bytes.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
+from hpctrain.costs.reduction_bytes import synchronizer_bytes
 from hpctrain.deck.sections.communication import Communication
 from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
@@ -256,6 +257,6 @@ def test_a_plan_predicts_the_memory_of_a_method(world: World, name: str) -> None
         stage = plan_stage(
             deck, shape, mesh, PipelinePosition(schedule, [deck.model.layers], 0), torch.device("cpu")
         )
-        scratch.append(stage.synchronizer.scratch_bytes)
-    assert scratch[0] == max(world.everyone.all_gather_object(engine.stage.synchronizer.scratch_bytes))
+        scratch.append(synchronizer_bytes(stage.synchronizer))
+    assert scratch[0] == max(world.everyone.all_gather_object(synchronizer_bytes(engine.stage.synchronizer)))
     assert (scratch[1] < scratch[2]) == (name in {"bf16", "int8", "sign", "onebit", "powersgd"})

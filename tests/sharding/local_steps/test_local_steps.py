@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
+from hpctrain.costs.bucket_bytes import state_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.memory.scratch import storage_bytes
 from hpctrain.plan.memory import plan_memory
 from hpctrain.sharding.local_steps.local_steps import LocalSteps
 from hpctrain.sharding.replica_sync import SyncEveryStep
-from hpctrain.sharding.state import state_bytes
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.verify import LayoutError, verify_layout
 from tests.engines import LLAMA, Trainer, small_deck, trainer

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.comm.world import World
+from hpctrain.costs.bucket_bytes import gradient_bytes, state_bytes, value_bytes
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.model.modules.module_part import ModulePart
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.traffic import plan_traffic
-from hpctrain.sharding.bucket import gradient_bytes, value_bytes
-from hpctrain.sharding.state import state_bytes
 from hpctrain.train.outputs import outputs_of
 from tests.engines import Trainer, by_rank_0, reference, trainer
 from tests.model.modules import staged_models
