@@ -100,6 +100,7 @@ class RopeParametersReader:
             self.problems.append((f"{key}: partial_rotary_factor", partial, told))
         older_kind = values.pop("type", "default")
         kind = values.pop("rope_type", older_kind)
+        kind = "longrope" if kind == "su" else kind  # its name in the first files of Phi-3
         if kind == "default":
             return base, None
         if kind not in _KINDS:

@@ -6,6 +6,7 @@ checkpoint/exchange/architectures.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ USUAL: dict[str, Any] = {
     "pad_token_id": None,
     "attn_implementation": "eager",
 }
+UNDROPPED = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 10, "rms_norm_eps": 1e-5}),
     "gemma-untied": ("Gemma", {"head_dim": 10, "tie_word_embeddings": False}),
@@ -114,6 +116,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "smollm3-listed": ("SmolLM3", {"no_rope_layers": [0, 1, 1], "mlp_bias": True, "attention_bias": True}),
+    "gpt2": ("GPT2", {"num_key_value_heads": None, "n_positions": SEQUENCE, "n_inner": 44, **UNDROPPED}),
+    "llama": ("Llama", {"head_dim": 10, "attention_bias": True}),
+    "llama-arcee": ("Arcee", {"tie_word_embeddings": True}),
+    "llama-mistral": ("Mistral", {"sliding_window": None}),
+    "llama-qwen2": ("Qwen2", {"head_dim": 10}),
+    "llama-qwen3": ("Qwen3", {"head_dim": 10, "attention_bias": True}),
     "llama-mistral-window": ("Mistral", {"sliding_window": 7, "head_dim": 10}),
     "llama-ministral": (
         "Ministral",
@@ -142,12 +150,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """Class of `transformers` and keys of its config, by the name of a case. The name begins with the family."""
 
 
-def reference(name: str, **changes: Any) -> torch.nn.Module:
+def reference(
+    name: str, cases: Mapping[str, tuple[str, dict[str, Any]]] = CASES, **changes: Any
+) -> torch.nn.Module:
     """Return a model of `transformers` whose parameters are all rough."""
-    kind, keys = CASES[name]
+    kind, keys = cases[name]
     config = getattr(transformers, f"{kind}Config")(**{**USUAL, **keys, **changes})
     torch.manual_seed(7)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(kind, f"{kind}ForCausalLM"))(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

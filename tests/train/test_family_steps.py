@@ -1,0 +1,118 @@
+"""Five steps of each family on data, tensor, context and pipeline ranks: those of one rank.
+
+Decks name folders of `transformers`, whose models have rough weights and uncommon sizes.
+Tests of deck/families.py beside checkpoint/exchange/source.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES
+from hpctrain.comm.world import World
+from hpctrain.deck.families import FAMILIES
+from hpctrain.deck.one_rank import on_one_rank
+from tests.causal_models import deck_of, on_rank_0, trainer_of
+from tests.checkpoint.exchange.test_families import CASES, reference
+
+pytest.importorskip("transformers")
+
+STEPS = 5
+# A large epsilon makes updates nearly proportional to gradients, by which rounding stays what it is.
+KEYS = (
+    *("batch.sequence=24", "optimizer.adamw.epsilon=1.0", "optimizer.clip=0"),
+    *("learning_rate.peak=0.1", "learning_rate.warmup=0"),
+)
+ON_TWO: dict[str, tuple[str, ...]] = {
+    "data": ("layout.zero=1", "memory.recompute=selective"),
+    "zero-3": ("layout.zero=3",),
+    "tensor": ("layout.tensor=2", "layout.sequence_parallel=true"),
+    "ring": ("layout.context=2",),
+    "all-to-all": ("layout.context=2", "layout.context_form=all_to_all"),
+    "zb-v": ("layout.pipeline=2", "layout.schedule=zb-v"),
+    "interleaved": ("layout.pipeline=2", "layout.schedule=interleaved", "layout.chunks=2"),
+    "recompute": ("layout.zero=2", "memory.recompute=full"),
+    "experts": ("layout.expert=2",),
+}
+ON_FOUR: dict[str, tuple[str, ...]] = {
+    "tensor-context": ("layout.tensor=2", "layout.context=2", "layout.sequence_parallel=true"),
+    "tensor-zb-h1": ("layout.tensor=2", "layout.pipeline=2", "layout.schedule=zb-h1"),
+    "tensor-zero-3": ("layout.tensor=2", "layout.zero=3", "memory.recompute=full"),
+    "context-data": ("layout.context=2", "layout.zero=1", "layout.context_form=all_to_all"),
+}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 6}),
+    "dots1": (
+        "Dots1",
+        {
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+            **{"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+            "max_window_layers": 3,
+        },
+    ),
+}
+MODELS = CASES | MIXTURES
+
+
+def has_experts(name: str) -> bool:
+    """Return True if the model of a case has a mixture of experts."""
+    return any("experts" in key for key in MODELS[name][1])
+
+
+def cases(layouts: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
+    """Return each model on each layout."""
+    every = [(name, layout) for name in MODELS for layout in layouts]
+    return [(name, layout) for name, layout in every if layout != "experts" or has_experts(name)]
+
+
+def steps(world: World, folder: Path, *keys: str, alone: bool = False) -> list[list[float]]:
+    """Return losses and norms of gradients of the first steps."""
+    deck = deck_of(folder, *KEYS, *keys)
+    training = trainer_of(world, on_one_rank(deck) if alone else deck)
+    found = [[result.loss, result.grad_norm] for result in training.train(STEPS)]
+    training.engine.close()
+    return found
+
+
+_of_one_rank: dict[str, list[list[float]]] = {}
+
+
+def compare(world: World, folder: Path, name: str, keys: tuple[str, ...]) -> None:
+    """Compare a layout with one rank. Collective."""
+
+    def alone() -> list[list[float]]:
+        reference(name, cases=MODELS).save_pretrained(folder)  # type: ignore[operator]
+        if name not in _of_one_rank:
+            _of_one_rank[name] = steps(world.single_rank_world(), folder, alone=True)
+        return _of_one_rank[name]
+
+    expected = on_rank_0(world, alone)
+    for measured, theirs in zip(steps(world, folder, *keys), expected, strict=True):
+        assert measured == pytest.approx(theirs, rel=1e-5)
+    assert expected[-1][0] != expected[0][0]
+
+
+def test_each_architecture_is_compared() -> None:
+    kinds = {kind for kind, _ in MODELS.values()}
+    named = {each.name for each in ARCHITECTURES.values() if each.head == "vocabulary" and each.exported}
+    assert {name.removesuffix("LMHeadModel").removesuffix("ForCausalLM") for name in named} <= kinds
+    assert set(FAMILIES) == {name.partition("-")[0] for name in CASES}
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize(("name", "layout"), cases(ON_TWO))
+def test_steps_on_two_ranks(world: World, mpi_tmp_path: Path, name: str, layout: str) -> None:
+    compare(world, mpi_tmp_path / "theirs", name, ON_TWO[layout])
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.mpi(min_size=4, max_size=4)
+@pytest.mark.parametrize(("name", "layout"), cases(ON_FOUR))
+def test_steps_on_four_ranks(world: World, mpi_tmp_path: Path, name: str, layout: str) -> None:
+    compare(world, mpi_tmp_path / "theirs", name, ON_FOUR[layout])
