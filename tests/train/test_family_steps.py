@@ -6,6 +6,8 @@ Tests of deck/families.py beside checkpoint/exchange/source.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -46,28 +48,49 @@ ON_FOUR: dict[str, tuple[str, ...]] = {
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
     "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}),
-    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 6}),
+    "olmoe": ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "num_key_value_heads": 6}),
     "dots1": (
         "Dots1",
         {
-            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
-            **{"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
             "max_window_layers": 3,
         },
     ),
 }
-MODELS = CASES | MIXTURES
 
 
-def has_experts(name: str) -> bool:
-    """Return True if the model of a case has a mixture of experts."""
-    return any("experts" in key for key in MODELS[name][1])
+def further_cases() -> Iterator[tuple[str, tuple[str, dict[str, Any]]]]:
+    """Yield the cases of other tests of families, whose files are named alike."""
+    folder = Path(__file__).parents[1] / "checkpoint" / "exchange"
+    for file in sorted(folder.glob("test_*_families.py")):
+        yield from import_module(f"tests.checkpoint.exchange.{file.stem}").CASES.items()
+
+
+MODELS = CASES | MIXTURES | dict(further_cases())
+
+
+def expert_count(name: str) -> int:
+    """Return the number of experts of the model of a case; 0 if it has none."""
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((MODELS[name][1][key] for key in keys if key in MODELS[name][1]), 0)
 
 
 def cases(layouts: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
     """Return each model on each layout."""
     every = [(name, layout) for name in MODELS for layout in layouts]
-    return [(name, layout) for name, layout in every if layout != "experts" or has_experts(name)]
+    return [(name, layout) for name, layout in every if layout != "experts" or expert_count(name)]
+
+
+def layout_of(name: str, layout: str) -> tuple[str, ...]:
+    """Return the keys of a layout. Experts that ranks do not divide are split themselves."""
+    divided = layout != "experts" or expert_count(name) % 2 == 0
+    return (ON_TWO | ON_FOUR)[layout] if divided else ("layout.expert_tensor=2",)
 
 
 def steps(world: World, folder: Path, *keys: str, alone: bool = False) -> list[list[float]]:
@@ -82,7 +105,7 @@ def steps(world: World, folder: Path, *keys: str, alone: bool = False) -> list[l
 _of_one_rank: dict[str, list[list[float]]] = {}
 
 
-def compare(world: World, folder: Path, name: str, keys: tuple[str, ...]) -> None:
+def compare(world: World, folder: Path, name: str, layout: str) -> None:
     """Compare a layout with one rank. Collective."""
 
     def alone() -> list[list[float]]:
@@ -92,7 +115,7 @@ def compare(world: World, folder: Path, name: str, keys: tuple[str, ...]) -> Non
         return _of_one_rank[name]
 
     expected = on_rank_0(world, alone)
-    for measured, theirs in zip(steps(world, folder, *keys), expected, strict=True):
+    for measured, theirs in zip(steps(world, folder, *layout_of(name, layout)), expected, strict=True):
         assert measured == pytest.approx(theirs, rel=1e-5)
     assert expected[-1][0] != expected[0][0]
 
@@ -101,18 +124,18 @@ def test_each_architecture_is_compared() -> None:
     kinds = {kind for kind, _ in MODELS.values()}
     named = {each.name for each in ARCHITECTURES.values() if each.head == "vocabulary" and each.exported}
     assert {name.removesuffix("LMHeadModel").removesuffix("ForCausalLM") for name in named} <= kinds
-    assert set(FAMILIES) == {name.partition("-")[0] for name in CASES}
+    assert set(FAMILIES) <= {each.family for each in ARCHITECTURES.values() if each.exported}
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize(("name", "layout"), cases(ON_TWO))
 def test_steps_on_two_ranks(world: World, mpi_tmp_path: Path, name: str, layout: str) -> None:
-    compare(world, mpi_tmp_path / "theirs", name, ON_TWO[layout])
+    compare(world, mpi_tmp_path / "theirs", name, layout)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.mpi(min_size=4, max_size=4)
 @pytest.mark.parametrize(("name", "layout"), cases(ON_FOUR))
 def test_steps_on_four_ranks(world: World, mpi_tmp_path: Path, name: str, layout: str) -> None:
-    compare(world, mpi_tmp_path / "theirs", name, ON_FOUR[layout])
+    compare(world, mpi_tmp_path / "theirs", name, layout)

@@ -284,11 +284,11 @@ _LLAMA = HuggingFaceArchitecture(
     buffers=_LLAMA_BUFFERS,
     constants=_UNCUT,
     fixed=(
-        Fixed("mlp_bias", (False,), False),
         Fixed("sliding_window", (None,), None),
         _WHOLE_ROTARY,
         _UNQUANTIZED,
     ),
+    keys=(ConfigKey("mlp_bias", "mlp_bias", False),),
     sizes=_sizes(32000, 2048, 4096, 32, 32, 11008),
     epsilon=("rms_norm_eps", 1e-6),
 )

@@ -221,6 +221,10 @@ class _Reading:
         kinds = self.config.get("layer_types")
         if kinds is not None and (not isinstance(kinds, list) or any(kind != _FULL for kind in kinds)):
             self.problem("layer_types", kinds, "unsupported; this architecture has no windows")
+        window = self.config.get("sliding_window")
+        known = any(fixed.key == "sliding_window" for fixed in self.architecture.fixed)
+        if window is not None and self.config.get("use_sliding_window") is not False and not known:
+            self.problem("sliding_window", window, "unsupported; this architecture has no windows")
 
     def mixture(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
         """Our keys of its mixtures of experts."""

@@ -6,6 +6,7 @@ checkpoint/exchange/architectures.py.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hpctrain.checkpoint.read import load
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.families import FAMILIES
+from hpctrain.errors import HpctrainError
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import parameter_list
 from hpctrain.model.transformer import Transformer
@@ -118,7 +120,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-listed": ("SmolLM3", {"no_rope_layers": [0, 1, 1], "mlp_bias": True, "attention_bias": True}),
     "gpt2": ("GPT2", {"num_key_value_heads": None, "n_positions": SEQUENCE, "n_inner": 44, **UNDROPPED}),
     "llama": ("Llama", {"head_dim": 10, "attention_bias": True}),
-    "llama-arcee": ("Arcee", {"tie_word_embeddings": True}),
+    "llama-biased": ("Llama", {"mlp_bias": True}),
+    "llama-arcee": ("Arcee", {"tie_word_embeddings": True, "mlp_bias": True}),
     "llama-mistral": ("Mistral", {"sliding_window": None}),
     "llama-qwen2": ("Qwen2", {"head_dim": 10}),
     "llama-qwen3": ("Qwen3", {"head_dim": 10, "attention_bias": True}),
@@ -245,3 +248,13 @@ def test_import_and_export_keep_bits(name: str, world: World, tmp_path: Path) ->
         assert torch.equal(again.eval()(tokens).logits, theirs(tokens).logits)
     import_model(world, tmp_path / "ours", tmp_path / "again.h5")
     assert source_shape(tmp_path / "again.h5") == source_shape(tmp_path / "model.h5")
+
+
+@pytest.mark.parametrize("name", ["gemma", "olmo2", "neox", "stablelm", "cohere", "glm4"])
+def test_windows_of_families_without_are_refused(name: str, world: World, tmp_path: Path) -> None:
+    reference(name).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 4}))
+    with pytest.raises(HpctrainError, match=r"config\.json: sliding_window = 4: unsupported") as caught:
+        import_model(world, tmp_path, tmp_path / "model.h5")
+    assert caught.value.exit_code == 2
