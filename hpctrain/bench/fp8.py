@@ -22,7 +22,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.device import gpu_name, synchronize
 from hpctrain.host.device_memory import used_bytes
 from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
-from hpctrain.parallel.fp8.device_support import native
+from hpctrain.parallel.fp8.device_support import native_products
 from hpctrain.parallel.fp8.formats import E4M3, E5M2
 from hpctrain.parallel.fp8.multiply import multiply_quantized
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
@@ -147,7 +147,7 @@ def measured(world: World, shape: MatmulShape, rounds: int) -> list[ProductFigur
         ProductFigures(
             str(shape),
             name,
-            native(RECIPES[name], world.device) if name in RECIPES else None,
+            native_products(RECIPES[name], world.device) if name in RECIPES else None,
             {part: median(times[name, part]) for part in PASSES},
             {part: median(times[name, part]) for part in PARTS if part in runs},
             median(own / base for own, base in zip(wholes[name], wholes[BASE], strict=True)),
@@ -209,14 +209,14 @@ def _variant(
     tokens, weights, matrix = recipe.tokens, recipe.weights, weight.data
 
     def quantized() -> list[tuple[QuantizedTensor, QuantizedTensor, torch.dtype]]:
-        lying = tokens.quantized(inputs, E4M3), tokens.quantized(gradients, E5M2)
+        lying = tokens.quantize(inputs, E4M3), tokens.quantize(gradients, E5M2)
         if tokens.transposed == tokens:  # one scale is that of both products
             left, right = lying[1].transposed(), lying[0].transposed()
         else:
-            left, right = tokens.quantized(gradients.t(), E5M2), tokens.quantized(inputs.t(), E4M3)
+            left, right = tokens.quantize(gradients.t(), E5M2), tokens.quantize(inputs.t(), E4M3)
         return [
-            (lying[0], weights.quantized(matrix, E4M3), torch.bfloat16),
-            (lying[1], weights.quantized(matrix.t(), E4M3), torch.bfloat16),
+            (lying[0], weights.quantize(matrix, E4M3), torch.bfloat16),
+            (lying[1], weights.quantize(matrix.t(), E4M3), torch.bfloat16),
             (left, right, torch.float32),
         ]
 

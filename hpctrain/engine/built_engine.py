@@ -73,9 +73,9 @@ class Engine:
         return self.stage.models[0]
 
     @property
-    def terms(self) -> tuple[str, ...]:
+    def auxiliary_loss_names(self) -> tuple[str, ...]:
         """Names of the auxiliary losses that layers add."""
-        return count(self.architecture).terms
+        return count(self.architecture).auxiliary_loss_names
 
     def close(self) -> None:
         """Remove the files of offloaded tensors. Nothing can be computed afterwards. Local."""

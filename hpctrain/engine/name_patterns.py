@@ -23,7 +23,7 @@ from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.model.pattern_matches import PatternMatches
 from hpctrain.model.precision import Precision
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
-from hpctrain.parallel.fp8.fp8_settings import names
+from hpctrain.parallel.fp8.fp8_settings import matches_parameter
 from hpctrain.parallel.tensor import SplitLinear
 from hpctrain.text import either
 
@@ -56,8 +56,8 @@ def pattern_problems(deck: Deck, architecture: Architecture) -> Iterator[DeckPro
         yield from (
             DeckProblem("optimizer.muon.matrices", each) for each in _matrices(bare_model(architecture), rule)
         )
-    if how is not None and how.exclude:
-        problems = _excluded(bare_model(architecture), how.exclude)
+    if how is not None and how.excluded_patterns:
+        problems = _excluded(bare_model(architecture), how.excluded_patterns)
         yield from (DeckProblem("precision.fp8_exclude", each) for each in problems)
 
 
@@ -92,7 +92,7 @@ def _linear(model: ModelPart) -> list[SplitLinear]:
 
 def _matrices(model: ModelPart, rule: MatrixRules) -> list[str]:
     leaves = (leaf for unit in model.units() for leaf in unit)
-    matrices = ([p for p in leaf if rule.blocks.block(p.shard) is not None] for leaf in leaves)
+    matrices = ([p for p in leaf if rule.matrix_rule.update_block(p.shard) is not None] for leaf in leaves)
     further = (parameter.shard.name for parameter in parameter_list(model))
     return PatternMatches.of(rule.patterns, matrices, further).problems(
         "names {}, but not {}, which is stored with it (name both or neither)",
@@ -103,7 +103,7 @@ def _matrices(model: ModelPart, rule: MatrixRules) -> list[str]:
 
 def _excluded(model: ModelPart, patterns: Sequence[str]) -> list[str]:
     fused = (layer.weights for layer in _linear(model))
-    return PatternMatches.of(patterns, fused, _NEVER_IN_8_BITS, names).problems(
+    return PatternMatches.of(patterns, fused, _NEVER_IN_8_BITS, matches_parameter).problems(
         "excludes {}, but not {}, which is fused with it (name both or neither)",
         "no linear layer matches {}",
         all_match='excludes all layers (precision.compute = "bf16" is equivalent)',

@@ -18,12 +18,12 @@ class ModelCount:
     Attributes:
         parameters: Number of elements of all parameters, without padding.
         active_parameters: The same without experts that a token is not routed to.
-        terms: Names of the auxiliary losses of all layers.
+        auxiliary_loss_names: Names of the auxiliary losses of all layers.
     """
 
     parameters: int
     active_parameters: int
-    terms: tuple[str, ...]
+    auxiliary_loss_names: tuple[str, ...]
 
 
 @lru_cache
@@ -32,5 +32,5 @@ def count(architecture: Architecture) -> ModelCount:
     model = bare_model(architecture)
     parameters = sum(prod(parameter.shard.shape) for parameter in parameter_list(model))
     idle = sum(matrix.idle_elements for layer in model.layers for matrix in layer.matrices)
-    terms = dict.fromkeys(name for layer in model.layers for name in layer.terms)
-    return ModelCount(parameters, parameters - idle, tuple(terms))
+    names = dict.fromkeys(name for layer in model.layers for name in layer.auxiliary_loss_names)
+    return ModelCount(parameters, parameters - idle, tuple(names))

@@ -18,7 +18,7 @@ def freeze_parameters(parts: Sequence[ModelPart], patterns: Sequence[str]) -> No
     for parameter in (parameter for part in parts for parameter in parameter_list(part)):
         if any(fnmatchcase(parameter.shard.name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)
-            parameter.decayed = False
+            parameter.has_weight_decay = False
 
 
 def freeze_all_but_adapters(part: ModelPart) -> None:
@@ -29,7 +29,7 @@ def freeze_all_but_adapters(part: ModelPart) -> None:
     for parameter in parameter_list(part):
         if parameter not in kept:
             parameter.requires_grad_(False)
-            parameter.decayed = False
+            parameter.has_weight_decay = False
 
 
 def embedding_trained(part: ModelPart) -> bool:

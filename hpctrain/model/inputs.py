@@ -152,7 +152,7 @@ class ModelInputs:
     fields: Mapping[str, Tensor]
     positions: Tensor
     dropout: DropoutSource | None = None
-    terms: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
+    auxiliary_losses: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
     samples: int | None = None
     choices: RoutingChoices | None = None
     documents: Documents | None = None
@@ -165,11 +165,14 @@ class ModelInputs:
         tokens: Tensor,
         positions: Tensor,
         dropout: DropoutSource | None = None,
-        terms: AuxiliaryLosses | None = None,
+        auxiliary_losses: AuxiliaryLosses | None = None,
     ) -> ModelInputs:
         """Return inputs that are only tokens [s, b], with all rows being samples."""
         return ModelInputs(
-            {"tokens": tokens.t()}, positions, dropout, AuxiliaryLosses() if terms is None else terms
+            {"tokens": tokens.t()},
+            positions,
+            dropout,
+            AuxiliaryLosses() if auxiliary_losses is None else auxiliary_losses,
         )
 
     @property

@@ -97,9 +97,9 @@ class Mixture(nn.Module):
         return [moved, ElementwiseSize(kind_of(self.experts.activation), chosen * inner, True), *shared]
 
     @property
-    def terms(self) -> tuple[str, ...]:
+    def auxiliary_loss_names(self) -> tuple[str, ...]:
         """Names of the auxiliary losses of the layer."""
-        return self.router.terms
+        return self.router.auxiliary_loss_names
 
 
 class SharedGate(nn.Module):

@@ -60,16 +60,16 @@ class Layer(nn.Module):
     Attributes:
         kind: Kind of the layer. Layers of one kind take the same time and save the same bytes.
         is_block: True for layers between the first and the last one, which backward may recompute.
-        lasting: True if gathered parameters of the layer stay gathered until the end of a step.
+        keeps_gathered: True if gathered parameters of the layer stay gathered until the end of a step.
         core: Sizes of the layer's attention; None if it has none.
-        terms: Names of the auxiliary losses of the layer.
+        auxiliary_loss_names: Names of the auxiliary losses of the layer.
     """
 
     kind: str
     is_block: ClassVar[bool] = False
-    lasting: ClassVar[bool] = False
+    keeps_gathered: ClassVar[bool] = False
     core: AttentionSize | None = None
-    terms: tuple[str, ...] = ()
+    auxiliary_loss_names: tuple[str, ...] = ()
 
     def units(self) -> Iterator[list[list[Parameter]]]:
         """Yield units that compute together, in the order of the forward pass: each module's parameters."""

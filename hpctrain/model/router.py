@@ -109,7 +109,7 @@ class Router(nn.Module):
         shared = bool(shape.balance_loss) and shape.balance_over == "step"
         self.bias = self._zero_per_expert() if biased else None
         self.shares = self._zero_per_expert() if shared else None
-        self.terms = tuple(
+        self.auxiliary_loss_names = tuple(
             term
             for term, weight in ((BALANCE_LOSS, shape.balance_loss), (Z_LOSS, shape.router_z_loss))
             if weight
@@ -220,12 +220,14 @@ class Router(nn.Module):
                 probabilities = scores / (scores.sum(1, keepdim=True) + _LEAST)
             shares = self._shares(experts, tokens, inputs)
             value = shape.experts * (probabilities * shares).sum(1)
-            weights = inputs.terms.add(
+            weights = inputs.auxiliary_losses.add(
                 weights, BALANCE_LOSS, self.name, value.sum(), weight=shape.balance_loss
             )
         if shape.router_z_loss:
             value = logits.logsumexp(1).square()
-            weights = inputs.terms.add(weights, Z_LOSS, self.name, value.sum(), weight=shape.router_z_loss)
+            weights = inputs.auxiliary_losses.add(
+                weights, Z_LOSS, self.name, value.sum(), weight=shape.router_z_loss
+            )
         return weights
 
     def _shares(self, experts: Tensor, tokens: RoutedTokens, inputs: ModelInputs) -> Tensor:

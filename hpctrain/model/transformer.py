@@ -171,7 +171,7 @@ class TransformerBlock(TransformerLayer):
         if shape.is_mixture(index):
             self.kind = "mixture"
             self.feed_forward = Mixture(f"{name}.feed_forward", shape, layer_context)
-            self.terms = self.feed_forward.terms
+            self.auxiliary_loss_names = self.feed_forward.auxiliary_loss_names
         else:
             self.feed_forward = FeedForward(f"{name}.feed_forward", shape, layer_context, shared_input=shared)
         self.feed_forward_output_norm = norm("feed_forward_output_norm", after)

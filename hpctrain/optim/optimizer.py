@@ -50,8 +50,8 @@ class ElementBatch:
         state: State by name, among it the master weights. The rule changes it in place.
         gradients: Reduced gradients, not yet divided by the gradient divisor.
         updates: Scalar tensor with the number of updates before this one. An elementwise rule adds 1.
-        update_settings: The learning rate is multiplied by its `rate`; weight decay, if its `decayed`
-            is set, takes the learning rate without this factor.
+        update_settings: The learning rate is multiplied by its `rate`. Weight decay, if they have it, takes
+            the learning rate without this factor.
         shard: Shard of the parameter of a block; None for flat elements.
     """
 
@@ -63,14 +63,16 @@ class ElementBatch:
 
     def decay_weights(self, amount: float) -> None:
         """Subtract this fraction of the master weights, if their settings include weight decay."""
-        if self.update_settings.decayed and amount:
+        if self.update_settings.has_weight_decay and amount:
             self.state[MASTER].mul_(1 - amount)
 
 
 def group_by_settings(parts: Sequence[ElementBatch]) -> dict[UpdateSettings, list[ElementBatch]]:
     """Return the batches by their update settings, those with weight decay first."""
     groups: dict[UpdateSettings, list[ElementBatch]] = {}
-    for part in sorted(parts, key=lambda part: (not part.update_settings.decayed, part.update_settings.rate)):
+    for part in sorted(
+        parts, key=lambda part: (not part.update_settings.has_weight_decay, part.update_settings.rate)
+    ):
         groups.setdefault(part.update_settings, []).append(part)
     return groups
 

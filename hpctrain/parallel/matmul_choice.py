@@ -17,7 +17,7 @@ def make_matmul(weights: Sequence[Parameter], layer_context: LayerContext) -> Ma
     fp8 = layer_context.products.fp8
     if fp8 is None or fp8.excludes(weights[0].shard.name):
         return Matmul(weights, layer_context)
-    recipe, form = RECIPES[fp8.recipe], GRADIENT_FORMS[fp8.gradients]
+    recipe, form = RECIPES[fp8.recipe], GRADIENT_FORMS[fp8.gradient_format]
     if recipe.delayed:
-        return DelayedMatmul(weights, layer_context, recipe, fp8.history, form, fp8.messages)
-    return QuantizedMatmul(weights, layer_context, recipe, form, fp8.messages)
+        return DelayedMatmul(weights, layer_context, recipe, fp8.history_steps, form, fp8.quantize_messages)
+    return QuantizedMatmul(weights, layer_context, recipe, form, fp8.quantize_messages)

@@ -120,12 +120,12 @@ class UpdateSettings(NamedTuple):
     """Settings with which the optimizer updates elements.
 
     Attributes:
-        decayed: True if weight decay applies. It uses the learning rate without `rate`.
+        has_weight_decay: True if weight decay applies. It uses the learning rate without `rate`.
         rate: Factor of the learning rate.
         in_blocks: True if elements are updated in blocks (`UpdateBlock`).
     """
 
-    decayed: bool = True
+    has_weight_decay: bool = True
     rate: float = 1.0
     in_blocks: bool = False
 
@@ -160,10 +160,10 @@ class Parameter(nn.Parameter):
 
     Attributes:
         shard: Place in the global tensor.
-        decayed: True if weight decay applies.
+        has_weight_decay: True if weight decay applies.
         initial: Initial values.
         rate: Factor of the learning rate.
-        block: Part that is updated as one. None if each element is updated by itself.
+        update_block: Part that is updated as one. None if each element is updated by itself.
         uses: Number of additions to the gradient in the backward pass of one micro-batch.
         separate_lookups: True for a table whose two uses add in an order that depends on the schedule. Its
             bucket then provides `lookups`.
@@ -173,10 +173,10 @@ class Parameter(nn.Parameter):
     """
 
     shard: Shard
-    decayed: bool
+    has_weight_decay: bool
     initial: Initial
     rate: float = 1.0
-    block: UpdateBlock | None = None
+    update_block: UpdateBlock | None = None
     uses: int = 1
     separate_lookups: bool = False
     lookups: Tensor | None = None
@@ -186,18 +186,18 @@ class Parameter(nn.Parameter):
     _stale: bool = False
 
     def __new__(  # noqa: D102
-        cls, shard: Shard, decayed: bool = True, initial: Initial = "normal"
+        cls, shard: Shard, has_weight_decay: bool = True, initial: Initial = "normal"
     ) -> Parameter:
         # One element, expanded to the shape, without memory for the others.
         data = torch.empty(()).expand(shard.local)
         self: Parameter = super().__new__(cls, data, requires_grad=True)
-        self.shard, self.decayed, self.initial = shard, decayed, initial
+        self.shard, self.has_weight_decay, self.initial = shard, has_weight_decay, initial
         return self
 
     @property
     def update_settings(self) -> UpdateSettings:
         """Settings with which the optimizer updates the parameter."""
-        return UpdateSettings(self.decayed, self.rate, self.block is not None)
+        return UpdateSettings(self.has_weight_decay, self.rate, self.update_block is not None)
 
     @property
     def gradient(self) -> Tensor | None:

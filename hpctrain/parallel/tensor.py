@@ -136,7 +136,7 @@ class SplitLinear(MatmulLayer):
         if not index:
             self.product = make_matmul(self.weights, self.layer_context)
         if bias is not None:
-            self.biases.append(Parameter(bias, decayed=False, initial="zeros"))
+            self.biases.append(Parameter(bias, has_weight_decay=False, initial="zeros"))
             self.register_parameter(f"bias{index}", self.biases[-1])
 
     def add_adapters(self, adapters: Adapters | None) -> None:

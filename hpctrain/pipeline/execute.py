@@ -57,7 +57,7 @@ class PreparedBatch:
         scale: Tensor,
         positions: Tensor,
         dropout: DropoutSource | None,
-        terms_scale: Tensor | None = None,
+        auxiliary_loss_scale: Tensor | None = None,
         choices: RoutingChoices | None = None,
     ) -> PreparedBatch:
         """Return a micro-batch on this rank's device, with this rank's piece of the sequences. Local.
@@ -68,7 +68,7 @@ class PreparedBatch:
             scale: Factor of the objective's losses in the gradient, 0-dim.
             positions: Positions [seq / cp] of this rank's piece of the sequences, on its device.
             dropout: Source of dropout masks; None for no dropout.
-            terms_scale: Factor of the layers' auxiliary losses in the gradient; None if they have none.
+            auxiliary_loss_scale: Factor of auxiliary losses in the gradient; None if layers have none.
             choices: Recorded choices of experts for the routers, or None.
         """
         device = positions.device
@@ -81,7 +81,7 @@ class PreparedBatch:
             fields,
             positions,
             dropout,
-            AuxiliaryLosses(terms_scale),
+            AuxiliaryLosses(auxiliary_loss_scale),
             micro_batch.samples,
             choices,
             micro_batch.documents,
@@ -121,7 +121,7 @@ class Executor:
         queue: Queue of weight gradients, which holds those of W back during I.
         ledger: Ledger of this rank.
         metrics: Names of the objective's metrics.
-        terms: Names of the layers' auxiliary losses.
+        auxiliary_loss_names: Names of the layers' auxiliary losses.
         statistics: Collects what layers record of a step; None if they record nothing.
     """
 
@@ -132,11 +132,11 @@ class Executor:
         queue: WeightGradientQueue,
         ledger: Ledger,
         metrics: Sequence[str] = ("loss",),
-        terms: Sequence[str] = (),
+        auxiliary_loss_names: Sequence[str] = (),
         statistics: StepStatistics | None = None,
     ) -> None:
         self.models, self.group, self.queue, self.ledger = models, group, queue, ledger
-        self.metrics, self.terms, self.statistics = metrics, terms, statistics
+        self.metrics, self.auxiliary_loss_names, self.statistics = metrics, auxiliary_loss_names, statistics
 
     def run(
         self, schedule: Schedule, micro_batches: Sequence[PreparedBatch], training: bool = True
@@ -206,10 +206,10 @@ class _ScheduleExecution:
         for work, _ in self.sends:
             work.wait()
         ledger.phase = "synchronize" if training else "evaluation"
-        terms = self.metrics.new_zeros(len(self.executor.terms))
+        losses = self.metrics.new_zeros(len(self.executor.auxiliary_loss_names))
         for batch in self.micro_batches:
-            batch.inputs.terms.add_to(terms, self.executor.terms)
-        return torch.cat((self.metrics, terms))
+            batch.inputs.auxiliary_losses.add_to(losses, self.executor.auxiliary_loss_names)
+        return torch.cat((self.metrics, losses))
 
     def _compute(self, action: Action, received: Tensor | None) -> Tensor | None:
         """Run an action on its input, and return the output for the next part, if any."""

@@ -406,7 +406,7 @@ def _exchanges(deck: Deck, stage: TrainedStage, schedule: Schedule, number: int)
 def _of_all(deck: Deck, architecture: Architecture, mesh: PlannedMesh, stage: TrainedStage) -> list[Moved]:
     """The counts and figures that all ranks sum, see Step; of a module's own loss it has one."""
     own = 1 if deck.model.module is not None else len(make_objective(deck).metrics)
-    figures = len(count(architecture).terms) + own + stage.replica[1]
+    figures = len(count(architecture).auxiliary_loss_names) + own + stage.replica[1]
     everyone = mesh.group(*EVERYONE)
     sums = [(mesh.group("data"), 2), (everyone, figures)]  # predicted and real tokens, then figures
     sums += [(everyone, 2)] if stage.synchronizer.measured else []

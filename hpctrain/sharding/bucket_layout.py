@@ -133,9 +133,9 @@ class BucketLayout:
         parameters = sorted(
             (parameter for leaf in by_kind for parameter in leaf),
             key=lambda parameter: (
-                not parameter.decayed,
+                not parameter.has_weight_decay,
                 parameter.rate,
-                parameter.block is None,
+                parameter.update_block is None,
                 parameter.dim() < 2,
             ),
         )
@@ -177,12 +177,12 @@ def _update_units(segments: Sequence[BucketSegment], length: int, ranks: int) ->
 
     The list is empty if all elements are updated one by one: then ranks may be split anywhere.
     """
-    if all(segment.parameter.block is None for segment in segments):
+    if all(segment.parameter.update_block is None for segment in segments):
         return []
     units: list[UpdateUnit] = []
     start = 0
     for segment in segments:
-        block = segment.parameter.block
+        block = segment.parameter.update_block
         if block is None:
             continue
         units += _runs(start, segment.start, ranks)

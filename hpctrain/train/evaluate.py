@@ -151,7 +151,7 @@ def mean_figures(
             told = time.monotonic()
             say(first + size, held_out.sequences)
     means = {name: total / count for name, total in totals.items()} if count else figures
-    return {name: mean for name, mean in means.items() if name not in step.engine.terms}
+    return {name: mean for name, mean in means.items() if name not in step.engine.auxiliary_loss_names}
 
 
 def _tell(say: Callable[[str], None], file: Path, done: int, whole: int) -> None:

@@ -250,8 +250,8 @@ def _computed_otherwise(
     """What something else computes here than in the runs `made`, or, as the checkpoint says, before them."""
     here, reasons = computed_by(layer_context), []
     before = {
-        "products": layer_context.products.kernels.record != (state.get("products") or {}),
-        "functions": layer_context.functions.record != record_of(state.get("compiled")),
+        "products": layer_context.products.kernels.stored_choices != (state.get("products") or {}),
+        "functions": layer_context.functions.library_checksums != record_of(state.get("compiled")),
     }
     for name, differs in before.items():
         others = [each.first_step for each in made if each.computed.get(name, here[name]) != here[name]]

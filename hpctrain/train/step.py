@@ -118,7 +118,10 @@ class Step:
         self.shift = 0  # what is read is the share of another rank, so much further on
         self.before_pass: Callable[[Sequence[MicroBatch]], None] | None = None
         self.own_tokens = 0  # that this rank predicts in the step, or in the micro-batch that is measured
-        self.terms, self.draws = engine.terms, engine.architecture.uses_random_numbers
+        self.auxiliary_loss_names, self.draws = (
+            engine.auxiliary_loss_names,
+            engine.architecture.uses_random_numbers,
+        )
         self.replica, self.replicas = engine.stage.replica
         self.data, self.data_rank = engine.mesh.group("data"), engine.mesh.coordinate("data")
         self.replica_sync = engine.stage.replica_sync if engine.stage.diverges else None
@@ -129,7 +132,7 @@ class Step:
             engine.stage.layer_context.weight_gradients,
             engine.world.ledger,
             engine.objective.metrics,
-            self.terms,
+            self.auxiliary_loss_names,
             engine.stage.statistics,
         )
 
@@ -224,7 +227,7 @@ class Step:
             self.before_pass(micro_batches)
         measured = micro_batches if engine.stage.synchronizer.first is None else micro_batches[:1]
         self.own_tokens = sum(map(engine.objective.count, measured))
-        scale, terms_scale = (
+        scale, auxiliary_loss_scale = (
             torch.full((), engine.control.loss_scale.value / count, device=engine.world.device)
             for count in (max(1, read.predicted), max(1, read.real))
         )
@@ -233,7 +236,7 @@ class Step:
                 micro,
                 scale,
                 self.dropout_source(state, index) if self.draws else None,
-                terms_scale,
+                auxiliary_loss_scale,
                 None if self.choices is None else self.choices_of(self.choices, state, index, micro),
             )
             for index, micro in enumerate(micro_batches)
@@ -323,13 +326,13 @@ class Step:
         micro: MicroBatch,
         scale: Tensor,
         dropout: DropoutSource | None,
-        terms_scale: Tensor | None = None,
+        auxiliary_loss_scale: Tensor | None = None,
         choices: RoutingChoices | None = None,
     ) -> PreparedBatch:
         """Return this rank's piece of a micro-batch on the device."""
         engine = self.engine
         return PreparedBatch.of(
-            micro, engine.objective, scale, engine.positions, dropout, terms_scale, choices
+            micro, engine.objective, scale, engine.positions, dropout, auxiliary_loss_scale, choices
         )
 
     def dropout_source(self, state: TrainState, micro_batch: int) -> DropoutSource | None:
@@ -367,8 +370,8 @@ class Step:
             sums = sums.clone()
             sums[: len(own)] = 0
         totals: list[float] = engine.world.everyone.all_reduce(sums).tolist()
-        counts = [max(1, read.predicted)] * len(own) + [max(1, read.real)] * len(self.terms)
-        figures = zip((*own, *self.terms), totals, counts, strict=False)
+        counts = [max(1, read.predicted)] * len(own) + [max(1, read.real)] * len(self.auxiliary_loss_names)
+        figures = zip((*own, *self.auxiliary_loss_names), totals, counts, strict=False)
         return {name: total / count for name, total, count in figures}, totals
 
 

@@ -85,10 +85,12 @@ def record_of(stored: object) -> str:
 def computed_by(layer_context: LayerContext) -> dict[str, str]:
     """Return identifiers of the kernels that compute "products" and "functions", to compare runs."""
     kernels = layer_context.products.kernels
-    choice = crc32(json.dumps(kernels.record, sort_keys=True).encode()) if kernels.record else None
+    choice = (
+        crc32(json.dumps(kernels.stored_choices, sort_keys=True).encode()) if kernels.stored_choices else None
+    )
     return {
         "products": kernels.default.name if choice is None else f"chosen {choice:08x}",
-        "functions": f"compiled {layer_context.functions.record}"
+        "functions": f"compiled {layer_context.functions.library_checksums}"
         if layer_context.functions.compiled
         else "torch",
     }
@@ -103,7 +105,7 @@ def describe_functions(deck: Deck, functions: LayerFunctions) -> list[str]:
         )
         return [warning] if deck.runtime_choices.compiled_record else []
     if functions.compiled:
-        changed = f" ({functions.why})" if functions.why else ""
+        changed = f" ({functions.note})" if functions.note else ""
         return [f"block functions are compiled for this processor{changed}"]
     required = "machine.compile = true, but " if deck.machine.compile is True else ""
-    return [f"{required}block functions are torch's: {functions.why}"] if functions.why else []
+    return [f"{required}block functions are torch's: {functions.note}"] if functions.note else []

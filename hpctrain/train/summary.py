@@ -17,7 +17,7 @@ from hpctrain.engine.built_engine import Engine
 from hpctrain.engine.choices.deck_kernels import describe_kernels
 from hpctrain.host.device import gpu_name
 from hpctrain.model.count import count
-from hpctrain.parallel.fp8.device_support import native
+from hpctrain.parallel.fp8.device_support import native_products
 from hpctrain.parallel.fp8.recipes import RECIPES
 from hpctrain.plan.words import active_words
 from hpctrain.report.recorded import TRACE_FILE
@@ -80,7 +80,10 @@ def introduction(
             f"communication.emulate: software delays give every {whose} link "
             f"{deck.communication.emulate}; times and tokens/s are those of this link, not of this machine"
         )
-    if deck.precision.compute == "fp8" and native(RECIPES[deck.precision.fp8], world.device) == "none":
+    if (
+        deck.precision.compute == "fp8"
+        and native_products(RECIPES[deck.precision.fp8], world.device) == "none"
+    ):
         lines.append(
             f"precision.fp8 = {toml_value(deck.precision.fp8)} is emulated on this device: same results, "
             "but slower than bf16"

@@ -22,13 +22,15 @@ LARGE = ("learning_rate.peak=1e-3", "optimizer.clip=0")
 class TermBlock(TransformerBlock):
     """A block that wants its output small, and more so the later it comes."""
 
-    terms = ("size",)
+    auxiliary_loss_names = ("size",)
 
     def forward(self, x: Tensor, context: PassContext) -> Tensor:
         x = super().forward(x, context)
         value = WEIGHT * self.site * x.float().square().mean(-1).sum()
         counted = self.feed_forward.up.layer_context.tensor.rank == 0  # on the same tokens as its neighbours
-        return context.inputs.terms.add(x, "size", self.feed_forward_norm.weight.shard.name, value, counted)
+        return context.inputs.auxiliary_losses.add(
+            x, "size", self.feed_forward_norm.weight.shard.name, value, counted
+        )
 
 
 @pytest.fixture(autouse=True)

@@ -169,7 +169,7 @@ def compare(family: str, layers: int, weight: float, world: Any) -> tuple[Tensor
 
     synchronizer.start(1)
     terms = AuxiliaryLosses(torch.tensor(1 / 48))
-    hidden = model(ModelInputs.of_tokens(inputs.t().contiguous(), torch.arange(24), terms=terms))
+    hidden = model(ModelInputs.of_tokens(inputs.t().contiguous(), torch.arange(24), auxiliary_losses=terms))
     ours = model.predict(hidden, CrossEntropy(targets.t(), torch.tensor(1 / 48))).total
     ours.backward()
     synchronizer.finish()

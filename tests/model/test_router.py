@@ -57,12 +57,14 @@ def give_memory(module: torch.nn.Module, world: Any) -> None:
 
 
 def inputs_of(
-    batch: int, terms: AuxiliaryLosses | None = None, lengths: list[int] | None = None
+    batch: int, auxiliary_losses: AuxiliaryLosses | None = None, lengths: list[int] | None = None
 ) -> ModelInputs:
     tokens = torch.zeros(SHAPE.sequence, batch, dtype=torch.int64)
     positions, fields = torch.arange(SHAPE.sequence), {"tokens": tokens.t()}
     known = None if lengths is None else RowLengths(torch.tensor(lengths))
-    return ModelInputs(fields, positions, terms=terms or AuxiliaryLosses(), lengths=known)
+    return ModelInputs(
+        fields, positions, auxiliary_losses=auxiliary_losses or AuxiliaryLosses(), lengths=known
+    )
 
 
 def tokens_of(inputs: ModelInputs) -> RoutedTokens:
@@ -197,7 +199,7 @@ def test_a_micro_batch_of_padding_alone(world: Any) -> None:
         output = mixture(x, inputs, ParameterResidency())
         output.sum().backward()
         assert x.grad is not None and not output.any() and not x.grad.any()
-        assert [float(value) for value in inputs.terms._values.values()] == [0.0, 0.0]
+        assert [float(value) for value in inputs.auxiliary_losses._values.values()] == [0.0, 0.0]
         assert not any(p.gradient.any() for p in mixture.parameters() if isinstance(p, Parameter))
 
 
@@ -234,7 +236,7 @@ def test_balance_and_z_losses_by_their_formulas(
     ((weights * direction).sum() + scale * (0.7 * balance + 0.2 * z)).backward()
     torch.testing.assert_close(leaf.grad, other.grad, rtol=1e-4, atol=1e-5)
     for name, expected in (("balance_loss", balance), ("router_z_loss", z)):
-        (value,) = (each for (term, _), each in inputs.terms._values.items() if term == name)
+        (value,) = (each for (term, _), each in inputs.auxiliary_losses._values.items() if term == name)
         torch.testing.assert_close(value.double(), expected.detach().double(), rtol=1e-5, atol=0)
 
 
@@ -259,12 +261,12 @@ def test_over_the_step_shares_are_those_of_the_step_before(world: Any) -> None:
     counts = torch.tensor([4, 0, 2, 2, 8, 0, 0, 0, 3, 1.5], dtype=torch.float64)
     inputs = inputs_of(2)
     router(rows_of(inputs), tokens_of(inputs), inputs)
-    (value,) = inputs.terms._values.values()
+    (value,) = inputs.auxiliary_losses._values.values()
     assert float(value) == 0.0
     router.after_update({router.statistic_name: counts})
     inputs = inputs_of(2)
     router(rows_of(inputs), tokens_of(inputs), inputs)
-    (value,) = inputs.terms._values.values()
+    (value,) = inputs.auxiliary_losses._values.values()
     scores = (rows_of(inputs) @ router.weight.detach().t()).softmax(1)
     expected = 8 * (scores * (counts[:8] / 16).float()).sum()
     torch.testing.assert_close(value, expected)
@@ -278,5 +280,5 @@ def test_sigmoids_that_are_all_zero_leave_losses_finite(world: Any) -> None:
     rows = rows_of(inputs).abs().requires_grad_()
     routing = router(rows, tokens_of(inputs), inputs)
     routing.weights.sum().backward()
-    (value,) = inputs.terms._values.values()
+    (value,) = inputs.auxiliary_losses._values.values()
     assert bool(value.isfinite()) and bool(rows.grad.isfinite().all())

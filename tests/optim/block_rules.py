@@ -29,7 +29,9 @@ def ten_updates(world: World, dtype: torch.dtype, rules: MatrixRules, expected: 
     """
     shards = {name: Shard.replicated(name, shape) for name, shape in SHAPES.items()}
     shards["query"] = replace(shards["query"], unit=HEAD)
-    parameters = {name: Parameter(shard, decayed=len(shard.shape) > 1) for name, shard in shards.items()}
+    parameters = {
+        name: Parameter(shard, has_weight_decay=len(shard.shape) > 1) for name, shard in shards.items()
+    }
     parameters["matrix"].rate = 0.25
     rules.assign(list(parameters.values()))
     leaves = [[[parameter]] for parameter in parameters.values()]
@@ -49,7 +51,7 @@ def ten_updates(world: World, dtype: torch.dtype, rules: MatrixRules, expected: 
                 gradient[2] = 0  # never a gradient
             assert parameter.gradient is not None
             parameter.gradient.copy_(torch.from_numpy(gradient * 4))
-            decayed = weights[name] * (1 - DECAY * rate * parameter.update_settings.decayed)
+            decayed = weights[name] * (1 - DECAY * rate * parameter.update_settings.has_weight_decay)
             whole = expected(name, weights[name], gradient.astype(np.float64), step + 1, rate)
             weights[name] = decayed + (whole - decayed) * parameter.rate
         optimizer.step(rate, 4.0)

@@ -21,7 +21,7 @@ SHAPES = {"a.weight": (5, 7), "a.bias": (5,), "b.weight": (3, 5), "norm.weight":
 
 def setup(world, dtype: torch.dtype) -> tuple[dict[str, Parameter], list[Bucket]]:
     parameters = {
-        name: Parameter(Shard.replicated(name, shape), decayed=len(shape) == 2)
+        name: Parameter(Shard.replicated(name, shape), has_weight_decay=len(shape) == 2)
         for name, shape in SHAPES.items()
     }
     leaves = [
@@ -92,7 +92,7 @@ def test_reduced_momentum_is_divided_by_the_former_second_moment(
             mean = given[name] if step else 0.1 * given[name]
             size = before[name].abs() + 1e-8
             moved = torch.where(before[name] == 0, 0.0, mean / (1 - 0.9 ** (step + 1)) / size)
-            weights[name] = weights[name] * (1 - 0.01 * 0.1 * parameter.decayed) - 0.01 * moved
+            weights[name] = weights[name] * (1 - 0.01 * 0.1 * parameter.has_weight_decay) - 0.01 * moved
         ours.step(0.01, 4.0)
         for name, parameter in parameters.items():
             torch.testing.assert_close(parameter.detach().double(), weights[name], rtol=1e-5, atol=1e-6)

@@ -34,7 +34,7 @@ class Momentum:
         for part in parts:
             part.gradients.div_(gradient_divisor)
             part.state["velocity"].add_(part.gradients)
-            if part.update_settings.decayed:
+            if part.update_settings.has_weight_decay:
                 part.state[MASTER].mul_(0.5)
             part.state[MASTER].sub_(learning_rate * part.update_settings.rate * part.state["velocity"])
             part.updates.add_(1)
@@ -44,7 +44,7 @@ def made(world: World, dtype: torch.dtype) -> tuple[list[Parameter], list[Bucket
     """Return buckets of a weight and a bias of ones with gradients of two."""
     parameters = [
         Parameter(Shard.replicated("w", (6, 3))),
-        Parameter(Shard.replicated("b", (6,)), decayed=False),
+        Parameter(Shard.replicated("b", (6,)), has_weight_decay=False),
     ]
     replications = Replications.of_one_rank(alone(world).tensor)
     buckets = make_buckets([[[parameter] for parameter in parameters]], replications, dtype, 10_000)
@@ -136,7 +136,7 @@ def test_a_parameter_has_its_own_rate(world: World, make: Callable[[float], Upda
         rule = make(decay)
         weight, bias = (
             Parameter(Shard.replicated("w", (6, 3))),
-            Parameter(Shard.replicated("b", (6,)), decayed=False),
+            Parameter(Shard.replicated("b", (6,)), has_weight_decay=False),
         )
         weight.rate = factor
         buckets = make_buckets(

@@ -26,13 +26,15 @@ def blocks(count: int) -> list[list[list[Parameter]]]:
     """Return units of transformer blocks with whole matrices and norms, and experts of one tensor."""
     units = []
     for _ in range(count):
-        leaves = [[Parameter(Shard.replicated("norm", (H,)), decayed=False)]]
+        leaves = [[Parameter(Shard.replicated("norm", (H,)), has_weight_decay=False)]]
         for name, shape in SHAPES.items():
             matrix = Parameter(Shard.replicated(name, shape))
-            matrix.block = UpdateBlock(shape, work(*shape))
-            leaves.append([matrix, Parameter(Shard.replicated(f"{name} bias", shape[:1]), decayed=False)])
+            matrix.update_block = UpdateBlock(shape, work(*shape))
+            leaves.append(
+                [matrix, Parameter(Shard.replicated(f"{name} bias", shape[:1]), has_weight_decay=False)]
+            )
         experts = Parameter(Shard.replicated("experts", (4, H, H)))
-        experts.block = UpdateBlock((1, H, H), work(H, H))
+        experts.update_block = UpdateBlock((1, H, H), work(H, H))
         units.append([*leaves, [experts]])
     return units
 
@@ -70,7 +72,10 @@ def test_no_matrix_is_split_and_each_rank_has_its_share(ranks: int, zero: int) -
         assert list(layout.borders) == sorted(layout.borders)
         inner = set(layout.borders[1:-1])
         for segment in layout.segments:
-            block, within = segment.parameter.block, range(segment.start + 1, segment.start + segment.length)
+            block, within = (
+                segment.parameter.update_block,
+                range(segment.start + 1, segment.start + segment.length),
+            )
             if block is None:
                 assert all(border % ALIGNMENT == 0 for border in inner if border in within)
                 continue

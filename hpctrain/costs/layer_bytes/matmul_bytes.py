@@ -57,7 +57,10 @@ def gradient_bytes(product: Matmul, rows: int, at: ActivationSizes) -> int:
 
 @gradient_bytes.register
 def _quantized_gradient_bytes(product: QuantizedMatmul, rows: int, at: ActivationSizes) -> int:
-    return rows * product.shape[0] * (1 if product.one_scale else at.itemsize) + 4 * product.one_scale
+    return (
+        rows * product.shape[0] * (1 if product.has_one_token_scale else at.itemsize)
+        + 4 * product.has_one_token_scale
+    )
 
 
 gradient_bytes.register(DelayedMatmul, gradient_bytes.dispatch(Matmul))

@@ -121,4 +121,4 @@ def describe_kernels(deck: Deck, kernels: KernelTable) -> list[str]:
         if counts:
             by = (f"{name}" + (f" ({count})" if len(counts) > 1 else "") for name, count in counts.items())
             passes.append(f"{words} {', '.join(by)}")
-    return [f"matrix products use: {'; '.join(passes)} ({kernels.why})"]
+    return [f"matrix products use: {'; '.join(passes)} ({kernels.note})"]

@@ -96,7 +96,7 @@ class ModuleLayer(Layer):
 class OuterLayer(ModuleLayer):
     """Parameters that belong to no block, or to several. They are used before, between and after blocks."""
 
-    lasting = True
+    keeps_gathered = True
 
 
 class BlockLayer(ModuleLayer):

@@ -151,10 +151,10 @@ def _replace_parameter(
         return original
     shape, axes = tuple(original.shape), frozenset({"tensor"} if original in partial_gradients else ())
     kind = LayerGradientParameter if original in layer_gradients else Parameter
-    own = kind(Shard.replicated(name, shape, axes), decayed=len(shape) > 1)
+    own = kind(Shard.replicated(name, shape, axes), has_weight_decay=len(shape) > 1)
     if not original.requires_grad:
         own.requires_grad_(False)
-        own.decayed = False
+        own.has_weight_decay = False
         return own
     # The module's own hooks on gradients run for each micro-batch.
     for hook in (getattr(original, "_backward_hooks", None) or {}).values():

@@ -57,7 +57,7 @@ class Adafactor:
 
     format = torch.float32
 
-    def block(self, shard: Shard) -> UpdateBlock:
+    def update_block(self, shard: Shard) -> UpdateBlock:
         """Return the last two dims as the block, or a whole vector."""
         shape = (1,) * (len(shard.shape) - 2) + shard.shape[-2:]
         return UpdateBlock(shape, _WORK * prod(shape))

@@ -45,7 +45,7 @@ class AdamMini:
 
     format = torch.float32
 
-    def block(self, shard: Shard) -> UpdateBlock:
+    def update_block(self, shard: Shard) -> UpdateBlock:
         """Return the rows that each rank holds as the block, if ranks cut between cells, or else all rows.
 
         Then no rank needs rows of another one.

@@ -56,7 +56,7 @@ class LocalMatrices:
             segment: Place of the parameter in the bucket.
             master: Master weights of the elements that this rank updates in the bucket.
         """
-        shard, block = segment.parameter.shard, segment.parameter.block
+        shard, block = segment.parameter.shard, segment.parameter.update_block
         assert block is not None
         updated, elements = bucket.owned_slice, block.elements(shard)
         start = min(max(segment.start, updated.start), updated.stop)

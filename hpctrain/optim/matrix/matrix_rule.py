@@ -27,7 +27,7 @@ class MatrixRule(Protocol):
     state of its own pieces. All methods are local.
     """
 
-    def block(self, shard: Shard) -> UpdateBlock | None:
+    def update_block(self, shard: Shard) -> UpdateBlock | None:
         """Return the blocks of a parameter; None if this rule does not apply to it."""
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
@@ -63,13 +63,13 @@ class MatrixRules:
     """Update rule of the parameters whose names match patterns, and update rule of all other elements.
 
     Attributes:
-        blocks: Rule of the parameters that match one of the patterns and that it applies to.
+        matrix_rule: Rule of the parameters that match one of the patterns and that it applies to.
         patterns: Patterns of parameter names, with the wildcards of `fnmatch`.
         element_rule: Rule of the other elements. It may be None if `blocks` applies to all parameters.
         element_rate: Factor of the learning rate of `element_rule`.
     """
 
-    blocks: MatrixRule
+    matrix_rule: MatrixRule
     patterns: Sequence[str] = ("*",)
     element_rule: UpdateRule | None = None
     element_rate: float = 1.0
@@ -82,13 +82,13 @@ class MatrixRules:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the optimizer state of all parameters other than the master weights."""
-        return (*self.element_state_names, *self.blocks.cells(Shard.replicated("", (1, 1))))
+        return (*self.element_state_names, *self.matrix_rule.cells(Shard.replicated("", (1, 1))))
 
     def numbers(self, update_settings: UpdateSettings) -> int:
         """Return how many numbers of state each element has, without master weights and state of cells."""
         if not update_settings.in_blocks:
             return len(self.element_state_names)
-        return sum(cell is None for cell in self.blocks.cells(Shard.replicated("", (1, 1))).values())
+        return sum(cell is None for cell in self.matrix_rule.cells(Shard.replicated("", (1, 1))).values())
 
     def cell_state_elements(self, parameter: Parameter, elements: int) -> int:
         """Return how many numbers the state of cells has for some elements of a parameter.
@@ -97,10 +97,10 @@ class MatrixRules:
             parameter: The parameter, after `assign`.
             elements: Number of elements, a multiple of those of a block.
         """
-        shard, block = parameter.shard, parameter.block
+        shard, block = parameter.shard, parameter.update_block
         if block is None:
             return 0
-        cells = (cell for cell in self.blocks.cells(shard).values() if cell is not None)
+        cells = (cell for cell in self.matrix_rule.cells(shard).values() if cell is not None)
         each = sum(prod(CellLayout.of(shard, block, cell).block_shape) for cell in cells)
         return elements // block.elements(shard) * each
 
@@ -108,8 +108,8 @@ class MatrixRules:
         """Set `block` of the parameters that the rule of matrices updates. Local, before buckets are made."""
         for parameter in parameters:
             if any(fnmatchcase(parameter.shard.name, pattern) for pattern in self.patterns):
-                parameter.block = self.blocks.block(parameter.shard)
-            updated = parameter.block is not None or self.element_rule is not None
+                parameter.update_block = self.matrix_rule.update_block(parameter.shard)
+            updated = parameter.update_block is not None or self.element_rule is not None
             assert updated, f"{parameter.shard.name}: no rule updates it"
 
 

@@ -70,7 +70,7 @@ class Muon:
     format: torch.dtype
     match: Match
 
-    def block(self, shard: Shard) -> UpdateBlock | None:
+    def update_block(self, shard: Shard) -> UpdateBlock | None:
         """Return the last two dims as the block; None for vectors."""
         if len(shard.shape) < 2:
             return None

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.parallel.fp8.formats import E5M2, Fp8Format, reducible_maximum
-from hpctrain.parallel.fp8.history import HISTORY_KIND, History
+from hpctrain.parallel.fp8.history import HISTORY_KIND, MaximaHistory
 from hpctrain.parallel.fp8.quantize import ScaleBlocks, block_maxima
 from hpctrain.parallel.fp8.quantized_matmul import KINDS, Kind, QuantizedMatmul
 from hpctrain.parallel.fp8.recipes import ScalingRecipe
@@ -38,7 +38,7 @@ class DelayedMatmul(QuantizedMatmul):
         recipe: Which elements share a scale.
         steps: Number of steps in the history.
         gradient_form: Format of gradients of the output.
-        messages: True if ranks exchange pieces of tokens in 8 bits.
+        quantize_messages: True if ranks exchange pieces of tokens in 8 bits.
     """
 
     def __init__(
@@ -48,29 +48,29 @@ class DelayedMatmul(QuantizedMatmul):
         recipe: ScalingRecipe,
         steps: int,
         gradient_form: Fp8Format = E5M2,
-        messages: bool = False,
+        quantize_messages: bool = False,
     ) -> None:
-        super().__init__(weights, layer_context, recipe, gradient_form, messages)
+        super().__init__(weights, layer_context, recipe, gradient_form, quantize_messages)
         self.histories = {
-            kind: History(layer_context.tensor.empty((steps,), torch.float32).zero_()) for kind in KINDS
+            kind: MaximaHistory(layer_context.tensor.empty((steps,), torch.float32).zero_()) for kind in KINDS
         }
-        self._known: dict[Kind, tuple[int, bool]] = {}  # for a version of the maxima
+        self._scales_exist: dict[Kind, tuple[int, bool]] = {}  # for a version of the maxima
 
     @property
-    def known(self) -> bool:
+    def has_all_scales(self) -> bool:
         """True if there are scales for all three products."""
-        return self._knows(*KINDS)
+        return self._has_scales(*KINDS)
 
-    def _knows(self, *kinds: Kind) -> bool:
+    def _has_scales(self, *kinds: Kind) -> bool:
         """Return True if there are scales for these operands.
 
         Once a step it waits for the device, as long as there are none.
         """
         for kind in kinds:
             maxima = self.histories[kind].maxima
-            if self._known.get(kind, (-1, False))[0] != maxima._version:
-                self._known[kind] = maxima._version, maxima.is_meta or bool(maxima.any())
-            if not self._known[kind][1]:
+            if self._scales_exist.get(kind, (-1, False))[0] != maxima._version:
+                self._scales_exist[kind] = maxima._version, maxima.is_meta or bool(maxima.any())
+            if not self._scales_exist[kind][1]:
                 return False
         return True
 
@@ -78,21 +78,21 @@ class DelayedMatmul(QuantizedMatmul):
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         self._record("inputs", inputs)
         self._record_weights()
-        if not self._knows("inputs", "weights"):
+        if not self._has_scales("inputs", "weights"):
             return Matmul.forward(self, inputs, bias)
         return super().forward(inputs, bias)
 
     @override
     def input_gradient(self, output_gradient: Tensor, out: Tensor | None = None) -> Tensor:
         self._record("gradients", output_gradient)
-        if not self.known:
+        if not self.has_all_scales:
             return Matmul.input_gradient(self, output_gradient, out)
         return super().input_gradient(output_gradient, out)
 
     @override
     def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
         self._record("gradients", output_gradient)  # again, unless nothing needs the gradient of the input
-        if not self.known:
+        if not self.has_all_scales:
             Matmul.add_weight_gradient(self, output_gradient, inputs)
         else:
             super().add_weight_gradient(output_gradient, inputs)
@@ -103,7 +103,7 @@ class DelayedMatmul(QuantizedMatmul):
     ) -> tuple[Tensor, Operand]:
         # Inputs are saved in 8 bits only if backward has all scales, or does not need them.
         trained = self.weights[0].requires_grad
-        if not (self.known if trained else self._knows("inputs", "weights")):
+        if not (self.has_all_scales if trained else self._has_scales("inputs", "weights")):
             return Matmul.forward_and_save(self, inputs, bias, sequence_group, compact)
         self._record("inputs", inputs)
         self._record_weights()
@@ -111,14 +111,14 @@ class DelayedMatmul(QuantizedMatmul):
 
     @override
     def gather_gradient(self, output_gradient: Tensor, sequence_group: Group | None) -> Operand:
-        if not self.known:
+        if not self.has_all_scales:
             return Matmul.gather_gradient(self, output_gradient, sequence_group)
         self._record("gradients", output_gradient)
         return super().gather_gradient(output_gradient, sequence_group)
 
     @override
     def add_weight_gradient_of(self, output_gradient: Operand, saved: Operand) -> None:
-        if not self.known:
+        if not self.has_all_scales:
             Matmul.add_weight_gradient_of(self, output_gradient, saved)
         else:
             super().add_weight_gradient_of(output_gradient, saved)
@@ -137,14 +137,14 @@ class DelayedMatmul(QuantizedMatmul):
             if maximum is not None:
                 history.append(maximum[0])
         # A kind whose scale was known still is; this avoids another wait for the device.
-        known = [kind for kind, (_, is_known) in self._known.items() if is_known]
-        self._known = {kind: (self.histories[kind].maxima._version, True) for kind in known}
+        kinds = [kind for kind, (_, exists) in self._scales_exist.items() if exists]
+        self._scales_exist = {kind: (self.histories[kind].maxima._version, True) for kind in kinds}
 
     @property
     @override
     def weight_maxima(self) -> Tensor | None:
         # Without all scales, some pass needs weights that are not in 8 bits.
-        return self.histories["weights"].largest if self.known else None
+        return self.histories["weights"].largest if self.has_all_scales else None
 
     @override
     def record_weight_maximum(self, largest: Tensor) -> None:

@@ -20,14 +20,14 @@ WAYS = {
 def check_fp8_products(local_rank: int) -> DoctorFinding:
     """Return which recipes the device of a local rank multiplies in 8 bits, and which it emulates."""
     device = choose_device("auto", local_rank, visible_gpus())
-    how = {name: native(recipe, device) for name, recipe in RECIPES.items()}
+    how = {name: native_products(recipe, device) for name, recipe in RECIPES.items()}
     names = {way: ", ".join(name for name in how if how[name] == way) for way in WAYS}
     return DoctorFinding(
         "FP8 products", "; ".join(WAYS[way].format(some) for way, some in names.items() if some)
     )
 
 
-def native(recipe: ScalingRecipe, device: torch.device) -> str:
+def native_products(recipe: ScalingRecipe, device: torch.device) -> str:
     """Return which products of a recipe a device computes in 8 bits.
 
     Returns:

@@ -55,7 +55,7 @@ def to_format(values: Tensor, form: Fp8Format) -> Tensor:
     return inside.add_(values, alpha=0).to(form.dtype)
 
 
-def expanded(values: Tensor, dtype: torch.dtype) -> Tensor:
+def upcast(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 8-bit numbers [m, k] in a format that represents them exactly, with the same strides.
 
     The CPU uses a table, which takes a seventh of the time of torch's conversion of E4M3.
@@ -63,7 +63,7 @@ def expanded(values: Tensor, dtype: torch.dtype) -> Tensor:
     if not values.is_cpu:
         return values.to(dtype)
     if is_transposed(values):
-        return expanded(values.t(), dtype).t()
+        return upcast(values.t(), dtype).t()
     table = torch.arange(256, dtype=torch.uint8).view(values.dtype).to(dtype)
     result = torch.empty(values.shape, dtype=dtype)
     bits = values.view(torch.uint8).flatten()
@@ -94,7 +94,7 @@ def scales_of(maxima: Tensor, form: Fp8Format) -> Tensor:
     largest, worth = int((2 * fraction - 1) * (_FRACTION + 1)), exponent - 1
     # A larger fraction than this carries into the exponent.
     above = (maxima.view(torch.int32) + (_FRACTION - largest)) >> 23
-    scales = expanded_exponents((above - worth).clamp_(1, 254))
+    scales = scales_of_exponents((above - worth).clamp_(1, 254))
     return scales.masked_fill_(maxima == 0, 1.0).masked_fill_(~maxima.isfinite(), torch.nan)
 
 
@@ -103,7 +103,7 @@ def exponents_of(scales: Tensor) -> Tensor:
     return (scales.view(torch.int32) >> 23).to(torch.uint8)
 
 
-def expanded_exponents(exponents: Tensor) -> Tensor:
+def scales_of_exponents(exponents: Tensor) -> Tensor:
     """Return the powers of two, fp32, that bytes (E8M0) represent."""
     exponents = exponents.to(torch.int32)
     powers = (exponents << 23).view(torch.float32)

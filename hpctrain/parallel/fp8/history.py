@@ -13,7 +13,7 @@ format, and uses as many maxima as its own histories have room for.
 """
 
 
-class History:
+class MaximaHistory:
     """Largest magnitudes of a tensor in the last steps in which it was not zero, over all ranks.
 
     They change once a step, so all micro-batches of a step, and what is recomputed or deferred, use the same

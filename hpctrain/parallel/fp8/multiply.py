@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hpctrain.parallel.fp8.formats import E4M3, E5M2, expanded
+from hpctrain.parallel.fp8.formats import E4M3, E5M2, upcast
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, ScaleBlocks, Scaling
 
 UNIT = 16
@@ -57,7 +57,7 @@ def has_native(device: torch.device, by_row: bool, dtype: torch.dtype) -> bool:
     """
     if device.type != "cuda" or not hasattr(torch, "_scaled_mm"):
         return False
-    one = Scaling(ScaleBlocks(1 if by_row else None)).quantized(torch.ones(UNIT, UNIT, device=device), E4M3)
+    one = Scaling(ScaleBlocks(1 if by_row else None)).quantize(torch.ones(UNIT, UNIT, device=device), E4M3)
     try:
         native_product(one, one, dtype)
     except (RuntimeError, ValueError):
@@ -70,8 +70,8 @@ def native_product(left: QuantizedTensor, right: QuantizedTensor, dtype: torch.d
     return torch._scaled_mm(
         left.values.contiguous(),
         right.values.contiguous().t(),
-        scale_a=left.factors,
-        scale_b=right.factors.t().contiguous(),
+        scale_a=left.fp32_scales,
+        scale_b=right.fp32_scales.t().contiguous(),
         out_dtype=dtype,
     )
 
@@ -83,6 +83,6 @@ def emulated_product(left: QuantizedTensor, right: QuantizedTensor, dtype: torch
     """
     exact = dtype if dtype in {torch.bfloat16, torch.float64} else torch.float32
     if left.has_row_scales and right.has_row_scales:
-        product = expanded(left.values, exact) @ expanded(right.values, exact).t()
-        return product.mul_(left.factors.to(exact)).mul_(right.factors.t().to(exact)).to(dtype)
+        product = upcast(left.values, exact) @ upcast(right.values, exact).t()
+        return product.mul_(left.fp32_scales.to(exact)).mul_(right.fp32_scales.t().to(exact)).to(dtype)
     return (left.dequantized(exact) @ right.dequantized(exact).t()).to(dtype)

@@ -64,7 +64,7 @@ def record_counts(
     if not statistics.is_detailed:
         return
     statistics.record_sum(f"{_LOST}/{name}", counts)
-    used, exponents = (maxima > 0) & maxima.isfinite(), exponents_of(quantized.factors).int()
+    used, exponents = (maxima > 0) & maxima.isfinite(), exponents_of(quantized.fp32_scales).int()
     most = [torch.where(used, of, 0).amax() for of in (exponents, _NO_NUMBER - exponents)]
     statistics.record_max(f"{_SCALES}/{name}", torch.stack(most))
 
@@ -76,13 +76,13 @@ def is_count(name: str) -> bool:
 
 def count_losses(matrix: Tensor, quantized: QuantizedTensor) -> Tensor:
     """Return the numbers of saturated, underflowed and all elements of a matrix [m, k]: int64 [3]."""
-    blocks, most = quantized.blocks, quantized.factors * quantized.form.largest
+    blocks, most = quantized.blocks, quantized.fp32_scales * quantized.form.largest
     bits, height = quantized.values.view(torch.uint8), blocks.height(matrix)
     beyond = gone = torch.zeros((), dtype=torch.int64, device=matrix.device)
     for first in range(0, len(matrix), height):  # so that temporary tensors are small
         rows = slice(first, first + height)
         row = 0 if blocks.rows is None else first // blocks.rows
-        cut = blocks.cut(matrix[rows])
+        cut = blocks.to_blocks(matrix[rows])
         beyond = beyond + (cut.abs() > most[row : row + len(cut), None, :, None]).sum()
         gone = gone + matrix[rows].count_nonzero() - bits[rows].bitwise_and(0x7F).count_nonzero()
     return torch.stack((beyond, gone, torch.full_like(beyond, matrix.numel())))

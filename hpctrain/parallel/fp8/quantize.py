@@ -14,12 +14,12 @@ from hpctrain.parallel.fp8.formats import (
     AT_ONCE,
     FORMATS,
     Fp8Format,
-    expanded,
-    expanded_exponents,
     exponents_of,
     is_transposed,
     scales_of,
+    scales_of_exponents,
     to_format,
+    upcast,
 )
 
 
@@ -41,7 +41,7 @@ class ScaleBlocks(NamedTuple):
         )
         return rows, columns
 
-    def cut(self, matrix: Tensor) -> Tensor:
+    def to_blocks(self, matrix: Tensor) -> Tensor:
         """Return the blocks of a matrix [m, k] as [M, rows, K, columns]: a view, or a padded copy."""
         (rows, columns), (below, beside) = matrix.shape, self.counts((matrix.shape[0], matrix.shape[1]))
         each_rows = max(1, rows) if self.rows is None else self.rows
@@ -52,8 +52,8 @@ class ScaleBlocks(NamedTuple):
         blocks: Tensor = matrix.unflatten(1, (beside, each_columns)).unflatten(0, (below, each_rows))
         return blocks
 
-    def joined(self, blocks: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Return the matrix of a shape that `cut` has cut into blocks, contiguous by rows."""
+    def from_blocks(self, blocks: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Return the matrix of a shape that `to_blocks` has cut into blocks, contiguous by rows."""
         rows, columns = shape
         return blocks.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous()
 
@@ -91,10 +91,10 @@ def _block_ranges(count: int, size: int | None) -> Iterator[tuple[slice, slice, 
 def block_maxima(matrix: Tensor, blocks: ScaleBlocks) -> Tensor:
     """Return the largest magnitude of each block of [m, k], fp32 [M, K]; NaN if a block has one."""
     if not matrix.is_cpu:
-        return blocks.cut(matrix).abs().amax((1, 3)).float()
+        return blocks.to_blocks(matrix).abs().amax((1, 3)).float()
     if is_transposed(matrix):
         return block_maxima(matrix.t(), blocks.transposed).t()
-    parts = [_largest(blocks.cut(part)) for part in matrix.split(blocks.height(matrix))]
+    parts = [_largest(blocks.to_blocks(part)) for part in matrix.split(blocks.height(matrix))]
     together = torch.cat(parts)
     return (together.amax(0, keepdim=True) if blocks.rows is None else together).float()
 
@@ -124,9 +124,9 @@ class QuantizedTensor:
     blocks: ScaleBlocks
 
     @property
-    def factors(self) -> Tensor:
+    def fp32_scales(self) -> Tensor:
         """Scales in fp32, [M, K]."""
-        return expanded_exponents(self.scales) if self.scales.dtype == torch.uint8 else self.scales
+        return scales_of_exponents(self.scales) if self.scales.dtype == torch.uint8 else self.scales
 
     @property
     def form(self) -> Fp8Format:
@@ -147,8 +147,8 @@ class QuantizedTensor:
         """Return the matrix [m, k], exactly in fp32, and in bf16 except below its smallest normal number."""
         if self.values.is_cpu and is_transposed(self.values):
             return self.transposed().dequantized(dtype).t()
-        matrix = expanded(self.values, dtype)
-        self.blocks.multiply(matrix, self.factors.to(dtype))
+        matrix = upcast(self.values, dtype)
+        self.blocks.multiply(matrix, self.fp32_scales.to(dtype))
         return matrix.contiguous()
 
     def transposed(self) -> QuantizedTensor:
@@ -180,7 +180,7 @@ class Scaling:
         """Return the largest magnitude of each block of [m, k], fp32 [M, K]."""
         return block_maxima(matrix, self.blocks)
 
-    def quantized(self, matrix: Tensor, form: Fp8Format, maxima: Tensor | None = None) -> QuantizedTensor:
+    def quantize(self, matrix: Tensor, form: Fp8Format, maxima: Tensor | None = None) -> QuantizedTensor:
         """Return a matrix [m, k] in a format.
 
         Args:
@@ -191,7 +191,7 @@ class Scaling:
         """
         maxima = self.maxima(matrix) if maxima is None else maxima
         if matrix.is_cpu and is_transposed(matrix):
-            return self.transposed.quantized(matrix.t(), form, maxima.t()).transposed()
+            return self.transposed.quantize(matrix.t(), form, maxima.t()).transposed()
         scales = scales_of(maxima, form)
         values = self._rounded(matrix, scales, form)
         return QuantizedTensor(values, exponents_of(scales) if self.as_bytes else scales, self.blocks)
@@ -200,8 +200,8 @@ class Scaling:
         """Return the rounded values. The CPU converts some rows at a time."""
         blocks, columns = self.blocks, matrix.shape[1]
         if not matrix.is_cpu:
-            rounded = to_format(blocks.cut(matrix) / scales[:, None, :, None], form)
-            return blocks.joined(rounded, (matrix.shape[0], columns))
+            rounded = to_format(blocks.to_blocks(matrix) / scales[:, None, :, None], form)
+            return blocks.from_blocks(rounded, (matrix.shape[0], columns))
         values = torch.empty(matrix.shape, dtype=form.dtype)
         height = blocks.height(matrix)
         for first in range(0, len(matrix), height):
@@ -209,6 +209,6 @@ class Scaling:
             shape = (len(part), columns)
             row = 0 if blocks.rows is None else first // blocks.rows
             own = scales[row : row + blocks.counts(shape)[0]]
-            rounded = to_format(blocks.cut(part) / own[:, None, :, None], form)
-            values[first : first + height] = blocks.joined(rounded, shape)
+            rounded = to_format(blocks.to_blocks(part) / own[:, None, :, None], form)
+            values[first : first + height] = blocks.from_blocks(rounded, shape)
         return values

@@ -72,7 +72,7 @@ class QuantizedMatmul(Matmul):
         layer_context: Context of the layer.
         recipe: Which elements share a scale.
         gradient_form: Format of gradients of the output.
-        messages: True if ranks exchange pieces of tokens in 8 bits where these are what is multiplied.
+        quantize_messages: True if ranks exchange pieces of tokens in 8 bits, where these are multiplied.
     """
 
     def __init__(
@@ -81,27 +81,27 @@ class QuantizedMatmul(Matmul):
         layer_context: LayerContext,
         recipe: ScalingRecipe,
         gradient_form: Fp8Format = E5M2,
-        messages: bool = False,
+        quantize_messages: bool = False,
     ) -> None:
         super().__init__(weights, layer_context)
-        self.recipe, self.gradient_form, self.messages = recipe, gradient_form, messages
+        self.recipe, self.gradient_form, self.quantize_messages = recipe, gradient_form, quantize_messages
         self._weight_maxima: dict[Dims, Tensor] = {}
         self._prequantized: PrequantizedWeights | None = None
 
     @override
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._forward(self._quantized("inputs", _rows(inputs), _INPUTS), inputs, bias)
+        return self._forward(self._quantize("inputs", _rows(inputs), _INPUTS), inputs, bias)
 
     @override
     def input_gradient(self, output_gradient: Tensor, out: Tensor | None = None) -> Tensor:
-        left = self._quantized("gradients", _rows(output_gradient), _GRADIENTS)
+        left = self._quantize("gradients", _rows(output_gradient), _GRADIENTS)
         gradient = self._input_gradient(left, output_gradient.dtype).view(*output_gradient.shape[:-1], -1)
         return gradient if out is None else out.copy_(gradient)
 
     @override
     def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
-        left = self._quantized("gradients", _rows(output_gradient), _GRADIENTS, transposed=True)
-        right = self._quantized("inputs", _rows(inputs), _INPUTS, transposed=True)
+        left = self._quantize("gradients", _rows(output_gradient), _GRADIENTS, transposed=True)
+        right = self._quantize("inputs", _rows(inputs), _INPUTS, transposed=True)
         self._add(left, right)
 
     @override
@@ -110,20 +110,20 @@ class QuantizedMatmul(Matmul):
     ) -> tuple[Tensor, Operand]:
         # With one scale, the multiplied values are saved. Otherwise the transposed inputs are quantized here.
         rows, dims = _rows(inputs), _INPUTS
-        if self.messages and sequence_group is not None:
-            local = self._quantized("inputs", rows, dims, is_piece=True)
+        if self.quantize_messages and sequence_group is not None:
+            local = self._quantize("inputs", rows, dims, is_piece=True)
             gathered = gather_rows(local, sequence_group)
         else:
             all_rows = rows if sequence_group is None else sequence_group.all_gather(rows)
-            local = gathered = self._quantized("inputs", all_rows, dims)
-            if sequence_group is not None and self.one_scale:
+            local = gathered = self._quantize("inputs", all_rows, dims)
+            if sequence_group is not None and self.has_one_token_scale:
                 chunk = gathered.values.chunk(sequence_group.size)[sequence_group.rank]
                 local = replace(gathered, values=chunk.clone())
         output = self._forward(gathered, inputs, bias)
         if not compact or not self.has_complete_blocks(len(rows), sequence_group):
             return output, inputs
-        if not self.one_scale:
-            local = self._quantized("inputs", rows, dims, sequence_group is not None, transposed=True)
+        if not self.has_one_token_scale:
+            local = self._quantize("inputs", rows, dims, sequence_group is not None, transposed=True)
         return output, QuantizedRows(local.values, local.scales)
 
     @override
@@ -142,15 +142,15 @@ class QuantizedMatmul(Matmul):
 
     @override
     def gather_gradient(self, output_gradient: Tensor, sequence_group: Group | None) -> Operand:
-        if not self.one_scale:
+        if not self.has_one_token_scale:
             return super().gather_gradient(output_gradient, sequence_group)
         # Both products have the same scale, and so the same numbers in 8 bits.
         rows, dims = _rows(output_gradient), _GRADIENTS
-        if self.messages and sequence_group is not None:
-            gathered = gather_rows(self._quantized("gradients", rows, dims, is_piece=True), sequence_group)
+        if self.quantize_messages and sequence_group is not None:
+            gathered = gather_rows(self._quantize("gradients", rows, dims, is_piece=True), sequence_group)
         else:
             rows = rows if sequence_group is None else sequence_group.all_gather(rows)
-            gathered = self._quantized("gradients", rows, dims)
+            gathered = self._quantize("gradients", rows, dims)
         return QuantizedRows(gathered.values, gathered.scales)
 
     @override
@@ -162,17 +162,17 @@ class QuantizedMatmul(Matmul):
     @override
     def add_weight_gradient_of(self, output_gradient: Operand, saved: Operand) -> None:
         if isinstance(output_gradient, Tensor):
-            left = self._quantized("gradients", _rows(output_gradient), _GRADIENTS, transposed=True)
+            left = self._quantize("gradients", _rows(output_gradient), _GRADIENTS, transposed=True)
         else:
             left = QuantizedTensor(*output_gradient, ScaleBlocks())
         if isinstance(saved, Tensor):
-            right = self._quantized("inputs", _rows(saved), _INPUTS, transposed=True)
+            right = self._quantize("inputs", _rows(saved), _INPUTS, transposed=True)
         else:
             right = self._saved_rows(saved)
         self._add(left, right)
 
     @property
-    def one_scale(self) -> bool:
+    def has_one_token_scale(self) -> bool:
         """True if all rows of tokens share one scale, so the transposed matrix has the same numbers."""
         return self.recipe.tokens.blocks == ScaleBlocks()
 
@@ -184,7 +184,7 @@ class QuantizedMatmul(Matmul):
 
         They are those of which one serves both products, or which need a reduction over ranks.
         """
-        if self.one_scale:
+        if self.has_one_token_scale:
             return (WEIGHTS,)
         both, tensor = (WEIGHTS, TRANSPOSED_WEIGHTS), self.layer_context.tensor
         scaling = self.recipe.weights
@@ -193,7 +193,9 @@ class QuantizedMatmul(Matmul):
     @property
     def gathers_quantized(self) -> bool:
         """True if ranks gather weights that they have slices of in 8 bits."""
-        return self.layer_context.products.fp8 is not None and self.layer_context.products.fp8.gather
+        return (
+            self.layer_context.products.fp8 is not None and self.layer_context.products.fp8.quantize_gathers
+        )
 
     @property
     def weight_maxima(self) -> Tensor | None:
@@ -216,7 +218,7 @@ class QuantizedMatmul(Matmul):
     def set_weight_maxima(self, dims: Dims, maxima: Tensor) -> None:
         """Use the maxima over all ranks until they are cleared."""
         self._weight_maxima[dims] = maxima
-        if self.one_scale:
+        if self.has_one_token_scale:
             self._weight_maxima[TRANSPOSED_WEIGHTS] = maxima
 
     def clear_weight_maxima(self) -> None:
@@ -263,7 +265,7 @@ class QuantizedMatmul(Matmul):
     def _weights(self, dims: Dims) -> QuantizedTensor:
         if self._prequantized is None:
             matrix = self.weight()
-            return self._quantized("weights", matrix if dims == WEIGHTS else matrix.t(), dims)
+            return self._quantize("weights", matrix if dims == WEIGHTS else matrix.t(), dims)
         (weights, counts), maxima = self._prequantized, self.weight_maxima
         assert maxima is not None
         if counts is not None:
@@ -279,7 +281,7 @@ class QuantizedMatmul(Matmul):
     def _saved_rows(self, saved: QuantizedRows) -> QuantizedTensor:
         return QuantizedTensor(*saved, self.recipe.tokens.transposed.blocks)
 
-    def _quantized(
+    def _quantize(
         self, kind: Kind, matrix: Tensor, dims: Dims, is_piece: bool = False, transposed: bool = False
     ) -> QuantizedTensor:
         """Quantize a matrix for a product that sums over its columns.
@@ -300,7 +302,7 @@ class QuantizedMatmul(Matmul):
         scaling = scaling.transposed if transposed else scaling
         form = self.gradient_form if kind == "gradients" else E4M3
         maxima = self._maxima(kind, scaling, matrix, dims, is_piece)
-        quantized = scaling.quantized(matrix, form, maxima)
+        quantized = scaling.quantize(matrix, form, maxima)
         use = " ".join(dims[::-1] if transposed else dims)
         name = operand_name(self.weights[0].shard.name, kind, use)
         record_loss(self.layer_context.statistics, name, matrix, maxima, quantized, padding)

@@ -45,8 +45,8 @@ class LayerFunctions:
     """Functions by torch's operations.
 
     Args:
-        why: Reason why they are used although the deck asks for compiled ones, or details of compiled ones.
-        record: What distinguishes the compiled library from others.
+        note: Reason why they are used although the deck asks for compiled ones, or details of compiled ones.
+        library_checksums: Checksums of the compiled libraries of all nodes, as text; "" without one.
 
     Attributes:
         compiled: True for functions of a compiled library.
@@ -54,8 +54,8 @@ class LayerFunctions:
 
     compiled = False
 
-    def __init__(self, why: str = "", record: str = "") -> None:
-        self.why, self.record = why, record
+    def __init__(self, note: str = "", library_checksums: str = "") -> None:
+        self.note, self.library_checksums = note, library_checksums
 
     def compiles(self, activation: Activation) -> bool:
         """Return True if a compiled kernel computes an activation."""
@@ -191,8 +191,10 @@ class CompiledFunctions(LayerFunctions):
 
     compiled = True
 
-    def __init__(self, library: ctypes.CDLL | None = None, why: str = "", record: str = "") -> None:
-        super().__init__(why, record)
+    def __init__(
+        self, library: ctypes.CDLL | None = None, note: str = "", library_checksums: str = ""
+    ) -> None:
+        super().__init__(note, library_checksums)
         self._library = library
 
     def call(self, name: str, *arguments: object) -> None:

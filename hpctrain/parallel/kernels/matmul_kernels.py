@@ -194,8 +194,8 @@ class KernelTable:
         reuse_converted: True to convert a constant matrix to fp32 only once. Only matrices that are always in
             memory allow this.
         chosen: Kernels by pass and shape.
-        record: Names of the chosen kernels, by the name of the measurement.
-        why: Origin of the choice, in words.
+        stored_choices: Names of the chosen kernels by the name of the measurement, for checkpoints.
+        note: Origin of the choice, in words.
 
     Attributes:
         constant_period: Number of the current period in which matrices do not change. None outside of them.
@@ -206,12 +206,13 @@ class KernelTable:
         default: MatmulKernel = LIBRARY,
         reuse_converted: bool = False,
         chosen: Mapping[Matrix, MatmulKernel] | None = None,
-        record: Mapping[str, str] | None = None,
-        why: str = "",
+        stored_choices: Mapping[str, str] | None = None,
+        note: str = "",
     ) -> None:
         self.default, self.reuse_converted = default, reuse_converted
         self.chosen = {} if chosen is None else dict(chosen)
-        self.record, self.why = {} if record is None else dict(record), why
+        self.stored_choices = {} if stored_choices is None else dict(stored_choices)
+        self.note = note
         self.constant_period: int | None = None
         self._periods = 0
 

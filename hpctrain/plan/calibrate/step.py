@@ -50,7 +50,7 @@ def measure_fixed(deck: Deck, machine: MachineRates, clock: Clock) -> float:
         engine.stage.layer_context.weight_gradients,
         world.ledger,
         engine.objective.metrics,
-        engine.terms,
+        engine.auxiliary_loss_names,
         engine.stage.statistics,
     )
 

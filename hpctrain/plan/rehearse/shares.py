@@ -53,7 +53,7 @@ def _blocks(layout: BucketLayout) -> list[frozenset[tuple[tuple[int, ...], int]]
     """Of each share its Blocks: how many of each shape."""
     found = [Counter[tuple[int, ...]]() for _ in pairwise(layout.borders)]
     for segment in layout.segments:
-        shard, block = segment.parameter.shard, segment.parameter.block
+        shard, block = segment.parameter.shard, segment.parameter.update_block
         if block is None:
             continue
         starts = np.arange(segment.start, segment.start + segment.length, block.elements(shard))

@@ -149,7 +149,9 @@ class RankStep:
             for how, numbers in statistics.items():
                 if numbers:
                     everyone.all_reduce(torch.empty(numbers, dtype=torch.float64), how)
-            figures = len(self.objective.metrics) + len(count(self.shape).terms) + stage.replica[1]
+            figures = (
+                len(self.objective.metrics) + len(count(self.shape).auxiliary_loss_names) + stage.replica[1]
+            )
             everyone.all_reduce(torch.empty(figures, dtype=torch.float64))
             if stage.synchronizer.measured and stage.synchronizer.first is None:
                 everyone.all_reduce(torch.empty(2, dtype=torch.float64))
@@ -200,7 +202,7 @@ class RankStep:
         self, parts: Sequence[Any], mesh: RecordedMesh, statistics: StepStatistics | None
     ) -> Executor:
         """The run's own, over these parts, of which layers note what they do there."""
-        figures, terms = self.objective.metrics, count(self.shape).terms
+        figures, terms = self.objective.metrics, count(self.shape).auxiliary_loss_names
         queue = self.stage.layer_context.weight_gradients
         return Executor(parts, mesh.group("pipeline"), queue, self.mesh.ledger, figures, terms, statistics)
 

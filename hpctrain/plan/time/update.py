@@ -44,7 +44,7 @@ class UpdateNumbers:
             return UpdateNumbers(len(rule.names), len(rule.names))
         named = tuple(any(fnmatchcase(n, each) for each in rule.patterns) for n in (_BLOCK, _OTHER))
         others, own = (rule.numbers(UpdateSettings(in_blocks=each)) for each in (False, True))
-        muon = rule.blocks if isinstance(rule.blocks, Muon) else None
+        muon = rule.matrix_rule if isinstance(rule.matrix_rule, Muon) else None
         return UpdateNumbers(others, own, (named[0], named[1]), muon)
 
     def numbers(self, layer: LayerSizes) -> int:
@@ -110,7 +110,7 @@ def _muon(
         if not at.update.in_blocks[not layer.is_block]:
             continue
         for of_experts, shape in layer.shapes:
-            block = muon.block(Shard.replicated("", shape))
+            block = muon.update_block(Shard.replicated("", shape))
             assert block is not None
             rows, columns = sorted(shape[-2:])
             of_one = rates.seconds(rows, rows, columns) / (2.0 * rows * rows * columns) * block.work

@@ -66,7 +66,7 @@ class ServedTrainer(Trainer):
             self.worker = Worker(deck, engine, share_step, self.mailbox, roles, pieces)
         self.book: Book | None = None
         if world.rank == HEAD:
-            names = (*engine.objective.metrics, *engine.terms)
+            names = (*engine.objective.metrics, *engine.auxiliary_loss_names)
             self.book = Book(self.state, names, roles.workers, self._tell, self._moved)
         self._problem: HpctrainError | None = None
 

@@ -96,7 +96,7 @@ def test_every_product_of_a_micro_batch_is_chosen_for(world: World, measuring: M
     assert set(kernels.chosen) == head | {(kind, *size) for kind in passes for size in linear}
     assert {kernel.name for (kind, *_), kernel in kernels.chosen.items() if kind == "forward"} == {"onednn"}
     assert {kernel.name for (kind, *_), kernel in kernels.chosen.items() if kind != "forward"} == {"library"}
-    assert kernels.record["forward, fp32, 128 x 32 x 48"] == "onednn"
+    assert kernels.stored_choices["forward, fp32, 128 x 32 x 48"] == "onednn"
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -136,7 +136,7 @@ def test_servers_store_what_workers_compute_with(
     measuring.seconds = QUICK_FORWARD if world.rank else {}
     engine, _ = build_role_within_memory(small_deck("communication.server.mode=sync"), world, lambda: None)
     kernels = engine.stage.layer_context.products.kernels
-    assert {name for key, name in kernels.record.items() if key.startswith("forward")} == {"onednn"}
+    assert {name for key, name in kernels.stored_choices.items() if key.startswith("forward")} == {"onednn"}
     assert {kernel.name for (kind, *_), kernel in kernels.chosen.items() if kind == "forward"} == {"onednn"}
     engine.close()
 
@@ -176,9 +176,9 @@ def test_what_was_measured_in_another_way_is_measured_again(
     with monkeypatch.context() as other:
         other.setattr("hpctrain.parallel.kernels.choice_cache.MEASUREMENT", "measured otherwise")
         measuring.seconds = QUICK_FORWARD
-        assert chosen(world).record == first.record
+        assert chosen(world).stored_choices == first.stored_choices
     # Each keeps its own.
-    assert chosen(world).record == again.record
+    assert chosen(world).stored_choices == again.stored_choices
     assert len(json.loads(cache_file().read_text())) == 3
 
 
@@ -196,7 +196,7 @@ def test_plans_count_what_such_processors_multiply_by(
     )
     engine, plan = build_within_memory(deck, one, make_mesh(deck, one))
     kept = with_cached_kernels(deck, 1)
-    assert kept.runtime_choices.kernels == engine.stage.layer_context.products.kernels.record
+    assert kept.runtime_choices.kernels == engine.stage.layer_context.products.kernels.stored_choices
     assert kept.runtime_choices.kernels_note == f"from {cache_file()}"
     planned, held = plan_memory(kept, 1, 61).largest.memory, plan.largest.memory
     by_library = plan_memory(deck, 1, 61).largest.memory
@@ -245,7 +245,7 @@ def test_what_cannot_have_been_kept_is_measured(world: World, measuring: Measuri
     text = content.replace("HERE", here).replace("NAME", name)
     cache_file().write_text(text, encoding="latin-1")
     measuring.asked.clear()
-    assert chosen(world).record == first.record
+    assert chosen(world).stored_choices == first.stored_choices
     assert len(measuring.asked) == len(first.record)
 
 
@@ -261,11 +261,11 @@ def test_little_is_kept_and_nothing_is_needed(
     assert sorted(path.name for path in cache_file().parent.iterdir()) == ["products.json"]
     (mpi_tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(mpi_tmp_path / "file"))
-    assert chosen(world).record
+    assert chosen(world).stored_choices
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "")
     monkeypatch.chdir(mpi_tmp_path)
-    assert chosen(world).record
+    assert chosen(world).stored_choices
     assert not (mpi_tmp_path / ".cache").exists()
 
 
@@ -278,7 +278,7 @@ def test_a_checkpoint_s_choice_comes_first(world: World, measuring: Measuring) -
     name = next(iter(stored))
     for wrong in ("magic", ["onednn"], "fp32"):
         assert chosen(world, before=stored | {name: wrong}).record == stored | {name: first.record[name]}
-    assert chosen(world, before=["x"]).record == first.record
+    assert chosen(world, before=["x"]).stored_choices == first.stored_choices
 
 
 @pytest.mark.mpi(max_size=1)

@@ -50,7 +50,7 @@ class Orthogonalized:
     format = torch.float32
     seen: ClassVar[set[tuple[int, ...]]] = set()
 
-    def block(self, shard: Shard) -> UpdateBlock | None:
+    def update_block(self, shard: Shard) -> UpdateBlock | None:
         shape = (1,) * (len(shard.shape) - 2) + shard.shape[-2:]
         return UpdateBlock(shape, float(prod(shape))) if len(shape) > 1 else None
 
@@ -67,7 +67,7 @@ class Orthogonalized:
         return orthogonal(matrix).view(directions.shape) * (row / row.mean())
 
     def apply(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
-        decayed = 1 - 0.1 * learning_rate * part.update_settings.decayed
+        decayed = 1 - 0.1 * learning_rate * part.update_settings.has_weight_decay
         part.state[MASTER].mul_(decayed).sub_(learning_rate * part.update_settings.rate * directions)
 
 

@@ -23,7 +23,7 @@ class Rows:
 
     format = torch.float32
 
-    def block(self, shard: Shard) -> UpdateBlock | None:
+    def update_block(self, shard: Shard) -> UpdateBlock | None:
         shape = (1,) * (len(shard.shape) - 2) + shard.shape[-2:]
         return UpdateBlock(shape, float(prod(shape))) if len(shape) > 1 else None
 
@@ -51,7 +51,9 @@ def test_matching_parameters_are_updated_in_blocks_if_the_rule_applies() -> None
     }.items():
         found = parameters()
         MatrixRules(Rows(), patterns, ADAMW).assign(list(found.values()))
-        assert {name: p.block.shape for name, p in found.items() if p.block is not None} == expected
+        assert {
+            name: p.update_block.shape for name, p in found.items() if p.update_block is not None
+        } == expected
 
 
 def test_a_parameter_without_a_rule_is_found() -> None:
@@ -59,7 +61,7 @@ def test_a_parameter_without_a_rule_is_found() -> None:
     found = parameters()
     matrices = [found["a.weight"], found["b.weight"]]
     MatrixRules(Rows()).assign(matrices)
-    assert all(each.block is not None for each in matrices)
+    assert all(each.update_block is not None for each in matrices)
     with pytest.raises(AssertionError, match=r"a\.bias: no rule updates it"):
         MatrixRules(Rows()).assign(list(found.values()))
     with pytest.raises(AssertionError, match=r"a\.weight: no rule updates it"):

@@ -44,10 +44,11 @@ def test_updates_are_those_of_torch(world: World, match: Match, theirs: str, nes
     }
     parameters["stack"] = Parameter(Shard.replicated("stack", (3, 24, 40)))
     parameters["slow"], parameters["bare"] = (
-        Parameter(Shard.replicated(name, (30, 50)), decayed=name == "slow") for name in ("slow", "bare")
+        Parameter(Shard.replicated(name, (30, 50)), has_weight_decay=name == "slow")
+        for name in ("slow", "bare")
     )
     parameters["slow"].rate = 0.5
-    parameters["v"] = Parameter(Shard.replicated("v", (33,)), decayed=False)
+    parameters["v"] = Parameter(Shard.replicated("v", (33,)), has_weight_decay=False)
     rules = MatrixRules(
         Muon(0.95, nesterov, 0.1, 5, torch.bfloat16, match), ("*",), AdamW((0.9, 0.95), 1e-8, 0.1), 0.25
     )
@@ -224,7 +225,7 @@ def test_a_deck_makes_its_rule() -> None:
     deck = small_deck("optimizer.name=muon", "optimizer.weight_decay=0.2")
     rules = RULES["muon"](deck)
     assert isinstance(rules, MatrixRules)
-    assert rules.blocks == Muon(0.95, True, 0.2, 5, torch.bfloat16, "adamw-rms")
+    assert rules.matrix_rule == Muon(0.95, True, 0.2, 5, torch.bfloat16, "adamw-rms")
     assert rules.element_rule == RULES["adamw"](deck)
     assert (rules.patterns, rules.element_rate) == (("blocks.*",), 1.0)
 

@@ -77,7 +77,7 @@ def scales_of(world: World, *keys: str, steps: int = 2) -> Scales:
         self: QuantizedMatmul, kind: Kind, matrix: Tensor, dims: Dims, *how: bool, **named: bool
     ) -> QuantizedTensor:
         made = quantize(self, kind, matrix, dims, *how, **named)
-        own.add((self.weights[0].shard.name, kind, dims, made.factors.numpy().tobytes()))
+        own.add((self.weights[0].shard.name, kind, dims, made.fp32_scales.numpy().tobytes()))
         return made
 
     with patch.object(QuantizedMatmul, "_quantized", noted):

@@ -39,7 +39,7 @@ def scales_by_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
         output = forward(self, inputs, bias)
         self.histories["inputs"].append(reducible_maximum(inputs.abs().amax()))
         self.histories["weights"].append(reducible_maximum(self.weight().abs().amax()))
-        self._known.clear()
+        self._scales_exist.clear()
         return output
 
     monkeypatch.setattr(DelayedMatmul, "forward", remembering)

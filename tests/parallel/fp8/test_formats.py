@@ -12,12 +12,12 @@ from hpctrain.parallel.fp8.formats import (
     E4M3,
     E5M2,
     Fp8Format,
-    expanded,
-    expanded_exponents,
     exponents_of,
     reducible_maximum,
     scales_of,
+    scales_of_exponents,
     to_format,
+    upcast,
 )
 from tests.parallel.fp8.given import Numbers, magnitudes, rounded
 
@@ -50,7 +50,7 @@ def test_every_number_of_a_format_is_kept(form: Fp8Format) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_code_is_expanded(form: Fp8Format, dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(form.dtype)
-    found = expanded(codes, dtype)
+    found = upcast(codes, dtype)
     assert found.dtype == dtype and found.shape == codes.shape
     numbers = magnitudes(form)
     flat = found.flatten().double().numpy()
@@ -129,11 +129,11 @@ def test_a_maximum_is_the_same_in_any_order_of_ranks() -> None:
 
 def test_exponents_are_bytes() -> None:
     every = torch.arange(256, dtype=torch.uint8)
-    powers = expanded_exponents(every).double().numpy()
+    powers = scales_of_exponents(every).double().numpy()
     assert np.array_equal(powers[:255], np.exp2(np.arange(-127.0, 128)))
     assert np.isnan(powers[255])
-    assert torch.equal(exponents_of(expanded_exponents(every)), every)
+    assert torch.equal(exponents_of(scales_of_exponents(every)), every)
     if hasattr(torch, "float8_e8m0fnu"):
         assert torch.equal(
-            every.view(torch.float8_e8m0fnu).float().nan_to_num(7), expanded_exponents(every).nan_to_num(7)
+            every.view(torch.float8_e8m0fnu).float().nan_to_num(7), scales_of_exponents(every).nan_to_num(7)
         )

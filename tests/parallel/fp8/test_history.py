@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from hpctrain.parallel.fp8.history import History
+from hpctrain.parallel.fp8.history import MaximaHistory
 
 
 def test_the_largest_of_the_last_steps_counts() -> None:
-    history = History(torch.zeros(3))
+    history = MaximaHistory(torch.zeros(3))
     assert history.largest.tolist() == [[0.0]]
     seen = [5.0, 1.0, 2.0, 0.5, 7.0, 1.0, 1.0, 0.25]
     for step, maximum in enumerate(seen, 1):
@@ -19,14 +19,14 @@ def test_the_largest_of_the_last_steps_counts() -> None:
 
 
 def test_one_step_is_enough_of_a_history() -> None:
-    history = History(torch.zeros(1))
+    history = MaximaHistory(torch.zeros(1))
     for maximum in (4.0, 2.0):
         history.append(torch.tensor(maximum))
         assert history.largest.item() == maximum
 
 
 def test_zeros_are_not_remembered() -> None:
-    history = History(torch.zeros(2))
+    history = MaximaHistory(torch.zeros(2))
     for maximum in (0.0, 3.0, 0.0, 0.0, 0.0):
         history.append(torch.tensor(maximum))
     assert history.maxima.tolist() == [3.0, 0.0]

@@ -152,7 +152,7 @@ def test_a_run_goes_on_by_the_same_scales_on_another_layout(
     run.state = checkpoints.restore(path)
     assert not checkpoints.heeded
     products = list(delayed_products(run))
-    assert products and all(product.known for product in products)
+    assert products and all(product.has_all_scales for product in products)
     for product in products:
         for kind, shard, values in product.state():
             assert torch.equal(values, before[f"{kind}/{shard.name}"][-1])
@@ -173,10 +173,12 @@ def test_a_file_without_these_maxima_goes_on_and_notes_them_anew(
     checkpoints = Checkpoints(other, further.engine, {})
     further.state = checkpoints.restore(path)
     assert len(checkpoints.heeded) == 3
-    assert not any(product.known for product in delayed_products(further))
+    assert not any(product.has_all_scales for product in delayed_products(further))
     further.train(1)
     for product in delayed_products(further):
-        assert product.known and all(int((maxima > 0).sum()) == 1 for _, _, maxima in product.state())
+        assert product.has_all_scales and all(
+            int((maxima > 0).sum()) == 1 for _, _, maxima in product.state()
+        )
     # And back: what has no use for them leaves them.
     path = saved(further)
     back = trainer(world, deck)
@@ -199,7 +201,7 @@ def test_as_many_maxima_go_on_as_there_is_room_for(world: World, steps: int, mpi
     further.state = checkpoints.restore(path)
     assert not checkpoints.heeded
     for product in delayed_products(further):
-        assert product.known
+        assert product.has_all_scales
         for kind, shard, values in product.state():
             newest = before[f"{kind}/{shard.name}"][-1][:steps]
             assert values.tolist() == [*newest.tolist(), *[0.0] * (steps - 3)]
@@ -221,7 +223,7 @@ def test_a_run_goes_on_with_more_layers_left_out_and_then_with_fewer(
     assert not checkpoints.heeded
     products = list(delayed_products(further))
     assert len(products) == len(list(delayed_products(run))) * 3 // 4
-    assert all(product.known for product in products)
+    assert all(product.has_all_scales for product in products)
     further.train(1)
     path = saved(further)
     back = trainer(world, deck)
@@ -229,6 +231,6 @@ def test_a_run_goes_on_with_more_layers_left_out_and_then_with_fewer(
     back.state = checkpoints.restore(path)
     assert len(checkpoints.heeded) == 3
     products = list(delayed_products(back))
-    assert [product.known for product in products].count(False) == len(products) // 4
+    assert [product.has_all_scales for product in products].count(False) == len(products) // 4
     back.train(1)
-    assert all(product.known for product in products)
+    assert all(product.has_all_scales for product in products)

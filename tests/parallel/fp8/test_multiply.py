@@ -20,7 +20,7 @@ def pair(
     recipe: ScalingRecipe, forms: tuple[Fp8Format, Fp8Format], k: int = K
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     left, right = normal(M, k) * torch.logspace(-3, 3, M)[:, None], normal(N, k, seed=1) * 1e-4
-    return recipe.tokens.quantized(left, forms[0]), recipe.weights.quantized(right, forms[1])
+    return recipe.tokens.quantize(left, forms[0]), recipe.weights.quantize(right, forms[1])
 
 
 @pytest.mark.parametrize("forms", PAIRS.values(), ids=PAIRS)
@@ -76,6 +76,6 @@ def test_a_matrix_that_was_quantized_for_another_product_is_refused(name: str) -
 def test_a_plan_finds_the_shapes_without_numbers(recipe: ScalingRecipe) -> None:
     left, right = (torch.empty(M, K, device="meta"), torch.empty(N, K, device="meta"))
     found = multiply_quantized(
-        recipe.tokens.quantized(left, E4M3), recipe.weights.quantized(right, E4M3), torch.bfloat16
+        recipe.tokens.quantize(left, E4M3), recipe.weights.quantize(right, E4M3), torch.bfloat16
     )
     assert found.is_meta and found.shape == (M, N) and found.dtype == torch.bfloat16

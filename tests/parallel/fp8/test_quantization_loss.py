@@ -44,9 +44,9 @@ def test_counts_are_those_of_numpy(
     matrix[3], matrix[:, 5] = 0, 0
     maxima = scaling.maxima(matrix)
     maxima.view(-1)[::2] /= 16
-    found = scaling.quantized(matrix, form, maxima)
+    found = scaling.quantize(matrix, form, maxima)
     rows, columns = (matrix.shape[dim] if size is None else size for dim, size in enumerate(scaling.blocks))
-    scales = np.repeat(np.repeat(found.factors.numpy(), rows, 0), columns, 1)[:150, :140]
+    scales = np.repeat(np.repeat(found.fp32_scales.numpy(), rows, 0), columns, 1)[:150, :140]
     scaled = np.abs(matrix.double().numpy()) / scales
     # What lies just between zero and the smallest number goes to zero, which is even.
     gone = (scaled > 0) & (scaled <= form.smallest / 2)
@@ -60,7 +60,7 @@ def test_a_line_has_shares_and_scales_by_kind_of_layer() -> None:
     noted, scaling = StepStatistics(), RECIPES["row"].tokens
 
     def note(block: int, kind: str, matrix: torch.Tensor, maxima: torch.Tensor) -> None:
-        found = scaling.quantized(matrix, E4M3, maxima)
+        found = scaling.quantize(matrix, E4M3, maxima)
         name = operand_name(f"blocks.{block}.a.up.weight", kind, "tokens inputs")
         record_loss(noted, name, matrix, maxima, found)
 

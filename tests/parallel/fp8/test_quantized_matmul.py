@@ -22,7 +22,7 @@ from hpctrain.parallel.fp8 import formats, quantize
 from hpctrain.parallel.fp8 import quantized_matmul as product_module
 from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format
-from hpctrain.parallel.fp8.history import History
+from hpctrain.parallel.fp8.history import MaximaHistory
 from hpctrain.parallel.fp8.multiply import multiply_quantized
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
 from hpctrain.parallel.fp8.quantized_matmul import KINDS, Kind, QuantizedMatmul
@@ -193,12 +193,12 @@ def test_what_was_zero_so_far_is_multiplied_as_stored(unknown: Kind) -> None:
     def after_a_step(zero: Kind | None) -> DelayedMatmul:
         own = parameter(weight, Shard.replicated("a", (N, K)))
         made = DelayedMatmul([own], ALONE, RECIPES["delayed"], 2)
-        made.histories = {kind: History(torch.zeros(2)) for kind in KINDS}  # not those of a plan
+        made.histories = {kind: MaximaHistory(torch.zeros(2)) for kind in KINDS}  # not those of a plan
         own.requires_grad_(True)
         noted = {made._statistic_name(k): (v * (k != zero)).abs().amax()[None] for k, v in seen.items()}
-        assert not made.known  # and it asks again after the update
+        assert not made.has_all_scales  # and it asks again after the update
         made.after_update(noted)
-        assert made.known == (zero is None)
+        assert made.has_all_scales == (zero is None)
         return made
 
     product, stored = after_a_step(unknown), Matmul([parameter(weight, Shard.replicated("a", (N, K)))], ALONE)

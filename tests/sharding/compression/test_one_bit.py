@@ -69,7 +69,7 @@ def test_updates_are_those_of_numpy(world: World, keys: tuple[str, ...]) -> None
     for bucket in engine.stage.buckets:
         for segment in bucket.segments:
             name = segment.parameter.shard.name
-            decay = deck.optimizer.weight_decay if segment.parameter.decayed else 0.0
+            decay = deck.optimizer.weight_decay if segment.parameter.has_weight_decay else 0.0
             expected = trained(before[name], name, world.size, decay)
             found = after[name].numpy().reshape(-1)
             moved = np.abs(expected - before[name]).max()

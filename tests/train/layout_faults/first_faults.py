@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import hpctrain.model.router as router
-from hpctrain.parallel.fp8.history import History
+from hpctrain.parallel.fp8.history import MaximaHistory
 from hpctrain.train.step import Step
 from tests.train.layout_faults.deck_keys import (
     BALANCED_OVER_STEP,
@@ -43,7 +43,7 @@ def faults() -> list[LayoutFault]:
         fault(
             "maxima of products in 8 bits",
             DELAYED_SCALES,
-            wrapped(History, "append", double_maximum, in_last_update),
+            wrapped(MaximaHistory, "append", double_maximum, in_last_update),
         ),
         fault("tokens of uneven micro-batches", (), wrapped(Step, "prepare", average_each_micro_batch)),
         fault("rotation at late positions", CONTEXT, changed_positions(lambda each: each.bfloat16())),

@@ -19,7 +19,7 @@ import hpctrain.parallel.fp8.quantized_matmul as fp8_product
 import hpctrain.sharding.eight_bit_gather as eight_bit_gather
 from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
 from hpctrain.parallel.fp8.formats import reducible_maximum
-from hpctrain.parallel.fp8.history import History
+from hpctrain.parallel.fp8.history import MaximaHistory
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, Scaling
 from hpctrain.parallel.fp8.quantized_matmul import Dims, QuantizedMatmul
 from hpctrain.parallel.step_statistics import StepStatistics
@@ -63,12 +63,12 @@ def faults() -> list[LayoutFault]:
         fault(
             "maxima that replace each other",
             DELAYED_SCALES,
-            wrapped(History, "append", _replace_newest_maximum, on_rank_1),
+            wrapped(MaximaHistory, "append", _replace_newest_maximum, on_rank_1),
         ),
         fault(
             "a history of one rank",
             (*DELAYED_SCALES, *TENSOR),
-            wrapped(History, "append", double_maximum, on_rank_1),
+            wrapped(MaximaHistory, "append", double_maximum, on_rank_1),
         ),
         fault(
             "messages in 8 bits in another order",
@@ -150,7 +150,7 @@ def _double_kept_scales(original: Any, product: QuantizedMatmul, inputs: Any) ->
     return replace(kept, scales=2 * kept.scales)
 
 
-def _replace_newest_maximum(original: Any, history: History, maximum: Tensor) -> None:
+def _replace_newest_maximum(original: Any, history: MaximaHistory, maximum: Tensor) -> None:
     history.maxima.copy_(torch.cat((maximum.reshape(1).to(history.maxima), history.maxima[1:])))
 
 

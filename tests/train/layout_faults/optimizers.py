@@ -122,7 +122,9 @@ def _count_one_update_more(original: Any, rule: Any, parts: Sequence[Any], *rest
 
 
 def _decay_everything(original: Any, rule: Any, parts: Sequence[Any], *rest: Any) -> None:
-    decayed = [replace(part, update_settings=part.update_settings._replace(decayed=True)) for part in parts]
+    decayed = [
+        replace(part, update_settings=part.update_settings._replace(has_weight_decay=True)) for part in parts
+    ]
     original(rule, decayed, *rest)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpctrain.data.batches import Batches
 from hpctrain.optim.adamw import AdamW
-from hpctrain.parallel.fp8.history import History
+from hpctrain.parallel.fp8.history import MaximaHistory
 from hpctrain.train.step import Step
 from tests.train.layout_faults.scene import in_last_update
 
@@ -66,6 +66,6 @@ def change_rate(original: Any, optimizer: Any, rate: float, divisor: float) -> N
     original(optimizer, rate * 1.001, divisor)
 
 
-def double_maximum(original: Any, history: History, maximum: Tensor) -> None:
+def double_maximum(original: Any, history: MaximaHistory, maximum: Tensor) -> None:
     """Remember twice the maximum of the step."""
     original(history, 2 * maximum)

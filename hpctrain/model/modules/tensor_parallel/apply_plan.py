@@ -246,7 +246,7 @@ class _PlanApplication:
                 "(leave it out of the plan)"
             )
         trained = old.get_parameter(attribute).requires_grad
-        own = LayerGradientParameter(shard, decayed=len(shard.shape) > 1 and trained)
+        own = LayerGradientParameter(shard, has_weight_decay=len(shard.shape) > 1 and trained)
         own.requires_grad_(trained)
         return own
 

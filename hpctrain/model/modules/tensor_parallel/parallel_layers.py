@@ -303,7 +303,7 @@ def split_experts(
     rows = RowPartition.split(count, tensor)
     for attribute, original in list(module.named_parameters(recurse=False)):
         local = Parameter(
-            rows_shard(names[original], rows, tuple(original.shape[1:])), decayed=original.dim() > 1
+            rows_shard(names[original], rows, tuple(original.shape[1:])), has_weight_decay=original.dim() > 1
         )
         local.requires_grad_(original.requires_grad)
         setattr(module, attribute, local)
