@@ -139,7 +139,7 @@ def test_a_bucket_is_gathered_in_its_own_format_until_all_scales_are_known(world
         each.train(2)
         product = next(iter(delayed_products(each)))
         product.histories["gradients"].maxima.zero_()
-        product._known.clear()
+        product._scales_exist.clear()
         assert not product.has_all_scales
     assert told(run.train(2)) == told(plain.train(2))
     assert_same_maxima(plain, run)

@@ -90,7 +90,7 @@ def test_one_rank_counts_each_slice_and_copies_are_numbered(kind: str, zero: int
             copies.setdefault((stage, piece, slice_of), []).append(own.holder_position(True))
         assert own.holders.size == {"norm": 4, "shared keys": 2}.get(kind, 1)
         assert own.partial == (kind in {"norm", "shared keys"})
-        assert (own.ends is not None) == (kind == "tied")
+        assert (own.tied_pipeline is not None) == (kind == "tied")
     # Each piece has an owner of each of its slices, on each stage that has it.
     pieces = {"matrix": 4, "norm": 1, "shared keys": 2, "tied": 4, "experts": 8}[kind]
     assert len(counted) == (1 if kind == "tied" else 2) * pieces * (2 if kind == "experts" else 4) // parts
@@ -105,7 +105,7 @@ def test_experts_are_summed_over_all_ranks_of_a_stage_that_hold_them() -> None:
         own = answers.of(shards(place)["experts"][0])
         assert own.sharding.group.axes == ("expert_data",)
         assert own.pieces is not None and own.pieces.axes == ("expert_tensor",)
-        assert own.ends is None
+        assert own.tied_pipeline is None
         dense = answers.of(Shard.replicated("w", (8,)))
         assert dense.sharding is not own.sharding
         other = Shard("f", (8,), (0,), (4,), frozenset({"expert", "expert_tensor"}))

@@ -146,17 +146,17 @@ def test_what_was_measured_is_kept_for_such_processors(
     world: World, measuring: Measuring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = chosen(world)
-    assert "measured" in first.why
+    assert "measured" in first.note
     assert list(read_cache()) == [processor_identity()]
     measuring.seconds = {}
     again = chosen(world)
-    assert (again.record, again.why) == (first.record, f"from {cache_file()}")
+    assert (again.stored_choices, again.note) == (first.stored_choices, f"from {cache_file()}")
     # What is missing is measured, and what another processor has does not count.
     more = chosen(world, "model.mlp=80")
-    assert more.why == f"from {cache_file()} and {more.why.split(' and ')[1]}"
+    assert more.note == f"from {cache_file()} and {more.note.split(' and ')[1]}"
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     other = chosen(world)
-    assert set(other.record.values()) == {"library"} != set(first.record.values())
+    assert set(other.stored_choices.values()) == {"library"} != set(first.stored_choices.values())
     assert len(read_cache()) == 2
 
 
@@ -171,8 +171,8 @@ def test_what_was_measured_in_another_way_is_measured_again(
     assert read_cache() == {}
     measuring.seconds = {}
     again = chosen(world)
-    assert "measured" in again.why
-    assert set(again.record.values()) == {"library"} != set(first.record.values())
+    assert "measured" in again.note
+    assert set(again.stored_choices.values()) == {"library"} != set(first.stored_choices.values())
     with monkeypatch.context() as other:
         other.setattr("hpctrain.parallel.kernels.choice_cache.MEASUREMENT", "measured otherwise")
         measuring.seconds = QUICK_FORWARD
@@ -240,13 +240,13 @@ def test_what_was_found_goes_with_a_deck() -> None:
 @pytest.mark.mpi(max_size=1)
 def test_what_cannot_have_been_kept_is_measured(world: World, measuring: Measuring, content: str) -> None:
     first = chosen(world)
-    name = next(iter(first.record))
+    name = next(iter(first.stored_choices))
     here = f"{processor_identity()}; {MEASUREMENT}"
     text = content.replace("HERE", here).replace("NAME", name)
     cache_file().write_text(text, encoding="latin-1")
     measuring.asked.clear()
     assert chosen(world).stored_choices == first.stored_choices
-    assert len(measuring.asked) == len(first.record)
+    assert len(measuring.asked) == len(first.stored_choices)
 
 
 @pytest.mark.mpi(max_size=1)
@@ -272,12 +272,14 @@ def test_little_is_kept_and_nothing_is_needed(
 @pytest.mark.mpi(max_size=1)
 def test_a_checkpoint_s_choice_comes_first(world: World, measuring: Measuring) -> None:
     first = chosen(world)
-    stored = dict.fromkeys(first.record, "library")
+    stored = dict.fromkeys(first.stored_choices, "library")
     again = chosen(world, before=stored)
-    assert (again.record, again.why) == (stored, "as before")
+    assert (again.stored_choices, again.note) == (stored, "as before")
     name = next(iter(stored))
     for wrong in ("magic", ["onednn"], "fp32"):
-        assert chosen(world, before=stored | {name: wrong}).record == stored | {name: first.record[name]}
+        assert chosen(world, before=stored | {name: wrong}).stored_choices == stored | {
+            name: first.stored_choices[name]
+        }
     assert chosen(world, before=["x"]).stored_choices == first.stored_choices
 
 

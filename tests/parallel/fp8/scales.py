@@ -71,7 +71,7 @@ def _exponent(maximum: Tensor) -> Tensor:
 def scales_of(world: World, *keys: str, steps: int = 2) -> Scales:
     """All scales that all ranks quantize by in steps from the start. Collective."""
     own: Scales = set()
-    quantize = QuantizedMatmul._quantized
+    quantize = QuantizedMatmul._quantize
 
     def noted(
         self: QuantizedMatmul, kind: Kind, matrix: Tensor, dims: Dims, *how: bool, **named: bool
@@ -80,7 +80,7 @@ def scales_of(world: World, *keys: str, steps: int = 2) -> Scales:
         own.add((self.weights[0].shard.name, kind, dims, made.fp32_scales.numpy().tobytes()))
         return made
 
-    with patch.object(QuantizedMatmul, "_quantized", noted):
+    with patch.object(QuantizedMatmul, "_quantize", noted):
         run = trainer(world, small_deck(*KEYS, *keys))
         run.train(steps)
     return set().union(*world.everyone.all_gather_object(own))

@@ -158,7 +158,7 @@ def test_a_transposed_operand_made_of_the_quantized_one_is_found(
 ) -> None:
     if name == "block" and kind == "weights":
         pytest.skip("blocks of 128 x 128 are the same transposed: quantizing twice is quantizing once")
-    quantize = QuantizedMatmul._quantized
+    quantize = QuantizedMatmul._quantize
 
     def twice(
         self: QuantizedMatmul,
@@ -174,7 +174,7 @@ def test_a_transposed_operand_made_of_the_quantized_one_is_found(
             matrix = quantize(self, of, matrix.t(), (dims[1], dims[0])).dequantized().t()
         return quantize(self, of, matrix, dims, in_pieces, transposed)
 
-    monkeypatch.setattr(QuantizedMatmul, "_quantized", twice)
+    monkeypatch.setattr(QuantizedMatmul, "_quantize", twice)
     assert not operands_are_of_high_precision(name, monkeypatch.setattr)
 
 

@@ -29,7 +29,10 @@ def test_ranks_that_look_alike_have_as_many_blocks(zero: int) -> None:
         for bucket in step_of(keys, rank)[0].stage.buckets:
             for segment in bucket.layout.segments:
                 first, last = max(segment.start, bucket.owned_slice.start), segment.start + segment.length
-                elements, block = max(0, min(last, bucket.owned_slice.stop) - first), segment.parameter.block
+                elements, block = (
+                    max(0, min(last, bucket.owned_slice.stop) - first),
+                    segment.parameter.update_block,
+                )
                 own.append(0 if block is None else elements // block.elements(segment.parameter.shard))
         counts.append(tuple(own))
     looks = Shares(*step_of(keys, 0)).looks(np.arange(RANKS)).tolist()

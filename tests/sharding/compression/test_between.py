@@ -188,4 +188,4 @@ def test_stages_that_are_split_differently_are_refused(world: World, monkeypatch
 
 def test_the_rank_with_the_least_work_takes_the_next_turn() -> None:
     nodes = NodePeers(Mock(size=2), Mock())
-    assert [nodes.turn(elements) for elements in (10, 4, 4, 4, 1)] == [0, 1, 1, 1, 0]
+    assert [nodes.assign_rank(elements) for elements in (10, 4, 4, 4, 1)] == [0, 1, 1, 1, 0]

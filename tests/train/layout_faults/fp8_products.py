@@ -53,7 +53,7 @@ def faults() -> list[LayoutFault]:
         fault(
             "gradients in another format",
             ONE_SCALE,
-            wrapped(QuantizedMatmul, "_quantized", _quantize_gradients_as_e4m3, on_rank_1),
+            wrapped(QuantizedMatmul, "_quantize", _quantize_gradients_as_e4m3, on_rank_1),
         ),
         fault(
             "maxima of the third micro-batch",
