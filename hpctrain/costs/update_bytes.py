@@ -35,7 +35,7 @@ def _offloaded_bytes(optimizer: OffloadedOptimizer) -> int:
 @update_bytes.register
 def _matrix_bytes(optimizer: MatrixOptimizer) -> int:
     """Return the bytes of gathered matrices, directions and fp32 gradients."""
-    rule = optimizer.rules.blocks
+    rule = optimizer.rules.matrix_rule
     gathered: list[int] = [
         (each.part.stop - each.part.start) * rule.format.itemsize for each in optimizer.replicated
     ]
@@ -49,7 +49,7 @@ def _matrix_bytes(optimizer: MatrixOptimizer) -> int:
 
 def _parameter_bytes(matrices: LocalMatrices, rule: MatrixRule) -> int:
     """Return the bytes for the update of one matrix of a parameter, without those of an exchange."""
-    block = matrices.segment.parameter.block
+    block = matrices.segment.parameter.update_block
     assert block is not None
     if not matrices.count or not matrices.segment.parameter.requires_grad:
         return 0

@@ -50,15 +50,17 @@ class MatrixOptimizer(Optimizer):
                     self.ranges.append(ElementRange(bucket, part, each.update_settings, state))
                     continue
                 segments = _segments_within(bucket, each)
-                parameters = [LocalMatrices.of(rules.blocks, bucket, segment, master) for segment in segments]
+                parameters = [
+                    LocalMatrices.of(rules.matrix_rule, bucket, segment, master) for segment in segments
+                ]
                 self.parameters += parameters
                 trained = [every for every in parameters if every.segment.parameter.requires_grad]
                 if trained and all(every.is_replicated for every in trained):
-                    self.replicated.append(ReplicatedMatrices(rules.blocks, bucket, each, trained))
+                    self.replicated.append(ReplicatedMatrices(rules.matrix_rule, bucket, each, trained))
                 else:
                     updated_alone += trained
         self._updated_alone = [each for each in updated_alone if not each.is_exchanged]
-        self.exchanged = ExchangedMatrices.all_of(rules.blocks, updated_alone)
+        self.exchanged = ExchangedMatrices.all_of(rules.matrix_rule, updated_alone)
 
     @override
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
@@ -67,7 +69,7 @@ class MatrixOptimizer(Optimizer):
             element_rate = learning_rate * self.rules.element_rate
             self._update_elements(self.rules.element_rule, element_rate, gradient_divisor)
         for parameter in self._updated_alone:
-            parameter.update(self.rules.blocks, updates, learning_rate, gradient_divisor)
+            parameter.update(self.rules.matrix_rule, updates, learning_rate, gradient_divisor)
         for exchanged in self.exchanged:
             exchanged.update(updates, learning_rate, gradient_divisor)
         self._update_replicated(lambda each: each.start(updates, gradient_divisor), learning_rate)
@@ -102,7 +104,7 @@ class MatrixOptimizer(Optimizer):
     def rehearse(self) -> None:
         for parameter in self.parameters:
             if parameter.segment.parameter.requires_grad:
-                parameter.rehearse(self.rules.blocks)
+                parameter.rehearse(self.rules.matrix_rule)
         for exchanged in self.exchanged:
             exchanged.exchange.rehearse()
         self._update_replicated(ReplicatedMatrices.rehearse, 0.0)
