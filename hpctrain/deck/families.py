@@ -25,6 +25,44 @@ _GEMMA = ModelType(
     fixed={"use_bidirectional_attention": (None, None), "hidden_activation": (None, None)},
     scored="GemmaForSequenceClassification",
 )
+_GEMMA2 = ModelType(
+    architecture="Gemma2ForCausalLM",
+    model_type="gemma2",
+    sizes=(256000, 8192, 2304, 26, 8, 9216),
+    key_value_heads=4,
+    head_size=256,
+    tied=True,
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    layers=(
+        ("model.layers.{}.post_attention_layernorm", "blocks.{}.attention_output_norm"),
+        ("model.layers.{}.pre_feedforward_layernorm", "blocks.{}.feed_forward_norm"),
+        ("model.layers.{}.post_feedforward_layernorm", "blocks.{}.feed_forward_output_norm"),
+    ),
+    keys=(
+        ConfigKey("query_pre_attn_scalar", "attention_scale", 256, "inverse_root"),
+        ConfigKey("final_logit_softcapping", "logit_cap", 30.0, "cap"),
+        ConfigKey("attn_logit_softcapping", "attention_cap", 50.0, "cap"),
+    ),
+    fixed={"use_bidirectional_attention": (None, None)},
+    windows=WindowKeys(4096, typed=True, full_every=2),
+    scored="Gemma2ForSequenceClassification",
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    architecture="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    sizes=(262208, 131072, 2304, 26, 8, 9216),
+    rope_base=1_000_000.0,
+    keys=(
+        _GEMMA2.keys[0],
+        *(replace(key, default=None) for key in _GEMMA2.keys[1:]),
+    ),
+    fixed={"use_bidirectional_attention": (False, False)},
+    windows=WindowKeys(4096, typed=True, full_every=6, pattern_key="sliding_window_pattern"),
+    local_rope=True,
+    rope_local_base=10_000.0,
+    scored="Gemma3TextForSequenceClassification",
+)
 _OLMO = ModelType(
     architecture="OlmoForCausalLM",
     model_type="olmo",
@@ -42,6 +80,15 @@ _OLMO2 = ModelType(
         ("model.layers.{}.post_feedforward_layernorm", "blocks.{}.feed_forward_output_norm"),
     ),
     scored="Olmo2ForSequenceClassification",
+)
+_OLMO3 = replace(
+    _OLMO2,
+    architecture="Olmo3ForCausalLM",
+    model_type="olmo3",
+    rope_base=500_000.0,
+    windows=WindowKeys(4096, typed=True, full_every=4),
+    local_rope=True,
+    scored="Olmo3ForSequenceClassification",
 )
 _GRANITE = ModelType(
     architecture="GraniteForCausalLM",
@@ -370,6 +417,66 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 },
             },
         ),
+        "gemma2": Family(
+            defaults=FamilyDefaults(
+                norm_weight="one_plus",
+                norm_placement="both",
+                activation="geglu",
+                windows=(4096, 0),
+                attention_cap=50.0,
+                logit_cap=30.0,
+                scaled_embedding=True,
+                tied=True,
+            ),
+            model_types=(_GEMMA2,),
+            presets={
+                f"gemma2-{name}": {
+                    "source": "Gemma 2: Gemma Team 2024, arXiv 2408.00118",
+                    "sequence": 8192,
+                    "model": _model(*sizes, 256000, 1e-6, head_size=head, attention_scale=scalar**-0.5),
+                }
+                for name, sizes, head, scalar in (
+                    ("2b", (26, 2304, 8, 4, 9216), 256, 256),
+                    ("9b", (42, 3584, 16, 8, 14336), 256, 256),
+                    ("27b", (46, 4608, 32, 16, 36864), 128, 144),
+                )
+            },
+        ),
+        "gemma3": Family(
+            defaults=FamilyDefaults(
+                norm_weight="one_plus",
+                norm_placement="both",
+                query_key_norm="head",
+                activation="geglu",
+                windows=(1024, 1024, 1024, 1024, 1024, 0),
+                scaled_embedding=True,
+                tied=True,
+            ),
+            model_types=(_GEMMA3,),
+            presets={
+                f"gemma3-{name}": {
+                    "source": "Gemma 3: Gemma Team 2025, arXiv 2503.19786",
+                    "sequence": 32768,
+                    "model": _model(
+                        *sizes,
+                        vocabulary,
+                        1e-6,
+                        head_size=head,
+                        attention_scale=scalar**-0.5,
+                        windows=(window,) * 5 + (0,),
+                        rope_base=1e6,
+                        rope_local_base=1e4,
+                    ),
+                }
+                for name, sizes, vocabulary, head, scalar, window in (
+                    ("270m", (18, 640, 4, 1, 2048), 262144, 256, 256, 512),
+                    ("1b", (26, 1152, 4, 1, 6912), 262144, 256, 256, 512),
+                    ("4b", (34, 2560, 8, 4, 10240), 262208, 256, 256, 1024),
+                    ("12b", (48, 3840, 16, 8, 15360), 262208, 256, 256, 1024),
+                    ("27b", (62, 5376, 32, 16, 21504), 262208, 128, 168, 1024),
+                )
+            },
+        ),
         "olmo": Family(
             defaults=FamilyDefaults(norm="layer", norm_weight="none"),
             model_types=(_OLMO,),
@@ -399,6 +506,23 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     "1b": (16, 2048, 16, 16, 8192),
                     "7b": (32, 4096, 32, 32, 11008),
                     "13b": (40, 5120, 40, 40, 13824),
+                    "32b": (64, 5120, 40, 8, 27648),
+                }.items()
+            },
+        ),
+        "olmo3": Family(
+            defaults=FamilyDefaults(
+                norm_placement="after", query_key_norm="all", windows=(4096, 4096, 4096, 0)
+            ),
+            model_types=(_OLMO3,),
+            presets={
+                f"olmo3-{name}": {
+                    "source": "OLMo 3: Team Olmo 2025, huggingface.co/allenai",
+                    "sequence": 8192,
+                    "model": _model(*sizes, 100278, 1e-6, rope_base=5e5),
+                }
+                for name, sizes in {
+                    "7b": (32, 4096, 32, 32, 11008),
                     "32b": (64, 5120, 40, 8, 27648),
                 }.items()
             },
@@ -498,6 +622,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 tied=True,
             ),
             model_types=(_STARCODER2,),
+            presets={
+                f"starcoder2-{name}": {
+                    "source": "StarCoder 2: Lozhkov et al. 2024, arXiv 2402.19173",
+                    "sequence": 16384,
+                    "model": _model(*sizes, 49152, 1e-5, rope_base=base, windows=(4096,), tied=name != "15b"),
+                }
+                for name, sizes, base in (
+                    ("3b", (30, 3072, 24, 2, 12288), 1e6),
+                    ("7b", (32, 4608, 36, 4, 18432), 1e6),
+                    ("15b", (40, 6144, 48, 4, 24576), 1e5),
+                )
+            },
         ),
         "cohere": Family(
             defaults=FamilyDefaults(
@@ -543,6 +679,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             defaults=FamilyDefaults(),
             model_types=(_PHI3,),
             presets={
+                "phi-3-mini": {
+                    "source": "Phi-3: Abdin et al. 2024, arXiv 2404.14219",
+                    "sequence": 4096,
+                    "model": _model(32, 3072, 32, 32, 8192, 32064, 1e-5, windows=(2047,)),
+                },
                 "phi-3-medium": {
                     "source": "Phi-3: Abdin et al. 2024, arXiv 2404.14219",
                     "sequence": 4096,

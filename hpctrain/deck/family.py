@@ -170,6 +170,8 @@ class ModelType:
         windows: How a config.json says which layers have a window; None if no layer may have one.
         mixture: Mixtures of experts, which all its models have; None for dense models.
         always: Fields of a ModelShape that all its models have, beside the defaults of the family.
+        local_rope: True if layers with windows have rotary positions of their own in a config.json.
+        rope_local_base: Default of `rope_local_base_freq`; None for the base of the other layers.
     """
 
     architecture: str
@@ -196,6 +198,8 @@ class ModelType:
     windows: WindowKeys | None = None
     mixture: MixtureFiles | None = None
     always: Mapping[str, Any] = field(default_factory=lambda: _NONE)
+    local_rope: bool = False
+    rope_local_base: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

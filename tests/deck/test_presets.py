@@ -89,6 +89,8 @@ def llama_parameters(preset: Preset, chosen: int | None = None) -> int:
         ("smollm2-360m", 361_821_120),
         ("smollm2-1.7b", 1_711_376_384),
         ("mistral-7b", 7_248_023_552),
+        ("mistral-7b-v0.1", 7_241_732_096),
+        ("ministral-8b", 8_019_808_256),
         ("mistral-12b", 12_247_782_400),
         ("mistral-24b", 23_572_403_200),
         ("yi-6b", 6_061_035_520),
@@ -96,6 +98,20 @@ def llama_parameters(preset: Preset, chosen: int | None = None) -> int:
         ("deepseek-7b", 6_910_365_696),
         ("gemma-2b", 2_506_172_416),
         ("gemma-7b", 8_537_680_896),
+        ("gemma2-2b", 2_614_341_888),
+        ("gemma2-9b", 9_241_705_984),
+        ("gemma2-27b", 27_227_128_320),
+        ("gemma3-270m", 268_098_176),
+        ("gemma3-1b", 999_885_952),
+        ("gemma3-4b", 3_880_263_168),
+        ("gemma3-12b", 11_766_034_176),
+        ("gemma3-27b", 27_009_346_304),
+        ("olmo3-7b", 7_298_011_136),
+        ("olmo3-32b", 32_233_522_176),
+        ("starcoder2-3b", 3_030_371_328),
+        ("starcoder2-7b", 7_173_923_840),
+        ("starcoder2-15b", 15_957_889_024),
+        ("phi-3-mini", 3_821_079_552),
         ("olmo-1b", 1_176_764_416),
         ("olmo-7b", 6_888_095_744),
         ("olmo2-1b", 1_484_916_736),
@@ -187,7 +203,8 @@ def test_a_preset_fills_the_model_and_the_sequence(name: PresetName) -> None:
     )
     preset = presets()[name]
     assert deck.batch.sequence == preset.sequence
-    assert {key: deck.value(f"model.{key}") for key in preset.model} == preset.model
+    own = {key: tuple(value) if isinstance(value, list) else value for key, value in preset.model.items()}
+    assert {key: deck.value(f"model.{key}") for key in own} == own
     for table, keys in preset.tables.items():
         assert {key: deck.value(f"model.{table}.{key}") for key in keys} == keys
 

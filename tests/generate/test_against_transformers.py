@@ -81,7 +81,7 @@ def test_greedy_text_is_that_of_transformers(world: World, mpi_tmp_path: Path, f
     "family",
     [
         *("gemma", "olmo2", "granite", "neox", "cohere", "glm4", "smollm3"),
-        *("llama-mistral-window", "llama-ministral", "phi3-window"),
+        *("llama-mistral-window", "llama-ministral", "phi3-window", "gemma2-capped", "gemma3", "olmo3"),
     ],
 )
 @pytest.mark.parametrize("by", ["torch", "compiled"])
@@ -89,7 +89,9 @@ def test_greedy_text_of_families_is_that_of_transformers(
     world: World, mpi_tmp_path: Path, family: str, by: str
 ) -> None:
     functions = TORCH if by == "torch" else CompiledFunctions(open_library(compile_functions()))
-    model = reference(family, max_position_embeddings=40)
+    # Norms of outputs keep the prompt's last token in what is predicted by tied embeddings.
+    untied = {"tie_word_embeddings": False} if family.startswith(("gemma2", "gemma3")) else {}
+    model = reference(family, max_position_embeddings=40, **untied)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.4)

@@ -43,6 +43,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "model.rotary_fraction=0.5",
         "model.head_size=8",
     ),
+    "gemma3": (
+        *LLAMA,
+        "model.family=gemma3",
+        "model.windows=[4, 0]",
+        "model.head_size=6",
+        "model.rope_local_base=300",
+    ),
     "windows": (*LLAMA, "model.windows=[5, 0]", "model.head_size=6", "model.query_key_norm=head"),
     "one-window": (*LLAMA, "model.windows=[7]", "model.rope_local_base=300"),
     "capped": (*LLAMA, "model.windows=[0, 3]", "model.attention_cap=0.5", "model.rope_local_base=300"),

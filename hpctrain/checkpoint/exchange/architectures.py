@@ -85,6 +85,10 @@ class HuggingFaceArchitecture:
     """How a config says which layers have a window; None if no layer may have one."""
     shared_width: Size | None = None
     """Key of the inner width of all shared experts, and its value where it is not there."""
+    local_rope: bool = False
+    """Whether layers with windows have rotary positions of their own in a config."""
+    rope_local_base: float | None = None
+    """Value of `rope_local_base_freq` where it is not there; None for the base of the other layers."""
     head: Head = "vocabulary"
     hidden_act: tuple[str, str] = ("hidden_act", "silu")
     """The key of a config that names the activation, and its value where it is not there."""
@@ -528,6 +532,8 @@ def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
         normalizes=None if mixture is None else mixture.normalizes,
         scale=None if mixture is None else mixture.scale,
         shared_width=None if mixture is None else mixture.shared_width,
+        local_rope=row.local_rope,
+        rope_local_base=row.rope_local_base,
     )
 
 

@@ -7,7 +7,12 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES, SCORED, HuggingFaceArchitecture
-from hpctrain.checkpoint.exchange.rope_parameters import RopeParametersReader, rope_config
+from hpctrain.checkpoint.exchange.rope_parameters import (
+    RopeParametersReader,
+    local_rope_config,
+    of_layer_type,
+    rope_config,
+)
 from hpctrain.deck.activations import imported_activation
 from hpctrain.deck.families import FAMILIES
 from hpctrain.deck.family import AttentionBias, ConfigKey
@@ -20,7 +25,6 @@ from hpctrain.model.shape import EXPERT_KEYS, ModelShape
 from hpctrain.text import either
 
 Config = Mapping[str, Any]
-
 _Value = TypeVar("_Value")
 
 _NONE: Config = MappingProxyType({})
@@ -74,6 +78,7 @@ class _Reading:
         if architecture.rotary:
             sizes |= self.rotary_positions(sizes)
             sizes["windows"] = self.windows(sizes["layers"])
+            sizes["rope_local_base"] = self.local_base(sizes)
         if architecture.mixture:
             sizes |= self.mixture(sizes)
         if "attention_bias" not in {key.own for key in architecture.keys}:
@@ -158,7 +163,8 @@ class _Reading:
         """Return our keys of rotary positions: their base, and the scaling of their frequencies."""
         architecture = self.architecture
         fraction = FAMILIES[architecture.family].defaults.rotary_fraction if architecture.partial else None
-        reader = RopeParametersReader(self.config, architecture.rope_base, fraction)
+        config = of_layer_type(self.config, _FULL) if architecture.local_rope else self.config
+        reader = RopeParametersReader(config, architecture.rope_base, fraction)
         head_size = sizes.get("head_size", sizes["hidden"] // sizes["heads"])
         base, scaling = reader.read(sizes["sequence"], head_size)
         for problem in reader.problems:
@@ -167,6 +173,27 @@ class _Reading:
         if reader.fraction < 1 and (rotated % 2 or not rotated):
             self.problem("partial_rotary_factor", reader.fraction, "must give an even number of features")
         return {"rope_base": base, "rope_scaling": scaling, "rotary_fraction": reader.fraction}
+
+    def local_base(self, sizes: Mapping[str, Any]) -> float | None:
+        """Return the base of the rotary positions of layers with windows; None for those of other layers."""
+        architecture, base, scaling = self.architecture, sizes["rope_base"], sizes["rope_scaling"]
+        if not architecture.local_rope or not sizes["windows"]:
+            return None
+        config, others = of_layer_type(self.config, _SLIDING), ["rope_theta", "rope_scaling"]
+        usual = self.number("rope_local_base_freq", architecture.rope_local_base or base)
+        if config is self.config:  # older files scale the positions of other layers alone
+            others.append("rope_parameters")
+        reader = RopeParametersReader({**config, **dict.fromkeys(others)}, usual)
+        head_size = sizes.get("head_size", sizes["hidden"] // sizes["heads"])
+        local, of_local = reader.read(sizes["sequence"], head_size)
+        for problem in reader.problems:
+            self.problem(*problem)
+        if (local, of_local) == (base, scaling):
+            return None
+        if of_local is not None:
+            told = "unsupported: positions of layers with a window are scaled only like those of other layers"
+            self.problem("rope_parameters: sliding_attention", self.config["rope_parameters"], told)
+        return local
 
     def pattern(self, key: ConfigKey) -> tuple[bool, ...]:
         """Return the shortest pattern of flags that gives the list of all layers."""
@@ -214,7 +241,8 @@ class _Reading:
             slides = [kind == _SLIDING for kind in kinds]
         if size is None and kinds is not None and any(slides):
             self.problem("layer_types", kinds, "requires sliding_window")
-        return _shortest([size if slide and size else 0 for slide in slides])
+        windows = [size if slide and size else 0 for slide in slides]
+        return shortest_pattern(windows) if any(windows) else ()
 
     def refuse_windows(self) -> None:
         """Report windows of an architecture that has none."""
@@ -301,11 +329,6 @@ def shortest_pattern(values: Sequence[_Value]) -> tuple[_Value, ...]:
     return tuple(values[:period])
 
 
-def _shortest(values: Sequence[int]) -> tuple[int, ...]:
-    """Return the shortest pattern whose repetition gives the values; () if all are 0."""
-    return shortest_pattern(values) if any(values) else ()
-
-
 def config_of(shape: ModelShape, dtype: str, imported: Config = _NONE) -> dict[str, Any]:
     """Return the config.json of a model without ids of tokens.
 
@@ -339,7 +362,10 @@ def config_of(shape: ModelShape, dtype: str, imported: Config = _NONE) -> dict[s
         own |= {"num_key_value_heads": shape.key_value_heads, "head_dim": shape.head_size}
     if architecture.rotary:
         fraction = shape.rotary_fraction if architecture.partial else None
-        own |= rope_config(shape.rope_base, shape.rope_scaling, fraction)
+        if architecture.local_rope:
+            own |= local_rope_config(shape.rope_base, shape.rope_scaling, shape.rope_local_base)
+        else:
+            own |= rope_config(shape.rope_base, shape.rope_scaling, fraction)
     own |= _window_keys(shape, architecture)
     own |= _mixture_keys(shape, architecture)
     if len(architecture.attention_biases) > 1 and "attention_bias" not in [k.own for k in architecture.keys]:
@@ -393,7 +419,7 @@ def _window_keys(shape: ModelShape, architecture: HuggingFaceArchitecture) -> di
     if keys is None:
         return {}
     windows = [shape.window(layer) for layer in range(shape.layers)]
-    found: dict[str, Any] = {"sliding_window": max(windows) or None}
+    found: dict[str, Any] = {"sliding_window": max(windows) or (keys.size if keys.full_every else None)}
     if keys.switched:
         found["use_sliding_window"] = any(windows)
     if keys.typed and (any(windows) or keys.full_every):
@@ -493,6 +519,8 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
             yield "windows", "requires windows of one size"
         elif len(sizes) > 1 and not architecture.windows.typed:
             yield "windows", "requires a window in all layers or in none"
+    if shape.rope_local_base is not None and not architecture.local_rope:
+        yield "rope_local_base", "requires none"
     if shape.attention_bias not in architecture.attention_biases:
         supported = either(map(toml_value, architecture.attention_biases))
         yield "attention_bias", f"requires {supported}"

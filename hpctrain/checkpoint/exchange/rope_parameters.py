@@ -200,6 +200,28 @@ def rope_config(base: float, scaling: RopeScaling | None, fraction: float | None
     return keys
 
 
+def local_rope_config(base: float, scaling: RopeScaling | None, local_base: float | None) -> dict[str, Any]:
+    """Return the keys of a config.json whose layers with windows have rotary positions of their own.
+
+    Args:
+        base: Base of the frequencies of layers without a window.
+        scaling: Scaling of these frequencies; None if they are not scaled.
+        local_base: Base of the frequencies of layers with a window; None for those of the other layers.
+    """
+    keys = rope_config(base, scaling)
+    local = keys if local_base is None else rope_config(local_base, None)
+    tables = {"full_attention": keys["rope_parameters"], "sliding_attention": local["rope_parameters"]}
+    return {**keys, "rope_local_base_freq": local["rope_theta"], "rope_parameters": tables}
+
+
+def of_layer_type(config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
+    """Return a config.json with the rotary positions of one type of layers in the place of those of all."""
+    tables = config.get("rope_parameters")
+    if not isinstance(tables, dict) or not {"full_attention", "sliding_attention"} & tables.keys():
+        return config
+    return {**config, "rope_parameters": tables.get(layer_type)}
+
+
 def _rope_config(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
     if scaling is None:
         return {"rope_theta": base, "rope_parameters": {"rope_theta": base, "rope_type": "default"}}

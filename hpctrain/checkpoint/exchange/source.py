@@ -145,7 +145,7 @@ def model_keys(shape: ModelShape) -> dict[str, object]:
     """The keys of a deck's [model] that say a shape."""
     names = ["family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "tied"]
     names += ["head_size", *CHOICES, "embedding_multiplier", "norm_epsilon"]
-    names += ["attention_scale"] if shape.attention_scale is not None else []
+    names += [name for name in ("attention_scale", "rope_local_base") if getattr(shape, name) is not None]
     by = shape.parametrization
     base = {"base_width": round(shape.hidden / by.width), "base_head_size": round(shape.head_size / by.head)}
     names += ["rope_base"] if shape.positions == "rotary" else []

@@ -129,7 +129,10 @@ class Model(Section):
         derived=described_defaults("query_key_norm"),
     )
     embedding_multiplier: float = key(
-        "Factor of the embeddings of tokens.", derived="1.0; the root of hidden (gemma)", gt=0, le=1e6
+        "Factor of the embeddings of tokens.",
+        derived="1.0; the root of hidden (gemma, gemma2, gemma3)",
+        gt=0,
+        le=1e6,
     )
     residual_multiplier: float = key(
         "Factor of what attention and feed-forward parts add to hidden states.",
@@ -412,13 +415,17 @@ def rotation_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def window_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of windows: of their sizes, their number, and of a base that no layer has."""
-    model = deck.model
+    """Yield the problems of windows: of their sizes, their number, and of a base that no layer has.
+
+    The pattern of a preset or of a family may be longer than a model with fewer layers.
+    """
+    model, place = deck.model, deck.sources.places.get("model.windows")
+    given = place is not None and not place.note
     wrong = next((window for window in model.windows if window < 0), None)
     if wrong is not None:
         sentence = f"must have numbers of keys from 1 on, or 0 for all earlier ones (got {wrong})"
         yield DeckProblem("model.windows", sentence)
-    elif len(model.windows) > model.layers:
+    elif given and len(model.windows) > model.layers:
         sentence = (
             f"has {len(model.windows)} windows, but model.layers = {model.layers} (leave the others out)"
         )

@@ -125,6 +125,52 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mistral": ("Mistral", {"sliding_window": None}),
     "llama-qwen2": ("Qwen2", {"head_dim": 10}),
     "llama-qwen3": ("Qwen3", {"head_dim": 10, "attention_bias": True}),
+    "gemma2": ("Gemma2", {"head_dim": 10, "sliding_window": 7, "query_pre_attn_scalar": 3}),
+    "gemma2-uncapped": (
+        "Gemma2",
+        {
+            "head_dim": 10,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "layer_types": ["full_attention"] * 3,
+        },
+    ),
+    "gemma2-capped": (
+        "Gemma2",
+        {"head_dim": 10, "sliding_window": 5, "attn_logit_softcapping": 0.8, "query_pre_attn_scalar": 2},
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "head_dim": 10,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 40.0},
+            },
+        },
+    ),
+    "gemma3-usual": ("Gemma3Text", {"head_dim": 10, "sliding_window": 6, "sliding_window_pattern": 2}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 9,
+            "head_dim": 10,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "factor": 3.0,
+                    "rope_theta": 300.0,
+                    "original_max_position_embeddings": 8,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
+    "olmo3-usual": ("Olmo3", {"sliding_window": 4}),
     "llama-mistral-window": ("Mistral", {"sliding_window": 7, "head_dim": 10}),
     "llama-ministral": (
         "Ministral",
@@ -153,6 +199,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """Class of `transformers` and keys of its config, by the name of a case. The name begins with the family."""
 
 
+_CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+
+
 def reference(
     name: str, cases: Mapping[str, tuple[str, dict[str, Any]]] = CASES, **changes: Any
 ) -> torch.nn.Module:
@@ -160,7 +209,7 @@ def reference(
     kind, keys = cases[name]
     config = getattr(transformers, f"{kind}Config")(**{**USUAL, **keys, **changes})
     torch.manual_seed(7)
-    model = getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(kind, f"{kind}ForCausalLM"))(config)
+    model = getattr(transformers, _CLASSES.get(kind, f"{kind}ForCausalLM"))(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
