@@ -28,7 +28,7 @@ from hpctrain.engine.mesh_sizes import expert_sizes
 from hpctrain.errors import HpctrainError
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.model.mixture import Mixture
+from hpctrain.model.mixtures.mixture import Mixture
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.experts.dispatch import Dispatch

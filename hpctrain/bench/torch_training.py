@@ -19,8 +19,8 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.optimizer import AdamWTable
 from hpctrain.model.construction import architecture_of
-from hpctrain.model.initialize import deviation, fill_normal
 from hpctrain.model.modules.module_architecture import ModuleArchitecture
+from hpctrain.model.parameters.initialize import deviation, fill_normal
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.optim.schedule import LearningRate

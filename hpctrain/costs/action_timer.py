@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hpctrain.host.device import synchronize
 from hpctrain.model.part import ModelPart
-from hpctrain.parallel.autograd import BackwardStart
+from hpctrain.parallel.backward.autograd import BackwardStart
+from hpctrain.parallel.backward.weight_gradients import DeferredGradient, compute_all
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.weight_gradients import DeferredGradient, compute_all
 from hpctrain.pipeline.action import Action, Kind
 from hpctrain.pipeline.execute import PreparedBatch
 

@@ -11,8 +11,8 @@ from hpctrain.costs.pass_times import PassTimes
 from hpctrain.deck.schema import Deck
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import bare_model
-from hpctrain.model.frozen import blocks_without_backward, freeze_parameters
 from hpctrain.model.modules.module_layers import ModuleLayer
+from hpctrain.model.parameters.frozen import blocks_without_backward, freeze_parameters
 from hpctrain.model.part import Layer
 from hpctrain.model.shape import Recomputed
 

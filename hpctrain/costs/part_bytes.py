@@ -12,7 +12,7 @@ from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.compress import ActivationFormat, compressed_bytes
 from hpctrain.memory.recompute import segment_size
-from hpctrain.model.frozen import blocks_without_backward, embedding_trained
+from hpctrain.model.parameters.frozen import blocks_without_backward, embedding_trained
 from hpctrain.model.part import Layer, ModelPart, blocks_of
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed

@@ -22,7 +22,7 @@ from hpctrain.model.modules.module_part import ModulePart
 from hpctrain.model.part import LayerRange
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.saved_policy import SavedPolicy
+from hpctrain.parallel.backward.saved_policy import SavedPolicy
 from hpctrain.pipeline.split import even_split
 from hpctrain.sharding.replication import MeshQueries, Replications
 

@@ -19,8 +19,8 @@ from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import bare_model
+from hpctrain.model.parameters.pattern_matches import PatternMatches
 from hpctrain.model.part import ModelPart, parameter_list
-from hpctrain.model.pattern_matches import PatternMatches
 from hpctrain.model.precision import Precision
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.parallel.fp8.fp8_settings import matches_parameter

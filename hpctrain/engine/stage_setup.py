@@ -13,7 +13,7 @@ from hpctrain.engine.stages.planned_stage import PipelinePosition, offloaded_byt
 from hpctrain.engine.stages.stage import StageSetup
 from hpctrain.engine.stages.zero_groups import make_replications
 from hpctrain.model.construction import build_parts
-from hpctrain.model.frozen import freeze_parameters
+from hpctrain.model.parameters.frozen import freeze_parameters
 from hpctrain.pipeline.split import layer_ranges
 
 

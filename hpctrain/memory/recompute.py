@@ -22,8 +22,8 @@ from typing_extensions import override
 from hpctrain.memory.activation_store import ActivationStore, PackedActivation, SavedSegment, Watch
 from hpctrain.model.modules.nested_tensors import tensors_of
 from hpctrain.model.shape import Recomputed
-from hpctrain.parallel.autograd import BackwardStart
-from hpctrain.parallel.saved_policy import LayerPass, SavedPolicy
+from hpctrain.parallel.backward.autograd import BackwardStart
+from hpctrain.parallel.backward.saved_policy import LayerPass, SavedPolicy
 
 
 def segment_size(recompute: Recomputed, layers: int) -> int:

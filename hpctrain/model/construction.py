@@ -15,12 +15,12 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.deck.schema import Deck
 from hpctrain.model.architecture import Architecture
-from hpctrain.model.frozen import freeze_all_but_adapters
-from hpctrain.model.initialize import initialize
 from hpctrain.model.modules.initial_values import initialize_module
 from hpctrain.model.modules.module_architecture import ModuleArchitecture
 from hpctrain.model.modules.module_part import build_module_parts
 from hpctrain.model.modules.pipeline.stage_split import module_split_problems, require_call_order
+from hpctrain.model.parameters.frozen import freeze_all_but_adapters
+from hpctrain.model.parameters.initialize import initialize
 from hpctrain.model.part import LayerRange, ModelPart
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.kernels.normalization import normalize
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.normalization import normalize
 from hpctrain.parallel.shards import Parameter, Shard
 
 

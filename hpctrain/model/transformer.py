@@ -35,16 +35,16 @@ from typing_extensions import override
 from hpctrain.model.attention import Attention
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.model.mixture import Mixture
+from hpctrain.model.mixtures.mixture import Mixture
 from hpctrain.model.norm import Norm
 from hpctrain.model.part import Computed, Layer, LayerRange, parameters_by_module, parameters_in
 from hpctrain.model.rotary import Rotary
 from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.backward.saved_policy import LayerPass
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, MatrixSize
 from hpctrain.parallel.random import dropout
 from hpctrain.parallel.residency import ParameterResidency
-from hpctrain.parallel.saved_policy import LayerPass
 from hpctrain.parallel.scalar_head import ScalarHead
 from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_shard

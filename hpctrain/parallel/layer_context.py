@@ -23,13 +23,13 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.work import Work
+from hpctrain.parallel.backward.saved_policy import SavedPolicy
+from hpctrain.parallel.backward.weight_gradients import WeightGradientQueue
 from hpctrain.parallel.kernels.layer_functions import TORCH, LayerFunctions
 from hpctrain.parallel.kernels.matmul_kernels import KernelTable
 from hpctrain.parallel.product_check import ProductCheck
-from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.sequence import ContextForm
 from hpctrain.parallel.step_statistics import StepStatistics
-from hpctrain.parallel.weight_gradients import WeightGradientQueue
 
 if TYPE_CHECKING:
     from hpctrain.parallel.fp8.fp8_settings import Fp8Settings  # fp8/ imports this module

@@ -30,7 +30,8 @@ from typing_extensions import override
 from hpctrain.comm.group import Group
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.parallel.adapter import AdaptedMatrix, LayerAdapters
-from hpctrain.parallel.autograd import apply_function
+from hpctrain.parallel.backward.autograd import apply_function
+from hpctrain.parallel.fp8.matmul_choice import make_matmul
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import (
     Matmul,
@@ -40,7 +41,6 @@ from hpctrain.parallel.matmul import (
     operand_from,
     operand_tensors,
 )
-from hpctrain.parallel.matmul_choice import make_matmul
 from hpctrain.parallel.operations import Cut, MatrixSize
 from hpctrain.parallel.shards import Initial, Parameter, Shard
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from hpctrain.parallel.autograd import apply_function
+from hpctrain.parallel.backward.autograd import apply_function
+from hpctrain.parallel.fp8.matmul_choice import make_matmul
 from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.matmul_choice import make_matmul
 from hpctrain.parallel.operations import ElementwiseSize, MatrixSize
 from hpctrain.parallel.shards import Parameter, Shard
 

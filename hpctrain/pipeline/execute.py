@@ -24,10 +24,10 @@ from hpctrain.host.streams import start_copy
 from hpctrain.model.inputs import AuxiliaryLosses, ModelInputs, RoutingChoices
 from hpctrain.model.part import ModelPart
 from hpctrain.objective.objective import LossFunction, Objective
-from hpctrain.parallel.autograd import BackwardStart
+from hpctrain.parallel.backward.autograd import BackwardStart
+from hpctrain.parallel.backward.weight_gradients import DeferredGradient, WeightGradientQueue, compute_all
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.parallel.step_statistics import StepStatistics
-from hpctrain.parallel.weight_gradients import DeferredGradient, WeightGradientQueue, compute_all
 from hpctrain.pipeline.action import Action, Schedule
 
 RECEIVES_AHEAD = 2

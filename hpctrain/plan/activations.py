@@ -11,7 +11,7 @@ from hpctrain.costs.part_bytes import PartBytes, packed_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.activation_store import MIN_STORED_BYTES, SEGMENTS_IN_FLIGHT
 from hpctrain.memory.compress import compress_peak
-from hpctrain.model.frozen import blocks_without_backward, embedding_trained
+from hpctrain.model.parameters.frozen import blocks_without_backward, embedding_trained
 from hpctrain.pipeline.action import Action
 
 

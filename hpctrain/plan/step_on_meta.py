@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hpctrain.engine.stages.stage import TrainedStage
 from hpctrain.memory.recompute import segment_size
-from hpctrain.model.frozen import blocks_without_backward, embedding_trained
+from hpctrain.model.parameters.frozen import blocks_without_backward, embedding_trained
 from hpctrain.model.part import Layer, ModelPart, blocks_of
 from hpctrain.model.shape import Recomputed
 from hpctrain.parallel.residency import ParameterResidency

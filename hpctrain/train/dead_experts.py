@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from hpctrain.model.expert_load import ExpertLoad
+from hpctrain.model.mixtures.expert_load import ExpertLoad
 from hpctrain.model.shape import ModelShape
 from hpctrain.text import counted, ranges
 from hpctrain.train.hook import Hook, StepDone

@@ -12,7 +12,7 @@ from hpctrain.comm.world import World
 from hpctrain.engine.built_engine import Engine
 from hpctrain.errors import HpctrainError
 from hpctrain.model.inputs import RoutingChoices
-from hpctrain.model.router import router_name
+from hpctrain.model.mixtures.router import router_name
 from hpctrain.model.shape import ModelShape
 from hpctrain.text import counted
 from hpctrain.train.control import StepDecision

@@ -13,7 +13,7 @@ from hpctrain.comm.timeline import Timeline
 from hpctrain.costs.layer_flops import model_flops
 from hpctrain.data.held_out import HeldOut
 from hpctrain.host.memory import peak_rss_bytes
-from hpctrain.model.expert_load import ExpertLoad
+from hpctrain.model.mixtures.expert_load import ExpertLoad
 from hpctrain.parallel.fp8.quantization_loss import loss_metrics
 from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.report.trace import write_trace

@@ -30,7 +30,7 @@ from hpctrain.engine.weight_transfer import (
 from hpctrain.errors import HpctrainError
 from hpctrain.model.construction import build_model
 from hpctrain.model.part import logits_of
-from hpctrain.parallel.saved_policy import SavedPolicy
+from hpctrain.parallel.backward.saved_policy import SavedPolicy
 from tests.engines import LLAMA, Trainer, reference, small_deck, trainer
 
 MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.mlp=16", "model.experts.balance=bias")

@@ -1,6 +1,6 @@
 """Choices of families on every layout: the model of one rank, and memory as planned.
 
-Tests of model/norm.py, model/transformer.py and parallel/normalization.py beside model/part.py.
+Tests of model/norm.py, model/transformer.py and parallel/kernels/normalization.py beside model/part.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from hpctrain.comm.world import World
 from hpctrain.engine.layout.run_mesh import make_mesh
-from hpctrain.parallel.normalization import normalize
+from hpctrain.parallel.kernels.normalization import normalize
 from hpctrain.plan.memory import plan_memory
 from hpctrain.train.miniature import miniature
 from hpctrain.train.verify import compare

@@ -21,7 +21,7 @@ from hpctrain.deck.sections.model import MUP_OPTIMIZERS, parametrization_problem
 from hpctrain.engine.build import build_engine
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
-from hpctrain.model.initialize import deviation
+from hpctrain.model.parameters.initialize import deviation
 from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.width_scaling import RATES, WidthScaling

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.parallel.autograd import BackwardStart
+from hpctrain.parallel.backward.autograd import BackwardStart
 from tests.conftest import ROOT, clean_environment
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
-from hpctrain.parallel import matmul_choice
+from hpctrain.parallel.fp8 import matmul_choice
 from hpctrain.parallel.kernels import matmul_kernels as kernels
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpctrain.comm.world import World
 from hpctrain.engine.registry import RecordedStatistics
-from hpctrain.parallel import matmul_choice
+from hpctrain.parallel.fp8 import matmul_choice
 from hpctrain.parallel.matmul import Matmul
 from tests.engines import LLAMA, Trainer, record_statistics, small_deck, trainer
 

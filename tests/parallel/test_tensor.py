@@ -1,6 +1,6 @@
 """Column and row layers: fused weights, and weight gradients computed later.
 
-Tests of parallel/tensor.py, parallel/shards.py and parallel/weight_gradients.py.
+Tests of parallel/tensor.py, parallel/shards.py and parallel/backward/weight_gradients.py.
 Tests of parallel/tensor.py and parallel/layer_context.py.
 """
 
@@ -11,9 +11,9 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.model.part import blocks_of
+from hpctrain.parallel.backward.weight_gradients import WeightGradientQueue, compute_all
 from hpctrain.parallel.matmul import join_neighbors
 from hpctrain.parallel.tensor import RowPartition
-from hpctrain.parallel.weight_gradients import WeightGradientQueue, compute_all
 from tests.engines import LLAMA, small_deck, trainer
 
 

@@ -18,8 +18,8 @@ from hpctrain.comm.world import World
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import ModelPart
 from hpctrain.objective.objective import Losses
+from hpctrain.parallel.backward.weight_gradients import WeightGradientQueue
 from hpctrain.parallel.vocabulary import VocabularyHead
-from hpctrain.parallel.weight_gradients import WeightGradientQueue
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch
 from hpctrain.pipeline.simulate import StageTimes

@@ -16,7 +16,7 @@ from hpctrain.costs.layer_flops import model_flops
 from hpctrain.costs.reduction_bytes import synchronizer_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.model.count import count
-from hpctrain.model.router import Router
+from hpctrain.model.mixtures.router import Router
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.experts.dispatch import Dispatch
 from hpctrain.plan.deck import plan_deck

@@ -26,7 +26,7 @@ from hpctrain.engine.stage_values import load_parameters
 from hpctrain.engine.stages.stage import build_stage
 from hpctrain.memory.scratch import fill_pieces, read_pieces
 from hpctrain.model.construction import build_model
-from hpctrain.parallel import matmul_choice
+from hpctrain.parallel.fp8 import matmul_choice
 from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.plan.memory import plan_memory

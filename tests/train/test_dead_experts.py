@@ -11,7 +11,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.train.dead_experts import STEPS, DeadExperts
 from hpctrain.train.hook import StepDone
 from hpctrain.train.step import StepResult, TrainState
-from tests.model.test_expert_load import SHAPE, noted
+from tests.model.mixtures.test_expert_load import SHAPE, noted
 
 
 def make(hook: DeadExperts, step: int, *tokens: float, skipped: bool = False) -> None:

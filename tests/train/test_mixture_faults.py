@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import hpctrain.model.router as router_module
+import hpctrain.model.mixtures.router as router_module
 import hpctrain.optim.clip as clip
 import hpctrain.parallel.experts.expert_layer as experts
 from hpctrain.comm.world import World
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
-from hpctrain.model.router import Router
+from hpctrain.model.mixtures.router import Router
 from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.replication import Replication, Replications

@@ -1,7 +1,6 @@
 """Mixtures of experts on every layout: losses, gradients and choices of a run's steps are those of one rank.
 
-Tests of comm/mesh.py, sharding/replication.py and sharding/gather.py, and of model/mixture.py with what it is
-made of.
+Tests of comm/mesh.py, sharding/replication.py, sharding/gather.py and model/mixtures/mixture.py.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
+from hpctrain.model.mixtures.router import RoutedTokens, Router, Routing
 from hpctrain.model.precision import Precision
-from hpctrain.model.router import RoutedTokens, Router, Routing
 from tests.engines import LLAMA, Trainer, by_rank_0, reference, small_deck, trainer
 
 # A large epsilon makes updates nearly proportional to gradients, by which rounding stays what it is.

@@ -1,6 +1,6 @@
 """Tests that padding has no effect: rows of any length give the same steps for the same conversations.
 
-Modules: data/row_lengths.py, and its use in model/router.py, model/mixture.py,
+Modules: data/row_lengths.py, and its use in model/mixtures/router.py, model/mixtures/mixture.py,
 parallel/fp8/quantized_matmul.py and train/step.py.
 """
 
@@ -24,7 +24,7 @@ from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
 from hpctrain.engine.layout.run_mesh import make_mesh
-from hpctrain.model.router import Router
+from hpctrain.model.mixtures.router import Router
 from hpctrain.report.rows import read_metrics
 from hpctrain.train.routing import ROUTING_FILE
 from hpctrain.train.routing_file import RoutingFile

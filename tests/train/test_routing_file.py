@@ -14,7 +14,7 @@ import pytest
 
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.train.routing_file import RoutingFile
-from tests.model.test_expert_load import SHAPE
+from tests.model.mixtures.test_expert_load import SHAPE
 
 
 def example() -> RoutingFile:

@@ -17,7 +17,7 @@ from hpctrain.costs.layer_bytes.questions import (
 )
 from hpctrain.costs.layer_bytes.vocabulary_bytes import dropout_masks
 from hpctrain.model.feed_forward import FeedForward
-from hpctrain.model.mixture import Mixture
+from hpctrain.model.mixtures.mixture import Mixture
 from hpctrain.model.norm import Norm
 from hpctrain.model.part import Layer
 from hpctrain.model.transformer import Transformer, TransformerBlock

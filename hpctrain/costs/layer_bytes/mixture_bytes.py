@@ -9,8 +9,8 @@ from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedSt
 from hpctrain.costs.layer_bytes.linear_bytes import deferred_operands
 from hpctrain.costs.layer_bytes.matmul_bytes import gradient_workspace
 from hpctrain.costs.layer_bytes.questions import saved_storages, workspace_bytes
-from hpctrain.model.mixture import Mixture
-from hpctrain.model.router import Router
+from hpctrain.model.mixtures.mixture import Mixture
+from hpctrain.model.mixtures.router import Router
 from hpctrain.parallel.experts.expert_layer import Experts
 from hpctrain.parallel.experts.grouped_products import ROW_UNIT
 from hpctrain.parallel.layer_context import LayerContext

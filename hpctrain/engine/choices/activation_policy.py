@@ -17,7 +17,7 @@ from hpctrain.memory.offload_store import DiskOffloadStore, HostOffloadStore
 from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.scratch import ScratchFiles
 from hpctrain.model.part import ModelPart
-from hpctrain.parallel.saved_policy import SavedPolicy
+from hpctrain.parallel.backward.saved_policy import SavedPolicy
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.simulate import peak_activations
 

@@ -9,8 +9,8 @@ from hpctrain.engine.choices.deck_kernels import kernels_of
 from hpctrain.engine.choices.function_choice import functions_of
 from hpctrain.host.device import on_host
 from hpctrain.model.precision import Precision
+from hpctrain.parallel.backward.saved_policy import SavedPolicy
 from hpctrain.parallel.layer_context import LayerContext, ProductSettings
-from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.vocabulary import TABLE_ROWS
 from hpctrain.sharding.replication import MeshQueries
 

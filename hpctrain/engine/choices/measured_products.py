@@ -14,9 +14,9 @@ from hpctrain.model.construction import architecture_of, build_parts, layer_kind
 from hpctrain.model.modules.module_layers import ModuleLayer
 from hpctrain.model.part import Layer, LayerRange
 from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.backward.saved_policy import SavedPolicy
 from hpctrain.parallel.kernels.matmul_kernels import PASSES, Pass
 from hpctrain.parallel.kernels.timing import MatmulPass
-from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.tensor import SplitLinear
 from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
 from hpctrain.pipeline.split import single_layers

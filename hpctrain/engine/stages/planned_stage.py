@@ -18,7 +18,7 @@ from hpctrain.engine.stages.zero_groups import make_replications
 from hpctrain.memory.recompute import Recompute
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import build_parts
-from hpctrain.model.frozen import freeze_parameters
+from hpctrain.model.parameters.frozen import freeze_parameters
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import layer_ranges
 

@@ -21,9 +21,9 @@ from hpctrain.comm.planned import META
 from hpctrain.deck.code import NamedCode
 from hpctrain.deck.user_code import import_function, run_user_code
 from hpctrain.errors import HpctrainError
-from hpctrain.model.initialize import fill_normal
 from hpctrain.model.modules.module_architecture import ModuleArchitecture
 from hpctrain.model.modules.module_part import ModulePart
+from hpctrain.model.parameters.initialize import fill_normal
 from hpctrain.model.part import ModelPart
 from hpctrain.parallel.random import key_of
 from hpctrain.parallel.shards import Parameter

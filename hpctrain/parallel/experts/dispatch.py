@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
-from hpctrain.parallel.autograd import as_features
+from hpctrain.parallel.backward.autograd import as_features
 from hpctrain.parallel.experts.grouped_products import Segments, compute_deferred, count_numbers
 
 

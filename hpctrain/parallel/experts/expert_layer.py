@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.deck.activations import ACTIVATIONS, Activation
-from hpctrain.parallel.autograd import as_features
+from hpctrain.parallel.backward.autograd import as_features
 from hpctrain.parallel.experts.grouped_products import (
     Segments,
     add_grouped_bias,

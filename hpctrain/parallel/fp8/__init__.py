@@ -4,6 +4,7 @@
 |---|---|
 | `formats.py` | the two formats, and scales as powers of two |
 | `quantize.py` | blocks that share a scale, and matrices in 8 bits |
+| `matmul_choice.py` | the class of products of a layer |
 | `recipes.py` | which elements of each operand share a scale |
 | `multiply.py` | the product of two quantized matrices, by the device or emulated |
 | `quantized_matmul.py` | the three products of a layer with scales of current maxima |

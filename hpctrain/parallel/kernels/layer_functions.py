@@ -23,13 +23,13 @@ from typing_extensions import override
 
 from hpctrain.data.documents import Documents
 from hpctrain.deck.activations import ACTIVATIONS, Activation, ElementwiseFunction
-from hpctrain.parallel.autograd import apply_function
+from hpctrain.parallel.backward.autograd import apply_function
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule, sinks_gradient
 from hpctrain.parallel.kernels.function_library import AttentionArguments, Heads, workspace_floats
 from hpctrain.parallel.kernels.logits import CompiledSoftmaxStatistics, SoftmaxStatistics, SplitLogits
+from hpctrain.parallel.kernels.normalization import normalize
 from hpctrain.parallel.kernels.packed_attention import document_attention
 from hpctrain.parallel.kernels.tiled_attention import tiled_attention
-from hpctrain.parallel.normalization import normalize
 
 _ROUNDING = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
 """Largest relative and absolute difference of results, by format."""

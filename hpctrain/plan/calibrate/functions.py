@@ -22,10 +22,10 @@ from hpctrain.model.precision import Precision
 from hpctrain.model.rotary import Rotary, RotaryFrequencies
 from hpctrain.model.shape import ModelShape
 from hpctrain.objective.next_token import CrossEntropy
+from hpctrain.parallel.backward.saved_policy import SavedPolicy
 from hpctrain.parallel.kernels.layer_functions import LayerFunctions, rotate
 from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.operations import ElementwiseKind
-from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.decks import variants

@@ -16,8 +16,8 @@ from hpctrain.engine.choices.kernel_choice import choose_kernels
 from hpctrain.engine.layout.layer_times import measure_layers
 from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.backward.saved_policy import SavedPolicy
 from hpctrain.parallel.operations import ElementwiseKind
-from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.decks import on_data_ranks
 from hpctrain.plan.time.arrangement import LayoutSizes

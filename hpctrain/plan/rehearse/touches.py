@@ -24,8 +24,8 @@ from hpctrain.engine.stages.stage import TrainedStage
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.objective.objective import Losses
+from hpctrain.parallel.backward.weight_gradients import WeightGradientQueue
 from hpctrain.parallel.shards import Parameter
-from hpctrain.parallel.weight_gradients import WeightGradientQueue
 from hpctrain.pipeline.action import Schedule
 from hpctrain.plan.rehearse.programme import RehearsedCall
 from hpctrain.plan.rehearse.record import Recorder

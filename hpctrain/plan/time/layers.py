@@ -15,7 +15,7 @@ from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, total
 from hpctrain.costs.layer_bytes.questions import saved_storages
 from hpctrain.errors import HpctrainError
 from hpctrain.model.construction import bare_model
-from hpctrain.model.frozen import blocks_without_backward, freeze_parameters
+from hpctrain.model.parameters.frozen import blocks_without_backward, freeze_parameters
 from hpctrain.model.part import Layer
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.experts.expert_layer import EXPERT_AXES

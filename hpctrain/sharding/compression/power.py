@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from hpctrain.comm.work import SequentialWork, Work
 from hpctrain.host.device import on_host
-from hpctrain.model.initialize import fill_normal
+from hpctrain.model.parameters.initialize import fill_normal
 from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.compression.matrices import FACTOR, Matrices

@@ -1,6 +1,6 @@
 """Families of the table, with rough weights and uncommon sizes, beside the models of `transformers`.
 
-Tests of deck/family.py, deck/families.py and parallel/normalization.py beside
+Tests of deck/family.py, deck/families.py and parallel/kernels/normalization.py beside
 checkpoint/exchange/architectures.py.
 """
 

@@ -37,7 +37,7 @@ from hpctrain.generate.text import load_model
 from hpctrain.model.construction import build_model
 from hpctrain.model.part import ModelPart, logits_of
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.saved_policy import SavedPolicy
+from hpctrain.parallel.backward.saved_policy import SavedPolicy
 from hpctrain.sharding.replication import Replications
 from hpctrain.train.start import start_from_source
 from tests.checkpoint.exchange.test_hugging_face import TOKENS, assert_same_bits, change, saved, tensors_of

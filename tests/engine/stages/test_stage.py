@@ -24,7 +24,7 @@ from hpctrain.engine.stages.zero_groups import make_replications, zero_group_siz
 from hpctrain.errors import HpctrainError
 from hpctrain.model.construction import build_model
 from hpctrain.model.part import logits_of
-from hpctrain.parallel.saved_policy import SavedPolicy
+from hpctrain.parallel.backward.saved_policy import SavedPolicy
 from hpctrain.parallel.shards import Shard
 from tests.engines import small_deck, trainer
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.comm.world import World
+from hpctrain.parallel.backward.weight_gradients import compute_all
 from hpctrain.parallel.experts.expert_layer import Experts, ExpertSizes
 from hpctrain.parallel.experts.grouped_products import (
     ROW_UNIT,
@@ -17,7 +18,6 @@ from hpctrain.parallel.experts.grouped_products import (
     row_unit,
 )
 from hpctrain.parallel.shards import Parameter, Shard
-from hpctrain.parallel.weight_gradients import compute_all
 from tests.device_double import on_gpu
 from tests.engines import alone
 from tests.host_waits import HostWaits

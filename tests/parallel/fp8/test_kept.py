@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.parallel import matmul_choice as products
+from hpctrain.parallel.fp8 import matmul_choice as products
 from hpctrain.parallel.fp8.delayed_matmul import DelayedMatmul
 from hpctrain.parallel.fp8.quantized_matmul import QuantizedMatmul
 from hpctrain.parallel.fp8.recipes import RECIPES

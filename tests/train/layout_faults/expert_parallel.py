@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-import hpctrain.model.router as router
+import hpctrain.model.mixtures.router as router
 import hpctrain.parallel.experts.expert_layer as experts
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.parallel.step_statistics import StepStatistics

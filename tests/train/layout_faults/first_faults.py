@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-import hpctrain.model.router as router
+import hpctrain.model.mixtures.router as router
 from hpctrain.parallel.fp8.history import MaximaHistory
 from hpctrain.train.step import Step
 from tests.train.layout_faults.deck_keys import (

@@ -23,9 +23,9 @@ from hpctrain.model.modules.tensor_parallel.activation_collectives import (
     sum_results,
     transpose_sequence,
 )
+from hpctrain.parallel.fp8.matmul_choice import make_matmul
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul
-from hpctrain.parallel.matmul_choice import make_matmul
 from hpctrain.parallel.operations import MatrixSize
 from hpctrain.parallel.shards import Parameter
 from hpctrain.parallel.tensor import ColumnLinear, RowLinear, RowPartition, SplitLinear, rows_shard

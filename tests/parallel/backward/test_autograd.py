@@ -1,6 +1,6 @@
 """Autograd functions with and without gradients: the same values.
 
-Tests of parallel/autograd.py.
+Tests of parallel/backward/autograd.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.parallel.autograd import apply_function
+from hpctrain.parallel.backward.autograd import apply_function
 
 
 class _Cubed(torch.autograd.Function):

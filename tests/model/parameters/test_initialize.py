@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hpctrain.model.initialize import fill_normal
+from hpctrain.model.parameters.initialize import fill_normal
 from hpctrain.parallel.shards import Shard
 
 

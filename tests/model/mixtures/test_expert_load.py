@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.model.expert_load import ExpertLoad
+from hpctrain.model.mixtures.expert_load import ExpertLoad
 from hpctrain.model.shape import ModelShape
 from tests.engines import LLAMA, by_rank_0, reference, small_deck, trainer
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.autograd import as_features
+from hpctrain.parallel.backward.autograd import as_features
 from hpctrain.parallel.experts.grouped_products import count_numbers
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import gradient_of

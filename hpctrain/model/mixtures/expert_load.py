@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpctrain.model.router import router_name, statistic_name
+from hpctrain.model.mixtures.router import router_name, statistic_name
 from hpctrain.model.shape import ModelShape
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.parallel.autograd import apply_function
+from hpctrain.parallel.backward.autograd import apply_function
 
 
 def normalize(

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hpctrain.data.row_lengths import RowLengths
 from hpctrain.model.inputs import AuxiliaryLosses, ModelInputs
-from hpctrain.model.mixture import Mixture
-from hpctrain.model.router import RoutedTokens, Router
+from hpctrain.model.mixtures.mixture import Mixture
+from hpctrain.model.mixtures.router import RoutedTokens, Router
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.experts.dispatch import Dispatch
 from hpctrain.parallel.residency import ParameterResidency

@@ -18,9 +18,9 @@ from hpctrain.comm.group import Group
 from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.model.router import RoutedTokens, Router
+from hpctrain.model.mixtures.router import RoutedTokens, Router
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.autograd import apply_function
+from hpctrain.parallel.backward.autograd import apply_function
 from hpctrain.parallel.experts.dispatch import Dispatch
 from hpctrain.parallel.experts.expert_layer import Experts, ExpertSizes
 from hpctrain.parallel.experts.grouped_products import row_unit

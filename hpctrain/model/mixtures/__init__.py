@@ -1,0 +1,1 @@
+"""Mixtures of experts: feed-forward layer, router, and load of experts."""

@@ -1,0 +1,1 @@
+"""Parameters of a model: initial values, patterns of names, and freezing."""

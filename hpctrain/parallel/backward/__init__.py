@@ -1,0 +1,1 @@
+"""Parts of the backward pass: autograd functions, saved tensors, deferred weight gradients."""
