@@ -86,10 +86,12 @@ class GatheredParameters(EngineFeature):
             return
         blocks = [block.gather_keys for model in stage.models for block in blocks_of(model)]
         layers = (layer for model in stage.models for layer in model.layers)
-        kept_parameters = [
+        persistent_parameters = [
             parameter for layer in layers if layer.keeps_gathered for parameter in layer.gather_keys
         ]
-        stage.residency = make_residency(stage.buckets, blocks, deck.memory.keep_gathered, kept_parameters)
+        stage.residency = make_residency(
+            stage.buckets, blocks, deck.memory.keep_gathered, persistent_parameters
+        )
         for model in stage.models:
             model.residency = stage.residency
         stage.surround_passes(stage.residency.step)

@@ -36,7 +36,7 @@ class Gatherer(ParameterResidency):
 
     Args:
         buckets: All buckets of this rank.
-        kept_parameters: Parameters whose buckets stay gathered until the end of the step.
+        persistent_parameters: Parameters whose buckets stay gathered until the end of the step.
 
     Attributes:
         watch: Function that receives each tensor that autograd saves in `run_module`, except parameters; it
@@ -45,12 +45,12 @@ class Gatherer(ParameterResidency):
 
     gathers = True
 
-    def __init__(self, buckets: Sequence[Bucket], kept_parameters: Collection[Parameter] = ()) -> None:
+    def __init__(self, buckets: Sequence[Bucket], persistent_parameters: Collection[Parameter] = ()) -> None:
         cut = [bucket for bucket in buckets if bucket.sharding.zero == 3]
         self.watch: Watch | None = None
         self._bucket = {s.parameter: bucket for bucket in cut for s in bucket.segments}
-        self._kept_buckets = {
-            self._bucket[parameter] for parameter in kept_parameters if parameter in self._bucket
+        self._persistent_buckets = {
+            self._bucket[parameter] for parameter in persistent_parameters if parameter in self._bucket
         }
         self._holds: Counter[Bucket] = Counter()
         self._coming: dict[Bucket, Work[Tensor]] = {}
@@ -174,7 +174,11 @@ class Gatherer(ParameterResidency):
     def leave(self, bucket: Bucket) -> None:
         """Free the bucket, unless it is in use, needed next, or kept until the end of the step. Local."""
         self._holds[bucket] -= 1
-        if not self._holds[bucket] and bucket not in self._kept_buckets and self._following() is not bucket:
+        if (
+            not self._holds[bucket]
+            and bucket not in self._persistent_buckets
+            and self._following() is not bucket
+        ):
             bucket.release_values()
 
     def _following(self, skipped: int = 0) -> Bucket | None:
@@ -188,7 +192,7 @@ class Gatherer(ParameterResidency):
 def make_residency(
     buckets: Sequence[Bucket],
     blocks: Sequence[Sequence[Parameter]],
-    kept_blocks: int,
+    persistent_blocks: int,
     further: Sequence[Parameter] = (),
 ) -> ParameterResidency:
     """Return the object by which layers access the parameters of these buckets.
@@ -196,12 +200,12 @@ def make_residency(
     Args:
         buckets: All buckets of this rank.
         blocks: One parameter of each unit of each block.
-        kept_blocks: Number of last blocks that stay gathered until the end of the step.
+        persistent_blocks: Number of last blocks that stay gathered until the end of the step.
         further: Parameters that also stay gathered.
     """
     if all(bucket.sharding.zero < 3 for bucket in buckets):
         return ParameterResidency()
-    last = [p for block in blocks[max(0, len(blocks) - kept_blocks) :] for p in block]
+    last = [p for block in blocks[max(0, len(blocks) - persistent_blocks) :] for p in block]
     return Gatherer(buckets, [*last, *further])
 
 
