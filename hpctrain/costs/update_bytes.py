@@ -1,4 +1,4 @@
-"""Bytes of temporary memory that an update of the parameters takes."""
+"""Bytes of temporary memory that an update of the parameters takes, and sizes of its state."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from hpctrain.optim.matrix.adam_mini import AdamMini
 from hpctrain.optim.matrix.exchanged_matrices import ExchangedMatrices
 from hpctrain.optim.matrix.local_matrices import LocalMatrices
 from hpctrain.optim.matrix.matrix_optimizer import MatrixOptimizer
-from hpctrain.optim.matrix.matrix_rule import MatrixRule
+from hpctrain.optim.matrix.matrix_rule import CellLayout, MatrixRule, MatrixRules
 from hpctrain.optim.matrix.muon import Muon
 from hpctrain.optim.matrix.split_matrices import MatrixExchange
 from hpctrain.optim.offload import OffloadedOptimizer
 from hpctrain.optim.optimizer import Optimizer
+from hpctrain.parallel.shards import Parameter, Shard, UpdateSettings
 from hpctrain.sharding.state import MASTER
 
 
@@ -119,3 +120,26 @@ def _adafactor_bytes(_: Adafactor, shape: Sequence[int]) -> int:
 def _adam_mini_bytes(_: AdamMini, shape: Sequence[int]) -> int:
     """Return the bytes of three numbers for each row."""
     return 4 * 3 * prod(shape[:-1])
+
+
+def state_per_element(rules: MatrixRules, update_settings: UpdateSettings) -> int:
+    """Return how many numbers of state each element has, without master weights and state of cells."""
+    if not update_settings.in_blocks:
+        return len(rules.element_state_names)
+    return sum(cell is None for cell in rules.matrix_rule.cells(Shard.replicated("", (1, 1))).values())
+
+
+def cell_state_elements(rules: MatrixRules, parameter: Parameter, elements: int) -> int:
+    """Return how many numbers the state of cells has for some elements of a parameter.
+
+    Args:
+        rules: Rules of the update.
+        parameter: The parameter, after `MatrixRules.assign`.
+        elements: Number of elements, a multiple of those of a block.
+    """
+    shard, block = parameter.shard, parameter.update_block
+    if block is None:
+        return 0
+    cells = (cell for cell in rules.matrix_rule.cells(shard).values() if cell is not None)
+    each = sum(prod(CellLayout.of(shard, block, cell).block_shape) for cell in cells)
+    return elements // block.elements(shard) * each

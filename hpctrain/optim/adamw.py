@@ -13,9 +13,6 @@ from torch.optim.adamw import adamw
 from hpctrain.optim.optimizer import ElementBatch, group_by_settings
 from hpctrain.sharding.state import MASTER
 
-_PIECE = 1 << 20
-"""Elements that are updated at a time if torch has no kernel for it, to bound temporary memory."""
-
 
 @dataclass(frozen=True)
 class AdamW:
@@ -74,12 +71,11 @@ class AdamW:
         self, part: ElementBatch, learning_rate: float, divisor: float, second_correction: float
     ) -> None:
         """Update with gradients that are the first moment, and the bias correction of the second moment."""
-        weights, mean, square = part.state[MASTER], part.state["exp_avg"], part.state["exp_avg_sq"]
         first_correction = 1 - self.betas[0] ** part.updates.add_(1)
-        mean.copy_(part.gradients.div_(divisor))
+        part.state["exp_avg"].copy_(part.gradients.div_(divisor))
         part.decay_weights(learning_rate * self.weight_decay)
-        for first in range(0, weights.numel(), _PIECE):
-            piece = slice(first, first + _PIECE)
-            size = (square[piece] / second_correction).sqrt_().add_(self.epsilon).mul_(first_correction)
-            size.masked_fill_(square[piece] == 0, inf)
-            weights[piece].addcdiv_(mean[piece], size, value=-learning_rate * part.update_settings.rate)
+        for piece in part.pieces():
+            weights, mean, square = (piece.state[name] for name in (MASTER, *self.names))
+            size = (square / second_correction).sqrt_().add_(self.epsilon).mul_(first_correction)
+            size.masked_fill_(square == 0, inf)
+            weights.addcdiv_(mean, size, value=-learning_rate * part.update_settings.rate)

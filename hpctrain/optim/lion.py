@@ -13,9 +13,6 @@ from hpctrain.sharding.state import MASTER
 
 MEAN = "exp_avg"
 
-_PIECE = 1 << 20
-"""Elements that are updated at a time, to bound the memory of their signs."""
-
 
 @dataclass(frozen=True)
 class Lion:
@@ -45,11 +42,10 @@ class Lion:
         for part in parts:
             part.updates.add_(1)
             rate = learning_rate * part.update_settings.rate
-            weights, mean = part.state[MASTER], part.state[MEAN]
-            gradients = part.gradients.div_(gradient_divisor)
+            part.gradients.div_(gradient_divisor)
             part.decay_weights(learning_rate * self.weight_decay)
-            for start in range(0, weights.numel(), _PIECE):
-                piece = slice(start, start + _PIECE)
-                step = (mean[piece] * first).add_(gradients[piece], alpha=1 - first).sign_()
-                weights[piece].sub_(step, alpha=rate)
-                mean[piece].mul_(second).add_(gradients[piece], alpha=1 - second)
+            for piece in part.pieces():
+                mean, gradients = piece.state[MEAN], piece.gradients
+                step = (mean * first).add_(gradients, alpha=1 - first).sign_()
+                piece.state[MASTER].sub_(step, alpha=rate)
+                mean.mul_(second).add_(gradients, alpha=1 - second)

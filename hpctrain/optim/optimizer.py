@@ -32,8 +32,8 @@ BucketState = Mapping[str, Flat]
 Each is a flat fp32 tensor with one number for each element. MASTER, the master weights, is always among them.
 """
 
-_PIECE = 1 << 20
-"""Elements whose weights are computed at a time, to bound temporary memory."""
+PIECE = 1 << 20
+"""Elements that are computed at a time, to bound temporary memory."""
 
 Agreement = Callable[[], AbstractContextManager[None]]
 """Makes a context in which an error on one rank is raised on all ranks (`World.agreement`)."""
@@ -60,6 +60,13 @@ class ElementBatch:
     updates: Tensor
     update_settings: UpdateSettings
     shard: Shard | None = None
+
+    def pieces(self) -> Iterator[ElementBatch]:
+        """Yield PIECE elements at a time, for rules that need temporary memory."""
+        for first in range(0, self.gradients.numel(), PIECE):
+            piece = slice(first, first + PIECE)
+            state = {name: flat[piece] for name, flat in self.state.items()}
+            yield replace(self, state=state, gradients=self.gradients[piece])
 
     def decay_weights(self, amount: float) -> None:
         """Subtract this fraction of the master weights, if their settings include weight decay."""
@@ -169,9 +176,6 @@ class Optimizer(ABC):
             gradient_divisor: Number by which the gradients are divided (loss scale over clip coefficient).
         """
 
-    def rehearse(self) -> None:  # noqa: B027
-        """Send the messages of a step, up to `publish`, without values. Used by plans."""
-
     @property
     def masters(self) -> Sequence[Flat]:
         """Master weights of the elements that this rank updates, for each bucket."""
@@ -244,8 +248,8 @@ def _weights(state: BucketState, averaged: AveragedRule | None) -> Iterator[tupl
         return
     both = zip(read_pieces(state[MASTER]), read_pieces(state[averaged.lead]), strict=True)
     for (first, masters), (_, lead) in both:
-        for at in range(0, masters.numel(), _PIECE):
-            piece = slice(at, at + _PIECE)
+        for at in range(0, masters.numel(), PIECE):
+            piece = slice(at, at + PIECE)
             yield first + at, averaged.training_weights(masters[piece], lead[piece])
 
 
@@ -326,9 +330,15 @@ def resident_state(rule: UpdateRule, bucket: Bucket) -> dict[str, Tensor]:
 
     A bucket that is not trained only has its parameters as master weights.
     """
+    if not bucket.trained:
+        assert isinstance(bucket.owned_values, Tensor)
+        return {MASTER: bucket.owned_values}
+    master = resident_master(rule, bucket)
+    return {MASTER: master, **{name: torch.zeros(master.shape, device=master.device) for name in rule.names}}
+
+
+def resident_master(rule: UpdateRule | None, bucket: Bucket) -> Tensor:
+    """Return the master weights on the device: the parameters themselves or an fp32 copy."""
     values = bucket.owned_values
     assert isinstance(values, Tensor)
-    if not bucket.trained:
-        return {MASTER: values}
-    master = values if is_master(bucket.dtype, True, rule) else values.to(torch.float32, copy=True)
-    return {MASTER: master, **{name: torch.zeros(master.shape, device=master.device) for name in rule.names}}
+    return values if is_master(bucket.dtype, True, rule) else values.to(torch.float32, copy=True)

@@ -18,9 +18,6 @@ from hpctrain.sharding.state import MASTER
 
 LEAD, SQUARE = "lead", "exp_avg_sq"
 
-_PIECE = 1 << 20
-"""Elements that are updated at a time, to bound temporary memory."""
-
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -66,15 +63,14 @@ class ScheduleFree:
         for part in parts:
             decayed, factor = part.update_settings.has_weight_decay, part.update_settings.rate
             correction = 1 - decay ** part.updates.add_(1).double()
-            gradients = part.gradients.div_(gradient_divisor)
-            for first in range(0, gradients.numel(), _PIECE):
-                piece = slice(first, first + _PIECE)
-                state = {name: flat[piece] for name, flat in part.state.items()}
-                average, lead, square = state[MASTER], state[LEAD], state[SQUARE]
-                square.mul_(decay).addcmul_(gradients[piece], gradients[piece], value=1 - decay)
+            part.gradients.div_(gradient_divisor)
+            for piece in part.pieces():
+                average, lead, square = (piece.state[name] for name in (MASTER, LEAD, SQUARE))
+                gradients = piece.gradients
+                square.mul_(decay).addcmul_(gradients, gradients, value=1 - decay)
                 # The smallest fp32 number prevents 0 / 0 for elements without gradients, which stay in place.
                 size = (square / correction).sqrt_().add_(max(self.epsilon, _SMALLEST))
-                step = torch.div(gradients[piece], size, out=size)
+                step = torch.div(gradients, size, out=size)
                 if decayed and self.weight_decay:
                     step.add_(self.training_weights(average, lead), alpha=self.weight_decay / factor)
                 lead.sub_(step, alpha=learning_rate * factor)

@@ -19,7 +19,7 @@ from hpctrain.costs.layer_bytes.linear_bytes import planned_converted_bytes
 from hpctrain.costs.memory_account import MemoryAccount
 from hpctrain.costs.part_bytes import PartBytes, part_bytes
 from hpctrain.costs.reduction_bytes import synchronizer_bytes
-from hpctrain.costs.update_bytes import update_bytes
+from hpctrain.costs.update_bytes import cell_state_elements, state_per_element, update_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.layer_placement import placed_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
@@ -299,10 +299,10 @@ def fullest_place(deck: Deck, stage: TrainedStage, sizes: Mapping[str, int], num
             kept += bucket.dtype.itemsize * (zero == 3 and bucket.sharers == 1)
             for treated in bucket.layout.update_ranges:
                 elements = max(0, min(last, treated.part.stop) - max(first, treated.part.start))
-                total += elements * (kept + 4 * rules.numbers(treated.update_settings))
+                total += elements * (kept + 4 * state_per_element(rules, treated.update_settings))
             for segment in bucket.segments:
                 elements = min(last, segment.start + segment.length) - max(first, segment.start)
-                total += 4 * rules.cell_state_elements(segment.parameter, max(0, elements))
+                total += 4 * cell_state_elements(rules, segment.parameter, max(0, elements))
         return total
 
     ranks = rank_count(sizes) // sizes["pipeline"]

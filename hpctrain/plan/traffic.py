@@ -42,6 +42,7 @@ from hpctrain.pipeline.execute import Executor, PreparedBatch
 from hpctrain.pipeline.split import layer_ranges
 from hpctrain.plan.silent import SilentPart
 from hpctrain.plan.step_on_meta import rehearse
+from hpctrain.plan.update_messages import send_update_messages
 from hpctrain.sharding.weight_maxima import WeightMaxima, products_in_8_bits
 
 LAYERS = frozenset({"tensor", "context", "pipeline", "expert", "expert_tensor", "context x tensor"})
@@ -224,7 +225,7 @@ def _steps(
         rehearse(stage, deck.memory.recompute, schedule, number)
         of_gradients = listener.take()
         with META:
-            stage.optimizer.rehearse()
+            send_update_messages(stage.optimizer)
             of_update = listener.take()
             weights.publish()
             weights.updates += 1

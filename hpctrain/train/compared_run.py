@@ -19,8 +19,9 @@ from hpctrain.deck.read import read_stored_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError, require_exists
 from hpctrain.hdf5 import format_of
-from hpctrain.optim.spikes import Spike, find_rollback, recorded_spikes, rollback_steps
+from hpctrain.optim.spikes import Spike, recorded_spikes
 from hpctrain.report.rows import METRICS_FILE, Row, read_metrics
+from hpctrain.train.rollback_history import find_rollback, rollback_steps
 
 _DECK = "deck.toml"
 

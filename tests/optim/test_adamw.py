@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.optim import adamw
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.clip import clip_coefficient, local_square_norm
 from hpctrain.optim.optimizer import ResidentOptimizer
@@ -79,7 +78,7 @@ def test_reduced_momentum_is_divided_by_the_former_second_moment(
     world, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
     """Compare with the formula of 1-bit Adam in fp64, for any number of elements at a time."""
-    monkeypatch.setattr(adamw, "_PIECE", piece)
+    monkeypatch.setattr("hpctrain.optim.optimizer.PIECE", piece)
     parameters, buckets = setup(world, torch.float32)
     ours = ResidentOptimizer(AdamW((0.9, 0.95), 1e-8, 0.1, momentum_after=1), buckets)
     weights = {name: parameter.detach().double() for name, parameter in parameters.items()}

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.optim import lion
 from hpctrain.optim.lion import MEAN, Lion
 from hpctrain.optim.optimizer import ResidentOptimizer
 from hpctrain.sharding.state import MASTER
@@ -25,7 +24,7 @@ def test_ten_updates_are_those_of_the_paper(
     world: World, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compare with algorithm 2 of arXiv 2302.06675. Only matrices decay; pieces are shorter than tensors."""
-    monkeypatch.setattr(lion, "_PIECE", 8)
+    monkeypatch.setattr("hpctrain.optim.optimizer.PIECE", 8)
     parameters, buckets = setup(world, dtype)
     ours = ResidentOptimizer(Lion((0.9, 0.99), 0.3), buckets)
     weights = {name: p.detach().float().numpy().astype(np.float64) for name, p in parameters.items()}

@@ -15,7 +15,6 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.engine.stage_values import load_parameters
 from hpctrain.errors import HpctrainError
 from hpctrain.optim import optimizer as optimizer_module
-from hpctrain.optim import schedule_free
 from hpctrain.optim.optimizer import ResidentOptimizer
 from hpctrain.optim.schedule_free import LEAD, SQUARE, ScheduleFree
 from hpctrain.sharding.state import MASTER
@@ -38,8 +37,7 @@ def test_ten_updates_are_those_of_the_authors(
     """In the form of their AdamWScheduleFree, which keeps y and z: y goes towards z, and with the step;
     x is beyond y as seen from z. Pieces are shorter than tensors.
     """
-    monkeypatch.setattr(schedule_free, "_PIECE", 8)
-    monkeypatch.setattr(optimizer_module, "_PIECE", 8)
+    monkeypatch.setattr(optimizer_module, "PIECE", 8)
     beta1, beta2, epsilon, decay = 0.8, 0.95, 1e-4, 0.3
     parameters, buckets = setup(world, dtype)
     ours = ResidentOptimizer(ScheduleFree((beta1, beta2), epsilon, decay), buckets)

@@ -12,10 +12,9 @@ from hpctrain.optim.spikes import (
     LEAST_DEVIATION,
     Spike,
     SpikeDetector,
-    find_rollback,
     recorded_spikes,
-    rollback_steps,
 )
+from hpctrain.train.rollback_history import find_rollback, rollback_steps
 
 
 def watching(window: int = 16, factor: float = 6.0, most: int = 3, scales: bool = False) -> SpikeDetector:

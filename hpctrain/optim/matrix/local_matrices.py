@@ -132,13 +132,6 @@ class LocalMatrices:
             return rule.transform(directions, cells)
         return self.split_matrix.local_piece(rule.transform(self.split_matrix.gather(directions), cells))
 
-    def rehearse(self, rule: MatrixRule) -> None:
-        """Send the messages of `update` without values. Collective over the ranks that hold pieces."""
-        if self.split_matrix is not None and not self.is_exchanged:
-            piece = torch.empty(self.local, dtype=rule.format, device=self.state[MASTER].device)
-            for _ in range(self.count):
-                self.split_matrix.gather(piece)
-
     def element_range(self, number: int) -> slice:
         """Return the elements of a matrix, counted from the first element of the bucket."""
         start = self.bucket.owned_slice.start + self.span.start + number * prod(self.local)

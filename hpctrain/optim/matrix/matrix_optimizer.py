@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.optim.matrix.exchanged_matrices import ExchangedMatrices
 from hpctrain.optim.matrix.local_matrices import LocalMatrices
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.matrix.replicated_matrices import ReplicatedMatrices
-from hpctrain.optim.optimizer import ElementRange, Optimizer, UpdateRule, is_master
+from hpctrain.optim.optimizer import ElementRange, Optimizer, UpdateRule, resident_master
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment, UpdateRange, overlap
 from hpctrain.sharding.state import MASTER, OPTIMIZER, UPDATED, StateTensor, segment_state
@@ -33,7 +32,7 @@ class MatrixOptimizer(Optimizer):
 
     def __init__(self, rules: MatrixRules, buckets: Sequence[Bucket]) -> None:
         """Make the state of this rank's matrices and elements. Collective over all ranks of the mesh."""
-        masters = [_master(bucket) for bucket in buckets]
+        masters = [resident_master(None, bucket) for bucket in buckets]
         super().__init__(None, buckets, [{MASTER: master} for master in masters])
         self.updates = 0
         self.rules = rules
@@ -72,12 +71,17 @@ class MatrixOptimizer(Optimizer):
             parameter.update(self.rules.matrix_rule, updates, learning_rate, gradient_divisor)
         for exchanged in self.exchanged:
             exchanged.update(updates, learning_rate, gradient_divisor)
-        self._update_replicated(lambda each: each.start(updates, gradient_divisor), learning_rate)
+        self.update_replicated(lambda each: each.start(updates, gradient_divisor), learning_rate)
         self.updates += 1
         self.publish()
 
-    def _update_replicated(self, start: Callable[[ReplicatedMatrices], None], learning_rate: float) -> None:
-        """Transform the matrices of one bucket while the results of the one before are sent."""
+    def update_replicated(self, start: Callable[[ReplicatedMatrices], None], learning_rate: float) -> None:
+        """Transform the matrices of one bucket while the results of the one before are sent.
+
+        Args:
+            start: Function that transforms the matrices and starts to send the results.
+            learning_rate: Learning rate of the step.
+        """
         in_flight: ReplicatedMatrices | None = None
         for each in self.replicated:
             start(each)
@@ -101,15 +105,6 @@ class MatrixOptimizer(Optimizer):
             del batches
 
     @override
-    def rehearse(self) -> None:
-        for parameter in self.parameters:
-            if parameter.segment.parameter.requires_grad:
-                parameter.rehearse(self.rules.matrix_rule)
-        for exchanged in self.exchanged:
-            exchanged.exchange.rehearse()
-        self._update_replicated(ReplicatedMatrices.rehearse, 0.0)
-
-    @override
     def state(self) -> Iterator[StateTensor]:
         yield from super().state()
         for each in self.ranges:
@@ -127,9 +122,3 @@ class MatrixOptimizer(Optimizer):
 def _segments_within(bucket: Bucket, update_range: UpdateRange) -> list[BucketSegment]:
     part = update_range.part
     return [segment for segment in bucket.segments if part.start <= segment.start < part.stop]
-
-
-def _master(bucket: Bucket) -> Tensor:
-    values = bucket.owned_values
-    assert isinstance(values, Tensor)
-    return values if is_master(bucket.dtype, True) else values.float()

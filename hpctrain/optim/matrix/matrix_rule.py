@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from hpctrain.optim.optimizer import ElementBatch, UpdateRule
-from hpctrain.parallel.shards import Parameter, Shard, UpdateBlock, UpdateSettings
+from hpctrain.parallel.shards import Parameter, Shard, UpdateBlock
 
 
 class MatrixRule(Protocol):
@@ -83,26 +82,6 @@ class MatrixRules:
     def names(self) -> tuple[str, ...]:
         """Names of the optimizer state of all parameters other than the master weights."""
         return (*self.element_state_names, *self.matrix_rule.cells(Shard.replicated("", (1, 1))))
-
-    def numbers(self, update_settings: UpdateSettings) -> int:
-        """Return how many numbers of state each element has, without master weights and state of cells."""
-        if not update_settings.in_blocks:
-            return len(self.element_state_names)
-        return sum(cell is None for cell in self.matrix_rule.cells(Shard.replicated("", (1, 1))).values())
-
-    def cell_state_elements(self, parameter: Parameter, elements: int) -> int:
-        """Return how many numbers the state of cells has for some elements of a parameter.
-
-        Args:
-            parameter: The parameter, after `assign`.
-            elements: Number of elements, a multiple of those of a block.
-        """
-        shard, block = parameter.shard, parameter.update_block
-        if block is None:
-            return 0
-        cells = (cell for cell in self.matrix_rule.cells(shard).values() if cell is not None)
-        each = sum(prod(CellLayout.of(shard, block, cell).block_shape) for cell in cells)
-        return elements // block.elements(shard) * each
 
     def assign(self, parameters: Sequence[Parameter]) -> None:
         """Set `block` of the parameters that the rule of matrices updates. Local, before buckets are made."""

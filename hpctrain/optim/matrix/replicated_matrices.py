@@ -43,23 +43,19 @@ class ReplicatedMatrices:
         self._batches: list[tuple[LocalMatrices, int, ElementBatch]] = []
         self._work: Work[Tensor] | None = None
 
-    def _empty(self) -> Tensor:
+    def empty_directions(self) -> Tensor:
         """Return uninitialized memory for the transformed directions of all matrices, flat."""
         group = self.bucket.sharding.group
         return group.empty((self.part.stop - self.part.start,), self.rule.format)
 
-    def _start_gather(self, flat: Tensor) -> Work[Tensor]:
+    def start_gather(self, flat: Tensor) -> None:
         """Start to send this rank's share of the transformed directions to all ranks of the group.
 
-        Collective over the bucket's group. The shares of the other ranks arrive in `flat`.
+        Collective over the bucket's group. The shares of the other ranks arrive in `flat`. `finish`
+        has to follow.
         """
-        return self.bucket.sharding.group.start_all_gather(flat[self._share], flat, self._sizes)
-
-    def rehearse(self) -> None:
-        """Send the messages of `start` without values. `finish` has to follow."""
-        for exchanged in self.exchanged:
-            exchanged.exchange.rehearse()
-        self._work = self._start_gather(self._empty())
+        group = self.bucket.sharding.group
+        self._work = group.start_all_gather(flat[self._share], flat, self._sizes)
 
     def start(self, updates: float, gradient_divisor: float) -> None:
         """Transform this rank's share of the matrices, and start to send the results.
@@ -70,7 +66,7 @@ class ReplicatedMatrices:
             updates: Number of updates before this one.
             gradient_divisor: Number by which the gradients are divided.
         """
-        flat = self._empty()
+        flat = self.empty_directions()
 
         def store(parameter: LocalMatrices, number: int, directions: Tensor) -> None:
             flat[self._element_range(parameter, number)].view(parameter.local).copy_(directions)
@@ -86,7 +82,7 @@ class ReplicatedMatrices:
                     store(parameter, number, parameter.transform(self.rule, number, directions))
         for exchanged in self.exchanged:
             exchanged.transform(updates, gradient_divisor, store)
-        self._work = self._start_gather(flat)
+        self.start_gather(flat)
 
     def finish(self, learning_rate: float) -> None:
         """Wait for the transformed directions of all ranks, and update the weights. Local after `start`."""

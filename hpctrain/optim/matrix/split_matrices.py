@@ -158,10 +158,6 @@ class MatrixExchange:
         if last is not None:
             last.finish(apply)
 
-    def rehearse(self) -> None:
-        """Send the messages of `run` without values. Collective over the group."""
-        self.run(None, None, None)
-
     def piece_sizes(self, assignment: Sequence[int | None]) -> list[int]:
         """Return the elements of this rank's pieces of a round, by the rank that transforms the matrix."""
         return [0 if number is None else self.matrices[number].elements for number in assignment]

@@ -30,6 +30,7 @@ from hpctrain.plan.rehearse.recall import Recall, Recalling
 from hpctrain.plan.rehearse.record import RecordedMesh, Recorder
 from hpctrain.plan.rehearse.touches import StandIn, Touches, TouchNotes
 from hpctrain.plan.traffic import EVERYONE, PlannedWeights, plain
+from hpctrain.plan.update_messages import send_update_messages
 
 NOTED_MICRO_BATCHES = 2
 """A first one, and one like all others."""
@@ -156,7 +157,7 @@ class RankStep:
             if stage.synchronizer.measured and stage.synchronizer.first is None:
                 everyone.all_reduce(torch.empty(2, dtype=torch.float64))
             recorder.action = "update"
-            stage.optimizer.rehearse()
+            send_update_messages(stage.optimizer)
             if self.deck.memory.optimizer != "device":
                 self._agreement("update")
             self.weights.publish()

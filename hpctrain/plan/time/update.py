@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING
 
+from hpctrain.costs.update_bytes import state_per_element
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
@@ -43,7 +44,7 @@ class UpdateNumbers:
         if not isinstance(rule, MatrixRules):
             return UpdateNumbers(len(rule.names), len(rule.names))
         named = tuple(any(fnmatchcase(n, each) for each in rule.patterns) for n in (_BLOCK, _OTHER))
-        others, own = (rule.numbers(UpdateSettings(in_blocks=each)) for each in (False, True))
+        others, own = (state_per_element(rule, UpdateSettings(in_blocks=each)) for each in (False, True))
         muon = rule.matrix_rule if isinstance(rule.matrix_rule, Muon) else None
         return UpdateNumbers(others, own, (named[0], named[1]), muon)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpctrain.costs.update_bytes import cell_state_elements, state_per_element
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.matrix.matrix_rule import CellLayout, MatrixRules
 from hpctrain.optim.optimizer import ElementBatch
@@ -74,11 +75,12 @@ def test_numbers_of_state_are_those_of_either_rule() -> None:
     rules.assign(list(found.values()))
     assert rules.names == ("exp_avg", "exp_avg_sq", "velocity", "row")
     assert alone.names == ("velocity", "row")
-    assert [rules.numbers(found[name].update_settings) for name in ("a.weight", "a.bias")] == [1, 2]
-    assert alone.numbers(found["a.weight"].update_settings) == 1
-    of_cells = {name: rules.cell_state_elements(each, each.shard.elements) for name, each in found.items()}
+    settings = [found[name].update_settings for name in ("a.weight", "a.bias")]
+    assert [state_per_element(rules, each) for each in settings] == [1, 2]
+    assert state_per_element(alone, settings[0]) == 1
+    of_cells = {name: cell_state_elements(rules, each, each.shard.elements) for name, each in found.items()}
     assert of_cells == {"a.weight": 5, "a.bias": 0, "b.weight": 2 * 3}
-    assert rules.cell_state_elements(found["b.weight"], 12) == 3  # one of the two matrices
+    assert cell_state_elements(rules, found["b.weight"], 12) == 3  # one of the two matrices
 
 
 def test_each_stacked_matrix_has_its_own_cells() -> None:
