@@ -93,7 +93,9 @@ def test_pinned_memory_is_not_read_into_before_its_copy_is_complete(tmp_path: Pa
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective", "2"])
-def test_a_file_changes_no_bit(world: World, disk: DiskOffloadStore, model: str, recompute: str) -> None:
+def test_offloading_to_a_file_changes_no_bit(
+    world: World, disk: DiskOffloadStore, model: str, recompute: str
+) -> None:
     if world.size > 1 and (model == "gpt2") != (recompute in {"none", "selective"}):
         pytest.skip("one rank has tried every pair")
     for layout in layouts(world.size):
@@ -145,7 +147,7 @@ def test_only_the_last_segments_stay_in_memory(world: World, disk: DiskOffloadSt
 
 
 @pytest.mark.mpi(max_size=1)
-def test_a_file_that_is_cut_short_ends_backward_with_a_sentence(world: World, disk: DiskOffloadStore) -> None:
+def test_a_truncated_file_raises_an_error_in_backward(world: World, disk: DiskOffloadStore) -> None:
     training = storing(world.single_rank_world(), small_deck(*SIZES), in_file(disk))
     loss = one_loss(training)
     for file in disk.scratch.folder.iterdir():
@@ -158,7 +160,7 @@ def test_a_file_that_is_cut_short_ends_backward_with_a_sentence(world: World, di
 @pytest.mark.mpi(max_size=1)
 @pytest.mark.parametrize("form", ["bf16", "int8"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_fewer_bits_change_training_a_little(
+def test_compressed_activations_change_losses_slightly(
     world: World, disk: DiskOffloadStore, form: str, recompute: str
 ) -> None:
     deck = small_deck(*SIZES, f"memory.recompute={recompute}", "batch.global_size=16")
@@ -186,7 +188,7 @@ def test_only_activations_are_compressed() -> None:
         assert not isinstance(view, torch.Tensor) and view.stored.form == "exact"
 
 
-def test_a_storage_is_stored_once_and_small_or_shared_ones_stay() -> None:
+def test_a_storage_is_offloaded_once_and_small_or_shared_ones_stay_in_memory() -> None:
     shared, x = torch.randn(8, 4), torch.randn(8, 2, 64)
     segment = SavedSegment(x, [shared], None)
     first, second = (segment.pack(view, "exact", 1024) for view in (x[:, :, :32], x.transpose(0, 1)))
@@ -199,7 +201,7 @@ def test_a_storage_is_stored_once_and_small_or_shared_ones_stay() -> None:
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
-def test_a_deck_sends_them_to_its_folder(world: World, mpi_tmp_path: Path) -> None:
+def test_a_deck_offloads_activations_to_its_folder(world: World, mpi_tmp_path: Path) -> None:
     folder = mpi_tmp_path / "offload"
     model = ("model.hidden=128", "batch.sequence=128", "model.layers=4")
     kept = trainer(world, small_deck(*model, "memory.recompute=2"))

@@ -21,7 +21,7 @@ def values(length: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["exact", "bf16", "int8"])
-def test_errors_stay_below_the_bounds(form: str, dtype: torch.dtype, length: int) -> None:
+def test_compression_errors_stay_below_bounds(form: str, dtype: torch.dtype, length: int) -> None:
     x = values(length, dtype)
     stored = compress(x, form)
     assert (stored.dtype, stored.numel()) == (torch.uint8, compressed_bytes(length, dtype.itemsize, form))
@@ -42,7 +42,7 @@ def test_errors_stay_below_the_bounds(form: str, dtype: torch.dtype, length: int
 @pytest.mark.parametrize("length", [256 * 40, 256 * 40 + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["exact", "bf16", "int8"])
-def test_the_peak_is_at_least_what_torch_allocates(form: str, dtype: torch.dtype, length: int) -> None:
+def test_compress_peak_is_at_least_what_torch_allocates(form: str, dtype: torch.dtype, length: int) -> None:
     x = values(length, dtype)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         compress(x, form)
@@ -56,7 +56,7 @@ def test_zeros_stay_zeros() -> None:
 
 
 @pytest.mark.parametrize("wrong", [torch.inf, -torch.inf, torch.nan])
-def test_what_is_not_finite_spoils_its_block_and_no_other(wrong: float) -> None:
+def test_non_finite_values_change_only_their_own_block(wrong: float) -> None:
     x = torch.randn(3 * BLOCK)
     x[BLOCK + 5] = wrong
     again = expand(compress(x, "int8"), "int8", x.numel(), x.dtype)

@@ -30,7 +30,7 @@ def scratch(tmp_path: Path) -> Iterator[ScratchFiles]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
-def test_what_is_written_is_read(scratch: ScratchFiles, dtype: torch.dtype) -> None:
+def test_files_return_what_was_written(scratch: ScratchFiles, dtype: torch.dtype) -> None:
     file = scratch.file("state", 1 << 16)
     values = torch.randn(3, 1000).to(dtype)
     other = torch.arange(500, dtype=torch.int32)
@@ -55,12 +55,12 @@ def test_slices_of_a_tensor_in_a_file(scratch: ScratchFiles) -> None:
     assert flat[:7].nbytes == 28
 
 
-def test_space_is_taken_at_once(scratch: ScratchFiles) -> None:
+def test_disk_space_is_allocated_at_once(scratch: ScratchFiles) -> None:
     file = scratch.file("state", 1 << 20)
     assert file.path.stat().st_blocks * 512 >= 1 << 20
 
 
-def test_files_go_at_the_end(tmp_path: Path) -> None:
+def test_files_are_deleted_when_closed(tmp_path: Path) -> None:
     folder = tmp_path / "offload"
     with_close = ScratchFiles(folder, 0)
     path = with_close.file("state", 10).path
@@ -92,7 +92,7 @@ if sys.argv[2] == "crash":
 
 
 @pytest.mark.parametrize("ending", ["crash", "exit"])
-def test_leftovers_of_a_crash_go_at_the_next_start_and_those_of_the_living_stay(
+def test_files_of_ended_processes_are_deleted_and_those_of_running_ones_stay(
     tmp_path: Path, ending: str
 ) -> None:
     folder = tmp_path / "offload"
@@ -119,7 +119,7 @@ def test_leftovers_of_a_crash_go_at_the_next_start_and_those_of_the_living_stay(
     assert foreign.exists()
 
 
-def test_a_process_of_the_same_number_is_another_one(tmp_path: Path) -> None:
+def test_a_process_with_a_reused_pid_counts_as_another(tmp_path: Path) -> None:
     import socket
 
     left = tmp_path / f"offload-{socket.gethostname()}-{os.getpid()}-1-rank0-x"
@@ -128,7 +128,7 @@ def test_a_process_of_the_same_number_is_another_one(tmp_path: Path) -> None:
     assert not left.exists()
 
 
-def test_a_folder_too_small_or_not_writable_is_the_users_mistake(tmp_path: Path) -> None:
+def test_a_folder_that_is_too_small_or_not_writable_raises_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(HpctrainError, match=r"requires 1000 PB on this disk, which has .* free") as caught:
         check_disk_space(tmp_path / "new" / "offload", 10**18)
     assert caught.value.exit_code == EXIT_USER
@@ -151,7 +151,7 @@ def limited_files(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_disk_that_is_full(scratch: ScratchFiles) -> None:
+def test_a_full_disk_raises_an_error(scratch: ScratchFiles) -> None:
     with limited_files(10_000), pytest.raises(InputOutputError, match=r"/state: .*File too large") as caught:
         scratch.file("state", 20_000)
     assert caught.value.exit_code == EXIT_INPUT_OUTPUT
@@ -162,7 +162,7 @@ def test_a_disk_that_is_full(scratch: ScratchFiles) -> None:
             transfer.result()
 
 
-def test_a_file_that_vanishes_or_shrinks(scratch: ScratchFiles) -> None:
+def test_a_deleted_or_shrunk_file_raises_an_error(scratch: ScratchFiles) -> None:
     file = scratch.file("state", 8000)
     values = torch.ones(1000)
     os.truncate(file.path, 5000)
@@ -177,7 +177,7 @@ def test_a_file_that_vanishes_or_shrinks(scratch: ScratchFiles) -> None:
             transfer.result()
 
 
-def test_what_others_put_there_stays(tmp_path: Path) -> None:
+def test_foreign_files_are_not_deleted(tmp_path: Path) -> None:
     """This holds for an existing folder, files beside ours, and the targets of links."""
     folder = tmp_path / "mine"
     folder.mkdir()

@@ -16,13 +16,13 @@ SCHEDULES = st.builds(
 )
 
 
-def test_accumulation_does_every_micro_batch_in_turn() -> None:
+def test_accumulation_runs_micro_batches_one_after_another() -> None:
     schedule = accumulation(3)
     assert [str(action) for action in schedule.stages[0]] == ["F0", "B0", "F1", "B1", "F2", "B2"]
     assert (schedule.stage_count, schedule.micro_batches, schedule.chunks) == (1, 3, 1)
 
 
-def test_the_text_of_a_schedule() -> None:
+def test_a_schedule_prints_as_text() -> None:
     stages = ((Action("F", 0), Action("I", 0), Action("W", 0)), (Action("F", 12, 2),), ())
     assert str(Schedule(stages, "mine", "v")) == (
         "# mine: 3 stages, 13 micro-batches, 3 chunks, v\nF0 I0 W0\nF12.2\n-"
@@ -30,7 +30,7 @@ def test_the_text_of_a_schedule() -> None:
 
 
 @given(SCHEDULES)
-def test_text_parses_back(schedule: Schedule) -> None:
+def test_printed_schedules_parse_back(schedule: Schedule) -> None:
     assert Schedule.parse(str(schedule)) == schedule
 
 
@@ -75,7 +75,7 @@ def test_text_without_header_and_with_comments_parses() -> None:
         ("\n".join(["X"] * 13), [*(f"mine:{line}: 'X'" for line in range(1, 11)), "mine: and 3 more"]),
     ],
 )
-def test_mistakes_are_named_with_line_and_word(text: str, problems: list[str]) -> None:
+def test_parse_errors_name_line_and_word(text: str, problems: list[str]) -> None:
     with pytest.raises(HpctrainError) as raised:
         Schedule.parse(text, "mine")
     assert len(raised.value.problems) == len(problems)
@@ -90,7 +90,7 @@ def test_mistakes_are_named_with_line_and_word(text: str, problems: list[str]) -
         ("v", [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]),
     ],
 )
-def test_where_parts_are(placement: Placement, expected: list[tuple[int, int]]) -> None:
+def test_stage_and_chunk_of_each_part(placement: Placement, expected: list[tuple[int, int]]) -> None:
     schedule = Schedule(((Action("F", 0), Action("F", 0, 1)),) * 3, "", placement)
     assert schedule.parts == 6
     assert [schedule.stage_and_chunk(part) for part in range(6)] == expected

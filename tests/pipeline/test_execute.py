@@ -56,9 +56,7 @@ def schedules(world: World, micro_batches: int, *overrides: str) -> Iterator[tup
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("micro_batches", [3, 4])
 @pytest.mark.parametrize("tied", ["true", "false"])
-def test_every_schedule_is_one_rank_bit_for_bit_or_to_rounding(
-    world: World, micro_batches: int, tied: str
-) -> None:
+def test_every_schedule_computes_what_one_rank_computes(world: World, micro_batches: int, tied: str) -> None:
     """Without tied embeddings all sums have the same order, so every bit is equal.
 
     test_matrix.py has other numbers of micro-batches, and larger bounds.
@@ -99,7 +97,9 @@ def test_every_schedule_is_one_rank_bit_for_bit_or_to_rounding(
     ],
     ids=str,
 )
-def test_with_the_other_axes(world: World, family: tuple[str, ...], layout: tuple[str, ...]) -> None:
+def test_schedules_with_other_mesh_axes(
+    world: World, family: tuple[str, ...], layout: tuple[str, ...]
+) -> None:
     for name in ("1f1b", "zb-h1", "interleaved"):
         deck = small_deck(
             *family,
@@ -127,7 +127,7 @@ def test_tied_embeddings_stay_equal_on_both_stages(world: World) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_bytes_are_b_s_h_a_boundary_micro_batch_and_direction(world: World) -> None:
+def test_bytes_are_b_s_h_per_boundary_micro_batch_and_direction(world: World) -> None:
     for name, deck in schedules(world, 4, "model.tied=false"):
         run = trainer(world, deck)
         world.ledger.reset()
@@ -173,7 +173,7 @@ def test_even_split() -> None:
     assert even_split(1, 2) == [1, 0]
 
 
-def test_parts_know_their_blocks_and_ends() -> None:
+def test_parts_know_their_blocks_and_whether_they_are_first_or_last() -> None:
     schedule = generate("interleaved", 2, 2, chunks=2)
     first, second = layer_ranges(schedule, [1, 2, 3, 4], 0), layer_ranges(schedule, [1, 2, 3, 4], 1)
     assert [(part.first, part.last) for part in first] == [(0, 1), (3, 6)]
@@ -183,7 +183,7 @@ def test_parts_know_their_blocks_and_ends() -> None:
     assert not (first[1].embeds or first[1].predicts or second[0].embeds or second[0].predicts)
 
 
-def test_messages_follow_from_the_order() -> None:
+def test_messages_follow_the_order_of_actions() -> None:
     schedule = Schedule.parse("F0 F1 B0 B1\nF0 B0 F1 B1")
     assert list(messages(schedule, 0, 1)) == [BoundaryMessage("F", 0, 0), BoundaryMessage("F", 1, 0)]
     assert list(messages(schedule, 1, 0)) == [BoundaryMessage("B", 0, 0), BoundaryMessage("B", 1, 0)]

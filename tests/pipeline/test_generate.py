@@ -21,7 +21,7 @@ def test_each_name_has_its_generator() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_every_schedule_is_a_good_one_that_parses_back(name: str, stages: int) -> None:
+def test_every_schedule_is_valid_and_parses_back(name: str, stages: int) -> None:
     for micro_batches in range(1, 9):
         if name == "interleaved" and micro_batches % stages:
             continue
@@ -32,7 +32,7 @@ def test_every_schedule_is_a_good_one_that_parses_back(name: str, stages: int) -
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_add_up_in_the_order_of_the_micro_batches(name: str) -> None:
+def test_gradients_are_added_in_the_order_of_micro_batches(name: str) -> None:
     schedule = generate(name, 4, 8)
     for actions in schedule.stages:
         for chunk in range(schedule.chunks):
@@ -41,7 +41,7 @@ def test_gradients_add_up_in_the_order_of_the_micro_batches(name: str) -> None:
                 assert order == list(range(8))
 
 
-def test_plain_schedules_in_full() -> None:
+def test_schedules_match_their_full_text() -> None:
     def lines(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> list[str]:
         return str(generate(name, stages, micro_batches, chunks)).splitlines()[1:]
 
@@ -59,7 +59,7 @@ def test_plain_schedules_in_full() -> None:
     ]
 
 
-def test_activations_of_the_plain_schedules() -> None:
+def test_peak_activations_of_each_schedule() -> None:
     assert peak_activations(generate("naive", 4, 8)) == (1,) * 4
     assert peak_activations(generate("gpipe", 4, 8)) == (8,) * 4
     assert peak_activations(generate("1f1b", 4, 8)) == (4, 3, 2, 1)
@@ -97,7 +97,7 @@ def test_activations_of_the_plain_schedules() -> None:
         ),
     ],
 )
-def test_impossible_arguments_are_told_all_at_once(
+def test_all_invalid_arguments_are_reported_at_once(
     arguments: tuple[str, int, int], problems: list[str]
 ) -> None:
     with pytest.raises(HpctrainError) as raised:
@@ -107,7 +107,7 @@ def test_impossible_arguments_are_told_all_at_once(
         assert told.startswith(expected)
 
 
-def test_a_limit_of_activations_is_kept_or_refused() -> None:
+def test_an_activation_limit_is_met_or_refused() -> None:
     assert generate("1f1b", 4, 8, memory_limit=4) == generate("1f1b", 4, 8)
     with pytest.raises(
         HpctrainError, match="gpipe: stage 0 holds activations of 8 micro-batches; the limit is 4"

@@ -49,7 +49,7 @@ def alone(
 @pytest.mark.sampled(1)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("tied", ["true", "false"])
-def test_every_schedule_is_one_rank_and_bit_for_bit_the_others(
+def test_all_schedules_have_the_same_bits_and_the_losses_of_one_rank(
     world: World, monkeypatch: pytest.MonkeyPatch, tied: str
 ) -> None:
     """Tied embeddings are on two stages or, with V-shaped schedules, in two chunks of one stage.
@@ -63,7 +63,7 @@ def test_every_schedule_is_one_rank_and_bit_for_bit_the_others(
 
 @pytest.mark.eight
 @pytest.mark.mpi(min_size=8)
-def test_eight_ranks_are_one_rank(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eight_ranks_compute_what_one_rank_computes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     if world.size != 8:
         pytest.skip(f"has no layout of {world.size} ranks")
     demand_equality(world, monkeypatch, "false", (1, 4, 8))

@@ -19,7 +19,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize("text", GOOD)
-def test_good_schedules_have_no_problems(text: str) -> None:
+def test_valid_schedules_have_no_problems(text: str) -> None:
     assert check(Schedule.parse(text)) == []
 
 
@@ -85,7 +85,7 @@ def test_good_schedules_have_no_problems(text: str) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_told_with_stage_action_and_reason(text: str, expected: list[str]) -> None:
+def test_problems_name_stage_action_and_reason(text: str, expected: list[str]) -> None:
     problems = [str(problem) for problem in check(Schedule.parse(text))]
     assert len(problems) == len(expected), problems
     for told, start in zip(problems, expected, strict=True):
@@ -101,19 +101,19 @@ def test_activations_stay_within_the_limit() -> None:
     ]
 
 
-def test_activations_of_a_chunk_are_a_part_of_the_stages() -> None:
+def test_a_chunk_counts_as_a_fraction_of_its_stages_activations() -> None:
     schedule = Schedule.parse("F0 F1 F0.1 F1.1 B0.1 B0 B1.1 B1")
     assert check(schedule, limit=2) == []
     (problem,) = check(schedule, limit=1.25)
     assert (problem.index, problem.reason) == (2, "holds activations of 1.5 micro-batches; the limit is 1.25")
 
 
-def test_a_number_far_too_large_is_told_shortly() -> None:
+def test_a_huge_number_gives_a_short_message() -> None:
     assert len(check(Schedule.parse("F999999.999 B0"))) < 20
 
 
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"])
-def test_any_change_of_a_good_schedule_that_breaks_it_is_found(name: str) -> None:
+def test_every_breaking_change_of_a_valid_schedule_is_found(name: str) -> None:
     """Removed and repeated actions are always found, a swap if the simulation blocks."""
     dice = random.Random(3)
     good = generate(name, 3, 6)
@@ -168,7 +168,7 @@ def _comes_to_its_end(stages: list[list[Action]], good: Schedule, dice: random.R
         at[stage] += 1
 
 
-def test_a_refusal_names_file_and_line() -> None:
+def test_schedule_errors_name_file_and_line() -> None:
     text = "# mine\nF0 B0\n\nF0\n"
     problems = check(Schedule.parse(text))
     assert schedule_error(problems, "mine.txt", stage_lines(text)).problems == (

@@ -10,7 +10,7 @@ from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import StageTimes, peak_activations, simulate
 
 
-def test_a_pipeline_of_two_by_hand() -> None:
+def test_two_stages_match_a_manual_calculation() -> None:
     schedule = Schedule.parse("F0 F1 I0 W0 I1 W1\nF0 I0 F1 I1 W0 W1")
     simulation = simulate(schedule, StageTimes(2, 3, 1, 0.5))
     assert simulation.start == ((0, 2, 8, 11, 13, 16), (2.5, 4.5, 7.5, 9.5, 12.5, 13.5))
@@ -30,7 +30,7 @@ def test_cost_is_the_longest_span_of_a_stage_not_the_finish() -> None:
     assert (simulation.cost, simulation.finish) == (11, 12)
 
 
-def test_the_parts_of_a_v_turn_on_the_last_stage_without_communication() -> None:
+def test_a_v_placement_has_no_communication_on_the_last_stage() -> None:
     schedule = Schedule.parse("# v: 2 stages, 1 micro-batch, 2 chunks, v\nF0 F0.1 B0.1 B0\nF0 F0.1 B0.1 B0")
     simulation = simulate(schedule, StageTimes(2, 2, 2, 10))
     assert simulation.start == ((0, 23, 24, 50), (11, 12, 36, 38))
@@ -57,7 +57,7 @@ def test_one_stage_has_no_bubble() -> None:
     assert simulation.bubble_rate >= 0
 
 
-def test_no_time_at_all_is_no_bubble() -> None:
+def test_zero_times_have_no_bubble() -> None:
     assert simulate(accumulation(1), StageTimes(0, 0, 0)).bubble_rate == 0
 
 
@@ -76,7 +76,7 @@ SMALL, LARGE = StageTimes(18.522, 18.086, 9.337, 0.601), StageTimes(29.718, 29.4
         ("zb-h2", LARGE, 0.0698),
     ],
 )
-def test_published_bubble_rates_come_out(name: str, times: StageTimes, published: float) -> None:
+def test_published_bubble_rates(name: str, times: StageTimes, published: float) -> None:
     assert round(simulate(generate(name, 8, 24), times).bubble_rate, 4) == published
 
 
@@ -118,12 +118,12 @@ def test_activations_live_to_the_end_of_the_weight_gradient() -> None:
         (StageTimes(communication=(1, 2)), "times: communication: expected 1 or 3 numbers, got 2"),
     ],
 )
-def test_times_that_do_not_fit_are_refused(times: StageTimes, problem: str) -> None:
+def test_times_of_wrong_length_are_refused(times: StageTimes, problem: str) -> None:
     with pytest.raises(HpctrainError, match=problem):
         simulate(generate("interleaved", 2, 2), times)
 
 
-def test_times_are_numbers_from_zero_up() -> None:
+def test_negative_or_non_finite_times_are_refused() -> None:
     with pytest.raises(HpctrainError) as raised:
         StageTimes(-1, math.nan, (1, math.inf))
     assert raised.value.problems == (
@@ -133,6 +133,6 @@ def test_times_are_numbers_from_zero_up() -> None:
     )
 
 
-def test_a_schedule_that_cannot_end_is_refused() -> None:
+def test_a_deadlocking_schedule_is_refused() -> None:
     with pytest.raises(HpctrainError, match="schedule: stage 0 never starts B0, because"):
         simulate(Schedule.parse("F0 B0\nB0 F0"), StageTimes())

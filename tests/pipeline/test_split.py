@@ -64,7 +64,7 @@ def alike(layers: int, block: float, first: float, last: float) -> list[float]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: f"{schedule.name}-{schedule.parts}")
-def test_no_other_way_is_shorter(schedule: Schedule) -> None:
+def test_no_other_split_is_faster(schedule: Schedule) -> None:
     generator = random.Random(schedule.parts)
     for layers in filter(partial(parts_of, schedule=schedule), range(schedule.parts - 2, schedule.parts + 4)):
         for _ in range(12):
@@ -78,7 +78,7 @@ def test_no_other_way_is_shorter(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: f"{schedule.name}-{schedule.parts}")
-def test_no_other_way_has_a_shorter_longest_stage_where_blocks_differ(schedule: Schedule) -> None:
+def test_no_other_split_has_a_faster_slowest_stage_for_different_blocks(schedule: Schedule) -> None:
     generator = random.Random(schedule.parts)
     for layers in filter(partial(parts_of, schedule=schedule), range(schedule.parts - 2, schedule.parts + 4)):
         for number in range(12):
@@ -102,7 +102,7 @@ def test_no_other_way_has_a_shorter_longest_stage_where_blocks_differ(schedule: 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: f"{schedule.name}-{schedule.parts}")
-def test_even_where_that_is_as_good(schedule: Schedule) -> None:
+def test_an_even_split_wins_ties(schedule: Schedule) -> None:
     for layers in range(schedule.parts, 20):
         even = even_split(layers, schedule.parts)
         for first, last in ((0.0, 0.0), (0.25, 0.25), (1.0, 2.0)):
@@ -113,7 +113,7 @@ def test_even_where_that_is_as_good(schedule: Schedule) -> None:
     assert balanced_split(alike(12, 0.0, 0.0, 0.0), schedule) == even_split(12, schedule.parts)
 
 
-def test_ends_that_take_time_get_fewer_blocks() -> None:
+def test_stages_with_a_slow_embedding_or_head_get_fewer_blocks() -> None:
     two, four = generate("1f1b", 2, 4), generate("1f1b", 4, 4)
     assert balanced_split(alike(5, 1.0, 0.1, 0.9), two) == [3, 2]
     assert balanced_split(alike(5, 1.0, 0.9, 0.1), two) == [2, 3]
@@ -124,13 +124,13 @@ def test_ends_that_take_time_get_fewer_blocks() -> None:
     assert balanced_split(alike(12, 1.0, 1.0, 3.0), generate("dualpipe-v", 2, 4)) == [3, 4, 4, 1]
 
 
-def test_what_the_longest_stage_leaves_is_shared_out_evenly() -> None:
+def test_blocks_outside_the_slowest_stage_are_split_evenly() -> None:
     assert balanced_split([0.0, 1.0, 1.0, 1.0, 1.1, 1.0, 1.0, 9.0], generate("1f1b", 3, 4)) == [3, 3, 0]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: f"{schedule.name}-{schedule.parts}")
 @pytest.mark.parametrize("form", ["alike", "kinds", "any"])
-def test_no_other_way_is_shorter_where_stages_differ(schedule: Schedule, form: str) -> None:
+def test_no_other_split_is_faster_on_stages_of_different_speed(schedule: Schedule, form: str) -> None:
     """Cases: equal blocks on each stage; blocks of several kinds on faster and slower stages; any times."""
     generator = random.Random(schedule.parts)
     for layers in filter(partial(parts_of, schedule=schedule), range(schedule.parts - 2, schedule.parts + 4)):
@@ -162,7 +162,7 @@ def test_stages_that_are_twice_as_fast_get_twice_the_blocks() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: f"{schedule.name}-{schedule.parts}")
-def test_stages_that_are_alike_are_split_as_one_time_says(schedule: Schedule) -> None:
+def test_stages_of_equal_speed_are_split_as_by_one_time(schedule: Schedule) -> None:
     generator = random.Random(schedule.parts)
     for other in (1.0, 2.0):
         times = [generator.uniform(0, 9), *[1.0, other] * 6, generator.uniform(0, 9)]
@@ -171,7 +171,7 @@ def test_stages_that_are_alike_are_split_as_one_time_says(schedule: Schedule) ->
 
 
 @pytest.mark.parametrize("other", [1.0, 3.0], ids=["alike", "unlike"])
-def test_many_layers_take_no_time(other: float) -> None:
+def test_many_layers_are_split_quickly(other: float) -> None:
     for schedule in (generate("1f1b", 64, 64), generate("interleaved", 8, 8, 4)):
         times = [3.0, *[1.0, other] * 64, 5.0]
         counts = balanced_split(times, schedule)
@@ -182,14 +182,14 @@ def test_many_layers_take_no_time(other: float) -> None:
     assert sum(balanced_split(alike(1000, 1.0, 3.0, 5.0), generate("1f1b", 64, 64))) == 1000
 
 
-def test_of_more_ways_than_are_kept_one_without_a_longest_stage_is_found() -> None:
+def test_a_good_split_is_found_among_more_than_the_search_keeps() -> None:
     """All stages take the mean of 18, and none can take less."""
     times, schedule = [3.0, *[1.0, 3.0] * 16, 5.0], generate("interleaved", 4, 4, 2)
     stage, _ = cost(balanced_split(times, schedule), times, schedule)
     assert stage == sum(times) / 4
 
 
-def test_layers_are_cut_into_parts() -> None:
+def test_layers_are_split_into_parts() -> None:
     layers = ["embedding", *"abcde", "head"]
     assert split_layers(layers, [2, 1, 2]) == [["embedding", "a", "b"], ["c"], ["d", "e", "head"]]
     assert split_layers(layers, [5]) == [layers]

@@ -35,7 +35,7 @@ def least_of(schedule: Schedule, times: StageTimes, limit: int) -> float:
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("seed", range(40))
-def test_no_order_that_keeps_to_its_limit_takes_less(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_schedule_within_the_limit_is_below_the_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(v_schedule, "_MAX_PLACED_ACTIONS", 20_000)
     random = Random(seed)
     for _ in range(5):
@@ -48,14 +48,14 @@ def test_no_order_that_keeps_to_its_limit_takes_less(seed: int, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("stages", "rounds"), [(2, 2), (3, 4), (8, 2), (8, 3)])
-def test_zb_v_takes_no_more_where_times_are_alike(stages: int, rounds: int) -> None:
+def test_zb_v_reaches_the_bound_for_equal_times(stages: int, rounds: int) -> None:
     schedule = generate("zb-v", stages, rounds * stages)
     assert max(peak_activations(schedule)) == stages
     cost = simulate(schedule, StageTimes()).cost
     assert least_of(schedule, StageTimes(), 2 * stages) == pytest.approx(cost) == 3 * rounds * stages
 
 
-def test_one_micro_batch_goes_all_the_way_and_waits() -> None:
+def test_bound_of_one_micro_batch() -> None:
     """It passes four parts down and up, and back, with 2 + 3 each and messages of 1; then W."""
     times = StageTimes([2.0] * 4, [3.0] * 4, [1.0] * 4, 1.0)
     schedule = generate("v-half", 2, 1, times=times)
@@ -63,7 +63,7 @@ def test_one_micro_batch_goes_all_the_way_and_waits() -> None:
     assert simulate(schedule, times).cost == pytest.approx(4 * (2 + 3) + 4 * 1 + 1)
 
 
-def test_whoever_holds_fewer_waits_longer() -> None:
+def test_a_lower_activation_limit_raises_the_bound() -> None:
     times = StageTimes([1.0] * 16, [1.1] * 16, [0.9] * 16)
     schedule = generate("zb-v", 8, 40)
     bounds = [least_of(schedule, times, limit) for limit in range(2, 17)]

@@ -49,7 +49,7 @@ def bubble(name: str, stages: int, micro_batches: int, times: StageTimes = ALIKE
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6, 8])
-def test_complete_without_deadlock_within_the_papers_activations(name: str, stages: int) -> None:
+def test_v_schedules_are_complete_and_within_the_papers_activations(name: str, stages: int) -> None:
     limit = most_activations(name, stages)
     for micro_batches in sorted({1, stages, 2 * stages - 1, 4 * stages} if stages < 6 else {3, 2 * stages}):
         schedule = generate(name, stages, micro_batches)
@@ -64,7 +64,7 @@ def test_complete_without_deadlock_within_the_papers_activations(name: str, stag
 @pytest.mark.parametrize(
     "times", [SMALL, LARGE, UNEVEN, StageTimes(1, 2, 0, 3), StageTimes(0, 0, 0, 0), StageTimes(1, 1, 4, 0.5)]
 )
-def test_good_for_any_times(name: str, times: StageTimes) -> None:
+def test_v_schedules_are_valid_for_any_times(name: str, times: StageTimes) -> None:
     for micro_batches in (2, 9):
         schedule = generate(name, 4, micro_batches, times=times)
         assert check(schedule, most_activations(name, 4)) == []
@@ -72,7 +72,7 @@ def test_good_for_any_times(name: str, times: StageTimes) -> None:
 
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_add_up_in_the_order_of_the_micro_batches(name: str) -> None:
+def test_gradients_are_added_in_the_order_of_micro_batches(name: str) -> None:
     """Therefore all schedules give the same gradients, bit for bit."""
     for actions in generate(name, 4, 9, times=SMALL).stages:
         for chunk, kinds in itertools.product((0, 1), ("F", "BI", "BW")):
@@ -81,13 +81,13 @@ def test_gradients_add_up_in_the_order_of_the_micro_batches(name: str) -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 6, 8, 16])
-def test_zb_v_has_no_bubble_where_times_are_alike(stages: int) -> None:
+def test_zb_v_has_no_bubble_for_equal_times(stages: int) -> None:
     for micro_batches in (2 * stages, 2 * stages + 1, 4 * stages):
         assert bubble("zb-v", stages, micro_batches) == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize("stages", [3, 4])
-def test_v_half_and_v_min_have_parts_of_the_bubble_of_1f1b(stages: int) -> None:
+def test_v_half_and_v_min_have_a_fraction_of_the_bubble_of_1f1b(stages: int) -> None:
     """The paper states about p / 2m and 2p / 3m, where 1F1B has p / m; no more with more micro-batches."""
     plain = bubble("1f1b", stages, 4 * stages)
     assert plain == pytest.approx(3 * (stages - 1))
@@ -99,7 +99,7 @@ def test_v_half_and_v_min_have_parts_of_the_bubble_of_1f1b(stages: int) -> None:
 @pytest.mark.parametrize(
     ("name", "times", "known"), [("zb-v", LARGE, 0.0446), ("v-half", SMALL, 0.1719), ("v-min", LARGE, 0.2061)]
 )
-def test_better_than_1f1b_with_published_times(name: str, times: StageTimes, known: float) -> None:
+def test_v_schedules_beat_1f1b_with_published_times(name: str, times: StageTimes, known: float) -> None:
     """ZB-V is also better than ZB-H2, with half of its activations. `known` is what this search finds."""
     plain, h2, found = (
         simulate(generate(other, 8, 24, times=times), times) for other in ("1f1b", "zb-h2", name)
@@ -191,7 +191,7 @@ def test_dualpipe_v_of_two_stages() -> None:
     assert tuple(" ".join(map(str, actions)) for actions in schedule.stages) == expected
 
 
-def test_keeps_to_a_given_limit_and_gains_by_room() -> None:
+def test_v_schedules_meet_a_limit_and_improve_with_more_memory() -> None:
     costs = []
     for limit in (1, 1.5, 2.9, 6):
         schedule = generate("zb-v", 4, 6, times=SMALL, memory_limit=limit)
@@ -210,19 +210,19 @@ def test_a_limit_below_one_micro_batch_is_refused() -> None:
         generate("dualpipe-v", 4, 8, memory_limit=4)
 
 
-def test_times_that_do_not_fit_are_refused() -> None:
+def test_times_of_wrong_length_are_refused() -> None:
     with pytest.raises(HpctrainError, match="forward: expected 1, 4 or 8 numbers"):
         generate("zb-v", 4, 8, times=StageTimes([1, 2, 3]))
 
 
 @pytest.mark.usefixtures("short_search")
-def test_the_same_again() -> None:
+def test_the_search_is_deterministic() -> None:
     assert generate("v-half", 5, 11, times=SMALL) == generate("v-half", 5, 11, times=SMALL)
 
 
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("name", NAMES)
-def test_many_stages(name: str) -> None:
+def test_schedules_of_many_stages(name: str) -> None:
     schedule = generate(name, 16, 40, times=LARGE)
     assert check(schedule, most_activations(name, 16)) == []
     assert sum(action.kind == "F" for actions in schedule.stages for action in actions) == 16 * 40 * 2

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.deck.schema import Deck
@@ -38,11 +37,12 @@ from hpctrain.train.replay import replay
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.stored_choices import describe_functions, with_stored_choices
 from hpctrain.train.verify import verify_layout
+from tests.engine.choices.text_runs import TextRuns
 from tests.engines import LLAMA, reference, small_deck, trainer
 from tests.parallel.kernels.test_layer_functions import trapping
 from tests.plan.test_memory import expect_activations
 from tests.rope_scalings import YARN_KEYS
-from tests.train.test_run import DECK, write_deck
+from tests.train.test_run import write_deck
 
 COMPILE, AUTO = "machine.compile=true", "machine.compile=auto"
 LEFT = "the resumed run used compiled ones: from here on losses may differ in their last bits"
@@ -278,20 +278,8 @@ def test_resumed_runs_have_the_same_bits(
     gelu = CompiledFunctions.gelu
     # So small a model may well have the same losses otherwise.
     monkeypatch.setattr(CompiledFunctions, "gelu", lambda self, x: gelu(self, x) * 1.001)
-    deck = mpi_tmp_path / "small.toml"
-    if world.rank == 0:
-        (mpi_tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
-        deck.write_text(DECK.format(tokens=mpi_tmp_path / "tokens.h5"))
-    world.everyone.barrier()
-    prepare(world, mpi_tmp_path / "tokens.h5", [str(mpi_tmp_path / "text.txt")])
-
-    def losses(folder: str) -> list[str]:
-        rows = (mpi_tmp_path / folder / "metrics.jsonl").read_text().splitlines()
-        return [row.split('"loss":')[1].split(",")[0] for row in rows]
-
-    def run(folder: str, *keys: str) -> None:
-        assert run_deck(world, deck, [f"run.dir={mpi_tmp_path / folder}", *keys]) == 0
-
+    runs = TextRuns(world, mpi_tmp_path)
+    run, losses = runs.run, runs.losses
     run("whole", "run.steps=4", COMPILE)
     assert "block functions are compiled for this processor" in capfd.readouterr().out or world.rank
     run("parts", "run.steps=2", "learning_rate.decay_steps=4", COMPILE)

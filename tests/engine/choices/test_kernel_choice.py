@@ -17,7 +17,6 @@ from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.costs.bucket_bytes import value_bytes
 from hpctrain.data.batches import Batches
-from hpctrain.data.prepare import prepare
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.deck.toml_text import deck_text
@@ -35,10 +34,10 @@ from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.served import build_role_within_memory
 from hpctrain.train.miniature import miniature
-from hpctrain.train.run import resume, run_deck
+from hpctrain.train.run import resume
 from hpctrain.train.stored_choices import with_stored_choices
+from tests.engine.choices.text_runs import TextRuns
 from tests.engines import LLAMA, Trainer, small_deck, trainer
-from tests.train.test_run import DECK
 
 QUICK_FORWARD = {"forward": {"library": 1.0, "onednn": 0.5}}
 
@@ -329,20 +328,8 @@ def test_a_run_goes_on_with_its_products_bit_for_bit(
 ) -> None:
     # So small products may well have the same bits.
     monkeypatch.setattr(OneDnn, "forward", lambda _, *operands: functional.linear(*operands) * 1.001)
-    deck = mpi_tmp_path / "small.toml"
-    if world.rank == 0:
-        (mpi_tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
-        deck.write_text(DECK.format(tokens=mpi_tmp_path / "tokens.h5"))
-    world.everyone.barrier()
-    prepare(world, mpi_tmp_path / "tokens.h5", [str(mpi_tmp_path / "text.txt")])
-
-    def losses(folder: str) -> list[float]:
-        rows = (mpi_tmp_path / folder / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(row)["loss"] for row in rows]
-
-    def run(folder: str, *keys: str) -> None:
-        assert run_deck(world, deck, [f"run.dir={mpi_tmp_path / folder}", *keys]) == 0
-
+    runs = TextRuns(world, mpi_tmp_path)
+    run, losses = runs.run, runs.losses
     run("whole", "run.steps=4")
     assert "matrix products use: forward onednn; logits library" in capfd.readouterr().out or world.rank
     run("parts", "run.steps=2", "learning_rate.decay_steps=4")
