@@ -33,9 +33,11 @@ class CachePlan:
     def of(model: Transformer, sequences: int, tokens: int) -> CachePlan:
         """Return a model's cache for sequences of at most `tokens` tokens, limited by its window."""
         shape, layer_context = model.shape, model.layer_context
-        heads = max(1, shape.key_value_heads // layer_context.tensor.size)
+        heads, size = max(1, shape.key_value_heads // layer_context.tensor.size), shape.head_size
+        if (latent := shape.latent) is not None:  # a latent, with the features of keys that heads share
+            heads, size = 1, latent.key_value_rank + latent.rotary_size
         compiled, has_rotary = layer_context.functions.compiled, shape.positions == "rotary"
-        form = PageLayout(heads, shape.head_size, model.dtype, has_rotary, compiled)
+        form = PageLayout(heads, size, model.dtype, has_rotary, compiled)
         tables = 1 if shape.rope_local_base is None else 2
         return CachePlan(
             sequences, min(tokens, shape.sequence), model.span.blocks, form, shape.sequence, tables

@@ -16,6 +16,7 @@ from hpctrain.deck.sections import (
     data,
     evaluation,
     experts,
+    latent,
     layout,
     learning_rate,
     local_steps,
@@ -62,6 +63,7 @@ RELATIONS: Relations = tuple(
 TRANSFORMER_RELATIONS: Relations = (
     *model.TRANSFORMER_RELATIONS,
     *rope_scaling.RELATIONS,
+    *latent.RELATIONS,
     *experts.RELATIONS,
     *adapters.RELATIONS,
 )
@@ -112,6 +114,7 @@ def _transformer_problems(deck: Deck) -> list[DeckProblem]:
         *model.head_problems(deck),
         *model.rotation_problems(deck),
         *model.window_problems(deck),
+        *latent.latent_problems(deck),
         *rope_scaling.rope_scaling_problems(deck),
         *model.parametrization_problems(deck),
         *experts.expert_problems(deck),

@@ -123,6 +123,8 @@ class MixtureFiles:
         scale: Default of `routed_scaling_factor`; None if there is no such key.
         shared_width: Key and default of the inner width of all shared experts; None if `sizes` says how many
             there are.
+        group_method: Key that says whether experts are chosen by groups, its value if not, which is the
+            default, and its value if they are; None if there is no such key.
     """
 
     sizes: Mapping[str, tuple[str, int]]
@@ -137,6 +139,7 @@ class MixtureFiles:
     normalizes: bool | None = None
     scale: float | None = None
     shared_width: tuple[str, int] | None = None
+    group_method: tuple[str, str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +175,8 @@ class ModelType:
         always: Fields of a ModelShape that all its models have, beside the defaults of the family.
         local_rope: True if layers with windows have rotary positions of their own in a config.json.
         rope_local_base: Default of `rope_local_base_freq`; None for the base of the other layers.
+        latent: Keys of a config.json with sizes of latent attention, and their defaults, by the key of
+            [model.latent]; that of the features that are not rotated is "plain_size".
     """
 
     architecture: str
@@ -200,6 +205,7 @@ class ModelType:
     always: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     local_rope: bool = False
     rope_local_base: float | None = None
+    latent: Mapping[str, tuple[str, int]] = field(default_factory=lambda: _NONE)
 
 
 @dataclass(frozen=True, kw_only=True)

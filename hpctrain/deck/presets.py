@@ -44,6 +44,7 @@ class Preset:
         model: Keys of [model] with their values, except for those of its tables.
         experts: Keys of [model.experts] with their values; empty for a dense model.
         rope_scaling: Keys of [model.rope_scaling] with their values; empty if positions are not scaled.
+        latent: Keys of [model.latent] with their values; empty for attention without latents.
     """
 
     source: str
@@ -51,11 +52,12 @@ class Preset:
     model: Mapping[str, Any]
     experts: Mapping[str, Any] = field(default_factory=dict)
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)
+    latent: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tables(self) -> Mapping[str, Mapping[str, Any]]:
         """Tables of [model] that the preset fills: their keys and values by the name of the table."""
-        tables = {"experts": self.experts, "rope_scaling": self.rope_scaling}
+        tables = {"experts": self.experts, "rope_scaling": self.rope_scaling, "latent": self.latent}
         return {name: keys for name, keys in tables.items() if keys}
 
 

@@ -34,7 +34,7 @@ class KeyValueCache:
         self.rotated_blocks = frozenset(filter(shape.rotates, range(shape.layers)))
         if plan.form.rotated:
             positions = torch.arange(plan.window, device=device)
-            rotary = Rotary.of(shape, positions, plan.form.dtype)
+            rotary = Rotary.of(shape, positions, plan.form.dtype, plan.form.head)
             self.turning, self.local_turning = rotary.tables, rotary.local_tables
         self.tables = torch.zeros((plan.sequences, plan.pages_per_sequence), dtype=torch.int64, device=device)
         self._free = list(range(plan.pages))[::-1]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hpctrain.deck.sections.rope_scaling import RopeScaling, rotated_features
+from hpctrain.deck.sections.rope_scaling import RopeScaling
 from hpctrain.model.shape import ModelShape
 
 
@@ -35,7 +35,7 @@ class RotaryFrequencies:
     @staticmethod
     def of(shape: ModelShape) -> RotaryFrequencies:
         """Return the frequencies of a model whose family has rotary positions."""
-        rotated = rotated_features(shape.head_size, shape.rotary_fraction)
+        rotated = shape.rotated_features
         unrotated = shape.head_size - rotated
         return RotaryFrequencies(rotated, shape.rope_base, shape.rope_scaling, shape.sequence, unrotated)
 
@@ -120,9 +120,22 @@ class Rotary:
         self.tables = self.local_tables = cosine.to(dtype), sine.to(dtype)
 
     @staticmethod
-    def of(shape: ModelShape, positions: Tensor, dtype: torch.dtype) -> Rotary:
-        """Return the rotary positions of a model at some positions."""
-        rotary, local = Rotary(positions, RotaryFrequencies.of(shape), dtype), RotaryFrequencies.local(shape)
+    def of(shape: ModelShape, positions: Tensor, dtype: torch.dtype, head_size: int | None = None) -> Rotary:
+        """Return the rotary positions of a model at some positions.
+
+        Args:
+            shape: Shape of the model.
+            positions: Global positions, int64 [s].
+            dtype: Type of the tables.
+            head_size: Features of heads that have more of them that are not rotated; None for those of the
+                model.
+        """
+        frequencies, local = RotaryFrequencies.of(shape), RotaryFrequencies.local(shape)
+        if head_size is not None:
+            unrotated = head_size - frequencies.head_size
+            frequencies = replace(frequencies, unrotated=unrotated)
+            local = None if local is None else replace(local, unrotated=unrotated)
+        rotary = Rotary(positions, frequencies, dtype)
         if local is not None:
             rotary.local_tables = Rotary(positions, local, dtype).tables
         return rotary

@@ -21,8 +21,9 @@ from hpctrain.deck.family import (
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sections.experts import ExpertsTable, has_experts
+from hpctrain.deck.sections.latent import LatentTable
 from hpctrain.deck.sections.objective import SCORE_KINDS
-from hpctrain.deck.sections.rope_scaling import RopeScaling
+from hpctrain.deck.sections.rope_scaling import RopeScaling, rotated_features
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.width_scaling import STANDARD, WidthScaling
@@ -52,6 +53,7 @@ EXPERT_KEYS: Mapping[str, str] = {
     "router_scale": "router_scale",
     "router_groups": "router_groups",
     "router_groups_per_token": "router_groups_per_token",
+    "router_group_best": "router_group_best",
 }
 """Keys of [model.experts] by the field of a ModelShape."""
 
@@ -66,6 +68,7 @@ class ModelShape(Architecture):
     Attributes:
         attention_scale: Factor of the products of queries and keys; None for 1 / sqrt(head size).
         head_size: Features of an attention head; 0 is replaced by hidden / heads.
+        latent: Sizes of latent attention; None for attention without latents.
         parametrization: Scaling with the width (muP).
         packed: True if attention is limited to documents within a sequence.
         head: Kind of output layer. A scalar one has its own weight even if embeddings are `tied`.
@@ -81,6 +84,7 @@ class ModelShape(Architecture):
     mlp: int
     vocabulary: int
     head_size: int = 0
+    latent: LatentTable | None = None
     positions: Positions = _FAMILY
     rotary_fraction: float = _FAMILY
     rotation_pattern: tuple[bool, ...] = _FAMILY
@@ -112,6 +116,7 @@ class ModelShape(Architecture):
     router_scale: float = 1.0
     router_groups: int = 1
     router_groups_per_token: int = 1
+    router_group_best: int = 2
     sequence: int
     tied: bool
     attention_bias: AttentionBias = _FAMILY
@@ -177,6 +182,13 @@ class ModelShape(Architecture):
     def is_local(self, block: int) -> bool:
         """Return True if a block rotates by the angles of layers with windows."""
         return self.rope_local_base is not None and self.rotates(block) and self.window(block) > 0
+
+    @property
+    def rotated_features(self) -> int:
+        """Number of features of an attention head that are rotated."""
+        if self.latent is not None:
+            return self.latent.rotary_size
+        return rotated_features(self.head_size, self.rotary_fraction)
 
     def is_mixture(self, block: int) -> bool:
         """Return True if a block has a mixture of experts."""

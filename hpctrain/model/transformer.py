@@ -35,6 +35,7 @@ from typing_extensions import override
 from hpctrain.model.attention import Attention
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.inputs import ModelInputs
+from hpctrain.model.latent_attention import LatentAttention
 from hpctrain.model.mixtures.mixture import Mixture
 from hpctrain.model.norm import Norm
 from hpctrain.model.part import Computed, Layer, LayerRange, parameters_by_module, parameters_in
@@ -164,7 +165,8 @@ class TransformerBlock(TransformerLayer):
             return Norm(f"{name}.{layer}", shape, layer_context) if exists else None
 
         self.attention_norm = norm("attention_norm", before)
-        self.attention = Attention(f"{name}.attention", shape, layer_context, index, shared)
+        attention = Attention if shape.latent is None else LatentAttention
+        self.attention = attention(f"{name}.attention", shape, layer_context, index, shared)
         self.attention_output_norm = norm("attention_output_norm", after)
         self.feed_forward_norm = norm("feed_forward_norm", before and not shared)
         self.feed_forward: FeedForward | Mixture

@@ -6,8 +6,12 @@ from typing import Literal, NamedTuple
 
 from hpctrain.deck.activations import Activation
 
-Cut = Literal["outputs", "inputs", "whole"]
-"""Features of a matrix that the ranks of an axis split: of its outputs, of its inputs, or none."""
+Cut = Literal["outputs", "inputs", "whole", "replicated"]
+"""Features of a matrix that the ranks of an axis split: of its outputs, of its inputs, or none.
+
+Tensor ranks split the tokens that are multiplied with a "whole" matrix. With a "replicated" one they do so
+only under sequence parallelism.
+"""
 
 ElementwiseKind = Literal["norm", "add", "activation", "gate", "rotation", "loss", "lookup"]
 """Elementwise operation: normalization, addition, activation, gated activation, rotation by position, losses
@@ -53,9 +57,10 @@ class AttentionSize(NamedTuple):
     Attributes:
         heads: Heads of queries.
         key_value_heads: Heads of keys and values.
-        head_size: Features of a head.
+        head_size: Features of a head, in the kernel also those of values.
         sequence: Tokens of a sequence.
         window: Keys that a query sees, with its own; 0 for all earlier ones.
+        value_size: Features of the values of a head, which the kernel may pad; None for `head_size`.
     """
 
     heads: int
@@ -63,6 +68,7 @@ class AttentionSize(NamedTuple):
     head_size: int
     sequence: int
     window: int = 0
+    value_size: int | None = None
 
     @property
     def keys(self) -> int:
@@ -73,6 +79,12 @@ class AttentionSize(NamedTuple):
     @property
     def flops(self) -> int:
         """FLOPs of both products in the forward pass of a token."""
+        values = self.head_size if self.value_size is None else self.value_size
+        return 2 * self.heads * (self.head_size + values) * self.keys
+
+    @property
+    def kernel_flops(self) -> int:
+        """FLOPs of a kernel, which computes values of the size of queries and keys."""
         return 4 * self.heads * self.head_size * self.keys
 
 

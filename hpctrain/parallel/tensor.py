@@ -254,7 +254,7 @@ class ColumnLinear(SplitLinear):
         split_sizes: Local features of each output.
     """
 
-    cut = "outputs"
+    cut: ClassVar[Cut] = "outputs"
 
     def __init__(
         self,

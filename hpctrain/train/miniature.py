@@ -18,6 +18,7 @@ from hpctrain.comm.planned import META
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sections.communication import PowerSgdTable, RoundedTable, SignTable, TopKTable
+from hpctrain.deck.sections.latent import LatentTable
 from hpctrain.deck.sections.local_steps import LocalStepsTable, has_outer_model
 from hpctrain.deck.sections.optimizer import (
     AdafactorTable,
@@ -110,6 +111,7 @@ def miniature(deck: Deck) -> Deck:
             **_few_experts(deck),
             **_base(deck, hidden),
             "adapters": _few_adapters(deck),
+            "latent": _small_latents(deck),
             "rope_scaling": _few_divisors(deck),
             "rotary_fraction": _even_fraction(deck),
             "windows": _short_windows(deck, layers),
@@ -296,12 +298,26 @@ def _few_adapters(deck: Deck) -> Adapters | None:
     return adapters.model_copy(update={"rank": min(adapters.rank, _RANK), "targets": tuple(kinds)})
 
 
+def _small_latents(deck: Deck) -> LatentTable | None:
+    """Return the sizes of latent attention of a miniature, where they differ as those of the deck do."""
+    latent = deck.model.latent
+    if latent is None:
+        return None
+    values = _HEAD_SIZE - 2 if latent.value_size < deck.model.head_size else _HEAD_SIZE
+    queries = None if latent.query_rank is None else _HEAD_SIZE + 2
+    return LatentTable(
+        key_value_rank=_HEAD_SIZE, query_rank=queries, rotary_size=_HEAD_SIZE // 2, value_size=values
+    )
+
+
 def _few_divisors(deck: Deck) -> RopeScaling | None:
     """Return the scaling of rotary positions with the divisors (longrope) of the heads of a miniature."""
     scaling = deck.model.rope_scaling
     if scaling is None or scaling.kind != "longrope":
         return scaling
-    count = rotated_features(_HEAD_SIZE, _even_fraction(deck)) // 2
+    latent = _small_latents(deck)
+    rotated = rotated_features(_HEAD_SIZE, _even_fraction(deck)) if latent is None else latent.rotary_size
+    count = rotated // 2
     divisors = {name: getattr(scaling, name) for name in ("short_factors", "long_factors")}
     few = {name: tuple(each[i * len(each) // count] for i in range(count)) for name, each in divisors.items()}
     return scaling.model_copy(update=few)

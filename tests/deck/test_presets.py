@@ -35,8 +35,10 @@ def llama_parameters(preset: Preset, chosen: int | None = None) -> int:
     expanded = matrices * hidden * model["mlp"]
     if model["mlp_bias"]:
         expanded += (matrices - 1) * model["mlp"] + hidden
+    dense, dense_layers = expanded, 0
     if preset.experts:
         experts = preset.experts
+        dense_layers = experts.get("dense_first", 0)
         expert = 3 * hidden * experts["mlp"] + model["mlp_bias"] * (2 * experts["mlp"] + hidden)
         expanded = expert * (experts["count"] if chosen is None else chosen) + hidden * experts["count"]
         expanded += experts.get("router_bias", 0) * experts["count"]
@@ -46,9 +48,23 @@ def llama_parameters(preset: Preset, chosen: int | None = None) -> int:
     of_norm = hidden * ((model["norm_weight"] != "none") + model["norm_bias"])
     count_of_norms = {"before": 2, "after": 2, "both": 4}[model["norm_placement"]]
     count_of_norms -= model["parallel_residual"] == "one_norm"
-    layer = 2 * hidden * (queries + keys) + expanded + count_of_norms * of_norm + norms + biases
-    tables = 1 if model["tied"] else 2
-    return int(tables * model["vocabulary"] * hidden + model["layers"] * layer + of_norm)
+    attention = 2 * hidden * (queries + keys)
+    if preset.latent:
+        attention = latent_parameters(preset, hidden, model["heads"], size)
+    layer = attention + count_of_norms * of_norm + norms + biases
+    tables, sparse_layers = 1 if model["tied"] else 2, model["layers"] - dense_layers
+    layers = model["layers"] * layer + dense_layers * dense + sparse_layers * expanded
+    return int(tables * model["vocabulary"] * hidden + layers + of_norm)
+
+
+def latent_parameters(preset: Preset, hidden: int, heads: int, size: int) -> int:
+    """Latents of keys and values and perhaps of queries, their norms, keys, values, queries and output."""
+    rank, rotated, values = (preset.latent[name] for name in ("key_value_rank", "rotary_size", "value_size"))
+    queries = heads * size * hidden
+    if query_rank := preset.latent.get("query_rank"):
+        queries = query_rank * (hidden + 1 + heads * size)
+    keys_and_values = rank * (1 + heads * (size - rotated + values))
+    return queries + hidden * (rank + rotated) + keys_and_values + heads * values * hidden
 
 
 @pytest.mark.parametrize(
@@ -139,6 +155,10 @@ def llama_parameters(preset: Preset, chosen: int | None = None) -> int:
         ("phi-4", 14_659_507_200),
         ("smollm3-3b", 3_075_098_624),
         ("ernie-4.5-0.3b", 360_748_032),
+        ("deepseek-v2-lite", 15_706_484_224),
+        ("deepseek-v2-236b", 235_741_434_880),
+        ("deepseek-v3-671b", 671_026_404_352),
+        ("moonlight-16b-a3b", 15_960_108_544),
     ],
 )
 def test_parameters_are_those_published(name: PresetName, count: int) -> None:
@@ -159,6 +179,8 @@ def test_parameters_are_those_published(name: PresetName, count: int) -> None:
         ("olmoe-1b-7b", 6.9, 1.3),
         ("granite-3-1b-a400m", 1.33, 0.43),
         ("granite-3-3b-a800m", 3.3, 0.88),
+        ("deepseek-v2-236b", 235.74, 21.38),
+        ("deepseek-v3-671b", 671.03, 37.55),
     ],
 )
 def test_mixtures_have_the_billions_that_are_published(name: PresetName, total: float, active: float) -> None:

@@ -25,7 +25,7 @@ from hpctrain.parallel.kernels.function_library import open_library
 from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.sharding.replication import Replications
-from tests.checkpoint.exchange.test_families import reference
+from tests.checkpoint.exchange.test_families import copy_router_biases, reference
 from tests.engines import make_buckets
 from tests.rope_scalings import SCALINGS, hf_rope_parameters
 
@@ -37,6 +37,13 @@ PROMPTS = [
     torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for length in (1, 7, 20, 3, 13)
 ]
+
+
+FAMILIES_TO_READ = (
+    *("gemma", "olmo2", "granite", "neox", "cohere", "glm4", "smollm3"),
+    *("llama-mistral-window", "llama-ministral", "phi3-window", "gemma2-capped", "gemma3", "olmo3"),
+    *("deepseek-v2", "deepseek-v2-lite", "deepseek-v3-plain"),
+)
 
 
 def of_transformers(family: str, tied: bool = False) -> torch.nn.Module:
@@ -77,13 +84,7 @@ def test_greedy_text_is_that_of_transformers(world: World, mpi_tmp_path: Path, f
 
 @pytest.mark.sampled(3)
 @pytest.mark.mpi(min_size=1, max_size=2)
-@pytest.mark.parametrize(
-    "family",
-    [
-        *("gemma", "olmo2", "granite", "neox", "cohere", "glm4", "smollm3"),
-        *("llama-mistral-window", "llama-ministral", "phi3-window", "gemma2-capped", "gemma3", "olmo3"),
-    ],
-)
+@pytest.mark.parametrize("family", FAMILIES_TO_READ)
 @pytest.mark.parametrize("by", ["torch", "compiled"])
 def test_greedy_text_of_families_is_that_of_transformers(
     world: World, mpi_tmp_path: Path, family: str, by: str
@@ -113,7 +114,7 @@ def compare(world: World, path: Path, theirs: Any, functions: LayerFunctions, si
         theirs.save_pretrained(path / "theirs")
         import_model(world.single_rank_world(), path / "theirs", path / "model.h5")
     world.everyone.barrier()
-    mesh = Mesh(world, sizes)
+    mesh = Mesh(world, {**sizes, "expert": 1})
     pipeline, tensor = mesh.group("pipeline"), mesh.group("tensor")
     layer_context = LayerContext(tensor, mesh.group("context"), functions=functions, pipeline=pipeline)
     shape, stage, stages = source_shape(path / "model.h5"), pipeline.rank, pipeline.size
@@ -122,6 +123,7 @@ def compare(world: World, path: Path, theirs: Any, functions: LayerFunctions, si
     model = Transformer(shape, layer_context, LayerRange(*ends, stage == 0, stage == stages - 1, *tied))
     buckets = make_buckets(model.units(), Replications.unsharded(mesh), torch.float32, 10_000, trained=False)
     load(path / "model.h5", world.everyone, model_entries(buckets))
+    copy_router_biases(theirs, model)
 
     passes = CachedPasses(model, CachePlan.of(model, 3, 40), least_rows(model), rows=24)
     draw = KeyedSampler(Sampling(temperature=0.0, seed=0), VOCABULARY, "", layer_context.tensor)

@@ -1,6 +1,7 @@
 """Choices of families on every layout: the model of one rank, and memory as planned.
 
-Tests of model/norm.py, model/transformer.py and parallel/kernels/normalization.py beside model/part.py.
+Tests of model/norm.py, model/transformer.py, model/latent_attention.py, parallel/replicated_linear.py,
+costs/layer_bytes/latent_bytes.py and parallel/kernels/normalization.py beside model/part.py.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ MULTIPLIERS = (
     "model.attention_scale=0.5",
     "model.logit_multiplier=0.7",
     "model.logit_cap=2",
+)
+LATENT = (
+    *("model.family=llama", "model.mlp=48", "model.head_size=12"),
+    *("model.latent.key_value_rank=10", "model.latent.rotary_size=4"),
 )
 CHOICES: dict[str, tuple[str, ...]] = {
     "gemma": (*LLAMA, "model.family=gemma", "model.head_size=6"),
@@ -61,6 +66,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "model.attention_bias=all",
     ),
     "unordered": (*LLAMA, "model.positions=none"),
+    "latent": (*LATENT, "model.latent.query_rank=14", "model.latent.value_size=6"),
+    "latent-keys": LATENT,
+    "latent-window": (*LATENT, "model.windows=[5, 0]", "model.attention_cap=2"),
 }
 """Keys of a deck, by name."""
 LAYOUTS: dict[int, list[tuple[str, ...]]] = {

@@ -16,6 +16,8 @@ from hpctrain.checkpoint.exchange.names import (
     ROUTER_BIAS,
     HeadOrder,
     HeadRule,
+    LatentOrder,
+    LayerOrders,
     NameRule,
     PackedRule,
     Rule,
@@ -109,6 +111,10 @@ class HuggingFaceArchitecture:
     """Keys of a config that are written with the share of activations that is dropped."""
     constants: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     """Keys of a config that are written and not read."""
+    latent: Mapping[str, Size] = field(default_factory=lambda: _NONE)
+    """Sizes of latent attention, as in a ModelType; empty for attention without latents."""
+    group_method: tuple[str, str, str] | None = None
+    """Key that says whether experts are chosen by groups, and its values, as in a ModelType."""
 
     def choices(self, hidden: int) -> dict[str, Any]:
         """Return the keys of [model] that all models of a width have and no key of a config says."""
@@ -118,6 +124,8 @@ class HuggingFaceArchitecture:
             expressed.add("rotary_fraction")
         if self.windows is not None:
             expressed.add("windows")
+        if self.latent:
+            expressed.add("attention_scale")
         names = (*CHOICES, "embedding_multiplier", "attention_scale")
         return {name: values[name] for name in names if name not in expressed}
 
@@ -131,10 +139,12 @@ class HuggingFaceArchitecture:
         """True if a config says which share of features is rotated."""
         return FAMILIES[self.family].defaults.rotary_fraction < 1 or self.model_type in _PARTIAL
 
-    def head_order(self, shape: ModelShape) -> HeadOrder | None:
+    def head_order(self, shape: ModelShape) -> LayerOrders | None:
         """Return the order of the features of heads in its files; None for models without rotation."""
         if not self.rotary:
             return None
+        if shape.latent is not None:
+            return LatentOrder(shape.head_size, shape.latent.rotary_size, shape.latent.value_size)
         rotated = rotated_features(shape.head_size, shape.rotary_fraction)
         return HeadOrder(shape.head_size, rotated, self.interleaved)
 
@@ -221,6 +231,22 @@ _DEEPSEEK_RULES = (
         )
         for part in ("gate", "up", "down")
     ),
+)
+
+_LATENT_RULES = tuple(
+    NameRule(
+        f"model.layers.{{}}.self_attn.{theirs}",
+        tuple(f"blocks.{{}}.attention.{name}" for name in ours),
+        joint=len(ours) > 1 and theirs == "kv_b_proj",
+    )
+    for theirs, *ours in (
+        ("q_a_proj", "query_down"),
+        ("q_a_layernorm", "query_down_norm"),
+        ("q_b_proj", "query_up"),
+        ("kv_a_proj_with_mqa", "latent_down", "shared_key"),
+        ("kv_a_layernorm", "latent_norm"),
+        ("kv_b_proj", "key_up", "value_up"),
+    )
 )
 
 _LLAMA_BUFFERS = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
@@ -441,33 +467,6 @@ _DOTS1 = HuggingFaceArchitecture(
     scale=1.0,
     windows=WindowKeys(4096, typed=True, first_full=62),
 )
-_DEEPSEEK_V3 = HuggingFaceArchitecture(
-    name="DeepseekV3ForCausalLM",
-    exported=False,
-    model_type="deepseek_v3",
-    family="llama",
-    rules=_DEEPSEEK_RULES,
-    prefix="model.",
-    buffers=_LLAMA_BUFFERS,
-    constants=_NO_WINDOW,
-    fixed=(
-        Fixed("kv_lora_rank", (None,), 512),
-        Fixed("q_lora_rank", (None,), 1536),
-        Fixed("rope_interleave", (False,), True),
-        Fixed("attention_bias", (False,), False),
-        *_LLAMA_FIXED,
-    ),
-    attention_biases=("none",),
-    sizes=_sizes(129280, 4096, 7168, 61, 128, 18432),
-    epsilon=("rms_norm_eps", 1e-6),
-    key_value_heads=128,
-    always={"router": "sigmoid", "balance": "bias"},
-    mixture=dict(
-        zip(_OF_DEEPSEEK, zip(_OF_DEEPSEEK.values(), (256, 8, 2048, 1, 3, 8, 4), strict=True), strict=True)
-    ),
-    normalizes=True,
-    scale=2.5,
-)
 
 
 def _rules_of(mixture: MixtureFiles, gated: bool) -> Iterator[Rule]:
@@ -506,6 +505,7 @@ def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
         rules=(
             *_LLAMA_RULES,
             *_NORM_RULES,
+            *(_LATENT_RULES if row.latent else ()),
             *named,
             *head_norms,
             *(() if mixture is None else _rules_of(mixture, gated)),
@@ -534,6 +534,8 @@ def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
         shared_width=None if mixture is None else mixture.shared_width,
         local_rope=row.local_rope,
         rope_local_base=row.rope_local_base,
+        latent=row.latent,
+        group_method=None if mixture is None else mixture.group_method,
     )
 
 
@@ -574,7 +576,7 @@ ARCHITECTURES: Mapping[str, HuggingFaceArchitecture] = MappingProxyType(
         each.name: each
         for each in (
             *(_GPT2, _LLAMA, _ARCEE, _MISTRAL, _MINISTRAL, _QWEN2, _QWEN3),
-            *(_MIXTRAL, _QWEN3_MOE, _OLMOE, _DOTS1, _DEEPSEEK_V3),
+            *(_MIXTRAL, _QWEN3_MOE, _OLMOE, _DOTS1),
             *(of for of, _ in _ROWS.values()),
             *SCORED.values(),
         )

@@ -13,11 +13,13 @@ from hpctrain.checkpoint.exchange.rope_parameters import (
     of_layer_type,
     rope_config,
 )
+from hpctrain.checkpoint.exchange.yarn_scale import mscale_of, yarn_attention_scale
 from hpctrain.deck.activations import imported_activation
 from hpctrain.deck.families import FAMILIES
 from hpctrain.deck.family import AttentionBias, ConfigKey
 from hpctrain.deck.schema import fields
 from hpctrain.deck.sections.experts import has_experts
+from hpctrain.deck.sections.latent import LatentTable
 from hpctrain.deck.sections.rope_scaling import rotated_features
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
@@ -68,7 +70,9 @@ class _Reading:
         # In their files null stands for what follows from other sizes.
         sizes["mlp"] = sizes["mlp"] or 4 * sizes["hidden"]
         sizes["key_value_heads"] = sizes["heads"]
-        if architecture.grouped:
+        if architecture.latent:
+            sizes |= self.latent_attention(sizes["heads"])
+        elif architecture.grouped:
             given = "num_key_value_heads" in config
             shared = sizes["heads"] if given else architecture.key_value_heads or sizes["heads"]
             sizes["key_value_heads"] = self.size("num_key_value_heads", shared)
@@ -159,6 +163,25 @@ class _Reading:
             return default
         return value
 
+    def latent_attention(self, heads: int) -> dict[str, Any]:
+        """Return our keys of latent attention, whose heads all have keys and values."""
+        shared = self.size("num_key_value_heads", heads)
+        if shared != heads:
+            self.problem("num_key_value_heads", shared, f"must be num_attention_heads = {heads}")
+        found: dict[str, Any] = {}
+        for own, (key, default) in self.architecture.latent.items():
+            is_missing = own == "query_rank" and self.config.get(key, default) is None
+            found[own] = None if is_missing else self.size(key, default)
+        plain = found.pop("plain_size")
+        names = self.architecture.latent
+        for own, size in {"plain_size": plain, **found}.items():
+            if size is not None and size % 2 and own in {"plain_size", "rotary_size", "key_value_rank"}:
+                self.problem(names[own][0], size, "must be even")
+        if found["value_size"] > plain + found["rotary_size"]:
+            told = f"must be at most {names['plain_size'][0]} + {names['rotary_size'][0]}"
+            self.problem(names["value_size"][0], found["value_size"], told)
+        return {"head_size": plain + found["rotary_size"], "latent": LatentTable(**found)}
+
     def rotary_positions(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
         """Return our keys of rotary positions: their base, and the scaling of their frequencies."""
         architecture = self.architecture
@@ -166,13 +189,17 @@ class _Reading:
         config = of_layer_type(self.config, _FULL) if architecture.local_rope else self.config
         reader = RopeParametersReader(config, architecture.rope_base, fraction)
         head_size = sizes.get("head_size", sizes["hidden"] // sizes["heads"])
-        base, scaling = reader.read(sizes["sequence"], head_size)
+        latent: LatentTable | None = sizes.get("latent")
+        base, scaling = reader.read(sizes["sequence"], latent.rotary_size if latent else head_size)
         for problem in reader.problems:
             self.problem(*problem)
         rotated = rotated_features(head_size, reader.fraction)
         if reader.fraction < 1 and (rotated % 2 or not rotated):
             self.problem("partial_rotary_factor", reader.fraction, "must give an even number of features")
-        return {"rope_base": base, "rope_scaling": scaling, "rotary_fraction": reader.fraction}
+        found = {"rope_base": base, "rope_scaling": scaling, "rotary_fraction": reader.fraction}
+        if latent is not None and scaling is not None and reader.mscale_all_dim is not None:
+            found["attention_scale"] = yarn_attention_scale(head_size, scaling.factor, reader.mscale_all_dim)
+        return found
 
     def local_base(self, sizes: Mapping[str, Any]) -> float | None:
         """Return the base of the rotary positions of layers with windows; None for those of other layers."""
@@ -264,6 +291,13 @@ class _Reading:
             found["expert_mlp"] = sizes["mlp"]
         if architecture.normalizes is not None:
             found["router_normalize"] = self.flag("norm_topk_prob", architecture.normalizes)
+        if (method := architecture.group_method) is not None:
+            key, alone, grouped = method
+            value = self.config.get(key, alone)
+            if value not in (alone, grouped):
+                self.problem(key, value, f"must be {either((repr(alone), repr(grouped)))}")
+            if value == alone:
+                found |= {"router_groups": 1, "router_groups_per_token": 1}
         if architecture.scale is not None:
             found["router_scale"] = self.number("routed_scaling_factor", architecture.scale)
         if architecture.shared_width is not None:
@@ -359,13 +393,17 @@ def config_of(shape: ModelShape, dtype: str, imported: Config = _NONE) -> dict[s
     fixed[architecture.hidden_act[0]] = architecture.activations[shape.activation]
     own: dict[str, Any] = {**architecture.constants, **dict.fromkeys(architecture.dropouts, shape.dropout)}
     if architecture.grouped:
-        own |= {"num_key_value_heads": shape.key_value_heads, "head_dim": shape.head_size}
+        size = shape.head_size if shape.latent is None else shape.latent.rotary_size
+        own |= {"num_key_value_heads": shape.key_value_heads, "head_dim": size}
     if architecture.rotary:
         fraction = shape.rotary_fraction if architecture.partial else None
         if architecture.local_rope:
             own |= local_rope_config(shape.rope_base, shape.rope_scaling, shape.rope_local_base)
         else:
-            own |= rope_config(shape.rope_base, shape.rope_scaling, fraction)
+            own |= rope_config(shape.rope_base, shape.rope_scaling, fraction, mscale_of(shape, imported))
+    if shape.latent is not None:
+        latent = {**dict(shape.latent), "plain_size": shape.head_size - shape.latent.rotary_size}
+        own |= {key: latent[name] for name, (key, _) in architecture.latent.items()}
     own |= _window_keys(shape, architecture)
     own |= _mixture_keys(shape, architecture)
     if len(architecture.attention_biases) > 1 and "attention_bias" not in [k.own for k in architecture.keys]:
@@ -443,6 +481,9 @@ def _mixture_keys(shape: ModelShape, architecture: HuggingFaceArchitecture) -> d
         keys[architecture.shared_width[0]] = shape.shared_experts * shape.expert_mlp
     if architecture.normalizes is not None:
         keys["norm_topk_prob"] = shape.router_normalize
+    if (method := architecture.group_method) is not None:
+        key, alone, grouped = method
+        keys[key] = grouped if shape.router_groups > 1 else alone
     if architecture.scale is not None:
         keys["routed_scaling_factor"] = shape.router_scale
     if "expert_every" in architecture.mixture:
@@ -488,7 +529,7 @@ def _spoken(architecture: HuggingFaceArchitecture) -> str:
     return {"gpt2": "GPT-2", "llama": "Llama"}.get(architecture.model_type, architecture.name)
 
 
-_WEIGHTS = {"experts": 100, "router": 50, "query_key_norm": 5}
+_WEIGHTS = {"latent": 200, "experts": 100, "router": 50, "query_key_norm": 5}
 """How different an architecture is that does not have these keys, where others count as one."""
 
 
@@ -502,6 +543,10 @@ def _obstacles(
 
 def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> Iterator[tuple[str, str]]:
     """Yield our keys that an architecture has with other values only, and what it has or requires."""
+    if (shape.latent is None) == bool(architecture.latent):
+        yield "latent", f"has {'' if architecture.latent else 'no '}latent attention"
+    elif shape.latent is not None and shape.attention_scale is not None and mscale_of(shape) is None:
+        yield "attention_scale", "requires 1 / sqrt(head_size) without yarn, and more with it"
     if bool(shape.experts) != bool(architecture.mixture):
         yield "experts", f"has {'' if architecture.mixture else 'no '}experts"
     for key, value in architecture.choices(shape.hidden).items():
@@ -542,8 +587,11 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
             "expert_pattern": (),
             "shared_gate": False,
             "router_bias": False,
+            "router_group_best": 2,
             **architecture.always,
         }
+        if shape.router_groups == 1:
+            del asked["router_group_best"]
         asked = {key: value for key, value in asked.items() if key not in architecture.mixture}
         if "expert_every" in architecture.mixture:
             del asked["dense_first"], asked["expert_pattern"]  # mlp_only_layers says it
@@ -552,7 +600,7 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
         if architecture.shared_width is not None:
             del asked["shared_experts"]
         if architecture.normalizes is None:
-            asked["router_normalize"] = True
+            asked.setdefault("router_normalize", True)
         if not architecture.choice_is_biased and shape.balance == "bias":
             asked["balance"] = "loss"
         for key, value in asked.items():
@@ -560,7 +608,9 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
                 yield key, f"requires {_told(value)}"
         if shape.query_key_norm == "all" and shape.head_size * shape.heads != shape.hidden:
             yield "head_size", "requires hidden / heads"
-        shares = architecture.choice_is_biased or architecture.shared_width is not None
+        shares = bool(
+            architecture.choice_is_biased or architecture.latent or architecture.shared_width is not None
+        )
         if shares and not shape.shared_experts:
             yield "shared_experts", "requires 1 or more"
 
@@ -574,6 +624,12 @@ def _told(value: object) -> str:
 
 
 def _refused(shape: ModelShape, key: str, has: str, family: str) -> HpctrainError:
+    if key == "latent":
+        has_table = "with" if shape.latent is not None else "without"
+        return HpctrainError(
+            f"a model {has_table} the table [model.latent]: the {family} of transformers {has}, so this "
+            "model cannot be exported"
+        )
     value = toml_value(getattr(shape, key))
     is_of_experts = key in EXPERT_KEYS or (key in fields("model.experts") and key != "mlp")
     name = f"model.experts.{EXPERT_KEYS.get(key, key)}" if is_of_experts else f"model.{key}"

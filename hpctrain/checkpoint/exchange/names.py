@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +78,23 @@ class PackedRule:
 Rule = NameRule | StackRule | HeadRule | PackedRule
 
 
+class LayerOrders(Protocol):
+    """Order of the rows of an architecture's layers in files of `transformers`."""
+
+    @property
+    def head_size(self) -> int:
+        """Number of features of a head of queries and keys."""
+
+    def order(self, layer: str, tensors: int, place: int) -> RowOrder | None:
+        """Return the order of the rows of one of our layers in theirs; None if it is ours.
+
+        Args:
+            layer: Name of our layer.
+            tensors: Number of our layers whose heads are side by side in theirs.
+            place: Number of ours among these.
+        """
+
+
 @dataclass(frozen=True)
 class HeadOrder:
     """Order of the features of a head in files of `transformers`, which may not be ours.
@@ -110,26 +128,69 @@ class HeadOrder:
         rest = half - pairs + self.rotated
         return (*first, *range(self.rotated, rest), *second, *range(rest, self.head_size))
 
+    def order(self, layer: str, tensors: int, place: int) -> RowOrder | None:
+        """Return the order of the rows of one of our layers, as in `LayerOrders`."""
+        rotated = layer.rpartition(".")[2] in _ROTATED
+        if tensors == 1 and not (rotated and self.changes):
+            return None
+        features = self.features if rotated else tuple(range(self.head_size))
+        start = place * self.head_size if tensors > 1 else 0
+        return RowOrder(tuple(start + each for each in features), tensors * self.head_size)
+
+
+@dataclass(frozen=True)
+class LatentOrder:
+    """Order of the rows of latent attention in files of `transformers`.
+
+    In a query the features that are not rotated come first, then those that are, as neighboring pairs. We
+    rotate halves, and the features that are not rotated are at the end of both halves. A head of keys is
+    followed by its values.
+
+    Attributes:
+        head_size: Features of a query.
+        rotated: Number of features that are rotated.
+        value_size: Features of a value.
+    """
+
+    head_size: int
+    rotated: int
+    value_size: int
+
+    def order(self, layer: str, tensors: int, place: int) -> RowOrder | None:  # noqa: ARG002
+        """Return the order of the rows of one of our layers, as in `LayerOrders`."""
+        plain = self.head_size - self.rotated
+        first, second = range(0, self.rotated, 2), range(1, self.rotated, 2)
+        match layer.rpartition(".")[2]:
+            case "query" | "query_up":
+                turned = [[plain + each for each in half] for half in (first, second)]
+                features = (*turned[0], *range(plain // 2), *turned[1], *range(plain // 2, plain))
+                return RowOrder(features, self.head_size)
+            case "shared_key":
+                return RowOrder((*first, *second), self.rotated)
+            case "key_up":
+                return RowOrder(tuple(range(plain)), plain + self.value_size)
+            case "value_up":
+                return RowOrder(tuple(range(plain, plain + self.value_size)), plain + self.value_size)
+            case _:
+                return None
+
 
 @dataclass(frozen=True)
 class RowOrder:
     """Rows of one of our tensors in one of theirs.
 
     Attributes:
-        features: Number in their order of each row of a head.
-        tensors: Number of our tensors whose heads are side by side.
-        place: Number of ours among these.
+        features: Number among their rows of a head of each of our rows of a head.
+        unit: Number of their rows of a head.
     """
 
     features: tuple[int, ...]
-    tensors: int = 1
-    place: int = 0
+    unit: int
 
     def rows(self, first: int, count: int) -> NDArray[np.int64]:
         """Return their rows of `count` of our rows from `first` on."""
         head, feature = np.divmod(np.arange(first, first + count), len(self.features))
-        start = (head * self.tensors + self.place) * len(self.features)
-        return np.asarray(start + np.asarray(self.features, np.int64)[feature])
+        return np.asarray(head * self.unit + np.asarray(self.features, np.int64)[feature])
 
 
 @dataclass(frozen=True)
@@ -171,7 +232,7 @@ class Counterpart:
 
 
 def counterparts(
-    rules: Sequence[Rule], ours: Mapping[str, Index], heads: HeadOrder | None = None
+    rules: Sequence[Rule], ours: Mapping[str, Index], heads: LayerOrders | None = None
 ) -> list[Counterpart]:
     """Return what holds our tensors, in our order, each of theirs once.
 
@@ -212,22 +273,13 @@ def counterparts(
         for place, other in enumerate(rule.ours):
             name = f"/model/{other.format(number)}.{kind}" if kind else dataset
             tensors = len(rule.ours) if rule.joint else 1
-            order = _order(other, heads, tensors, place)
+            order = None if heads is None else heads.order(other, tensors, place)
             parts.append(TensorPart(name, ours[name], 0 if rule.joint else rows, order=order))
             rows += ours[name][0]
         shape = (rows, *parts[0].shape[1:])
         transposed = rule.transposed and len(shape) == 2
         held[theirs] = Counterpart(theirs, shape[::-1] if transposed else shape, transposed, tuple(parts))
     return list(held.values())
-
-
-def _order(layer: str, heads: HeadOrder | None, tensors: int, place: int) -> RowOrder | None:
-    """Return the order of the rows of one of our layers in theirs; None if it is ours."""
-    rotated = layer.rpartition(".")[2] in _ROTATED
-    if heads is None or (tensors == 1 and not (rotated and heads.changes)):
-        return None
-    features = heads.features if rotated else tuple(range(heads.head_size))
-    return RowOrder(features, tensors, place if tensors > 1 else 0)
 
 
 _ROTATED = ("query", "key", "query_norm", "key_norm")
@@ -239,10 +291,10 @@ def _layers(rule: Rule) -> tuple[str, ...]:
 
 
 def _of_heads(
-    rule: HeadRule, number: str, kind: str, part: TensorPart, heads: HeadOrder
+    rule: HeadRule, number: str, kind: str, part: TensorPart, heads: LayerOrders
 ) -> Iterator[Counterpart]:
     """Yield what holds a vector with the features of all heads."""
-    size, order = heads.head_size, _order(rule.ours, heads, 1, 0)
+    size, order = heads.head_size, heads.order(rule.ours, 1, 0)
     count = part.shape[0] // size
     if rule.theirs.count("{}") == 1:
         whole = (replace(part, order=order),)

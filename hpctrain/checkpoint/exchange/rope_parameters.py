@@ -47,6 +47,8 @@ class RopeParametersReader:
 
     Attributes:
         problems: What is wrong, in the order in which it was found.
+        mscale_all_dim: Key of "yarn" that says by how much latent attention multiplies its scores; None if it
+            does not.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class RopeParametersReader:
         key = older or "rope_theta"
         self._base = self._number(key, config.get(key), default_base)
         self.fraction = 1.0
+        self.mscale_all_dim: float | None = None
         self._reads_fraction = default_fraction is not None
         if default_fraction is not None:
             key = "rotary_pct" if "rotary_pct" in config else "partial_rotary_factor"
@@ -111,6 +114,8 @@ class RopeParametersReader:
             values.pop(_ORIGINAL, None) if kind == "linear" else values.setdefault(_ORIGINAL, sequence)
         else:
             values[_ORIGINAL] = self._config.get(_ORIGINAL, values.get(_ORIGINAL, sequence))
+        if kind == "yarn" and _is_number(mscale := values.get("mscale_all_dim")):
+            self.mscale_all_dim = mscale
         _resolve_factors(kind, values, sequence)
         scaling = self._scaling(key, kind, values)
         if scaling is not None:
@@ -185,15 +190,27 @@ def _contradictions(
         yield f"{key}: {_ORIGINAL}", original, sentence
 
 
-def rope_config(base: float, scaling: RopeScaling | None, fraction: float | None = None) -> dict[str, Any]:
+def rope_config(
+    base: float,
+    scaling: RopeScaling | None,
+    fraction: float | None = None,
+    mscale_all_dim: float | None = None,
+) -> dict[str, Any]:
     """Return the keys of a config.json that describe rotary positions, those of old and new versions.
 
     Args:
         base: Base of the frequencies.
         scaling: Scaling of the frequencies; None if they are not scaled.
         fraction: Share of the features of a head that are rotated; None where files do not say it.
+        mscale_all_dim: Key of "yarn" for the scores of latent attention; None if these are not multiplied.
     """
     keys = _rope_config(base, scaling)
+    if mscale_all_dim is not None:
+        for name in ("rope_scaling", "rope_parameters"):
+            keys[name]["mscale_all_dim"] = mscale_all_dim
+            if keys[name].get("attention_factor") == 1:  # as most files say it
+                keys[name]["mscale"] = mscale_all_dim
+                del keys[name]["attention_factor"]
     if fraction is not None:
         keys["partial_rotary_factor"] = fraction
         keys["rope_parameters"]["partial_rotary_factor"] = fraction

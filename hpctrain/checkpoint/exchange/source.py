@@ -154,6 +154,8 @@ def model_keys(shape: ModelShape) -> dict[str, object]:
         experts["experts.balance"] = shape.balance
     scaled = {} if by == STANDARD else {"parametrization": "mup", **base}
     own = {name: getattr(shape, name) for name in names}
+    if shape.latent is not None:
+        own |= {f"latent.{name}": value for name, value in shape.latent if value is not None}
     if shape.rope_scaling is not None:
         own |= {f"rope_scaling.{name}": value for name, value in scaling_values(shape.rope_scaling).items()}
     return own | (experts if shape.experts else {}) | scaled

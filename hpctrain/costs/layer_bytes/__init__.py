@@ -9,6 +9,7 @@ questions whose defaults are not right.
 |---|---|
 | blocks, rotary tables of a model | `block_bytes.py` |
 | attention and norms | `attention_bytes.py` |
+| latent attention | `latent_bytes.py` |
 | feed-forward | `feed_forward_bytes.py` |
 | mixture of experts, router | `mixture_bytes.py` |
 | embedding, output layers | `vocabulary_bytes.py` |
@@ -20,4 +21,9 @@ A user's module is a black box. `module_trace.py` runs a part of it on torch's d
 each layer saves and computes. `meta_device.py` makes "meta" behave like a CPU or GPU during that pass.
 """
 
-from hpctrain.costs.layer_bytes import block_bytes, module_bytes  # noqa: F401  (they register answers)
+from hpctrain.costs.layer_bytes import (  # noqa: F401  (they register answers)
+    attention_bytes,
+    block_bytes,
+    latent_bytes,
+    module_bytes,
+)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.costs.layer_bytes.linear_bytes import saved_by_adapter, saved_input
-from hpctrain.costs.layer_bytes.questions import saved_storages, workspace_bytes
+from hpctrain.costs.layer_bytes.questions import core_recompute_bytes, saved_storages, workspace_bytes
 from hpctrain.model.attention import Attention
 from hpctrain.model.norm import Norm
 from hpctrain.model.query_key_norm import QueryKeyNorm
@@ -50,9 +50,11 @@ def _saved_by_query_key_norm(norm: QueryKeyNorm, at: ActivationSizes) -> list[Sa
 
 @saved_storages.register
 def _saved_by_attention(attention: Attention, at: ActivationSizes) -> list[SavedStorage]:
-    """Return what the core saves, and its output if the core does not save it."""
+    """Return the input, what the core saves, and its output if the core does not save it."""
     alone = at.selective or attention.exchanges
     return [
+        *saved_input(attention.inner, at),
+        *saved_by_adapter(attention.inner, at),
         *_saved_by_core(attention, at),
         *(saved_input(attention.output, at) if alone else []),
         *saved_by_adapter(attention.output, at),
@@ -93,11 +95,11 @@ def _attention_workspace(attention: Attention, at: ActivationSizes) -> int:
     return at.features(2 * queries + 2 * keys).bytes + 4 * floats
 
 
-def core_recompute_bytes(attention: Attention, at: ActivationSizes) -> int:
-    """Return the bytes that a recomputed core saves beside its inputs and output."""
+@core_recompute_bytes.register
+def _recomputed_by_core(attention: Attention, at: ActivationSizes) -> int:
     queries, keys, _ = attention.inner.split_sizes
     known = total(_saved_by_core(attention, replace(at, selective=True)))
-    known += 0 if attention.exchanges else at.features(queries).bytes
+    known -= at.features(queries).bytes if attention.exchanges else 0
     if attention.norm is not None and not _is_compiled(attention):
         # The first ones are normalized queries and keys, the others rotated ones.
         known -= at.features(queries + keys).bytes

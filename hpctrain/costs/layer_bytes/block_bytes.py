@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hpctrain.costs.layer_bytes import feed_forward_bytes, mixture_bytes
 from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage, total
-from hpctrain.costs.layer_bytes.attention_bytes import core_recompute_bytes
-from hpctrain.costs.layer_bytes.linear_bytes import saved_by_adapter, saved_input
+from hpctrain.costs.layer_bytes.linear_bytes import saved_input
 from hpctrain.costs.layer_bytes.questions import (
     allocator_gaps,
+    core_recompute_bytes,
     deferred_bytes,
     exchanged_bytes,
     saved_storages,
@@ -17,6 +17,7 @@ from hpctrain.costs.layer_bytes.questions import (
 )
 from hpctrain.costs.layer_bytes.vocabulary_bytes import dropout_masks
 from hpctrain.model.feed_forward import FeedForward
+from hpctrain.model.latent_attention import LatentAttention
 from hpctrain.model.mixtures.mixture import Mixture
 from hpctrain.model.norm import Norm
 from hpctrain.model.part import Layer
@@ -45,8 +46,6 @@ def saved_by_block(block: TransformerBlock, at: ActivationSizes) -> list[SavedSt
         expanded_input = saved_input(expanding.up, at)
     return [
         *_saved_by_norm(block.attention_norm, at),
-        *saved_input(attention.inner, at),
-        *saved_by_adapter(attention.inner, at),
         *saved_storages(attention, at),
         *_saved_by_norm(block.attention_output_norm, at),
         *masks,
@@ -111,6 +110,8 @@ def deferred_by_block(block: TransformerBlock, at: ActivationSizes) -> DeferredB
     else:
         most, left = feed_forward_bytes.transient_bytes(expanding, at)
         held -= total(saved_input(expanding.up, at)) if _shares_input(block) else 0
+    if isinstance(attention, LatentAttention) and attention.query_norm is None:
+        held -= total(saved_input(attention.query, at))  # the layer of latents saves the same input
     if _shares_gradient(block):
         held, output_gradient = held - output_gradient, 0
     freed = mask + total(_saved_by_norm(block.feed_forward_output_norm, at))
@@ -119,7 +120,7 @@ def deferred_by_block(block: TransformerBlock, at: ActivationSizes) -> DeferredB
     freed += total(_saved_by_norm(block.attention_output_norm, at))
     after = left + output_gradient - freed
     if at.selective:
-        after += core_recompute_bytes(attention, at) + at.features(attention.inner.split_sizes[0]).bytes
+        after += core_recompute_bytes(attention, at)
     return DeferredBytes(held, max(0, peak, after))
 
 

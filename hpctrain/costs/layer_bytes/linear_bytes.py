@@ -14,8 +14,7 @@ from hpctrain.parallel.tensor import MatmulLayer, SplitLinear
 
 def saved_input(layer: SplitLinear, at: ActivationSizes) -> list[SavedStorage]:
     """Return what a linear layer saves of its input for the weight gradient."""
-    by_columns = layer.cut == "outputs"
-    rows, group = (at.rows, layer.sequence_group) if by_columns else (at.tokens, None)
+    rows, group = (at.tokens, None) if layer.cut == "inputs" else (at.rows, layer.sequence_group)
     by_product = stored_input if layer.shared_input else matmul_bytes.saved_input
     return by_product(layer.product, rows, at, group)
 
@@ -34,7 +33,8 @@ def deferred_operands(layer: MatmulLayer, at: ActivationSizes) -> int:
 
 @deferred_operands.register
 def _operands_of_linear(layer: SplitLinear, at: ActivationSizes) -> int:
-    gradient = gradient_bytes(layer.product, at.tokens, at)
+    rows = at.rows if layer.cut == "replicated" else at.tokens
+    gradient = gradient_bytes(layer.product, rows, at)
     plain = at.features(layer.product.shape[0]).bytes
     # The gradients of a split bias are deferred, too, and need the gradient as stored.
     of_biases = plain if layer.cut == "outputs" and layer.biases and gradient < plain else 0

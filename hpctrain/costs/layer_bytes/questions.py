@@ -25,6 +25,12 @@ def workspace_bytes(layer: Any, at: ActivationSizes) -> int:  # noqa: ARG001
     return 0
 
 
+@singledispatch
+def core_recompute_bytes(attention: Any, at: ActivationSizes) -> int:
+    """Return the bytes that the recomputed core of attention saves beside its inputs."""
+    raise NotImplementedError(f"core_recompute_bytes of {type(attention).__name__}")
+
+
 # Questions about the layers of a part
 
 

@@ -191,6 +191,8 @@ def _add_dependent_defaults(tables: Tables, filled: set[str], completed: Complet
         default("model", "key_value_heads", heads)
         if _is_integer(hidden) and heads > 0:
             default("model", "head_size", max(1, hidden // heads))
+    if isinstance(model.get("latent"), dict) and _is_integer(model.get("head_size")):
+        default("model.latent", "value_size", model["head_size"])
     as_base = model.get("parametrization") == "mup" and model.get("base_width") == hidden
     if as_base and _is_integer(model.get("head_size")):
         default("model", "base_head_size", model["head_size"])

@@ -62,12 +62,15 @@ class ExpertsTable(Section):
     )
     router_scale: float = key("Factor by which these weights are multiplied.", 1.0, gt=0)
     router_groups: int = key(
-        "Groups of experts; the router first selects groups, by the sum of their two highest scores "
-        "(DeepSeek-V3).",
-        1,
-        ge=1,
+        "Groups of experts; the router first selects groups, by the sum of their highest scores.", 1, ge=1
     )
     router_groups_per_token: int = key("Number of groups that the router selects for each token.", 1, ge=1)
+    router_group_best: int = key(
+        "Number of highest scores of a group that are summed (DeepSeek-V2: 1, DeepSeek-V3: 2).",
+        2,
+        ge=1,
+        le=_MOST_EXPERTS,
+    )
     router_dtype: Literal["fp32", "compute"] = key(
         "Number format of the router's matrix product; compute: the format of precision.compute.", "fp32"
     )

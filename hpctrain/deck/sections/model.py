@@ -23,6 +23,7 @@ from hpctrain.deck.problem import DeckProblem, divisors, must_divide, nearest_nu
 from hpctrain.deck.relations import GIVEN, Conflicts, Divides, HasEffectWith, Relations, Requires
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sections.experts import LARGEST_SIZE, MOST_LAYERS, ExpertsTable
+from hpctrain.deck.sections.latent import LatentTable
 from hpctrain.deck.sections.objective import SCORE_KINDS
 from hpctrain.deck.sections.optimizer import MuonTable
 from hpctrain.deck.sections.rope_scaling import RopeScaling, rotated_features
@@ -191,6 +192,10 @@ class Model(Section):
     experts: ExpertsTable | None = table(
         "Mixture of experts in place of feed-forward layers.", derived="none: all blocks are dense"
     )
+    latent: LatentTable | None = table(
+        "Latent attention (DeepSeek): keys and values of all heads follow from a few features.",
+        derived="none: each head has keys and values of its own",
+    )
     dropout: float = key("Share of activations dropped in training.", 0.0, ge=0, lt=1)
     rope_base: float = key("Base of the rotary position angles.", 10000.0, gt=0)
     rope_local_base: float | None = key(
@@ -276,6 +281,13 @@ class Model(Section):
         None,
         derived="required with layout.tensor above 1",
     )
+
+    @property
+    def rotated_features(self) -> int:
+        """Number of features of an attention head that are rotated."""
+        if self.latent is not None:
+            return self.latent.rotary_size
+        return rotated_features(self.head_size, self.rotary_fraction)
 
     @property
     def has_frozen_parameters(self) -> bool:

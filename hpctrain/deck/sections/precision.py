@@ -160,6 +160,11 @@ def _cuts_within_blocks(deck: Deck, block: int) -> Iterator[DeckProblem]:
         "model.heads x model.head_size": model.heads * model.head_size,
         "model.key_value_heads x model.head_size": model.key_value_heads * model.head_size,
     }
+    if (latent := model.latent) is not None:
+        del sizes["model.key_value_heads x model.head_size"]
+        # What is left of model.head_size is a multiple then, too.
+        sizes["model.heads x model.latent.rotary_size"] = model.heads * latent.rotary_size
+        sizes["model.heads x model.latent.value_size"] = model.heads * latent.value_size
     sizes |= {"model.mlp": model.mlp} if has_dense_blocks(deck) else {}
     if model.experts is not None and model.experts.shared:
         sizes["model.experts.shared x model.experts.mlp"] = model.experts.shared * model.experts.mlp

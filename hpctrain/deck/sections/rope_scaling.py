@@ -130,7 +130,7 @@ def rope_scaling_problems(deck: Deck) -> Iterator[DeckProblem]:
     if scaling.original_sequence is None and scaling.kind in _KINDS_WITH["original_sequence"]:
         sentence = f"requires {_TABLE}.original_sequence, the length of the sequence before scaling"
         yield DeckProblem(_KIND, sentence, (f"{_TABLE}.original_sequence",))
-    rotated = rotated_features(model.head_size, model.rotary_fraction)
+    rotated = model.rotated_features
     for name, sentence in scaling_problems(scaling, rotated, model.rope_base):
         yield DeckProblem(f"{_TABLE}.{name}", sentence, ("model.head_size", "model.rope_base"))
 

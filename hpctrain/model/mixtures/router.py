@@ -157,14 +157,14 @@ class Router(nn.Module):
     def choose(self, scores: Tensor) -> Tensor:
         """Return the experts [n, k] with the highest biased scores [n, E], the best one first.
 
-        With groups of experts, only the best groups are considered, by the sum of each one's best two scores.
+        With groups of experts, only the best groups are considered, by the sum of each one's best scores.
         """
         shape = self.shape
         scores = scores if self.bias is None else scores + self.bias
         groups, chosen = shape.router_groups, shape.router_groups_per_token
         if chosen < groups:
             of_group = scores.unflatten(1, (groups, -1))
-            best = of_group.topk(min(2, of_group.shape[2]), 2).values.sum(2)
+            best = of_group.topk(min(shape.router_group_best, of_group.shape[2]), 2).values.sum(2)
             among = _top_experts(best, chosen)
             allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, among, value=True)
             scores = of_group.masked_fill(~allowed.unsqueeze(2), -torch.inf).flatten(1)

@@ -258,6 +258,8 @@ class _Times:
             rows = at.tokens / at.tensor * matrix.chosen * at.expert_tensor / count
         elif matrix.cut == "whole" and not matrix.adapter:
             rows = at.tokens / at.tensor  # a router's: of the rows that a rank sends to experts
+        elif matrix.cut == "replicated":
+            rows = at.rows
         n = matrix.outputs / ranks if matrix.cut == "outputs" else matrix.outputs
         k = matrix.inputs / ranks if matrix.cut == "inputs" else matrix.inputs
         if self.layer.is_last:  # logits of some rows at a time
@@ -269,7 +271,7 @@ class _Times:
         core, at, machine = self.layer.core, self.at, self.machine
         if core is None:
             return 0.0
-        flops = core.flops / at.tensor * at.tokens
+        flops = core.kernel_flops / at.tensor * at.tokens
         backward = direction == "backward"
         attention = machine.attention_of(at.form)
         rate = attention.backward if backward else attention.forward

@@ -7,7 +7,7 @@ checkpoint/exchange/architectures.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.families import FAMILIES
 from hpctrain.errors import HpctrainError
 from hpctrain.model.inputs import ModelInputs
+from hpctrain.model.mixtures.router import Router
 from hpctrain.model.part import parameter_list
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.next_token import CrossEntropy
@@ -55,7 +56,37 @@ USUAL: dict[str, Any] = {
     "attn_implementation": "eager",
 }
 UNDROPPED = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+YARN = {
+    "rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "original_max_position_embeddings": 6,
+    "beta_fast": 2.0,
+    "mscale": 0.7, "mscale_all_dim": 0.7,
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6, "kv_lora_rank": 10, "q_lora_rank": 14, "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 5, "rope_parameters": YARN, "moe_intermediate_size": 20,
+    "n_routed_experts": 6, "num_experts_per_tok": 2,
+    "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "n_group": 3,
+    "topk_group": 2,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v2": (
+        "DeepseekV2",
+        {**LATENT, "topk_method": "group_limited_greedy", "num_experts_per_tok": 3},
+    ),
+    "deepseek-v2-lite": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "v_head_dim": 14}),
+    "deepseek-v3": ("DeepseekV3", LATENT),
+    "deepseek-v3-plain": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "rope_parameters": {**YARN, "mscale": None, "mscale_all_dim": 1.0},
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek-v3-short": ("DeepseekV3", {**LATENT, "rope_parameters": None, "n_group": 1, "topk_group": 1}),
     "gemma": ("Gemma", {"head_dim": 10, "rms_norm_eps": 1e-5}),
     "gemma-untied": ("Gemma", {"head_dim": 10, "tie_word_embeddings": False}),
     "olmo": ("Olmo", {}),
@@ -213,6 +244,9 @@ def reference(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     return model.eval()
 
 
@@ -227,13 +261,14 @@ def test_training_is_that_of_transformers(name: str, world: World, tmp_path: Pat
     theirs.save_pretrained(tmp_path / "theirs")
     import_model(world, tmp_path / "theirs", tmp_path / "model.h5")
     shape = source_shape(tmp_path / "model.h5")
-    assert shape.family == name.partition("-")[0] and shape.family in FAMILIES
+    assert f"{name}-".startswith(f"{shape.family}-") and shape.family in FAMILIES
 
     lone = world.single_rank_world()
     mesh = Mesh(lone, {})
     model = Transformer(shape, LayerContext(tensor=mesh.group("tensor"), context=mesh.group("context")))
     buckets = make_buckets(model.units(), Replications.unsharded(mesh), torch.float32, 10_000)
     load(tmp_path / "model.h5", lone.everyone, model_entries(buckets))
+    copy_router_biases(theirs, model)
     synchronizer = GradientSynchronizer(
         [Reducer(bucket, ExactReduction(bucket)) for bucket in buckets], SyncEveryStep()
     )
@@ -252,7 +287,7 @@ def test_training_is_that_of_transformers(name: str, world: World, tmp_path: Pat
     own_loss.backward()
     synchronizer.finish()
     torch.testing.assert_close(own_loss.detach() / targets.numel(), loss.detach(), rtol=1e-5, atol=0)
-    gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    gradients = dict(matrices_of_experts({name: p.grad for name, p in theirs.named_parameters()}))
     if "embed_out" in str(exported_as(shape).rules):  # its name in files
         gradients["embed_out.weight"] = gradients.pop("lm_head.weight")
     expected = own_tensors(gradients, tmp_path / "model.h5")
@@ -265,10 +300,31 @@ def test_training_is_that_of_transformers(name: str, world: World, tmp_path: Pat
     assert not expected
 
 
+def copy_router_biases(theirs: torch.nn.Module, model: Transformer) -> None:
+    """Give routers the biases of those of `transformers`."""
+    for router in model.modules():
+        if isinstance(router, Router) and router.bias is not None:
+            gate = theirs.get_submodule(f"model.layers.{router.name.split('.')[1]}.mlp.gate")
+            router.bias.copy_(gate.e_score_correction_bias)
+
+
+def matrices_of_experts(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of `transformers` by their names in files, which have a matrix for each expert."""
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if not module.endswith(".experts"):
+            yield name, tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            parts = {"gate_proj": 0, "up_proj": 1} if kind == "gate_up_proj" else {"down_proj": 0}
+            for part, piece in zip(parts, matrix.chunk(len(parts)), strict=True):
+                yield f"{module}.{expert}.{part}.weight", piece
+
+
 def own_tensors(theirs: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     """Return tensors of `transformers` by our names, in our orientation."""
     shape = source_shape(path)
-    shapes = tensor_shapes(shape)
+    shapes = {name: size for name, size in tensor_shapes(shape).items() if name.startswith("/model/")}
     found: dict[str, Tensor] = {}
     architecture = exported_as(shape)
     for each in counterparts(architecture.rules, shapes, architecture.head_order(shape)):
@@ -276,6 +332,9 @@ def own_tensors(theirs: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
         tensor = tensor.flatten() if each.flattened else tensor
         for part in each.parts:
             name, piece = part.dataset.removeprefix("/model/"), tensor[part.rows(0, part.shape[0])]
+            if part.index:
+                found.setdefault(name, piece.new_empty(shapes[part.dataset]))[part.index] = piece
+                continue
             found[name] = torch.cat([found[name], piece]) if part.start else piece
     return found
 

@@ -26,6 +26,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.families import CHOICES
 from hpctrain.deck.presets import presets
 from hpctrain.deck.read import parse_deck
+from hpctrain.deck.sections.latent import LatentTable
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.build import build_engine
 from hpctrain.engine.choices.deck_layer_context import make_layer_context
@@ -264,14 +265,11 @@ def test_configs_that_are_refused(
     assert any(told in problem for problem in caught.value.problems), caught.value.problems
 
 
-def test_attention_of_deepseek_is_refused_by_its_key_and_its_router_is_read() -> None:
+def test_defaults_of_deepseek_are_those_of_its_config() -> None:
     config = {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 4, "head_dim": 64}
-    with pytest.raises(HpctrainError) as caught:
-        shape_of(config, "config.json")
-    first = "config.json: kv_lora_rank = 512: unsupported; expected None for deepseek_v3"
-    assert caught.value.problems[0] == first
-    plain = {"kv_lora_rank": None, "q_lora_rank": None, "rope_interleave": False}
-    shape = shape_of(config | plain, "config.json")
+    shape = shape_of(config, "config.json")
+    sizes = LatentTable(key_value_rank=512, query_rank=1536, rotary_size=64, value_size=128)
+    assert (shape.head_size, shape.latent, shape.heads) == (192, sizes, 128)
     assert (shape.experts, shape.experts_per_token, shape.shared_experts, shape.dense_first) == (256, 8, 1, 3)
     assert (shape.router, shape.balance, shape.router_scale) == ("sigmoid", "bias", 2.5)
     assert (shape.router_groups, shape.router_groups_per_token, shape.expert_mlp) == (8, 4, 2048)

@@ -1,0 +1,55 @@
+"""Bytes of latent attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
+from hpctrain.costs.layer_bytes.linear_bytes import saved_input
+from hpctrain.costs.layer_bytes.questions import core_recompute_bytes, saved_storages, workspace_bytes
+from hpctrain.model.latent_attention import LatentAttention
+from hpctrain.parallel.kernels.function_library import workspace_floats
+
+
+@saved_storages.register
+def _saved_by_latent_attention(attention: LatentAttention, at: ActivationSizes) -> list[SavedStorage]:
+    """Return the input, what norms and the core save, and the output if the core does not save it."""
+    alone = at.selective or attention.exchanges or attention.pads
+    queries: list[SavedStorage] = []
+    if attention.query_norm is not None:
+        queries = [*saved_storages(attention.query_norm, at), *saved_input(attention.query, at)]
+    return [
+        *saved_input(attention.compress, at),
+        *queries,
+        *saved_storages(attention.latent_norm, at),
+        *saved_input(attention.expand, at),
+        *_saved_by_core(attention, at),
+        *(saved_input(attention.output, at) if alone else []),
+    ]
+
+
+def _saved_by_core(attention: LatentAttention, at: ActivationSizes) -> list[SavedStorage]:
+    """Return what the core saves: its inputs or, unless it is recomputed, what its kernel saves."""
+    heads = at.features(attention.heads * attention.head_size)
+    expanded = at.features(sum(attention.expand.split_sizes))
+    if at.selective:
+        return [heads, expanded, at.features(attention.rotary_size)]
+    log_sum = replace(at.features(attention.heads, 4), features=False)
+    values = heads if attention.pads or attention.exchanges else expanded
+    return [heads, heads, values, heads, log_sum]
+
+
+@core_recompute_bytes.register
+def _recomputed_by_core(attention: LatentAttention, at: ActivationSizes) -> int:
+    known = total(_saved_by_core(attention, replace(at, selective=True)))
+    return total(_saved_by_core(attention, replace(at, selective=False))) - known
+
+
+@workspace_bytes.register
+def _latent_workspace(attention: LatentAttention, at: ActivationSizes) -> int:
+    """Return the temporary bytes of the backward pass of a compiled core; 0 for other cores."""
+    context = attention.layer_context
+    if attention.rule.bounded or not context.functions.compiled or context.context.size > 1:
+        return 0
+    floats = workspace_floats(at.tokens // at.micro_size, attention.head_size)
+    return at.features(4 * attention.heads * attention.head_size).bytes + 4 * floats

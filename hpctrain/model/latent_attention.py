@@ -1,0 +1,231 @@
+"""Multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434), split by heads over the tensor axis.
+
+A replicated linear layer compresses hidden states to a latent of queries, a latent of keys and values, and
+rotated features of keys, which all heads share. Both latents are normalized. Column-parallel linear layers
+compute from them the queries, and the keys and values of this rank's heads:
+
+    query [d] = rotated features [r], others [d - r]
+    key   [d] = shared rotated features [r], others [d - r] of this head
+    value [v]
+
+The features of a head are in the order of `Rotary`: those that are rotated are the first ones of both halves.
+The core of attention computes heads of one size, so that values get zeros up to d. Queries may also be
+computed from hidden states without a latent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpctrain.data.documents import Documents
+from hpctrain.model.inputs import Cache
+from hpctrain.model.norm import Norm
+from hpctrain.model.rotary import Rotary
+from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.attention.core import attention_core
+from hpctrain.parallel.kernels.attention_tiles import AttentionRule
+from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.parallel.operations import AttentionSize, ElementwiseSize
+from hpctrain.parallel.replicated_linear import ReplicatedLinear, share_over_heads
+from hpctrain.parallel.tensor import ColumnLinear, RowLinear, RowPartition
+
+_EPSILON = 1e-6
+"""Number that the norms of latents add, which DeepSeek's models do not vary."""
+
+
+class LatentAttention(nn.Module):
+    """Latent attention of one block, [s or s/t, b, h] -> the same shape.
+
+    Args:
+        name: Name of the layer, with which names of parameters begin.
+        shape: Sizes of the model.
+        layer_context: Process groups and settings of this rank's layers.
+        block: Number of the block, by which a cache stores keys and values.
+        shared_input: True if the feed-forward part saves the same input.
+
+    Attributes:
+        rotary_size: Features of a head that are rotated.
+        value_size: Features of a head's values.
+        heads: Heads of this rank.
+        compress: Layer of the latents and of the shared features of keys.
+        query: Layer of the queries.
+        expand: Layer of the keys, without their shared features, and values.
+        query_norm: Norm of the latent of queries; None if there is none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: ModelShape,
+        layer_context: LayerContext,
+        block: int,
+        shared_input: bool = False,
+    ) -> None:
+        super().__init__()
+        latent, size = shape.latent, shape.head_size
+        assert latent is not None
+        self.layer_context, self.head_size, self.block = layer_context, size, block
+        self.rotary_size, self.value_size = latent.rotary_size, latent.value_size
+        window = shape.window(block) if shape.window(block) < shape.sequence else 0
+        self.rule = AttentionRule(shape.attention_scale, window, shape.attention_cap)
+        self.compute_core = attention_core(layer_context, self.rule)
+        self.core = AttentionSize(shape.heads, shape.heads, size, shape.sequence, window, self.value_size)
+        self.rotated, self.local = shape.rotates(block), shape.is_local(block)
+        tensor = layer_context.tensor
+        self.heads = shape.heads // tensor.size
+
+        def rows(of_head: int) -> RowPartition:
+            split = RowPartition.split(shape.heads * of_head, tensor, of_head)
+            return replace(split, unit=of_head)
+
+        compressed = [
+            (f"{name}.latent_down", latent.key_value_rank),
+            (f"{name}.shared_key", latent.rotary_size),
+        ]
+        if latent.query_rank is not None:
+            compressed = [(f"{name}.query_down", latent.query_rank), *compressed]
+        shared = shared_input or latent.query_rank is None
+        self.compress = ReplicatedLinear(shape.hidden, compressed, layer_context, shared)
+        inputs, self.query_norm = shape.hidden, None
+        if latent.query_rank is not None:
+            inputs = latent.query_rank
+            self.query_norm = _norm(f"{name}.query_down_norm", inputs, shape, layer_context)
+        directly = latent.query_rank is None
+        queries = f"{name}.query" if directly else f"{name}.query_up"
+        self.query = ColumnLinear(inputs, [(queries, rows(size))], False, layer_context, directly)
+        self.latent_norm = _norm(f"{name}.latent_norm", latent.key_value_rank, shape, layer_context)
+        self.expand = ColumnLinear(
+            latent.key_value_rank,
+            [
+                (f"{name}.key_up", rows(size - latent.rotary_size)),
+                (f"{name}.value_up", replace(rows(latent.value_size), unit=1)),
+            ],
+            False,
+            layer_context,
+        )
+        sizes = shape.heads * latent.value_size, shape.hidden
+        shares = not self.pads and layer_context.saved_policy.keeps_core and not self.exchanges
+        self.output = RowLinear(f"{name}.output", *sizes, False, layer_context, shares)
+
+    @property
+    def pads(self) -> bool:
+        """True if values are smaller than queries and keys."""
+        return self.value_size < self.head_size
+
+    @property
+    def exchanges(self) -> bool:
+        """True if the core's output is sent back by other ranks, into another tensor."""
+        return self.layer_context.context.size > 1 and self.layer_context.context_form == "all_to_all"
+
+    @property
+    def elementwise(self) -> list[ElementwiseSize]:
+        """Elementwise operations before and after the core."""
+        features = self.core.heads * self.head_size
+        normed = sum(norm.size[0] for norm in (self.query_norm, self.latent_norm) if norm is not None)
+        rotated = [ElementwiseSize("rotation", 2 * features, True)] if self.rotated else []
+        # Keys and values are copied to heads of one size, and the output from these.
+        return [ElementwiseSize("norm", normed), *rotated, ElementwiseSize("add", 3 * features, True)]
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        documents: Documents | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Return the attention output for x. Collective over the context and tensor axes.
+
+        Each position attends to all earlier ones of its sequence.
+
+        Args:
+            x: Normalized hidden states.
+            rotary: Tables of the positions.
+            documents: Documents of packed sequences, to which attention is limited; None without packing.
+            cache: Keys and values of texts that are continued, which replace the sequence; None in training.
+        """
+        # Copies, so that no part keeps the memory of the others.
+        *query_latent, latent, shared_key = (
+            part.contiguous() for part in self.compress(x).split(self.compress.split_sizes, dim=-1)
+        )
+        query = self.query(x if self.query_norm is None else self.query_norm(*query_latent))
+        query, latent = query.unflatten(-1, (self.heads, self.head_size)), self.latent_norm(latent)
+        if cache is not None:
+            cached: Tensor = self.output(self._attend_to_latents(query, latent, shared_key, cache).flatten(2))
+            return cached
+        parts = (query, self.expand(latent), share_over_heads(shared_key, self.layer_context))
+        tables: tuple[Tensor, ...] = ()
+        if rotary is not None and self.rotated:
+            tables = rotary.local_tables if self.local else rotary.tables
+        core = partial(self._attend, documents=documents)
+        attended = self.layer_context.saved_policy.attend(core, parts, tables)
+        output: Tensor = self.output(attended.flatten(2))
+        return output
+
+    def _attend(
+        self,
+        query: Tensor,
+        expanded: Tensor,
+        shared_key: Tensor,
+        *tables: Tensor,
+        documents: Documents | None,
+    ) -> Tensor:
+        """Return the attention [s, b, heads, v], which "selective" recomputes from these tensors."""
+        key, value = self._keys_and_values(expanded, shared_key)
+        attended = self.compute_core(query, key, value, *tables, documents=documents)
+        return attended[..., : self.value_size] if self.pads else attended
+
+    def _attend_to_latents(self, query: Tensor, latent: Tensor, shared_key: Tensor, cache: Cache) -> Tensor:
+        """Return the attention [n, 1, heads, v] of queries to latents in a cache, which all heads share.
+
+        Products with the matrices of keys and values are applied to queries and outputs instead: the cache
+        has one head of r + rank features, whatever the number of heads.
+
+        Args:
+            query: Queries [n, 1, heads, d].
+            latent: Normalized latents [n, 1, rank].
+            shared_key: Shared features of keys [n, 1, r].
+            cache: Cache of keys, which are latents with shared features, and of values, which are latents.
+        """
+        of_keys, of_values = (
+            weight.detach().unflatten(0, (self.heads, -1)) for weight in self.expand.weights
+        )
+        sizes = [self.rotary_size // 2, (self.head_size - self.rotary_size) // 2]
+        first, first_plain, second, second_plain = query.split(2 * sizes, dim=-1)
+        within = torch.einsum("nbhp,hpr->nbhr", torch.cat((first_plain, second_plain), dim=-1), of_keys)
+        query = _join_halves(torch.cat((first, second), dim=-1), within)
+        key = _join_halves(shared_key, latent)
+        value = functional.pad(latent, (0, self.rotary_size))
+        scale = self.head_size**-0.5 if self.rule.scale is None else self.rule.scale
+        rule = replace(self.rule, scale=scale)
+        attended = cache.attend(self.block, query, key.unsqueeze(2), value.unsqueeze(2), rule, None)
+        return torch.einsum("nbhr,hvr->nbhv", attended[..., : latent.shape[-1]], of_values)
+
+    def _keys_and_values(self, expanded: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values [s, b, heads, d] of features that heads have alone, and that they share."""
+        key, value = (
+            part.unflatten(-1, (self.heads, -1)) for part in expanded.split(self.expand.split_sizes, dim=-1)
+        )
+        shared = shared_key.unsqueeze(2).expand(-1, -1, self.heads, -1)
+        key = _join_halves(shared, key)
+        if self.pads:
+            value = functional.pad(value, (0, self.head_size - self.value_size))
+        return key, value
+
+
+def _join_halves(rotated: Tensor, plain: Tensor) -> Tensor:
+    """Return features in the order of `Rotary`: in both halves, those that are rotated come first."""
+    halves = zip(rotated.chunk(2, dim=-1), plain.chunk(2, dim=-1), strict=True)
+    return torch.cat([part for half in halves for part in half], dim=-1)
+
+
+def _norm(name: str, size: int, shape: ModelShape, layer_context: LayerContext) -> Norm:
+    """Return an RMSNorm of so many features."""
+    plain = replace(
+        shape, hidden=size, norm="rms", norm_weight="plain", norm_bias=False, norm_epsilon=_EPSILON
+    )
+    return Norm(name, plain, layer_context)

@@ -1,0 +1,86 @@
+"""Linear layer whose matrix every tensor rank holds, and features that all heads of all ranks share.
+
+Latent attention compresses hidden states to few features before it splits heads over tensor ranks:
+
+    x [s or s/t, b, h] ── ReplicatedLinear ── latents [s or s/t, b, r] ── norm ── ColumnLinear (its heads)
+
+Under sequence parallelism each rank compresses its piece of the sequence, and the gradients of the matrix are
+partial sums. Otherwise all ranks compute the same: the ColumnLinear behind it sums the gradient of its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.planned import planned_group
+from hpctrain.parallel.layer_context import LayerContext
+from hpctrain.parallel.shards import Shard
+from hpctrain.parallel.tensor import ColumnLinear, SplitLinear
+
+
+class ReplicatedLinear(ColumnLinear):
+    """Linear layer Y = X A^T without messages, with A on every tensor rank.
+
+    Its products are not in 8 bits, because the scales of pieces of a sequence would depend on the layout.
+
+    Args:
+        inputs: Input features k.
+        outputs: Name and number of features of each output.
+        layer_context: Context of the layer.
+        shared_input: True if another layer saves the same input for its backward pass.
+    """
+
+    cut = "replicated"
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: Sequence[tuple[str, int]],
+        layer_context: LayerContext,
+        shared_input: bool = False,
+    ) -> None:
+        one_rank = planned_group(("tensor",), 0, 1, Ledger())
+        products = replace(layer_context.products, fp8=None)
+        alone = replace(layer_context, tensor=one_rank, sequence_parallel=False, products=products)
+        SplitLinear.__init__(self, alone, shared_input)
+        self.split_sizes = [size for _, size in outputs]
+        partial = layer_context.sequence_partial
+        for name, size in outputs:
+            self.add_weight(Shard.replicated(f"{name}.weight", (size, inputs), partial), None)
+
+
+def share_over_heads(x: Tensor, layer_context: LayerContext) -> Tensor:
+    """Return features [s, b, n] that the heads of all tensor ranks use. Collective over tensor ranks.
+
+    The backward pass sums the gradients of the ranks' heads.
+
+    Args:
+        x: The features; under sequence parallelism those of this rank's piece, [s/t, b, n].
+        layer_context: Context of the layer.
+    """
+    if layer_context.tensor.size == 1:
+        return x
+    result: Tensor = _SharedOverHeads.apply(x, layer_context)
+    return result
+
+
+class _SharedOverHeads(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, layer_context: LayerContext) -> Tensor:
+        ctx.layer_context = layer_context
+        gathered = layer_context.gather_sequence(x)
+        return x.view_as(x) if gathered is x else gathered
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # The sum may overwrite its operand, which other functions may have received, too.
+        return ctx.layer_context.reduce_output(gradient.clone()), None

@@ -1,0 +1,103 @@
+"""Configs of DeepSeek: the scale of scores under yarn, and what is refused.
+
+Tests of checkpoint/exchange/yarn_scale.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hpctrain.checkpoint.exchange.hugging_face import config_of, shape_of
+from hpctrain.errors import HpctrainError
+from hpctrain.model.shape import ModelShape
+
+SMALL: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 36,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 5,
+    "kv_lora_rank": 10,
+    "q_lora_rank": None,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 40,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10}
+
+
+def read(**changes: Any) -> ModelShape:
+    """Return the shape of the config with changes."""
+    return shape_of({**SMALL, **changes}, "config.json")
+
+
+@pytest.mark.parametrize("mscale", [0.707, 1.0, 1, 0.1234567])
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_written_config_has_the_scale_of_the_one_that_was_read(mscale: float, alike: bool) -> None:
+    scaling = {**YARN, "mscale_all_dim": mscale, "mscale": mscale if alike else 2 * mscale}
+    shape = read(rope_scaling=scaling)
+    assert shape.attention_scale is not None and shape.attention_scale > 14**-0.5
+    written = config_of(shape, "float32")
+    assert written["rope_scaling"]["mscale_all_dim"] == mscale
+    assert ("attention_factor" in written["rope_scaling"]) == (not alike)
+    assert shape_of(written, "config.json") == shape
+    assert read().attention_scale is None and "rope_scaling" not in config_of(read(), "float32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3: must be num_attention_heads = 6"),
+        ({"qk_rope_head_dim": 5}, "qk_rope_head_dim = 5: must be even"),
+        ({"qk_nope_head_dim": 7}, "qk_nope_head_dim = 7: must be even"),
+        ({"kv_lora_rank": 9}, "kv_lora_rank = 9: must be even"),
+        ({"v_head_dim": 16}, "v_head_dim = 16: must be at most qk_nope_head_dim + qk_rope_head_dim"),
+        ({"kv_lora_rank": "many"}, "kv_lora_rank = 'many': must be a whole number"),
+        ({"attention_bias": True}, "attention_bias = True: unsupported; expected False"),
+        ({"rope_interleave": False}, "rope_interleave = False: unsupported; expected True"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq = 2: unsupported; expected 1"),
+        ({"scoring_func": "softmax"}, "scoring_func = 'softmax': unsupported; expected 'sigmoid'"),
+        (
+            {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "noaux_tc"},
+            "topk_method = 'noaux_tc': must be 'greedy' or 'group_limited_greedy'",
+        ),
+        (
+            {"architectures": ["DeepseekV2ForCausalLM"], "norm_topk_prob": True},
+            "norm_topk_prob = True: unsupported; expected False",
+        ),
+    ],
+)
+def test_configs_that_are_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(HpctrainError) as caught:
+        read(**changes)
+    assert caught.value.exit_code == 2
+    assert any(f"config.json: {told}" in problem for problem in caught.value.problems), caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "told"),
+    [
+        ("deepseek-v3", {"latent": None}, "has latent attention"),
+        ("llama", {}, "has no latent attention"),
+        ("deepseek-v3", {"attention_scale": 0.9}, "requires 1 / sqrt(head_size) without yarn"),
+        ("deepseek-v3", {"shared_experts": 0}, "model.experts.shared = 0: "),
+        (
+            "deepseek-v2",
+            {"router_groups": 2, "router": "softmax", "balance": "loss"},
+            "router_group_best = 2",
+        ),
+    ],
+)
+def test_models_that_cannot_be_exported(family: str, changes: dict[str, Any], told: str) -> None:
+    shape = replace(read(), family=family, **changes)
+    shape = replace(shape, experts=0) if family == "llama" else shape
+    with pytest.raises(HpctrainError) as caught:
+        config_of(shape, "float32")
+    assert caught.value.exit_code == 2 and told in str(caught.value), caught.value
