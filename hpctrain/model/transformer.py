@@ -10,6 +10,7 @@ micro-batch, h hidden features, t tensor ranks, V tokens of the vocabulary. Acti
    - `Norm`: LayerNorm or RMSNorm, [s, b, h] -> the same shape.
    - `Attention`: linear layer [s, b, h] -> queries, keys and values [s, b, heads/t, d] of this rank's heads,
      attention of each head, and linear layer [s, b, heads/t * d] -> [s, b, h], summed over tensor ranks.
+     `LatentAttention` may take its place.
    - `FeedForward`: linear layer [s, b, h] -> [s, b, inner/t], activation, and linear layer back to
      [s, b, h], summed over tensor ranks. A `Mixture` of experts may take its place.
 3. `Predictor`: final norm, and the output layer [s, b, h] -> logits [s, b, V/t], which the loss computes in
