@@ -148,6 +148,11 @@ class PartBytes:
         return self.block_bytes + self.embedding + self.head
 
     @property
+    def core_peaks(self) -> list[int]:
+        """For each block, the additional bytes while it recomputes the core of attention."""
+        return [questions.core_peak_bytes(block, self.at) for block in self.blocks]
+
+    @property
     def recompute_bytes(self) -> list[int]:
         """For each segment, the additional bytes while it is recomputed in the backward pass."""
         saved, size = [questions.saved_storages(block, self.at) for block in self.blocks], self.segment_size

@@ -91,6 +91,8 @@ def _figures(deck: Deck, part: PartBytes) -> _PartFigures:
     # By when a segment is computed again, those behind it are gone.
     kept = enumerate(again[len(again) - len(rests) :])
     most = max((besides - sum(rests[number + 1 :]) for number, besides in kept), default=0)
+    peaks = enumerate(part.core_peaks[len(part.blocks) - len(seen) :]) if size <= 1 else ()
+    cores = max((besides - sum(rests[number + 1 :]) for number, besides in peaks), default=0)
     # From block to block the graph goes and what weight gradients need comes.
     coming = [most + max(passing, default=0)] if size > 1 or not seen else list[int]()
     for number, besides in enumerate(again[len(again) - len(rests) :]):
@@ -103,7 +105,7 @@ def _figures(deck: Deck, part: PartBytes) -> _PartFigures:
         waiting=waiting,
         present=max(presents, default=0),
         moving=max((computed if exact else packed for _, packed, computed in segments), default=0),
-        again=most,
+        again=max(most, cores),
         deferred=sum(held),
         coming=max(coming),
     )

@@ -7,6 +7,7 @@ from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, Deferre
 from hpctrain.costs.layer_bytes.linear_bytes import saved_input
 from hpctrain.costs.layer_bytes.questions import (
     allocator_gaps,
+    core_peak_bytes,
     core_recompute_bytes,
     deferred_bytes,
     exchanged_bytes,
@@ -93,6 +94,17 @@ def _unsaved_of_block(block: TransformerBlock, at: ActivationSizes) -> list[Save
 @workspace_bytes.register
 def _block_workspace(block: TransformerBlock, at: ActivationSizes) -> int:
     return max(workspace_bytes(block.feed_forward, at), workspace_bytes(block.attention, at))
+
+
+@core_peak_bytes.register
+def _core_peak_of_block(block: TransformerBlock, at: ActivationSizes) -> int:
+    """Return 0 unless the core is larger than all that has been freed: what comes after it in the block."""
+    if not at.selective:
+        return 0
+    attention = block.attention
+    before = total(_saved_by_norm(block.attention_norm, at)) + total(saved_storages(attention, at))
+    freed = total(saved_storages(block, at)) - before + total(saved_input(attention.output, at))
+    return max(0, core_recompute_bytes(attention, at) - freed)
 
 
 @deferred_bytes.register

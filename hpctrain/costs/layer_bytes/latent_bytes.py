@@ -41,15 +41,24 @@ def _saved_by_core(attention: LatentAttention, at: ActivationSizes) -> list[Save
 
 @core_recompute_bytes.register
 def _recomputed_by_core(attention: LatentAttention, at: ActivationSizes) -> int:
-    known = total(_saved_by_core(attention, replace(at, selective=True)))
-    return total(_saved_by_core(attention, replace(at, selective=False))) - known
+    # Queries are saved again if they are rotated or exchanged, and values if they are padded or exchanged.
+    queries, _, values, *_ = saved = _saved_by_core(attention, replace(at, selective=False))
+    copies_queries = attention.exchanges or (attention.rotated and not _is_compiled(attention))
+    known = 0 if copies_queries else queries.bytes
+    known += 0 if attention.pads or attention.exchanges else values.bytes
+    return total(saved) - known
 
 
 @workspace_bytes.register
 def _latent_workspace(attention: LatentAttention, at: ActivationSizes) -> int:
     """Return the temporary bytes of the backward pass of a compiled core; 0 for other cores."""
-    context = attention.layer_context
-    if attention.rule.bounded or not context.functions.compiled or context.context.size > 1:
+    if not _is_compiled(attention):
         return 0
     floats = workspace_floats(at.tokens // at.micro_size, attention.head_size)
     return at.features(4 * attention.heads * attention.head_size).bytes + 4 * floats
+
+
+def _is_compiled(attention: LatentAttention) -> bool:
+    """Return True if rotation and core are one compiled function."""
+    context = attention.layer_context
+    return context.functions.compiled and context.context.size == 1 and not attention.rule.bounded

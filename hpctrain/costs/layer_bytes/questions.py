@@ -57,6 +57,12 @@ def deferred_bytes(layer: Layer, at: ActivationSizes) -> DeferredBytes:
 
 
 @singledispatch
+def core_peak_bytes(layer: Layer, at: ActivationSizes) -> int:  # noqa: ARG001
+    """Return by how much more than what is saved a layer has while it recomputes the core of attention."""
+    return 0
+
+
+@singledispatch
 def exchanged_bytes(layer: Layer, at: ActivationSizes) -> int:  # noqa: ARG001
     """Return the bytes that this rank sends to other ranks in one exchange of tokens with their experts.
 
