@@ -16,6 +16,7 @@ follows from the order.
 from __future__ import annotations
 
 import re
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -278,3 +279,29 @@ def accumulation(micro_batches: int) -> Schedule:
     kinds: tuple[Kind, ...] = ("F", "B")
     actions = tuple(Action(kind, index) for index in range(micro_batches) for kind in kinds)
     return Schedule((actions,), "accumulation")
+
+
+def number_actions(passes: Iterable[str], micro_batches: int) -> tuple[Action, ...]:
+    """Return the actions of some passes, such as "F0", with consecutive micro-batches for each chunk.
+
+    Args:
+        passes: Kind and chunk of each pass. "I" counts as "B". "W" without a chunk follows the earliest "I"
+            that no such "W" has followed yet.
+        micro_batches: Number of micro-batches; passes of further ones are left out.
+    """
+    counts: Counter[str] = Counter()
+    split: deque[tuple[int, str]] = deque()  # micro-batch and chunk of each I
+    actions = []
+    for each in passes:
+        kind, chunk = each[0], each[1:]
+        if each == "W":
+            number, chunk = split.popleft()
+        else:
+            key = each.replace("I", "B")
+            number = counts[key]
+            counts[key] += 1
+        if kind == "I":
+            split.append((number, chunk))
+        if number < micro_batches:
+            actions.append(Action(cast(Kind, kind), number, int(chunk)))
+    return tuple(actions)

@@ -8,9 +8,7 @@ another stage continue earlier.
 
 from __future__ import annotations
 
-from collections import deque
-
-from hpctrain.pipeline.action import Action, Schedule
+from hpctrain.pipeline.action import Schedule, number_actions
 
 
 def dual_pipe_v(stages: int, micro_batches: int) -> Schedule:
@@ -25,53 +23,17 @@ def dual_pipe_v(stages: int, micro_batches: int) -> Schedule:
         micro_batches: Number of micro-batches.
     """
     full = max(micro_batches, 2 * stages)
-    orders = tuple(
-        tuple(action for action in _stage(stage, stages, full) if action.micro_batch < micro_batches)
-        for stage in range(stages)
-    )
-    return Schedule(orders, "dualpipe-v", "v")
+    orders = (number_actions(_passes(stage, stages, full), micro_batches) for stage in range(stages))
+    return Schedule(tuple(orders), "dualpipe-v", "v")
 
 
-def _stage(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    done = {("F", 0): 0, ("F", 1): 0, ("B", 0): 0, ("B", 1): 0}
-    weights: deque[Action] = deque()
-    actions: list[Action] = []
-
-    def forward(chunk: int) -> None:
-        actions.append(Action("F", done["F", chunk], chunk))
-        done["F", chunk] += 1
-
-    def backward(chunk: int, split: bool = False) -> None:
-        micro_batch = done["B", chunk]
-        actions.append(Action("I" if split else "B", micro_batch, chunk))
-        if split:
-            weights.append(Action("W", micro_batch, chunk))
-        done["B", chunk] += 1
-
+def _passes(stage: int, stages: int, micro_batches: int) -> list[str]:
+    """Return the passes of a stage, as for `number_actions`."""
     after = stages - stage - 1  # number of later stages
-    for _ in range(2 * after):
-        forward(0)
-    for _ in range(stage + 1):
-        forward(0)
-        forward(1)
-    for _ in range(after):
-        backward(1, split=True)
-        actions.append(weights.popleft())
-        forward(1)
-    for _ in range(micro_batches - 2 * stages + stage + 1):
-        forward(0)
-        backward(1)
-        forward(1)
-        backward(0)
-    for _ in range(after):
-        backward(1)
-        forward(1)
-        backward(0)
+    passes = ["F0"] * 2 * after + ["F0", "F1"] * (stage + 1) + ["I1", "W", "F1"] * after
+    passes += ["F0", "B1", "F1", "B0"] * (micro_batches - 2 * stages + stage + 1)
+    passes += ["B1", "F1", "B0"] * after
     # The first half of these are whole; from then on, weight gradients are delayed.
     for number in range(2 * (stage + 1)):
-        backward(1 - number % 2, split=number > stage)
-    for _ in range(after):
-        actions.append(weights.popleft())
-        backward(0, split=True)
-    actions.extend(weights)
-    return actions
+        passes.append(f"{'I' if number > stage else 'B'}{1 - number % 2}")
+    return passes + ["W", "I0"] * after + ["W"] * (stage + 1)

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.pipeline.action import Action, Schedule
+from hpctrain.pipeline.simulate import PartTimes
 
 FORWARD_0, FORWARD_1, GRADIENT_0, GRADIENT_1 = range(4)
 STREAMS = range(4)
@@ -42,34 +43,6 @@ class ListPriorities:
     priorities: Sequence[Sequence[Sequence[float]]]
     patience: float = 0.5
     finish_first: bool = False
-
-
-@dataclass(frozen=True)
-class PartTimes:
-    """Times of every part of the model, and of every boundary between parts, in one unit.
-
-    Attributes:
-        forward: Time of F, for each part.
-        input_gradient: Time of I, for each part.
-        weight_gradient: Time of W, for each part.
-        communication: Time of a message, for each boundary.
-    """
-
-    forward: Sequence[float]
-    input_gradient: Sequence[float]
-    weight_gradient: Sequence[float]
-    communication: Sequence[float]
-
-    @property
-    def stages(self) -> int:
-        """Number of stages of the V."""
-        return len(self.forward) // 2
-
-    def stage_durations(self, stage: int) -> tuple[float, ...]:
-        """Return the durations of one action of each of the four streams, then of W of chunks 0 and 1."""
-        parts = stage, 2 * self.stages - 1 - stage  # on the way down and up
-        kinds = self.forward, self.input_gradient, self.weight_gradient
-        return tuple(times[part] for times in kinds for part in parts)
 
 
 class _StageProgress:

@@ -50,6 +50,34 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
+class PartTimes:
+    """Times of every part of the model, and of every boundary between parts, in one unit.
+
+    Attributes:
+        forward: Time of F, for each part.
+        input_gradient: Time of I, for each part.
+        weight_gradient: Time of W, for each part.
+        communication: Time of a message, for each boundary.
+    """
+
+    forward: Sequence[float]
+    input_gradient: Sequence[float]
+    weight_gradient: Sequence[float]
+    communication: Sequence[float]
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of the V."""
+        return len(self.forward) // 2
+
+    def stage_durations(self, stage: int) -> tuple[float, ...]:
+        """Return the durations of one action of each of the four streams, then of W of chunks 0 and 1."""
+        parts = stage, 2 * self.stages - 1 - stage  # on the way down and up
+        kinds = self.forward, self.input_gradient, self.weight_gradient
+        return tuple(times[part] for times in kinds for part in parts)
+
+
+@dataclass(frozen=True)
 class Simulation:
     """Start and end of all actions of a schedule, in the unit of the given times.
 
@@ -100,10 +128,11 @@ def simulate(schedule: Schedule, times: StageTimes) -> Simulation:
 
 def simulate_available(schedule: Schedule, times: StageTimes) -> tuple[list[list[float]], list[list[float]]]:
     """Return start and end of each action of every stage, up to the first one whose input never arrives."""
-    forward, input_gradient, weight_gradient, communication = times_by_part(times, schedule)
-    whole = [one + other for one, other in zip(input_gradient, weight_gradient, strict=True)]
-    durations = [*forward, *input_gradient, *weight_gradient, *whole]  # as ActionIndices count them
-    delays = [*communication, 0.0]
+    parts = times_by_part(times, schedule)
+    split = parts.input_gradient, parts.weight_gradient
+    whole = [one + other for one, other in zip(*split, strict=True)]
+    durations = [*parts.forward, *split[0], *split[1], *whole]  # as ActionIndices count them
+    delays = [*parts.communication, 0.0]
     dependencies = schedule.dependencies
     ends: list[float | None] = [None] * dependencies.result_count
     ends[dependencies.always_ready] = 0.0
@@ -140,41 +169,39 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
     return tuple(most / schedule.chunks for most in schedule.peak_live_chunks)
 
 
-def times_by_part(
-    times: StageTimes, schedule: Schedule
-) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Return the times of every part as four lists: F, I and W of each part, and each boundary between parts.
+def times_by_part(times: StageTimes, schedule: Schedule) -> PartTimes:
+    """Return the times of every part, and of every boundary between parts.
 
     Raises:
         HpctrainError: A sequence of times has the wrong length.
     """
     problems: list[str] = []
 
-    def by_part(name: str, value: float | Sequence[float]) -> list[float]:
+    def by_part(name: str, value: float | Sequence[float]) -> tuple[float, ...]:
         if isinstance(value, (int, float)):
-            return [value / schedule.chunks] * schedule.parts
+            return (value / schedule.chunks,) * schedule.parts
         if len(value) == schedule.parts:
-            return list(value)
+            return tuple(value)
         if len(value) == schedule.stage_count:
-            return [
+            return tuple(
                 value[schedule.stage_and_chunk(part)[0]] / schedule.chunks for part in range(schedule.parts)
-            ]
+            )
         right = either(dict.fromkeys((1, schedule.stage_count, schedule.parts)))
         problems.append(f"times: {name}: expected {right} numbers, got {len(value)}")
-        return []
+        return ()
 
-    def by_boundary(value: float | Sequence[float]) -> list[float]:
+    def by_boundary(value: float | Sequence[float]) -> tuple[float, ...]:
         count = schedule.parts - 1
         numbers = [value] * count if isinstance(value, (int, float)) else value
         if len(numbers) != count:
             problems.append(f"times: communication: expected 1 or {count} numbers, got {len(numbers)}")
-            return []
-        return [
+            return ()
+        return tuple(
             0.0 if schedule.stage_and_chunk(part)[0] == schedule.stage_and_chunk(part + 1)[0] else number
             for part, number in enumerate(numbers)
-        ]
+        )
 
-    parts = (
+    parts = PartTimes(
         by_part("forward", times.forward),
         by_part("input gradient", times.input_gradient),
         by_part("weight gradient", times.weight_gradient),

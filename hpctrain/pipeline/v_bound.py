@@ -11,7 +11,8 @@ from __future__ import annotations
 from itertools import accumulate
 from math import fsum
 
-from hpctrain.pipeline.list_scheduling import GRADIENT_0, GRADIENT_1, PartTimes
+from hpctrain.pipeline.list_scheduling import GRADIENT_0, GRADIENT_1
+from hpctrain.pipeline.simulate import PartTimes
 
 
 def minimum_cost(times: PartTimes, micro_batches: int, limit: int) -> float:

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import cast
 
 from hpctrain.errors import HpctrainError
-from hpctrain.pipeline.action import Action, Kind, Schedule
+from hpctrain.pipeline.action import Action, Kind, Schedule, number_actions
 from hpctrain.pipeline.list_scheduling import (
     FORWARD_0,
     FORWARD_1,
@@ -30,10 +28,9 @@ from hpctrain.pipeline.list_scheduling import (
     GRADIENT_1,
     STREAMS,
     ListPriorities,
-    PartTimes,
     list_schedule,
 )
-from hpctrain.pipeline.simulate import StageTimes, peak_activations, simulate, times_by_part
+from hpctrain.pipeline.simulate import PartTimes, StageTimes, peak_activations, simulate, times_by_part
 from hpctrain.pipeline.v_bound import minimum_cost
 
 _MAX_CANDIDATES = 320
@@ -101,7 +98,7 @@ def search(
             f"{name}: the limit of activations of {memory_limit:g} micro-batches must be 1 or more"
         )
     shape = Schedule(((Action("F", 0, 0), Action("F", 0, 1)),) * stages, name, "v")
-    part_times = PartTimes(*map(tuple, times_by_part(times, shape)))
+    part_times = times_by_part(times, shape)
     least = minimum_cost(part_times, micro_batches, limit)
     best = _zb_v(stages, micro_batches)
     if 2 * max(peak_activations(best)) > limit:
@@ -236,16 +233,5 @@ def _zb_v(stages: int, micro_batches: int) -> Schedule:
         for number in range(full - stages):
             work += ["F0"] * (started + number < full) + ["I0", "W0", "F1", "I1", "W1"]
         work += ["I0", "I1"] * stage + ["I0", "W0"] * remaining + ["W1"] * stage + ["W0"] * stage
-        orders.append(_number_actions(work, micro_batches))
+        orders.append(number_actions(work, micro_batches))
     return Schedule(tuple(orders), placement="v")
-
-
-def _number_actions(work: list[str], micro_batches: int) -> tuple[Action, ...]:
-    """Return actions with consecutive micro-batches for kinds and chunks such as "F0", up to the last one."""
-    counts: Counter[str] = Counter()
-    actions = []
-    for piece in work:
-        if counts[piece] < micro_batches:
-            actions.append(Action(cast(Kind, piece[0]), counts[piece], int(piece[1])))
-        counts[piece] += 1
-    return tuple(actions)

@@ -12,7 +12,6 @@ import pytest
 from hpctrain.pipeline import v_schedule
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import generate
-from hpctrain.pipeline.list_scheduling import PartTimes
 from hpctrain.pipeline.simulate import StageTimes, peak_activations, simulate, times_by_part
 from hpctrain.pipeline.v_bound import minimum_cost
 from hpctrain.pipeline.v_schedule import LIMITS
@@ -30,7 +29,7 @@ def drawn(random: Random, parts: int) -> StageTimes:
 
 
 def least_of(schedule: Schedule, times: StageTimes, limit: int) -> float:
-    return minimum_cost(PartTimes(*times_by_part(times, schedule)), schedule.micro_batches, limit)
+    return minimum_cost(times_by_part(times, schedule), schedule.micro_batches, limit)
 
 
 @pytest.mark.sampled(7)

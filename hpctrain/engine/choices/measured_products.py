@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from hpctrain.costs.layer_bytes.module_trace import trace_layer
+from hpctrain.costs.single_layers import single_layers
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.choices.deck_kernels import micro_batch_tokens
 from hpctrain.engine.choices.deck_layer_context import make_layer_context
@@ -19,7 +20,6 @@ from hpctrain.parallel.kernels.matmul_kernels import PASSES, Pass
 from hpctrain.parallel.kernels.timing import MatmulPass
 from hpctrain.parallel.tensor import SplitLinear
 from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
-from hpctrain.pipeline.split import single_layers
 from hpctrain.sharding.replication import MeshQueries
 
 LEAST_FLOPS = 1 << 25

@@ -13,6 +13,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.costs.action_timer import ActionTimer, now
 from hpctrain.costs.pass_times import LayerTimes, PassTimes
+from hpctrain.costs.single_layers import single_layers
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.stages.stage import build_stage
@@ -24,7 +25,6 @@ from hpctrain.parallel.random import DropoutSource
 from hpctrain.parallel.sequence import context_positions
 from hpctrain.pipeline.action import Action, Kind
 from hpctrain.pipeline.execute import PreparedBatch
-from hpctrain.pipeline.split import single_layers
 from hpctrain.sharding.replication import Replications
 
 _SECONDS = 1.0  # of all repetitions of a measurement, about

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from hpctrain.deck.schedules import SCHEDULE_NAMES, V_SHAPED
-from hpctrain.pipeline.list_scheduling import PartTimes
+from hpctrain.pipeline.simulate import PartTimes
 from hpctrain.pipeline.v_bound import minimum_cost
 from hpctrain.pipeline.v_schedule import LIMITS
 

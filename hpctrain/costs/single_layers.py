@@ -1,0 +1,28 @@
+"""Ranges of single layers, of which one of each kind stands for a model in measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpctrain.model.part import LayerRange
+
+
+def single_layers(kinds: Sequence[str], with_block: bool = False) -> dict[str, LayerRange]:
+    """Return a range of one layer for each kind: blocks, then embedding and output layer.
+
+    Args:
+        kinds: Kind of each layer of the model, from the embedding to the output layer.
+        with_block: True if the embedding and the output layer need the block next to them in their range.
+    """
+    spans: dict[str, LayerRange] = {}
+    first, *blocks, last = kinds
+    for number, kind in enumerate(blocks):
+        if not with_block or number or kind not in blocks[1:]:
+            spans.setdefault(kind, LayerRange(number, number + 1, with_block and not number, False))
+    if with_block:
+        many = len(blocks)
+        return spans | {first: LayerRange(0, 1, True, False), last: LayerRange(many - 1, many, False, True)}
+    return spans | {
+        first: LayerRange(0, 0, True, False),
+        last: LayerRange(len(blocks), len(blocks), False, True),
+    }
