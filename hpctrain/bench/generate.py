@@ -27,7 +27,7 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import SCORE_KINDS
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.choices.function_choice import with_functions
+from hpctrain.engine.choices.function_choice import choose_functions
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.continuing import ForwardPasses, GeneratedText, continue_texts
@@ -104,7 +104,7 @@ def _ours(world: World, deck: Deck, given: Tensor, tokens: int) -> dict[str, tup
     layouts = {"shared": alone.with_keys(layout={"tensor": world.size}), "copies": alone}
     models: dict[str, Transformer] = {}
     for name, each in layouts.items():
-        own = with_functions(each, world)
+        own = choose_functions(each, world)
         engine = build_engine(own, world, make_mesh(own, world))
         assert isinstance(engine.model, Transformer) and can_cache(engine.model)
         models[name] = engine.model

@@ -27,7 +27,7 @@ from hpctrain.data.held_out import open_held_out
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.evaluation import TRAINING_LOSS, MetricName, parse_metric_name
-from hpctrain.engine.choices.function_choice import with_functions
+from hpctrain.engine.choices.function_choice import choose_functions
 from hpctrain.errors import HpctrainError, require
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.report.rate import draw_rates
@@ -139,7 +139,7 @@ def bench_rate(
     run_folder = Path(deck.run.dir)
     new = [path for path in (run_folder / "offload", run_folder, *run_folder.parents) if not path.exists()]
     corpus = open_corpus(deck, world)
-    deck = with_functions(resolve_vocabulary(steady(deck), corpus), world)
+    deck = choose_functions(resolve_vocabulary(steady(deck), corpus), world)
     trainer = new_trainer(world, deck, corpus.train)
     try:
         judge = _judge(deck, trainer, corpus, wanted, wish.figure) if wanted.evaluation_set else None

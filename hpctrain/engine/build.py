@@ -79,6 +79,6 @@ def assemble(
         placement=spec.placement,
         schedule=schedule,
         positions=positions.to(world.device),
-        offload=setup.offload.introduction,
+        offload_description=setup.offload.description,
         scratch=[each for each in (setup.offload.scratch, activation_files) if each is not None],
     )

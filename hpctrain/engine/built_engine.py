@@ -36,7 +36,7 @@ class Engine:
         placement: Number of blocks of each pipeline part.
         schedule: Pipeline schedule of the deck's batch.
         positions: Positions of this rank's tokens in a sequence, on the device.
-        offload: Description of memory outside the device, for the log.
+        offload_description: Description of memory outside the device, for the log.
         scratch: Files of this rank with offloaded state, parameters and activations.
         auxiliary_engines: Engines of models that are trained in the same run, such as a critic, by name.
     """
@@ -50,7 +50,7 @@ class Engine:
     placement: LayerPlacement
     schedule: Schedule
     positions: torch.Tensor
-    offload: str
+    offload_description: str
     scratch: Sequence[ScratchFiles]
     auxiliary_engines: dict[str, Engine] = field(default_factory=dict)
 

@@ -12,7 +12,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.generation_deck import generation_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.choices.deck_layer_context import make_layer_context
-from hpctrain.engine.choices.function_choice import planned_functions, with_functions
+from hpctrain.engine.choices.function_choice import choose_functions, with_planned_functions
 from hpctrain.engine.mesh_sizes import expert_sizes
 from hpctrain.engine.stages.stage import Stage, build_stage
 from hpctrain.host.device import on_host
@@ -46,7 +46,7 @@ def generation_stage(deck: Deck, world: World, tensor: int, pipeline: int = 1) -
     with world.agreement():
         deck = generation_deck(deck, tensor, pipeline)
     if all(world.everyone.all_gather_object(on_host(world.device))):
-        deck = with_functions(deck, world)
+        deck = choose_functions(deck, world)
     mesh = _mesh(deck, world, tensor, pipeline)
     return _stage(deck, mesh, world.device, mesh.coordinate("pipeline"), pipeline)
 
@@ -84,7 +84,7 @@ def plan_generation_stage(
 
     Local.
     """
-    deck = planned_functions(generation_deck(deck, tensor))
+    deck = with_planned_functions(generation_deck(deck, tensor))
     mesh = PlannedMesh(_sizes(deck, ranks, tensor, 1), 0, ranks_per_node, device=device)
     with META:
         return _stage(deck, mesh, device)

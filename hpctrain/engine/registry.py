@@ -52,7 +52,7 @@ class AuditedProducts(EngineFeature):
     @override
     def start(self, stage: TrainedStage, deck: Deck, world: World) -> None:
         if stage.layer_context.products.audit is not None:
-            stage.synchronizer.all_added = stage.layer_context.products.audit.check_gradients
+            stage.synchronizer.on_gradients_complete = stage.layer_context.products.audit.check_gradients
 
 
 class WeightMaximaOfSteps(EngineFeature):

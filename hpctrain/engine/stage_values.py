@@ -18,7 +18,7 @@ from hpctrain.engine.stages.stage import Stage, TrainedStage
 from hpctrain.memory.scratch import fill_pieces
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import initialize_parts
-from hpctrain.optim.optimizer import refresh
+from hpctrain.optim.optimizer import gather_updated
 
 
 def initialize(
@@ -45,7 +45,7 @@ def load_parameters(path: Path, stage: Stage, everyone: Group) -> None:
     raises what `checkpoint.read.load` raises.
     """
     structure = examine(path, everyone)
-    module_entries, left = resumed_entries(stage.modules.state(), structure.datasets)
+    module_entries, left = resumed_entries(stage.module_state.state(), structure.datasets)
     entries = [(entry, structure.datasets.get(entry.dataset)) for entry in model_entries(stage.buckets)]
     # The common weights of replicas are stored in fp32, even if parameters have another dtype.
     read = [
@@ -63,4 +63,4 @@ def load_parameters(path: Path, stage: Stage, everyone: Group) -> None:
         if each is not entry:
             assert isinstance(entry.values, torch.Tensor) and isinstance(each.values, torch.Tensor)
             entry.values.copy_(each.values)
-    refresh(stage.buckets)
+    gather_updated(stage.buckets)

@@ -21,7 +21,7 @@ from hpctrain.comm.world import World
 from hpctrain.engine.stages.stage import Stage
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.scratch import Flat
-from hpctrain.optim.optimizer import refresh
+from hpctrain.optim.optimizer import gather_updated
 from hpctrain.sharding.bucket import Bucket, await_readers
 from hpctrain.sharding.state import MODEL
 
@@ -169,7 +169,7 @@ class WeightTransfer:
             self._target_tensors[each.name].write(each.box, elements)
         for each_round in self._rounds:
             each_round.run(self._group, self._source_tensors, self._target_tensors)
-        refresh(self._target.buckets)
+        gather_updated(self._target.buckets)
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def _entries(bucket: Bucket, gathered: bool, both_stages: bool = False) -> Itera
 
 
 def _of_modules(stage: Stage) -> Iterator[tuple[str, TransferTensor]]:
-    for each in stage.modules.state():
+    for each in stage.module_state.state():
         entry = TensorRange(f"/{each.kind}/{each.shard.name}", each.shard, each.values, each.offset)
         yield entry.dataset, TransferTensor.of(entry)
 

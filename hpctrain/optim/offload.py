@@ -26,8 +26,8 @@ from hpctrain.optim.optimizer import (
     ElementBatch,
     Optimizer,
     UpdateRule,
-    is_master,
-    refresh,
+    are_masters,
+    gather_updated,
     training_weights,
 )
 from hpctrain.parallel.shards import UpdateSettings
@@ -135,7 +135,7 @@ class OffloadedOptimizer(Optimizer):
         self.updates += 1
         if self._streams is not None:
             self._streams.to_device.precede()
-        refresh(self.buckets)
+        gather_updated(self.buckets)
 
     def _update_all(self, learning_rate: float, divisor: float) -> None:
         slots = self.slots
@@ -259,7 +259,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 def _state(rule: UpdateRule, bucket: Bucket, store: Store, location: MemoryLocation) -> BucketState:
     elements, values = bucket.owned_slice.stop - bucket.owned_slice.start, bucket.owned_values
-    names = [*rule.names, *([] if is_master(bucket.dtype, location != "gpu", rule) else [MASTER])]
+    names = [*rule.names, *([] if are_masters(bucket.dtype, location != "gpu", rule) else [MASTER])]
     memory = store(len(names) * elements, torch.float32)
     state = {name: memory[index * elements : (index + 1) * elements] for index, name in enumerate(names)}
     return {MASTER: values} | state

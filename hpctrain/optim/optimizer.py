@@ -5,7 +5,7 @@ and gradients of some elements. An `Optimizer` owns the state of all elements th
 calls the rule. `ResidentOptimizer` keeps the state on the device that computes, `OffloadedOptimizer`
 (`offload.py`) in host memory or files, and `MatrixOptimizer` (`matrix/`) distributes whole matrices.
 
-With ZeRO each data rank updates its slice of a bucket, and `refresh` then gathers the new parameters.
+With ZeRO each data rank updates its slice of a bucket, and `gather_updated` then gathers the new parameters.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def training_weights(averaged: AveragedRule | None, state: Mapping[str, Tensor])
     return averaged.training_weights(state[MASTER], state[averaged.lead]) if averaged else state[MASTER]
 
 
-def is_master(dtype: torch.dtype, updated_there: bool, rule: UpdateRule | None = None) -> bool:
+def are_masters(dtype: torch.dtype, updated_there: bool, rule: UpdateRule | None = None) -> bool:
     """Return True if parameters are their own master weights, so that no copy is needed.
 
     Args:
@@ -207,14 +207,14 @@ class Optimizer(ABC):
                 kind = weights if name == MASTER else f"{OPTIMIZER}{name}"
                 yield from owned_state(kind, flat, bucket, UPDATED)
 
-    def publish(self, updated: bool = False, averages: bool = False) -> None:
+    def publish(self, trained_only: bool = False, averages: bool = False) -> None:
         """Copy the master weights, or the training weights of an AveragedRule, into the parameters.
 
         Then gather the parameters that other ranks have updated. Collective over the ranks that share
         buckets.
 
         Args:
-            updated: True to gather only the buckets that are trained.
+            trained_only: True to gather only the buckets that are trained.
             averages: True to copy the master weights also if an AveragedRule trains with others.
         """
         averaged = None if averages else self._averaged
@@ -223,7 +223,7 @@ class Optimizer(ABC):
                 if state[MASTER] is not bucket.owned_values:
                     for first, piece in _weights(state, averaged):
                         bucket.owned_values[first : first + piece.numel()].copy_(piece)
-        refresh([bucket for bucket in self.buckets if bucket.trained or not updated])
+        gather_updated([bucket for bucket in self.buckets if bucket.trained or not trained_only])
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
@@ -315,12 +315,12 @@ class ResidentOptimizer(Optimizer):
             self.rule.update(elements, learning_rate, gradient_divisor)
             del elements
         self._updates += 1
-        self.publish(updated=True)
+        self.publish(trained_only=True)
 
 
-def refresh(buckets: Sequence[Bucket]) -> None:
+def gather_updated(buckets: Sequence[Bucket]) -> None:
     """Gather the parameters that other ranks have updated. Collective over the ranks that share buckets."""
-    for work in [bucket.start_refresh() for bucket in buckets]:
+    for work in [bucket.start_gather_updated() for bucket in buckets]:
         if work is not None:
             work.wait()
 
@@ -341,4 +341,4 @@ def resident_master(rule: UpdateRule | None, bucket: Bucket) -> Tensor:
     """Return the master weights on the device: the parameters themselves or an fp32 copy."""
     values = bucket.owned_values
     assert isinstance(values, Tensor)
-    return values if is_master(bucket.dtype, True, rule) else values.to(torch.float32, copy=True)
+    return values if are_masters(bucket.dtype, True, rule) else values.to(torch.float32, copy=True)

@@ -31,7 +31,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.deck.sections.rank_partition import CRITIC, POLICY, REFERENCE, REWARD, RankPartition
 from hpctrain.engine.generation import plan_generation_stage
-from hpctrain.engine.layout.layer_placement import placed_by_flops
+from hpctrain.engine.layout.layer_placement import place_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
 from hpctrain.engine.stages.inference_stage import build_inference_stage
 from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
@@ -167,7 +167,7 @@ def _shown(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int) -> list
     """Of a model that is only looked at, each stage of its pipeline."""
     sizes, device = axis_sizes(deck, ranks), device_kind(deck.run.device)
     architecture = architecture_of(deck, vocabulary)
-    placement = placed_by_flops(deck, architecture, sizes["data"])
+    placement = place_by_flops(deck, architecture, sizes["data"])
     schedule = placement.schedule_of(micro_batches(deck, sizes["data"]))
     there = deck.memory.parameters == "device"
     transport = deck.communication.requested_transport if there else "mpi"  # ranks have files of their own

@@ -48,5 +48,5 @@ def build_seat_within_memory(
     world.planned_bytes = here
     ready()
     with seat.agreement():
-        engine = assemble(own, seat.world, seat.mesh, spec, build=seat.build)
+        engine = assemble(own, seat.world, seat.mesh, spec, build=seat.stage_builder)
     return engine, plan

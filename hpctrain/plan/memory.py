@@ -21,7 +21,7 @@ from hpctrain.costs.part_bytes import PartBytes, part_bytes
 from hpctrain.costs.reduction_bytes import synchronizer_bytes
 from hpctrain.costs.update_bytes import cell_state_elements, state_per_element, update_bytes
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.layout.layer_placement import placed_by_flops
+from hpctrain.engine.layout.layer_placement import place_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
 from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
 from hpctrain.engine.stages.stage import StageBuilder, TrainedStage, build_trained_stage
@@ -174,7 +174,7 @@ def plan_memory(
         raise HpctrainError(deck.problem(asking[0], needed))
     passes = micro_batches(deck, sizes["data"])
     if schedule is None or split is None:
-        placement = placed_by_flops(deck, architecture, sizes["data"])
+        placement = place_by_flops(deck, architecture, sizes["data"])
         schedule = placement.schedule_of(passes) if schedule is None else schedule
         split = placement.split if split is None else split
     counts = split

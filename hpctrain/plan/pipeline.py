@@ -8,7 +8,7 @@ from statistics import fmean
 from hpctrain.costs.layer_flops import layer_flops
 from hpctrain.costs.pass_times import times_of_parts
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.layout.layer_placement import placed_by_flops
+from hpctrain.engine.layout.layer_placement import place_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
 from hpctrain.model.construction import architecture_of
 from hpctrain.pipeline.simulate import simulate
@@ -46,7 +46,7 @@ def plan_pipeline(deck: Deck, ranks: int, vocabulary: int) -> PipelinePlan | Non
     if deck.layout.pipeline == 1:
         return None
     data, architecture = axis_sizes(deck, ranks)["data"], architecture_of(deck, vocabulary)
-    placement, passes = placed_by_flops(deck, architecture, data), micro_batches(deck, data)
+    placement, passes = place_by_flops(deck, architecture, data), micro_batches(deck, data)
     schedule = placement.schedule_of(passes)
     simulation = simulate(
         schedule, times_of_parts(split_layers(layer_flops(deck, architecture), placement.split))

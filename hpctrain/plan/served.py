@@ -13,7 +13,7 @@ from hpctrain.costs.memory_account import MemoryAccount
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import assemble
 from hpctrain.engine.built_engine import Engine
-from hpctrain.engine.choices.function_choice import with_functions
+from hpctrain.engine.choices.function_choice import choose_functions
 from hpctrain.engine.choices.kernel_choice import choose_kernels
 from hpctrain.engine.layout.engine_spec import make_engine_spec
 from hpctrain.engine.layout.server_roles import ServerRoles, build_worker_stage, server_deck
@@ -132,7 +132,7 @@ def build_role_within_memory(
 ) -> tuple[Engine, MemoryPlan]:
     """As `build_within_memory`, of this rank's role in a run with servers. Collective."""
     roles = ServerRoles.of(deck, world.size)
-    own, part, mesh = roles.place(with_functions(deck, world), world)
+    own, part, mesh = roles.split_world(choose_functions(deck, world), world)
     serves = roles.serves(world.rank)
     if not serves:
         own = choose_kernels(own, part, mesh)
@@ -153,4 +153,4 @@ def build_role_within_memory(
     demand_room(world, deck.machine, deck.sources.name, here, lambda _: more)
     world.planned_bytes = here
     ready()
-    return assemble(own, part, mesh, spec, build=roles.stage(world.rank)), plan
+    return assemble(own, part, mesh, spec, build=roles.stage_builder(world.rank)), plan

@@ -25,7 +25,7 @@ from hpctrain.costs.layer_bytes.module_trace import example_inputs
 from hpctrain.costs.part_bytes import part_bytes
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.layout.layer_placement import placed_by_flops
+from hpctrain.engine.layout.layer_placement import place_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
 from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
 from hpctrain.engine.stages.stage import TrainedStage
@@ -35,7 +35,7 @@ from hpctrain.model.construction import architecture_of, layer_kinds
 from hpctrain.model.count import count
 from hpctrain.model.modules.module_architecture import ModuleArchitecture
 from hpctrain.objective.factory import make_objective
-from hpctrain.optim.optimizer import refresh
+from hpctrain.optim.optimizer import gather_updated
 from hpctrain.parallel.sequence import context_positions
 from hpctrain.pipeline.action import Action, Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch
@@ -134,7 +134,7 @@ class PlannedWeights:
 
     def publish(self) -> None:
         """Copy the weights into the parameters. Collective over each bucket's own group."""
-        refresh([bucket for bucket in self.buckets if bucket.trained])
+        gather_updated([bucket for bucket in self.buckets if bucket.trained])
 
 
 def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 1) -> TrafficPlan:
@@ -155,7 +155,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
     deck = steady(deck).with_keys(machine={"compile": False})
     sizes, architecture = axis_sizes(deck, ranks), architecture_of(deck, vocabulary)
     passes = micro_batches(deck, sizes["data"])
-    placement = placed_by_flops(deck, architecture, sizes["data"])
+    placement = place_by_flops(deck, architecture, sizes["data"])
     schedule, counts = placement.schedule_of(passes), placement.split
     device = device_kind(deck.run.device)
     transport = deck.communication.requested_transport if on_host(device) else "nccl"
@@ -254,7 +254,7 @@ def _layers(
     if deck.model.module is not None:
         return _of_module(deck, architecture, mesh, stage, schedule, passes, listener)
     alone = all(mesh.group(axis).size == 1 for axis in ("tensor", "context", "pipeline"))
-    if alone and not stage.modules.statistics_users:
+    if alone and not stage.module_state.statistics_users:
         return []
     return _of_all_passes(deck, architecture, mesh, stage, schedule, passes, listener)
 
@@ -278,7 +278,7 @@ def _of_module(
         except Exception:  # noqa: BLE001  (whatever a user's code does where there are no values)
             return None
     listener.take()
-    for each in stage.modules.statistics_users:
+    for each in stage.module_state.statistics_users:
         each.after_update({})
     return [*of_layers, *_by_axis(listener.take())]
 
@@ -361,7 +361,7 @@ def _run(
             inputs = example_inputs(architecture, deck.batch.micro_size)
             batch, running = PreparedBatch(inputs, objective.losses(inputs, one)), simulated_host()
         stage.synchronizer.start(passes)
-    with running, stage.passes(("rehearsed", passes)):
+    with running, stage.pass_context(("rehearsed", passes)):
         executor.run(schedule, [batch] * passes)
     with META:
         stage.synchronizer.finish()
@@ -410,7 +410,7 @@ def _of_all(deck: Deck, architecture: Architecture, mesh: PlannedMesh, stage: Tr
     figures = len(count(architecture).auxiliary_loss_names) + own + stage.replica[1]
     everyone = mesh.group(*EVERYONE)
     sums = [(mesh.group("data"), 2), (everyone, figures)]  # predicted and real tokens, then figures
-    sums += [(everyone, 2)] if stage.synchronizer.measured else []
+    sums += [(everyone, 2)] if stage.synchronizer.norm_estimators else []
     return [moved for group, numbers in sums for moved in _all_reduced(group, numbers)]
 
 

@@ -28,7 +28,7 @@ from hpctrain.engine.layout.model_placement import ModelPlacement
 from hpctrain.errors import InputOutputError
 from hpctrain.objective.factory import make_token_sampling
 from hpctrain.objective.token_sampling import TokenSampling
-from hpctrain.optim.optimizer import refresh
+from hpctrain.optim.optimizer import gather_updated
 from hpctrain.post.rollout import AnswerRows
 from hpctrain.sharding.bucket import Bucket, await_readers
 from hpctrain.sharding.state import COMMON, MODEL, owned_state
@@ -90,7 +90,7 @@ def open_reference(
         start = _start(path, world, buckets)
         scored = None if seat.idle else partial(_with_start, step, make_token_sampling(deck), start)
         return Reference(scored, identity)
-    there = seat.of_model(REFERENCE)
+    there = seat.world_of(REFERENCE)
     with seat.agreement():
         if there is None:
             return Reference(None, identity)
@@ -138,7 +138,7 @@ def _put(values: _Values) -> None:
     await_readers(buckets)
     for bucket, own in values:
         _own(bucket).copy_(own)
-    refresh(buckets)
+    gather_updated(buckets)
 
 
 def _own(bucket: Bucket) -> Tensor:

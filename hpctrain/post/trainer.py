@@ -212,7 +212,7 @@ class PolicyTrainer(Trainer):
         keys, functions = deck.policy, dict[NamedCode, float]()
         models: dict[str, tuple[RewardModel | None, float]] = {}
         where = deck.problem("policy.reward", "").rstrip(": ")
-        world = self.seat.of_model(REWARD)
+        world = self.seat.world_of(REWARD)
         with self.seat.agreement():
             for name, weight in zip(keys.reward, reward_weights(keys), strict=True):
                 if not is_checkpoint(name):
@@ -287,7 +287,7 @@ def _critic(deck: Deck, seat: ModelPlacement, fresh: bool) -> dict[str, Engine]:
     with seat.run_world.agreement():
         own = critic_deck(deck, seat.run_world.size)
         assert own is not None
-    world = seat.of_model(CRITIC)
+    world = seat.world_of(CRITIC)
     with seat.agreement():
         if world is None:
             return {}
@@ -311,7 +311,7 @@ def make_writer(deck: Deck, engine: Engine, tokenizer: Tokenizer) -> tuple[Answe
         part = engine.stage.models[0]
         assert isinstance(part, Transformer)
         copies, copy = mesh.size("data"), mesh.coordinate("data")
-        places, ready = concurrent_texts(deck, copies), partial(engine.stage.passes, "generate")
+        places, ready = concurrent_texts(deck, copies), partial(engine.stage.pass_context, "generate")
         return AnswerWriter(world, part, tokenizer, copies, copy, name, ready, places), []
     part, stage = generation_stage(deck, world, deck.layout.tensor)
     transfer = WeightTransfer(world, engine.stage, stage)

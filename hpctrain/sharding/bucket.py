@@ -216,7 +216,7 @@ class Bucket:
         for segment in self.segments:
             segment.parameter.data = none.expand(segment.parameter.shard.local)
 
-    def start_refresh(self) -> Work[Tensor] | None:
+    def start_gather_updated(self) -> Work[Tensor] | None:
         """Start to gather the slices that other ranks have updated, with ZeRO-1 and 2.
 
         Collective over the group.
@@ -286,12 +286,12 @@ class Bucket:
 
     # Counting additions
 
-    def start(self, passes: int, each: bool = False) -> None:
+    def start_step(self, passes: int, each_pass: bool = False) -> None:
         """Zero the gradients, and expect the additions of some backward passes, in any order. Local.
 
         Args:
             passes: Number of backward passes (micro-batches) of the step.
-            each: True if gradients are final after each pass. By default they are after all.
+            each_pass: True if gradients are final after each pass. By default they are after all.
         """
         if self._gradients is not None:  # padding is reduced with the rest, in every step
             for gap in self._gaps:
@@ -301,7 +301,7 @@ class Bucket:
             if segment.parameter.lookups is not None:
                 segment.parameter.lookups.zero_()
         self._added = {s.parameter: 0 for s in self.segments if s.parameter.requires_grad}
-        self._rounds, self._passes = (passes, 1) if each else (1, passes)
+        self._rounds, self._passes = (passes, 1) if each_pass else (1, passes)
         self._incomplete = set(self._added)
 
     def count_addition(self, parameter: Parameter) -> bool:

@@ -104,15 +104,15 @@ class Reducer:
     Args:
         bucket: The bucket.
         reduction: How gradients are summed.
-        measures: True if it also computes the square sum of this rank's gradients, for the noise scale.
+        computes_squares: True if it also computes the square sum of this rank's gradients (noise scale).
 
     Attributes:
         repeats: True if it may reduce several times in a step, and adds the sums.
-        squares: Square sum of the gradients of the last `start`, fp64 0-dim, if it `measures` them.
+        squares: Square sum of the gradients of the last `start`, fp64 0-dim, if it `computes_squares`.
     """
 
-    def __init__(self, bucket: Bucket, reduction: GradientReduction, measures: bool = False) -> None:
-        self.bucket, self.reduction, self.measures = bucket, reduction, measures
+    def __init__(self, bucket: Bucket, reduction: GradientReduction, computes_squares: bool = False) -> None:
+        self.bucket, self.reduction, self.computes_squares = bucket, reduction, computes_squares
         self.squares = torch.zeros((), dtype=torch.float64, device=bucket.sharding.group.device)
         self.repeats = bucket.sharding.zero > 1
         self._in_flight: deque[tuple[Tensor, Tensor]] = deque()
@@ -126,7 +126,7 @@ class Reducer:
     def start(self) -> Work[Tensor]:
         """Start to reduce the bucket's final gradients. Collective over the group."""
         bucket, gradients = self.bucket, self.bucket.final_gradients()
-        if self.measures and not gradients.is_meta:
+        if self.computes_squares and not gradients.is_meta:
             self.squares = local_square_sum(bucket, gradients)
         if bucket.sharding.zero == 0:
             sums = gradients

@@ -80,7 +80,7 @@ class ReplicaSync(Protocol):
         """
 
     @property
-    def differs(self) -> bool:
+    def common_model_differs(self) -> bool:
         """True if the model that replicas have in common may differ from the model of each replica."""
 
     def common_weights(self, weights: Weights) -> AbstractContextManager[None]:
@@ -93,7 +93,7 @@ class ReplicaSync(Protocol):
 class SyncEveryStep(ReplicaSync):
     """Replicas that sum their gradients in every step, and so are always equal."""
 
-    differs = False
+    common_model_differs = False
     in_flight: ClassVar[dict[str, int]] = {}
 
     @override

@@ -33,31 +33,31 @@ class GradientSynchronizer:
     Args:
         reducers: Reducers of all buckets.
         replica_sync: Synchronization of replicas.
-        each: True if buckets whose Reducer can repeat are reduced after each micro-batch.
+        each_micro_batch: True to reduce after each micro-batch where the Reducer can repeat.
         first: Object that measures the gradients of the first micro-batch, if any.
         in_order: True if buckets are reduced from the last to the first one, whatever becomes final first.
             This is necessary if ranks may use parameters in different orders, as in a user's module.
 
     Attributes:
-        before_sums: Called with each bucket just before its gradients are reduced.
-        after_sum: Called with each bucket when its `owned_gradients` are sums.
-        before_adding: Called with each bucket before further sums are added to its `owned_gradients`, if any.
-        all_added: Called with the parameters of a bucket when layers have added all gradients.
+        before_reduction: Called with each bucket just before its gradients are reduced.
+        after_reduction: Called with each bucket when its `owned_gradients` are sums.
+        before_accumulation: Called with each bucket before sums are added to its `owned_gradients`, if any.
+        on_gradients_complete: Called with the parameters of a bucket when layers have added all gradients.
     """
 
     def __init__(
         self,
         reducers: Sequence[Reducer],
         replica_sync: ReplicaSync,
-        each: bool = False,
+        each_micro_batch: bool = False,
         first: FirstMicroBatchNorm | None = None,
         in_order: bool = False,
     ) -> None:
         self.buckets = buckets = [reducer.bucket for reducer in reducers]
-        self.replica_sync, self._each, self.first = replica_sync, each, first
-        self.before_sums: Callable[[Bucket], None] = lambda _: None
-        self.after_sum: Callable[[Bucket], None] = lambda _: None
-        self.before_adding: Callable[[Bucket], None] = lambda _: None
+        self.replica_sync, self._each_micro_batch, self.first = replica_sync, each_micro_batch, first
+        self.before_reduction: Callable[[Bucket], None] = lambda _: None
+        self.after_reduction: Callable[[Bucket], None] = lambda _: None
+        self.before_accumulation: Callable[[Bucket], None] = lambda _: None
         self._in_order, self._to_come, self._waiting = in_order, list[Bucket](), set[Bucket]()
         self._synchronize_final = self._synchronize_in_order if in_order else self._synchronize
         self.reducers = dict(zip(buckets, reducers, strict=True))
@@ -69,7 +69,7 @@ class GradientSynchronizer:
         }
         self._has_replicas = any(b.sharding.replicas.size > 1 or b.sharding.diverging for b in buckets)
         self._in_flight: deque[tuple[Reducer, Work[Tensor]]] = deque()
-        self.all_added: Callable[[Sequence[Parameter]], None] = lambda _: None
+        self.on_gradients_complete: Callable[[Sequence[Parameter]], None] = lambda _: None
         for parameter, bucket in self._bucket.items():
             parameter.on_gradient_added = self._added
             if parameter.open_gradient is not None:
@@ -78,11 +78,11 @@ class GradientSynchronizer:
                 parameter.register_post_accumulate_grad_hook(_move_gradient)
 
     @property
-    def measured(self) -> list[Reducer | FirstMicroBatchNorm]:
+    def norm_estimators(self) -> list[Reducer | FirstMicroBatchNorm]:
         """Objects that compute square sums of the gradients of some of a step's tokens."""
         if self.first is not None:
             return [self.first]
-        return [reducer for reducer in self.reducers.values() if reducer.measures]
+        return [reducer for reducer in self.reducers.values() if reducer.computes_squares]
 
     def start(self, micro_batches: int, updates: int = 0) -> None:
         """Begin a step with zero gradients. Local.
@@ -95,7 +95,9 @@ class GradientSynchronizer:
             self.first.begin()
         for bucket, reducer in self.reducers.items():
             reducer.begin(updates)
-            bucket.start(micro_batches, self._each and reducer.repeats and not self._tied[bucket])
+            bucket.start_step(
+                micro_batches, self._each_micro_batch and reducer.repeats and not self._tied[bucket]
+            )
         self._to_come = [bucket for bucket in self.buckets if not bucket.is_final] if self._in_order else []
 
     def finish(self) -> None:
@@ -113,11 +115,11 @@ class GradientSynchronizer:
         self._complete(0)
         shared = [bucket for bucket in self.buckets if bucket.sharding.replicas.size > 1]
         for bucket in shared:
-            self.before_adding(bucket)
+            self.before_accumulation(bucket)
         if self._has_replicas:
             self.replica_sync.before_update(self.buckets)
         for bucket in shared:
-            self.after_sum(bucket)
+            self.after_reduction(bucket)
 
     def end_step(self, updated: bool, scale_ratio: float) -> None:
         """End a step.
@@ -152,9 +154,9 @@ class GradientSynchronizer:
             self._synchronize(bucket)
 
     def _synchronize(self, bucket: Bucket) -> None:
-        self.all_added([segment.parameter for segment in bucket.segments])
+        self.on_gradients_complete([segment.parameter for segment in bucket.segments])
         bucket.merge_lookups()
-        self.before_sums(bucket)
+        self.before_reduction(bucket)
         for run, group in self._partial[bucket]:
             group.all_reduce(bucket.gradients[run])
         if not self._tied[bucket]:
@@ -172,9 +174,9 @@ class GradientSynchronizer:
         while len(self._in_flight) > remaining:
             reducer, work = self._in_flight.popleft()
             work.wait()
-            self.before_adding(reducer.bucket)
+            self.before_accumulation(reducer.bucket)
             reducer.complete()
-            self.after_sum(reducer.bucket)
+            self.after_reduction(reducer.bucket)
 
 
 def exchange_with_other_end(pipeline: Group, tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from hpctrain.comm.call_check import MismatchError
 from hpctrain.comm.mesh import sizes_text
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.choices.function_choice import with_functions
+from hpctrain.engine.choices.function_choice import choose_functions
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE
 from hpctrain.report.terminal import columns, fit
@@ -53,7 +53,7 @@ def check(world: World, source: Path | Deck, overrides: Sequence[str], show: Cal
     world.use_device(deck.run.device, deck.machine.deterministic)
     # What a module calls on a rank is its own to say: where ranks differ, this has a name instead of no end.
     world.compare_calls(deck.communication.check or deck.model.module is not None)
-    deck = with_functions(deck, world)
+    deck = choose_functions(deck, world)
     mesh = make_mesh(deck, world)
     try:
         small, noticed, found = compare_miniature(deck, world, mesh)

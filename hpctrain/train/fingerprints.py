@@ -128,8 +128,8 @@ class Fingerprints(Hook):
         self._rows, self._samples, self._summed = {}, {}, False
         self._state("start")
         step_of, synchronizer = self.trainer.step, self.engine.stage.synchronizer
-        before = step_of.before_pass, synchronizer.before_sums
-        step_of.before_pass, synchronizer.before_sums = self._read, self._own_gradients
+        before = step_of.before_pass, synchronizer.before_reduction
+        step_of.before_pass, synchronizer.before_reduction = self._read, self._own_gradients
         handles = [
             module.register_forward_hook(partial(self._output, part, name, number))
             for part in self.engine.stage.models
@@ -138,7 +138,7 @@ class Fingerprints(Hook):
         try:
             yield
         finally:
-            step_of.before_pass, synchronizer.before_sums = before
+            step_of.before_pass, synchronizer.before_reduction = before
             for handle in handles:
                 handle.remove()
 

@@ -31,7 +31,7 @@ from hpctrain.deck.sections.optimizer import (
     SgdTable,
 )
 from hpctrain.deck.sections.rope_scaling import RopeScaling, rotated_features
-from hpctrain.engine.layout.layer_placement import pipeline_form, split_by_flops
+from hpctrain.engine.layout.layer_placement import schedule_without_search, split_by_flops
 from hpctrain.engine.name_patterns import check_patterns
 from hpctrain.errors import HpctrainError
 from hpctrain.model.construction import bare_model
@@ -357,6 +357,6 @@ def _standing(deck: Deck, small: Deck, patterns: Sequence[str]) -> tuple[str, ..
 def _standing_split(deck: Deck, blocks: int, mesh: Mesh) -> tuple[int, ...]:
     """Of a miniature's blocks those of each part: none where the deck's part has none, else as many."""
     shape = ModelShape.of(deck, deck.model.vocabulary or 2)
-    split = split_by_flops(deck, shape, pipeline_form(deck, mesh.size("data")))
+    split = split_by_flops(deck, shape, schedule_without_search(deck, mesh.size("data")))
     some = iter(even_split(blocks, len(split) - split.count(0)))
     return tuple(next(some) if own else 0 for own in split)

@@ -21,7 +21,7 @@ class ReducedGradients:
     """Fingerprints of the reduced gradients of the elements that this rank updates.
 
     Args:
-        synchronizer: The synchronizer, whose `after_sum` and `before_adding` are set.
+        synchronizer: The synchronizer, whose `after_reduction` and `before_accumulation` are set.
         rank: Number of this rank in the world.
     """
 
@@ -29,7 +29,7 @@ class ReducedGradients:
         self._rank = rank
         self._prints: dict[Bucket, Tensor] = {}
         self._same: list[tuple[Bucket, Tensor]] = []
-        synchronizer.after_sum, synchronizer.before_adding = self._take, self._compare
+        synchronizer.after_reduction, synchronizer.before_accumulation = self._take, self._compare
 
     def forget(self) -> None:
         """Discard the fingerprints, because the step is skipped."""

@@ -66,7 +66,7 @@ class Repetition:
         with (
             _set(step, "shift", shift),
             _set(step, "choices", lambda *_: None),
-            _set(engine.stage.synchronizer, "before_sums", keep),
+            _set(engine.stage.synchronizer, "before_reduction", keep),
         ):
             sums, _ = step.accumulate(state, batch)
         engine.stage.synchronizer.end_step(False, 1.0)

@@ -26,7 +26,7 @@ from hpctrain.deck.code import trust_of
 from hpctrain.deck.replicas import fit_continued_replicas, fit_initial_replicas
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import REFERENCE_KINDS
-from hpctrain.engine.choices.function_choice import with_functions
+from hpctrain.engine.choices.function_choice import choose_functions
 from hpctrain.engine.layout.model_placement import place_models
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, EXIT_USER, HpctrainError
 from hpctrain.model.shape import ModelShape
@@ -333,7 +333,7 @@ def open_run(
     if deck.communication.server is not None:
         return _open_served(world, deck, corpus, held_out, checkpoint, clear, limit, compared)
     world.ledger.activity = "planning the layout"
-    deck = with_functions(deck, world)
+    deck = choose_functions(deck, world)
     seat = place_models(deck, world)
     planned, seconds = plan_seconds(world, deck, goes_on=checkpoint is not None)
     given = None

@@ -81,7 +81,7 @@ def _of_first(step: Step, batches: Batches, sequences: int, find: Finding) -> Te
         prepared.append(PreparedBatch(inputs, kept[-1]))
     ledger = engine.world.ledger
     ledger.phase = "evaluation"
-    with engine.stage.passes(("evaluate", len(prepared))):
+    with engine.stage.pass_context(("evaluate", len(prepared))):
         step.executor.run(forward_only(engine.schedule, len(prepared)), prepared, training=False)
     # A value is found by those who hold its place of the sequence, of whom one tells it: zeros add nothing.
     whole = torch.zeros(sequences, engine.architecture.sequence)

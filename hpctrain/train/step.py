@@ -179,7 +179,7 @@ class Step:
             ):
                 squares = engine.world.everyone.all_reduce(torch.stack(list(sums_of_replicas.values())))
                 figures |= zip(sums_of_replicas, squares.sqrt().tolist(), strict=True)
-            for each in stage.modules.statistics_users:
+            for each in stage.module_state.statistics_users:
                 each.after_update(noted)
         scaled, scale_can_fall = control.loss_scale.value, control.loss_scale.can_fall
         control.loss_scale.update(finite)
@@ -242,7 +242,7 @@ class Step:
             for index, micro in enumerate(micro_batches)
         ]
         engine.stage.synchronizer.start(len(prepared), state.step - state.skipped)
-        with engine.stage.passes(("train", len(prepared))):
+        with engine.stage.pass_context(("train", len(prepared))):
             sums = self.executor.run(engine.placement.schedule_of(len(prepared)), prepared)
         engine.stage.synchronizer.finish()
         return sums, read
@@ -257,7 +257,7 @@ class Step:
         micro-batch.
         """
         engine = self.engine
-        average, measured = engine.control.noise_scale, engine.stage.synchronizer.measured
+        average, measured = engine.control.noise_scale, engine.stage.synchronizer.norm_estimators
         if not measured:
             return {}
         ratio = tokens / self.own_tokens if self.own_tokens else 0.0
@@ -298,7 +298,7 @@ class Step:
         with (
             self.engine.stage.replica_sync.common_weights(self.engine.stage.optimizer),
             self.engine.stage.optimizer.evaluation_weights(),
-            self.engine.stage.passes(("evaluate", len(prepared))),
+            self.engine.stage.pass_context(("evaluate", len(prepared))),
         ):
             sums = self.executor.run(forward, prepared, training=False)
         figures, _ = self.agree(sums, read)

@@ -103,7 +103,7 @@ def introduction(
     lines += describe_recompute(
         deck, architecture, engine.stage.models, engine.schedule, mesh.coordinate("pipeline")
     )
-    return lines + ([engine.offload] if engine.offload else [])
+    return lines + ([engine.offload_description] if engine.offload_description else [])
 
 
 def _material(corpus: Corpus, deck: Deck) -> str:

@@ -155,7 +155,7 @@ class Trainer:
 
     def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
         """Figures of the first `sequences` sequences, see Step. Collective."""
-        if self.engine.stage.replica_sync.differs:
+        if self.engine.stage.replica_sync.common_model_differs:
             self._before_update()  # the weights are others meanwhile
         return self.step.evaluate(batches, sequences)
 

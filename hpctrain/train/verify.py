@@ -320,7 +320,7 @@ def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
         }
         results |= reversed(_by_name(("gradient of ", step), sums.pieces).items())
         results[f"gradient norm{step}"] = _number(result.grad_norm)
-    if engine.stage.replica_sync.differs and trainer.deck.communication.warmup == 0:
+    if engine.stage.replica_sync.common_model_differs and trainer.deck.communication.warmup == 0:
         # Each replica has gradients of its own.
         results = {name: each for name, each in results.items() if not name.startswith("gradient")}
     results |= parameters(_AT_THE_END) | _state(engine, trainer.deck.communication.warmup == 0)

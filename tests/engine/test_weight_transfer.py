@@ -89,7 +89,7 @@ def targets(world: World, keys: tuple[str, ...]) -> list[tuple[int, int]]:
 def values_of(stage: Stage) -> dict[str, Tensor]:
     """Parameters, and what modules keep, by name."""
     parameters = {s.parameter.shard.name: s.parameter for b in stage.buckets for s in b.segments}
-    kept = {f"{each.kind}/{each.shard.name}": each.values for each in stage.modules.state()}
+    kept = {f"{each.kind}/{each.shard.name}": each.values for each in stage.module_state.state()}
     return {name: each.detach().clone() for name, each in (parameters | kept).items()}  # type: ignore[union-attr]
 
 

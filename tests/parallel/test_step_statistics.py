@@ -64,7 +64,9 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def seen(training: Trainer) -> list[dict[str, Tensor]]:
     """What this rank's products have been told of each step."""
-    products = [each for each in training.engine.stage.modules.statistics_users if isinstance(each, Watching)]
+    products = [
+        each for each in training.engine.stage.module_state.statistics_users if isinstance(each, Watching)
+    ]
     assert all(len(product.seen) == training.state.step - training.state.skipped for product in products)
     return [
         {name: values for product in products for name, values in product.seen[step].items()}

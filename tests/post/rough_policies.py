@@ -18,7 +18,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.rank_partition import CRITIC
 from hpctrain.engine.build import assemble, build_engine
 from hpctrain.engine.built_engine import Engine
-from hpctrain.engine.choices.function_choice import with_functions
+from hpctrain.engine.choices.function_choice import choose_functions
 from hpctrain.engine.choices.kernel_choice import choose_kernels
 from hpctrain.engine.layout.engine_spec import make_engine_spec
 from hpctrain.engine.layout.model_placement import place_models
@@ -144,7 +144,7 @@ def policy_trainer(world: World, deck: Deck) -> PolicyTrainer:
     seat = place_models(deck, world)
     own = choose_kernels(seat.deck, seat.world, seat.mesh)
     spec = make_engine_spec(own, seat.world, seat.mesh)
-    engine = assemble(own, seat.world, seat.mesh, spec, ROUGHNESS, seat.build)
+    engine = assemble(own, seat.world, seat.mesh, spec, ROUGHNESS, seat.stage_builder)
     trainer = PolicyTrainer(TrainerParts(deck, engine, corpus, None, lambda: None, seat))
     for name, each in engines(trainer).items():
         initialize(each.world, each.architecture, each.stage, deck.run.seed + SEEDS[name], ROUGHNESS)
@@ -155,7 +155,7 @@ def policy_trainer(world: World, deck: Deck) -> PolicyTrainer:
 
 def settled(world: World, deck: Deck) -> Deck:
     """With what is known of it once its run begins."""
-    return with_functions(resolve_vocabulary(deck, open_corpus(deck, world)), world)
+    return choose_functions(resolve_vocabulary(deck, open_corpus(deck, world)), world)
 
 
 def first_engine(world: World, deck: Deck) -> Engine:

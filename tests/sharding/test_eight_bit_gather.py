@@ -85,7 +85,9 @@ def eight_bit_buckets(run: Trainer) -> list[EightBitBucket]:
 
 
 def assert_same_maxima(one: Trainer, other: Trainer) -> None:
-    for each, again in zip(one.engine.stage.modules.state(), other.engine.stage.modules.state(), strict=True):
+    for each, again in zip(
+        one.engine.stage.module_state.state(), other.engine.stage.module_state.state(), strict=True
+    ):
         assert torch.equal(each.values, again.values), (each.kind, each.shard.name)
 
 

@@ -226,7 +226,7 @@ def test_state_is_restored_on_any_layout(world: World, mpi_tmp_path: Path, layou
             engine.stage.replications,
         )
         load_parameters(source, stage, world.everyone)
-        kept = {(each.kind, each.shard.name): each.values for each in stage.modules.state()}
+        kept = {(each.kind, each.shard.name): each.values for each in stage.module_state.state()}
         assert len(kept) > 20 and all(torch.equal(values, before[key]) for key, values in kept.items())
 
     tied = [key for key in keys if key.startswith(("model.tied", "precision"))]
@@ -273,7 +273,7 @@ def test_planned_state_bytes_are_the_measured_ones(world: World, tmp_path: Path)
         here = planned.stages[engine.mesh.coordinate("pipeline")].memory
         held = MemoryLedger(engine, training.activations, planned, tmp_path).held()
         assert held.optimizer == here.optimizer, keys
-        own = {id(state): state for state in engine.stage.stateful if isinstance(state, Rounding)}
+        own = {id(state): state for state in engine.stage.state_owners if isinstance(state, Rounding)}
         residuals = sum(each.residual.nbytes for each in own.values())
         of_products = [t for t in engine.state() if t.kind.startswith("product/")]
         assert len(of_products) > 4

@@ -17,7 +17,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
 from hpctrain.model.part import blocks_of
 from hpctrain.model.transformer import Transformer
-from hpctrain.optim.optimizer import refresh
+from hpctrain.optim.optimizer import gather_updated
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.sharding import replica_check
 from hpctrain.sharding.replica_check import check_replicas
@@ -74,7 +74,7 @@ def test_tied_embeddings_are_compared_over_the_ends_of_the_pipeline(world: World
             for segment, values, _ in bucket.owned_segments(bucket.owned_values):
                 if segment.replication.tied_pipeline is not None:
                     values[0] += 1e-6
-    refresh(engine.stage.buckets)
+    gather_updated(engine.stage.buckets)
     with pytest.raises(HpctrainError) as caught:
         check_replicas(engine.stage.buckets, world.everyone)
     assert len(caught.value.problems) == 1

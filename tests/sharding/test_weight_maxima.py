@@ -81,7 +81,7 @@ def test_maxima_are_those_of_whole_matrices(world: World, layout: tuple[int, str
                 matrices[-1][tuple(place)] = np.abs(piece)
         return np.concatenate(matrices)
 
-    with run.engine.stage.passes("test"):
+    with run.engine.stage.pass_context("test"):
         known = [(each, *one) for each in products(run) for one in each._weight_maxima.items()]
         assert len(known) == (1 if recipe == "row" else 2) * len(products(run))
         for product, dims, found in known:

@@ -23,7 +23,7 @@ from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.choices.function_choice import with_functions
+from hpctrain.engine.choices.function_choice import choose_functions
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.train.trainer import Trainer
@@ -72,7 +72,7 @@ def prepared(world: World, folder: Path) -> str:
 def make_trainer(world: World, deck: Deck) -> Trainer:
     """That of a run."""
     corpus = open_corpus(deck, world)
-    deck = with_functions(resolve_vocabulary(deck, corpus), world)
+    deck = choose_functions(resolve_vocabulary(deck, corpus), world)
     assert deck.data.document_mask and deck.model.vocabulary == 257
     engine = build_engine(deck, world, make_mesh(deck, world), roughness=ROUGHNESS)
     return Trainer(deck, engine, corpus.train)

@@ -21,7 +21,7 @@ from hpctrain.data.batches import Batches, MicroBatch, SequenceSource
 from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.choices.function_choice import with_functions
+from hpctrain.engine.choices.function_choice import choose_functions
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.parallel.shards import Shard
 from hpctrain.train.hook import Hook
@@ -98,7 +98,7 @@ class Gradients(Hook):
 
 
 def make_trainer(world: World, deck: Deck) -> Trainer:
-    deck = with_functions(deck, world)
+    deck = choose_functions(deck, world)
     engine = build_engine(deck, world, make_mesh(deck, world), roughness=ROUGHNESS)
     return Trainer(deck, engine, Batches(Packed(), 1))
 

@@ -36,10 +36,10 @@ def test_what_changes_after_its_sum_is_found(world: World, layout: str) -> None:
     plain.train(3)
     run.train(1)
     synchronizer, done = run.engine.stage.synchronizer, list[str]()
-    after_sum = synchronizer.after_sum
+    after_reduction = synchronizer.after_reduction
 
     def flipped(bucket: Bucket) -> None:
-        after_sum(bucket)
+        after_reduction(bucket)
         there = [each for each in bucket.owned_segments(bucket.owned_gradients) if each[1].numel()]
         if (
             there and not done and world.rank == 1
@@ -48,7 +48,7 @@ def test_what_changes_after_its_sum_is_found(world: World, layout: str) -> None:
             flip(values, len(values) - 1, 3)
             done.append(segment.parameter.shard.name)
 
-    synchronizer.after_sum = flipped
+    synchronizer.after_reduction = flipped
     with pytest.raises(SilentFaultError) as caught:
         run.train(1)
     (name,) = world.everyone.all_gather_object(done)[1]

@@ -22,7 +22,7 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
-from hpctrain.engine.choices.function_choice import with_functions
+from hpctrain.engine.choices.function_choice import choose_functions
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.objective.objective import Objective
 from hpctrain.objective.value import ClippedValue
@@ -106,7 +106,7 @@ class PairOrder(SampleOrder):
 
 def make_trainer(world: World, deck: Deck, objective: Objective | None = None) -> Trainer:
     """That of a run, on these answers, for an objective of its own if any."""
-    deck = with_functions(deck, world)
+    deck = choose_functions(deck, world)
     engine = build_engine(deck, world, make_mesh(deck, world), roughness=ROUGHNESS)
     engine.objective = engine.objective if objective is None else objective
     fields = ("margin",) if objective is None else ("returns", "values")

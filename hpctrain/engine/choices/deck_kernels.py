@@ -41,7 +41,7 @@ def matmul_name(measured: MatmulPass, deck: Deck) -> str:
     return f"{_WORDS[measured.kind]}{_sums(deck)}, {deck.precision.compute}, {size}"
 
 
-def chooses_kernels(deck: Deck, device: torch.device) -> bool:
+def measures_kernels(deck: Deck, device: torch.device) -> bool:
     """Return True if kernels for a device are chosen by measurement."""
     return deck.machine.products == "auto" and deck.precision.compute != "fp8" and on_host(device)
 
@@ -62,7 +62,7 @@ def kernels_of(deck: Deck, device: torch.device, data: int) -> KernelTable:
     storage = Precision.of(deck).product
     other = kernel_named(deck.machine.products, storage) if on_host(device) else LIBRARY
     keeps = deck.layout.zero < 3 and micro_batches(deck, data) > 1
-    if not chooses_kernels(deck, device):
+    if not measures_kernels(deck, device):
         return KernelTable(other, keeps)
     return KernelTable(
         other, keeps, _chosen(deck, storage), deck.runtime_choices.kernels, deck.runtime_choices.kernels_note

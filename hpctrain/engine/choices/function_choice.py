@@ -55,7 +55,7 @@ def libraries_of_nodes(world: World, content: bytes | None) -> dict[int, bytes]:
     return {node: library for node, library in gathered if library is not None}
 
 
-def with_functions(deck: Deck, world: World) -> Deck:
+def choose_functions(deck: Deck, world: World) -> Deck:
     """Return the deck with the functions that compute its blocks. Collective over all ranks.
 
     If the deck allows compiled functions, one rank of each node compiles them. All ranks use torch's if this
@@ -98,7 +98,7 @@ def with_functions(deck: Deck, world: World) -> Deck:
     return _with(deck, functions)
 
 
-def planned_functions(deck: Deck) -> Deck:
+def with_planned_functions(deck: Deck) -> Deck:
     """Return the deck for a plan, in which functions that the run compiles count as compiled. Local.
 
     With machine.compile = "auto", the machine of the run is assumed to have a compiler.

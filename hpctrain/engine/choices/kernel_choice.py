@@ -17,8 +17,8 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.choices.deck_kernels import chooses_kernels, matmul_name, matrix_of
-from hpctrain.engine.choices.function_choice import with_functions
+from hpctrain.engine.choices.deck_kernels import matmul_name, matrix_of, measures_kernels
+from hpctrain.engine.choices.function_choice import choose_functions
 from hpctrain.engine.choices.measured_products import products_of
 from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.errors import HpctrainError
@@ -44,7 +44,7 @@ def choose_kernels(deck: Deck, world: World, mesh: Mesh) -> Deck:
     Raises:
         HpctrainError: On all ranks if the deck names a kernel that some ranks do not have.
     """
-    deck = with_functions(deck, world)
+    deck = choose_functions(deck, world)
     storage, requested = Precision.of(deck).product, deck.machine.products
     has_choice = on_host(world.device) and deck.precision.compute != "fp8"
     available = {kernel.name for kernel in candidates(storage)} if has_choice else {"library"}
@@ -53,7 +53,7 @@ def choose_kernels(deck: Deck, world: World, mesh: Mesh) -> Deck:
         have = ", ".join(f'"{name}"' for name in KERNELS if name in common)
         sentence = f"is not available on all ranks for {deck.precision.format_name} (available: {have})"
         raise HpctrainError(deck.problem("machine.products", sentence))
-    measured = len(common) > 1 and chooses_kernels(deck, world.device)
+    measured = len(common) > 1 and measures_kernels(deck, world.device)
     products = products_of(deck, mesh, world.device) if measured else []
     needed = {matmul_name(each, deck): each for each in products}
     if not needed:
@@ -94,7 +94,7 @@ def with_cached_kernels(deck: Deck, ranks: int) -> Deck:
         ranks: Number of ranks of the plan.
     """
     device = device_kind(deck.run.device)
-    if not chooses_kernels(deck, device):
+    if not measures_kernels(deck, device):
         return deck
     mesh = PlannedMesh(axis_sizes(deck, ranks), 0, ranks, device=device)
     needed = {each.matrix for each in products_of(deck, mesh, device)}

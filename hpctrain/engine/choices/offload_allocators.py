@@ -30,13 +30,13 @@ class OffloadAllocators:
         optimizer: Allocates optimizer state; None if it is on the device.
         parameters: Allocates parameters; None if they are on the device.
         scratch: Files of this rank, if there are any.
-        introduction: Description for the log.
+        description: Description for the log.
     """
 
     optimizer: Store | None = None
     parameters: Store | None = None
     scratch: ScratchFiles | None = None
-    introduction: str = ""
+    description: str = ""
 
 
 def open_offload(deck: Deck, world: World, sizes: Mapping[str, int]) -> OffloadAllocators:

@@ -54,7 +54,7 @@ def with_split(deck: Deck, split: Sequence[int] | None) -> Deck:
     return deck.with_keys(layout={"split": tuple(split)})
 
 
-def placed_by_flops(deck: Deck, architecture: Architecture, data: int) -> LayerPlacement:
+def place_by_flops(deck: Deck, architecture: Architecture, data: int) -> LayerPlacement:
     """Return the deck's schedule and split without measuring. Local.
 
     Without a split in the deck, the result minimizes the FLOPs of the largest stage, and then of the largest
@@ -66,14 +66,14 @@ def placed_by_flops(deck: Deck, architecture: Architecture, data: int) -> LayerP
         data: Number of data ranks.
     """
     flops = layer_flops(deck, architecture)
-    split = split_by_flops(deck, architecture, pipeline_form(deck, data))
+    split = split_by_flops(deck, architecture, schedule_without_search(deck, data))
     times = times_of_parts(split_layers(flops, split)) if _searched(deck) else None
     _require_parts(deck, architecture, split)
     return LayerPlacement(make_schedule(deck, data, times), split)
 
 
 def split_by_flops(deck: Deck, architecture: Architecture, form: Schedule) -> tuple[int, ...]:
-    """Return the number of blocks of each part of a schedule, as in `placed_by_flops`."""
+    """Return the number of blocks of each part of a schedule, as in `place_by_flops`."""
     if isinstance(deck.layout.split, tuple):
         return deck.layout.split
     if form.parts == 1:
@@ -91,10 +91,10 @@ def place_layers(
     `make_schedule` raises.
     """
     layout, data = deck.layout, mesh.size("data")
-    form = pipeline_form(deck, data)
+    form = schedule_without_search(deck, data)
     measured = layout.split == "balanced" and form.parts > 1
     if not measured and not _searched(deck):
-        return placed_by_flops(deck, architecture, data)
+        return place_by_flops(deck, architecture, data)
     times, layers = measure_layers(deck, architecture, layer_context, mesh), bare_model(architecture).layers
     if measured:
         split = _balanced([times.of_kind[layer.kind].total for layer in layers], architecture, form)
@@ -122,7 +122,7 @@ def _require_parts(deck: Deck, architecture: Architecture, split: Sequence[int])
         raise HpctrainError(problems)
 
 
-def pipeline_form(deck: Deck, data: int) -> Schedule:
+def schedule_without_search(deck: Deck, data: int) -> Schedule:
     """Return a schedule with the stages, chunks and placement of the deck's, without a search."""
     return outline_schedule(deck) if _searched(deck) else make_schedule(deck, data)(micro_batches(deck, data))
 

@@ -52,7 +52,7 @@ class ModelPlacement:
         return bool(self.partition.dedicated)
 
     @property
-    def build(self) -> StageBuilder:
+    def stage_builder(self) -> StageBuilder:
         """Function that builds this rank's stage."""
         return _build_no_parts if self.idle else build_trained_stage
 
@@ -62,7 +62,7 @@ class ModelPlacement:
         index = self.partition.rank_set_index(self.run_world.rank)
         return self.stages + index - 1 if index else self.mesh.coordinate("pipeline")
 
-    def of_model(self, model: str) -> World | None:
+    def world_of(self, model: str) -> World | None:
         """Return the ranks that hold a model, or None if this rank does not. Collective over the run."""
         if model not in self.partition.dedicated:
             return None if self.idle else self.world

@@ -55,7 +55,7 @@ def build_worker_stage(deck: Deck, setup: StageSetup) -> TrainedStage:
         synchronizer=synchronizer,
         replica_sync=replica_sync,
         optimizer=RemoteOptimizer(deck),
-        stateful=[],
+        state_owners=[],
     )
 
 
@@ -75,7 +75,7 @@ class ServerRoles:
         """Return True if a rank is a server."""
         return rank < self.servers
 
-    def place(self, deck: Deck, world: World) -> tuple[Deck, World, Mesh]:
+    def split_world(self, deck: Deck, world: World) -> tuple[Deck, World, Mesh]:
         """Return the deck, the world and the mesh of the ranks with this rank's role. Collective."""
         ranks = range(self.servers) if self.serves(world.rank) else range(self.servers, world.size)
         role_deck = server_deck(deck) if self.serves(world.rank) else deck
@@ -83,7 +83,7 @@ class ServerRoles:
         part = world.subworld(ranks)
         return role_deck, part, Mesh(part, {"data": part.size}, transport)
 
-    def stage(self, rank: int) -> StageBuilder:
+    def stage_builder(self, rank: int) -> StageBuilder:
         """Return the function that builds the stage of a rank."""
         return build_trained_stage if self.serves(rank) else build_worker_stage
 

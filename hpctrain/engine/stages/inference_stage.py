@@ -23,7 +23,7 @@ def build_inference_stage(deck: Deck, setup: StageSetup) -> TrainedStage:
         synchronizer=GradientSynchronizer([], replica_sync),
         replica_sync=replica_sync,
         optimizer=InferenceOptimizer(),
-        stateful=[stage.modules],
+        state_owners=[stage.module_state],
     )
 
 

@@ -11,7 +11,7 @@ from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.costs.bucket_bytes import value_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.choices.deck_layer_context import make_layer_context
-from hpctrain.engine.choices.function_choice import planned_functions
+from hpctrain.engine.choices.function_choice import with_planned_functions
 from hpctrain.engine.choices.offload_allocators import planned_offload
 from hpctrain.engine.stages.stage import StageBuilder, StageSetup, TrainedStage, build_trained_stage
 from hpctrain.engine.stages.zero_groups import make_replications
@@ -59,7 +59,7 @@ def plan_stage(
         build: Function that builds the stage.
     """
     layer_context = make_layer_context(
-        planned_functions(deck), mesh, Recompute(deck.memory.recompute), device
+        with_planned_functions(deck), mesh, Recompute(deck.memory.recompute), device
     )
     with META:
         models = build_parts(architecture, layer_context, layer_ranges(*position))

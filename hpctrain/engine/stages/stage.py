@@ -46,9 +46,9 @@ class Stage:
         models: Model parts by chunk.
         replications: Ranks that hold each shard.
         buckets: Buckets of all parameters.
-        modules: State of layers that is no parameter.
+        module_state: State of layers that is no parameter.
         residency: Brings parameters to the device before they are used.
-        passes: Function that returns a context for all passes of one step, in which parameters must not
+        pass_context: Function that returns a context for all passes of one step, in which parameters must not
             change, given the kind of step. Steps of one kind use parameters in the same order. Collective.
         statistics: Statistics that layers record of a step; None if no layer records any.
     """
@@ -57,21 +57,21 @@ class Stage:
     models: list[ModelPart]
     replications: Replications
     buckets: list[Bucket]
-    modules: ModuleState
+    module_state: ModuleState
     residency: ParameterResidency = field(default_factory=ParameterResidency)
-    passes: PassContext = nullcontext
+    pass_context: PassContext = nullcontext
     statistics: StepStatistics | None = None
 
     def surround_passes(self, context: PassContext) -> None:
-        """Let `passes` also enter another context, inside of those that it has."""
-        outer = self.passes
+        """Let `pass_context` also enter another context, inside of those that it has."""
+        outer = self.pass_context
 
         @contextmanager
         def both(kind: Hashable) -> Iterator[None]:
             with outer(kind), context(kind):
                 yield
 
-        self.passes = context if outer is nullcontext else both
+        self.pass_context = context if outer is nullcontext else both
 
 
 @dataclass(kw_only=True)
@@ -82,13 +82,13 @@ class TrainedStage(Stage):
         synchronizer: Reduces gradients.
         replica_sync: Synchronizes replicas.
         optimizer: Updates parameters.
-        stateful: Further owners of state.
+        state_owners: Further owners of state.
     """
 
     synchronizer: GradientSynchronizer
     replica_sync: ReplicaSync
     optimizer: Optimizer
-    stateful: list[Stateful]
+    state_owners: list[Stateful]
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -103,7 +103,7 @@ class TrainedStage(Stage):
 
     def state(self) -> Iterator[StateTensor]:
         """Yield the parameters and all state that belongs to them."""
-        for each in (self.optimizer, *self.stateful):
+        for each in (self.optimizer, *self.state_owners):
             yield from each.state()
 
 
@@ -177,11 +177,13 @@ def build_trained_stage(deck: Deck, setup: StageSetup) -> TrainedStage:
     replica_sync = ReplicaSyncChoice.of(deck).make(deck, stage)
     synchronizer, reductions = make_synchronizer(deck, stage, replica_sync)
     optimizer = make_optimizer(deck, stage.buckets, offload.optimizer, setup.device, setup.agreement)
-    stateful = [each for each in (replica_sync, *reductions, stage.modules) if isinstance(each, Stateful)]
+    state_owners = [
+        each for each in (replica_sync, *reductions, stage.module_state) if isinstance(each, Stateful)
+    ]
     return TrainedStage(
         **vars(stage),
         synchronizer=synchronizer,
         replica_sync=replica_sync,
         optimizer=optimizer,
-        stateful=stateful,
+        state_owners=state_owners,
     )

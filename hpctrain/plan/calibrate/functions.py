@@ -15,7 +15,7 @@ from hpctrain.comm.planned import PlannedMesh
 from hpctrain.deck.activations import ACTIVATIONS, Activation
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.choices.deck_layer_context import make_layer_context
-from hpctrain.engine.choices.function_choice import functions_of, with_functions
+from hpctrain.engine.choices.function_choice import choose_functions, functions_of
 from hpctrain.model.construction import build_parts
 from hpctrain.model.part import LayerRange
 from hpctrain.model.precision import Precision
@@ -45,7 +45,7 @@ def measure_attention(decks: Sequence[Deck], clock: Clock) -> AttentionRates:
     times = []
     device = clock.world.device
     for deck in decks:
-        functions = functions_of(with_functions(deck, clock.world), device)
+        functions = functions_of(choose_functions(deck, clock.world), device)
         for variant, tokens, tensor in variants(deck, clock.world.size):
             shape = ModelShape.of(variant, variant.model.vocabulary or 1)
             heads = shape.heads // tensor
@@ -79,7 +79,7 @@ def measure_elementwise(decks: Sequence[Deck], clock: Clock) -> dict[Elementwise
     found: dict[ElementwiseKind, list[Sequence[float]]] = {}
     for deck in decks:
         rows = deck.batch.micro_size * deck.batch.sequence
-        kinds = _Kinds(with_functions(deck, clock.world), rows, clock)
+        kinds = _Kinds(choose_functions(deck, clock.world), rows, clock)
         for kind, (elements, run) in kinds.all().items():
             seconds = clock.laps("elementwise", run)
             found.setdefault(kind, []).append([each / elements for each in seconds])

@@ -57,7 +57,7 @@ def measure_fixed(deck: Deck, machine: MachineRates, clock: Clock) -> float:
     def step() -> None:
         batch = _batch(engine, deck)
         engine.stage.synchronizer.start(1)
-        with engine.stage.passes(("train", 1)):
+        with engine.stage.pass_context(("train", 1)):
             sums = executor.run(engine.placement.schedule_of(1), [batch])
         engine.stage.synchronizer.finish()
         if engine.stage.statistics is not None:

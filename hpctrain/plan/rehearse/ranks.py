@@ -16,7 +16,7 @@ import torch
 
 from hpctrain.comm.mesh import coordinates, expert_sizes, rank_count
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.layout.layer_placement import placed_by_flops
+from hpctrain.engine.layout.layer_placement import place_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
 from hpctrain.engine.stages.stage import TrainedStage
 from hpctrain.host.device import device_kind
@@ -60,7 +60,7 @@ class RankProgrammes:
         self.deck = steady(self.deck).with_keys(machine={"compile": False})
         self.sizes = axis_sizes(self.deck, self.ranks)
         self.shape = ModelShape.of(self.deck, self.vocabulary)
-        placement = placed_by_flops(self.deck, self.shape, self.sizes["data"])
+        placement = place_by_flops(self.deck, self.shape, self.sizes["data"])
         self.schedule = placement.schedule_of(micro_batches(self.deck, self.sizes["data"]))
         self.split = placement.split
 

@@ -98,7 +98,7 @@ class RankStep:
             found.forget("F")
             with META, self._without_values():
                 stage.synchronizer.start(steps.micro_batches)
-                with stage.passes(("noted", kinds)), notes.of(stage), self._timed(notes):
+                with stage.pass_context(("noted", kinds)), notes.of(stage), self._timed(notes):
                     executor.run(steps, [self._batch] * steps.micro_batches)
                 stage.synchronizer.finish()
                 stage.synchronizer.end_step(True, 1.0)
@@ -142,7 +142,7 @@ class RankStep:
         recorder.action = "begin"
         with META:
             stage.synchronizer.start(schedule.micro_batches, self.weights.updates)
-            with stage.passes((number, schedule.micro_batches)):
+            with stage.pass_context((number, schedule.micro_batches)):
                 self._execute(schedule, number)
                 recorder.action = "synchronize"
             stage.synchronizer.finish()
@@ -154,7 +154,7 @@ class RankStep:
                 len(self.objective.metrics) + len(count(self.shape).auxiliary_loss_names) + stage.replica[1]
             )
             everyone.all_reduce(torch.empty(figures, dtype=torch.float64))
-            if stage.synchronizer.measured and stage.synchronizer.first is None:
+            if stage.synchronizer.norm_estimators and stage.synchronizer.first is None:
                 everyone.all_reduce(torch.empty(2, dtype=torch.float64))
             recorder.action = "update"
             send_update_messages(stage.optimizer)

@@ -18,7 +18,7 @@ from hpctrain.costs.layer_bytes.activation_sizes import DeferredBytes, total
 from hpctrain.costs.part_bytes import PartBytes, part_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.choices.deck_layer_context import make_layer_context
-from hpctrain.engine.choices.function_choice import planned_functions
+from hpctrain.engine.choices.function_choice import with_planned_functions
 from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.device_memory import matmul_workspace_bytes
@@ -203,7 +203,7 @@ class LayerBytes:
             mesh = PlannedMesh(sizes, 0, self._ranks_per_node, device=device)
             recompute = Recompute(deck.memory.recompute)
             with META:
-                layer_context = make_layer_context(planned_functions(deck), mesh, recompute, device)
+                layer_context = make_layer_context(with_planned_functions(deck), mesh, recompute, device)
                 (self._parts[key],) = build_parts(
                     self._few, layer_context, [LayerRange.all_of(self._few.layers)]
                 )

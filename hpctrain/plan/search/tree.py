@@ -14,7 +14,7 @@ from functools import lru_cache
 from hpctrain.deck.check import world_problems
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.layout import layout_problems
-from hpctrain.engine.layout.layer_placement import placed_by_flops
+from hpctrain.engine.layout.layer_placement import place_by_flops
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.generate import generate
@@ -195,7 +195,7 @@ class Tree:
         keys, at, order = layout.deck.layout, layout.at, self._order(layout)
         if order is not None:
             if order not in self._placed:
-                placement = placed_by_flops(layout.deck, self.shape, at.data)
+                placement = place_by_flops(layout.deck, self.shape, at.data)
                 self._placed[order] = placement.schedule_of(at.micro_batches)
             return self._placed[order]
         return self._schedule(keys.schedule, at.pipeline, at.micro_batches, keys.chunks)

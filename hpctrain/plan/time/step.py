@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from hpctrain.costs.layer_flops import model_flops
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.layout.layer_placement import placed_by_flops
+from hpctrain.engine.layout.layer_placement import place_by_flops
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
@@ -119,7 +119,7 @@ def plan_step(deck: Deck, ranks: int, vocabulary: int, machine: MachineRates) ->
         raise HpctrainError(deck.problem("communication.server.mode", sentence))
     shape = ModelShape.of(deck, vocabulary)
     at = LayoutSizes.of(deck, ranks, deck.machine.ranks_per_node or machine.ranks_per_node)
-    placement = placed_by_flops(deck, shape, at.data)
+    placement = place_by_flops(deck, shape, at.data)
     schedule = placement.schedule_of(at.micro_batches)
     layers = layer_sizes(shape, tuple(deck.model.frozen))
     stage, causes = busiest_seconds(layers, at, schedule, placement.split, machine)

@@ -69,7 +69,7 @@ class LocalSteps(ReplicaSync):
         codec: Format in which differences are exchanged; None is fp32.
     """
 
-    differs = True
+    common_model_differs = True
 
     def __init__(
         self,

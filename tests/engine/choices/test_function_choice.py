@@ -22,10 +22,10 @@ from hpctrain.deck.sections.machine import Machine
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.choices import function_choice as module
 from hpctrain.engine.choices.function_choice import (
+    choose_functions,
     compile_functions,
     functions_of,
-    planned_functions,
-    with_functions,
+    with_planned_functions,
 )
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
@@ -67,7 +67,7 @@ def once(library: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compiled(deck: Deck, world: World) -> Deck:
-    deck = with_functions(deck, world)
+    deck = choose_functions(deck, world)
     assert isinstance(deck.runtime_choices.functions, CompiledFunctions)
     return deck
 
@@ -144,7 +144,7 @@ def test_all_fall_back_where_one_cannot(
         raise CompilerError("no C compiler: cc, gcc, clang not found")
 
     monkeypatch.setattr(module, "compile_functions", nothing)
-    found = with_functions(deck, world)
+    found = choose_functions(deck, world)
     why = "no C compiler: cc, gcc, clang not found"
     sentence = f"machine.compile = true, but block functions are torch's: {why}"
     assert describe_functions(deck, functions_of(found, CPU)) == [sentence]
@@ -153,11 +153,11 @@ def test_all_fall_back_where_one_cannot(
     monkey = pytest.MonkeyPatch()
     if world.rank == world.size - 1:
         monkey.setattr(module, "open_library", lambda _: (_ for _ in ()).throw(OSError("wrong")))
-    found = with_functions(deck, world)
+    found = choose_functions(deck, world)
     monkey.undo()
     assert not functions_of(found, CPU).compiled
     assert "the compiled library cannot be loaded" in describe_functions(deck, functions_of(found, CPU))[0]
-    assert functions_of(with_functions(deck, world), CPU).compiled
+    assert functions_of(choose_functions(deck, world), CPU).compiled
     assert describe_functions(small_deck(), TORCH) == []
 
 
@@ -168,29 +168,29 @@ def test_functions_are_compiled_by_default_where_they_can_be(
     assert Machine().compile == "auto"
     deck = small_deck(AUTO)
     assert functions_of(compiled(deck, world), CPU).compiled
-    assert functions_of(planned_functions(deck), CPU).compiled
+    assert functions_of(with_planned_functions(deck), CPU).compiled
     threads = "run.threads = 2, and compiled functions have one thread"
     for without, why in (
         (small_deck(AUTO, "run.threads=2"), threads),
         (small_deck(AUTO, "precision.compute=fp16"), "compiled functions compute in fp32 or bf16"),
         (deck.with_keys(model={"module": "m:f"}), "compiled functions support built-in models only"),
     ):
-        assert planned_functions(without) is without
-        found = with_functions(without, world)
+        assert with_planned_functions(without) is without
+        found = choose_functions(without, world)
         assert describe_functions(found, functions_of(found, CPU)) == [f"block functions are torch's: {why}"]
     gpu = world.single_rank_world()
     gpu.device = torch.device("cuda")
-    assert with_functions(deck, gpu) is deck
+    assert choose_functions(deck, gpu) is deck
     assert describe_functions(deck, functions_of(deck, gpu.device)) == []
     # A resumed run keeps torch's without a compiler in the first run, and says so if it loses compiled ones.
     stored = {"compiled": "", "products": {}}
-    resumed = with_functions(with_stored_choices(deck, deck, stored, Path()), world)
+    resumed = choose_functions(with_stored_choices(deck, deck, stored, Path()), world)
     (said,) = describe_functions(resumed, functions_of(resumed, CPU))
     assert said.startswith("block functions are torch's: the resumed run did not compile them")
     required = with_stored_choices(small_deck(COMPILE), deck, stored, Path())
-    assert functions_of(with_functions(required, world), CPU).compiled
+    assert functions_of(choose_functions(required, world), CPU).compiled
     lost = with_stored_choices(small_deck(AUTO, "run.threads=2"), deck, {"compiled": "89abcdef"}, Path())
-    lost = with_functions(lost, world)
+    lost = choose_functions(lost, world)
     (said,) = describe_functions(lost, functions_of(lost, CPU))
     assert said == f"block functions are torch's: {threads}; {LEFT}"
 
@@ -203,7 +203,7 @@ def test_what_would_end_the_job_is_not_called(
     monkeypatch.setattr(module, "compile_functions", compile_functions)
     monkeypatch.setattr(compiler, "compile_library", lambda _: wrong)
     monkeypatch.setattr(compiler, "user_cache", lambda: mpi_tmp_path)
-    found = functions_of(with_functions(deck, world), CPU)
+    found = functions_of(choose_functions(deck, world), CPU)
     assert not found.compiled
     assert "the compiled library does not run on this processor: SIG" in describe_functions(deck, found)[0]
 
@@ -219,10 +219,10 @@ def test_wrong_results_are_not_used(
     with monkeypatch.context() as wrong:
         wrong.setattr(CompiledFunctions, "gelu", lambda self, x: gelu(self, x) * 1.1)
         for _ in range(2):  # Nothing is cached.
-            found = functions_of(with_functions(deck, world), CPU)
+            found = functions_of(choose_functions(deck, world), CPU)
             why = "the compiled library does not agree with torch"
             assert describe_functions(deck, found) == [f"block functions are torch's: {why}"]
-    assert functions_of(with_functions(deck, world), CPU).compiled
+    assert functions_of(choose_functions(deck, world), CPU).compiled
 
 
 @pytest.mark.mpi(max_size=1)
@@ -242,7 +242,7 @@ def test_a_run_that_goes_on_computes_as_before(world: World) -> None:
     fallen = with_stored_choices(
         parse_deck(deck_text(deck)), deck, {"compiled": False, "products": {}}, Path()
     )
-    found = with_functions(fallen, world)
+    found = choose_functions(fallen, world)
     assert not functions_of(found, CPU).compiled
     assert not functions_of(fallen, CPU).compiled
     said = describe_functions(deck, functions_of(found, CPU))
@@ -250,7 +250,7 @@ def test_a_run_that_goes_on_computes_as_before(world: World) -> None:
     # What is wished anew is had, and said to have other bits.
     again = parse_deck(deck_text(deck), [COMPILE])
     for before in (deck, old):
-        anew = with_functions(
+        anew = choose_functions(
             with_stored_choices(again, before, {"compiled": "", "products": {}}, Path()), world
         )
         assert functions_of(anew, CPU).compiled
@@ -259,15 +259,15 @@ def test_a_run_that_goes_on_computes_as_before(world: World) -> None:
     (said,) = describe_functions(with_stored_choices(old, deck, {"compiled": "89abcdef"}, Path()), TORCH)
     assert said.endswith(LEFT)
     assert describe_functions(with_stored_choices(old, old, {}, Path()), TORCH) == []
-    assert functions_of(planned_functions(deck), CPU).compiled
-    assert functions_of(planned_functions(deck), torch.device("cuda")) is TORCH
-    assert functions_of(planned_functions(old), CPU) is TORCH
-    assert planned_functions(fallen) is fallen
+    assert functions_of(with_planned_functions(deck), CPU).compiled
+    assert functions_of(with_planned_functions(deck), torch.device("cuda")) is TORCH
+    assert functions_of(with_planned_functions(old), CPU) is TORCH
+    assert with_planned_functions(fallen) is fallen
     # Where nothing compiles, as where text is generated, torch computes.
     assert functions_of(deck, CPU) is TORCH
-    assert with_functions(old, world) is old
+    assert choose_functions(old, world) is old
     again = compiled(deck, world)
-    assert with_functions(again, world) is again
+    assert choose_functions(again, world) is again
     assert replace(RuntimeChoices(), compiled_record="89abcdef") == RuntimeChoices()
 
 
@@ -350,7 +350,7 @@ def test_gpus_and_other_decks_are_refused(world: World) -> None:
     deck, one = small_deck(COMPILE), world.single_rank_world()
     one.device = torch.device("cuda")
     with pytest.raises(HpctrainError, match=r"machine\.compile=true: is supported on CPUs only"):
-        with_functions(deck, one)
+        choose_functions(deck, one)
 
 
 def test_nothing_of_it_without_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

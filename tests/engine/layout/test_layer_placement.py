@@ -12,7 +12,7 @@ import pytest
 from hpctrain.comm.world import World
 from hpctrain.costs.layer_flops import layer_flops, model_flops
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.layout.layer_placement import placed_by_flops, with_split
+from hpctrain.engine.layout.layer_placement import place_by_flops, with_split
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.model.shape import ModelShape
 from hpctrain.train.difference import LayoutDifference
@@ -31,7 +31,7 @@ def flops_of(*overrides: str, vocabulary: int = 61) -> list[tuple[float, ...]]:
 
 def split_of(vocabulary: int, *overrides: str) -> tuple[int, ...]:
     deck = small_deck(*overrides, f"model.vocabulary={vocabulary}")
-    return placed_by_flops(deck, ModelShape.of(deck, vocabulary), 1).split
+    return place_by_flops(deck, ModelShape.of(deck, vocabulary), 1).split
 
 
 def test_flops_are_those_of_the_published_formula() -> None:

@@ -35,7 +35,9 @@ Scales = set[tuple[str, Kind, Dims, bytes]]
 
 def delayed_products(run: Trainer) -> Iterable[DelayedMatmul]:
     """All of this rank's."""
-    return (each for each in run.engine.stage.modules.statistics_users if isinstance(each, DelayedMatmul))
+    return (
+        each for each in run.engine.stage.module_state.statistics_users if isinstance(each, DelayedMatmul)
+    )
 
 
 def maxima(run: Trainer, steps: int = 3) -> Maxima:

@@ -74,7 +74,7 @@ def trained(world: World, keys: tuple[str, ...]) -> tuple[list[float], dict[str,
     losses = [step.loss for step in run.train(2)]
     world.ledger.reset()
     losses += [step.loss for step in run.train(1)]
-    states = {f"{each.kind}/{each.shard.name}": each.values for each in run.engine.stage.modules.state()}
+    states = {f"{each.kind}/{each.shard.name}": each.values for each in run.engine.stage.module_state.state()}
     return losses, run.parameters() | states, sum(entry.bytes for entry in world.ledger.rows())
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hpctrain.deck.check import check_deck, world_problems
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.search_keys import SEARCH_KEYS
-from hpctrain.engine.layout.layer_placement import placed_by_flops
+from hpctrain.engine.layout.layer_placement import place_by_flops
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.deck_schedule import outline_schedule
@@ -157,7 +157,7 @@ class Brute:
                 stages[form.stage_and_chunk(part)[0]] += sum(seconds[layer] for layer in held)
             return max(stages)
 
-        usual = placed_by_flops(deck, shape, at.data).split
+        usual = place_by_flops(deck, shape, at.data).split
         split = split_by_seconds(layers, ground, form)
         other = deck.with_keys(layout={"split": split})
         if longest(split) >= 0.995 * longest(usual) or check_deck(other, self.ranks):

@@ -11,7 +11,7 @@ from pathlib import Path
 from hpctrain.costs.layer_flops import model_flops
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.layout.layer_placement import LayerPlacement, placed_by_flops
+from hpctrain.engine.layout.layer_placement import LayerPlacement, place_by_flops
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
 from hpctrain.plan.time.arrangement import LayoutSizes
@@ -47,7 +47,7 @@ class Published:
 
     @cached_property
     def placement(self) -> LayerPlacement:
-        return placed_by_flops(self.deck, self.shape, self.arrangement.data)
+        return place_by_flops(self.deck, self.shape, self.arrangement.data)
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -10,7 +10,7 @@ import pytest
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.costs.layer_bytes.activation_sizes import total
 from hpctrain.costs.part_bytes import part_bytes
-from hpctrain.engine.layout.layer_placement import placed_by_flops
+from hpctrain.engine.layout.layer_placement import place_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
 from hpctrain.errors import HpctrainError
@@ -51,7 +51,7 @@ def test_what_lies_on_a_disk_goes_and_comes_back(ranks: int, keys: tuple[str, ..
     """As many bytes as autograd saves, of which those hide that move while the block computes."""
     deck = small_deck(*keys)
     shape, sizes = ModelShape.of(deck, VOCABULARY), axis_sizes(deck, ranks)
-    placement, mesh = placed_by_flops(deck, shape, sizes["data"]), PlannedMesh(sizes, 0, 8)
+    placement, mesh = place_by_flops(deck, shape, sizes["data"]), PlannedMesh(sizes, 0, 8)
     schedule, device = placement.schedule_of(1), device_kind(deck.run.device)
     stage = plan_stage(deck, shape, mesh, PipelinePosition(schedule, placement.split, 0), device)
     (part,) = part_bytes(deck, stage.models, True, deck.memory.recompute)

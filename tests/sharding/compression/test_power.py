@@ -73,7 +73,7 @@ def summed(bucket: Bucket, reduction: PowerSgd, given: Mapping[str, Array]) -> d
 
 
 def fill(bucket: Bucket, given: Mapping[str, Array]) -> None:
-    bucket.start(1)
+    bucket.start_step(1)
     for segment in bucket.segments:
         gradient = segment.parameter.gradient
         assert gradient is not None

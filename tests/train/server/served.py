@@ -33,9 +33,9 @@ def served_deck(mode: str, servers: int = 1, *overrides: str) -> Deck:
 def served(world: World, deck: Deck, masked: float = 0.2) -> ServedTrainer:
     """A trainer with servers on all ranks of the world."""
     roles = ServerRoles.of(deck, world.size)
-    own, part, mesh = roles.place(deck, world)
+    own, part, mesh = roles.split_world(deck, world)
     spec = make_engine_spec(own, part, mesh)
-    engine = assemble(own, part, mesh, spec, ROUGHNESS, roles.stage(world.rank))
+    engine = assemble(own, part, mesh, spec, ROUGHNESS, roles.stage_builder(world.rank))
     source = SyntheticSource(deck.batch.sequence, deck.model.vocabulary or 0, masked=masked)
     return ServedTrainer(deck, world, engine, Batches(source, 1))
 
