@@ -29,6 +29,9 @@ NormPlacement = Literal["before", "after", "both"]
 ParallelResidual = Literal["none", "one_norm", "two_norms"]
 """Whether both parts of a block read the same hidden states, after one norm or each after its own."""
 
+MXFP4 = "mxfp4"
+"""Weights in 4 bits with a scale for each block of 32, as gpt-oss is published."""
+
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -172,6 +175,8 @@ class ModelType:
         constants: Keys of a config.json that are written and not read.
         windows: How a config.json says which layers have a window; None if no layer may have one.
         mixture: Mixtures of experts, which all its models have; None for dense models.
+        quantization: `quant_method` of quantized weights that are read, too; "" for none.
+        rope_parameters: Rotary positions where a config.json says nothing of them; {} if they are not scaled.
         always: Fields of a ModelShape that all its models have, beside the defaults of the family.
         local_rope: True if layers with windows have rotary positions of their own in a config.json.
         rope_local_base: Default of `rope_local_base_freq`; None for the base of the other layers.
@@ -202,6 +207,8 @@ class ModelType:
     constants: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     windows: WindowKeys | None = None
     mixture: MixtureFiles | None = None
+    quantization: Literal["", "mxfp4"] = ""
+    rope_parameters: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     always: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     local_rope: bool = False
     rope_local_base: float | None = None

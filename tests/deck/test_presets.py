@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from hpctrain.deck.activations import ACTIVATIONS
-from hpctrain.deck.families import family_values
+from hpctrain.deck.families import FAMILIES, family_values
 from hpctrain.deck.presets import Preset, PresetName, presets
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.sections.rope_scaling import RopeScaling
@@ -37,7 +37,7 @@ def llama_parameters(preset: Preset, chosen: int | None = None) -> int:
         expanded += (matrices - 1) * model["mlp"] + hidden
     dense, dense_layers = expanded, 0
     if preset.experts:
-        experts = preset.experts
+        experts = {**FAMILIES[preset.model["family"]].experts, **preset.experts}
         dense_layers = experts.get("dense_first", 0)
         expert = 3 * hidden * experts["mlp"] + model["mlp_bias"] * (2 * experts["mlp"] + hidden)
         expanded = expert * (experts["count"] if chosen is None else chosen) + hidden * experts["count"]
@@ -45,6 +45,7 @@ def llama_parameters(preset: Preset, chosen: int | None = None) -> int:
         expanded += experts.get("shared", 0) * expert + experts.get("shared_gate", 0) * hidden
     projected = queries + 2 * keys
     biases = {"none": 0, "query_key_value": projected, "all": projected + hidden}[model["attention_bias"]]
+    expanded += model["heads"] if model["attention_sinks"] else 0
     of_norm = hidden * ((model["norm_weight"] != "none") + model["norm_bias"])
     count_of_norms = {"before": 2, "after": 2, "both": 4}[model["norm_placement"]]
     count_of_norms -= model["parallel_residual"] == "one_norm"
@@ -177,6 +178,8 @@ def test_parameters_are_those_published(name: PresetName, count: int) -> None:
         ("qwen3-30b-a3b", 30.5, 3.3),
         ("qwen3-235b-a22b", 235.1, 22.2),
         ("olmoe-1b-7b", 6.9, 1.3),
+        ("gpt-oss-20b", 20.9, 3.61 + 0.58),  # published without the embedding of tokens
+        ("gpt-oss-120b", 116.8, 5.13 + 0.58),
         ("granite-3-1b-a400m", 1.33, 0.43),
         ("granite-3-3b-a800m", 3.3, 0.88),
         ("deepseek-v2-236b", 235.74, 21.38),

@@ -85,6 +85,10 @@ class HuggingFaceArchitecture:
     """The routed_scaling_factor where it is not there, None where there is no such key."""
     windows: WindowKeys | None = None
     """How a config says which layers have a window; None if no layer may have one."""
+    quantization: str = ""
+    """The quant_method of quantized weights that are read, too; "" for none."""
+    rope_parameters: Mapping[str, Any] = field(default_factory=lambda: _NONE)
+    """Rotary positions where a config says nothing of them; {} for those that are not scaled."""
     shared_width: Size | None = None
     """Key of the inner width of all shared experts, and its value where it is not there."""
     local_rope: bool = False
@@ -512,7 +516,9 @@ def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
         ),
         prefix=row.prefix,
         buffers=row.buffers,
-        fixed=(*fixed, _UNQUANTIZED),
+        fixed=(*fixed, *(() if row.quantization else (_UNQUANTIZED,))),
+        quantization=row.quantization,
+        rope_parameters=row.rope_parameters,
         grouped=row.grouped,
         interleaved=row.interleaved,
         sizes=_sizes(*row.sizes),

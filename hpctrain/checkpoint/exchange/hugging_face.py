@@ -63,6 +63,11 @@ class _Reading:
             if value not in fixed.accepted:
                 told = f"unsupported; expected {fixed.accepted[0]!r} for {architecture.model_type}"
                 self.problem(fixed.key, value, told)
+        quantized = config.get("quantization_config")
+        known = isinstance(quantized, Mapping) and quantized.get("quant_method") == architecture.quantization
+        if architecture.quantization and quantized is not None and not known:
+            told = f"unsupported; expected None or quant_method = {architecture.quantization!r}"
+            self.problem("quantization_config", quantized, told)
         activation = self.activation()
         sizes: dict[str, Any] = {
             own: self.size(key, default) for own, (key, default) in architecture.sizes.items()
@@ -187,6 +192,9 @@ class _Reading:
         architecture = self.architecture
         fraction = FAMILIES[architecture.family].defaults.rotary_fraction if architecture.partial else None
         config = of_layer_type(self.config, _FULL) if architecture.local_rope else self.config
+        given = ("rope_parameters", "rope_scaling")
+        if architecture.rope_parameters and all(config.get(key) is None for key in given):
+            config = {**config, "rope_parameters": architecture.rope_parameters}
         reader = RopeParametersReader(config, architecture.rope_base, fraction)
         head_size = sizes.get("head_size", sizes["hidden"] // sizes["heads"])
         latent: LatentTable | None = sizes.get("latent")

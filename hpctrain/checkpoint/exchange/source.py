@@ -18,7 +18,14 @@ from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
 from hpctrain.checkpoint.exchange.architectures import HEAD, HuggingFaceArchitecture
 from hpctrain.checkpoint.exchange.hugging_face import architecture_of, shape_of
 from hpctrain.checkpoint.exchange.module_source import folder_module_keys, stored_module_keys
-from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, Counterpart, TensorPart, counterparts
+from hpctrain.checkpoint.exchange.mxfp4 import DequantizedFolder
+from hpctrain.checkpoint.exchange.names import (
+    ROUTER_BIAS,
+    Counterpart,
+    StackRule,
+    TensorPart,
+    counterparts,
+)
 from hpctrain.checkpoint.exchange.safetensors_folder import (
     CONFIG,
     PICKLES,
@@ -40,6 +47,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.epochs import EpochReader
 from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.deck.families import CHOICES
+from hpctrain.deck.family import MXFP4
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sections.rope_scaling import scaling_values
 from hpctrain.deck.sources import toml_value
@@ -219,16 +227,19 @@ def open_model(path: Path) -> ModelFolder:
     another shape or type.
     """
     shape = _folder_shape(path)
+    architecture = architecture_of(read_json(path / CONFIG), str(path / CONFIG))
     folder = open_folder(path)
+    if architecture.quantization == MXFP4:
+        folder = DequantizedFolder(folder)
     if shape.layers > len(folder.tensors):
         held = f"the files hold {counted(len(folder.tensors), 'tensor')}"
         raise HpctrainError(f"{path / CONFIG}: describes {counted(shape.layers, 'layer')}, but {held}")
     mixtures = sum(map(shape.is_mixture, range(shape.layers)))
-    if shape.experts * mixtures > len(folder.tensors):
+    have_tensors = any(isinstance(rule, StackRule) for rule in architecture.rules)
+    if have_tensors and shape.experts * mixtures > len(folder.tensors):
         held = f"the files hold {counted(len(folder.tensors), 'tensor')}"
         described = f"{counted(shape.experts, 'expert')} in each of {counted(mixtures, 'layer')}"
         raise HpctrainError(f"{path / CONFIG}: describes {described}, but {held}")
-    architecture = architecture_of(read_json(path / CONFIG), str(path / CONFIG))
     shapes = tensor_shapes(shape)
     theirs = counterparts(architecture.rules, shapes, architecture.head_order(shape))
     prefix = architecture.prefix

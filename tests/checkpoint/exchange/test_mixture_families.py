@@ -43,6 +43,21 @@ QWEN2_MOE = {
     "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 60,
 }
+GPT_OSS = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "head_dim": 10,
+    "sliding_window": 7,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 300.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 6,
+    },
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe": ("Qwen2Moe", QWEN2_MOE),
     "qwen2-moe-listed": (
@@ -59,6 +74,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.3,
             "logits_scaling": 7.0,
             "tie_word_embeddings": True,
+        },
+    ),
+    "gpt-oss": ("GptOss", GPT_OSS),
+    "gpt-oss-plain": (
+        "GptOss",
+        {
+            **GPT_OSS,
+            "attention_bias": False,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
         },
     ),
 }
@@ -147,12 +172,38 @@ def test_import_and_export_keep_bits(name: str, world: World, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
+        ({"swiglu_limit": 5.0}, "swiglu_limit = 5.0: unsupported; expected 7.0 for gpt_oss"),
+        ({"quantization_config": {"quant_method": "awq"}}, "expected None or quant_method = 'mxfp4'"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu': unsupported; expected 'silu' for gpt_oss"),
+    ],
+)
+def test_configs_of_gpt_oss_that_are_refused(keys: dict[str, Any], problem: str) -> None:
+    config = {**USUAL, **GPT_OSS, "architectures": ["GptOssForCausalLM"], **keys}
+    with pytest.raises(HpctrainError) as caught:
+        shape_of(config, "config.json")
+    assert any(problem in each for each in caught.value.problems), caught.value.problems
+
+
+def test_positions_of_gpt_oss_are_scaled_unless_a_config_says_otherwise() -> None:
+    shape = shape_of({"architectures": ["GptOssForCausalLM"]}, "config.json")
+    assert shape.rope_scaling is not None
+    assert (shape.rope_scaling.kind, shape.rope_scaling.factor, shape.rope_base) == ("yarn", 32.0, 150_000.0)
+    assert (shape.windows, shape.experts, shape.hidden) == ((128, 0), 128, 2880)
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
         (
             {"shared_expert_intermediate_size": 50},
             "shared_expert_intermediate_size = 50: must be a multiple of moe_intermediate_size = 20",
         ),
         ({"mlp_only_layers": "1"}, "mlp_only_layers = '1': must be a list of numbers of layers"),
         ({"mlp_only_layers": [0, 1, 2]}, "mlp_only_layers = [0, 1, 2]: leaves no layer with experts"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "quantization_config = {'quant_method': 'mxfp4'}",
+        ),
         ({"use_sliding_window": True}, "use_sliding_window = True: unsupported"),
         ({"hidden_act": "mish"}, "hidden_act = 'mish': unsupported"),
     ],
