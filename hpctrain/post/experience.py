@@ -22,8 +22,8 @@ from hpctrain.engine.layout.model_placement import ModelPlacement
 from hpctrain.generate.sampling import Sampling
 from hpctrain.objective.dpo import REFERENCE
 from hpctrain.objective.policy import ADVANTAGES, OLD, Estimate, divergence
-from hpctrain.objective.value import RETURNS, VALUES
 from hpctrain.post.advantages import generalized_advantages, group_advantages, whitened
+from hpctrain.post.critic_loss import RETURNS, VALUES
 from hpctrain.post.reward_model import RewardModel
 from hpctrain.post.rewards.in_processes import TOGETHER
 from hpctrain.post.rewards.reward import Sample

@@ -38,8 +38,8 @@ from hpctrain.engine.stages.stage import Stage
 from hpctrain.engine.weight_transfer import WeightTransfer
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.factory import make_token_sampling
-from hpctrain.objective.value import ClippedValue
 from hpctrain.post.astray import Astray
+from hpctrain.post.critic_loss import ClippedValue
 from hpctrain.post.experience import Experience, figures_of
 from hpctrain.post.reference import open_reference
 from hpctrain.post.reward_model import RewardModel, open_reward_model

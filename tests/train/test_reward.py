@@ -1,7 +1,7 @@
 """Reward models and critics train alike on every layout: losses, figures and gradients of the run's own step
 beside those of plain torch in double precision.
 
-Tests, through the run's own step, of objective/reward.py, objective/value.py, objective/scores.py and
+Tests, through the run's own step, of objective/reward.py, post/critic_loss.py, objective/scores.py and
 parallel/scalar_head.py; of scores of all sequences in train/scored.py.
 """
 
@@ -25,7 +25,7 @@ from hpctrain.engine.build import build_engine
 from hpctrain.engine.choices.function_choice import choose_functions
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.objective.objective import Objective
-from hpctrain.objective.value import ClippedValue
+from hpctrain.post.critic_loss import ClippedValue
 from hpctrain.train.scored import values_of
 from hpctrain.train.trainer import Trainer
 from hpctrain.train.verify import ROUGHNESS, _pieces
