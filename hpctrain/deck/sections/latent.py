@@ -46,7 +46,7 @@ RELATIONS: Relations = (
     Conflicts(
         "model.query_key_norm",
         _TABLE,
-        ("head", "all"),
+        ("head", "all", "layer_per_head"),
         GIVEN,
         because="latent attention has norms of its own",
     ),
