@@ -57,6 +57,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "model.rope_local_base=300",
     ),
     "windows": (*LLAMA, "model.windows=[5, 0]", "model.head_size=6", "model.query_key_norm=head"),
+    "packed-window": (
+        *LLAMA,
+        "model.windows=[3, 0]",
+        "model.attention_sinks=true",
+        "data.document_mask=true",
+    ),
     "one-window": (*LLAMA, "model.windows=[7]", "model.rope_local_base=300"),
     "capped": (*LLAMA, "model.windows=[0, 3]", "model.attention_cap=0.5", "model.rope_local_base=300"),
     "sinks": (*LLAMA, "model.attention_sinks=true"),

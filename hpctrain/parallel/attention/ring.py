@@ -95,25 +95,6 @@ def _blocks(source: int, group: Group, half: int, documents: Documents | None) -
             yield slice(row, row + 1), found[0], found[1], mask
 
 
-def _tiles(
-    source: int, group: Group, half: int, documents: Documents | None, rule: AttentionRule
-) -> Iterator[Block]:
-    """Yield the tiles in which this rank's queries see keys of rank `source` by a rule, maybe none."""
-    ends = 2 * group.size * half
-    pieces: Any = [(None, 0, ends)] if documents is None else documents.pieces
-    for row, begin, end in pieces:
-        some = slice(None) if row is None else slice(row, row + 1)
-        for first_query, query_at in _pieces(group.rank, group, half):
-            for first_key, key_at in _pieces(source, group, half):
-                queries = range(max(begin, first_query), min(end, first_query + half))
-                keys = range(max(begin, first_key), min(end, first_key + half))
-                if not queries or not keys or keys[0] > queries[-1]:
-                    continue
-                of_queries, of_keys = queries[0] - first_query + query_at, keys[0] - first_key + key_at
-                for tile in rule.tiles(len(queries), len(keys), queries[0] - keys[0]):
-                    yield some, shifted(tile.queries, of_queries), shifted(tile.keys, of_keys), tile.mask
-
-
 def _pieces(rank: int, group: Group, half: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return position and row of the begin of both pieces of a rank."""
     return (rank * half, 0), ((2 * group.size - 1 - rank) * half, half)
@@ -126,11 +107,30 @@ class _Options(NamedTuple):
     rule: AttentionRule
     documents: Documents | None
 
-    def blocks(self, source: int, half: int) -> Iterator[Block]:
+    def blocks(self, source: int, query: Tensor) -> Iterator[Block]:
         """Yield the blocks in which this rank's queries see keys of rank `source`."""
         if self.rule.bounded:
-            return _tiles(source, self.group, half, self.documents, self.rule)
-        return _blocks(source, self.group, half, self.documents)
+            return _tiles(source, query, self)
+        return _blocks(source, self.group, len(query) // 2, self.documents)
+
+
+def _tiles(source: int, query: Tensor, options: _Options) -> Iterator[Block]:
+    """Yield the tiles in which this rank's queries see keys of rank `source` by a rule, maybe none."""
+    group, rule, documents = options
+    half = len(query) // 2
+    ends = 2 * group.size * half
+    pieces: Any = [(None, 0, ends)] if documents is None else documents.pieces
+    for row, begin, end in pieces:
+        some = slice(None) if row is None else slice(row, row + 1)
+        for first_query, query_at in _pieces(group.rank, group, half):
+            for first_key, key_at in _pieces(source, group, half):
+                queries = range(max(begin, first_query), min(end, first_query + half))
+                keys = range(max(begin, first_key), min(end, first_key + half))
+                if not queries or not keys or keys[0] > queries[-1]:
+                    continue
+                of_queries, of_keys = queries[0] - first_query + query_at, keys[0] - first_key + key_at
+                for tile in rule.tiles(query, len(queries), len(keys), queries[0] - keys[0]):
+                    yield some, shifted(tile.queries, of_queries), shifted(tile.keys, of_keys), tile.mask
 
 
 class _RingAttention(torch.autograd.Function):
@@ -148,7 +148,7 @@ class _RingAttention(torch.autograd.Function):
             if turn < group.size - 1:
                 ring.start(held, arriving)
             source = (group.rank - turn) % group.size
-            for some, queries, keys, mask in options.blocks(source, query.shape[0] // 2):
+            for some, queries, keys, mask in options.blocks(source, query):
                 part = options.rule.attend(
                     query[queries, some], held[0][keys, some], held[1][keys, some], mask
                 )
@@ -186,7 +186,7 @@ class _RingAttention(torch.autograd.Function):
             if turn < group.size - 1:
                 keys_ring.start(held, arriving)
             source = (group.rank - turn) % group.size
-            blocks = list(options.blocks(source, query.shape[0] // 2))
+            blocks = list(options.blocks(source, query))
             of_blocks = [
                 options.rule.attend_backward(
                     output_gradient[queries, some],

@@ -9,6 +9,8 @@
 | `function_library.py` | the compiled library as ctypes calls it, and its trial |
 | `layer_functions.py` | functions of a block by torch or by that library |
 | `attention_block.py` | attention of one block of queries over one block of keys, with its log-sum-exp |
+| `attention_tiles.py` | tiles of queries and keys, by which windows, soft caps and sinks are computed |
+| `tiled_attention.py` | attention of complete sequences by tiles |
 | `packed_attention.py` | attention within documents that are packed in a sequence, each as one block |
 | `logits.py` | softmax statistics of logits, for losses |
 | `small_batch.py` | products of a few rows with the bits of large ones |

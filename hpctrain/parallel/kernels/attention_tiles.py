@@ -31,7 +31,13 @@ Mask = Literal["none", "causal", "reversed"]
 """Keys that query number i of a tile sees: all, those up to number i, or those from number i on."""
 
 _LARGEST = 512
-"""Queries or keys of the largest tile with a soft cap, whose scores are in memory."""
+"""Most queries or keys of a tile with a soft cap, whose scores are in memory."""
+
+_HOST_ROWS = 128
+"""Most queries of a tile with a window on the CPU in fp32, where kernels compute masked parts too.
+
+Products in 16 bits are faster in larger tiles.
+"""
 
 
 class Tile(NamedTuple):
@@ -42,7 +48,9 @@ class Tile(NamedTuple):
     mask: Mask
 
 
-def band_tiles(queries: int, keys: int, distance: int, window: int, largest: int = 0) -> Iterator[Tile]:
+def band_tiles(
+    queries: int, keys: int, distance: int, window: int, rows: int = 0, columns: int = 0
+) -> Iterator[Tile]:
     """Yield tiles that cover all pairs of a query and a key that it sees, each pair once.
 
     Args:
@@ -50,18 +58,19 @@ def band_tiles(queries: int, keys: int, distance: int, window: int, largest: int
         keys: Number of consecutive keys.
         distance: Position of the first query minus that of the first key.
         window: Number of keys that a query sees, with the one at its own position; 0 for all earlier ones.
-        largest: Most queries or keys of a tile; 0 for no limit.
+        rows: Most queries of a tile; 0 for no limit.
+        columns: Most keys of a tile without a mask; 0 for no limit.
     """
     reach = window or distance + queries
-    step = min(reach, queries, largest or queries)
+    step = min(reach, queries, rows or queries)
     for begin in range(0, queries, step):
         end = min(begin + step, queries)
         own = distance + begin  # key of the same position as the first query
         count = end - begin
         yield from _square(begin, count, own, keys, "causal")
         first, last = max(own + count - reach, 0), min(own, keys)
-        for start in range(first, last, largest or max(last - first, 1)):
-            yield Tile(slice(begin, end), slice(start, min(start + (largest or last), last)), "none")
+        for start in range(first, last, columns or max(last - first, 1)):
+            yield Tile(slice(begin, end), slice(start, min(start + (columns or last), last)), "none")
         yield from _square(begin, count - 1, own - reach + 1, keys, "reversed")
 
 
@@ -106,9 +115,11 @@ class AttentionRule:
         """Return the first key that a query at a position sees."""
         return max(0, position - self.window + 1) if self.window else 0
 
-    def tiles(self, queries: int, keys: int, distance: int = 0) -> Iterator[Tile]:
-        """Yield the tiles of a block, see `band_tiles`."""
-        return band_tiles(queries, keys, distance, self.window, _LARGEST if self.cap else 0)
+    def tiles(self, query: Tensor, queries: int, keys: int, distance: int = 0) -> Iterator[Tile]:
+        """Yield the tiles of a block of a tensor of queries, see `band_tiles`, in sizes that are fast."""
+        columns = _LARGEST if self.cap else 0
+        by_rows = self.window and not self.cap and query.is_cpu and query.element_size() > 2
+        return band_tiles(queries, keys, distance, self.window, _HOST_ROWS if by_rows else columns, columns)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp of a tile."""

@@ -20,7 +20,7 @@ def _blocks(
     pieces: Any = [(None, 0, rows)] if documents is None else documents.pieces
     for row, begin, end in pieces:
         some = slice(0, batch) if row is None else slice(row, row + 1)
-        for queries, keys, mask in rule.tiles(end - begin, end - begin):
+        for queries, keys, mask in rule.tiles(query, end - begin, end - begin):
             yield some, shifted(queries, begin), shifted(keys, begin), mask
 
 

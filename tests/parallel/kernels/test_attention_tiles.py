@@ -55,21 +55,19 @@ def test_tiles_cover_the_band_once() -> None:
     chosen = Random(1)
     for _ in range(2000):
         queries, keys = chosen.randint(1, 12), chosen.randint(1, 12)
-        distance, window, largest = (
-            chosen.randint(0, 14),
-            chosen.randint(0, 16),
-            chosen.choice((0, 0, 1, 3, 5)),
-        )
+        distance, window = chosen.randint(0, 14), chosen.randint(0, 16)
+        most_rows, most_columns = chosen.choice(((0, 0), (1, 5), (3, 5), (5, 5), (3, 0)))
         covered = torch.zeros(queries, keys, dtype=torch.int)
-        for rows, columns, mask in band_tiles(queries, keys, distance, window, largest):
+        for rows, columns, mask in band_tiles(queries, keys, distance, window, most_rows, most_columns):
             tile = torch.ones_like(covered[rows, columns])
             assert tile.shape == (rows.stop - rows.start, columns.stop - columns.start) and tile.numel()
             assert mask == "none" or tile.shape[0] == tile.shape[1]
-            assert not largest or max(tile.shape) <= largest
+            assert not most_rows or len(tile) <= most_rows
+            assert not most_columns or mask != "none" or tile.shape[1] <= max(most_columns, most_rows)
             covered[rows, columns] += {"none": tile, "causal": tile.tril(), "reversed": tile.triu()}[mask]
         i, j = torch.arange(queries)[:, None] + distance, torch.arange(keys)
         sees = (j <= i) & (j > i - window) if window else j <= i
-        assert torch.equal(covered, sees.int()), (queries, keys, distance, window, largest)
+        assert torch.equal(covered, sees.int()), (queries, keys, distance, window)
 
 
 @pytest.mark.parametrize("cap", [0.0, 0.7])
@@ -116,9 +114,26 @@ def test_compiled_functions_compute_the_same(cap: float, packed: bool) -> None:
         torch.testing.assert_close(*results, rtol=2e-5, atol=2e-5)
 
 
+def test_long_windows_are_cut_into_rows() -> None:
+    query, key, value = (random(300, 1, 2, 2, seed=seed).requires_grad_() for seed in range(3))
+    rule, direction = AttentionRule(None, 150), random(300, 1, 2, 2, seed=7)
+    assert max(tile.queries.stop - tile.queries.start for tile in rule.tiles(query, 300, 300)) == 128
+    assert (
+        max(tile.queries.stop - tile.queries.start for tile in rule.tiles(query.bfloat16(), 300, 300)) == 150
+    )
+    expected = masked_softmax(query, key, value, None, rule, torch.zeros(1, 300))
+    found = tiled_attention(query, key, value, rule)
+    for one, other in zip(
+        torch.autograd.grad(found, (query, key, value), direction),
+        torch.autograd.grad(expected, (query, key, value), direction),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
 def test_long_capped_attention_is_cut_into_pieces() -> None:
     query, key, value = (random(1100, 1, 1, 2, seed=seed).float() for seed in range(3))
     rule = AttentionRule(None, 0, 2.0)
-    assert max(tile.keys.stop - tile.keys.start for tile in rule.tiles(1100, 1100)) == 512
+    assert max(tile.keys.stop - tile.keys.start for tile in rule.tiles(query, 1100, 1100)) == 512
     expected = masked_softmax(query, key, value, None, rule, torch.zeros(1, 1100))
     torch.testing.assert_close(tiled_attention(query, key, value, rule), expected, rtol=1e-5, atol=1e-5)
