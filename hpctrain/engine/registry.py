@@ -16,10 +16,10 @@ from typing_extensions import override
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.choices.audit_kernel_choice import with_matmul_audit
+from hpctrain.fault_checks.replica_check import check_replicas
 from hpctrain.model.part import blocks_of
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.sharding.gather import make_residency
-from hpctrain.sharding.replica_check import check_replicas
 from hpctrain.sharding.weight_maxima import WeightMaxima, products_in_8_bits
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Interface of a check of matrix products, which layers call in steps that are checked (`product_audit/`)."""
+"""Interface of a check of matrix products, which layers call in steps that are checked (`fault_checks/`)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ Three other sums of bits are faster, because they know less:
 | sum | used for |
 |---|---|
 | `word_sum` (`audit/bits.py`) | one changed bit, in messages and in memory |
-| `PositionSums` (`replica_check.py`) | equality of the same piece on several ranks |
+| `PositionSums` (`fault_checks/replica_check.py`) | equality of the same piece on several ranks |
 | `checkpoint/checksum.py` | pieces of a file, in a format that older files have |
 """
 

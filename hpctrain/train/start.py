@@ -18,10 +18,10 @@ from hpctrain.deck.code import CAUSAL_MODEL
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.built_engine import Engine
 from hpctrain.errors import HpctrainError
+from hpctrain.fault_checks.replica_check import check_replicas
 from hpctrain.model.modules.module_architecture import ModuleArchitecture
 from hpctrain.model.modules.module_buffers import BUFFER_KIND as BUFFER
 from hpctrain.model.modules.module_part import ModulePart
-from hpctrain.sharding.replica_check import check_replicas
 
 
 def start_from_source(deck: Deck, engine: Engine) -> str:

@@ -1,4 +1,4 @@
-"""Tests of sharding/synchronize.py and sharding/replica_check.py.
+"""Tests of sharding/synchronize.py and fault_checks/replica_check.py.
 
 Buckets are synchronized when they are final, and replicas are compared before the first step.
 """
@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
+from hpctrain.fault_checks import replica_check
+from hpctrain.fault_checks.replica_check import check_replicas
 from hpctrain.model.count import count
 from hpctrain.model.part import blocks_of
 from hpctrain.model.transformer import Transformer
 from hpctrain.optim.optimizer import gather_updated
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.sharding import replica_check
-from hpctrain.sharding.replica_check import check_replicas
 from hpctrain.sharding.replication import Replications
 from tests.engines import LLAMA, alone, make_buckets, small_deck, trainer
 

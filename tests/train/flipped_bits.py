@@ -21,9 +21,9 @@ from hpctrain.comm.transports.choose import TransportPair
 from hpctrain.comm.transports.reduction import HALVES
 from hpctrain.comm.transports.transport import ElementRange, Transport, TransportWork
 from hpctrain.comm.world import World
+from hpctrain.fault_checks.audit_kernels import AuditKernels, ErrorBounds
+from hpctrain.fault_checks.matmul_audit import AuditTarget, GradientSum, MatmulAudit
 from hpctrain.parallel.shards import Parameter
-from hpctrain.product_audit.audit_kernels import AuditKernels, ErrorBounds
-from hpctrain.product_audit.matmul_audit import AuditTarget, GradientSum, MatmulAudit
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER
 from hpctrain.sharding.synchronize import GradientSynchronizer
@@ -32,8 +32,8 @@ from hpctrain.train.step import ReadBatches, Step, StepResult
 from hpctrain.train.trainer import Trainer
 from tests.comm.transports.random_calls import Flip as Change
 from tests.comm.transports.random_calls import FlippingTransport
-from tests.product_audit.test_matmul_audit import Flip as Wrong
-from tests.product_audit.test_matmul_audit import Flipping
+from tests.fault_checks.test_matmul_audit import Flip as Wrong
+from tests.fault_checks.test_matmul_audit import Flipping
 from tests.train.flips import flip
 
 Place = tuple[str, Tensor]

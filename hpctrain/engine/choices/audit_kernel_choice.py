@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from hpctrain.comm.world import World
 from hpctrain.engine.choices.function_choice import libraries_of_nodes
+from hpctrain.fault_checks.audit_kernels import AuditKernels, CompiledAuditKernels, agree
+from hpctrain.fault_checks.matmul_audit import MatmulAudit
 from hpctrain.host.device import on_host
 from hpctrain.parallel.kernels.compiler import CompilerError, build_packaged_library
 from hpctrain.parallel.kernels.function_library import open_library
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.product_audit.audit_kernels import AuditKernels, CompiledAuditKernels, agree
-from hpctrain.product_audit.matmul_audit import MatmulAudit
 
-_PACKAGE = "hpctrain.product_audit"
+_PACKAGE = "hpctrain.fault_checks"
 
 
 def with_matmul_audit(layer_context: LayerContext, world: World, seed: int) -> LayerContext:

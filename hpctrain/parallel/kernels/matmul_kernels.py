@@ -4,7 +4,7 @@
     ├── OneDnn            oneDNN for fp32, which torch leaves to MKL ("onednn")
     ├── Fp32Kernel        16-bit operands converted to fp32 for another kernel ("fp32", "fp32-onednn")
     ├── SmallBatchKernel  a compiled function for a few rows, as in generation (small_batch.py)
-    └── AuditedKernel     another kernel, with a check of its results (product_audit/)
+    └── AuditedKernel     another kernel, with a check of its results (fault_checks/)
 
 Which library is fastest depends on the processor: MKL uses AVX-512 on Intel's processors only, oneDNN on all.
 On a processor without instructions for 16-bit numbers, their product takes longer than one in fp32.

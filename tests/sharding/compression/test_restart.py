@@ -21,10 +21,10 @@ from hpctrain.costs.reduction_bytes import synchronizer_bytes
 from hpctrain.deck.sections.communication import Communication
 from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
+from hpctrain.fault_checks.replica_check import check_replicas
 from hpctrain.memory.scratch import fill_pieces, read_pieces
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import accumulation
-from hpctrain.sharding.replica_check import check_replicas
 from hpctrain.train.checkpoints import Checkpoints
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 

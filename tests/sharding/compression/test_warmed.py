@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
+from hpctrain.fault_checks.replica_check import check_replicas
 from hpctrain.memory.compress import BLOCK
 from hpctrain.plan.memory import plan_memory
-from hpctrain.sharding.replica_check import check_replicas
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.memory import MemoryLedger
 from tests.engines import LLAMA, Trainer, small_deck, trainer

@@ -1,7 +1,7 @@
 """Products that are checked: every flipped bit above rounding is found where it is, and nothing else.
 
-Tests of product_audit/matmul_audit.py, parallel/product_check.py, product_audit/audit_kernels.py,
-product_audit/audit_library.py and engine/choices/audit_kernel_choice.py.
+Tests of fault_checks/matmul_audit.py, parallel/product_check.py, fault_checks/audit_kernels.py,
+fault_checks/audit_library.py and engine/choices/audit_kernel_choice.py.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor
 
 from hpctrain.audit.detected_fault import DetectedFault, SilentFaultError
 from hpctrain.comm.world import World
-from hpctrain.parallel.kernels.compiler import CompilerError, compile_library
-from hpctrain.parallel.kernels.function_library import open_library
-from hpctrain.parallel.kernels.matmul_kernels import LIBRARY, MatmulKernel
-from hpctrain.parallel.shards import Parameter, Shard
-from hpctrain.product_audit.audit_kernels import (
+from hpctrain.fault_checks.audit_kernels import (
     AuditKernels,
     CompiledAuditKernels,
     ErrorBounds,
     agree,
 )
-from hpctrain.product_audit.audit_library import call_all
-from hpctrain.product_audit.matmul_audit import AuditTarget, MatmulAudit
+from hpctrain.fault_checks.audit_library import call_all
+from hpctrain.fault_checks.matmul_audit import AuditTarget, MatmulAudit
+from hpctrain.parallel.kernels.compiler import CompilerError, compile_library
+from hpctrain.parallel.kernels.function_library import open_library
+from hpctrain.parallel.kernels.matmul_kernels import LIBRARY, MatmulKernel
+from hpctrain.parallel.shards import Parameter, Shard
 from tests.engines import LLAMA, Trainer, one_thread, small_deck, trainer
 from tests.model.modules.tensor_parallel.test_unsplit_linear import deck_of
 

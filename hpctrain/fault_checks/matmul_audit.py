@@ -23,12 +23,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.audit.detected_fault import DetectedFault
+from hpctrain.fault_checks.audit_kernels import AuditKernels, Checksums, ErrorBounds
 from hpctrain.parallel.fp8.quantize import QuantizedTensor
 from hpctrain.parallel.kernels.matmul_kernels import MatmulKernel
 from hpctrain.parallel.product_check import ProductCheck, RowsOfExperts
 from hpctrain.parallel.random import key_of, signs
 from hpctrain.parallel.shards import Parameter
-from hpctrain.product_audit.audit_kernels import AuditKernels, Checksums, ErrorBounds
 
 INPUT_GRADIENT = "gradient of the input"
 

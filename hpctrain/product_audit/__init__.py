@@ -1,1 +1,0 @@
-"""Check of matrix products by random projections, and the kernels that compute it."""
