@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from hpctrain.costs.compressed_bytes import compressed_bytes
 from hpctrain.costs.layer_bytes import questions
 from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.deck.schema import Deck
-from hpctrain.memory.compress import ActivationFormat, compressed_bytes
+from hpctrain.memory.compress import ActivationFormat
 from hpctrain.memory.recompute import segment_size
 from hpctrain.model.parameters.frozen import blocks_without_backward, embedding_trained
 from hpctrain.model.part import Layer, ModelPart, blocks_of

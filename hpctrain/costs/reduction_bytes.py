@@ -11,7 +11,8 @@ from functools import singledispatch
 import torch
 
 from hpctrain.comm.group import Group
-from hpctrain.memory.compress import BLOCK, compress_peak
+from hpctrain.costs.compressed_bytes import compress_peak
+from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.compression.between import HierarchicalReduction
 from hpctrain.sharding.compression.codecs import Codec, RoundedCodec, SignCodec
 from hpctrain.sharding.compression.compressed_reduction import CodedSum

@@ -50,19 +50,3 @@ def expand(stored: Tensor, form: ActivationFormat, length: int, dtype: torch.dty
     rounded = stored[: count * BLOCK].view(torch.int8).view(count, BLOCK)
     scales = stored[count * BLOCK :].view(torch.float32).unsqueeze(1)
     return (rounded.float() * scales).view(-1)[:length].to(dtype)
-
-
-def compress_peak(length: int, itemsize: int, form: ActivationFormat) -> int:
-    """Return the largest number of bytes that `compress` allocates temporarily."""
-    if form != "int8":
-        return 2 * length if form == "bf16" and itemsize > 2 else 0
-    padded = -(-length // BLOCK) * BLOCK
-    copies = itemsize + (4 if itemsize < 4 else 0)
-    return padded * (copies + 4 + 4)  # fp32 magnitudes, later the rounded values, and a quotient
-
-
-def compressed_bytes(length: int, itemsize: int, form: ActivationFormat) -> int:
-    """Return the size of the result of `compress` for `length` elements of `itemsize` bytes."""
-    if form == "int8":
-        return -(-length // BLOCK) * (BLOCK + 4)
-    return length * (min(2, itemsize) if form == "bf16" else itemsize)

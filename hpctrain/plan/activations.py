@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from hpctrain.costs.compressed_bytes import compress_peak
 from hpctrain.costs.layer_bytes.activation_sizes import SavedStorage, total
 from hpctrain.costs.layer_bytes.questions import deferred_bytes
 from hpctrain.costs.part_bytes import PartBytes, packed_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.activation_store import MIN_STORED_BYTES, SEGMENTS_IN_FLIGHT
-from hpctrain.memory.compress import compress_peak
 from hpctrain.model.parameters.frozen import blocks_without_backward, embedding_trained
 from hpctrain.pipeline.action import Action
 

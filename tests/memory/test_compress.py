@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hpctrain.memory.compress import BLOCK, compress, compress_peak, compressed_bytes, expand
+from hpctrain.costs.compressed_bytes import compress_peak, compressed_bytes
+from hpctrain.memory.compress import BLOCK, compress, expand
 
 
 def values(length: int, dtype: torch.dtype) -> torch.Tensor:
