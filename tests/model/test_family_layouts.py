@@ -72,6 +72,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "model.windows=[3, 0]",
         "model.attention_bias=all",
     ),
+    "gpt-oss": (
+        *LLAMA,
+        "model.family=gpt-oss",
+        "model.windows=[5, 0]",
+        "model.experts.count=4",
+        "model.experts.mlp=24",
+    ),
     "unordered": (*LLAMA, "model.positions=none"),
     "latent": (*LATENT, "model.latent.query_rank=14", "model.latent.value_size=6"),
     "latent-keys": LATENT,
@@ -135,7 +142,7 @@ def test_first_steps_are_those_of_one_rank(world: World, name: str) -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.mpi(max_size=2)
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", [name for name in CHOICES if name != "gpt-oss"])  # see plan/test_mixture.py
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_activations_are_those_that_are_kept(world: World, name: str, recompute: str) -> None:
     layouts = [layout for layout in LAYOUTS.get(world.size, []) if "layout.zero=3" not in layout]

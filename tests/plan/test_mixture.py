@@ -60,13 +60,7 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
         ("model.experts.balance=none",),
         ("model.activation=geglu", "model.experts.shared=1"),
         ("model.activation=relu2", "model.experts.shared=1"),
-        (
-            "model.activation=swiglu-clamped",
-            "model.mlp_bias=true",
-            "model.experts.router_bias=true",
-            "model.experts.shared=1",
-            "model.experts.shared_gate=true",
-        ),
+        ("model.family=gpt-oss", "model.experts.shared=1", "model.experts.shared_gate=true"),
         ("precision.compute=bf16", *SMALL_UNITS),
     ],
     2: [

@@ -53,11 +53,10 @@ MODELS = {
         "model.experts.balance_rate=0.1",
         "model.experts.balance_over=step",
     ),
-    "biased": (
-        "model.mlp_bias=true",
-        "model.experts.router_bias=true",
+    "gpt-oss": (
+        "model.family=gpt-oss",
+        "model.windows=[9,0]",
         "model.experts.pattern=[true,true,false]",
-        "model.activation=swiglu-clamped",
     ),
     "gated": (
         "model.experts.shared=2",
@@ -218,7 +217,7 @@ def test_steps_on_eight_ranks_are_those_of_one(world: World, layout: str) -> Non
 
 @pytest.mark.sampled(3)
 @pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize("model", ["biased", "gated"])
+@pytest.mark.parametrize("model", ["gpt-oss", "gated"])
 @pytest.mark.parametrize(
     "layout",
     [
