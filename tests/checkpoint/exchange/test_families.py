@@ -1,13 +1,15 @@
 """Families of the table, with rough weights and uncommon sizes, beside the models of `transformers`.
 
-Tests of deck/family.py, deck/families.py and parallel/kernels/normalization.py beside
-checkpoint/exchange/architectures.py.
+Tests of deck/family.py, deck/families.py and parallel/kernels/normalization.py, and of architectures.py and
+expert_order.py in checkpoint/exchange/.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,7 @@ from torch import Tensor
 
 from hpctrain.checkpoint.entries import model_entries
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
-from hpctrain.checkpoint.exchange.hugging_face import exported_as
-from hpctrain.checkpoint.exchange.names import counterparts
-from hpctrain.checkpoint.exchange.source import source_shape, tensor_shapes
+from hpctrain.checkpoint.exchange.source import open_model, source_shape
 from hpctrain.checkpoint.read import load
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
@@ -69,6 +69,27 @@ LATENT: dict[str, Any] = {
     "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "n_group": 3,
     "topk_group": 2,
 }  # fmt: skip
+QWEN2_MOE = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 60,
+}
+GPT_OSS = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "head_dim": 10,
+    "sliding_window": 7,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 300.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 6,
+    },
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": (
         "DeepseekV2",
@@ -225,6 +246,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2-window": ("Starcoder2", {"sliding_window": 9}),
     "phi3-window": ("Phi3", {"sliding_window": 2}),
+    "llama-qwen2-moe": ("Qwen2Moe", QWEN2_MOE),
+    "llama-qwen2-moe-listed": (
+        "Qwen2Moe",
+        {**QWEN2_MOE, "mlp_only_layers": [1], "norm_topk_prob": True, "qkv_bias": False},
+    ),
+    "granite-moe": (
+        "GraniteMoe",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "embedding_multiplier": 3.5,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 7.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt-oss": ("GptOss", GPT_OSS),
+    "gpt-oss-plain": (
+        "GptOss",
+        {
+            **GPT_OSS,
+            "attention_bias": False,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    ),
     "granite-biased": ("Granite", {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.4}),
 }
 """Class of `transformers` and keys of its config, by the name of a case. The name begins with the family."""
@@ -260,7 +308,7 @@ def test_training_is_that_of_transformers(name: str, world: World, tmp_path: Pat
     theirs = reference(name)
     theirs.save_pretrained(tmp_path / "theirs")
     import_model(world, tmp_path / "theirs", tmp_path / "model.h5")
-    shape = source_shape(tmp_path / "model.h5")
+    shape = replace(source_shape(tmp_path / "model.h5"), balance_loss=0.0)
     assert f"{name}-".startswith(f"{shape.family}-") and shape.family in FAMILIES
 
     lone = world.single_rank_world()
@@ -287,10 +335,10 @@ def test_training_is_that_of_transformers(name: str, world: World, tmp_path: Pat
     own_loss.backward()
     synchronizer.finish()
     torch.testing.assert_close(own_loss.detach() / targets.numel(), loss.detach(), rtol=1e-5, atol=0)
-    gradients = dict(matrices_of_experts({name: p.grad for name, p in theirs.named_parameters()}))
-    if "embed_out" in str(exported_as(shape).rules):  # its name in files
-        gradients["embed_out.weight"] = gradients.pop("lm_head.weight")
-    expected = own_tensors(gradients, tmp_path / "model.h5")
+    of_gradients = deepcopy(theirs)
+    for parameter, source in zip(of_gradients.parameters(), theirs.parameters(), strict=True):
+        parameter.data = torch.zeros_like(source) if source.grad is None else source.grad.clone()
+    expected = own_tensors(of_gradients, tmp_path / "gradients")
     for parameter in parameter_list(model):
         gradient = expected.pop(parameter.shard.name)
         if parameter.shard.name.endswith("key.bias") and gradient.norm() < 1e-6:
@@ -308,35 +356,15 @@ def copy_router_biases(theirs: torch.nn.Module, model: Transformer) -> None:
             router.bias.copy_(gate.e_score_correction_bias)
 
 
-def matrices_of_experts(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors of `transformers` by their names in files, which have a matrix for each expert."""
-    for name, tensor in tensors.items():
-        module, _, kind = name.rpartition(".")
-        if not module.endswith(".experts"):
-            yield name, tensor
-            continue
-        for expert, matrix in enumerate(tensor):
-            parts = {"gate_proj": 0, "up_proj": 1} if kind == "gate_up_proj" else {"down_proj": 0}
-            for part, piece in zip(parts, matrix.chunk(len(parts)), strict=True):
-                yield f"{module}.{expert}.{part}.weight", piece
-
-
-def own_tensors(theirs: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Return tensors of `transformers` by our names, in our orientation."""
-    shape = source_shape(path)
-    shapes = {name: size for name, size in tensor_shapes(shape).items() if name.startswith("/model/")}
-    found: dict[str, Tensor] = {}
-    architecture = exported_as(shape)
-    for each in counterparts(architecture.rules, shapes, architecture.head_order(shape)):
-        tensor = theirs[each.name].t() if each.transposed else theirs[each.name]
-        tensor = tensor.flatten() if each.flattened else tensor
-        for part in each.parts:
-            name, piece = part.dataset.removeprefix("/model/"), tensor[part.rows(0, part.shape[0])]
-            if part.index:
-                found.setdefault(name, piece.new_empty(shapes[part.dataset]))[part.index] = piece
-                continue
-            found[name] = torch.cat([found[name], piece]) if part.start else piece
-    return found
+def own_tensors(model: torch.nn.Module, folder: Path) -> dict[str, Tensor]:
+    """Return the parameters of a model of `transformers` by our names, as they are read from its files."""
+    model.save_pretrained(folder)
+    files = open_model(folder)
+    shapes = {name: shape for name, shape in files.shapes.items() if name.startswith("/model/")}
+    return {
+        name.removeprefix("/model/"): files.read(name, (0,) * len(shape), shape)
+        for name, shape in shapes.items()
+    }
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -15,7 +15,7 @@ from hpctrain.checkpoint.exchange.safetensors_folder import open_folder
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.model.part import logits_of
-from tests.checkpoint.exchange.test_mixture_families import reference
+from tests.checkpoint.exchange.test_families import reference
 from tests.checkpoint.exchange.test_mixtures import our_model
 
 mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")

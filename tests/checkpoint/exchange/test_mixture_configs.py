@@ -1,0 +1,58 @@
+"""Configs of families of mixtures in the table, and what is refused of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpctrain.checkpoint.exchange.hugging_face import shape_of
+from hpctrain.errors import HpctrainError
+from tests.checkpoint.exchange.test_families import GPT_OSS, QWEN2_MOE, USUAL
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"swiglu_limit": 5.0}, "swiglu_limit = 5.0: unsupported; expected 7.0 for gpt_oss"),
+        ({"quantization_config": {"quant_method": "awq"}}, "expected None or quant_method = 'mxfp4'"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu': unsupported; expected 'silu' for gpt_oss"),
+    ],
+)
+def test_configs_of_gpt_oss_that_are_refused(keys: dict[str, Any], problem: str) -> None:
+    config = {**USUAL, **GPT_OSS, "architectures": ["GptOssForCausalLM"], **keys}
+    with pytest.raises(HpctrainError) as caught:
+        shape_of(config, "config.json")
+    assert any(problem in each for each in caught.value.problems), caught.value.problems
+
+
+def test_positions_of_gpt_oss_are_scaled_unless_a_config_says_otherwise() -> None:
+    shape = shape_of({"architectures": ["GptOssForCausalLM"]}, "config.json")
+    assert shape.rope_scaling is not None
+    assert (shape.rope_scaling.kind, shape.rope_scaling.factor, shape.rope_base) == ("yarn", 32.0, 150_000.0)
+    assert (shape.windows, shape.experts, shape.hidden) == ((128, 0), 128, 2880)
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        (
+            {"shared_expert_intermediate_size": 50},
+            "shared_expert_intermediate_size = 50: must be a multiple of moe_intermediate_size = 20",
+        ),
+        ({"mlp_only_layers": "1"}, "mlp_only_layers = '1': must be a list of numbers of layers"),
+        ({"mlp_only_layers": [0, 1, 2]}, "mlp_only_layers = [0, 1, 2]: leaves no layer with experts"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "quantization_config = {'quant_method': 'mxfp4'}",
+        ),
+        ({"use_sliding_window": True}, "use_sliding_window = True: unsupported"),
+        ({"hidden_act": "mish"}, "hidden_act = 'mish': unsupported"),
+    ],
+)
+def test_configs_that_are_refused(keys: dict[str, Any], problem: str) -> None:
+    config = {**USUAL, **QWEN2_MOE, "architectures": ["Qwen2MoeForCausalLM"], **keys}
+    with pytest.raises(HpctrainError) as caught:
+        shape_of(config, "config.json")
+    assert caught.value.exit_code == 2
+    assert any(problem in each for each in caught.value.problems), caught.value.problems
