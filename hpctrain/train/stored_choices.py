@@ -12,7 +12,12 @@ from zlib import crc32
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.runtime_choices import RuntimeChoices
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.choices.function_choice import LONGEST_RECORD, OTHER_BITS, RESUMED_RUN_USED
+from hpctrain.engine.choices.function_choice import (
+    LONGEST_RECORD,
+    OTHER_BITS,
+    RESUMED_RUN_USED,
+    computed_by_torch,
+)
 from hpctrain.errors import InputOutputError
 from hpctrain.parallel.kernels.choice_cache import known_kernels
 from hpctrain.parallel.kernels.layer_functions import LayerFunctions
@@ -106,6 +111,8 @@ def describe_functions(deck: Deck, functions: LayerFunctions) -> list[str]:
         return [warning] if deck.runtime_choices.compiled_record else []
     if functions.compiled:
         changed = f" ({functions.note})" if functions.note else ""
-        return [f"block functions are compiled for this processor{changed}"]
+        others = computed_by_torch(deck)
+        besides = f"; torch computes {', '.join(others)}" if others else ""
+        return [f"block functions are compiled for this processor{changed}{besides}"]
     required = "machine.compile = true, but " if deck.machine.compile is True else ""
     return [f"{required}block functions are torch's: {functions.note}"] if functions.note else []

@@ -13,7 +13,9 @@ from zlib import crc32
 import torch
 
 from hpctrain.comm.world import World
+from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host
 from hpctrain.parallel.kernels.compiler import CompilerError, build_packaged_library
@@ -128,6 +130,28 @@ def _with_torch(deck: Deck, why: str) -> Deck:
 
 def _with(deck: Deck, functions: LayerFunctions) -> Deck:
     return deck.with_runtime_choices(replace(deck.runtime_choices, functions=functions))
+
+
+def computed_by_torch(deck: Deck) -> list[str]:
+    """Return what torch computes in blocks whose functions are compiled, with the keys that ask for it.
+
+    Matrix products are not among them.
+    """
+    model = deck.model
+    found = []
+    if ACTIVATIONS[model.activation].kernel is None or model.experts is not None:
+        place = "" if ACTIVATIONS[model.activation].kernel is None else " of experts"
+        found.append(f"activations{place} (model.activation = {toml_value(model.activation)})")
+    if model.norm_weight == "none":
+        found.append('norms (model.norm_weight = "none")')
+    elif model.norm == "layer" and not model.norm_bias:
+        found.append("norms (model.norm_bias = false)")
+    if model.query_key_norm != "none":
+        kind = toml_value(model.query_key_norm)
+        found.append(f"norms of queries and keys (model.query_key_norm = {kind})")
+    if model.logit_cap:
+        found.append(f"the loss (model.logit_cap = {toml_value(model.logit_cap)})")
+    return found
 
 
 def functions_of(deck: Deck, device: torch.device) -> LayerFunctions:

@@ -161,6 +161,28 @@ def test_all_fall_back_where_one_cannot(
     assert describe_functions(small_deck(), TORCH) == []
 
 
+@pytest.mark.parametrize(
+    ("keys", "others"),
+    [
+        ((), ""),
+        ((*LLAMA, "model.family=gemma"), ""),
+        ((*LLAMA, "model.family=gpt-oss"), 'activations (model.activation = "swiglu-clamped")'),
+        (
+            (*LLAMA, "model.experts.count=4", "model.query_key_norm=head"),
+            'activations of experts (model.activation = "swiglu"), norms of queries and keys '
+            '(model.query_key_norm = "head")',
+        ),
+        ((*LLAMA, "model.family=olmo"), 'norms (model.norm_weight = "none")'),
+        ((*LLAMA, "model.family=cohere"), "norms (model.norm_bias = false)"),
+        ((*LLAMA, "model.logit_cap=30"), "the loss (model.logit_cap = 30.0)"),
+    ],
+)
+def test_a_run_says_what_torch_computes(keys: tuple[str, ...], others: str) -> None:
+    (line,) = describe_functions(small_deck("machine.compile=true", *keys), CompiledFunctions())
+    first = "block functions are compiled for this processor"
+    assert line == (f"{first}; torch computes {others}" if others else first)
+
+
 @pytest.mark.mpi(max_size=1)
 def test_functions_are_compiled_by_default_where_they_can_be(
     world: World, monkeypatch: pytest.MonkeyPatch
