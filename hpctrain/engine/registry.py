@@ -19,7 +19,7 @@ from hpctrain.engine.choices.audit_kernel_choice import with_matmul_audit
 from hpctrain.fault_checks.replica_check import check_replicas
 from hpctrain.model.part import blocks_of
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.sharding.gather import make_residency
+from hpctrain.sharding.gather import Gatherer
 from hpctrain.sharding.weight_maxima import WeightMaxima, products_in_8_bits
 
 if TYPE_CHECKING:
@@ -84,14 +84,11 @@ class GatheredParameters(EngineFeature):
     def attach(self, stage: Stage, deck: Deck) -> None:
         if all(bucket.sharding.zero < 3 for bucket in stage.buckets):
             return
-        blocks = [block.gather_keys for model in stage.models for block in blocks_of(model)]
-        layers = (layer for model in stage.models for layer in model.layers)
-        persistent_parameters = [
-            parameter for layer in layers if layer.keeps_gathered for parameter in layer.gather_keys
-        ]
-        stage.residency = make_residency(
-            stage.buckets, blocks, deck.memory.keep_gathered, persistent_parameters
-        )
+        blocks = [block for model in stage.models for block in blocks_of(model)]
+        last = blocks[max(0, len(blocks) - deck.memory.keep_gathered) :]
+        lasting = [layer for model in stage.models for layer in model.layers if layer.keeps_gathered]
+        persistent_parameters = {key for layer in (*last, *lasting) for key in layer.gather_keys}
+        stage.residency = Gatherer(stage.buckets, persistent_parameters)
         for model in stage.models:
             model.residency = stage.residency
         stage.surround_passes(stage.residency.step)

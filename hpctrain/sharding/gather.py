@@ -189,26 +189,6 @@ class Gatherer(ParameterResidency):
         return self._known[index + skipped]
 
 
-def make_residency(
-    buckets: Sequence[Bucket],
-    blocks: Sequence[Sequence[Parameter]],
-    persistent_blocks: int,
-    further: Sequence[Parameter] = (),
-) -> ParameterResidency:
-    """Return the object by which layers access the parameters of these buckets.
-
-    Args:
-        buckets: All buckets of this rank.
-        blocks: One parameter of each unit of each block.
-        persistent_blocks: Number of last blocks that stay gathered until the end of the step.
-        further: Parameters that also stay gathered.
-    """
-    if all(bucket.sharding.zero < 3 for bucket in buckets):
-        return ParameterResidency()
-    last = [p for block in blocks[max(0, len(blocks) - persistent_blocks) :] for p in block]
-    return Gatherer(buckets, [*last, *further])
-
-
 @dataclass(frozen=True)
 class _View:
     """View of a bucket's parameter that autograd has saved; it begins at the parameter's element `offset`."""
