@@ -17,7 +17,7 @@ from hpctrain.comm.world import World
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.parallel.kernels.normalization import normalize
 from hpctrain.plan.memory import plan_memory
-from hpctrain.train.miniature import miniature
+from hpctrain.train.miniature import miniature, with_fp8_products
 from hpctrain.train.verify import compare
 from tests.engines import LLAMA, small_deck, trainer
 
@@ -138,6 +138,35 @@ def test_first_steps_are_those_of_one_rank(world: World, name: str) -> None:
         for difference in compare(miniature(deck), world, make_mesh(deck, world)):
             bound = 0.0 if re.fullmatch(r"parameter \S+", difference.name) else 1e-5
             assert difference.error <= bound, (layout, difference)
+
+
+DEEPSEEK = (
+    *(*LATENT, "model.family=deepseek-v3", "model.latent.value_size=6", "model.experts.count=4"),
+    *("model.experts.shared=1", "model.experts.mlp=16", "model.experts.dense_first=1"),
+    *("model.experts.router_groups=2", "model.experts.router_groups_per_token=1"),
+)
+FURTHER: dict[str, tuple[str, ...]] = {
+    "experts": ("layout.expert=2", "layout.zero=3", "memory.recompute=selective"),
+    "experts-tensor": ("layout.tensor=2", "layout.expert_tensor=2", "layout.sequence_parallel=true"),
+    "compiled": ("layout.tensor=2", "layout.sequence_parallel=true", "machine.compile=true"),
+    "documents-ring": ("layout.context=2", "data.document_mask=true"),
+    "documents": ("layout.context=2", "layout.context_form=all_to_all", "data.document_mask=true"),
+    "fp8": ("layout.tensor=2", "layout.sequence_parallel=true", "precision.compute=fp8", "precision.fp8=row"),
+    "split": ("layout.pipeline=2", "layout.schedule=zb-v", "model.layers=4"),
+}
+"""Layouts of a model with latent attention, groups of experts and shared experts, by name."""
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("name", FURTHER)
+def test_first_steps_of_deepseek_are_those_of_one_rank(world: World, name: str) -> None:
+    deck = small_deck(*DEEPSEEK, "batch.global_size=4", *FURTHER[name])
+    small = miniature(deck)
+    small = with_fp8_products(deck, small) if name == "fp8" else small
+    for difference in compare(small, world, make_mesh(deck, world)):
+        bound = 0.0 if re.fullmatch(r"parameter \S+", difference.name) else 1e-5
+        assert difference.error <= bound, difference
 
 
 @pytest.mark.sampled(3)
