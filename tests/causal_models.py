@@ -99,6 +99,15 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
 }
 """Further sizes of some models."""
 
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "gemma4_unified_text": ("optimizer.adamw.epsilon=0.1",),
+}
+"""Keys of the decks of some models.
+
+With the usual epsilon, a plain loop in fp32 differs from one in fp64 by more than the tolerance: gradients are
+small, and Adam makes updates of one size of their rounding.
+"""
+
 
 def tiny_model(kind: str) -> nn.Module:
     """Return a small model of a type, with random weights that are not alike."""
@@ -198,7 +207,7 @@ def plain_model(folder: Path) -> nn.Module:
 
 def assert_steps(world: World, folder: Path, *overrides: str) -> Trainer:
     """Compare three steps with those of a plain torch loop over what `transformers` loads. Collective."""
-    training = trainer_of(world, deck_of(folder, *overrides))
+    training = trainer_of(world, deck_of(folder, *KEYS.get(folder.name, ()), *overrides))
 
     def alone() -> list[list[float]]:
         return plain_loop(training, plain_model(folder), {}, STEPS)[0]

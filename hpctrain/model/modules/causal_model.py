@@ -43,9 +43,6 @@ _MODALITIES = ("vision", "audio", "image", "video", "speech", "vq")
 _NOT_CAUSAL = ("xlnet", "cpmant")
 """Types of models that `transformers` calls causal, and whose predictions depend on later tokens."""
 
-_WRONG_LOSSES = ("gemma4_unified_text",)
-"""Types of models whose losses differed from those of a plain loop. The reason is not known."""
-
 _ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 """Types of models whose configuration has `is_decoder`, but whose attention does not depend on it."""
 
@@ -176,8 +173,6 @@ def _build(config: Mapping[str, Any], where: str) -> nn.Module:
         )
     if kind in _NOT_CAUSAL:
         raise HpctrainError(f"{where}: model_type = {kind!r}: its predictions depend on later tokens")
-    if kind in _WRONG_LOSSES:
-        raise HpctrainError(f"{where}: model_type = {kind!r}: its losses differ from those of transformers")
     with run_user_code(f"{where}: transformers cannot build it"):
         made.use_cache = False
         verbosity = transformers.logging.get_verbosity()

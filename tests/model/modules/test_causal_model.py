@@ -91,10 +91,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]},
         "vision_config: model_type = 'gemma3' is a model of images, audio or video",
     ),
-    "different": (
-        {"model_type": "gemma4_unified_text"},
-        "model_type = 'gemma4_unified_text': its losses differ from those of transformers",
-    ),
     "permuted": ({"model_type": "xlnet"}, "model_type = 'xlnet': its predictions depend on later tokens"),
     "quantized": (
         {"model_type": "helium", "quantization_config": {"bits": 4}},
