@@ -200,6 +200,8 @@ def plain_model(folder: Path) -> nn.Module:
     )
     for each in model.modules():
         config: Any = getattr(each, "config", None)
+        if config is not None:
+            config.use_cache = False  # decoders without their encoder, such as Bart's, have no cache
         if getattr(config, "_experts_implementation", None) is not None:
             config._experts_implementation = "eager"  # others have no fp64
     return model
