@@ -104,8 +104,8 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """Keys of the decks of some models.
 
-With the usual epsilon, a plain loop in fp32 differs from one in fp64 by more than the tolerance: gradients are
-small, and Adam makes updates of one size of their rounding.
+With the usual epsilon, a plain loop in fp32 differs from one in fp64 by more than the tolerance: gradients
+are small, and Adam makes updates of one size of their rounding.
 """
 
 
