@@ -270,6 +270,15 @@ _COHERE = ModelType(
     ),
     interleaved=True,
 )
+_COHERE2 = replace(
+    _COHERE,
+    architecture="Cohere2ForCausalLM",
+    model_type="cohere2",
+    rope_base=10_000.0,
+    head_norms=(),
+    keys=(ConfigKey("logit_scale", "logit_multiplier", 0.0625),),
+    windows=WindowKeys(4096, typed=True, full_every=4, pattern_key="sliding_window_pattern", rotate=True),
+)
 _GLM = ModelType(
     architecture="GlmForCausalLM",
     model_type="glm",
@@ -820,6 +829,26 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                         rope_base=7.5e7,
                         logit_multiplier=5 / 6,
                         query_key_norm="layer_per_head",
+                    ),
+                },
+            },
+        ),
+        "cohere2": Family(
+            defaults=FamilyDefaults(
+                norm="layer",
+                parallel_residual="one_norm",
+                logit_multiplier=0.0625,
+                rotation_pattern=(True, True, True, False),
+                windows=(4096, 4096, 4096, 0),
+                tied=True,
+            ),
+            model_types=(_COHERE2,),
+            presets={
+                "command-r7b": {
+                    "source": "Command R7B: Cohere 2024, huggingface.co/CohereForAI",
+                    "sequence": 8192,
+                    "model": _model(
+                        *(32, 4096, 32, 8, 14336, 256000, 1e-5), rope_base=5e4, logit_multiplier=0.25
                     ),
                 },
             },

@@ -99,6 +99,7 @@ class WindowKeys:
         switched: True if there are windows only with `use_sliding_window`.
         first_full: Default of `max_window_layers`, before which no layer has a window without `layer_types`;
             None if there is no such key.
+        rotate: True if only layers with a window rotate queries and keys.
     """
 
     size: int | None
@@ -107,6 +108,7 @@ class WindowKeys:
     pattern_key: str = ""
     switched: bool = False
     first_full: int | None = None
+    rotate: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

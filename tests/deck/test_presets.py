@@ -150,6 +150,7 @@ def latent_parameters(preset: Preset, hidden: int, heads: int, size: int) -> int
         ("stablelm-2-1.6b", 1_644_515_328),
         ("stablelm-2-12b", 12_143_185_920),
         ("command-r-35b", 34_980_831_232),
+        ("command-r7b", 8_028_033_024),
         ("command-r-plus-104b", 103_810_674_688),
         ("glm-4-9b", 9_399_951_360),
         ("phi-3-medium", 13_960_238_080),

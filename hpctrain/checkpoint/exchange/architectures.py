@@ -127,7 +127,7 @@ class HuggingFaceArchitecture:
         if self.partial:
             expressed.add("rotary_fraction")
         if self.windows is not None:
-            expressed.add("windows")
+            expressed |= {"windows", "rotation_pattern"} if self.windows.rotate else {"windows"}
         if self.latent:
             expressed.add("attention_scale")
         names = (*CHOICES, "embedding_multiplier", "attention_scale")

@@ -88,6 +88,9 @@ class _Reading:
             sizes |= self.rotary_positions(sizes)
             sizes["windows"] = self.windows(sizes["layers"])
             sizes["rope_local_base"] = self.local_base(sizes)
+            if architecture.windows is not None and architecture.windows.rotate:
+                rotated = tuple(window > 0 for window in sizes["windows"]) or (False,)
+                sizes["rotation_pattern"] = () if all(rotated) else rotated
         if architecture.mixture:
             sizes |= self.mixture(sizes)
         if "attention_bias" not in {key.own for key in architecture.keys}:
@@ -572,6 +575,10 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
             yield "windows", "requires windows of one size"
         elif len(sizes) > 1 and not architecture.windows.typed:
             yield "windows", "requires a window in all layers or in none"
+        if architecture.windows.rotate and any(
+            shape.rotates(layer) != (shape.window(layer) > 0) for layer in range(shape.layers)
+        ):
+            yield "rotation_pattern", "requires rotation in layers with a window alone"
     if shape.rope_local_base is not None and not architecture.local_rope:
         yield "rope_local_base", "requires none"
     if shape.attention_bias not in architecture.attention_biases:

@@ -177,6 +177,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mistral": ("Mistral", {"sliding_window": None}),
     "llama-qwen2": ("Qwen2", {"head_dim": 10}),
     "llama-qwen3": ("Qwen3", {"head_dim": 10, "attention_bias": True}),
+    "cohere2": ("Cohere2", {"sliding_window": 5, "sliding_window_pattern": 3, "logit_scale": 0.3}),
+    "cohere2-full": ("Cohere2", {"layer_types": ["full_attention"] * 3, "attention_bias": True}),
     "gemma2": ("Gemma2", {"head_dim": 10, "sliding_window": 7, "query_pre_attn_scalar": 3}),
     "gemma2-uncapped": (
         "Gemma2",
