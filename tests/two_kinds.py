@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage
 from hpctrain.costs.layer_bytes.block_bytes import deferred_by_block, saved_by_block
+from hpctrain.costs.layer_bytes.byte_functions import deferred_bytes, saved_storages, workspace_bytes
 from hpctrain.costs.layer_bytes.matmul_bytes import gradient_workspace
-from hpctrain.costs.layer_bytes.questions import deferred_bytes, saved_storages, workspace_bytes
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import PassContext, TransformerBlock

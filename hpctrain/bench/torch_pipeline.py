@@ -24,7 +24,7 @@ from hpctrain.engine.layout.layer_placement import split_by_flops
 from hpctrain.model.part import LayerRange
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Action, Schedule
-from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.generate import generate_schedule
 
 
 def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerStep:
@@ -87,7 +87,7 @@ def _by_flops(deck: Deck, shape: ModelShape, stages: int, parts: int, in_v: bool
     """Blocks of each part, as a run of ours would have them in such a schedule."""
     form = Schedule(((Action("F", 0, parts // stages - 1),),) * stages)
     if in_v:
-        form = generate("zb-v", stages, 2 * stages)
+        form = generate_schedule("zb-v", stages, 2 * stages)
     return split_by_flops(deck.with_keys(layout={"split": None}), shape, form)
 
 

@@ -147,13 +147,13 @@ def find_schedule(
         HpctrainError: There is no such schedule, a number is missing, or the schedule is not valid.
     """
     from hpctrain.deck.schedules import SCHEDULE_NAMES
-    from hpctrain.pipeline.generate import generate
+    from hpctrain.pipeline.generate import generate_schedule
 
     if source in SCHEDULE_NAMES:
         if stages is None or microbatches is None:
             missing = ["--stages P"] * (stages is None) + ["--microbatches M"] * (microbatches is None)
             raise HpctrainError(f"schedule {source} requires {' and '.join(missing)}")
-        return generate(source, stages, microbatches, chunks, times, memory_limit)
+        return generate_schedule(source, stages, microbatches, chunks, times, memory_limit)
     if not Path(source).exists():
         near = nearest(source, SCHEDULE_NAMES)
         hint = f'did you mean "{near}"?' if near else f"the names are {', '.join(SCHEDULE_NAMES)}"
@@ -180,7 +180,7 @@ def read_schedule(
     """
     from hpctrain.pipeline.action import Schedule, stage_lines
     from hpctrain.pipeline.deck_schedule import SCHEDULE_BYTES
-    from hpctrain.pipeline.schedule_check import check, schedule_error
+    from hpctrain.pipeline.schedule_check import check_schedule, schedule_error
     from hpctrain.report import picture
 
     try:
@@ -198,7 +198,7 @@ def read_schedule(
     ]
     if differ:
         raise HpctrainError(differ)
-    problems = check(schedule, memory_limit)
+    problems = check_schedule(schedule, memory_limit)
     if problems:
         sentences = list(schedule_error(problems[:PROBLEMS_SHOWN], str(path), stage_lines(text)).problems)
         if len(problems) > PROBLEMS_SHOWN:

@@ -41,8 +41,8 @@ def least_rows(model: Transformer) -> int:
     """
     tried: dict[object, int] = {}
     for layer in model.layers:
-        for multiplier in layer.multipliers:
-            product, head = multiplier.product, isinstance(multiplier, VocabularyHead)
+        for product_layer in layer.product_layers:
+            product, head = product_layer.product, isinstance(product_layer, VocabularyHead)
             of = type(product), product.shape, head
             if of not in tried:
                 _multiply_few(model, product, head)

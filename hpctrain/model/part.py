@@ -108,7 +108,7 @@ class Layer(nn.Module):
         }
 
     @property
-    def multipliers(self) -> list[SplitLinear | VocabularyHead]:
+    def product_layers(self) -> list[SplitLinear | VocabularyHead]:
         """Sublayers that have one matrix product each."""
         return [each for each in self.modules() if isinstance(each, SplitLinear | VocabularyHead)]
 
@@ -207,7 +207,7 @@ def parameters_by_module(module: nn.Module) -> Iterable[list[Parameter]]:
 
 def matmuls_of(layers: Iterable[Layer]) -> Iterator[Matmul]:
     """Yield the products of some layers."""
-    return (each.product for layer in layers for each in layer.multipliers)
+    return (each.product for layer in layers for each in layer.product_layers)
 
 
 def converted_bytes(layers: Iterable[Layer]) -> int:

@@ -11,8 +11,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.files import read_text
 from hpctrain.pipeline.action import Action, Placement, Schedule, accumulation, stage_lines
-from hpctrain.pipeline.generate import generate
-from hpctrain.pipeline.schedule_check import check, schedule_error
+from hpctrain.pipeline.generate import generate_schedule
+from hpctrain.pipeline.schedule_check import check_schedule, schedule_error
 from hpctrain.pipeline.simulate import StageTimes
 from hpctrain.text import either, nearest
 
@@ -59,7 +59,7 @@ def make_schedule(deck: Deck, data_ranks: int, times: StageTimes | None = None) 
     @lru_cache(maxsize=64)
     def build(micro_batches: int) -> Schedule:
         chunks = layout.chunks if layout.schedule == "interleaved" else None
-        return generate(layout.schedule, layout.pipeline, micro_batches, chunks, times)
+        return generate_schedule(layout.schedule, layout.pipeline, micro_batches, chunks, times)
 
     sizes = {batch.global_size, *((batch.ramp_from,) if batch.ramp_from else ())}
     for size in sorted(sizes):
@@ -116,7 +116,7 @@ def _from_file(deck: Deck, micro_batches: int) -> Schedule:
         )
     if differing:
         raise HpctrainError(differing)
-    problems = check(schedule)
+    problems = check_schedule(schedule)
     if problems:
         raise schedule_error(problems, str(path), stage_lines(text))
     return schedule

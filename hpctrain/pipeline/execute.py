@@ -297,7 +297,7 @@ class _Mailbox:
         self.senders: dict[BoundaryMessage, int] = {}
         self.ahead = receives_ahead(group.computes_on)
         for stage in range(schedule.stage_count):
-            if stage != group.rank and (order := deque(messages(schedule, stage, group.rank))):
+            if stage != group.rank and (order := deque(messages_between(schedule, stage, group.rank))):
                 self.senders |= dict.fromkeys(order, stage)
                 self.expected[stage], self.posted[stage] = order, deque()
                 self._post(stage, self.ahead)
@@ -322,7 +322,7 @@ def receives_ahead(device: torch.device) -> int:
     return RECEIVES_AHEAD if on_host(device) else GPU_RECEIVES_AHEAD
 
 
-def messages(schedule: Schedule, sender: int, receiver: int) -> Iterator[BoundaryMessage]:
+def messages_between(schedule: Schedule, sender: int, receiver: int) -> Iterator[BoundaryMessage]:
     """Yield the messages that one stage sends to another, in order."""
     for action in schedule.stages[sender]:
         target = _destination(schedule, sender, action)

@@ -13,7 +13,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.dual_pipe import dual_pipe_v
 from hpctrain.pipeline.simulate import StageTimes, peak_activations
-from hpctrain.pipeline.v_schedule import LIMITS, search
+from hpctrain.pipeline.v_schedule import LIMITS, search_v_schedule
 from hpctrain.pipeline.zero_bubble import zb_h1, zb_h2
 from hpctrain.text import either, nearest
 
@@ -81,7 +81,7 @@ ONE_CHUNK_SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {
 SEARCHED_SCHEDULES = frozenset(LIMITS)  # for given times, within a limit of activations
 
 
-def generate(
+def generate_schedule(
     name: str,
     stages: int,
     micro_batches: int,
@@ -112,7 +112,7 @@ def generate(
     elif name == "interleaved":
         schedule = interleaved(stages, micro_batches, 2 if chunks is None else chunks)
     elif name in SEARCHED_SCHEDULES:
-        schedule = search(name, stages, micro_batches, times or StageTimes(), memory_limit)
+        schedule = search_v_schedule(name, stages, micro_batches, times or StageTimes(), memory_limit)
     else:
         schedule = dual_pipe_v(stages, micro_batches)
     if memory_limit is not None:

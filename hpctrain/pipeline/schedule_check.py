@@ -34,7 +34,7 @@ class ScheduleProblem:
         return f"stage {self.stage}, {self.action}{where}: {self.reason}"
 
 
-def check(schedule: Schedule, limit: float | None = None) -> list[ScheduleProblem]:
+def check_schedule(schedule: Schedule, limit: float | None = None) -> list[ScheduleProblem]:
     """Return the problems of a schedule; an empty list if it can run.
 
     These are checked: Each micro-batch passes each chunk exactly once, forward and backward. The order of

@@ -74,7 +74,7 @@ class _BuildingBlock:
     finish_first: bool = False
 
 
-def search(
+def search_v_schedule(
     name: str, stages: int, micro_batches: int, times: StageTimes, memory_limit: float | None
 ) -> Schedule:
     """Return the fastest V-shaped schedule that the search finds within a limit of activations.
@@ -198,15 +198,15 @@ def _block_priorities(
         fastest_backward + s * (1 - share) for s, share in zip(slack, block.forward_share, strict=True)
     ]
     rise = stages * forward[0] + block.rests[0] * work
-    turn = rise + stages * forward[1] + block.rests[1] * work
-    back = turn + stages * backward[1] + block.rests[2] * work
+    turning_time = rise + stages * forward[1] + block.rests[1] * work
+    back = turning_time + stages * backward[1] + block.rests[2] * work
     ranks = []
     for stage in range(stages):
         after = stages - 1 - stage
         start = [0.0, 0.0, 0.0, 0.0]
         start[FORWARD_0] = stage * forward[0]
         start[FORWARD_1] = rise + after * forward[1]
-        start[GRADIENT_1] = turn + stage * backward[1]
+        start[GRADIENT_1] = turning_time + stage * backward[1]
         start[GRADIENT_0] = back + after * backward[0]
         ranks.append([[start[stream] + m * period for m in range(micro_batches)] for stream in STREAMS])
     return ListPriorities(ranks, block.patience, block.finish_first)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hpctrain.costs.compressed_bytes import compress_peak
 from hpctrain.costs.layer_bytes.activation_sizes import SavedStorage, total
-from hpctrain.costs.layer_bytes.questions import deferred_bytes
+from hpctrain.costs.layer_bytes.byte_functions import deferred_bytes
 from hpctrain.costs.part_bytes import PartBytes, packed_bytes
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.activation_store import MIN_STORED_BYTES, SEGMENTS_IN_FLIGHT

@@ -14,7 +14,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedCalls, PlannedMesh, ReductionBytes
 from hpctrain.costs.bucket_bytes import gradient_bytes, pool_bytes, state_bytes, value_bytes
-from hpctrain.costs.layer_bytes import questions
+from hpctrain.costs.layer_bytes import byte_functions
 from hpctrain.costs.layer_bytes.linear_bytes import planned_converted_bytes
 from hpctrain.costs.memory_account import MemoryAccount
 from hpctrain.costs.part_bytes import PartBytes, part_bytes
@@ -236,7 +236,7 @@ def plan_memory(
             buffer += stage.layer_context.tensor.host.scratch_bytes(*summed, deck.layout.sequence_parallel)
         if on_host(device):
             placed = [(layer, part.at) for part in parts for layer in part.part.layers]
-            other += max(questions.allocator_gaps(*each) for each in placed)
+            other += max(byte_functions.allocator_gaps(*each) for each in placed)
             kept = _snapshot(deck, stage) + held_bytes(deck, stage)
             kept += mirror_bytes(deck, stage) if ranks > per_node else 0
         memory = replace(
@@ -369,7 +369,9 @@ def _workspace(deck: Deck, parts: Sequence[PartBytes]) -> int:
     """
     gone = sum(part.head for part in parts)
     placed = [(layer, part.at) for part in parts for layer in part.part.layers]
-    layers = [questions.workspace_bytes(layer, at) - (gone if layer.is_block else 0) for layer, at in placed]
+    layers = [
+        byte_functions.workspace_bytes(layer, at) - (gone if layer.is_block else 0) for layer, at in placed
+    ]
     return max(
         *layers, *(packing_bytes(deck, segment) for part in parts for segment in part.saved_segments()), 0
     )

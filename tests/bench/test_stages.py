@@ -18,7 +18,7 @@ from hpctrain.bench.train import TrainingBenchOptions, bench_train
 from hpctrain.comm.world import World
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
-from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.generate import generate_schedule
 from hpctrain.pipeline.simulate import simulate
 from hpctrain.pipeline.split import layer_ranges
 from tests.engines import DECK, LLAMA, small_deck, trainer
@@ -27,7 +27,7 @@ from tests.engines import DECK, LLAMA, small_deck, trainer
 @pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
 def test_torch_has_the_same_model(family: tuple[str, ...]) -> None:
     shape = ModelShape.of(small_deck(*family, "model.layers=5", "model.tied=false"), 61)
-    schedule = generate("1f1b", 4, 4)
+    schedule = generate_schedule("1f1b", 4, 4)
     parts = [TorchModel(shape, *layer_ranges(schedule, [0, 2, 3, 0], stage)) for stage in range(4)]
     counted = sum(parameter.numel() for part in parts for parameter in part.parameters())
     assert counted == count(shape).parameters

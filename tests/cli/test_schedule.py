@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from hpctrain.cli.schedule import command
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.generate import SCHEDULE_NAMES, generate
+from hpctrain.pipeline.generate import SCHEDULE_NAMES, generate_schedule
 from tests.launch import clean_environment
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -71,7 +71,7 @@ def test_json_has_the_published_numbers() -> None:
 def test_text_parses_back_and_is_read_as_a_file(tmp_path: Path) -> None:
     arguments = ("--stages", 4, "--microbatches", 8, "--chunks", 2)
     made = schedule("interleaved", *arguments, "--text").stdout
-    assert Schedule.parse(made) == generate("interleaved", 4, 8, 2)
+    assert Schedule.parse(made) == generate_schedule("interleaved", 4, 8, 2)
     path = write(tmp_path / "mine.txt", made)
     assert schedule(path, "--text").stdout == made
     assert schedule(path).stdout == schedule("interleaved", *arguments).stdout
@@ -132,7 +132,7 @@ def test_other_counts_than_those_of_the_file(tmp_path: Path) -> None:
 
 
 def test_a_file_over_the_limit_of_activations(tmp_path: Path) -> None:
-    path = write(tmp_path / "mine.txt", str(generate("gpipe", 2, 4)))
+    path = write(tmp_path / "mine.txt", str(generate_schedule("gpipe", 2, 4)))
     assert schedule(path, "--memory-limit", 4).exit_code == 0
     assert "stage 0, F3" in refused(path, "--memory-limit", 3)[0]
 

@@ -221,7 +221,7 @@ def test_some_rows_are_multiplied_as_many_are(world: World, compute: str) -> Non
     assert least in {1, 2, 4, 8, 16, 32, 64}
     with torch.no_grad():
         for layer in model.layers:
-            for product in (multiplier.product for multiplier in layer.multipliers):
+            for product in (product_layer.product for product_layer in layer.product_layers):
                 rows = telling_rows(product.weight(), 100)
                 whole = product.forward(rows)
                 for count in range(least, 100):

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes
-from hpctrain.costs.layer_bytes.questions import workspace_bytes
+from hpctrain.costs.layer_bytes.byte_functions import workspace_bytes
 from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.parallel import vocabulary

@@ -18,8 +18,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.execute import BoundaryMessage, forward_only, messages
-from hpctrain.pipeline.generate import ONE_CHUNK_SCHEDULES, generate
+from hpctrain.pipeline.execute import BoundaryMessage, forward_only, messages_between
+from hpctrain.pipeline.generate import ONE_CHUNK_SCHEDULES, generate_schedule
 from hpctrain.pipeline.split import even_split, layer_ranges
 from hpctrain.train.verify import verify_layout
 from tests.engines import LLAMA, Trainer, reference, small_deck, trainer
@@ -29,7 +29,7 @@ def pipelined(world: World, name: str, micro_batches: int, *overrides: str) -> D
     """Return a deck with one stage per rank; None if the schedule does not allow the micro-batches."""
     chunks = 1 if name in ONE_CHUNK_SCHEDULES else 2
     try:
-        generate(name, world.size, micro_batches, chunks=chunks)
+        generate_schedule(name, world.size, micro_batches, chunks=chunks)
         return small_deck(
             "model.layers=8",
             f"layout.pipeline={world.size}",
@@ -174,7 +174,7 @@ def test_even_split() -> None:
 
 
 def test_parts_know_their_blocks_and_whether_they_are_first_or_last() -> None:
-    schedule = generate("interleaved", 2, 2, chunks=2)
+    schedule = generate_schedule("interleaved", 2, 2, chunks=2)
     first, second = layer_ranges(schedule, [1, 2, 3, 4], 0), layer_ranges(schedule, [1, 2, 3, 4], 1)
     assert [(part.first, part.last) for part in first] == [(0, 1), (3, 6)]
     assert [(part.first, part.last) for part in second] == [(1, 3), (6, 10)]
@@ -185,6 +185,6 @@ def test_parts_know_their_blocks_and_whether_they_are_first_or_last() -> None:
 
 def test_messages_follow_the_order_of_actions() -> None:
     schedule = Schedule.parse("F0 F1 B0 B1\nF0 B0 F1 B1")
-    assert list(messages(schedule, 0, 1)) == [BoundaryMessage("F", 0, 0), BoundaryMessage("F", 1, 0)]
-    assert list(messages(schedule, 1, 0)) == [BoundaryMessage("B", 0, 0), BoundaryMessage("B", 1, 0)]
+    assert list(messages_between(schedule, 0, 1)) == [BoundaryMessage("F", 0, 0), BoundaryMessage("F", 1, 0)]
+    assert list(messages_between(schedule, 1, 0)) == [BoundaryMessage("B", 0, 0), BoundaryMessage("B", 1, 0)]
     assert str(forward_only(schedule, 3)).splitlines()[1:] == ["F0 F1 F2"] * 2

@@ -6,8 +6,8 @@ from hpctrain.deck import schedules
 from hpctrain.deck.schedules import V_SHAPED
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.generate import ONE_CHUNK_SCHEDULES, generate
-from hpctrain.pipeline.schedule_check import check
+from hpctrain.pipeline.generate import ONE_CHUNK_SCHEDULES, generate_schedule
+from hpctrain.pipeline.schedule_check import check_schedule
 from hpctrain.pipeline.simulate import peak_activations
 from hpctrain.pipeline.v_schedule import LIMITS
 
@@ -25,15 +25,15 @@ def test_every_schedule_is_valid_and_parses_back(name: str, stages: int) -> None
     for micro_batches in range(1, 9):
         if name == "interleaved" and micro_batches % stages:
             continue
-        schedule = generate(name, stages, micro_batches)
+        schedule = generate_schedule(name, stages, micro_batches)
         assert (schedule.name, schedule.stage_count, schedule.micro_batches) == (name, stages, micro_batches)
-        assert check(schedule) == []
+        assert check_schedule(schedule) == []
         assert Schedule.parse(str(schedule)) == schedule
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_added_in_the_order_of_micro_batches(name: str) -> None:
-    schedule = generate(name, 4, 8)
+    schedule = generate_schedule(name, 4, 8)
     for actions in schedule.stages:
         for chunk in range(schedule.chunks):
             for kinds in ("BI", "BW"):
@@ -43,7 +43,7 @@ def test_gradients_are_added_in_the_order_of_micro_batches(name: str) -> None:
 
 def test_schedules_match_their_full_text() -> None:
     def lines(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> list[str]:
-        return str(generate(name, stages, micro_batches, chunks)).splitlines()[1:]
+        return str(generate_schedule(name, stages, micro_batches, chunks)).splitlines()[1:]
 
     assert lines("naive", 2, 2) == ["F0 B0 F1 B1"] * 2
     assert lines("gpipe", 2, 2) == ["F0 F1 B0 B1"] * 2
@@ -60,12 +60,12 @@ def test_schedules_match_their_full_text() -> None:
 
 
 def test_peak_activations_of_each_schedule() -> None:
-    assert peak_activations(generate("naive", 4, 8)) == (1,) * 4
-    assert peak_activations(generate("gpipe", 4, 8)) == (8,) * 4
-    assert peak_activations(generate("1f1b", 4, 8)) == (4, 3, 2, 1)
-    assert peak_activations(generate("1f1b", 4, 2)) == (2, 2, 2, 1)
+    assert peak_activations(generate_schedule("naive", 4, 8)) == (1,) * 4
+    assert peak_activations(generate_schedule("gpipe", 4, 8)) == (8,) * 4
+    assert peak_activations(generate_schedule("1f1b", 4, 8)) == (4, 3, 2, 1)
+    assert peak_activations(generate_schedule("1f1b", 4, 2)) == (2, 2, 2, 1)
     # Narayanan 2021: 1 + (p - 1)/(p v) times that of 1F1B on the first stage.
-    assert peak_activations(generate("interleaved", 4, 16, 2))[0] == 4 * (1 + 3 / 8)
+    assert peak_activations(generate_schedule("interleaved", 4, 16, 2))[0] == 4 * (1 + 3 / 8)
 
 
 @pytest.mark.parametrize(
@@ -101,15 +101,15 @@ def test_all_invalid_arguments_are_reported_at_once(
     arguments: tuple[str, int, int], problems: list[str]
 ) -> None:
     with pytest.raises(HpctrainError) as raised:
-        generate(*arguments)
+        generate_schedule(*arguments)
     assert len(raised.value.problems) == len(problems)
     for told, expected in zip(raised.value.problems, problems, strict=True):
         assert told.startswith(expected)
 
 
 def test_an_activation_limit_is_met_or_refused() -> None:
-    assert generate("1f1b", 4, 8, memory_limit=4) == generate("1f1b", 4, 8)
+    assert generate_schedule("1f1b", 4, 8, memory_limit=4) == generate_schedule("1f1b", 4, 8)
     with pytest.raises(
         HpctrainError, match="gpipe: stage 0 holds activations of 8 micro-batches; the limit is 4"
     ):
-        generate("gpipe", 4, 8, memory_limit=4)
+        generate_schedule("gpipe", 4, 8, memory_limit=4)

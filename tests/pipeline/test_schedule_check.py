@@ -5,8 +5,8 @@ import random
 import pytest
 
 from hpctrain.pipeline.action import Action, Schedule, stage_lines
-from hpctrain.pipeline.generate import generate
-from hpctrain.pipeline.schedule_check import ScheduleProblem, check, schedule_error
+from hpctrain.pipeline.generate import generate_schedule
+from hpctrain.pipeline.schedule_check import ScheduleProblem, check_schedule, schedule_error
 
 GOOD = [
     "F0 B0",
@@ -20,7 +20,7 @@ GOOD = [
 
 @pytest.mark.parametrize("text", GOOD)
 def test_valid_schedules_have_no_problems(text: str) -> None:
-    assert check(Schedule.parse(text)) == []
+    assert check_schedule(Schedule.parse(text)) == []
 
 
 @pytest.mark.parametrize(
@@ -86,16 +86,16 @@ def test_valid_schedules_have_no_problems(text: str) -> None:
     ],
 )
 def test_problems_name_stage_action_and_reason(text: str, expected: list[str]) -> None:
-    problems = [str(problem) for problem in check(Schedule.parse(text))]
+    problems = [str(problem) for problem in check_schedule(Schedule.parse(text))]
     assert len(problems) == len(expected), problems
     for told, start in zip(problems, expected, strict=True):
         assert told.startswith(start)
 
 
 def test_activations_stay_within_the_limit() -> None:
-    schedule = generate("1f1b", 4, 8)
-    assert check(schedule, limit=4) == []
-    assert check(schedule, limit=2) == [
+    schedule = generate_schedule("1f1b", 4, 8)
+    assert check_schedule(schedule, limit=4) == []
+    assert check_schedule(schedule, limit=2) == [
         ScheduleProblem(0, 2, Action("F", 2), "holds activations of 3 micro-batches; the limit is 2"),
         ScheduleProblem(1, 2, Action("F", 2), "holds activations of 3 micro-batches; the limit is 2"),
     ]
@@ -103,20 +103,20 @@ def test_activations_stay_within_the_limit() -> None:
 
 def test_a_chunk_counts_as_a_fraction_of_its_stages_activations() -> None:
     schedule = Schedule.parse("F0 F1 F0.1 F1.1 B0.1 B0 B1.1 B1")
-    assert check(schedule, limit=2) == []
-    (problem,) = check(schedule, limit=1.25)
+    assert check_schedule(schedule, limit=2) == []
+    (problem,) = check_schedule(schedule, limit=1.25)
     assert (problem.index, problem.reason) == (2, "holds activations of 1.5 micro-batches; the limit is 1.25")
 
 
 def test_a_huge_number_gives_a_short_message() -> None:
-    assert len(check(Schedule.parse("F999999.999 B0"))) < 20
+    assert len(check_schedule(Schedule.parse("F999999.999 B0"))) < 20
 
 
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"])
 def test_every_breaking_change_of_a_valid_schedule_is_found(name: str) -> None:
     """Removed and repeated actions are always found, a swap if the simulation blocks."""
     dice = random.Random(3)
-    good = generate(name, 3, 6)
+    good = generate_schedule(name, 3, 6)
     for _ in range(60):
         stages = [list(actions) for actions in good.stages]
         stage, change = dice.randrange(3), dice.choice(["drop", "double", "swap"])
@@ -128,7 +128,7 @@ def test_every_breaking_change_of_a_valid_schedule_is_found(name: str) -> None:
             actions.insert(other, actions[one])
         else:
             actions[one], actions[other] = actions[other], actions[one]
-        problems = check(Schedule(tuple(map(tuple, stages)), name))
+        problems = check_schedule(Schedule(tuple(map(tuple, stages)), name))
         if change != "swap":
             assert any(problem.stage == stage for problem in problems)
         elif not _comes_to_its_end(stages, good, dice):
@@ -170,7 +170,7 @@ def _comes_to_its_end(stages: list[list[Action]], good: Schedule, dice: random.R
 
 def test_schedule_errors_name_file_and_line() -> None:
     text = "# mine\nF0 B0\n\nF0\n"
-    problems = check(Schedule.parse(text))
+    problems = check_schedule(Schedule.parse(text))
     assert schedule_error(problems, "mine.txt", stage_lines(text)).problems == (
         "mine.txt:4: stage 1, B0: is missing, as are I0 and W0",
     )

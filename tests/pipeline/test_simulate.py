@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Schedule, accumulation
-from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.generate import generate_schedule
 from hpctrain.pipeline.simulate import StageTimes, peak_activations, simulate
 
 
@@ -38,7 +38,7 @@ def test_a_v_placement_has_no_communication_on_the_last_stage() -> None:
 
 
 def test_chunks_share_the_time_of_their_stage() -> None:
-    schedule = generate("interleaved", 2, 4)
+    schedule = generate_schedule("interleaved", 2, 4)
     alike = simulate(schedule, StageTimes(6, 4, 2, 1))
     assert alike == simulate(schedule, StageTimes((6, 6), (4, 4), (2, 2), (1, 1, 1)))
     assert alike == simulate(schedule, StageTimes((3,) * 4, (2,) * 4, (1,) * 4, 1))
@@ -46,7 +46,9 @@ def test_chunks_share_the_time_of_their_stage() -> None:
 
 
 def test_the_slowest_stage_sets_the_ideal_time() -> None:
-    simulation = simulate(generate("1f1b", 4, 8), StageTimes((1, 1, 3, 1), (1, 1, 3, 1), (1, 1, 3, 1)))
+    simulation = simulate(
+        generate_schedule("1f1b", 4, 8), StageTimes((1, 1, 3, 1), (1, 1, 3, 1), (1, 1, 3, 1))
+    )
     assert simulation.ideal == 8 * 9
     assert simulation.idle == tuple(simulation.cost - 8 * work for work in (3, 3, 9, 3))
 
@@ -77,7 +79,7 @@ SMALL, LARGE = StageTimes(18.522, 18.086, 9.337, 0.601), StageTimes(29.718, 29.4
     ],
 )
 def test_published_bubble_rates(name: str, times: StageTimes, published: float) -> None:
-    assert round(simulate(generate(name, 8, 24), times).bubble_rate, 4) == published
+    assert round(simulate(generate_schedule(name, 8, 24), times).bubble_rate, 4) == published
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
@@ -86,7 +88,7 @@ def test_published_bubble_rates(name: str, times: StageTimes, published: float) 
 def test_closed_forms_of_the_bubble(stages: int, rounds: int, times: StageTimes) -> None:
     micro_batches = stages * rounds
     for name, chunks in [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]:
-        simulation = simulate(generate(name, stages, micro_batches, chunks), times)
+        simulation = simulate(generate_schedule(name, stages, micro_batches, chunks), times)
         assert simulation.cost * micro_batches * chunks == simulation.ideal * (
             micro_batches * chunks + stages - 1
         )
@@ -95,12 +97,12 @@ def test_closed_forms_of_the_bubble(stages: int, rounds: int, times: StageTimes)
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5, 9])
 def test_bubble_of_1f1b_and_gpipe_with_any_number_of_micro_batches(micro_batches: int) -> None:
     for name in ("gpipe", "1f1b"):
-        simulation = simulate(generate(name, 4, micro_batches), StageTimes(2, 3, 1))
+        simulation = simulate(generate_schedule(name, 4, micro_batches), StageTimes(2, 3, 1))
         assert simulation.cost / simulation.ideal - 1 == pytest.approx(3 / micro_batches)
 
 
 def test_naive_keeps_one_stage_busy_at_a_time() -> None:
-    simulation = simulate(generate("naive", 4, 5), StageTimes(1, 1, 1))
+    simulation = simulate(generate_schedule("naive", 4, 5), StageTimes(1, 1, 1))
     assert simulation.cost == 4 * simulation.ideal
 
 
@@ -120,7 +122,7 @@ def test_activations_live_to_the_end_of_the_weight_gradient() -> None:
 )
 def test_times_of_wrong_length_are_refused(times: StageTimes, problem: str) -> None:
     with pytest.raises(HpctrainError, match=problem):
-        simulate(generate("interleaved", 2, 2), times)
+        simulate(generate_schedule("interleaved", 2, 2), times)
 
 
 def test_negative_or_non_finite_times_are_refused() -> None:

@@ -9,16 +9,16 @@ from functools import partial
 import pytest
 
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.generate import generate_schedule
 from hpctrain.pipeline.split import balanced_split, even_split, split_by_stage_times, split_layers
 
 SCHEDULES = (
-    *(generate("1f1b", stages, 4) for stages in (1, 2, 3, 4)),
-    generate("interleaved", 2, 4, 2),
-    generate("interleaved", 2, 4, 3),
-    generate("interleaved", 3, 3, 2),
-    generate("dualpipe-v", 2, 4),
-    generate("dualpipe-v", 3, 6),
+    *(generate_schedule("1f1b", stages, 4) for stages in (1, 2, 3, 4)),
+    generate_schedule("interleaved", 2, 4, 2),
+    generate_schedule("interleaved", 2, 4, 3),
+    generate_schedule("interleaved", 3, 3, 2),
+    generate_schedule("dualpipe-v", 2, 4),
+    generate_schedule("dualpipe-v", 3, 6),
 )
 
 
@@ -114,18 +114,22 @@ def test_an_even_split_wins_ties(schedule: Schedule) -> None:
 
 
 def test_stages_with_a_slow_embedding_or_head_get_fewer_blocks() -> None:
-    two, four = generate("1f1b", 2, 4), generate("1f1b", 4, 4)
+    two, four = generate_schedule("1f1b", 2, 4), generate_schedule("1f1b", 4, 4)
     assert balanced_split(alike(5, 1.0, 0.1, 0.9), two) == [3, 2]
     assert balanced_split(alike(5, 1.0, 0.9, 0.1), two) == [2, 3]
     assert balanced_split(alike(10, 1.0, 2.0, 5.0), four) == [2, 4, 4, 0]
     assert balanced_split(alike(11, 1.0, 2.0, 3.0), four) == [2, 4, 4, 1]
-    assert balanced_split(alike(2, 1.0, 0.0, 0.1), generate("1f1b", 3, 4)) == [1, 1, 0]
+    assert balanced_split(alike(2, 1.0, 0.0, 0.1), generate_schedule("1f1b", 3, 4)) == [1, 1, 0]
     # The first stage of a V holds both ends.
-    assert balanced_split(alike(12, 1.0, 1.0, 3.0), generate("dualpipe-v", 2, 4)) == [3, 4, 4, 1]
+    assert balanced_split(alike(12, 1.0, 1.0, 3.0), generate_schedule("dualpipe-v", 2, 4)) == [3, 4, 4, 1]
 
 
 def test_blocks_outside_the_slowest_stage_are_split_evenly() -> None:
-    assert balanced_split([0.0, 1.0, 1.0, 1.0, 1.1, 1.0, 1.0, 9.0], generate("1f1b", 3, 4)) == [3, 3, 0]
+    assert balanced_split([0.0, 1.0, 1.0, 1.0, 1.1, 1.0, 1.0, 9.0], generate_schedule("1f1b", 3, 4)) == [
+        3,
+        3,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: f"{schedule.name}-{schedule.parts}")
@@ -154,11 +158,14 @@ def test_no_other_split_is_faster_on_stages_of_different_speed(schedule: Schedul
 
 def test_stages_that_are_twice_as_fast_get_twice_the_blocks() -> None:
     slow, fast = alike(12, 2.0, 0.0, 0.0), alike(12, 1.0, 0.0, 0.0)
-    assert split_by_stage_times([slow, slow, fast, fast], generate("1f1b", 4, 4)) == [2, 2, 4, 4]
-    assert split_by_stage_times([fast, slow], generate("interleaved", 2, 4, 2)) == [4, 2, 4, 2]
-    assert split_by_stage_times([fast, slow], generate("dualpipe-v", 2, 4)) == [4, 2, 2, 4]
+    assert split_by_stage_times([slow, slow, fast, fast], generate_schedule("1f1b", 4, 4)) == [2, 2, 4, 4]
+    assert split_by_stage_times([fast, slow], generate_schedule("interleaved", 2, 4, 2)) == [4, 2, 4, 2]
+    assert split_by_stage_times([fast, slow], generate_schedule("dualpipe-v", 2, 4)) == [4, 2, 2, 4]
     unlike = [0.0, *[1.0, 1.5] * 6, 0.0]
-    assert split_by_stage_times([[2 * each for each in unlike], unlike], generate("1f1b", 2, 4)) == [4, 8]
+    assert split_by_stage_times([[2 * each for each in unlike], unlike], generate_schedule("1f1b", 2, 4)) == [
+        4,
+        8,
+    ]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: f"{schedule.name}-{schedule.parts}")
@@ -172,19 +179,19 @@ def test_stages_of_equal_speed_are_split_as_by_one_time(schedule: Schedule) -> N
 
 @pytest.mark.parametrize("other", [1.0, 3.0], ids=["alike", "unlike"])
 def test_many_layers_are_split_quickly(other: float) -> None:
-    for schedule in (generate("1f1b", 64, 64), generate("interleaved", 8, 8, 4)):
+    for schedule in (generate_schedule("1f1b", 64, 64), generate_schedule("interleaved", 8, 8, 4)):
         times = [3.0, *[1.0, other] * 64, 5.0]
         counts = balanced_split(times, schedule)
         assert sum(counts) == 128
         stage, part = cost(counts, times, schedule)
         assert stage <= sum(times) / schedule.stage_count + max(times)
         assert part <= sum(times) / schedule.parts + 2 * max(times)
-    assert sum(balanced_split(alike(1000, 1.0, 3.0, 5.0), generate("1f1b", 64, 64))) == 1000
+    assert sum(balanced_split(alike(1000, 1.0, 3.0, 5.0), generate_schedule("1f1b", 64, 64))) == 1000
 
 
 def test_a_good_split_is_found_among_more_than_the_search_keeps() -> None:
     """All stages take the mean of 18, and none can take less."""
-    times, schedule = [3.0, *[1.0, 3.0] * 16, 5.0], generate("interleaved", 4, 4, 2)
+    times, schedule = [3.0, *[1.0, 3.0] * 16, 5.0], generate_schedule("interleaved", 4, 4, 2)
     stage, _ = cost(balanced_split(times, schedule), times, schedule)
     assert stage == sum(times) / 4
 

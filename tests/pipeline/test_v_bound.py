@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.pipeline import v_schedule
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.generate import generate_schedule
 from hpctrain.pipeline.simulate import StageTimes, peak_activations, simulate, times_by_part
 from hpctrain.pipeline.v_bound import minimum_cost
 from hpctrain.pipeline.v_schedule import LIMITS
@@ -40,7 +40,7 @@ def test_no_schedule_within_the_limit_is_below_the_bound(seed: int, monkeypatch:
     for _ in range(5):
         stages, name = random.randint(2, 7), random.choice(["dualpipe-v", *LIMITS])
         micro_batches, times = random.randint(1, 4 * stages), drawn(random, 2 * stages)
-        schedule = generate(name, stages, micro_batches, times=times)
+        schedule = generate_schedule(name, stages, micro_batches, times=times)
         limit = max(schedule.peak_live_chunks)
         cost = simulate(schedule, times).cost
         assert least_of(schedule, times, limit) <= cost * (1 + 1e-12), (name, stages, micro_batches, times)
@@ -48,7 +48,7 @@ def test_no_schedule_within_the_limit_is_below_the_bound(seed: int, monkeypatch:
 
 @pytest.mark.parametrize(("stages", "rounds"), [(2, 2), (3, 4), (8, 2), (8, 3)])
 def test_zb_v_reaches_the_bound_for_equal_times(stages: int, rounds: int) -> None:
-    schedule = generate("zb-v", stages, rounds * stages)
+    schedule = generate_schedule("zb-v", stages, rounds * stages)
     assert max(peak_activations(schedule)) == stages
     cost = simulate(schedule, StageTimes()).cost
     assert least_of(schedule, StageTimes(), 2 * stages) == pytest.approx(cost) == 3 * rounds * stages
@@ -57,13 +57,13 @@ def test_zb_v_reaches_the_bound_for_equal_times(stages: int, rounds: int) -> Non
 def test_bound_of_one_micro_batch() -> None:
     """It passes four parts down and up, and back, with 2 + 3 each and messages of 1; then W."""
     times = StageTimes([2.0] * 4, [3.0] * 4, [1.0] * 4, 1.0)
-    schedule = generate("v-half", 2, 1, times=times)
+    schedule = generate_schedule("v-half", 2, 1, times=times)
     assert least_of(schedule, times, 2) == pytest.approx(4 * (2 + 3) + 4 * 1 + 1)
     assert simulate(schedule, times).cost == pytest.approx(4 * (2 + 3) + 4 * 1 + 1)
 
 
 def test_a_lower_activation_limit_raises_the_bound() -> None:
     times = StageTimes([1.0] * 16, [1.1] * 16, [0.9] * 16)
-    schedule = generate("zb-v", 8, 40)
+    schedule = generate_schedule("zb-v", 8, 40)
     bounds = [least_of(schedule, times, limit) for limit in range(2, 17)]
     assert bounds == sorted(bounds, reverse=True) and bounds[0] > 2.5 * bounds[-1]

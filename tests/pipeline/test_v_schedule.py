@@ -13,8 +13,8 @@ import pytest
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline import v_schedule
 from hpctrain.pipeline.action import Action, Schedule
-from hpctrain.pipeline.generate import generate
-from hpctrain.pipeline.schedule_check import check
+from hpctrain.pipeline.generate import generate_schedule
+from hpctrain.pipeline.schedule_check import check_schedule
 from hpctrain.pipeline.simulate import StageTimes, simulate
 
 ALIKE = StageTimes()
@@ -42,7 +42,7 @@ def most_activations(name: str, stages: int) -> float:
 
 
 def bubble(name: str, stages: int, micro_batches: int, times: StageTimes = ALIKE) -> float:
-    simulation = simulate(generate(name, stages, micro_batches, times=times), times)
+    simulation = simulate(generate_schedule(name, stages, micro_batches, times=times), times)
     return simulation.cost - simulation.ideal
 
 
@@ -52,10 +52,10 @@ def bubble(name: str, stages: int, micro_batches: int, times: StageTimes = ALIKE
 def test_v_schedules_are_complete_and_within_the_papers_activations(name: str, stages: int) -> None:
     limit = most_activations(name, stages)
     for micro_batches in sorted({1, stages, 2 * stages - 1, 4 * stages} if stages < 6 else {3, 2 * stages}):
-        schedule = generate(name, stages, micro_batches)
+        schedule = generate_schedule(name, stages, micro_batches)
         assert (schedule.name, schedule.placement, schedule.chunks) == (name, "v", 2)
         assert (schedule.stage_count, schedule.micro_batches) == (stages, micro_batches)
-        assert check(schedule, limit) == []
+        assert check_schedule(schedule, limit) == []
         assert Schedule.parse(str(schedule)) == schedule
 
 
@@ -66,15 +66,15 @@ def test_v_schedules_are_complete_and_within_the_papers_activations(name: str, s
 )
 def test_v_schedules_are_valid_for_any_times(name: str, times: StageTimes) -> None:
     for micro_batches in (2, 9):
-        schedule = generate(name, 4, micro_batches, times=times)
-        assert check(schedule, most_activations(name, 4)) == []
+        schedule = generate_schedule(name, 4, micro_batches, times=times)
+        assert check_schedule(schedule, most_activations(name, 4)) == []
 
 
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_added_in_the_order_of_micro_batches(name: str) -> None:
     """Therefore all schedules give the same gradients, bit for bit."""
-    for actions in generate(name, 4, 9, times=SMALL).stages:
+    for actions in generate_schedule(name, 4, 9, times=SMALL).stages:
         for chunk, kinds in itertools.product((0, 1), ("F", "BI", "BW")):
             order = [a.micro_batch for a in actions if a.chunk == chunk and a.kind in kinds]
             assert order == list(range(9))
@@ -102,7 +102,7 @@ def test_v_half_and_v_min_have_a_fraction_of_the_bubble_of_1f1b(stages: int) -> 
 def test_v_schedules_beat_1f1b_with_published_times(name: str, times: StageTimes, known: float) -> None:
     """ZB-V is also better than ZB-H2, with half of its activations. `known` is what this search finds."""
     plain, h2, found = (
-        simulate(generate(other, 8, 24, times=times), times) for other in ("1f1b", "zb-h2", name)
+        simulate(generate_schedule(other, 8, 24, times=times), times) for other in ("1f1b", "zb-h2", name)
     )
     assert found.bubble_rate < plain.bubble_rate
     assert found.bubble_rate <= known + 5e-5
@@ -120,7 +120,7 @@ def test_bubble_and_activations_of_dualpipe_v(stages: int, times: StageTimes) ->
     forward, weight = times.forward / 2, times.weight_gradient / 2
     backward = forward + weight
     for micro_batches in (2 * stages, 2 * stages + 3):
-        simulation = simulate(generate("dualpipe-v", stages, micro_batches), times)
+        simulation = simulate(generate_schedule("dualpipe-v", stages, micro_batches), times)
         assert simulation.finish - simulation.ideal == pytest.approx(
             (stages - 1) * (forward + backward - 2 * weight)
         )
@@ -135,7 +135,7 @@ def test_bubble_of_dualpipe_v_is_deepseeks_where_pairs_end_together(
     stages: int, forward: float, weight: float, together: float
 ) -> None:
     """DeepSeek's table has, for PP = 2 p parts, (PP/2 - 1)(F&B + B - 3W)."""
-    schedule = generate("dualpipe-v", stages, 3 * stages)
+    schedule = generate_schedule("dualpipe-v", stages, 3 * stages)
     finish, work = run_in_pairs(schedule, forward, weight, together)
     expected = (stages - 1) * (together + (forward + weight) - 3 * weight)
     assert finish - work == pytest.approx(expected)
@@ -183,7 +183,7 @@ def in_pairs(schedule: Schedule, stage: int) -> Iterator[tuple[Action, ...]]:
 
 
 def test_dualpipe_v_of_two_stages() -> None:
-    schedule = generate("dualpipe-v", 2, 4)
+    schedule = generate_schedule("dualpipe-v", 2, 4)
     expected = (
         "F0 F1 F2 F0.1 I0.1 W0.1 F1.1 F3 B1.1 F2.1 B0 B2.1 F3.1 B1 B3.1 I2 W2 I3 W3",
         "F0 F0.1 F1 F1.1 F2 B0.1 F2.1 B0 F3 B1.1 F3.1 B1 B2.1 B2 I3.1 I3 W3.1 W3",
@@ -194,8 +194,8 @@ def test_dualpipe_v_of_two_stages() -> None:
 def test_v_schedules_meet_a_limit_and_improve_with_more_memory() -> None:
     costs = []
     for limit in (1, 1.5, 2.9, 6):
-        schedule = generate("zb-v", 4, 6, times=SMALL, memory_limit=limit)
-        assert check(schedule, limit) == []
+        schedule = generate_schedule("zb-v", 4, 6, times=SMALL, memory_limit=limit)
+        assert check_schedule(schedule, limit) == []
         costs.append(simulate(schedule, SMALL).cost)
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] < 0.5 * costs[0]
@@ -205,25 +205,25 @@ def test_a_limit_below_one_micro_batch_is_refused() -> None:
     with pytest.raises(
         HpctrainError, match="v-min: the limit of activations of 0\\.5 micro-batches must be 1 or more"
     ):
-        generate("v-min", 4, 8, memory_limit=0.5)
+        generate_schedule("v-min", 4, 8, memory_limit=0.5)
     with pytest.raises(HpctrainError, match=r"dualpipe-v: stage \d holds activations of 4\.5"):
-        generate("dualpipe-v", 4, 8, memory_limit=4)
+        generate_schedule("dualpipe-v", 4, 8, memory_limit=4)
 
 
 def test_times_of_wrong_length_are_refused() -> None:
     with pytest.raises(HpctrainError, match="forward: expected 1, 4 or 8 numbers"):
-        generate("zb-v", 4, 8, times=StageTimes([1, 2, 3]))
+        generate_schedule("zb-v", 4, 8, times=StageTimes([1, 2, 3]))
 
 
 @pytest.mark.usefixtures("short_search")
 def test_the_search_is_deterministic() -> None:
-    assert generate("v-half", 5, 11, times=SMALL) == generate("v-half", 5, 11, times=SMALL)
+    assert generate_schedule("v-half", 5, 11, times=SMALL) == generate_schedule("v-half", 5, 11, times=SMALL)
 
 
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("name", NAMES)
 def test_schedules_of_many_stages(name: str) -> None:
-    schedule = generate(name, 16, 40, times=LARGE)
-    assert check(schedule, most_activations(name, 16)) == []
+    schedule = generate_schedule(name, 16, 40, times=LARGE)
+    assert check_schedule(schedule, most_activations(name, 16)) == []
     assert sum(action.kind == "F" for actions in schedule.stages for action in actions) == 16 * 40 * 2
     assert Action("F", 39, 1) in schedule.stages[0]

@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.errors import InputOutputError
 from hpctrain.pipeline.action import Action, Schedule
-from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.generate import generate_schedule
 from hpctrain.pipeline.schedule_check import ScheduleProblem
 from hpctrain.pipeline.simulate import Simulation, StageTimes, simulate
 from hpctrain.report.cells import KINDS, arrange, colour_of, rgb
@@ -27,7 +27,7 @@ def made(
     name: str, stages: int, micro_batches: int, chunks: int | None = None, times: StageTimes | None = None
 ) -> tuple[Schedule, Simulation]:
     times = times or StageTimes()
-    schedule = generate(name, stages, micro_batches, chunks, times)
+    schedule = generate_schedule(name, stages, micro_batches, chunks, times)
     return schedule, simulate(schedule, times)
 
 
@@ -182,7 +182,7 @@ def test_a_deadlock_is_drawn_as_far_as_it_comes() -> None:
 
 def test_without_a_problem_the_way_of_the_data_is_the_simulators() -> None:
     for name in ("1f1b", "interleaved", "zb-h2"):
-        schedule = generate(name, 4, 8)
+        schedule = generate_schedule(name, 4, 8)
         chunks = schedule.chunks
         simulation = simulate(schedule, StageTimes(chunks, chunks, chunks, 0))
         assert arrange(schedule, None) == arrange(schedule, simulation)

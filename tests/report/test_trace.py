@@ -20,7 +20,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.errors import InputOutputError
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.generate import generate_schedule
 from hpctrain.pipeline.simulate import StageTimes, simulate
 from hpctrain.report import trace
 from hpctrain.report.comparison import draw_comparison
@@ -114,7 +114,7 @@ def test_a_step_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v"])
 def test_what_runs_as_simulated_is_measured_and_simulated_so(name: str) -> None:
     chunks = 1 if name in {"gpipe", "1f1b", "zb-h1"} else 2
-    schedule = generate(name, 2, 8, chunks=chunks)
+    schedule = generate_schedule(name, 2, 8, chunks=chunks)
     step = recorded(schedule, StageTimes(3.0, 2.0, 1.0, 0.25))
     expected = simulate(schedule, StageTimes(3.0, 2.0, 1.0, 0.25))
     assert step.measured() == expected
@@ -126,7 +126,7 @@ def test_what_runs_as_simulated_is_measured_and_simulated_so(name: str) -> None:
 
 def test_closed_forms_of_the_bubble() -> None:
     for stages, micro_batches in [(2, 4), (4, 8)]:
-        step = recorded(generate("1f1b", stages, micro_batches, chunks=1), StageTimes())
+        step = recorded(generate_schedule("1f1b", stages, micro_batches, chunks=1), StageTimes())
         assert step.measured().bubble_rate == pytest.approx((stages - 1) / (micro_batches + stages - 1))
 
 
@@ -158,7 +158,7 @@ def test_waiting_for_a_stage_and_for_its_messages() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved"])
 def test_a_simulated_stage_works_or_waits(name: str) -> None:
-    schedule = generate(name, 4, 8, 2 if name in {"zb-v", "interleaved"} else 1)
+    schedule = generate_schedule(name, 4, 8, 2 if name in {"zb-v", "interleaved"} else 1)
     for message in (0.0, 0.25):
         step = recorded(schedule, StageTimes(2.0, 2.0, 1.0, message))
         finish = max(row[-1] for row in step.end)
@@ -277,7 +277,7 @@ def test_a_run_records_every_action_of_its_schedule(
     assert {span["cat"] for span in spans} >= {SCHEDULE, EVALUATION, "phases"}
 
     chunks = 2 if schedule == "interleaved" and stages > 1 else 1
-    expected = generate(schedule, stages, 8, chunks=chunks) if stages > 1 else None
+    expected = generate_schedule(schedule, stages, 8, chunks=chunks) if stages > 1 else None
     pipeline = [rank for rank, place in enumerate(content["otherData"]["ranks"]) if place["data"] == 0]
     for step in (3, 4):
         done: dict[tuple[int, str], tuple[float, float]] = {}

@@ -1,9 +1,9 @@
 """Bytes of layers: what they save for the backward pass, and what they need meanwhile.
 
 Layers do not know about plans. This package derives from a layer, and from the sizes of a micro-batch, how
-many bytes it needs. `questions.py` has one function for each question, dispatched by the class of the layer.
-The other modules register the answers. For a new layer, register `saved_storages`, and those of the other
-questions whose defaults are not right.
+many bytes it needs. `byte_functions.py` has one function for each kind of memory, dispatched by the class of
+the layer. The other modules register implementations. For a new layer, register `saved_storages`, and the
+other functions whose defaults are not right.
 
 | layers | module |
 |---|---|
@@ -21,7 +21,7 @@ A user's module is a black box. `module_trace.py` runs a part of it on torch's d
 each layer saves and computes. `meta_device.py` makes "meta" behave like a CPU or GPU during that pass.
 """
 
-from hpctrain.costs.layer_bytes import (  # noqa: F401  (they register answers)
+from hpctrain.costs.layer_bytes import (  # noqa: F401  (they register implementations)
     attention_bytes,
     block_bytes,
     latent_bytes,

@@ -45,8 +45,8 @@ class ActivationSizes:
         itemsize: Bytes of an element of weights and activations as stored.
         gradient_itemsize: Bytes of an element of weight gradients.
         gpu: True on a GPU, whose kernels save other tensors.
-        selective: True if the core of attention is recomputed.
-        again: True if complete blocks are recomputed.
+        recomputes_core: True if the core of attention is recomputed.
+        recomputes_blocks: True if complete blocks are recomputed.
         objective: Makes a loss of the result of a user's module.
     """
 
@@ -56,8 +56,8 @@ class ActivationSizes:
     itemsize: int
     gradient_itemsize: int
     gpu: bool = False
-    selective: bool = False
-    again: bool = False
+    recomputes_core: bool = False
+    recomputes_blocks: bool = False
     objective: Any = None
 
     def features(self, count: int, itemsize: int | None = None) -> SavedStorage:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
+from hpctrain.costs.layer_bytes.byte_functions import core_recompute_bytes, saved_storages, workspace_bytes
 from hpctrain.costs.layer_bytes.linear_bytes import saved_by_adapter, saved_input
-from hpctrain.costs.layer_bytes.questions import core_recompute_bytes, saved_storages, workspace_bytes
 from hpctrain.model.attention import Attention
 from hpctrain.model.norm import Norm
 from hpctrain.model.query_key_norm import QueryKeyNorm
@@ -51,7 +51,7 @@ def _saved_by_query_key_norm(norm: QueryKeyNorm, at: ActivationSizes) -> list[Sa
 @saved_storages.register
 def _saved_by_attention(attention: Attention, at: ActivationSizes) -> list[SavedStorage]:
     """Return the input, what the core saves, and its output if the core does not save it."""
-    alone = at.selective or attention.exchanges
+    alone = at.recomputes_core or attention.exchanges
     return [
         *saved_input(attention.inner, at),
         *saved_by_adapter(attention.inner, at),
@@ -67,7 +67,7 @@ def _saved_by_core(attention: Attention, at: ActivationSizes) -> list[SavedStora
     norm, size = attention.norm, attention.head_size
     projected, output, shared = (at.features(count) for count in (queries + 2 * keys, queries, keys))
     statistics = [] if norm is None else saved_storages(norm, at)
-    if at.selective:
+    if at.recomputes_core:
         normed = [] if norm is None else [output, shared]
         return [projected, *statistics, *normed]
     log_sum = replace(at.features(queries // size, 4), features=False)
@@ -98,12 +98,12 @@ def _attention_workspace(attention: Attention, at: ActivationSizes) -> int:
 @core_recompute_bytes.register
 def _recomputed_by_core(attention: Attention, at: ActivationSizes) -> int:
     queries, keys, _ = attention.inner.split_sizes
-    known = total(_saved_by_core(attention, replace(at, selective=True)))
+    known = total(_saved_by_core(attention, replace(at, recomputes_core=True)))
     known -= at.features(queries).bytes if attention.exchanges else 0
     if attention.norm is not None and not _is_compiled(attention):
         # The first ones are normalized queries and keys, the others rotated ones.
         known -= at.features(queries + keys).bytes
-    return total(_saved_by_core(attention, replace(at, selective=False))) - known
+    return total(_saved_by_core(attention, replace(at, recomputes_core=False))) - known
 
 
 def _is_compiled(attention: Attention) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hpctrain.costs.layer_bytes import feed_forward_bytes, mixture_bytes
 from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage, total
-from hpctrain.costs.layer_bytes.linear_bytes import saved_input
-from hpctrain.costs.layer_bytes.questions import (
+from hpctrain.costs.layer_bytes.byte_functions import (
     allocator_gaps,
     core_peak_bytes,
     core_recompute_bytes,
@@ -16,6 +15,7 @@ from hpctrain.costs.layer_bytes.questions import (
     unsaved_inputs,
     workspace_bytes,
 )
+from hpctrain.costs.layer_bytes.linear_bytes import saved_input
 from hpctrain.costs.layer_bytes.vocabulary_bytes import dropout_masks
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.latent_attention import LatentAttention
@@ -99,7 +99,7 @@ def _block_workspace(block: TransformerBlock, at: ActivationSizes) -> int:
 @core_peak_bytes.register
 def _core_peak_of_block(block: TransformerBlock, at: ActivationSizes) -> int:
     """Return 0 unless the core is larger than all that has been freed: what comes after it in the block."""
-    if not at.selective:
+    if not at.recomputes_core:
         return 0
     attention = block.attention
     before = total(_saved_by_norm(block.attention_norm, at)) + total(saved_storages(attention, at))
@@ -131,7 +131,7 @@ def deferred_by_block(block: TransformerBlock, at: ActivationSizes) -> DeferredB
     freed += mask + total(_saved_by_second_norm(block, at))
     freed += total(_saved_by_norm(block.attention_output_norm, at))
     after = left + output_gradient - freed
-    if at.selective:
+    if at.recomputes_core:
         after += core_recompute_bytes(attention, at)
     return DeferredBytes(held, max(0, peak, after))
 
@@ -154,5 +154,7 @@ def _rotary_bytes(part: Transformer, at: ActivationSizes) -> int:
     """Return the bytes of the rotary tables, which recomputation saves even if no block rotates."""
     rotary = 2 * at.itemsize * at.tokens // at.micro_size * part.shape.head_size
     rotary *= 1 if part.shape.rope_local_base is None else 2
-    saved = at.again or any(isinstance(each, TransformerBlock) and each.rotated for each in part.layers)
+    saved = at.recomputes_blocks or any(
+        isinstance(each, TransformerBlock) and each.rotated for each in part.layers
+    )
     return rotary if part.rotates and saved else 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
+from hpctrain.costs.layer_bytes.byte_functions import saved_storages, workspace_bytes
 from hpctrain.costs.layer_bytes.linear_bytes import saved_by_adapter, saved_input
 from hpctrain.costs.layer_bytes.matmul_bytes import product_workspace
-from hpctrain.costs.layer_bytes.questions import saved_storages, workspace_bytes
 from hpctrain.model.feed_forward import FeedForward
 
 

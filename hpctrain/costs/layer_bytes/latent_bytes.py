@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
+from hpctrain.costs.layer_bytes.byte_functions import core_recompute_bytes, saved_storages, workspace_bytes
 from hpctrain.costs.layer_bytes.linear_bytes import saved_input
-from hpctrain.costs.layer_bytes.questions import core_recompute_bytes, saved_storages, workspace_bytes
 from hpctrain.model.latent_attention import LatentAttention
 from hpctrain.parallel.kernels.function_library import workspace_floats
 
@@ -14,7 +14,7 @@ from hpctrain.parallel.kernels.function_library import workspace_floats
 @saved_storages.register
 def _saved_by_latent_attention(attention: LatentAttention, at: ActivationSizes) -> list[SavedStorage]:
     """Return the input, what norms and the core save, and the output if the core does not save it."""
-    alone = at.selective or attention.exchanges or attention.pads
+    alone = at.recomputes_core or attention.exchanges or attention.pads
     queries: list[SavedStorage] = []
     if attention.query_norm is not None:
         queries = [*saved_storages(attention.query_norm, at), *saved_input(attention.query, at)]
@@ -32,7 +32,7 @@ def _saved_by_core(attention: LatentAttention, at: ActivationSizes) -> list[Save
     """Return what the core saves: its inputs or, unless it is recomputed, what its kernel saves."""
     heads = at.features(attention.heads * attention.head_size)
     expanded = at.features(sum(attention.expand.split_sizes))
-    if at.selective:
+    if at.recomputes_core:
         return [heads, expanded, at.features(attention.rotary_size)]
     log_sum = replace(at.features(attention.heads, 4), features=False)
     values = heads if attention.pads or attention.exchanges else expanded
@@ -42,7 +42,7 @@ def _saved_by_core(attention: LatentAttention, at: ActivationSizes) -> list[Save
 @core_recompute_bytes.register
 def _recomputed_by_core(attention: LatentAttention, at: ActivationSizes) -> int:
     # Queries are saved again if they are rotated or exchanged, and values if they are padded or exchanged.
-    queries, _, values, *_ = saved = _saved_by_core(attention, replace(at, selective=False))
+    queries, _, values, *_ = saved = _saved_by_core(attention, replace(at, recomputes_core=False))
     copies_queries = attention.exchanges or (attention.rotated and not _is_compiled(attention))
     known = 0 if copies_queries else queries.bytes
     known += 0 if attention.pads or attention.exchanges else values.bytes

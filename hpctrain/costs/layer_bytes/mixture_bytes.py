@@ -6,9 +6,9 @@ from math import prod
 
 from hpctrain.costs.layer_bytes import feed_forward_bytes
 from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
+from hpctrain.costs.layer_bytes.byte_functions import saved_storages, workspace_bytes
 from hpctrain.costs.layer_bytes.linear_bytes import deferred_operands
 from hpctrain.costs.layer_bytes.matmul_bytes import gradient_workspace
-from hpctrain.costs.layer_bytes.questions import saved_storages, workspace_bytes
 from hpctrain.model.mixtures.mixture import Mixture
 from hpctrain.model.mixtures.router import Router
 from hpctrain.parallel.experts.expert_layer import Experts

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage
+from hpctrain.costs.layer_bytes.byte_functions import recomputed_bytes, saved_storages, unknown_reason
 from hpctrain.costs.layer_bytes.module_trace import trace_layer
-from hpctrain.costs.layer_bytes.questions import recomputed_bytes, saved_storages, unknown_reason
 from hpctrain.model.modules.module_layers import ModuleLayer
 
 
@@ -14,7 +14,7 @@ def _saved_by_module_layer(layer: ModuleLayer, at: ActivationSizes) -> list[Save
     trace = trace_layer(layer, at)
     if isinstance(trace, str):
         return []
-    return list(trace.saved_recomputed if at.again and not layer.is_block else trace.saved)
+    return list(trace.saved_recomputed if at.recomputes_blocks and not layer.is_block else trace.saved)
 
 
 @unknown_reason.register

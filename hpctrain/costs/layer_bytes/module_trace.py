@@ -270,7 +270,7 @@ def trace_layer(layer: ModuleLayer, at: ActivationSizes | None) -> LayerTrace | 
         sizes, rank = ActivationSizes(sequence, sequence, 1, size, size), (0, 1, False)
     else:
         tensor = part.layer_context.tensor
-        sizes = replace(at, selective=False, again=False)
+        sizes = replace(at, recomputes_core=False, recomputes_blocks=False)
         rank = tensor.rank, tensor.size, part.layer_context.sequence_parallel
     found = _trace_part(part.architecture, part.span, frozen, rank, sizes)
     return found.layers[number] if found.problem is None else found.problem

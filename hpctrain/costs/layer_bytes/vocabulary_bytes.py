@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage
+from hpctrain.costs.layer_bytes.byte_functions import saved_storages, workspace_bytes
 from hpctrain.costs.layer_bytes.matmul_bytes import product_workspace
-from hpctrain.costs.layer_bytes.questions import saved_storages, workspace_bytes
 from hpctrain.model.transformer import Embedding, Predictor, TransformerBlock
 from hpctrain.parallel.scalar_head import ScalarHead
 from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows

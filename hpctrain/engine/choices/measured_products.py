@@ -46,7 +46,7 @@ def products_of(deck: Deck, mesh: MeshQueries, device: torch.device) -> list[Mat
 
 def _products(layer: Layer, tokens: int) -> Iterator[MatmulPass]:
     """Yield the passes of a layer's matrix products."""
-    for each in layer.multipliers:
+    for each in layer.product_layers:
         head = isinstance(each, VocabularyHead)
         other: Pass = "forward" if head else "logits"
         for outputs, inputs in each.product.shapes:

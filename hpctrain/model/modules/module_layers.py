@@ -44,14 +44,14 @@ class ModuleLayer(Layer):
         kind: str,
         parameters: Sequence[Parameter],
         modules: Sequence[nn.Module],
-        multipliers: Sequence[SplitLinear],
+        product_layers: Sequence[SplitLinear],
         sequence: int,
         borrowed: Sequence[Parameter] = (),
     ) -> None:
         super().__init__()
         self.borrowed, self.sequence = tuple(borrowed), sequence
         self.kind, self._matrices = kind, matrices_in(modules)
-        self._multipliers = [*multipliers]  # not as submodules
+        self._product_layers = [*product_layers]  # not as submodules
         self.keeps: object = None
         for number, parameter in enumerate(parameters):
             self.register_parameter(str(number), parameter)
@@ -84,8 +84,8 @@ class ModuleLayer(Layer):
 
     @property
     @override
-    def multipliers(self) -> list[SplitLinear | VocabularyHead]:
-        return [*self._multipliers]
+    def product_layers(self) -> list[SplitLinear | VocabularyHead]:
+        return [*self._product_layers]
 
     @property
     @override

@@ -23,7 +23,7 @@ from hpctrain.objective.factory import make_objective
 from hpctrain.parallel.sequence import context_positions
 from hpctrain.parallel.step_statistics import Reduction, StepStatistics
 from hpctrain.pipeline.action import Action, Kind, Schedule
-from hpctrain.pipeline.execute import Executor, PreparedBatch, messages
+from hpctrain.pipeline.execute import Executor, PreparedBatch, messages_between
 from hpctrain.plan.rehearse.loads import BalancedLoads, EvenLoads
 from hpctrain.plan.rehearse.programme import RECEIVE, Programme, RehearsedCall
 from hpctrain.plan.rehearse.recall import Recall, Recalling
@@ -189,7 +189,7 @@ class RankStep:
         recorder.done = recorder.carried = ""
         recorder.label(first, str(schedule.stages[number][-1]))
         orders = {
-            (sender - number) % group.size: messages(schedule, sender, number)
+            (sender - number) % group.size: messages_between(schedule, sender, number)
             for sender in range(schedule.stage_count)
             if sender != number
         }

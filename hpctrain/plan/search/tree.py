@@ -17,7 +17,7 @@ from hpctrain.deck.sections.layout import layout_problems
 from hpctrain.engine.layout.layer_placement import place_by_flops
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule, accumulation
-from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.generate import generate_schedule
 from hpctrain.pipeline.simulate import Simulation, StageTimes, simulate
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.memory import MemoryPlan
@@ -220,7 +220,7 @@ class Tree:
 def _schedule(name: str, stages: int, micro_batches: int, chunks: int) -> Schedule:
     if stages == 1:
         return accumulation(micro_batches)
-    return generate(name, stages, micro_batches, chunks if name == "interleaved" else None)
+    return generate_schedule(name, stages, micro_batches, chunks if name == "interleaved" else None)
 
 
 def _axes(deck: Deck) -> Mapping[str, int]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import isfinite, prod
 
 from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, total
-from hpctrain.costs.layer_bytes.questions import saved_storages
+from hpctrain.costs.layer_bytes.byte_functions import saved_storages
 from hpctrain.errors import HpctrainError
 from hpctrain.model.construction import bare_model
 from hpctrain.model.parameters.frozen import blocks_without_backward, freeze_parameters

@@ -24,7 +24,7 @@ from hpctrain.model.construction import bare_model
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.generate import generate_schedule
 from hpctrain.pipeline.simulate import simulate
 from hpctrain.pipeline.split import split_layers
 from hpctrain.sharding.bucket import Bucket
@@ -81,7 +81,7 @@ def test_each_kind_is_measured_and_told(world: World) -> None:
     assert list(times.of_kind) == ["block", "wide block", "embedding", "head"]
     assert [each.forward for each in times.of_kind.values()] == [1, 2, 0, 0]
     assert "measured per micro-batch: block " in str(
-        LayerPlacement(lambda _: generate("1f1b", 1, 1), (4,), times)
+        LayerPlacement(lambda _: generate_schedule("1f1b", 1, 1), (4,), times)
     )
     layers = bare_model(ModelShape.of(small_deck(*deck), 61)).layers
     first, second = times.of_parts(split_layers(layers, [1, 3])).forward
@@ -203,7 +203,7 @@ def test_with_tensor_ranks(world: World) -> None:
 def test_parts_are_told_by_the_stages_that_have_them(world: World) -> None:
     deck = small_deck(f"layout.pipeline={world.size}", "model.layers=8")
     mesh = make_mesh(deck, world)
-    schedule = generate("dualpipe-v", world.size, 2 * world.size)
+    schedule = generate_schedule("dualpipe-v", world.size, 2 * world.size)
     stage = mesh.coordinate("pipeline")
     mine = {
         (kind, chunk): 1.0 + schedule.part(stage, chunk) + number

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from hpctrain.deck.schedules import V_SHAPED
-from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.generate import generate_schedule
 from hpctrain.pipeline.simulate import StageTimes, simulate
 from hpctrain.plan.search.least_seconds import PartSeconds, least_seconds
 from hpctrain.plan.search.search_space import ORDERED
@@ -31,7 +31,7 @@ def simulated(
     given = chunks if name == "interleaved" else None
     forward, inputs, weights = ([part[index] for part in parts] for index in range(3))
     return simulate(
-        generate(name, stages, micro_batches, given), StageTimes(forward, inputs, weights, message)
+        generate_schedule(name, stages, micro_batches, given), StageTimes(forward, inputs, weights, message)
     ).cost
 
 

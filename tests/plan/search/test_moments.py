@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 
 from hpctrain.pipeline import v_schedule
 from hpctrain.pipeline.action import Action, Schedule, accumulation
-from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.generate import generate_schedule
 from hpctrain.pipeline.simulate import StageTimes
 from hpctrain.pipeline.v_schedule import LIMITS
 from hpctrain.plan.search.moments import Moment, Opened, moments, opened
@@ -27,7 +27,7 @@ NAMES = (*ORDERED, "gpipe")
 def made(name: str, stages: int, micro_batches: int, chunks: int) -> Schedule:
     if stages == 1:
         return accumulation(micro_batches)
-    return generate(name, stages, micro_batches, chunks if name == "interleaved" else None)
+    return generate_schedule(name, stages, micro_batches, chunks if name == "interleaved" else None)
 
 
 def instants(actions: Sequence[Action], chunks: int) -> Iterator[Moment]:
@@ -68,7 +68,7 @@ def test_moments_are_those_of_the_schedule_and_none_holds_more(
 
 @pytest.mark.parametrize("name", ["zb-v", "v-half", "v-min"])
 def test_of_other_schedules_one_micro_batch_is_in_all_parts(name: str) -> None:
-    for stage, actions in enumerate(generate(name, 4, 8).stages):
+    for stage, actions in enumerate(generate_schedule(name, 4, 8).stages):
         ((waiting, deferred, chunk, split),) = moments(name, 4, 8, 2, stage)
         first = next(iter(instants(actions, 2)))
         assert (waiting, deferred, chunk, split) == ((1, 1), (0, 0), first.chunk, None)
@@ -99,7 +99,7 @@ def test_so_they_are_in_orders_that_are_looked_for(
     for micro_batches in range(max(2, many // 2), many + 2):
         times = ([random.uniform(0.5, 2.0) for _ in range(2 * stages)] for _ in range(3))
         if opened(name, stages, micro_batches) == "all":
-            expect_opened(generate(name, stages, micro_batches, times=StageTimes(*times)), "all")
+            expect_opened(generate_schedule(name, stages, micro_batches, times=StageTimes(*times)), "all")
 
 
 def expect_opened(schedule: Schedule, which: Opened) -> None:

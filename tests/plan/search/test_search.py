@@ -19,7 +19,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import Place
 from hpctrain.host.memory import MemoryLimit
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.generate import generate_schedule
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.room import Room
 from hpctrain.plan.search.nodes import LayoutNode, Node
@@ -249,7 +249,7 @@ def test_what_a_deck_gives_stays_and_what_is_found_is_what_its_deck_is_planned_t
 
 def test_a_schedule_of_a_file_is_for_its_stages_and_micro_batches(tmp_path: Path) -> None:
     path = tmp_path / "ours.txt"
-    path.write_text(str(generate("1f1b", 4, 8)))
+    path.write_text(str(generate_schedule("1f1b", 4, 8)))
     layout = {"schedule": str(path), "tensor": 4, "context": 1, "chunks": 1}
     case = Case((*OPEN, "batch.micro_size=1"), layout, {"recompute": "full"})
     staged = [each.deck.layout.pipeline for each in found_by(case, 99).best if each.deck.layout.pipeline > 1]
@@ -264,7 +264,7 @@ def test_a_schedule_of_a_file_with_two_chunks_is_for_several_stages(
     chunks: dict[str, object], tmp_path: Path
 ) -> None:
     path = tmp_path / "ours.txt"
-    path.write_text(str(generate("zb-v", 4, 8)))
+    path.write_text(str(generate_schedule("zb-v", 4, 8)))
     layout = {"schedule": str(path), "tensor": 4, "context": 1, **chunks}
     found = found_by(Case((*OPEN, "batch.micro_size=1"), layout, {"recompute": "full"}), 99)
     assert {(each.deck.layout.pipeline, each.deck.layout.chunks) for each in found.best} == {(4, 2)}
@@ -277,7 +277,7 @@ def test_with_a_schedule_of_a_file_the_best_are_those_of_brute_force(
 ) -> None:
     """Of a model whose ends are heavy: where its parts lie shows."""
     path = tmp_path / "ours.txt"
-    path.write_text(str(generate(name, 2, 4, chunks)))
+    path.write_text(str(generate_schedule(name, 2, 4, chunks)))
     given = {"schedule": str(path), "pipeline": 2, "chunks": chunks, "sequence_parallel": False}
     keys = ("model.layers=8", "batch.global_size=16", "model.vocabulary=50000")
     case = Case(keys, given, {**KEPT, "optimizer": "device"}, ranks=8)

@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
-from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.generate import generate_schedule
 from hpctrain.pipeline.simulate import StageTimes, simulate
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.ground import Ground
@@ -87,7 +87,7 @@ def test_kinds_that_are_alike_are_one_to_the_bit(schedule: str, blocking: bool) 
     first = SEVERAL.replace("nodes = 2", 'nodes = 2\nmessages = "blocking"') if blocking else SEVERAL
     alike = kinds("memory = 5e8", first=first)
     for arranged in (at(2, 4), at(4, 2), at(4, 1, 2, zero=3), at(2, 2, 2)):
-        ordered = generate(schedule, arranged.pipeline, 8, 2 if schedule == "interleaved" else None)
+        ordered = generate_schedule(schedule, arranged.pipeline, 8, 2 if schedule == "interleaved" else None)
         layers, split = sizes_of(small_deck("model.layers=8")), [8 // ordered.parts] * ordered.parts
         expected = busiest_seconds(layers, arranged, ordered, split, one)
         assert busiest_seconds(layers, arranged, ordered, split, alike) == expected
@@ -108,7 +108,7 @@ def test_each_stage_takes_what_its_kind_does(split: tuple[int, int]) -> None:
                 for name in ("forward", "input_gradient", "weight_gradient")
             ]
         )
-    schedule = generate("1f1b", 2, 8, 1)
+    schedule = generate_schedule("1f1b", 2, 8, 1)
     message = message_seconds(machine, arranged.rows * first.hidden * arranged.itemsize, True)
     cost = simulate(schedule, StageTimes(*map(list, zip(*times, strict=True)), message)).cost
     causes = step_seconds(layers, arranged, schedule, split, machine)
@@ -119,7 +119,7 @@ def test_each_stage_takes_what_its_kind_does(split: tuple[int, int]) -> None:
 
 
 def test_a_stage_on_two_kinds_goes_by_the_slowest() -> None:
-    schedule, layers = generate("1f1b", 1, 8, 1), sizes_of(DECK)
+    schedule, layers = generate_schedule("1f1b", 1, 8, 1), sizes_of(DECK)
     both, alone = (step_seconds(layers, at(1, 8), schedule, [6], each) for each in (kinds(FAST), ONE))
     assert both == pytest.approx(alone)
     faster = kinds(FAST).others[0].model_copy(update={"others": ()})
@@ -144,7 +144,7 @@ def test_what_is_sent_between_kinds_goes_by_the_slower_link() -> None:
 def test_stages_that_are_twice_as_fast_hold_twice_the_blocks() -> None:
     machine, layers = kinds(FAST), sizes_of(small_deck("model.layers=12"))
     nothing = replace(layers[1], matrices=(), core=None, elementwise=(), is_block=False)
-    schedule = generate("1f1b", 4, 8, 1)
+    schedule = generate_schedule("1f1b", 4, 8, 1)
     bare = (nothing, *layers[1:-1], nothing)
     assert split_by_seconds(bare, Ground(machine, at(4, 2)), schedule) == (2, 2, 4, 4)
     assert split_by_seconds(bare, Ground(ONE, at(4, 2)), schedule) == (3, 3, 3, 3)
@@ -169,7 +169,7 @@ def test_a_faster_kind_makes_no_step_slower(
     machine = machine.model_copy(update={"overlap": overlap})
     schedule = "1f1b" if stages[0] == 1 else schedule
     layers, split = sizes_of(small_deck("model.layers=8")), [8 // stages[0]] * stages[0]
-    ordered = generate(schedule, stages[0], 8, None)
+    ordered = generate_schedule(schedule, stages[0], 8, None)
     before = sum(step_seconds(layers, arranged, ordered, split, machine).values())
     all_kinds = list(machine.kinds)
     rates = all_kinds[which].products["fp32"]

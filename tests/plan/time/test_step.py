@@ -21,7 +21,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
-from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.generate import generate_schedule
 from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.layers import layer_sizes
@@ -154,7 +154,7 @@ def test_bubbles_are_their_closed_forms(stages: int, chunks: int, passes: int) -
     at = replace(
         LayoutSizes.of(small_deck(), 1, 1000), pipeline=stages, micro_batches=passes, ranks_per_node=1000
     )
-    schedule = generate("interleaved" if chunks > 1 else "1f1b", stages, passes, chunks)
+    schedule = generate_schedule("interleaved" if chunks > 1 else "1f1b", stages, passes, chunks)
     layers = (nothing, *[block] * stages * chunks, nothing)
     causes = step_seconds(layers, at, schedule, [1] * stages * chunks, machine)
     computed = sum(causes[cause] for cause in ("products", "attention", "elementwise", "recompute"))
@@ -191,7 +191,7 @@ _ARRANGED = some.builds(
 def test_faster_machines_are_never_slower(arranged: dict[str, Any], overlap: float) -> None:
     """In any cause, whatever is arranged; nor is what overlaps, but for latencies, or is computed once."""
     at = replace(LayoutSizes.of(small_deck(), 1, 8), **arranged)
-    layers, schedule = layer_sizes(shape_of(small_deck())), generate("1f1b", 1, at.micro_batches, 1)
+    layers, schedule = layer_sizes(shape_of(small_deck())), generate_schedule("1f1b", 1, at.micro_batches, 1)
     machine = parse_machine(CLEAN, "")
 
     def seconds(machine: MachineRates, at: LayoutSizes) -> Mapping[str, float]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.generate import generate_schedule
 from hpctrain.pipeline.simulate import StageTimes, simulate
 from hpctrain.report.marks import StepMark
 from hpctrain.report.page import sections
@@ -240,7 +240,7 @@ def test_predictions_are_told_beside_measurements() -> None:
 
 
 def _recorded(stages: int = 2, micro_batches: int = 4) -> RecordedStep:
-    schedule = generate("1f1b", stages, micro_batches)
+    schedule = generate_schedule("1f1b", stages, micro_batches)
     result = simulate(schedule, StageTimes(1.0, 1.0, 1.0))
     return RecordedStep(7, schedule, result.start, result.end)
 

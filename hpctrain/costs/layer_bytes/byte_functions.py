@@ -1,4 +1,4 @@
-"""Questions about the memory of a layer. See `costs` for the answers."""
+"""Functions that return bytes of a layer. The other modules here register them for classes of layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpctrain.costs.layer_bytes.linear_bytes import deferred_operands
 from hpctrain.model.part import Layer
 from hpctrain.parallel.tensor import MatmulLayer
 
-# Questions about any layer, also about a layer within another one
+# Functions for any layer, also for a layer within another one
 
 
 @singledispatch
@@ -31,7 +31,7 @@ def core_recompute_bytes(attention: Any, at: ActivationSizes) -> int:
     raise NotImplementedError(f"core_recompute_bytes of {type(attention).__name__}")
 
 
-# Questions about the layers of a part
+# Functions for the layers of a part
 
 
 @singledispatch
@@ -83,7 +83,7 @@ def unknown_reason(layer: Layer, at: ActivationSizes) -> str | None:  # noqa: AR
     return None
 
 
-# A question about a part of a model
+# A function for a part of a model
 
 
 @singledispatch
