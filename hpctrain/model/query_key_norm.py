@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.kernels.layer_functions import CompiledFunctions
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.parallel.tensor import RowPartition, rows_shard
@@ -41,6 +42,7 @@ class QueryKeyNorm(nn.Module):
         super().__init__()
         self.epsilon, self.head_size = shape.norm_epsilon, shape.head_size
         self.offset = 1.0 if shape.norm_weight == "one_plus" else 0.0
+        self.functions = layer_context.functions
         self.tensor, self.joint = layer_context.tensor, shape.query_key_norm == "all"
         self.centered = shape.query_key_norm == "layer_per_head"
         self.rows = (queries, keys)
@@ -58,10 +60,19 @@ class QueryKeyNorm(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Return normalized queries and keys."""
+        if self.compiled and isinstance(self.functions, CompiledFunctions):
+            options = self.epsilon, self.offset != 0
+            norm = self.functions.head_norm
+            return norm(query, self.query_weight, *options), norm(key, self.key_weight, *options)
         result: tuple[Tensor, Tensor] = _Normalized.apply(
             query, key, self.query_weight, self.key_weight, self
         )
         return result
+
+    @property
+    def compiled(self) -> bool:
+        """True if a compiled function computes the norm: RMSNorm over each head."""
+        return self.functions.compiled and not self.joint and not self.centered
 
     def means(self, products: list[Tensor], shared: bool) -> list[Tensor]:
         """Return means of [s, b, heads, d] over each head, or over all heads of all ranks.

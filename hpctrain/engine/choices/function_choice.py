@@ -146,7 +146,7 @@ def computed_by_torch(deck: Deck) -> list[str]:
         found.append('norms (model.norm_weight = "none")')
     elif model.norm == "layer" and not model.norm_bias:
         found.append("norms (model.norm_bias = false)")
-    if model.query_key_norm != "none":
+    if model.query_key_norm not in {"none", "head"}:
         kind = toml_value(model.query_key_norm)
         found.append(f"norms of queries and keys (model.query_key_norm = {kind})")
     if model.logit_cap:

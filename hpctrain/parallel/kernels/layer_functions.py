@@ -235,6 +235,18 @@ class CompiledFunctions(LayerFunctions):
         result: Tensor = apply_function(_RmsNorm, x, weight, self, epsilon, "one_plus_rms_norm")
         return result
 
+    def head_norm(self, x: Tensor, weight: Tensor, epsilon: float, one_plus: bool) -> Tensor:
+        """Return the RMSNorm of x [s, b, heads, d] over each head.
+
+        Args:
+            x: Queries or keys.
+            weight: Factors [d] of all heads.
+            epsilon: Number that is added to the mean square.
+            one_plus: True if the factors are one plus the weight.
+        """
+        result: Tensor = apply_function(_HeadNorm, x, weight, self, epsilon, one_plus)
+        return result
+
     @override
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         result: Tensor = apply_function(_LayerNorm, x, weight, bias, self, epsilon)
@@ -297,6 +309,10 @@ def agrees(functions: LayerFunctions) -> bool:
         ),
         (lambda by: lambda x, weight: by.rms_norm(x, weight, 1e-5), [random(3, 35), random(35)]),
         (lambda by: lambda x, weight: by.one_plus_rms_norm(x, weight, 1e-5), [random(3, 35), random(35)]),
+        (
+            lambda by: lambda x, weight: _head_norm_by(by, x, weight),
+            [random(5, 2, 3, 8), random(8)],
+        ),
         (lambda by: lambda x, *of: by.layer_norm(x, *of, 1e-5), [random(3, 35), random(35), random(35)]),
         (lambda by: lambda x: _CrossEntropyTrial.apply(x, by), [3 * random(4, 1100)]),
         (
@@ -312,6 +328,13 @@ def _bounded_attention_by(by: LayerFunctions) -> Callable[..., Tensor]:
     """Return attention with a window, a cap and sinks, by some functions."""
     rule = AttentionRule(None, 37, 1.5)
     return lambda q, k, v, sinks: by.attend_by_rule(q, k, v, rule=rule, sinks=sinks)
+
+
+def _head_norm_by(by: LayerFunctions, x: Tensor, weight: Tensor) -> Tensor:
+    """Return the norm over each head, of which torch's functions have no method."""
+    if isinstance(by, CompiledFunctions):
+        return by.head_norm(x, weight, 1e-5, True)
+    return by.one_plus_rms_norm(x, weight, 1e-5)
 
 
 def _activation_by(by: LayerFunctions, activation: Activation) -> Callable[[Tensor], Tensor]:
@@ -436,6 +459,41 @@ class _RmsNorm(torch.autograd.Function):
             f"{ctx.name}_gradient", gradient, x, weight, inverse, result, of_weight, rows, width, size
         )
         return result, of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None, None
+
+
+class _HeadNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, functions: CompiledFunctions, epsilon: float, one_plus: bool
+    ) -> Tensor:
+        x = _evenly_spaced(x)
+        sizes = x.shape[0] * x.shape[1], *x.shape[2:]
+        inverse, result = torch.empty(*x.shape[:3], 1), x.new_empty(x.shape)
+        options = ctypes.c_int(one_plus), ctypes.c_int(x.element_size())
+        functions.call("head_norm", x, x.stride(1), weight, result, inverse, *sizes, epsilon, *options)
+        ctx.functions, ctx.options = functions, options
+        ctx.save_for_backward(x, weight, inverse)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, inverse = ctx.saved_tensors
+        x, gradient = _evenly_spaced(x), gradient.contiguous()
+        result, of_weight = x.new_empty(x.shape), torch.zeros(weight.shape)
+        sizes, stride = (x.shape[0] * x.shape[1], *x.shape[2:]), x.stride(1)
+        ctx.functions.call(
+            "head_norm_gradient",
+            *(gradient, x, stride, weight, inverse, result, of_weight, *sizes, *ctx.options),
+        )
+        needed = ctx.needs_input_grad[1]
+        return result, of_weight.to(weight.dtype) if needed else None, None, None, None
+
+
+def _evenly_spaced(x: Tensor) -> Tensor:
+    """Return x [s, b, heads, d] if one stride leads from each token to the next, or else a copy."""
+    _, batch, _, head = x.shape
+    row, token, of_head, feature = x.stride()
+    return x if feature == 1 and of_head == head and row == batch * token else x.contiguous()
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -51,6 +51,7 @@ FAMILIES = {
     "gpt2": (),
     "llama": LLAMA,
     "normed": (*LLAMA, "model.query_key_norm=head", "model.attention_bias=all", *YARN_KEYS),
+    "gemma": (*LLAMA, "model.family=gemma", "model.query_key_norm=head"),
     "mixture": (*LLAMA, "model.experts.count=4", "model.experts.per_token=2", "model.experts.shared=1"),
 }
 
@@ -168,9 +169,9 @@ def test_all_fall_back_where_one_cannot(
         ((*LLAMA, "model.family=gemma"), ""),
         ((*LLAMA, "model.family=gpt-oss"), 'activations (model.activation = "swiglu-clamped")'),
         (
-            (*LLAMA, "model.experts.count=4", "model.query_key_norm=head"),
+            (*LLAMA, "model.experts.count=4", "model.query_key_norm=all"),
             'activations of experts (model.activation = "swiglu"), norms of queries and keys '
-            '(model.query_key_norm = "head")',
+            '(model.query_key_norm = "all")',
         ),
         ((*LLAMA, "model.family=olmo"), 'norms (model.norm_weight = "none")'),
         ((*LLAMA, "model.family=cohere"), "norms (model.norm_bias = false)"),

@@ -141,6 +141,29 @@ def test_rms_norm_of_one_plus_the_weight(compiled: CompiledFunctions) -> None:
         )
 
 
+@pytest.mark.parametrize("one_plus", [False, True])
+def test_norm_of_heads(compiled: CompiledFunctions, one_plus: bool) -> None:
+    def exact(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (weight + one_plus)
+
+    for heads, head in ((3, 10), (1, 32), (4, 5)):
+        shape = (6, 2, heads, head)
+        compare(
+            lambda x, weight: compiled.head_norm(x, weight, 1e-3, one_plus),
+            exact,
+            [random(*shape), random(head, seed=2)],
+            shape,
+        )
+        # Heads of queries beside those of keys, as one product computes them.
+        both, weight = random(6, 2, (heads + 2) * head), random(head, seed=2)
+        part = both[..., : heads * head].unflatten(-1, (heads, head))
+        found = compiled.head_norm(part, weight, 1e-3, one_plus)
+        assert torch.equal(found, compiled.head_norm(part.contiguous(), weight, 1e-3, one_plus))
+        turned = part.transpose(0, 1)
+        found = compiled.head_norm(turned, weight, 1e-3, one_plus)
+        assert torch.equal(found, compiled.head_norm(turned.contiguous(), weight, 1e-3, one_plus))
+
+
 def test_rms_norm(compiled: CompiledFunctions) -> None:
     for width in (5, 32, 100):
         compare(
