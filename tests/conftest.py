@@ -105,7 +105,13 @@ def two_kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from tests import two_kinds
 
     monkeypatch.setattr(transformer, "TransformerBlock", two_kinds.block)
-    cached = count, layer_kinds, layer_flops.model_flops, layer_flops._count_flops, layer_flops._of_model
+    cached = (
+        count,
+        layer_kinds,
+        layer_flops.model_flops,
+        layer_flops._count_flops,
+        layer_flops._cached_layer_flops,
+    )
     for each in cached:
         each.cache_clear()
     yield

@@ -63,11 +63,11 @@ def layer_flops(deck: Deck, architecture: Architecture) -> tuple[PassTimes, ...]
     gradient. All passes of the output layer count as forward, where they are computed. An embedding has 0
     FLOPs.
     """
-    return _of_model(architecture, deck.memory.recompute, tuple(deck.model.frozen))
+    return _cached_layer_flops(architecture, deck.memory.recompute, tuple(deck.model.frozen))
 
 
 @lru_cache
-def _of_model(
+def _cached_layer_flops(
     architecture: Architecture, recompute: Recomputed, frozen: tuple[str, ...]
 ) -> tuple[PassTimes, ...]:
     flops = []

@@ -78,19 +78,19 @@ class LiveActivations:
 
 
 class SavedTensor:
-    """Tensor that is counted as long as this object exists."""
+    """Tensor that is is_counted as long as this object exists."""
 
     def __init__(self, owner: LiveActivations, tensor: Tensor) -> None:
         # A Parameter is kept itself, since its memory is replaced while it is not gathered. Other tensors are
         # kept as an alias: an output of the node that saves it would keep itself alive.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.owner = owner
-        self.counted = owner.add(self.tensor.untyped_storage())
+        self.is_counted = owner.add(self.tensor.untyped_storage())
 
     def unpack(self) -> Tensor:
         """Return the tensor as it was saved."""
         return self.tensor
 
     def __del__(self) -> None:
-        if self.counted:
+        if self.is_counted:
             self.owner.remove(self.tensor.untyped_storage())

@@ -45,23 +45,24 @@ def pattern_problems(deck: Deck, architecture: Architecture) -> Iterator[DeckPro
     """
     updates, how = deck.optimizer.rule, Precision.of(deck).fp8
     if deck.model.frozen:
-        frozen = _frozen(bare_model(architecture), deck.model.frozen)
+        frozen = _frozen_problems(bare_model(architecture), deck.model.frozen)
         yield from (DeckProblem("model.frozen", each) for each in frozen)
     if deck.model.adapters is not None:
-        adapted = _adapted(bare_model(architecture), deck.model.adapters)
+        adapted = _adapter_problems(bare_model(architecture), deck.model.adapters)
         yield from (DeckProblem("model.adapters", each) for each in adapted)
     if isinstance(updates, MuonTable) and updates.matrices:
         rule = RULES["muon"](deck)
         assert isinstance(rule, MatrixRules)
         yield from (
-            DeckProblem("optimizer.muon.matrices", each) for each in _matrices(bare_model(architecture), rule)
+            DeckProblem("optimizer.muon.matrices", each)
+            for each in _muon_problems(bare_model(architecture), rule)
         )
     if how is not None and how.excluded_patterns:
-        problems = _excluded(bare_model(architecture), how.excluded_patterns)
+        problems = _fp8_problems(bare_model(architecture), how.excluded_patterns)
         yield from (DeckProblem("precision.fp8_exclude", each) for each in problems)
 
 
-def _frozen(model: ModelPart, patterns: Sequence[str]) -> list[str]:
+def _frozen_problems(model: ModelPart, patterns: Sequence[str]) -> list[str]:
     leaves = (leaf for unit in model.units() for leaf in unit)
     fused = (list(each) for leaf in leaves for _, each in groupby(sorted(leaf, key=Tensor.dim), Tensor.dim))
     example = parameter_list(model)[0].shard.name
@@ -72,8 +73,8 @@ def _frozen(model: ModelPart, patterns: Sequence[str]) -> list[str]:
     )
 
 
-def _adapted(model: ModelPart, adapters: Adapters) -> Iterator[str]:
-    weights = [weight.shard for layer in _linear(model) for weight in layer.weights]
+def _adapter_problems(model: ModelPart, adapters: Adapters) -> Iterator[str]:
+    weights = [weight.shard for layer in _linear_layers(model) for weight in layer.weights]
     shapes = {shard.name.removesuffix(".weight"): shard.shape for shard in weights}
     for pattern in adapters.targets:
         if not any(matches_pattern(pattern, name) for name in shapes):
@@ -85,12 +86,12 @@ def _adapted(model: ModelPart, adapters: Adapters) -> Iterator[str]:
         yield f"rank = {adapters.rank}: exceeds the size of {small[0]}, {size}"
 
 
-def _linear(model: ModelPart) -> list[SplitLinear]:
+def _linear_layers(model: ModelPart) -> list[SplitLinear]:
     modules = (module for layer in model.layers for module in layer.modules())
     return [module for module in modules if isinstance(module, SplitLinear)]
 
 
-def _matrices(model: ModelPart, rule: MatrixRules) -> list[str]:
+def _muon_problems(model: ModelPart, rule: MatrixRules) -> list[str]:
     leaves = (leaf for unit in model.units() for leaf in unit)
     matrices = ([p for p in leaf if rule.matrix_rule.update_block(p.shard) is not None] for leaf in leaves)
     further = (parameter.shard.name for parameter in parameter_list(model))
@@ -101,8 +102,8 @@ def _matrices(model: ModelPart, rule: MatrixRules) -> list[str]:
     )
 
 
-def _excluded(model: ModelPart, patterns: Sequence[str]) -> list[str]:
-    fused = (layer.weights for layer in _linear(model))
+def _fp8_problems(model: ModelPart, patterns: Sequence[str]) -> list[str]:
+    fused = (layer.weights for layer in _linear_layers(model))
     return PatternMatches.of(patterns, fused, _NEVER_IN_8_BITS, matches_parameter).problems(
         "excludes {}, but not {}, which is fused with it (name both or neither)",
         "no linear layer matches {}",

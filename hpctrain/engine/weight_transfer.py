@@ -214,7 +214,7 @@ def _sources(stage: Stage) -> Iterator[tuple[str, TransferTensor]]:
     for bucket in stage.buckets:
         for entry in _entries(bucket, gathered=bucket.sharding.zero < 3):
             yield entry.dataset, TransferTensor.of(entry)
-    yield from _of_modules(stage)
+    yield from _module_tensors(stage)
 
 
 def _targets(stage: Stage) -> Iterator[tuple[str, TransferTensor]]:
@@ -222,7 +222,7 @@ def _targets(stage: Stage) -> Iterator[tuple[str, TransferTensor]]:
     for bucket in stage.buckets:
         for entry in _entries(bucket, gathered=bucket.sharding.zero == 0, both_stages=True):
             yield entry.dataset, TransferTensor.of(entry)
-    yield from _of_modules(stage)
+    yield from _module_tensors(stage)
 
 
 def _entries(bucket: Bucket, gathered: bool, both_stages: bool = False) -> Iterator[TensorRange]:
@@ -243,7 +243,7 @@ def _entries(bucket: Bucket, gathered: bool, both_stages: bool = False) -> Itera
             yield TensorRange(f"{_MODEL}{shard.name}", shard, elements, offset)
 
 
-def _of_modules(stage: Stage) -> Iterator[tuple[str, TransferTensor]]:
+def _module_tensors(stage: Stage) -> Iterator[tuple[str, TransferTensor]]:
     for each in stage.module_state.state():
         entry = TensorRange(f"/{each.kind}/{each.shard.name}", each.shard, each.values, each.offset)
         yield entry.dataset, TransferTensor.of(entry)

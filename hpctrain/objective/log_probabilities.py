@@ -66,8 +66,8 @@ def log_probabilities(
     result = torch.zeros(flat.shape, device=flat.device)
     entropy = CrossEntropy(targets, flat.new_zeros(()), sampling=sampling)
 
-    def record(logits: SplitLogits, rows: slice, learning: bool) -> tuple[Tensor, None]:
-        losses, _ = entropy.chunk_losses(head, flat, logits, rows, learning=learning)
+    def record(logits: SplitLogits, rows: slice, needs_gradient: bool) -> tuple[Tensor, None]:
+        losses, _ = entropy.chunk_losses(head, flat, logits, rows, needs_gradient=needs_gradient)
         result[rows] = -losses
         return losses, None
 

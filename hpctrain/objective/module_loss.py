@@ -93,7 +93,9 @@ class _SplitLossAutograd(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, entropy: CrossEntropy, head: SplitHead, learning: bool) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, entropy: CrossEntropy, head: SplitHead, needs_gradient: bool
+    ) -> Tensor:
         ctx.save_for_backward(gradient := torch.empty_like(logits, memory_format=torch.contiguous_format))
         rows, targets = gradient.view(-1, gradient.shape[-1]), entropy.targets.reshape(-1)
         rows.copy_(logits.reshape(rows.shape))
@@ -103,7 +105,7 @@ class _SplitLossAutograd(torch.autograd.Function):
             part = slice(start, start + count)
             # The gradient overwrites the copied logits.
             losses, _ = entropy.chunk_losses(
-                head, targets, SplitLogits(rows[part], head.rows), part, learning
+                head, targets, SplitLogits(rows[part], head.rows), part, needs_gradient
             )
             loss += losses.sum()
         return loss

@@ -83,7 +83,12 @@ class CrossEntropy:
         return Losses(loss, (loss.detach(),))
 
     def chunk_losses(
-        self, head: SplitVocabularyHead, targets: Tensor, logits: SplitLogits, rows: slice, learning: bool
+        self,
+        head: SplitVocabularyHead,
+        targets: Tensor,
+        logits: SplitLogits,
+        rows: slice,
+        needs_gradient: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the losses of a chunk of tokens, and the gradient of their logits.
 
@@ -94,7 +99,7 @@ class CrossEntropy:
             targets: Targets of all tokens, flat.
             logits: Logits of the chunk on this rank.
             rows: Tokens of the chunk.
-            learning: If False, the gradient is None.
+            needs_gradient: If False, the gradient is None.
         """
         targets = targets[rows]
         tensor, first = head.layer_context.tensor, head.table.shard.start[0]
@@ -113,7 +118,7 @@ class CrossEntropy:
             at_target = parts[:, 2].amax(0)
         log_partition = total.log() + maximum
         loss = (log_partition - at_target).masked_fill(~predicted, 0.0)
-        if not learning:
+        if not needs_gradient:
             return loss, None
         weight = predicted * (self.scale[rows] if self.scale.dim() else self.scale)
         probability = (local_sums.maximum - maximum).exp() / total * weight

@@ -122,8 +122,8 @@ class OffloadedOptimizer(Optimizer):
         Raises:
             InputOutputError: On all ranks if a file of one rank fails. The state is lost then.
         """
-        if self._averaged is not None:
-            self._averaged.begin(learning_rate)
+        if self._averaged_rule is not None:
+            self._averaged_rule.begin(learning_rate)
         with self._agreement():
             try:
                 self._update_all(learning_rate, gradient_divisor)
@@ -149,7 +149,7 @@ class OffloadedOptimizer(Optimizer):
                 following.read(self._pieces[index + 1])
             slot.wait()
             self._update(piece, slot, learning_rate, divisor)
-            slot.write(piece, training_weights(self._averaged, slot.state))
+            slot.write(piece, training_weights(self._averaged_rule, slot.state))
         for slot in slots:
             slot.wait()
 

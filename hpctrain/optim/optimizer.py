@@ -163,7 +163,7 @@ class Optimizer(ABC):
             agreement: Context of operations that may fail on one rank alone.
         """
         self.buckets, self.states, self._agreement = buckets, states, agreement
-        self._averaged = rule if isinstance(rule, AveragedRule) else None
+        self._averaged_rule = rule if isinstance(rule, AveragedRule) else None
 
     @abstractmethod
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
@@ -184,12 +184,12 @@ class Optimizer(ABC):
     @property
     def totals(self) -> dict[str, float]:
         """Sums over all updates that an AveragedRule needs. Checkpoints store them with `updates`."""
-        return self._averaged.totals if self._averaged else {}
+        return self._averaged_rule.totals if self._averaged_rule else {}
 
     @totals.setter
     def totals(self, totals: dict[str, float]) -> None:
-        if self._averaged and totals:
-            self._averaged.totals = totals
+        if self._averaged_rule and totals:
+            self._averaged_rule.totals = totals
 
     def state(self) -> Iterator[StateTensor]:
         """Yield the parameters and their optimizer state.
@@ -197,7 +197,7 @@ class Optimizer(ABC):
         Master weights are stored as the parameters if these are in fp32 or an AveragedRule computes them.
         """
         for bucket, state in zip(self.buckets, self.states, strict=True):
-            single = bucket.dtype == torch.float32 or self._averaged is not None or not bucket.trained
+            single = bucket.dtype == torch.float32 or self._averaged_rule is not None or not bucket.trained
             if not single:
                 yield from owned_state(
                     MODEL, bucket.owned_values, bucket, replace(UPDATED, resume_mode="never")
@@ -217,7 +217,7 @@ class Optimizer(ABC):
             trained_only: True to gather only the buckets that are trained.
             averages: True to copy the master weights also if an AveragedRule trains with others.
         """
-        averaged = None if averages else self._averaged
+        averaged = None if averages else self._averaged_rule
         with self._agreement():
             for bucket, state in zip(self.buckets, self.states, strict=True):
                 if state[MASTER] is not bucket.owned_values:
@@ -231,7 +231,7 @@ class Optimizer(ABC):
 
         This matters only for an AveragedRule, which trains with other weights. Collective.
         """
-        if self._averaged is None:
+        if self._averaged_rule is None:
             yield
             return
         await_readers(self.buckets)
@@ -308,8 +308,8 @@ class ResidentOptimizer(Optimizer):
 
     @override
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
-        if self._averaged is not None:
-            self._averaged.begin(learning_rate)
+        if self._averaged_rule is not None:
+            self._averaged_rule.begin(learning_rate)
         for parts in self._together:
             elements = [part.batch(updates) for part, updates in parts]
             self.rule.update(elements, learning_rate, gradient_divisor)

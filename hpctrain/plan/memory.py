@@ -223,7 +223,7 @@ def plan_memory(
         stage, states, groups = planned[kind]
         parts = part_bytes(deck, stage.models, not on_host(device), deck.memory.recompute)
         unknown = next((part.unknown_reason for part in parts if part.unknown_reason), unknown)
-        used = sum(bucket.layout.used for bucket in stage.buckets)
+        used = sum(bucket.layout.used_length for bucket in stage.buckets)
         senders = {number - 1, number + 1} & set(range(schedule.stage_count))
         # Hidden states and their gradients on their way between stages.
         buffer = (receives_ahead(device) + 1) * len(senders) * parts[0].hidden.bytes

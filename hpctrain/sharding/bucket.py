@@ -78,7 +78,7 @@ class Bucket:
         self.segments, self.length = layout.segments, layout.length
         self.slice, self.owned_slice = layout.share, layout.owned_slice
         self.values: Tensor | None = None
-        self._fetched: tuple[Tensor, Transfer] | None = None
+        self._fetched_values: tuple[Tensor, Transfer] | None = None
         self._common = self._common_memory() if store is None else None
         self.sharers = 1 if self._common is None else self.sharding.group.sharers
         self.owned_values: Flat = self._allocate_values(store)
@@ -94,7 +94,7 @@ class Bucket:
                 device = self.sharding.group.device
                 parameter.lookups = torch.zeros(parameter.shape, dtype=gradient_dtype, device=device)
         self._gaps = layout.gaps
-        self._added: dict[Parameter, int] = {}
+        self._addition_counts: dict[Parameter, int] = {}
         self._incomplete: set[Parameter] = set()
         self._passes = self._rounds = 1
 
@@ -147,7 +147,7 @@ class Bucket:
         gathered = self.sharding.pool.take(self.length, self.dtype)
         if not on_host(gathered.device) and on_host(owned.device):
             return self._start_upload(owned, gathered)
-        if self._fetched is not None:
+        if self._fetched_values is not None:
             owned = gathered[self.slice].copy_(owned)
             self.drop_fetched()
         return group.start_all_gather(owned, gathered, self.layout.sizes)
@@ -169,8 +169,8 @@ class Bucket:
         if isinstance(self.owned_values, Tensor):
             return self.owned_values
         self.start_fetch()
-        assert self._fetched is not None
-        owned, transfer = self._fetched
+        assert self._fetched_values is not None
+        owned, transfer = self._fetched_values
         transfer.result()
         return owned
 
@@ -179,23 +179,23 @@ class Bucket:
 
         It does nothing if the slice is in memory.
         """
-        if isinstance(self.owned_values, ScratchTensor) and self._fetched is None:
+        if isinstance(self.owned_values, ScratchTensor) and self._fetched_values is None:
             length, device = self.owned_values.numel(), self.sharding.group.device
             memory = (
                 self.sharding.pool.take(length, self.dtype)
                 if on_host(device)
                 else empty_host_tensor((length,), self.dtype, device)
             )
-            self._fetched = memory, self.owned_values.start_read(memory)
+            self._fetched_values = memory, self.owned_values.start_read(memory)
 
     def drop_fetched(self) -> None:
         """Discard what `start_fetch` has read, because the values may change. Local."""
-        if self._fetched is not None:
-            memory, transfer = self._fetched
+        if self._fetched_values is not None:
+            memory, transfer = self._fetched_values
             transfer.result()
             if not memory.is_pinned():
                 self.sharding.pool.give(memory)
-            self._fetched = None
+            self._fetched_values = None
 
     def set_values(self, gathered: Tensor) -> None:
         """Make the parameters views of the gathered values, flat [length]. Local."""
@@ -300,9 +300,9 @@ class Bucket:
             segment.parameter.reset_gradient()
             if segment.parameter.lookups is not None:
                 segment.parameter.lookups.zero_()
-        self._added = {s.parameter: 0 for s in self.segments if s.parameter.requires_grad}
+        self._addition_counts = {s.parameter: 0 for s in self.segments if s.parameter.requires_grad}
         self._rounds, self._passes = (passes, 1) if each_pass else (1, passes)
-        self._incomplete = set(self._added)
+        self._incomplete = set(self._addition_counts)
 
     def count_addition(self, parameter: Parameter) -> bool:
         """Count one addition to the gradient of a parameter. Local.
@@ -310,15 +310,17 @@ class Bucket:
         Returns:
             True if this makes the gradients of the bucket final.
         """
-        self._added[parameter] += 1
-        if self._added[parameter] == self._passes * parameter.uses:
+        self._addition_counts[parameter] += 1
+        if self._addition_counts[parameter] == self._passes * parameter.uses:
             self._incomplete.discard(parameter)
             if not self._incomplete:
                 self._rounds -= 1
                 if self._rounds:
                     # Some parameters may already have additions of the next pass.
                     self._passes += 1
-                    self._incomplete = {p for p, n in self._added.items() if n < self._passes * p.uses}
+                    self._incomplete = {
+                        p for p, n in self._addition_counts.items() if n < self._passes * p.uses
+                    }
                     assert self._incomplete, "a layer added twice before the others added once"
                 return True
         return False

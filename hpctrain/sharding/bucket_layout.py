@@ -63,7 +63,7 @@ class BucketLayout:
         update_ranges: Ranges with the same update settings. They begin at multiples of ALIGNMENT and cover
             the bucket. Those with weight decay come first.
         length: Number of elements, including the padding, which remains zero.
-        used: Number of elements that belong to parameters.
+        used_length: Number of elements that belong to parameters.
         borders: Boundaries of the ranks' shares: rank r has the elements `borders[r]` to `borders[r + 1] -
             1`.
     """
@@ -72,7 +72,7 @@ class BucketLayout:
     segments: tuple[BucketSegment, ...]
     update_ranges: tuple[UpdateRange, ...]
     length: int
-    used: int
+    used_length: int
     borders: tuple[int, ...]
 
     @property

@@ -55,13 +55,13 @@ class Gatherer(ParameterResidency):
         self._holds: Counter[Bucket] = Counter()
         self._coming: dict[Bucket, Work[Tensor]] = {}
         self._orders: dict[Hashable, list[Bucket]] = {}
-        self._known: list[Bucket] = []
-        self._used: list[Bucket] = []
+        self._known_order: list[Bucket] = []
+        self._used_order: list[Bucket] = []
 
     @override
     @contextmanager
     def step(self, kind: Hashable) -> Iterator[None]:
-        self._known, self._used = self._orders.get(kind, []), []
+        self._known_order, self._used_order = self._orders.get(kind, []), []
         yield
         for bucket, work in self._coming.items():
             bucket.set_values(work.wait())
@@ -71,8 +71,8 @@ class Gatherer(ParameterResidency):
                 bucket.release_values()
         self._coming.clear()
         self._holds.clear()
-        self._orders[kind] = self._used
-        self._known, self._used = [], []
+        self._orders[kind] = self._used_order
+        self._known_order, self._used_order = [], []
 
     @override
     @contextmanager
@@ -127,7 +127,7 @@ class Gatherer(ParameterResidency):
             result = compute()
             self.leave(bucket)
             return result
-        with torch.autograd.graph.saved_tensors_hooks(partial(_packed, bucket, self.watch), _unpacked):
+        with torch.autograd.graph.saved_tensors_hooks(partial(_pack_view, bucket, self.watch), _unpack_view):
             result = compute()
         self.leave(bucket)
         entered: list[bool] = []
@@ -163,11 +163,11 @@ class Gatherer(ParameterResidency):
             work = self._coming.pop(bucket, None) or bucket.start_gather()
             bucket.set_values(work.wait())
         self._holds[bucket] += 1
-        self._used.append(bucket)
-        following = self._following()
+        self._used_order.append(bucket)
+        following = self._bucket_after()
         if following is not None and following.values is None and following not in self._coming:
             self._coming[following] = following.start_gather()
-        after = self._following(1)
+        after = self._bucket_after(1)
         if after is not None and after.values is None and after not in self._coming:
             after.start_fetch()
 
@@ -177,16 +177,19 @@ class Gatherer(ParameterResidency):
         if (
             not self._holds[bucket]
             and bucket not in self._persistent_buckets
-            and self._following() is not bucket
+            and self._bucket_after() is not bucket
         ):
             bucket.release_values()
 
-    def _following(self, skipped: int = 0) -> Bucket | None:
+    def _bucket_after(self, skipped: int = 0) -> Bucket | None:
         """Return the bucket that is needed after `skipped` others, or None if the order is unknown."""
-        index = len(self._used)
-        if index + skipped >= len(self._known) or self._known[index - 1] is not self._used[-1]:
+        index = len(self._used_order)
+        if (
+            index + skipped >= len(self._known_order)
+            or self._known_order[index - 1] is not self._used_order[-1]
+        ):
             return None
-        return self._known[index + skipped]
+        return self._known_order[index + skipped]
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,7 @@ class _View:
     offset: int
 
 
-def _packed(bucket: Bucket, watch: Watch | None, tensor: Tensor) -> Tensor | PackedActivation | _View:
+def _pack_view(bucket: Bucket, watch: Watch | None, tensor: Tensor) -> Tensor | PackedActivation | _View:
     """Return what autograd saves in place of a tensor: a _View if the tensor is in the bucket's values."""
     values = bucket.values
     assert values is not None
@@ -212,7 +215,7 @@ def _packed(bucket: Bucket, watch: Watch | None, tensor: Tensor) -> Tensor | Pac
     return _View(bucket, segment.parameter, tensor.size(), tensor.stride(), int(at - segment.start))
 
 
-def _unpacked(saved: Tensor | PackedActivation | _View) -> Tensor:
+def _unpack_view(saved: Tensor | PackedActivation | _View) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
     if not isinstance(saved, _View):

@@ -181,8 +181,8 @@ class Replications:
     def __init__(self, mesh: MeshQueries, shard: Callable[[Group], ZeroSharding]) -> None:
         self._mesh, self._shard = mesh, shard
         self._shardings: dict[tuple[Group, bool], ZeroSharding] = {}
-        self._sharing: dict[int, Group] = {}
-        self._experts: Replication | None = None
+        self._holder_groups: dict[int, Group] = {}
+        self._cached_expert_replication: Replication | None = None
 
     @staticmethod
     def unsharded(mesh: MeshQueries) -> Replications:
@@ -206,14 +206,14 @@ class Replications:
         stage.
         """
         if EXPERTS[0] in shard.split:
-            return self._of_expert()
+            return self._expert_replication()
         everyone = self._mesh.group(*(axis for axis in OTHER_TOKENS if axis not in shard.split))
         sharding = self._sharding(everyone, shard.zero_exempt)
         holders = self._mesh.group(SAME_TOKENS)
         if SAME_TOKENS in shard.split:
-            if shard.copies not in self._sharing:
-                self._sharing[shard.copies] = self._mesh.new_subgroup(SAME_TOKENS, shard.copies)
-            holders = self._sharing[shard.copies]
+            if shard.copies not in self._holder_groups:
+                self._holder_groups[shard.copies] = self._mesh.new_subgroup(SAME_TOKENS, shard.copies)
+            holders = self._holder_groups[shard.copies]
         return Replication(
             sharding,
             holders,
@@ -234,14 +234,16 @@ class Replications:
             self._shardings[key] = sharding
         return self._shardings[key]
 
-    def _of_expert(self) -> Replication:
+    def _expert_replication(self) -> Replication:
         """Return the Replication of experts, which are all split alike."""
-        if self._experts is None:
+        if self._cached_expert_replication is None:
             everyone = self._mesh.group("expert_data")
             alone = self._mesh.new_subgroup("expert_data", 1)
             pieces = self._mesh.group(EXPERTS[1])
-            self._experts = Replication(self._shard(everyone), alone, False, pieces, None, 0, 1)
-        return self._experts
+            self._cached_expert_replication = Replication(
+                self._shard(everyone), alone, False, pieces, None, 0, 1
+            )
+        return self._cached_expert_replication
 
 
 @dataclass(frozen=True)

@@ -97,16 +97,16 @@ class StateOptions:
         diverging: True if each replica has its own, which is stored as [replicas, ...]. None is the bucket's
             own setting.
         shape: Shard of a shape other than the parameter's; None is the parameter's.
-        joined: Group whose ranks hold other pieces of the parameter, but the same of this tensor.
-        owned: True if a rank has only what belongs to the elements that it owns; False if all ranks have all.
+        same_values_group: Group whose ranks hold other pieces of the parameter, but the same of this tensor.
+        owned_only: True if a rank has only the values of elements that it owns; False if all ranks have all.
     """
 
     resume_mode: ResumeMode = "if stored"
     changes_in_step: bool = True
     diverging: bool | None = None
     shape: Shard | None = None
-    joined: Group | None = None
-    owned: bool = True
+    same_values_group: Group | None = None
+    owned_only: bool = True
 
 
 COMMON = StateOptions(diverging=False)
@@ -143,20 +143,22 @@ def segment_state(
     replicas = bucket.sharding.replicas
     diverging = bucket.sharding.diverging if options.diverging is None else options.diverging
     replication, shard = segment.replication, options.shape or segment.parameter.shard
-    if options.joined is not None:
-        replication = replace(replication, holders=options.joined)
+    if options.same_values_group is not None:
+        replication = replace(replication, holders=options.same_values_group)
     if diverging:
         shard = shard.stacked(replicas.rank, replicas.size)
     different = (replicas,) if diverging else ()
-    holders = () if options.owned else tuple(each for each in replication.everyone if each not in different)
+    holders = (
+        () if options.owned_only else tuple(each for each in replication.everyone if each not in different)
+    )
     is_resumed = kind in {MODEL, MASTER} or segment.parameter.requires_grad
     return StateTensor(
         kind,
         shard,
         values,
         offset,
-        replication.holder_position(options.owned, *different),
-        replication.writes_checkpoint or not options.owned,
+        replication.holder_position(options.owned_only, *different),
+        replication.writes_checkpoint or not options.owned_only,
         options.resume_mode if is_resumed else "never",
         options.changes_in_step,
         diverging,

@@ -63,7 +63,7 @@ class GradientSynchronizer:
         self.reducers = dict(zip(buckets, reducers, strict=True))
         self._bucket = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
         self._partial = {bucket: _partial_runs(bucket) for bucket in buckets}
-        self._tied = {
+        self._tied_segments = {
             bucket: [(s, s.replication.tied_pipeline) for s in bucket.segments if s.replication.tied_pipeline]
             for bucket in buckets
         }
@@ -71,7 +71,7 @@ class GradientSynchronizer:
         self._in_flight: deque[tuple[Reducer, Work[Tensor]]] = deque()
         self.on_gradients_complete: Callable[[Sequence[Parameter]], None] = lambda _: None
         for parameter, bucket in self._bucket.items():
-            parameter.on_gradient_added = self._added
+            parameter.on_gradient_added = self._on_gradient_added
             if parameter.open_gradient is not None:
                 parameter.open_gradient = partial(self.open, bucket)
             if parameter.requires_grad:
@@ -96,7 +96,7 @@ class GradientSynchronizer:
         for bucket, reducer in self.reducers.items():
             reducer.begin(updates)
             bucket.start_step(
-                micro_batches, self._each_micro_batch and reducer.repeats and not self._tied[bucket]
+                micro_batches, self._each_micro_batch and reducer.repeats and not self._tied_segments[bucket]
             )
         self._to_come = [bucket for bucket in self.buckets if not bucket.is_final] if self._in_order else []
 
@@ -105,12 +105,12 @@ class GradientSynchronizer:
         for bucket in self.buckets:
             assert bucket.is_final, f"no gradient of {bucket.incomplete_parameter().shard.name}"
         # Sort by name: the two stages may have them in different orders.
-        tied = [(bucket, *each) for bucket in self.buckets for each in self._tied[bucket]]
+        tied = [(bucket, *each) for bucket in self.buckets for each in self._tied_segments[bucket]]
         for bucket, segment, pipeline in sorted(tied, key=lambda each: each[1].parameter.shard.name):
             gradient = segment.view(bucket.gradients)
             gradient.add_(exchange_with_other_end(pipeline, gradient))
         for bucket in self.buckets:
-            if self._tied[bucket]:
+            if self._tied_segments[bucket]:
                 self._start(bucket)
         self._complete(0)
         shared = [bucket for bucket in self.buckets if bucket.sharding.replicas.size > 1]
@@ -136,7 +136,7 @@ class GradientSynchronizer:
         self._complete(1)
         bucket.open_gradients()
 
-    def _added(self, parameter: Parameter) -> None:
+    def _on_gradient_added(self, parameter: Parameter) -> None:
         bucket = self._bucket[parameter]
         if self.first is not None:
             self.first.count_addition(parameter)
@@ -159,7 +159,7 @@ class GradientSynchronizer:
         self.before_reduction(bucket)
         for run, group in self._partial[bucket]:
             group.all_reduce(bucket.gradients[run])
-        if not self._tied[bucket]:
+        if not self._tied_segments[bucket]:
             self._complete(1)  # each reduction in flight receives into memory of its own
             for _, work in self._in_flight:
                 work.proceed()

@@ -33,20 +33,20 @@ class WeightMaxima:
 
     def __init__(self, products: Iterable[QuantizedMatmul], buckets: Sequence[Bucket], tensor: Group) -> None:
         self._tensor = tensor
-        self._unsplit: list[tuple[QuantizedMatmul, Dims]] = []
-        self._cut: list[QuantizedMatmul] = []
+        self._gathered_products: list[tuple[QuantizedMatmul, Dims]] = []
+        self._sliced_products: list[QuantizedMatmul] = []
         bucket_of = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
         for product in products:
             if product.recipe.delayed:
                 continue
             bucket = bucket_of[product.weights[0]]
             if bucket.sharding.zero < 3:
-                self._unsplit += [(product, dims) for dims in product.weight_dims]
+                self._gathered_products += [(product, dims) for dims in product.weight_dims]
             elif product.weight_dims == (WEIGHTS,) and (
                 product.gathers_quantized or (tensor.size > 1 and isinstance(bucket.owned_values, Tensor))
             ):
-                self._cut.append(product)
-        self._slices = list(dict.fromkeys(bucket_of[product.weights[0]] for product in self._cut))
+                self._sliced_products.append(product)
+        self._slices = list(dict.fromkeys(bucket_of[product.weights[0]] for product in self._sliced_products))
 
     @contextmanager
     def provide_maxima(self) -> Iterator[None]:
@@ -54,11 +54,11 @@ class WeightMaxima:
 
         Collective over the ranks that have slices or parts of the same matrices.
         """
-        provided = [*self._unsplit, *((product, WEIGHTS) for product in self._cut)]
+        provided = [*self._gathered_products, *((product, WEIGHTS) for product in self._sliced_products)]
         maxima_here = [
-            reducible_maximum(product.local_weight_maxima(dims)) for product, dims in self._unsplit
+            reducible_maximum(product.local_weight_maxima(dims)) for product, dims in self._gathered_products
         ]
-        maxima_here += self._of_slices()
+        maxima_here += self._slice_maxima()
         if maxima_here:
             agreed = torch.cat([maxima.flatten() for maxima in maxima_here])
             if self._tensor.size > 1:
@@ -72,13 +72,13 @@ class WeightMaxima:
             for product, _ in provided:
                 product.clear_weight_maxima()
 
-    def _of_slices(self) -> list[Tensor]:
+    def _slice_maxima(self) -> list[Tensor]:
         """Return the maximum, [1, 1], of each matrix that is split into slices."""
-        if not self._cut:
+        if not self._sliced_products:
             return []
-        numbers = {weight: i for i, product in enumerate(self._cut) for weight in product.weights}
+        numbers = {weight: i for i, product in enumerate(self._sliced_products) for weight in product.weights}
         group = self._slices[0].sharding.group
-        maxima = torch.zeros(len(self._cut), device=group.device)
+        maxima = torch.zeros(len(self._sliced_products), device=group.device)
         for bucket in self._slices:
             assert bucket.sharding.group is group
             for segment, elements, _ in bucket.owned_segments(bucket.owned_values):

@@ -321,7 +321,7 @@ def test_what_is_gathered_in_8_bits_is_planned_as_it_is(world: World, recipe: st
         parameters, *_, turns = held(training)
         assert (here.parameter, here.buffer) == (parameters, turns)
         taken.append(turns)
-    block = max(bucket.layout.used for bucket in training.engine.stage.buckets)
+    block = max(bucket.layout.used_length for bucket in training.engine.stage.buckets)
     # Of a block and of the next one a byte of two.
     assert taken[0] - taken[1] == pytest.approx(2 * block if recipe == "tensor" else 0, rel=0.1)
 

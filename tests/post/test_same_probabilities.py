@@ -76,7 +76,7 @@ def of_draws(head: VocabularyHead, logits: Tensor, tokens: Tensor, drawing: Toke
     products = functional.pad(own, (0, shard.local[0] - columns)).contiguous()
     entropy = CrossEntropy(tokens, torch.zeros(()), sampling=drawing)
     losses, _ = entropy.chunk_losses(
-        head, tokens, SplitLogits(products, columns), slice(0, len(tokens)), learning=False
+        head, tokens, SplitLogits(products, columns), slice(0, len(tokens)), needs_gradient=False
     )
     return -losses
 

@@ -176,7 +176,7 @@ def test_matrices_are_gathered_in_half_the_bytes(
         elements = sum(weight.numel() for weight in matrices(bucket))
         assert all(weight.numel() % UNIT == 0 for weight in matrices(bucket))
         assert counted[id(bucket)] >= 2
-        padding = bucket.length - bucket.layout.used
+        padding = bucket.length - bucket.layout.used_length
         spared += counted[id(bucket)] * (elements + 2 * padding)
     assert spared and gathers[0] - gathers[1] == spared
 

@@ -201,9 +201,9 @@ def test_traffic_is_that_of_the_closed_forms(world: World, compute: str) -> None
             if row.axis == "data x context":
                 moved[row.operation] += row.bytes
         buckets = training.engine.stage.buckets
-        padding = sum(bucket.length - bucket.layout.used for bucket in buckets)
+        padding = sum(bucket.length - bucket.layout.used_length for bucket in buckets)
         parameters = count(training.engine.shape).parameters
-        assert sum(bucket.layout.used for bucket in buckets) == parameters
+        assert sum(bucket.layout.used_length for bucket in buckets) == parameters
         assert 0 < padding <= len(buckets) * ALIGNMENT * (world.size + 1)
         whole = parameters + padding
         if stage == 0:

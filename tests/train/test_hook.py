@@ -58,7 +58,7 @@ def test_they_are_told_what_the_ledger_counts_of_the_step(world: World) -> None:
         assert (
             note.done[-1].payload
             == own.ledger.bytes - before
-            > 8 * sum(bucket.layout.used for bucket in watched.engine.stage.buckets)
+            > 8 * sum(bucket.layout.used_length for bucket in watched.engine.stage.buckets)
         )
 
 

@@ -38,7 +38,7 @@ _IN_16_BITS = " in 16 bits"
 def matmul_name(measured: MatmulPass, deck: Deck) -> str:
     """Return the name of a measured product: everything that decides which kernel is the fastest."""
     size = f"{measured.rows} x {measured.outputs} x {measured.inputs}"
-    return f"{_WORDS[measured.kind]}{_sums(deck)}, {deck.precision.compute}, {size}"
+    return f"{_WORDS[measured.kind]}{_sum_suffix(deck)}, {deck.precision.compute}, {size}"
 
 
 def measures_kernels(deck: Deck, device: torch.device) -> bool:
@@ -65,11 +65,15 @@ def kernels_of(deck: Deck, device: torch.device, data: int) -> KernelTable:
     if not measures_kernels(deck, device):
         return KernelTable(other, keeps)
     return KernelTable(
-        other, keeps, _chosen(deck, storage), deck.runtime_choices.kernels, deck.runtime_choices.kernels_note
+        other,
+        keeps,
+        _measured_kernels(deck, storage),
+        deck.runtime_choices.kernels,
+        deck.runtime_choices.kernels_note,
     )
 
 
-def _chosen(deck: Deck, storage: torch.dtype) -> dict[Matrix, MatmulKernel]:
+def _measured_kernels(deck: Deck, storage: torch.dtype) -> dict[Matrix, MatmulKernel]:
     """Return the measured kernels for the deck's formats, by pass and matrix.
 
     If there are several numbers of rows, as in a plan, the nearest one counts.
@@ -77,7 +81,7 @@ def _chosen(deck: Deck, storage: torch.dtype) -> dict[Matrix, MatmulKernel]:
     tokens = micro_batch_tokens(deck)
     nearest: dict[Matrix, tuple[int, MatmulKernel]] = {}
     for name, how in deck.runtime_choices.kernels.items():
-        read, kernel = _read(name, deck), KERNELS[how]
+        read, kernel = _parse_name(name, deck), KERNELS[how]
         if read is None or not kernel.multiplies(storage):
             continue
         difference = min(
@@ -90,11 +94,11 @@ def _chosen(deck: Deck, storage: torch.dtype) -> dict[Matrix, MatmulKernel]:
 
 def matrix_of(name: str, deck: Deck) -> Matrix | None:
     """Return the pass and the matrix of a measurement's name, or None if it has other formats."""
-    read = _read(name, deck)
+    read = _parse_name(name, deck)
     return None if read is None else read.matrix
 
 
-def _read(name: str, deck: Deck) -> MatmulPass | None:
+def _parse_name(name: str, deck: Deck) -> MatmulPass | None:
     """Return the product of a measurement's name, or None if it does not have the deck's formats."""
     match = _NAME.fullmatch(name)
     kind = None if match is None else _PASSES.get(match[1].removesuffix(_IN_16_BITS))
@@ -104,7 +108,7 @@ def _read(name: str, deck: Deck) -> MatmulPass | None:
     return read if name == matmul_name(read, deck) else None
 
 
-def _sums(deck: Deck) -> str:
+def _sum_suffix(deck: Deck) -> str:
     stored = deck.precision.gradients == "compute" and deck.precision.compute != "fp32"
     return _IN_16_BITS if stored else ""
 

@@ -67,7 +67,7 @@ def place_by_flops(deck: Deck, architecture: Architecture, data: int) -> LayerPl
     """
     flops = layer_flops(deck, architecture)
     split = split_by_flops(deck, architecture, schedule_without_search(deck, data))
-    times = times_of_parts(split_layers(flops, split)) if _searched(deck) else None
+    times = times_of_parts(split_layers(flops, split)) if _needs_search(deck) else None
     _require_parts(deck, architecture, split)
     return LayerPlacement(make_schedule(deck, data, times), split)
 
@@ -78,7 +78,7 @@ def split_by_flops(deck: Deck, architecture: Architecture, form: Schedule) -> tu
         return deck.layout.split
     if form.parts == 1:
         return (architecture.block_count,)
-    return _balanced([passes.total for passes in layer_flops(deck, architecture)], architecture, form)
+    return _balance_split([passes.total for passes in layer_flops(deck, architecture)], architecture, form)
 
 
 def place_layers(
@@ -93,19 +93,19 @@ def place_layers(
     layout, data = deck.layout, mesh.size("data")
     form = schedule_without_search(deck, data)
     measured = layout.split == "balanced" and form.parts > 1
-    if not measured and not _searched(deck):
+    if not measured and not _needs_search(deck):
         return place_by_flops(deck, architecture, data)
     times, layers = measure_layers(deck, architecture, layer_context, mesh), bare_model(architecture).layers
     if measured:
-        split = _balanced([times.of_kind[layer.kind].total for layer in layers], architecture, form)
+        split = _balance_split([times.of_kind[layer.kind].total for layer in layers], architecture, form)
     else:
         split = split_by_flops(deck, architecture, form)
     _require_parts(deck, architecture, split)
-    of_parts = times.of_parts(split_layers(layers, split)) if _searched(deck) else None
+    of_parts = times.of_parts(split_layers(layers, split)) if _needs_search(deck) else None
     return LayerPlacement(make_schedule(deck, data, of_parts), split, times)
 
 
-def _balanced(times: Sequence[float], architecture: Architecture, form: Schedule) -> tuple[int, ...]:
+def _balance_split(times: Sequence[float], architecture: Architecture, form: Schedule) -> tuple[int, ...]:
     """Return the balanced split. A block that the first part must have counts as part of its embedding."""
     if not architecture.begins_with_block:
         return tuple(balanced_split(times, form))
@@ -124,9 +124,13 @@ def _require_parts(deck: Deck, architecture: Architecture, split: Sequence[int])
 
 def schedule_without_search(deck: Deck, data: int) -> Schedule:
     """Return a schedule with the stages, chunks and placement of the deck's, without a search."""
-    return outline_schedule(deck) if _searched(deck) else make_schedule(deck, data)(micro_batches(deck, data))
+    return (
+        outline_schedule(deck)
+        if _needs_search(deck)
+        else make_schedule(deck, data)(micro_batches(deck, data))
+    )
 
 
-def _searched(deck: Deck) -> bool:
+def _needs_search(deck: Deck) -> bool:
     """Return True if a search with layer times finds the schedule."""
     return deck.layout.pipeline > 1 and deck.layout.schedule in SEARCHED_SCHEDULES

@@ -34,15 +34,15 @@ def build_initial_stage(deck: Deck, setup: StageSetup) -> TrainedStage:
     the same way. Replace it by `InferenceOptimizer()` once the weights are published, to free that memory.
     """
     stage = build_inference_stage(deck, setup)
-    adapted = deck.model.adapters is not None
-    states = [{MASTER: _initial_weights(bucket, adapted)} for bucket in stage.buckets]
+    has_adapters = deck.model.adapters is not None
+    states = [{MASTER: _initial_weights(bucket, has_adapters)} for bucket in stage.buckets]
     stage.optimizer = InferenceOptimizer(stage.buckets, states, setup.agreement)
     return stage
 
 
-def _initial_weights(bucket: Bucket, adapted: bool) -> Tensor:
+def _initial_weights(bucket: Bucket, has_adapters: bool) -> Tensor:
     """Return the bucket's parameters, or new fp32 memory if the run trains them in another dtype."""
     values = bucket.owned_values
     assert isinstance(values, Tensor)
-    frozen = adapted and not bucket.layout.trained
+    frozen = has_adapters and not bucket.layout.trained
     return values if frozen or bucket.dtype == torch.float32 else values.float()

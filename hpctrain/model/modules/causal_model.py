@@ -111,10 +111,10 @@ def _config_of(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
             "config.json or a folder that contains one"
         )
     if text.lstrip().startswith("{"):
-        return _parsed(text, _CONFIG_KEY), "the model's config.json"
+        return _parse_config(text, _CONFIG_KEY), "the model's config.json"
     path = Path(text) / "config.json"
     try:
-        return _parsed(read_text(path, JSON_BYTES), str(path)), str(path)
+        return _parse_config(read_text(path, JSON_BYTES), str(path)), str(path)
     except OSError as error:
         raise InputOutputError(f"{path}: cannot be read: {error.strerror or error}") from None
 
@@ -138,7 +138,7 @@ def path_notes(module: nn.Module) -> tuple[str, ...]:
     )
 
 
-def _parsed(text: str, where: str) -> dict[str, Any]:
+def _parse_config(text: str, where: str) -> dict[str, Any]:
     try:
         config = parse_json(text)
     except ValueError:

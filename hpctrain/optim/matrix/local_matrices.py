@@ -184,7 +184,7 @@ class LocalMatrices:
                 flat,
                 self.first * each,
                 self.bucket,
-                replace(UPDATED, shape=shape, joined=joined),
+                replace(UPDATED, shape=shape, same_values_group=joined),
             )
 
     def _state_shape(self, name: str) -> tuple[int, ...]:

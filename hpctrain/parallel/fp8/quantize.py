@@ -94,12 +94,12 @@ def block_maxima(matrix: Tensor, blocks: ScaleBlocks) -> Tensor:
         return blocks.to_blocks(matrix).abs().amax((1, 3)).float()
     if is_transposed(matrix):
         return block_maxima(matrix.t(), blocks.transposed).t()
-    parts = [_largest(blocks.to_blocks(part)) for part in matrix.split(blocks.height(matrix))]
+    parts = [_largest_magnitudes(blocks.to_blocks(part)) for part in matrix.split(blocks.height(matrix))]
     together = torch.cat(parts)
     return (together.amax(0, keepdim=True) if blocks.rows is None else together).float()
 
 
-def _largest(blocks: Tensor) -> Tensor:
+def _largest_magnitudes(blocks: Tensor) -> Tensor:
     """Return the largest magnitude of blocks [M, rows, K, columns] on the CPU, [M, K].
 
     16-bit numbers are compared as integers, which have the same order, with NaN last: a fifth of the time.
@@ -193,10 +193,10 @@ class Scaling:
         if matrix.is_cpu and is_transposed(matrix):
             return self.transposed.quantize(matrix.t(), form, maxima.t()).transposed()
         scales = scales_of(maxima, form)
-        values = self._rounded(matrix, scales, form)
+        values = self._round(matrix, scales, form)
         return QuantizedTensor(values, exponents_of(scales) if self.as_bytes else scales, self.blocks)
 
-    def _rounded(self, matrix: Tensor, scales: Tensor, form: Fp8Format) -> Tensor:
+    def _round(self, matrix: Tensor, scales: Tensor, form: Fp8Format) -> Tensor:
         """Return the rounded values. The CPU converts some rows at a time."""
         blocks, columns = self.blocks, matrix.shape[1]
         if not matrix.is_cpu:

@@ -49,7 +49,7 @@ class CodedSum:
     Attributes:
         residual: Elements that are kept for the next sum, or None.
         owner_residual: Such elements of the sums that this rank owns, or None.
-        summed: Code of the last sums, if any.
+        sum_code: Code of the last sums, if any.
         at_once: Number of blocks that are encoded at a time.
     """
 
@@ -73,7 +73,7 @@ class CodedSum:
         self._sizes = [sum(last - first for first, last in spans) for spans in of_owners]
         self.residual: Tensor | None = None
         self.owner_residual: Tensor | None = None
-        self.summed: Tensor | None = None
+        self.sum_code: Tensor | None = None
         self.at_once = AT_ONCE if on_host(group.computes_on) else AT_ONCE_ON_GPU
 
     def operations(self, gradients: Tensor, sums: Tensor) -> Iterator[Work[Any]]:
@@ -82,7 +82,7 @@ class CodedSum:
             return
         sizes, rank = self._sizes, self.group.rank
         values = self._values(gradients)
-        code = self._coded(self.blocks, values, self.codec.encode, self.residual is not None)
+        code = self._encode_pieces(self.blocks, values, self.codec.encode, self.residual is not None)
         del values
         sent = read_spans(code, self._spans)
         del code
@@ -92,7 +92,7 @@ class CodedSum:
         write_spans(codes, self._owner_spans, received.view(self.group.size, -1))
         del sent, received
         if not self.returns:
-            total = self.owned_blocks.clear_tails(self._added(self.owned_blocks, codes))
+            total = self.owned_blocks.clear_tails(self._sum_codes(self.owned_blocks, codes))
             own, target = self.owned_blocks.pairs(total, sums, self._sums_slice)
             if own:
                 torch._foreach_copy_(target, own)
@@ -101,14 +101,14 @@ class CodedSum:
         del codes
         received = sent.new_empty(sum(sizes))
         yield self.group.start_all_gather(sent, received, sizes)
-        self.summed = write_spans(sent.new_zeros(self.code_bytes(self.blocks.count)), self._spans, received)
+        self.sum_code = write_spans(sent.new_zeros(self.code_bytes(self.blocks.count)), self._spans, received)
         del sent, received
         self.decode_into(gradients)
 
     def decode_into(self, flat: Tensor) -> None:
         """Write the sums of this step into flat values."""
-        assert self.summed is not None
-        values = self.blocks.clear_tails(self._added(self.blocks, [self.summed]))
+        assert self.sum_code is not None
+        values = self.blocks.clear_tails(self._sum_codes(self.blocks, [self.sum_code]))
         own, target = self.blocks.pairs(values, flat, slice(0, flat.numel()))
         torch._foreach_copy_(target, own)
 
@@ -139,11 +139,15 @@ class CodedSum:
         Args:
             codes: Codes of these blocks by all ranks, uint8 [ranks, bytes].
         """
-        total = self.owned_blocks.clear_tails(self._added(self.owned_blocks, codes))
+        total = self.owned_blocks.clear_tails(self._sum_codes(self.owned_blocks, codes))
         values = total if self.owner_residual is None else self.owner_residual.add_(total)
-        return self._coded(self.owned_blocks, values, self.encode_sums, self.owner_residual is not None)
+        return self._encode_pieces(
+            self.owned_blocks, values, self.encode_sums, self.owner_residual is not None
+        )
 
-    def _coded(self, blocks: CompressionBlocks, values: Tensor, encode: Encode, feedback: bool) -> Tensor:
+    def _encode_pieces(
+        self, blocks: CompressionBlocks, values: Tensor, encode: Encode, feedback: bool
+    ) -> Tensor:
         """Return the code of `values`. With `feedback`, `values` become what the code has lost."""
         code = values.new_empty(self.code_bytes(blocks.count), dtype=torch.uint8)
         for piece, spans in self._pieces(blocks):
@@ -156,7 +160,7 @@ class CodedSum:
             blocks.clear_tails(values)
         return code
 
-    def _added(self, blocks: CompressionBlocks, codes: Tensor | Sequence[Tensor]) -> Tensor:
+    def _sum_codes(self, blocks: CompressionBlocks, codes: Tensor | Sequence[Tensor]) -> Tensor:
         """Return the sum of the decoded values of codes of these blocks."""
         total = torch.empty(blocks.elements, device=codes[0].device)
         for piece, spans in self._pieces(blocks):
@@ -209,7 +213,7 @@ class CompressedReduction(CodedSum, GradientReduction):
 
     @override
     def end_step(self, updated: bool, scale_ratio: float) -> None:
-        self.summed = None
+        self.sum_code = None
         rescale_residuals((self.residual, self.owner_residual), updated, scale_ratio)
 
     @override

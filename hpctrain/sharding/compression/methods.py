@@ -59,7 +59,7 @@ def make_reduction(settings: CompressionSettings, bucket: Bucket) -> GradientRed
     method, warmup = METHODS[settings.keys.compress], settings.keys.warmup
     if method.sums_gradients and bucket.sharding.group.size == 1:
         return ExactReduction(bucket)
-    reduction = _between_nodes(method, settings, bucket)
+    reduction = _reduction_between_nodes(method, settings, bucket)
     return WarmedUpReduction(bucket, reduction, warmup) if method.sums_gradients and warmup else reduction
 
 
@@ -76,7 +76,7 @@ class CompressionMethod(NamedTuple):
     sums_gradients: bool = True
 
 
-def _between_nodes(
+def _reduction_between_nodes(
     method: CompressionMethod, settings: CompressionSettings, bucket: Bucket
 ) -> GradientReduction:
     """Return a reduction that compresses only between nodes, if the bucket's group is divided by node."""
@@ -85,31 +85,31 @@ def _between_nodes(
         return method.make(settings, bucket)
     if nodes.between.size == 1 and method.sums_gradients:
         return ExactReduction(bucket)
-    exchanging_rank = nodes.assign_rank(bucket.layout.used)
+    exchanging_rank = nodes.assign_rank(bucket.layout.used_length)
     exchanges_here = exchanging_rank == nodes.inside.rank
     between = method.make(settings, bucket_over_group(bucket, nodes.between)) if exchanges_here else None
     return HierarchicalReduction(bucket, nodes.inside, exchanging_rank, between)
 
 
-def _rounded(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
+def _rounded_reduction(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
     form = settings.keys.compression
     assert isinstance(form, RoundedTable)
     codec = RoundedCodec(cast("Literal['bf16', 'int8']", settings.keys.compress))
     return CompressedReduction(bucket, codec, form.error_feedback)
 
 
-def _signs(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
+def _sign_reduction(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
     form = settings.keys.compression
     assert isinstance(form, SignTable)
     return CompressedReduction(bucket, SignCodec(), True) if form.error_feedback else MajorityVote(bucket)
 
 
-def _one_bit(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
+def _one_bit_reduction(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
     assert isinstance(settings.rule, AdamWTable)
     return OneBitMomentum(bucket, settings.rule.beta1, settings.keys.warmup)
 
 
-def _top_k(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
+def _top_k_reduction(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
     """Return TopK, or an exact sum if it would send everything, or a single rank has no momentum."""
     form, rule = settings.keys.compression, settings.rule
     assert isinstance(form, TopKTable)
@@ -119,7 +119,7 @@ def _top_k(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
     return TopK(bucket, form.ratio, momentum, settings.keys.warmup)
 
 
-def _power(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
+def _power_reduction(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
     form = settings.keys.compression
     assert isinstance(form, PowerSgdTable)
     return PowerSgd(bucket, form.rank, settings.seed, form.error_feedback)
@@ -127,11 +127,11 @@ def _power(settings: CompressionSettings, bucket: Bucket) -> GradientReduction:
 
 METHODS: Mapping[str, CompressionMethod] = {
     "none": CompressionMethod(lambda _, bucket: ExactReduction(bucket), sums_gradients=False),
-    "bf16": CompressionMethod(_rounded),
-    "int8": CompressionMethod(_rounded),
-    "sign": CompressionMethod(_signs),
-    "onebit": CompressionMethod(_one_bit, sums_gradients=False),
-    "topk": CompressionMethod(_top_k, sums_gradients=False),
-    "powersgd": CompressionMethod(_power),
+    "bf16": CompressionMethod(_rounded_reduction),
+    "int8": CompressionMethod(_rounded_reduction),
+    "sign": CompressionMethod(_sign_reduction),
+    "onebit": CompressionMethod(_one_bit_reduction, sums_gradients=False),
+    "topk": CompressionMethod(_top_k_reduction, sums_gradients=False),
+    "powersgd": CompressionMethod(_power_reduction),
 }
 """Compression methods by `communication.compress`."""

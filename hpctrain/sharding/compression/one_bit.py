@@ -55,7 +55,7 @@ class OneBitMomentum(GradientReduction):
     def end_step(self, updated: bool, scale_ratio: float) -> None:
         # The parts of the momentum follow the sums only after an update.
         if self.signs is not None and not self._warm:
-            if updated and self.signs.summed is not None:
+            if updated and self.signs.sum_code is not None:
                 self.signs.decode_into(self.part)
                 self.part.div_(self.bucket.sharding.group.size)
         elif not updated:

@@ -250,7 +250,7 @@ class PowerSgd(GradientReduction):
             yield rank_state(RESIDUAL, each.segment, values, self.bucket)
         for stack in self.stacks:
             for each, values in stack.of_members(stack.factor):
-                options = StateOptions(changes_in_step=False, shape=each.stored_factor, owned=False)
+                options = StateOptions(changes_in_step=False, shape=each.stored_factor, owned_only=False)
                 yield segment_state(FACTOR, each.segment, values, 0, self.bucket, options)
 
     def _residuals(self) -> Iterator[tuple[Matrices, Tensor]]:

@@ -35,11 +35,11 @@ def faults() -> list[LayoutFault]:
         fault("a mean that is not one", AVERAGE, scaled_argument(OuterOptimizer, "update", 3, 0.9)),
         fault("sums of gradients", AVERAGE, skipped_calls(SyncEveryStep, "before_update")),
         fault("weights that stay a replica's own", AVERAGE, skipped_calls(local_steps, "_write", on_rank_1)),
-        fault("what int8 loses", INT8, wrapped(CodedSum, "_coded", _drop_residual)),
+        fault("what int8 loses", INT8, wrapped(CodedSum, "_encode_pieces", _drop_residual)),
         fault(
             "what bf16 loses on one rank",
             ("communication.compress=bf16",),
-            wrapped(CodedSum, "_coded", _drop_residual, on_rank_1),
+            wrapped(CodedSum, "_encode_pieces", _drop_residual, on_rank_1),
         ),
         fault("sums of codes", INT8, scaled_result(CodedSum, "add", 1.01, on_rank_1)),
         fault("signs that are added", ("communication.compress=sign",), scaled_result(CodedSum, "add", 0.9)),
