@@ -1,9 +1,10 @@
-"""Lint step for rules of style that ruff does not have: sentences, names, and names that exist twice.
+"""Lint step for rules of style that ruff does not have: sentences, names, and descriptions of what exists.
 
     python -m tests.style
 
 It checks the packages that `[tool.hpctrain.style]` in pyproject.toml lists as done, and prints one line
-for each violation. The refused words are in style_words.txt.
+for each violation. Docstrings of all packages may only describe parameters and attributes that exist.
+The refused words are in style_words.txt.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ SOURCES = "hpctrain"
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 Trees = Mapping[Path, ast.Module]
+Classes = Mapping[str, list[ast.ClassDef]]
 
 
 class Words(NamedTuple):
@@ -97,6 +99,69 @@ def check_docstrings(path: Path, tree: ast.Module, words: Words) -> Iterator[Vio
             yield Violation(path, line, f'docstring begins with "{first[0]}"; write a complete sentence')
 
 
+def described_names(docstring: str, section: str) -> Iterator[str]:
+    """Yield the names that a section of a docstring describes, such as `Args`."""
+    entry = None
+    in_section = False
+    for line in docstring.splitlines():
+        if re.match(r"\w+:$", line):
+            in_section, entry = line == f"{section}:", None
+        elif in_section and line.strip():
+            indent = len(line) - len(line.lstrip())
+            entry = indent if entry is None else entry
+            if indent == 0:
+                in_section = False
+            elif indent == entry and (match := re.match(r"([*\w, `]+?)(?: \(.*?\))?:(?: |$)", line.strip())):
+                yield from (name.strip("*` ") for name in match[1].split(","))
+
+
+def parameter_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """Return the names of a function's parameters."""
+    return {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
+
+
+def attribute_names(node: ast.ClassDef, classes: Classes, seen: set[str]) -> set[str]:
+    """Return the names of a class's attributes, methods and constructor parameters, with inherited ones."""
+    names: set[str] = set()
+    for base in node.bases:
+        name = ast.unparse(base).split("[")[0].split(".")[-1]
+        for each in classes.get(name, []) if name not in seen else []:
+            names |= attribute_names(each, classes, seen | {name})
+    for statement in ast.walk(node):
+        if isinstance(statement, ast.Attribute) and isinstance(statement.ctx, ast.Store):
+            names.add(statement.attr)
+    for statement in node.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            names.add(statement.target.id)
+        elif isinstance(statement, ast.Assign):
+            names |= {
+                part.id
+                for part in ast.walk(statement)
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+            }
+        elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(statement.name)
+            if statement.name in {"__init__", "__new__", "__call__"}:
+                names |= parameter_names(statement)
+    return names
+
+
+def check_described_names(path: Path, tree: ast.Module, classes: Classes) -> Iterator[Violation]:
+    """Yield the docstrings that describe a parameter or an attribute which does not exist."""
+    for node in ast.walk(tree):
+        if not isinstance(node, Definition) or not (docstring := ast.get_docstring(node)):
+            continue
+        is_class = isinstance(node, ast.ClassDef)
+        names = attribute_names(node, classes, {node.name}) if is_class else parameter_names(node)
+        sections = ("Args", "Attributes") if is_class else ("Args",)
+        for section in sections:
+            for name in described_names(docstring, section):
+                if name not in names:
+                    yield Violation(
+                        path, node.lineno, f"docstring of {node.name} describes {name}, which is not there"
+                    )
+
+
 def names_in(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of the module, and of its classes, functions, parameters and attributes."""
     yield 1, path.stem
@@ -146,8 +211,14 @@ def check(root: Path, done: Collection[str], words: Words) -> list[Violation]:
     unknown = set(done) - {package_of(path) for path in trees}
     if unknown:
         raise ValueError(f"pyproject.toml: [tool.hpctrain.style] lists unknown packages: {sorted(unknown)}")
+    classes: defaultdict[str, list[ast.ClassDef]] = defaultdict(list)
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append(node)
     violations = list(check_duplicates(trees, done))
     for path, tree in trees.items():
+        violations += check_described_names(path, tree, classes)
         if package_of(path) in done:
             violations += [*check_docstrings(path, tree, words), *check_names(path, tree, words)]
     return sorted(violations)

@@ -41,6 +41,28 @@ def test_a_violation_is_found_in_a_package_that_is_done(tmp_path: Path, text: st
     assert check(tmp_path, {"deck"}, WORDS) == []
 
 
+@pytest.mark.parametrize(
+    ("code", "docstring", "names"),
+    [
+        (
+            "def f(a, *b): DOC",
+            "Args:|    a: First.|        more: No name.|    b: Others.|    c: None.",
+            ["c"],
+        ),
+        ("def f(a): DOC", "Args:|    a: First.||Returns:|    b: Sum.", []),
+        ("class C:\n    DOC\n    a: int", "Attributes:|    a: First.|    b: None.", ["b"]),
+        ("class C:\n    DOC\n    a, b = 1, 2", "Attributes:|    a: First.|    b: Second.", []),
+        ("class B:\n    def f(self): self.a = 1\nclass C(B): DOC", "Attributes:|    a, b: Both.", ["b"]),
+        ("class C:\n    DOC\n    def __init__(self, a): ...", "Args:|    a: First.|    b: None.", ["b"]),
+    ],
+)
+def test_described_names_must_exist(tmp_path: Path, code: str, docstring: str, names: list[str]) -> None:
+    quoted = repr("Add.||" + docstring).replace("|", "\\n")
+    project(tmp_path, comm__module="", deck__module=code.replace("DOC", quoted))
+    messages = [each.message for each in check(tmp_path, {"comm"}, WORDS)]
+    assert [message.split(" describes ")[1].split(",")[0] for message in messages] == names
+
+
 def test_classes_and_modules_that_exist_twice_are_found(tmp_path: Path) -> None:
     project(tmp_path, comm__group="class Group: ...", deck__group="", deck__sub__rank="class Group: ...")
     messages = [str(each) for each in check(tmp_path, {"comm", "deck"}, WORDS)]

@@ -140,7 +140,7 @@ class ModelInputs:
         positions: Global positions of the local piece of the sequence, int64 [s]. With a `cache`, those of
             each row in its own text.
         dropout: Source of dropout masks. None if nothing is dropped.
-        terms: Takes what layers add to the losses.
+        auxiliary_losses: Takes what layers add to the losses.
         samples: Number of rows that are samples; the other rows follow them. None if all rows are samples.
         choices: Gives routers their experts, or takes which ones they chose.
         documents: Documents of whole sequences. Attention stays within one, and learned positions count

@@ -142,7 +142,7 @@ class Rotary:
 
     @property
     def all_tables(self) -> tuple[Tensor, ...]:
-        """All tables, each once."""
+        """Tables of all layers, each once."""
         return self.tables if self.local_tables is self.tables else (*self.tables, *self.local_tables)
 
 

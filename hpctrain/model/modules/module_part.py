@@ -46,7 +46,7 @@ class ModulePart(nn.Module):
     Attributes:
         names: All names of each parameter. A tied parameter is stored once, under the first of its names.
         module: The module, whose parameters and layers are replaced.
-        buffers: The buffers of the module.
+        module_buffers: The buffers of the module.
     """
 
     def __init__(

@@ -185,8 +185,9 @@ class CompiledFunctions(LayerFunctions):
 
     Args:
         library: The library. Without one they can be planned with, but not computed.
-        why: Details for the description of the run.
-        record: What distinguishes the library from others.
+        note: Why these functions are used, or which compiler made the library, for the log of the run.
+        library_checksums: Checksums of the library's results, by which resumed runs recognize it. The deck
+            stores them as `compiled_record`.
     """
 
     compiled = True
