@@ -94,7 +94,7 @@ class TorchModel(nn.Module):
         super().__init__()
         span = LayerRange.all_of(shape.layers) if span is None else span
         self.shape, self.first = shape, span.first
-        embeds, predicts = span.embeds, span.predicts
+        embeds, predicts = span.has_embedding, span.has_head
         learned = embeds and shape.positions == "learned"
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden) if embeds else None
         self.positions = nn.Embedding(shape.sequence, shape.hidden) if learned else None

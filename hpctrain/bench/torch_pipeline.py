@@ -47,7 +47,9 @@ def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerSt
     modules = [training.filled(TorchModel(shape, spans[part])) for part in mine]
     tied = _tied(modules) if shape.tied else None
     # Of a table that two stages hold, one counts in the norm.
-    own = [p for module in modules for p in module.parameters() if p is not tied or spans[mine[0]].embeds]
+    own = [
+        p for module in modules for p in module.parameters() if p is not tied or spans[mine[0]].has_embedding
+    ]
     update = TorchUpdate(training, modules, stored=True, counted=own, squares=_of_all_stages)
     stages: list[_PipelineStageBase] = [
         PipelineStage(module, part, parts, torch.device("cpu"))

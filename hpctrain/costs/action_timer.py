@@ -69,8 +69,8 @@ class ActionTimer:
 
     def _forward(self, model: ModelPart) -> tuple[Tensor | None, BackwardStart, Tensor | None]:
         """Return the input, the start of the backward pass and its gradient, as the executor does."""
-        hidden = None if model.span.embeds else self.hidden.detach().requires_grad_()
-        if model.span.predicts:
+        hidden = None if model.span.has_embedding else self.hidden.detach().requires_grad_()
+        if model.span.has_head:
             last = model(self.batch.inputs, hidden)
             return hidden, BackwardStart(model.predict(last, self.batch.losses).total), None
         return hidden, BackwardStart(model(self.batch.inputs, hidden)), self.gradient

@@ -81,12 +81,12 @@ class PartBytes:
     @property
     def embedding(self) -> int:
         """Bytes saved before the blocks; in a user's module also between them."""
-        return self._end_bytes(self.part.layers[0], self.part.span.embeds)
+        return self._end_bytes(self.part.layers[0], self.part.span.has_embedding)
 
     @property
     def head(self) -> int:
         """Bytes saved after the blocks, by the final norm and the loss."""
-        return self._end_bytes(self.part.layers[-1], self.part.span.predicts)
+        return self._end_bytes(self.part.layers[-1], self.part.span.has_head)
 
     def _end_bytes(self, layer: Layer, is_end: bool) -> int:
         """Return the bytes saved by the first or the last layer, or 0 if it is a block.

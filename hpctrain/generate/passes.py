@@ -161,7 +161,7 @@ class CachedPasses:
         inputs = ModelInputs({"tokens": given}, attending.places.positions, cache=attending)
         hidden = self.stages.through(inputs)
         wanted = list(_last_rows(pieces))
-        if not self.model.span.predicts:
+        if not self.model.span.has_head:
             return hidden.new_empty(len(wanted), 0)
         if not wanted:
             return hidden.new_empty(0, self.model.shape.vocabulary)
@@ -175,7 +175,7 @@ class CachedPasses:
         given = tokens.to(self.model.layer_context.tensor.device)
         positions = torch.arange(given.shape[1], device=given.device)
         hidden = self.stages.through(ModelInputs.of_tokens(given.t().contiguous(), positions))
-        if not self.model.span.predicts:
+        if not self.model.span.has_head:
             return hidden.new_empty(len(given), 0)
         logits: Tensor = self.model.predict(hidden[-self.least :], VocabularyHead.logits)[-1]
         return logits

@@ -27,8 +27,8 @@ class Stages:
 
     def __init__(self, model: Transformer) -> None:
         self.model, self.group = model, model.layer_context.pipeline
-        assert model.span.embeds == (self.group.rank == 0), model.span
-        assert model.span.predicts == (self.group.rank == self.group.size - 1), model.span
+        assert model.span.has_embedding == (self.group.rank == 0), model.span
+        assert model.span.has_head == (self.group.rank == self.group.size - 1), model.span
         self._sent: list[tuple[Work[None], Tensor]] = []
 
     @property
@@ -41,11 +41,11 @@ class Stages:
         Collective over the stages, one after the other.
         """
         before: Tensor | None = None
-        if not self.model.span.embeds:
+        if not self.model.span.has_embedding:
             shape = *inputs.tokens.shape, self.model.shape.hidden
             before = self.group.recv(self.group.empty(shape, self.model.dtype), self.group.rank - 1, HIDDEN)
         hidden: Tensor = self.model(inputs, before)
-        if not self.model.span.predicts:
+        if not self.model.span.has_head:
             self._send(hidden, self.group.rank + 1, HIDDEN)
         return hidden
 

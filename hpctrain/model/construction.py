@@ -55,7 +55,7 @@ def _transformers(
         part = Transformer(shape, layer_context, span, table)
         if shape.adapters is not None:
             freeze_all_but_adapters(part)
-        table = part.table if span.embeds else table
+        table = part.table if span.has_embedding else table
         parts.append(part)
     return parts
 

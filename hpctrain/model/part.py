@@ -30,16 +30,16 @@ class LayerRange:
     Attributes:
         first: First block.
         last: Block after the last one.
-        embeds: True for the first part.
-        predicts: True for the last part.
+        has_embedding: True for the first part.
+        has_head: True for the last part.
         tied_stage: Index of this stage among those that hold tied embeddings.
         tied_stages: Number of these stages.
     """
 
     first: int
     last: int
-    embeds: bool
-    predicts: bool
+    has_embedding: bool
+    has_head: bool
     tied_stage: int = 0
     tied_stages: int = 1
 

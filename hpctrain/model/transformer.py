@@ -362,15 +362,15 @@ class Transformer(nn.Module):
         self.rotary_positions: Tensor | None = None
         self.span = span if span is not None else LayerRange.all_of(shape.layers)
         layers: list[TransformerLayer] = []
-        if self.span.embeds:
+        if self.span.has_embedding:
             table = self._table("embedding.tokens.weight", shape.tied)
             layers.append(Embedding(shape, layer_context, table))
         layers += [
             TransformerBlock(index, shape, layer_context) for index in range(self.span.first, self.span.last)
         ]
-        if self.span.predicts and shape.head == "scalar":
+        if self.span.has_head and shape.head == "scalar":
             layers.append(Predictor(shape, layer_context, None))
-        elif self.span.predicts:
+        elif self.span.has_head:
             owns_table = not shape.tied or table is None
             if owns_table or table is None:
                 name = "embedding.tokens.weight" if shape.tied else "head.weight"
@@ -378,7 +378,7 @@ class Transformer(nn.Module):
             else:
                 table.uses = 2
                 # The schedule decides in which order embedding and output layer add their gradients.
-                table.separate_lookups = not self.span.embeds
+                table.separate_lookups = not self.span.has_embedding
             layers.append(Predictor(shape, layer_context, table, owns_table))
         self.table = table
         self.layers = tuple(layers)

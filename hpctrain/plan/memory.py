@@ -198,7 +198,7 @@ def plan_memory(
         # Stages in the middle differ, if at all, in the micro-batches whose activations they hold, and in how
         # they lie where nodes cut stages.
         begins = number * of_stage % per_node if of_stage % per_node and per_node % of_stage else 0
-        kind: object = begins, tuple((*kinds[s.first : s.last], s.embeds, s.predicts) for s in spans)
+        kind: object = begins, tuple((*kinds[s.first : s.last], s.has_embedding, s.has_head) for s in spans)
         if deck.model.has_frozen_parameters or deck.model.module is not None:
             kind = number
         if kind not in planned:

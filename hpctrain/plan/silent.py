@@ -24,7 +24,7 @@ class SilentPart:
 
     def __call__(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Tensor:
         """See ModelPart; that of the last part is a number."""
-        shape = (1,) if self.part.span.predicts else self.hidden_shape(inputs.rows)
+        shape = (1,) if self.part.span.has_head else self.hidden_shape(inputs.rows)
         if hidden is None:
             trained = any(parameter.requires_grad for parameter in parameter_list(self.part))
             hidden = torch.zeros((), device=META, requires_grad=trained)

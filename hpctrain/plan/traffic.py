@@ -168,7 +168,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
         ends = number in {0, schedule.stage_count - 1}
         kind: object = (
             ends and number,
-            tuple((*kinds[s.first : s.last], s.embeds, s.predicts) for s in spans),
+            tuple((*kinds[s.first : s.last], s.has_embedding, s.has_head) for s in spans),
         )
         if deck.model.has_frozen_parameters or deck.model.module is not None:
             kind = number

@@ -351,7 +351,7 @@ def _kind(name: str) -> int:
 
 def _numbered(part: ModelPart) -> Iterator[tuple[int, Layer]]:
     """The layers of a part with their numbers in the model: what embeds is number 0."""
-    first = part.span.first + (not part.span.embeds and not isinstance(part, ModulePart))
+    first = part.span.first + (not part.span.has_embedding and not isinstance(part, ModulePart))
     return enumerate(part.layers, first)
 
 

@@ -89,7 +89,7 @@ def grown_by(
     seen: Seen = {}
 
     def draw(texts: Sequence[GeneratedText], logits: Tensor) -> Sequence[int]:
-        assert model.span.predicts
+        assert model.span.has_head
         for text, row in zip(texts, logits, strict=True):
             seen[text.number, len(text.tokens)] = row
         return draws(texts, logits)
@@ -115,7 +115,7 @@ def test_stages_give_the_bits_of_one_rank(
     ways = ((4, range(10)), (1, LATE), (10, LATE))
     for texts, seen in [grown_by(part, places, 30, order) for places, order in ways]:
         assert texts == expected
-        assert seen.keys() == (right.keys() if part.span.predicts else set())
+        assert seen.keys() == (right.keys() if part.span.has_head else set())
         assert all(torch.equal(seen[key], right[key]) for key in seen)
     assert len({token for tokens in expected.values() for token in tokens}) > 30
 

@@ -79,12 +79,12 @@ def saved_bytes(training: Trainer) -> list[int]:
     found = []
     for model in engine.stage.models:
         hidden = None
-        if not model.span.embeds:
+        if not model.span.has_embedding:
             dtype = next(model.parameters()).dtype
             hidden = torch.randn(model.hidden_shape(micro)).to(dtype).requires_grad_()
         with LiveActivations(lambda: parameters) as saved:
             last = model(batch.inputs, hidden)
-            if model.span.predicts:
+            if model.span.has_head:
                 model.predict(last, batch.losses)
         found.append(saved.peak)
     return found

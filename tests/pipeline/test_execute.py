@@ -178,9 +178,9 @@ def test_parts_know_their_blocks_and_whether_they_are_first_or_last() -> None:
     first, second = layer_ranges(schedule, [1, 2, 3, 4], 0), layer_ranges(schedule, [1, 2, 3, 4], 1)
     assert [(part.first, part.last) for part in first] == [(0, 1), (3, 6)]
     assert [(part.first, part.last) for part in second] == [(1, 3), (6, 10)]
-    assert (first[0].embeds, first[0].tied_stage, first[0].tied_stages) == (True, 0, 2)
-    assert (second[1].predicts, second[1].tied_stage, second[1].tied_stages) == (True, 1, 2)
-    assert not (first[1].embeds or first[1].predicts or second[0].embeds or second[0].predicts)
+    assert (first[0].has_embedding, first[0].tied_stage, first[0].tied_stages) == (True, 0, 2)
+    assert (second[1].has_head, second[1].tied_stage, second[1].tied_stages) == (True, 1, 2)
+    assert not (first[1].has_embedding or first[1].has_head or second[0].has_embedding or second[0].has_head)
 
 
 def test_messages_follow_the_order_of_actions() -> None:

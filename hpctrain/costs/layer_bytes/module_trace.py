@@ -299,10 +299,10 @@ def _trace_part(
         return part.predict(outputs, at.objective.losses(inputs, torch.ones(())))
 
     hidden = None
-    if not span.embeds:
+    if not span.has_embedding:
         hidden = torch.empty(part.hidden_shape(at.micro_size), dtype=part.dtype, device=META)
         hidden.requires_grad_()
-    of_loss = loss if at.objective is not None and span.predicts else None
+    of_loss = loss if at.objective is not None and span.has_head else None
     run = partial(part, inputs, hidden)
     return trace_module(part.module, part.blocks, run, of_loss, at.tokens, architecture.storage, at.gpu)
 

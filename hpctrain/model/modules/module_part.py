@@ -200,7 +200,7 @@ class ModulePart(nn.Module):
             parameter.grad = None
         if parameter.grad is None:
             self.layer_context.weight_gradients.submit(parameter.mark_gradient_added)
-        elif parameter.lookups is not None and self.span.embeds:
+        elif parameter.lookups is not None and self.span.has_embedding:
             assert parameter.gradient is not None
             parameter.lookups.add_(parameter.grad)
             parameter.grad = None
@@ -230,8 +230,8 @@ def build_module_parts(
     """Build this rank's parts of a module. The first and the last part share tied parameters."""
     parts: list[ModulePart] = []
     for span in spans:
-        ends = [part for part in parts if part.span.embeds or part.span.predicts]
+        ends = [part for part in parts if part.span.has_embedding or part.span.has_head]
         shared_parameters = {names[0]: parameter for part in ends for parameter, names in part.names.items()}
-        of_both = span.embeds or span.predicts
+        of_both = span.has_embedding or span.has_head
         parts.append(ModulePart(architecture, layer_context, span, shared_parameters if of_both else {}))
     return [*parts]

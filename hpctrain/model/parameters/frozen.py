@@ -34,7 +34,7 @@ def freeze_all_but_adapters(part: ModelPart) -> None:
 
 def embedding_trained(part: ModelPart) -> bool:
     """Return True if the input of a part's first block depends on trained parameters of any part."""
-    return not part.span.embeds or any(p.requires_grad for p in part.layers[0].parameters())
+    return not part.span.has_embedding or any(p.requires_grad for p in part.layers[0].parameters())
 
 
 def blocks_without_backward(part: ModelPart) -> int:

@@ -77,7 +77,7 @@ class RankProgrammes:
         for number in range(self.schedule.stage_count):
             spans = layer_ranges(self.schedule, self.split, number)
             ends = number in {0, self.schedule.stage_count - 1} or self.deck.model.has_frozen_parameters
-            parts = tuple((*layers[s.first : s.last], s.embeds, s.predicts) for s in spans)
+            parts = tuple((*layers[s.first : s.last], s.has_embedding, s.has_head) for s in spans)
             found.append((ends and number, parts))
         return found
 

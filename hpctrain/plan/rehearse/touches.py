@@ -188,7 +188,7 @@ class StandIn:
     def __call__(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Tensor:
         """See ModelPart; that of the last part is a number."""
         given = hidden if hidden is not None else self._given if self.trained else self._given.detach()
-        shape = () if self.part.span.predicts else self.hidden_shape(inputs.rows)
+        shape = () if self.part.span.has_head else self.hidden_shape(inputs.rows)
         result: Tensor = _StandInAutograd.apply(given, self, shape)
         return result
 

@@ -115,7 +115,7 @@ class StageForward(ModuleForward):
             result = compute(*arguments, **keywords)
             self._inside = False
             self._store_sent(number, call, result)
-            if not self.stage.span.predicts and call.position == 2 * self.stage.span.last - 1:
+            if not self.stage.span.has_head and call.position == 2 * self.stage.span.last - 1:
                 raise _StageDone
         self._position = call.position + call.is_block
         self._seed(f"after {name}")

@@ -58,7 +58,7 @@ class StageSlice:
     def computes(self, position: int) -> bool:
         """Return True if this stage computes what is at a position."""
         if position == self.order.end_position:
-            return self.span.predicts
+            return self.span.has_head
         return 2 * self.span.first <= position < 2 * self.span.last
 
     def needs(self, positions: frozenset[int]) -> bool:
@@ -88,12 +88,12 @@ class StageSlice:
     @property
     def received(self) -> list[CallResult]:
         """Tensors that this stage receives from the one before."""
-        return [] if self.span.embeds else tensors_between(self.order, self.span.first)
+        return [] if self.span.has_embedding else tensors_between(self.order, self.span.first)
 
     @property
     def sent(self) -> list[CallResult]:
         """Tensors that this stage sends to the next one."""
-        return [] if self.span.predicts else tensors_between(self.order, self.span.last)
+        return [] if self.span.has_head else tensors_between(self.order, self.span.last)
 
 
 def require_call_order(deck: Deck, architecture: ModuleArchitecture) -> None:
