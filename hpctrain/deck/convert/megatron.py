@@ -180,18 +180,15 @@ def _shared_experts(value: object, options: SourceOptions) -> int:
     return integer(value) // inner
 
 
-def _dense_first(value: object, _: SourceOptions) -> int | None:
+def _blocks_with_experts(value: object, _: SourceOptions) -> object:
+    """Return the number of dense blocks at the start and the pattern of blocks; None for what is usual."""
     if pattern := _LAYER_LIST.fullmatch(str(value).replace(" ", "")):
-        return int(pattern[1])
+        return int(pattern[1]), None
     try:
         every = integer(value)
     except UnsupportedOptionError:
         raise UnsupportedOptionError("must be a number or [0]*n+[1]*m") from None
-    if every > 1:
-        raise UnsupportedOptionError(
-            "gives experts to the first block of each group; model.experts.every gives them to the last"
-        )
-    return None
+    return (None, [block == 0 for block in range(every)]) if every > 1 else None
 
 
 def _experts(value: object, options: SourceOptions) -> object:

@@ -199,6 +199,7 @@ def test_any_text_is_read(text: str) -> None:
             {"expert_mlp": 64, "shared_experts": 2},
         ),
         ("--moe-layer-freq ([0]*3+[1]*58)", {"dense_first": 3}),
+        ("--moe-layer-freq 3", {"experts.pattern": [True, False, False]}),
         ("--moe-layer-freq 1 --moe-router-pre-softmax", {"router_normalize": False}),
         ("--moe-router-pre-softmax --moe-router-score-function sigmoid", {"router": "sigmoid"}),
         ("--group-query-attention", {}),
@@ -324,7 +325,6 @@ def test_steps_and_layouts(arguments: str, expected: dict[str, object]) -> None:
         ("--initial-loss-scale 4294967296", "must be a number from 6.103515625e-05 to 16777216.0"),
         ("--loss-scale 128", "the loss scale is always dynamic"),
         ("--bf16 perhaps", "--bf16 = perhaps: must be true or false"),
-        ("--moe-layer-freq 2", "model.experts.every gives them to the last"),
         ("--hidden-dropout 0.0", "--attention-dropout = 0.1: must equal --hidden-dropout"),
         (
             "--lr-decay-style WSD",
