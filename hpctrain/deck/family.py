@@ -89,7 +89,7 @@ class ConfigKey:
 
 @dataclass(frozen=True)
 class WindowKeys:
-    """How a config.json says which layers have a window of `sliding_window` keys.
+    """Keys of a config.json that say which layers have a window of `sliding_window` keys.
 
     Attributes:
         size: Default of `sliding_window`; None for no window.

@@ -2,7 +2,8 @@
 
 A layer asks `attention_core` once for what it computes with. On one rank it is `LayerFunctions.attend`
 (kernels/layer_functions.py), by torch's kernels or by compiled ones. A ring computes by
-`kernels/attention_block.py`. The other modules are:
+`kernels/attention_block.py`. Windows, soft caps and sinks (`AttentionRule`) are computed by tiles, as
+`kernels/attention_tiles.py` explains, or by compiled functions. The other modules are:
 
 | module | computes |
 |---|---|

@@ -154,14 +154,14 @@ class LayerPages:
             elif text >= 0:
                 rows = slice(row, row + count)
                 chosen = torch.full((1,), text, device=query.device)
-                shown = range(rule.first_key(first), first + count)
-                output[rows, 0] = attend(query[rows, 0].unsqueeze(0), chosen, shown)[0]
+                visible = range(rule.first_key(first), first + count)
+                output[rows, 0] = attend(query[rows, 0].unsqueeze(0), chosen, visible)[0]
             row += count
         if singles:
             rows_of, texts, positions = map(list, zip(*singles, strict=True))
-            shown = range(rule.first_key(min(positions)), max(positions) + 1)
+            visible = range(rule.first_key(min(positions)), max(positions) + 1)
             at_rows, chosen, at = start_copy(torch.tensor([rows_of, texts, positions]), query.device)
-            output[at_rows] = attend(query[at_rows], chosen, shown, at)
+            output[at_rows] = attend(query[at_rows], chosen, visible, at)
         return output
 
     def _store(self, key: Tensor, value: Tensor, places: TokenPositions) -> None:
@@ -176,7 +176,7 @@ class LayerPages:
         self,
         query: Tensor,
         texts: Tensor,
-        shown: range,
+        visible: range,
         positions: Tensor | None = None,
         *,
         places: TokenPositions,
@@ -186,20 +186,20 @@ class LayerPages:
         """Return the attention of queries [texts, n, heads, d] to the pages of their texts.
 
         Args:
-            query: The last queries before the end of `shown`, or one query of each text at its position.
+            query: The last queries before the end of `visible`, or one query of each text at its position.
             texts: Texts of the queries.
-            shown: Positions of all keys that a query sees.
+            visible: Positions of all keys that a query sees.
             positions: Position of the query of each text. None for the last queries of one text.
             places: Pages of the texts.
             rule: How weights follow from products of queries and keys.
             sinks: Score [heads] of a further key of each head, whose value is zero; None without one.
         """
-        begin = shown.start // PAGE
-        pages = places.tables[texts, begin : -(-shown.stop // PAGE)]
+        begin = visible.start // PAGE
+        pages = places.tables[texts, begin : -(-visible.stop // PAGE)]
         keys = self.keys[pages].permute(0, 2, 1, 4, 3).flatten(2, 3)
         values = self.values[pages].permute(0, 2, 1, 3, 4).flatten(2, 3)
         columns = torch.arange(begin * PAGE, begin * PAGE + keys.shape[2], device=query.device)
-        last = columns.new_tensor(range(shown.stop - query.shape[1], shown.stop))
+        last = columns.new_tensor(range(visible.stop - query.shape[1], visible.stop))
         last = (last if positions is None else positions).unsqueeze(1)
         mask = columns <= last
         if rule.window:

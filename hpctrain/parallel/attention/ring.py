@@ -142,7 +142,7 @@ class _RingAttention(torch.autograd.Function):
         held = torch.stack((key, value))
         arriving = torch.empty_like(held)
         ring = _Ring(group, _KEYS)
-        attended = Attended(query, value.shape[-1], begun=options.rule.bounded)
+        attended = Attended(query, value.shape[-1], initialized=options.rule.bounded)
         output, log_sum = attended.output, attended.log_sum
         for turn in range(group.size):
             if turn < group.size - 1:

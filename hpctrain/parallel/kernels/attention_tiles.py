@@ -79,12 +79,12 @@ def _square(begin: int, count: int, place: int, keys: int, mask: Mask) -> Iterat
     first, last = max(place, 0) - place, min(place + count, keys) - place
     if first >= last:
         return
-    shown = slice(place + first, place + last)
-    yield Tile(slice(begin + first, begin + last), shown, mask)
+    visible = slice(place + first, place + last)
+    yield Tile(slice(begin + first, begin + last), visible, mask)
     # Of queries outside the existing part of the diagonal, those on the side of the mask see all keys.
     rest = slice(begin + last, begin + count) if mask == "causal" else slice(begin, begin + first)
     if rest.start < rest.stop:
-        yield Tile(rest, shown, "none")
+        yield Tile(rest, visible, "none")
 
 
 def shifted(rows: slice, by: int) -> slice:
@@ -94,7 +94,7 @@ def shifted(rows: slice, by: int) -> slice:
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """How weights of attention follow from products of queries and keys.
+    """Rule by which products of queries and keys become weights of attention.
 
     Attributes:
         scale: Factor of the products, by default 1 / sqrt(d).
@@ -215,19 +215,19 @@ class Attended:
     Args:
         query: Queries [s, b, heads, d].
         features: Features of the output.
-        begun: True if both begin as those over no keys, False if they are undefined.
+        initialized: True if both begin as those over no keys, False if they are undefined.
 
     Attributes:
         output: Output over the keys so far, [s, b, heads, features] in fp32.
         log_sum: Log-sum-exp over them, [b, heads, s].
     """
 
-    def __init__(self, query: Tensor, features: int, begun: bool = True) -> None:
+    def __init__(self, query: Tensor, features: int, initialized: bool = True) -> None:
         rows, batch, heads, _ = query.shape
         dtype = torch.promote_types(query.dtype, torch.float32)
         self.output = query.new_empty(rows, batch, heads, features, dtype=dtype)
         self.log_sum = query.new_empty(batch, heads, rows, dtype=dtype)
-        if begun:
+        if initialized:
             self.output.zero_()
             self.log_sum.fill_(-torch.inf)
 
