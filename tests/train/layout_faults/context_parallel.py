@@ -62,6 +62,11 @@ def faults() -> list[LayoutFault]:
             wrapped(ring, "_rows_before", _shift_document_start),
         ),
         fault(
+            "windows of other positions",
+            (*CONTEXT, "model.windows=[3, 0]"),
+            wrapped(ring, "_pieces", _shift_late_piece),
+        ),
+        fault(
             "tokens in another order", CONTEXT, wrapped(execute, "context_piece", _reverse_tokens, on_rank_1)
         ),
         fault(
@@ -70,6 +75,11 @@ def faults() -> list[LayoutFault]:
             wrapped(transformer.PositionEmbedding, "forward", use_local_positions),
         ),
     ]
+
+
+def _shift_late_piece(original: Any, *arguments: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    early, (position, row) = original(*arguments)
+    return early, (position + 1, row)
 
 
 def _reverse_tokens(original: Any, tokens: Tensor, positions: Tensor) -> Tensor:
