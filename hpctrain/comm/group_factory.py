@@ -176,6 +176,23 @@ class GroupFactory:
             self.checks.check_group(group)
         return group
 
+    def share(self, group: Group, axes: tuple[str, ...]) -> Group:
+        """Make a group of the same ranks as `group` over its communicators. Collective over the group.
+
+        Calls of both groups go over the same transports, so all ranks must make them in the same order.
+
+        Args:
+            group: Group of this factory.
+            axes: Names of the axes of the new group, by which logs and the ledger name it.
+        """
+        transports = GroupTransports(group.objects, group.host, group.accelerator)
+        shared = Group(
+            axes, group.ranks, transports, group.device, self.ledger, self._in_flight, group.calls.ranks
+        )
+        if self.checks is not None:
+            self.checks.check_group(shared)
+        return shared
+
     def make_transports(
         self,
         axes: tuple[str, ...],

@@ -127,18 +127,19 @@ class Mesh(GroupSource):
         self.transport = choose_transport(world, transport)
         self._coordinates = self.coordinates(world.rank)
         along = expert_sizes(self.sizes)
-        self._groups: dict[tuple[str, ...], Group] = {(axis,): self._make_along((axis,)) for axis in AXES}
-        # Axes of experts that have size 1 share a group of this rank alone.
         alone = world.new_group(("expert",), (world.rank,), self.transport)
-        for axis in EXPERT_AXES[1:]:
-            if along[axis] == 1:
-                self._groups[axis,] = alone
-            elif "expert" in self.sizes:
-                self._groups[axis,] = self._make_along((axis,))
-        self._groups |= {axes: self._make_along(axes) for axes in JOINED}
-        split = [self._groups[axis,] for axis in JOINED_OF_EXPERTS if along[axis] > 1]
-        joined = self._make_along(JOINED_OF_EXPERTS) if len(split) > 1 else (split or [alone])[0]
-        self._groups[JOINED_OF_EXPERTS] = joined
+        self._groups: dict[tuple[str, ...], Group] = {
+            axes: self._make_group(axes, ranks_along(self.sizes, axes, self.rank), None)
+            for axes in connected_axes(self.sizes)
+        }
+        for axes in JOINED:
+            used = communicator_axes(self.sizes, axes)
+            if used != axes:
+                self._groups[axes] = world.groups.share(self._groups[used], axes)
+        # Axes of experts that have size 1 share a group of this rank alone.
+        self._groups |= {(axis,): alone for axis in EXPERT_AXES[1:] if along[axis] == 1}
+        if JOINED_OF_EXPERTS not in self._groups:
+            self._groups[JOINED_OF_EXPERTS] = self._groups[communicator_axes(self.sizes, JOINED_OF_EXPERTS)]
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along one of AXES or EXPERT_AXES. Local.
@@ -185,9 +186,6 @@ class Mesh(GroupSource):
         Emulated nodes count as nodes.
         """
         return self.world.nodes_of(group.ranks)
-
-    def _make_along(self, axes: tuple[str, ...]) -> Group:
-        return self._make_group(axes, ranks_along(self.sizes, axes, self.rank), None)
 
     def _make_group(self, axes: tuple[str, ...], ranks: tuple[int, ...], parent: Group | None) -> Group:
         return self.world.new_group(axes, ranks, self.transport, parent)
@@ -243,6 +241,38 @@ def transport_elsewhere(requested: str) -> str:
         requested: Transport that the deck requests.
     """
     return requested if requested in {"mpi", "gloo"} else "auto"
+
+
+def connected_axes(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Return the axes of the groups that have communicators of their own, in the order of their creation.
+
+    All ranks of a mesh make the communicators in this order, so that no rank waits for another one in it.
+
+    Args:
+        sizes: Number of ranks along each of AXES, and of experts if there are any.
+    """
+    along, axes = expert_sizes(sizes), [(axis,) for axis in AXES]
+    if "expert" in sizes:
+        axes += [(axis,) for axis in EXPERT_AXES[1:] if along[axis] > 1]
+    joined = [*JOINED, *([JOINED_OF_EXPERTS] if "expert" in sizes else [])]
+    return axes + [each for each in joined if communicator_axes(sizes, each) == each]
+
+
+def communicator_axes(sizes: Mapping[str, int], axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the axes of the group whose communicators a mesh's group along `axes` uses.
+
+    That is the group itself, unless at most one of the joined axes has more than one rank: then the group has
+    the same ranks as that along this axis, and uses its communicators.
+
+    Args:
+        sizes: Number of ranks along each of AXES, and of experts if there are any.
+        axes: Some of AXES or of EXPERT_AXES.
+    """
+    if axes not in (*JOINED, JOINED_OF_EXPERTS):
+        return axes
+    along = {**expert_sizes(sizes), **sizes}
+    split = [axis for axis in axes if along[axis] > 1]
+    return axes if len(split) > 1 else (split[0] if split else axes[0],)
 
 
 def rank_count(sizes: Mapping[str, int]) -> int:

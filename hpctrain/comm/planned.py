@@ -13,7 +13,7 @@ from typing_extensions import override
 from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group, GroupTransports
 from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.mesh import GroupSource, rank_count, ranks_along
+from hpctrain.comm.mesh import GroupSource, communicator_axes, rank_count, ranks_along
 from hpctrain.comm.transports.hierarchical import hierarchical_scratch_bytes, is_common, is_hierarchical
 from hpctrain.comm.transports.mpi import mpi_scratch_bytes
 from hpctrain.comm.transports.shared import SHARED_BYTES
@@ -193,7 +193,7 @@ class PlannedMesh(GroupSource):
         calls: Behavior of the calls of its groups.
 
     Attributes:
-        made: All groups that were made so far.
+        made: All groups that were made so far and have communicators of their own.
     """
 
     def __init__(
@@ -218,7 +218,11 @@ class PlannedMesh(GroupSource):
     @override
     def group(self, *axes: str) -> Group:
         if axes not in self._groups:
-            self._groups[axes] = self._make_group(axes, ranks_along(self.sizes, axes, self.rank), None)
+            used = communicator_axes(self.sizes, axes)
+            if used != axes:
+                self._groups[axes] = self._share(self.group(*used), axes)
+            else:
+                self._groups[axes] = self._make_group(axes, ranks_along(self.sizes, axes, self.rank), None)
         return self._groups[axes]
 
     @override
@@ -235,6 +239,16 @@ class PlannedMesh(GroupSource):
         group.computes_on = self._device
         self.made.append(group)
         return group
+
+    def _share(self, group: Group, axes: tuple[str, ...]) -> Group:
+        """Return a group of the same ranks over the transport of `group`."""
+        transport = group.host
+        assert isinstance(transport, PlannedTransport)
+        shared = planned_group(
+            axes, group.rank, group.size, self.ledger, group.ranks, transport, group.device
+        )
+        shared.computes_on = group.computes_on
+        return shared
 
     def _nodes_of(self, ranks: Sequence[int]) -> list[int]:
         return [rank // self._ranks_per_node for rank in ranks]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hpctrain.comm.mesh import AXES, EXPERT_AXES, JOINED, Mesh, choose_transport, sizes_text
+from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.transports.choose import TRANSPORTS
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -98,6 +99,22 @@ def test_a_mesh_without_experts_has_no_groups_for_them(world: World) -> None:
     if world.size > 1:
         with pytest.raises(AssertionError):
             mesh.group("expert_data")
+
+
+def test_groups_of_the_same_ranks_share_communicators(world: World) -> None:
+    """Calls of both are counted apart, under their own names."""
+    for sizes in LAYOUTS[world.size]:
+        mesh = Mesh(world, sizes)
+        for axes in JOINED:
+            joined, split = mesh.group(*axes), [axis for axis in axes if sizes.get(axis, 1) > 1]
+            alike = [mesh.group(axis) for axis in axes if mesh.group(axis).host is joined.host]
+            assert len(alike) == (len(split) < 2)
+            for other in alike:
+                assert (other.ranks, other.objects) == (joined.ranks, joined.objects)
+                assert other.accelerator is joined.accelerator
+                assert other.calls is not joined.calls and other.name != joined.name
+            planned = PlannedMesh(mesh.sizes, mesh.coordinate("pipeline"), world.size)
+            assert (planned.group(*axes) in planned.made) == (len(split) == 2)
 
 
 def test_experts_are_named_where_they_are_split() -> None:

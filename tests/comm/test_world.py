@@ -160,7 +160,8 @@ def test_the_deck_decides_on_deterministic_kernels(world: World, monkeypatch: py
 def test_the_ranks_of_a_job_compute_on_one_type_of_device(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def find(_: str, rank: int) -> torch.device:
+    def find(_: str, rank: int, setting: str) -> torch.device:
+        assert setting == "run.device"
         return torch.device("cuda" if rank else "cpu")
 
     monkeypatch.setattr(world_module, "device_of_run", find)

@@ -51,9 +51,9 @@ def test_only_a_plan_for_gpus_counts_what_no_tensor_takes() -> None:
     cpu, gpu = (plan_memory(small_deck(*layout, f"run.device={d}"), 8, 61) for d in ("cpu", "cuda"))
     assert not any(f"{kind}_bytes" in json.dumps(cpu.row()) for kind in OF_GPU)
     assert "NCCL" not in " ".join(memory_table(cpu))
-    joined = 2 * (24 * 2 * 12 + 4 * 32)  # data, and data with context, of four ranks
+    data = 24 * 2 * 12 + 4 * 32  # of four ranks; data x context uses the same communicator
     account = gpu.stages[0].memory
-    assert account.runtime == CONTEXT_BYTES + (joined + 24 * 12 + 8 * 12) * MIB
+    assert account.runtime == CONTEXT_BYTES + (data + 24 * 12 + 8 * 12) * MIB
     assert account.fragmented == (account.activation + account.buffer + account.other) // 32
     assert account.row()["runtime_bytes"] == account.runtime
     table = " ".join(memory_table(gpu))

@@ -126,7 +126,8 @@ def test_the_first_incomplete_call_of_a_process_group_is_named(hang: Callable[..
     waiting = next(line for line in errors.splitlines() if ", and waits for gloo:" in line)
     assert waiting.startswith("error: rank 0 on ")
     assert waiting.endswith(" of Float) to complete")
-    assert " of data x context ([" in waiting
+    assert " is in all_reduce " in waiting and " of data x context (" in waiting
+    assert " of data ([" in waiting  # whose communicator it uses, with one context rank
     calls = (folder / "hang.0.txt").read_text().split("last calls of torch's process groups")[1].splitlines()
     assert calls[1].endswith(", incomplete")
     assert not calls[2].endswith(", incomplete")
