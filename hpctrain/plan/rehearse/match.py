@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import numpy as np
 
 from hpctrain.plan.rehearse.alike import Classes, find_classes
 from hpctrain.plan.rehearse.fault import Kind, RehearsalFault
+from hpctrain.plan.rehearse.issue_order import find_order_faults
 from hpctrain.plan.rehearse.programme import RECEIVE, SEND, WAIT, Numbers, RehearsedCall, StepProgrammes
 from hpctrain.plan.rehearse.progress import find_circles
 from hpctrain.plan.rehearse.streams import find_stream_deadlock, without_tags
@@ -45,12 +46,13 @@ def match(job: StepProgrammes, on_streams: bool = False) -> Matched:
         on_streams: True if NCCL carries the calls: then messages have no tags, and calls wait for each other
             on streams of GPUs instead of on the host.
     """
-    if on_streams:
-        job = without_tags(job)
+    job = over_communicators(without_tags(job) if on_streams else job)
     classes = find_classes(job)
     faults = [*_messages(job, classes), *_collectives(job, classes)]
     if not faults:  # who waits in vain for what is not there tells nothing more
         faults = (find_stream_deadlock if on_streams else find_circles)(job, classes)
+    if not faults and on_streams:
+        faults = [*find_order_faults(job, classes)]
     programmes = [job.programmes[job.programme_of[first]] for first in classes.firsts]
     counts = classes.counts.tolist()
 
@@ -65,6 +67,27 @@ def match(job: StepProgrammes, on_streams: bool = False) -> Matched:
         over_all([sum(e.bytes for e in events if e.operation != RECEIVE) for events in programmes]),
         tuple(faults),
     )
+
+
+def over_communicators(job: StepProgrammes) -> StepProgrammes:
+    """Return the job with calls of groups that share communicators under one name.
+
+    A group along several axes of which only one has several ranks uses the communicators of the group along
+    this axis (`Mesh`).
+    """
+    names: dict[str, str] = {}
+    for name, group in job.groups.items():
+        for axis in name.split(" x ") if " x " in name else ():
+            other = job.groups.get(axis)
+            if other is not None and np.array_equal(other.rows, group.rows):
+                names[name] = axis
+    if not names:
+        return job
+    programmes = [
+        tuple(replace(e, group=names[e.group]) if e.group in names else e for e in events)
+        for events in job.programmes
+    ]
+    return replace(job, programmes=programmes)
 
 
 def _messages(job: StepProgrammes, classes: Classes) -> Iterator[RehearsalFault]:

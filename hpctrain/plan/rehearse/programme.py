@@ -14,6 +14,12 @@ Numbers = NDArray[np.int64]
 SEND, RECEIVE, WAIT = "send", "recv", "wait"
 """Operations that are not called by all of a group: messages, and waiting for what was started."""
 
+NEW_GROUP = "new_group"
+"""Operation by which the ranks of a group create communicators together."""
+
+AUDIT = "audit of "
+"""Begin of the name of the communicator on which calls of another one are checked for silent faults."""
+
 
 @dataclass(frozen=True, slots=True)
 class RehearsedCall:
@@ -58,7 +64,7 @@ class RehearsedCall:
 
     def __str__(self) -> str:
         name = self.what if self.is_message else f"{self.operation} {self.what}".rstrip()
-        size = "" if self.sent is not None else f" of {self.bytes} bytes"
+        size = "" if self.sent is not None or self.operation == NEW_GROUP else f" of {self.bytes} bytes"
         where = f" in {self.action}" if self.action and self.action != self.what else ""
         return f"{name or self.operation}{size}{where}"
 

@@ -28,7 +28,7 @@ from hpctrain.parallel.step_statistics import Reduction
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import layer_ranges
 from hpctrain.plan.rehearse.looks import Looks, folds_of
-from hpctrain.plan.rehearse.programme import WAIT, Membership, Numbers, Programme, StepProgrammes
+from hpctrain.plan.rehearse.programme import AUDIT, WAIT, Membership, Numbers, Programme, StepProgrammes
 from hpctrain.plan.rehearse.recall import Recall
 from hpctrain.plan.rehearse.record import NamedGroup, membership
 from hpctrain.plan.rehearse.shares import Shares
@@ -107,7 +107,7 @@ class RankProgrammes:
         return self._step(stage, place, look).programme(self.schedule, stage, self._noted)
 
     def _from_creation(self, stage: int, place: int, look: object) -> Programme:
-        """Return a `programme` after the creation of communicators that not every mesh has."""
+        """Return a `programme` after the creation of all communicators."""
         events = self.programme(stage, place, look)
         creations = self._step(stage, place, look).recorder.creations
         shifted = (replace(e, of=e.of + len(creations)) if e.operation == WAIT else e for e in events)
@@ -122,6 +122,8 @@ class RankProgrammes:
                     found[named.name] = membership(named.name, self.sizes)
                 members = tuple(found[named.name].of(named.ranks[named.rank]).tolist())
                 assert members == named.ranks, named
+        if self.deck.stability.corruption != "off":
+            found |= {AUDIT + name: group for name, group in found.items()}
         return found
 
     def place(self, rank: int) -> str:

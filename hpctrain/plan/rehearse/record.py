@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -13,11 +13,12 @@ from typing_extensions import override
 
 from hpctrain.comm.calls import Call, GroupCalls
 from hpctrain.comm.group import Group
-from hpctrain.comm.mesh import AXES, EXPERT_AXES, expert_sizes, rank_count
+from hpctrain.comm.mesh import AXES, EXPERT_AXES, communicator_axes, connected_axes, expert_sizes, rank_count
 from hpctrain.comm.planned import PlannedCalls, PlannedMesh
 from hpctrain.comm.transports.traffic import Traffic
 from hpctrain.comm.transports.transport import TransportWork
-from hpctrain.plan.rehearse.programme import WAIT, Membership, Numbers, RehearsedCall
+from hpctrain.plan.rehearse.audit_messages import AuditMessages
+from hpctrain.plan.rehearse.programme import NEW_GROUP, SEND, WAIT, Membership, Numbers, RehearsedCall
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,13 @@ class Recorder:
     `action` is that in which calls are made, where it is known by then; `carried` says what the message that
     is sent next carries, as what is `done`. `note` is what takes an event, and gives what is waited for, of
     one that is started. `loads` tells what each rank counts of a mixture's experts. `creations` has an event
-    for each communicator that is created after the mesh.
+    for each communicator that is created before the step. `audit` adds messages, if there is one.
     """
 
-    def __init__(self, loads: Callable[[int], Tensor] | None = None) -> None:
-        self._loads = loads
+    def __init__(
+        self, loads: Callable[[int], Tensor] | None = None, audit: AuditMessages | None = None
+    ) -> None:
+        self._loads, self.audit = loads, audit
         self.events: list[RehearsedCall] = []
         self.note: Callable[[RehearsedCall], TransportWork | None] = self.add
         self.groups: dict[GroupCalls, NamedGroup] = {}
@@ -78,8 +81,27 @@ class Recorder:
 
     def add(self, event: RehearsedCall) -> TransportWork | None:
         """Add an event; what is waited for where it is only started."""
+        checksum = None
+        if self.audit is not None:
+            self.audit.count(event)
+            checksum = self.audit.checksum(event)
+            self.events += [checksum] if checksum is not None else []
         self.events.append(event)
-        return None if event.blocking else _Started(self, len(self.events) - 1)
+        last = len(self.events) - 1
+        awaited = [last] if checksum is None or event.operation == SEND else [last, last - 1]
+        if event.blocking:
+            for index in awaited[1:]:
+                self.wait(index)
+            return None
+        return _Started(self, awaited)
+
+    def exchange_records(self, action: str) -> None:
+        """Add the exchange of the records of all calls that are checked, and wait for it."""
+        exchanges = [] if self.audit is None else self.audit.exchanges(action)
+        first = len(self.events)
+        self.events += exchanges
+        for index in range(first, first + len(exchanges)):
+            self.wait(index)
 
     def wait(self, index: int) -> None:
         """Add the wait for an event."""
@@ -92,7 +114,7 @@ class Recorder:
     def name_new(self, parent: Group, group: Group, name: str) -> None:
         """Name a group whose communicator all ranks of `parent` create together, and record the creation."""
         self.name(group, name)
-        self.creations.append(RehearsedCall("new_group", self.groups[parent.calls].name, what=name))
+        self.creations.append(RehearsedCall(NEW_GROUP, self.groups[parent.calls].name, what=name))
 
     def event(self, call: Call) -> RehearsedCall:
         """What a call is for a programme."""
@@ -135,10 +157,11 @@ class _Started:
     """A call under way, which is never complete before it is waited for."""
 
     recorder: Recorder
-    index: int
+    indices: Sequence[int]
 
     def wait(self) -> None:
-        self.recorder.wait(self.index)
+        for index in self.indices:
+            self.recorder.wait(index)
 
     def test(self) -> bool:
         return False
@@ -177,10 +200,19 @@ class RecordedMesh(PlannedMesh):
         super().__init__(sizes, stage, ranks_per_node, device, place, transport, PlannedCalls(recorder))
         self.recorder = recorder
 
+    def record_creation(self) -> None:
+        """Record that all ranks create the communicators of the mesh together, as `Mesh` does."""
+        name = self.recorder.groups[self.group(*AXES).calls].name
+        for axes in connected_axes(self.sizes):
+            self.recorder.creations.append(RehearsedCall(NEW_GROUP, name, what=group_name(axes)))
+
     @override
     def group(self, *axes: str) -> Group:
         group = super().group(*axes)
-        self.recorder.name(group, group_name(axes))
+        name, communicator = group_name(axes), group_name(communicator_axes(self.sizes, axes))
+        self.recorder.name(group, name)
+        if self.recorder.audit is not None and communicator != name:
+            self.recorder.audit.communicators[name] = communicator
         return group
 
     @override

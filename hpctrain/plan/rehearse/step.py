@@ -24,6 +24,7 @@ from hpctrain.parallel.sequence import context_positions
 from hpctrain.parallel.step_statistics import Reduction, StepStatistics
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch, messages_between
+from hpctrain.plan.rehearse.audit_messages import AuditMessages
 from hpctrain.plan.rehearse.loads import BalancedLoads, EvenLoads
 from hpctrain.plan.rehearse.programme import RECEIVE, Programme, RehearsedCall
 from hpctrain.plan.rehearse.recall import Recall, Recalling
@@ -58,8 +59,13 @@ class RankStep:
         device = device_kind(deck.run.device)
         transport = deck.communication.requested_transport if on_host(device) else "nccl"
         self._mesh_of = sizes, ranks_per_node, device, place, transport
-        self.recorder = recorder = Recorder(BalancedLoads.of_deck(deck, shape).of if shape.experts else None)
+        corruption = deck.stability.corruption
+        self.recorder = recorder = Recorder(
+            BalancedLoads.of_deck(deck, shape).of if shape.experts else None,
+            None if corruption == "off" else AuditMessages(corruption),
+        )
         self.mesh = self._mesh(number)
+        self.mesh.record_creation()
         self.stage = stage = plan_stage(
             deck, shape, self.mesh, PipelinePosition(schedule, split, number), device
         )
@@ -126,6 +132,8 @@ class RankStep:
             self._step(schedule, number, statistics)  # by which the next one knows what is gathered next
             self.weights.updates -= period > 1
         recorder.events.clear()
+        if recorder.audit is not None:
+            recorder.audit.begin_step()
         recorder.listening = True
         self._step(schedule, number, statistics)
         recorder.listening = False
@@ -154,6 +162,7 @@ class RankStep:
                 len(self.objective.metrics) + len(count(self.shape).auxiliary_loss_names) + stage.replica[1]
             )
             everyone.all_reduce(torch.empty(figures, dtype=torch.float64))
+            self._agree_on_faults("agree")
             if stage.synchronizer.norm_estimators and stage.synchronizer.first is None:
                 everyone.all_reduce(torch.empty(2, dtype=torch.float64))
             recorder.action = "update"
@@ -167,6 +176,17 @@ class RankStep:
             if told:
                 everyone.all_reduce(torch.stack(list(told.values())))
             stage.synchronizer.end_step(True, 1.0)
+            self._agree_on_faults("check")
+
+    def _agree_on_faults(self, action: str) -> None:
+        """Exchange records of calls and the faults that ranks have found, if ranks look for silent faults."""
+        if self.recorder.audit is None:
+            return
+        self.recorder.action = action
+        everyone = self.mesh.group(*EVERYONE)
+        self.recorder.exchange_records(action)
+        everyone.all_gather(torch.empty((1, 2), dtype=torch.int64))  # checksum of the metrics, and faults
+        everyone.all_gather(torch.empty(1, dtype=torch.int64))  # whether there are any
 
     def _agreement(self, action: str) -> None:
         """All ranks agree that none has an error."""

@@ -15,7 +15,15 @@ from dataclasses import replace
 from hpctrain.comm.transports.choose import POINT_TO_POINT_AXES
 from hpctrain.plan.rehearse.alike import Classes, ClassRelations
 from hpctrain.plan.rehearse.fault import RehearsalFault
-from hpctrain.plan.rehearse.programme import RECEIVE, SEND, WAIT, Programme, RehearsedCall, StepProgrammes
+from hpctrain.plan.rehearse.programme import (
+    AUDIT,
+    RECEIVE,
+    SEND,
+    WAIT,
+    Programme,
+    RehearsedCall,
+    StepProgrammes,
+)
 from hpctrain.text import counted
 
 _SHOWN = 8
@@ -165,6 +173,8 @@ class _StreamRun:
     def _stream(self, event: RehearsedCall) -> object:
         if event.operation == WAIT:
             return None
+        if event.is_message and event.group.startswith(AUDIT):  # MPI carries it
+            return event.group, event.operation, event.step
         has_channels = tuple(event.group.split(" x ")) in POINT_TO_POINT_AXES
         if event.is_message and has_channels and event.step in {1, self.job.groups[event.group].size - 1}:
             return event.group, event.operation, event.step

@@ -1,6 +1,6 @@
 """Programmes of a step: event by event what ranks of a run call, and the same told for many as for each.
 
-Tests of plan/rehearse/record.py and plan/rehearse/touches.py too.
+Tests of plan/rehearse/record.py, plan/rehearse/touches.py and plan/rehearse/audit_messages.py too.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from hpctrain.audit.audited_transport import AuditedTransport
+from hpctrain.audit.message_audit import MessageAudit
 from hpctrain.comm.calls import Call, GroupCalls
 from hpctrain.comm.work import StartedWork
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.plan.rehearse.programme import WAIT, Programme
+from hpctrain.plan.rehearse.programme import AUDIT, WAIT, Programme
 from hpctrain.plan.rehearse.ranks import RankProgrammes
 from tests.engines import LLAMA, small_deck, trainer
 
@@ -157,3 +159,50 @@ def test_a_rank_of_a_run_does_what_its_programme_says(
             [e if e[0] == WAIT else (*e[:2], 0, *e[3:]) for e in each] for each in (told, programme)
         )
     assert with_waits(programme) == with_waits(told)
+
+
+AUDITED: list[tuple[str, tuple[str, ...]]] = [
+    ("cheap", ("layout.zero=2",)),
+    ("full", ("layout.pipeline=2", "model.tied=true", "batch.global_size=16", "batch.micro_size=1")),
+    ("full", ("layout.context=2", "layout.zero=3", *LLAMA)),
+    ("full", (*MIXTURE, "layout.expert=2", "layout.zero=1")),
+]
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("number", range(len(AUDITED)))
+def test_the_audit_of_a_run_sends_what_its_programme_says(
+    world: World, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checksums in their order, and the number of records of each communicator in both exchanges."""
+    depth, keys = AUDITED[number]
+    deck = small_deck(*keys, f"stability.corruption={depth}")
+    run = trainer(world, deck)
+    run.train(3)
+    checksums: list[tuple[str, str]] = []
+    exchanges: list[list[int]] = []
+    message, collect = AuditedTransport._message, MessageAudit.collect_faults
+
+    def heard(self: AuditedTransport, call: Call, phase: str) -> Any:
+        checksums.append((call.operation, AUDIT + call.group.name))
+        return message(self, call, phase)
+
+    def collected(self: MessageAudit) -> Any:
+        numbers = [len(log._records) for log in self.logs]
+        pairs = zip(numbers[::2], numbers[1::2], strict=True)  # reductions and transfers
+        exchanges.append(sorted(filter(None, map(sum, pairs))))
+        return collect(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AuditedTransport, "_message", heard)
+        patched.setattr(MessageAudit, "collect_faults", collected)
+        run.train(1)
+    programme = [e for e in of_each(deck, world.rank, world.size) if e.group.startswith(AUDIT)]
+    assert checksums == [(e.operation, e.group) for e in programme if e.is_message]
+    assert bool(checksums) == (number in {1, 2})
+    planned_exchanges = [
+        sorted(int(e.what.split()[1]) for e in programme if e.is_collective and e.action == action)
+        for action in ("agree", "check")
+    ]
+    assert exchanges == planned_exchanges
+    assert exchanges[0]

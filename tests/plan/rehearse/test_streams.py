@@ -1,6 +1,6 @@
 """Rehearsal by NCCL's rules: planted faults are found, and every layout comes to its end.
 
-Tests of plan/rehearse/streams.py.
+Tests of plan/rehearse/streams.py and plan/rehearse/issue_order.py.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from dataclasses import replace
 
 import pytest
 
+from hpctrain.comm.mesh import AXES, connected_axes
 from hpctrain.plan.rehearse import streams
 from hpctrain.plan.rehearse.match import match
 from hpctrain.plan.rehearse.programme import RECEIVE, WAIT, RehearsedCall, StepProgrammes
 from hpctrain.plan.rehearse.ranks import RankProgrammes
+from hpctrain.plan.rehearse.record import RecordedMesh
 from tests.engines import LLAMA, small_deck
 from tests.plan.rehearse.test_match import PAIR, Rows, job_of, receive, send, total, wait
 
@@ -132,7 +134,22 @@ def test_calls_of_two_communicators_in_other_order() -> None:
     assert kinds(job_of([[started_a, wait(0), started_b], [started_b, wait(0), started_a]], **groups)) == [
         "cyclic wait"
     ]
-    assert kinds(job_of([[started_a, started_b, wait(0)], [started_b, started_a, wait(0)]], **groups)) == []
+
+
+def test_started_calls_of_two_communicators_in_other_order() -> None:
+    """Streams may run them in any order, but a GPU may have no room for both kernels, which NCCL warns of."""
+    a, b, c = (total(group=group, blocking=False) for group in "abc")
+    rows: dict[str, Rows] = {"a": [[0, 1], [2, 3]], "b": [[0, 1], [2, 3]], "c": [[0, 2], [1, 3]]}
+    ab, ba = [a, b, wait(0), wait(1)], [b, a, wait(0), wait(1)]
+    job = job_of([ab, ba, ab, ab], **rows)
+    (fault,) = match(job, on_streams=True).faults
+    assert (fault.kind, fault.rank, fault.count) == ("swapped order", 1, 1)
+    assert "rank 1 starts calls of a and of b in another order than rank 0" in fault.sentence
+    assert match(job).faults == ()  # MPI has no such rule
+    # Ranks 0 and 2 share only c, so their calls of a and b may be in any order.
+    assert kinds(job_of([ab, ab, ba, ba], **rows)) == []
+    ac, ca = [a, c, wait(0), wait(1)], [c, a, wait(0), wait(1)]
+    assert kinds(job_of([ac, ca, ac, ca], **rows)) == []
 
 
 def test_a_started_call_needs_no_waiting_rank() -> None:
@@ -152,16 +169,67 @@ def test_a_receive_that_is_posted_early_delays_later_ones() -> None:
 
 
 def test_communicators_are_created_by_all_their_ranks() -> None:
-    """Groups of ZeRO are created while an engine is built. A rank that does not take part is found."""
+    """Groups of the mesh are created first, groups of ZeRO when an engine is built. Every rank takes part."""
     keys = "layout.zero=3", "layout.zero_group=2", "layout.pipeline=2"
     job = RankProgrammes(small_deck(*SIZES, *keys), 8, 61, 8).every_job()
     created = [event.what for event in job.programmes[0] if event.operation == "new_group"]
-    assert created[:2] == ["data x context/2", "replicas of data x context/2"]
+    assert created[:4] == [*AXES]
+    assert created[4:6] == ["data x context/2", "replicas of data x context/2"]
     assert kinds(job) == []
     first, *others = job.programmes
-    without = [replace(event, of=event.of - 1) if event.operation == WAIT else event for event in first[1:]]
-    (fault,) = match(replace(job, programmes=[tuple(without), *others]), on_streams=True).faults
-    assert "new_group" in fault.sentence, fault.sentence
+    for name in ("tensor", "data x context/2"):
+        place = created.index(name)
+        kept = first[:place] + first[place + 1 :]
+        without = [replace(event, of=event.of - 1) if event.operation == WAIT else event for event in kept]
+        (fault,) = match(replace(job, programmes=[tuple(without), *others]), on_streams=True).faults
+        assert fault.kind == "missing call"
+        assert f"new_group {name}" in fault.sentence, fault.sentence
+
+
+def test_a_rank_that_makes_a_mesh_without_one_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rehearsal follows the code that makes a mesh, on each rank."""
+    record = RecordedMesh.record_creation
+
+    def without_tensor(mesh: RecordedMesh) -> None:
+        record(mesh)
+        if mesh.rank == 5:
+            created = mesh.recorder.creations
+            created[:] = [event for event in created if event.what != "tensor"]
+
+    monkeypatch.setattr(RecordedMesh, "record_creation", without_tensor)
+    job = RankProgrammes(small_deck(*SIZES, "layout.tensor=2"), 8, 61, 8).every_job()
+    faults = match(job, on_streams=True).faults
+    assert [(fault.kind, fault.rank) for fault in faults] == [("missing call", 5)]
+    assert "call 4 of world is " in faults[0].sentence
+    assert "and new_group tensor on rank 0 " in faults[0].sentence
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axes"),
+    [
+        ({"data": 4}, []),
+        ({"data": 2, "context": 2}, ["data x context"]),
+        ({"context": 2, "tensor": 2}, ["context x tensor"]),
+        ({"data": 2, "tensor": 2, "expert": 2}, ["expert_data", "expert"]),
+        (
+            {"data": 4, "expert": 2, "expert_tensor": 2},
+            ["expert", "expert_tensor", "expert x expert_tensor"],
+        ),
+    ],
+)
+def test_communicators_of_a_mesh(sizes: dict[str, int], axes: list[str]) -> None:
+    """Each axis has one, and joined axes only if several have several ranks."""
+    all_sizes = dict.fromkeys(AXES, 1) | ({"expert_tensor": 1} if "expert" in sizes else {}) | sizes
+    connected = [" x ".join(each) for each in connected_axes(all_sizes)]
+    assert connected == [*AXES, *axes]
+
+
+def test_groups_that_share_a_communicator_make_their_calls_in_one_order() -> None:
+    """With one context rank, data x context uses the communicator of data."""
+    groups: dict[str, Rows] = {"data": PAIR, "data x context": PAIR}
+    short, long = total(4, group="data"), total(8, group="data x context")
+    assert kinds(job_of([[short, long], [short, long]], **groups)) == []
+    assert kinds(job_of([[short, long], [long, short]], **groups)) == ["swapped order"]
 
 
 @pytest.mark.parametrize(
