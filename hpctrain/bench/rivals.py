@@ -59,6 +59,7 @@ RIVALS = MappingProxyType(
 _PLAIN: Mapping[str, object] = MappingProxyType(
     {
         "model.experts.count": None,
+        "model.latent.key_value_rank": None,
         "model.norm_weight": "plain",
         "model.norm_placement": "before",
         "model.parallel_residual": "none",

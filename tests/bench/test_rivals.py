@@ -14,6 +14,7 @@ from tests.engines import LLAMA, small_deck
 DATA, TENSOR, PIPELINE = (), ("layout.tensor=2",), ("layout.pipeline=2", "model.layers=4")
 CLEARED = ("family", "layers", "hidden", "heads", "initial_std", "dropout")
 MODULE = ("model.module=m.py:f", *(f"model.{key}=" for key in CLEARED))
+LATENT = (*LLAMA, "model.key_value_heads=8", "model.latent.key_value_rank=4", "model.latent.rotary_size=2")
 OF_AXES = {"data": DATA, "tensor": TENSOR, "pipeline": PIPELINE, "none": (*LLAMA, "model.experts.count=4")}
 
 
@@ -53,6 +54,7 @@ def test_every_peer_can_train_some_deck(name: str, monkeypatch: pytest.MonkeyPat
             "model.experts.count = 4: peers in plain torch support none only",
         ),
         (["ddp"], (*LLAMA, "model.query_key_norm=head"), 2, 'plain torch support "none" only'),
+        (["ddp"], LATENT, 2, "model.latent.key_value_rank = 4: peers in plain torch support none only"),
         (["ddp"], ("model.dropout=0.1",), 2, "model.dropout = 0.1: peers in plain torch support 0.0 only"),
         (["ddp"], ("communication.emulate=1 Gbit/s",), 2, "does not delay messages of peers"),
         (["ddp"], ("communication.ranks_per_node=2",), 4, "does not emulate nodes of peers"),

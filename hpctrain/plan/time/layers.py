@@ -316,7 +316,8 @@ class _Times:
         scattering = collective_seconds(machine, "reduce_scatter", hidden, at.tensor_ranks)
         summing = collective_seconds(machine, "all_reduce", hidden, at.tensor_ranks)
         dense = [matrix for matrix in self.layer.matrices if matrix.experts == 1 and not matrix.adapter]
-        begins = sum(matrix.cut == "outputs" for matrix in dense)
+        # Latents are shorter than the hidden states that the other layers gather and sum.
+        begins = sum(matrix.inputs / self.layer.hidden for matrix in dense if matrix.cut == "outputs")
         ends = sum(matrix.cut == "inputs" for matrix in dense) + float(self.layer.is_first)
         if any(matrix.experts > 1 for matrix in self.layer.matrices) and not at.sequence_parallel:
             ends += 0.5  # rows that ranks had apart are gathered again
