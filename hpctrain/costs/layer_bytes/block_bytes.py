@@ -151,10 +151,12 @@ def _gaps_of_block(block: TransformerBlock, at: ActivationSizes) -> int:
 
 @shared_bytes.register
 def _rotary_bytes(part: Transformer, at: ActivationSizes) -> int:
-    """Return the bytes of the rotary tables, which recomputation saves even if no block rotates."""
+    """Return the bytes of the rotary tables: those of its blocks, or all if blocks are recomputed."""
+    if not part.rotates:
+        return 0
     rotary = 2 * at.itemsize * at.tokens // at.micro_size * part.shape.head_size
-    rotary *= 1 if part.shape.rope_local_base is None else 2
-    saved = at.recomputes_blocks or any(
-        isinstance(each, TransformerBlock) and each.rotated for each in part.layers
-    )
-    return rotary if part.rotates and saved else 0
+    kinds = 1 if part.shape.rope_local_base is None else 2
+    if not at.recomputes_blocks:
+        rotated = (each for each in part.layers if isinstance(each, TransformerBlock) and each.rotated)
+        kinds = min(kinds, len({block.attention.local for block in rotated}))
+    return kinds * rotary
