@@ -29,7 +29,8 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, roughness: float = 0.0) -
         deck: The deck.
         world: All ranks of the engine.
         mesh: Arrangement of the ranks.
-        roughness: Deviation of the noise that is added to biases and norm weights, for tests of layouts.
+        roughness: Standard deviation of noise that is added to biases and norm weights, which start as zeros
+            and ones, so that tests notice if a layout permutes them. 0 in runs.
     """
     deck = choose_kernels(deck, world, mesh)
     return assemble(deck, world, mesh, make_engine_spec(deck, world, mesh), roughness)

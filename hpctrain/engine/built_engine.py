@@ -63,7 +63,7 @@ class Engine:
 
     @property
     def shape(self) -> ModelShape:
-        """Sizes of the transformer. There is none for a user's module."""
+        """Sizes of the transformer. An AssertionError for a user's module, which has no ModelShape."""
         assert isinstance(self.architecture, ModelShape)
         return self.architecture
 

@@ -37,7 +37,7 @@ def micro_batches(deck: Deck, data: int) -> int:
 
 
 def crosses(nodes: Sequence[object], tensor: int) -> bool:
-    """Return True if the ranks of a tensor group are on several nodes.
+    """Return True if some tensor group has ranks on several nodes.
 
     Args:
         nodes: Node of each rank.

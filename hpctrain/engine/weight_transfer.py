@@ -66,7 +66,12 @@ class TransferMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class TransferTensor:
-    """Elements of a tensor that a rank holds, as rectangles."""
+    """Elements of a tensor that a rank holds, as rectangles.
+
+    Attributes:
+        values: Flat memory of the elements.
+        rectangles: Place of each rectangle in the global tensor and in `values`.
+    """
 
     values: Flat
     rectangles: list[TensorBox]
@@ -82,7 +87,10 @@ class TransferTensor:
         return [Box(each.start, each.shape) for each in self.rectangles]
 
     def at(self, box: Box) -> TensorBox:
-        """Return the part of a rectangle that is a box, which must be inside of one rectangle."""
+        """Return where a box lies in `values`: its place and strides, without data.
+
+        The box must be inside of one of the rectangles.
+        """
         for rectangle in self.rectangles:
             if Box(rectangle.start, rectangle.shape).common(box) == box:
                 steps = zip(box.start, rectangle.start, rectangle.strides, strict=True)

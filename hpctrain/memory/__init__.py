@@ -1,1 +1,1 @@
-"""Activations, cache and other tensors: recomputation, offload, and accounts of bytes."""
+"""Recomputation of activations, and storage of tensors in fewer bits, in host memory or in files."""

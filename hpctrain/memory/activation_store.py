@@ -186,7 +186,10 @@ class SavedSegment:
         return [stored for reference in self._stored if (stored := reference()) is not None]
 
     def close(self, store: OffloadStore | None) -> None:
-        """Start to offload all stored activations, after the forward pass of the segment."""
+        """Compress all stored activations, and start to offload them if there is a store.
+
+        It is called after the forward pass of the segment.
+        """
         for stored in self.stored_activations():
             stored.start_offload(store)
         self._by_address.clear()
@@ -222,7 +225,9 @@ class ActivationStore:
     def saving(
         self, x: Tensor, shared: Sequence[Tensor], previous: SavedSegment | None
     ) -> Iterator[SavedSegment]:
-        """Save what the forward pass of a segment, in this context, keeps for the backward pass.
+        """Store what autograd saves in this context, which surrounds the forward pass of one segment.
+
+        At the end of the context, the tensors are compressed and start to be offloaded.
 
         Args:
             x: Input of the segment [seq, batch, hidden].

@@ -178,7 +178,11 @@ def recompute_layers(
 
 
 class _RecomputeAutograd(torch.autograd.Function):
-    """`compute(*tensors)` that keeps only the tensors, and is recomputed in the backward pass."""
+    """`compute(*tensors)` that keeps only the tensors, and is recomputed in the backward pass.
+
+    Unlike torch's checkpoint it saves no state of random generators: dropout masks are functions of seed,
+    name and position, so the recomputation has the same ones.
+    """
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
 """Causal self-attention with grouped queries, split by heads over the tensor axis.
 
 One column-parallel linear layer computes queries, keys and values of this rank's heads. They may be
-normalized, are rotated in the family `llama`, and go to the core: softmax attention by the kernel of this
+normalized and rotated, as the shape says, and go to the core: softmax attention by the kernel of this
 machine, or over the ranks of the context axis. A row-parallel linear layer computes the output.
 """
 

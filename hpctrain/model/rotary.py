@@ -46,7 +46,7 @@ class RotaryFrequencies:
         return None if base is None else replace(RotaryFrequencies.of(shape), base=base, scaling=None)
 
     def angles_per_position(self, device: torch.device) -> Tensor:
-        """Return the angle of each pair of features per position, in radians: [head size / 2] in fp64."""
+        """Return the angle of pairs of rotated features per position in radians, fp64 [head_size / 2]."""
         exponents = torch.arange(0, self.head_size, 2, device=device, dtype=torch.float64)
         match self.scaling:
             case None:

@@ -1,9 +1,9 @@
-"""Decoder-only transformer of the families GPT-2 and Llama, made of parallel layers.
+"""Decoder-only transformer of all families (`deck/families.py`), made of parallel layers.
 
 Sizes: s tokens of a sequence (of this rank's piece, if the context axis splits sequences), b sequences of a
 micro-batch, h hidden features, t tensor ranks, V tokens of the vocabulary. Activations are sequence first.
 
-1. `Embedding`: token ids [s, b] -> hidden states x [s, b, h], plus learned positions in GPT-2.
+1. `Embedding`: token ids [s, b] -> hidden states x [s, b, h], plus learned positions in some families.
 2. Each `TransformerBlock`, with norms and residual connections, as a family places them:
        x = x + attention(attention_norm(x))
        x = x + feed_forward(feed_forward_norm(x))

@@ -77,7 +77,10 @@ def log_probabilities(
 
 
 def sequence_sums(values: Tensor, context: Group) -> Tensor:
-    """Return sums [batch] over whole sequences of values [seq / cp, batch]. Collective over `context`."""
+    """Return the sums [batch] of values [seq / cp, batch] over whole sequences. Collective over `context`.
+
+    It is a plain all-reduce, through which autograd does not pass: call it on values without gradients.
+    """
     sums = values.sum(0)
     return context.all_reduce(sums) if context.size > 1 else sums
 

@@ -34,7 +34,11 @@ class Losses:
 
 
 LossFunction = Callable[..., Losses]
-"""Computes the losses of one micro-batch. `ModelPart.predict` of the last part passes the arguments."""
+"""Computes the losses of one micro-batch. `ModelPart.predict` of the last part calls it.
+
+A transformer passes its output layer and the last hidden states [seq, batch, hidden], a user's module its
+outputs.
+"""
 
 LossGradient = Callable[[Tensor, Group], tuple[Tensor, tuple[Tensor, ...]]]
 """Computes the gradient of a loss from one value per token, such as its log-probability or score.
@@ -68,8 +72,8 @@ class Objective(Protocol):
                 purpose are removed.
 
         Returns:
-            True divisor relative to the count, by which gradients must still be divided; 1 if the count was
-            right, as by default.
+            Factor by which gradients must still be divided: the true divisor over the count, by which they
+            are divided already. It is 1 if the count was right, as by default.
         """
         return 1.0
 

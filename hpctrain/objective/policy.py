@@ -52,7 +52,8 @@ class PolicyOptimization(Objective):
     and r the ratio of its probability to that when it was sampled.
 
     Metrics other than the loss are means over tokens: `clip_share`, the fraction whose gradient is clipped
-    away; `moved`, the divergence from the policy that sampled them; `entropy`, estimated by their log-
+    away (clip_fraction of other libraries); `moved`, the estimated divergence from the policy that sampled
+    them (their approx_kl); `entropy`, estimated by their log-
     probabilities; and `kl`, the divergence from the reference.
 
     Attributes:
@@ -85,7 +86,10 @@ class PolicyOptimization(Objective):
 
     @override
     def normalize(self, metrics: dict[str, float]) -> float:
-        """Divide the loss by its divisor, in place, and return the divisor per counted token."""
+        """Divide the loss by its divisor, in place. Return by what gradients must still be divided.
+
+        Gradients were divided by the count of tokens. The result is the true divisor over that count.
+        """
         divisor = metrics.pop("divisor") or 1.0
         metrics["loss"] /= divisor
         return divisor

@@ -12,8 +12,8 @@ class TokenSampling:
     """Restriction of the vocabulary and temperature of a policy.
 
     Attributes:
-        tokens: Number of tokens, from 0, that may be sampled, as many as the tokenizer has; None for the
-            whole vocabulary.
+        tokens: Size of the tokenizer: only ids below it may be sampled. None for the whole vocabulary of the
+            model, which may be padded.
         temperature: Divisor of the logits.
     """
 
@@ -21,11 +21,14 @@ class TokenSampling:
     temperature: float = 1.0
 
     def adjust(self, logits: SplitLogits, first: int) -> SplitLogits:
-        """Return a rank's logits, restricted and divided by the temperature.
+        """Return a tensor rank's logits, restricted to ids of the tokenizer and divided by the temperature.
+
+        Columns of other ids count as padding, whose logits are -inf: `columns` of the result is smaller.
 
         Args:
-            logits: Logits of consecutive tokens on this rank.
-            first: Number of the first of these tokens.
+            logits: Logits [rows, columns] of this rank's part of the vocabulary, which is split over tensor
+                ranks.
+            first: Token id of this rank's first column.
         """
         if self.tokens is not None:
             logits = replace(logits, columns=min(logits.columns, max(0, self.tokens - first)))

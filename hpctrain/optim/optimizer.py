@@ -106,7 +106,7 @@ class AveragedRule(UpdateRule, Protocol):
     The layers compute with these other weights in training (schedule-free optimizers).
 
     Attributes:
-        lead: Name of the state that holds the difference between both weights.
+        lead: Name of the state that holds z - x, the latest iterate of the optimizer less the average.
         totals: Sums over all updates so far. A checkpoint stores them with the number of updates.
     """
 

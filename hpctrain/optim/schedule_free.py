@@ -38,7 +38,8 @@ class ScheduleFree:
         betas: Numbers b1 and b2.
         epsilon: Number that is added to the root of the second moment.
         weight_decay: Weight decay of the elements that have it.
-        totals: "largest_rate" so far, and "weights", the sum of squared rates over the newest square.
+        totals: "largest_rate" so far, and "weights": the sum of the squared rates of all updates, divided by
+            the square of the largest. So c = 1 / weights.
     """
 
     betas: tuple[float, float]

@@ -31,7 +31,9 @@ _NORMAL = 1.4826
 
 @dataclass(frozen=True)
 class Spike:
-    """Step whose update was skipped. Checkpoints and `metrics.jsonl` store it.
+    """Step with a spike, whose update was skipped or after which the run returned to an earlier state.
+
+    Checkpoints and `metrics.jsonl` store it.
 
     Attributes:
         step: Number of the step.

@@ -68,8 +68,8 @@ class LayerContext:
         expert: Ranks that split the experts of a mixture.
         expert_tensor: Ranks that split the features of each expert.
         micro_batch: Ranks with tokens of the same micro-batches.
-        data: Ranks with other micro-batches.
-        pipeline: Ranks with the stages before and after this one.
+        data: This rank and the ranks at its place that compute other micro-batches (data parallelism).
+        pipeline: This rank and the ranks at its place in all other stages.
         products: How products with weight matrices are computed.
         functions: What computes attention, norms, activations and softmax.
         table_rows: Each rank's rows of a table that is split over the vocabulary are a multiple of this.
@@ -83,9 +83,9 @@ class LayerContext:
     sequence_parallel: bool = False
     context_form: ContextForm = "ring"
     expert: Group = field(default_factory=lambda: _one_rank("expert"))
-    expert_tensor: Group = field(default_factory=lambda: _one_rank("expert"))
-    micro_batch: Group = field(default_factory=lambda: _one_rank("expert"))
-    data: Group = field(default_factory=lambda: _one_rank("expert"))
+    expert_tensor: Group = field(default_factory=lambda: _one_rank("expert_tensor"))
+    micro_batch: Group = field(default_factory=lambda: _one_rank("tensor"))
+    data: Group = field(default_factory=lambda: _one_rank("data"))
     pipeline: Group = field(default_factory=lambda: _one_rank("pipeline"))
     products: ProductSettings = field(default_factory=ProductSettings)
     functions: LayerFunctions = TORCH

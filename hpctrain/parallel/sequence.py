@@ -26,6 +26,9 @@ ContextForm = Literal["ring", "all_to_all"]
 def context_positions(group: Group, form: ContextForm, sequence: int) -> Tensor:
     """Return the global positions of this rank's piece, int64 [s/c], in increasing order.
 
+    For a ring, the sequence is cut into 2 c pieces, and rank r has piece r and piece 2 c - 1 - r, so that
+    causal attention is the same work on all ranks. For "all_to_all", rank r has piece r of c.
+
     Args:
         group: Ranks of the context axis.
         form: How attention exchanges pieces.

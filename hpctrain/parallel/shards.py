@@ -155,8 +155,8 @@ class Parameter(nn.Parameter):
     """Model parameter with its Shard and its gradient buffer.
 
     It is created without memory; its bucket provides some. Every backward pass adds to the gradient buffer.
-    A layer that adds without autograd, such as a linear layer, calls `added` afterwards; for all others a
-    hook does.
+    A layer that adds without autograd, such as a linear layer, calls `mark_gradient_added` afterwards; for
+    all others a hook does.
 
     Attributes:
         shard: Place in the global tensor.

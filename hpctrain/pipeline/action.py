@@ -167,7 +167,7 @@ class Schedule:
         return ScheduleDependencies(tuple(stages), nothing + 1, nothing)
 
     def part(self, stage: int, chunk: int) -> int:
-        """Return the number of the model part, counted from the input, that is a chunk of a stage."""
+        """Return the index in the model, from the input on, of the part that a stage holds as a chunk."""
         is_reversed = self.placement == "v" and chunk % 2 == 1
         return chunk * self.stage_count + (self.stage_count - 1 - stage if is_reversed else stage)
 

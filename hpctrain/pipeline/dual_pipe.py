@@ -12,10 +12,11 @@ from hpctrain.pipeline.action import Schedule, number_actions
 
 
 def dual_pipe_v(stages: int, micro_batches: int) -> Schedule:
-    """Return the DualPipe-V schedule. Each stage holds at most 2 p + 1 activations of a chunk.
+    """Return the DualPipe-V schedule. A stage holds the activations of at most 2 p + 1 passes.
 
     With F, I and W the times of a chunk, I = F, and B = I + W, the bubble is (p - 1)(F + B - 2 W). It is (p -
-    1)(F&B + B - 3 W) if an overlapped pair of a forward and a backward takes F&B. The schedule is meant for
+    1)(F&B + B - 3 W), where F&B is the time of a forward and a backward pass that overlap. A pass is one
+    micro-batch in one chunk. The schedule is meant for
     at least 2 p micro-batches. With fewer, it is the order for 2 p without the missing ones.
 
     Args:

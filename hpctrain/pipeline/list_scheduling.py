@@ -161,18 +161,18 @@ class _StageProgress:
 def list_schedule(
     plan: ListPriorities, times: PartTimes, micro_batches: int, limit: int, bound: float = math.inf
 ) -> tuple[float, Schedule] | None:
-    """Return the schedule that results from priorities, and its cost.
+    """Return the schedule that results from priorities, and its cost in time (see Simulation).
 
     Args:
         plan: The priorities.
         times: Times of all parts.
         micro_batches: Number of micro-batches.
         limit: Number of (chunk, micro-batch) pairs whose activations a stage may hold.
-        bound: Cost at which to give up.
+        bound: Cost, in the unit of `times`, at which to give up.
 
     Returns:
-        Cost, which is the longest time that a stage is active, and schedule. None if the priorities block at
-        the limit, or if the cost is at least `bound`.
+        Cost, which is the longest time that a stage is active, and schedule. None if no stage can continue
+            within `limit`, or if the cost is at least `bound`.
     """
     count = times.stages
     stages = [

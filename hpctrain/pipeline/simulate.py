@@ -84,8 +84,8 @@ class Simulation:
     Attributes:
         start: Start of each action of each stage.
         end: End of each action of each stage.
-        cost: Longest time that a stage is active, from the start of its first action to the end of its last
-            one. This is the time of a step if steps follow one another.
+        cost: Time of the schedule: the longest time that a stage is active, from the start of its first
+            action to the end of its last one. This is the time of a step if steps follow one another.
         finish: End of the last action of all.
         ideal: Work of the busiest stage: m (T_F + T_B + T_W).
         idle: Time within `cost` in which each stage does not work.

@@ -16,7 +16,7 @@ from hpctrain.pipeline.simulate import PartTimes
 
 
 def minimum_cost(times: PartTimes, micro_batches: int, limit: int) -> float:
-    """Return a lower bound for the longest time that a stage is active.
+    """Return a lower bound for `Simulation.cost`, the longest time that a stage is active, of any schedule.
 
     Args:
         times: Times of all parts.

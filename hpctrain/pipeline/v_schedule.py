@@ -60,8 +60,11 @@ class _BuildingBlock:
         lifetime_share: Fraction of the longest lifetime that the limit allows, for chunk 0 and chunk 1.
         forward_share: Fraction of the slack in this lifetime that is spent in forward, for chunk 0 and chunk
             1.
-        rests: Pauses at the last stage, at the first stage, and at the last stage again, in periods.
-        stretch: Time from one micro-batch to the next, divided by the period.
+        rests: Idle times on the path, in times of the busiest stage's work for one micro-batch: after
+            forward of chunk 0 at the last stage, after forward of chunk 1 at the first stage, and after
+            backward of chunk 1 at the last stage.
+        stretch: Time from one micro-batch to the next, divided by the shortest time that work and memory
+            allow.
         patience: As in ListPriorities.
         finish_first: As in ListPriorities.
     """

@@ -305,7 +305,7 @@ class Bucket:
         self._incomplete = set(self._addition_counts)
 
     def count_addition(self, parameter: Parameter) -> bool:
-        """Count one addition to the gradient of a parameter. Local.
+        """Record one addition to the gradient of a parameter, and report if it completes the bucket. Local.
 
         Returns:
             True if this makes the gradients of the bucket final.

@@ -35,10 +35,14 @@ def square_sum(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def local_square_sum(bucket: Bucket, gradients: Tensor) -> Tensor:
-    """Return the square sum, fp64 0-dim, of this rank's own gradients of a bucket, flat [length]. Local.
+    """Return what this rank adds to the square norm of unreduced gradients over all ranks, fp64 0-dim. Local.
 
-    Ranks with different tokens have different gradients, and each counts its own. Of ranks that compute on
-    the same tokens, and of stages that hold the same tensor, one counts.
+    Ranks with different tokens have different gradients, and each adds its own. Tensor ranks with the same
+    piece, and stages that hold the same tensor, have the same gradient, and only the first of them adds it.
+
+    Args:
+        bucket: The bucket.
+        gradients: Its gradients before they are reduced, flat [length].
     """
     other_tokens = bucket.sharding.group, bucket.sharding.replicas
     local = (
@@ -70,7 +74,10 @@ class FirstMicroBatchNorm:
         self._additions.clear()
 
     def count_addition(self, parameter: Parameter) -> None:
-        """Count one addition to a parameter's gradient."""
+        """Record one addition to a parameter's gradient; after the last one, add its square sum to `squares`.
+
+        The last one is addition number `parameter.uses` of the micro-batch. Then the gradient is complete.
+        """
         additions = self._additions[parameter] = self._additions.get(parameter, 0) + 1
         gradient, lookups = parameter.gradient, parameter.lookups
         assert gradient is not None

@@ -39,9 +39,9 @@ class Weights(Protocol):
 class ReplicaSync(Protocol):
     """Keeps replicas equal, or lets them diverge for some steps (`ZeroSharding.diverging`).
 
-    Diverging replicas clip gradients by their own norms. State that they have in common is not marked as
-    `of_replicas`. If there is a model in common, it is of the kind MODEL, resumed "always", and readers of a
-    checkpoint take it for the model.
+    Diverging replicas clip gradients by their own norms. State that they have in common is not
+    `per_replica` (see StateTensor). If there is a model in common, it is of the kind MODEL, resumed
+    "always", and readers of a checkpoint take it for the model.
     """
 
     def begin(self, weights: Weights) -> None:

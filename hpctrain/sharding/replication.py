@@ -120,8 +120,8 @@ class Replication:
         sharding: Distribution over ranks that train on different tokens.
         holders: Ranks that compute with the piece on the same tokens.
         partial: True if the gradient must be summed over `holders`.
-        pieces: Ranks that hold all pieces of its matrices, one piece each or replicas; None if it is not
-            split.
+        pieces: Tensor group whose ranks together have the whole matrix, if ranks hold pieces of it; None if
+            each rank has all of it.
         tied_pipeline: Pipeline whose first and last stage hold the parameter, if any.
         stage_copy: Number of this stage among those that hold the parameter.
         stage_copies: Number of stages that hold it.
@@ -151,15 +151,20 @@ class Replication:
 
     @property
     def everyone(self) -> tuple[Group, ...]:
-        """Groups whose ranks hold the same piece of a parameter if ZeRO does not shard it."""
+        """Groups over which a state tensor of the whole piece is replicated, if it is not sharded by ZeRO."""
         return (self.sharding.group, self.sharding.replicas, self.holders)
 
     def holder_position(self, owned: bool, *excluded: Group) -> tuple[int, int]:
-        """Return the number of this rank among all that hold the same values, and how many do.
+        """Return the index of this rank among all that hold the same values, and how many do.
+
+        Example: with ZeRO-1 on 4 data ranks, 2 tensor ranks hold the same norm weight. Then all 8 ranks hold
+        the parameter, and `holder_position(False)` counts to 8. Each element is owned by 2 ranks, and
+        `holder_position(True)` counts to 2. Gradients before their reduction differ between data ranks, so
+        `holder_position(False, sharding.group)` counts to 2 as well.
 
         Args:
             owned: True for the owned elements, False for the whole piece.
-            *excluded: Groups whose ranks have values of their own.
+            *excluded: Groups whose ranks have different values, so that each rank counts by itself.
         """
         sliced = owned and self.sharding.zero > 0
         number, copies = (0, 1) if sliced else (self.stage_copy, self.stage_copies)

@@ -57,7 +57,8 @@ class StateTensor:
         changes_in_step: True if the forward pass, the backward pass or reductions change it; False if only
             the update does.
         per_replica: True if each replica has its own, which is stored besides what replicas have in common.
-        fallback_kind: Kind from which a missing sum is made, if it is the whole sum; "" if there is none.
+        fallback_kind: Kind that a resumed run reads if a checkpoint does not have this one. It holds the sum
+            over all ranks, which then goes to the first rank. "" if there is none.
         holders: Groups whose ranks have the same values after each update; unnecessary for state of a bucket.
     """
 

@@ -91,7 +91,7 @@ def with_cached_kernels(deck: Deck, ranks: int) -> Deck:
 
     Args:
         deck: The deck, with a known vocabulary.
-        ranks: Number of ranks of the plan.
+        ranks: Number of all ranks of the plan, from which the layout and so the shapes of products follow.
     """
     device = device_kind(deck.run.device)
     if not measures_kernels(deck, device):

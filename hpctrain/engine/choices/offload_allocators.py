@@ -24,7 +24,10 @@ from hpctrain.units import format_bytes
 
 @dataclass(frozen=True)
 class OffloadAllocators:
-    """Functions that allocate memory outside the device.
+    """Functions that allocate memory outside the device: in host memory or in files.
+
+    `open_offload` returns them for a deck. Buckets allocate their parameters and optimizers their state by
+    them.
 
     Attributes:
         optimizer: Allocates optimizer state; None if it is on the device.

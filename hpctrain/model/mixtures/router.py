@@ -174,7 +174,8 @@ class Router(nn.Module):
         """Return which choices [n, k] are followed: bool, or None if all are.
 
         An expert takes no more than its capacity of the micro-batch's real tokens: the first ones by sample
-        and position. Collective if there is a capacity.
+        and position. A choice that is dropped contributes zeros to the result of its token, and the weights
+        of its other choices stay as they are. Collective if there is a capacity.
         """
         shape = self.shape
         if shape.capacity is None:
@@ -212,10 +213,10 @@ class Router(nn.Module):
         tokens: RoutedTokens,
         inputs: ModelInputs,
     ) -> Tensor:
-        """Return the weights, whose backward pass adds the gradients of the terms."""
+        """Return the weights, whose backward pass also adds the gradients of the auxiliary losses."""
         shape = self.shape
         if shape.balance_loss:
-            shares = probabilities = scores
+            probabilities = scores
             if shape.router == "sigmoid":
                 probabilities = scores / (scores.sum(1, keepdim=True) + _LEAST)
             shares = self._shares(experts, tokens, inputs)

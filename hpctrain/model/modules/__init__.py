@@ -13,10 +13,10 @@ start:
    cannot be trained as the deck says. The result, a ModuleArchitecture, is what the planner and the engine
    work with.
 4. `tensor_parallel/` splits layers over tensor ranks, with `layout.tensor` above 1. `split_plan` reads the
-   deck's table of patterns, `transformers_plan` the plan that a model of Hugging Face has itself.
-   `apply_plan` replaces the layers by those of `parallel_layers`, and `activation_collectives` has the
-   collectives between split and complete activations. `unsplit_linear` computes all other linear layers
-   with hpctrain's matrix products.
+   table of patterns in `model.plan` of the deck, `transformers_plan` the plan that a model of Hugging Face
+   has itself. `apply_plan` replaces the layers by those of `parallel_layers`, and `activation_collectives`
+   has the collectives between split and complete activations. `unsplit_linear` computes all other linear
+   layers with hpctrain's matrix products.
 5. `pipeline/` divides the module between blocks, with `layout.pipeline` above 1. `call_order` observes one
    pass on "meta" and finds which tensors pass from block to block. `stage_split` derives what stages send,
    and refuses splits that are impossible. `stage_forward` runs the module's own code on one stage: calls of

@@ -58,12 +58,16 @@ class Adafactor:
     format = torch.float32
 
     def update_block(self, shard: Shard) -> UpdateBlock:
-        """Return the last two dims as the block, or a whole vector."""
+        """Return the part of a parameter whose elements are updated together, and the work of its update.
+
+        It is a matrix, the last two dims, or a whole vector. Ranks that share the work of updates keep it
+        whole, as they exchange the pieces of a block.
+        """
         shape = (1,) * (len(shard.shape) - 2) + shard.shape[-2:]
         return UpdateBlock(shape, _WORK * prod(shape))
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
-        """Return the names and shapes of the optimizer state of a parameter other than its master weights."""
+        """Return the names of the state except master weights, with the cell that shares each number."""
         shape = shard.shape
         leading = (1,) * (len(shape) - 2)
         block = leading + shape[-2:]

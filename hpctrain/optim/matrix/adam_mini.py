@@ -46,9 +46,10 @@ class AdamMini:
     format = torch.float32
 
     def update_block(self, shard: Shard) -> UpdateBlock:
-        """Return the rows that each rank holds as the block, if ranks cut between cells, or else all rows.
+        """Return the rows that are updated together, with the work of their update.
 
-        Then no rank needs rows of another one.
+        If ranks split the rows between cells, these are the rows of one rank, which then needs none of
+        another rank. Otherwise they are all rows.
         """
         if len(shard.shape) < 2:
             return UpdateBlock(shard.shape, _WORK * prod(shard.shape))
@@ -59,7 +60,7 @@ class AdamMini:
         return UpdateBlock((1,) * len(leading) + (rows, columns), _WORK * rows * columns)
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
-        """Return the names and shapes of the optimizer state of a parameter other than its master weights."""
+        """Return the names of the state except master weights, with the cell that shares each number."""
         shape = shard.shape
         cell = (1,) * (len(shape) - 2) + ((shard.unit, shape[-1]) if len(shape) > 1 else shape)
         return {MEAN: None, SQUARE: cell}

@@ -27,14 +27,19 @@ class MatrixRule(Protocol):
     """
 
     def update_block(self, shard: Shard) -> UpdateBlock | None:
-        """Return the blocks of a parameter; None if this rule does not apply to it."""
+        """Return the part of a parameter that is updated together; None if the rule does not apply to it.
+
+        A parameter consists of one or several such blocks, all of the same shape. The result has the shape,
+        and the FLOPs of the update of one block. Ranks share the work of updates by whole blocks.
+        """
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
-        """Return the names and shapes of the optimizer state of a parameter other than its master weights.
+        """Return the names of the optimizer state of a parameter, with the cell that shares each number.
 
-        The state is initialized with zeros. None stands for one number per element. A shape stands for one
-        number per cell of this shape, which has as many dims as the parameter: (1, m) is one number per row
-        of a block [n, m]. All cells of a block are full, except the last ones.
+        Master weights are not included. The state is initialized with zeros. None means one number for each
+        element, so the state has the shape of the parameter. A shape means that the elements of a cell of
+        this shape share one number, and has as many dims as the parameter. For a block [n, m] the cell (1, m)
+        is a row, so the state of the block has the shape [n, 1]. Cells at the end of a block may be smaller.
         """
 
     @property
@@ -64,7 +69,7 @@ class MatrixRules:
     Attributes:
         matrix_rule: Rule of the parameters that match one of the patterns and that it applies to.
         patterns: Patterns of parameter names, with the wildcards of `fnmatch`.
-        element_rule: Rule of the other elements. It may be None if `blocks` applies to all parameters.
+        element_rule: Rule of the other elements. It may be None if `matrix_rule` applies to all parameters.
         element_rate: Factor of the learning rate of `element_rule`.
     """
 
@@ -84,7 +89,7 @@ class MatrixRules:
         return (*self.element_state_names, *self.matrix_rule.cells(Shard.replicated("", (1, 1))))
 
     def assign(self, parameters: Sequence[Parameter]) -> None:
-        """Set `block` of the parameters that the rule of matrices updates. Local, before buckets are made."""
+        """Set `update_block` of the parameters that `matrix_rule` updates. Local, before buckets are made."""
         for parameter in parameters:
             if any(fnmatchcase(parameter.shard.name, pattern) for pattern in self.patterns):
                 parameter.update_block = self.matrix_rule.update_block(parameter.shard)

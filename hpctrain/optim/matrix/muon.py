@@ -79,7 +79,7 @@ class Muon:
         return UpdateBlock((1,) * (len(shard.shape) - 2) + shard.shape[-2:], self.steps * products)
 
     def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:  # noqa: ARG002
-        """Return the names and shapes of the optimizer state of a parameter other than its master weights."""
+        """Return the names of the state except master weights, with the cell that shares each number."""
         return {MOMENTUM: None}
 
     @torch.no_grad()

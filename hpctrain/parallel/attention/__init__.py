@@ -11,4 +11,16 @@ A layer asks `attention_core` once for what it computes with. On one rank it is 
 | `ring.py` | pieces of sequences over the context axis: keys and values travel around a ring |
 | `all_to_all.py` | pieces of sequences over the context axis: heads are exchanged for pieces |
 | `paged.py` | new tokens over keys and values in pages, for generation |
+
+To add a rule by which positions attend to others, such as a window, an engineer changes these places:
+
+| place | has |
+|---|---|
+| `ModelShape.window` (model/shape.py) | its numbers for each block, from the deck's [model] |
+| model/attention.py, model/latent_attention.py | the AttentionRule of a layer, from the shape |
+| `AttentionRule` in kernels/attention_tiles.py | the rule, and which tiles of queries and keys it leaves |
+| kernels/tiled_attention.py, kernels/functions.c | softmax attention under the rule, by torch and in C |
+| `core.py` | which implementation computes a rule; rules that it cannot compute are refused in the deck |
+| `ring.py`, `paged.py` | the rule over pieces of sequences, and over pages in generation |
+| costs/layer_flops.py, costs/layer_bytes/ | FLOPs and bytes under the rule |
 """

@@ -32,7 +32,7 @@ class _NoContext:
 
 
 class BackwardStart:
-    """End of a graph, from which a backward pass starts with a given gradient.
+    """Last tensor of a graph, at which a backward pass starts with a given gradient.
 
     It keeps the graph, but not the memory of the tensor. `torch.autograd.backward` with a gradient would do
     the same, but it imports a library of symbolic algebra: 37 MB and a second on every rank.

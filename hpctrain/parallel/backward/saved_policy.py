@@ -28,8 +28,9 @@ class SavedPolicy:
     """Policy that saves all that autograd saves. Subclasses save less, or save it elsewhere.
 
     Attributes:
-        keeps_core: True if the core of attention saves its output.
-        repeats: True if functions that are given to `call` may be computed again.
+        keeps_core: False if `attend` computes the core of attention (softmax and its products) again in the
+            backward pass, and so saves only queries, keys and values.
+        repeats: True if `call` computes its function again in the backward pass.
     """
 
     keeps_core = True

@@ -126,13 +126,15 @@ class Experts(MatmulLayer):
         return Parameter(first, False, "zeros"), Parameter(second, False, "zeros")
 
     def forward(self, rows: Tensor, segments: Segments, deferred: list[Callable[[], None]]) -> Tensor:
-        """Return the results [m, h] of rows [m, h] by expert: this rank's term of a sum over `expert_tensor`.
+        """Return the results [m, h] of the rows [m, h] of this rank's experts.
+
+        They are this rank's term of a sum over `expert_tensor`, which the caller adds.
 
         Args:
-            rows: Rows of this rank's experts.
-            segments: Rows of each expert.
-            deferred: List to which the backward pass appends the computation of weight gradients, for a
-                caller that has to wait for an exchange soon.
+            rows: Tokens of this rank's experts, sorted by expert.
+            segments: Range of the rows of each expert.
+            deferred: List to which the backward pass appends functions that compute weight gradients.
+                `Dispatch` runs them in the backward pass, while it waits for the exchange of tokens.
         """
         result: Tensor = _ExpertsAutograd.apply(rows, self, segments, deferred, *self.deferred_parameters)
         return result

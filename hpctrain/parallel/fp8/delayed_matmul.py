@@ -29,8 +29,8 @@ class DelayedMatmul(QuantizedMatmul):
     """Products in 8 bits by scales of the maxima of earlier steps.
 
     All passes of a step use the same scales, in whatever order micro-batches run and are recomputed. As long
-    as no maximum is known for an operand, or all of it was zero, a pass multiplies as stored: forward needs
-    maxima of inputs and weights, backward of all three operands.
+    as no maximum is known for an operand, or all of it was zero, a pass multiplies the operands in bf16,
+    without quantization. Forward needs maxima of inputs and weights, backward of all three operands.
 
     Args:
         weights: Weights [n_i, k], as for Matmul.

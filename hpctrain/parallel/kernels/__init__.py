@@ -12,7 +12,9 @@
 | `attention_tiles.py` | tiles of queries and keys, by which windows, soft caps and sinks are computed |
 | `tiled_attention.py` | attention of complete sequences by tiles |
 | `packed_attention.py` | attention within documents that are packed in a sequence, each as one block |
+| `normalization.py` | LayerNorm and RMSNorm by torch, with a backward pass that keeps few tensors |
 | `logits.py` | softmax statistics of logits, for losses |
+| `choice_cache.py` | the cache file of measured kernels, by type of processor |
 | `small_batch.py` | products of a few rows with the bits of large ones |
 | `fastest_kernels.py` | a line of `hpctrain doctor` |
 """
