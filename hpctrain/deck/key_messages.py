@@ -34,7 +34,7 @@ def expected_value(field: FieldInfo) -> str:
     if row_section(field) is not None:
         return "a list of tables, such as [[evaluation]]"
     if get_origin(kind) is tuple:
-        words = {str: "texts in quotes", int: "whole numbers", float: "numbers"}
+        words = {str: "texts in quotes", bool: "true and false", int: "whole numbers", float: "numbers"}
         items = words.get(_unconstrained(get_args(kind)[0]), "tables")
         return either([f"a list of {items}", *map(toml_value, _choices(field))])
     if field_text(field, "unit") == "bytes":

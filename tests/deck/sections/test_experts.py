@@ -112,6 +112,7 @@ def test_mixtures_that_can_be(overrides: list[str], ranks: int | None) -> None:
             "model.experts.pattern=[false,false]: leaves no block with experts (use true for those that have "
             "them)",
         ),
+        ("model.experts.pattern=3", "model.experts.pattern=3: must be a list of true and false"),
         (
             "model.experts.pattern=[true,true,true,false,true]",
             "model.experts.pattern=[true,true,true,false,true]: must have at most one value for each of the "
