@@ -24,7 +24,15 @@ from hpctrain.optim.optimizer import gather_updated
 def initialize(
     world: World, architecture: Architecture, stage: TrainedStage, seed: int, roughness: float
 ) -> None:
-    """Fill this rank's fp32 master weights from the seed, then the parameters from them. Collective."""
+    """Fill this rank's fp32 master weights from the seed, then the parameters from them. Collective.
+
+    Args:
+        world: All ranks of the stage's engine.
+        architecture: Architecture of the model.
+        stage: Stage to initialize.
+        seed: Seed of the random numbers, which depend on nothing else but names and positions.
+        roughness: As in `build_engine`; 0 in runs.
+    """
     optimizer = stage.optimizer
     targets = (
         (segment.parameter, piece, offset + first)

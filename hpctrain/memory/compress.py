@@ -18,7 +18,10 @@ BLOCK = 256  # elements that share a scale
 
 
 def compress(values: Tensor, form: ActivationFormat) -> Tensor:
-    """Return flat floating-point values as bytes [n] uint8, from which `expand` restores approximations."""
+    """Return flat floating-point values as bytes [n] uint8, from which `expand` restores approximations.
+
+    If the format does not change the values, the result is a view of their memory.
+    """
     if form == "exact" or (form == "bf16" and values.element_size() <= 2):
         return values.view(torch.uint8)
     if form == "bf16":

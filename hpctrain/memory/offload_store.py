@@ -160,7 +160,9 @@ class DiskOffloadStore:
         return _DiskHandle(self, memory)
 
     def take(self, size: int) -> Region:
-        """Return a free piece of a file.
+        """Return a free piece of a file, after waiting for the last transfers of its former contents.
+
+        Files grow if no piece of this size is free.
 
         Raises:
             InputOutputError: The disk is full, or an earlier transfer of the piece failed.

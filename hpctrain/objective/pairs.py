@@ -23,7 +23,11 @@ class PairObjective(Objective):
 
     @override
     def normalize(self, metrics: dict[str, float]) -> float:
-        """Divide the metrics by the number of pairs per counted token, in place, and return this number."""
+        """Correct metrics that were divided by the count of tokens to means over pairs, in place.
+
+        Returns:
+            Number of pairs over that count, by which gradients must still be divided.
+        """
         pairs = metrics.pop("pairs") or 1.0
         metrics |= {name: value / pairs for name, value in metrics.items() if name in self.metrics}
         return pairs
@@ -32,7 +36,9 @@ class PairObjective(Objective):
 def pair_sums(
     present: Tensor, losses: Tensor, margin: Tensor, chosen: Tensor, rejected: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of the losses of pairs, and the sums of all metrics in their order, fp64.
+    """Return the sum of the losses of pairs, with its graph, and the sums of the metrics, fp64.
+
+    The second tensor has no graph. It is in the order of `metrics`, and ends with the number of pairs.
 
     Args:
         present: For each pair [pairs], whether it counts.

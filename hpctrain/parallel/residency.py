@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 class ParameterResidency:
     """Residency of parameters that are always in memory. A subclass that stores them elsewhere overrides all.
 
-    A parameter stands for all parameters that compute together with it.
+    A layer passes one of its parameters, whichever it is. It stands for all that are gathered with it.
 
     Attributes:
         gathers: True if some parameters are not always in memory.
@@ -44,7 +44,13 @@ class ParameterResidency:
         compute: Callable[[Tensor], Tensor],
         x: Tensor,
     ) -> Tensor:
-        """Return `compute(x)`, with a parameter in memory in its forward and backward pass."""
+        """Return `compute(x)`, with the parameters of a layer in memory in its forward and backward pass.
+
+        Args:
+            parameter: Any parameter of the layer.
+            compute: The layer.
+            x: Hidden states.
+        """
         return compute(x)
 
     def run_module(
@@ -57,7 +63,7 @@ class ParameterResidency:
         """Return `compute()`, with a parameter in memory in its forward and backward pass.
 
         Args:
-            parameter: The parameter.
+            parameter: Any parameter of the layer.
             compute: Layer with a result of any type.
             inputs: Tensors that the layer receives.
             tensors_of: Returns the tensors in the result.

@@ -64,7 +64,7 @@ class PageLayout:
 
     Attributes:
         heads: Heads of keys and values.
-        head: Features of a head.
+        head: Number of features of a head, without padding.
         dtype: Format of values, and of keys unless they are rotated by compiled functions.
         rotated: True if keys are stored rotated.
         compiled: True for compiled functions.
@@ -125,14 +125,17 @@ class LayerPages:
         rule: AttentionRule,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Store new keys and values, and return the attention of each row to its text up to its own position.
+        """Store new keys and values, and return the attention of each row up to its own position.
+
+        A row is a new token of a text, which is one sequence with pages of its own. Queries and keys are
+        rotated here if `tables` are given. The result has the shape of `query`.
 
         Args:
-            query: Queries [n, 1, heads, d].
-            key: New keys, which may have fewer heads.
+            query: Queries [n, 1, heads, d] before rotation.
+            key: New keys before rotation, which may have fewer heads.
             value: New values.
             tables: Tables of a Rotary for all positions, or none.
-            places: Texts and positions of the rows.
+            places: Text of each row, and its position in the text.
             rule: How weights follow from products of queries and keys.
             sinks: Score [heads] of a further key of each head, whose value is zero; None without one.
         """

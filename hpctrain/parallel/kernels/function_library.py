@@ -59,7 +59,12 @@ def padded(head: int) -> int:
 
 
 def workspace_floats(rows: int, head: int) -> int:
-    """Return the number of temporary floats of attention."""
+    """Return the number of temporary floats of attention of one sequence and head.
+
+    Args:
+        rows: Tokens of the sequence.
+        head: Features of the head.
+    """
     keys, width = -(-rows // _PANEL) * _PANEL, padded(head)
     return 6 * keys * width + _ROWS * (2 * keys + 3 * width)
 

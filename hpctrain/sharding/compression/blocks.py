@@ -80,7 +80,7 @@ class CompressionBlocks:
 
     @staticmethod
     def of(bucket: Bucket) -> CompressionBlocks:
-        """Return all blocks of a bucket."""
+        """Return the blocks of all trained parameters of a bucket, each of which begins a block."""
         pieces, count = [], 0
         for segment in bucket.segments:
             shard = segment.parameter.shard
@@ -110,7 +110,7 @@ class CompressionBlocks:
         return CompressionBlocks(pieces, span[1] - span[0], device)
 
     def equal_spans(self, size: int) -> list[Span]:
-        """Return one range of blocks per rank, of about equal length; the first one is the longest."""
+        """Return a range of blocks for each of `size` ranks, of about equal length, the longest one first."""
         borders = [-(-self.count * rank // size) for rank in range(size + 1)]
         return list(pairwise(borders))
 
