@@ -212,7 +212,10 @@ class TransformerBlock(TransformerLayer):
         return x + added if self.multiplier == 1 else torch.add(x, added, alpha=self.multiplier)
 
     def units(self) -> Iterator[list[list[Parameter]]]:
-        """Yield the units of the block. Experts are a unit of their own, since they are needed later."""
+        """Yield the units of the block: parameters that ZeRO-3 gathers together.
+
+        Experts are a unit of their own, since they are needed later.
+        """
         if isinstance(self.feed_forward, Mixture):
             experts = list(parameters_by_module(self.feed_forward.experts))
             yield [

@@ -26,7 +26,7 @@ class LogProbabilityLoss:
     """Loss function of a micro-batch that depends on the log-probabilities of its targets.
 
     Attributes:
-        targets: Targets [seq / cp, batch] int64, negative where nothing is predicted.
+        targets: Targets [s/c, b] int64, negative where nothing is predicted.
         scale: Factor of the losses in the gradient.
         gradient_of: Function that computes the gradient and the metrics.
         sampling: If given, distribution whose probabilities are used.
@@ -77,7 +77,7 @@ def log_probabilities(
 
 
 def sequence_sums(values: Tensor, context: Group) -> Tensor:
-    """Return the sums [batch] of values [seq / cp, batch] over whole sequences. Collective over `context`.
+    """Return the sums [b] of values [s/c, b] over whole sequences. Collective over `context`.
 
     It is a plain all-reduce, through which autograd does not pass: call it on values without gradients.
     """

@@ -43,7 +43,7 @@ outputs.
 LossGradient = Callable[[Tensor, Group], tuple[Tensor, tuple[Tensor, ...]]]
 """Computes the gradient of a loss from one value per token, such as its log-probability or score.
 
-The function receives the values, fp32 [seq / cp, batch], and the group of the ranks that hold the other
+The function receives the values, fp32 [s/c, b], and the group of the c context ranks, which hold the other
 pieces of the sequences. For some losses it is collective over this group. It returns the gradient of the sum
 of losses with respect to the values, and this rank's sums of metrics.
 """

@@ -117,11 +117,11 @@ class PolicyOptimization(Objective):
         """Return the weight of each token in the sum of losses, and the divisor. Collective over `context`.
 
         Args:
-            predicted: For each token [seq / cp, batch], whether it is predicted.
+            predicted: For each token [s/c, b], whether it is predicted.
             context: Ranks that hold the other pieces of the sequences.
 
         Returns:
-            Weights [seq / cp, batch], and this rank's part of the divisor of the sum.
+            Weights [s/c, b], and this rank's part of the divisor of the sum.
         """
         if self.mean == "tokens":
             return predicted.float(), predicted.sum().double()

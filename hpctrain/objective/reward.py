@@ -83,8 +83,8 @@ def answer_ends(targets: Tensor, positions: Tensor, context: Group) -> Tensor:
     cut there, it is not an input, and the token before it counts as the last one.
 
     Args:
-        targets: Targets [seq / cp, batch], negative where nothing is predicted.
-        positions: Positions [seq / cp] of this piece of the sequences.
+        targets: Targets [s/c, b], negative where nothing is predicted.
+        positions: Positions [s/c] of this piece of the sequences.
         context: Ranks that hold the other pieces, which all call this function.
     """
     last = torch.where(targets >= 0, positions.unsqueeze(1) + 1, -1).amax(0)

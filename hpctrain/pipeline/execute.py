@@ -66,7 +66,7 @@ class PreparedBatch:
             micro_batch: The micro-batch, with whole sequences.
             objective: Objective that computes the losses.
             scale: Factor of the objective's losses in the gradient, 0-dim.
-            positions: Positions [seq / cp] of this rank's piece of the sequences, on its device.
+            positions: Positions [s/c] of this rank's piece of the sequences, on its device.
             dropout: Source of dropout masks; None for no dropout.
             auxiliary_loss_scale: Factor of auxiliary losses in the gradient; None if layers have none.
             choices: Recorded choices of experts for the routers, or None.

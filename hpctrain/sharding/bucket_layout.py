@@ -257,7 +257,10 @@ irrelevant.
 def _by_sharding(
     unit: Sequence[Sequence[Parameter]], replications: Replications, separate_frozen: bool
 ) -> dict[_BucketKey, list[Sequence[Parameter]]]:
-    """Return the layers of a unit by the properties that the parameters of a bucket share."""
+    """Return the layers of a unit by the properties that the parameters of a bucket share.
+
+    A unit is a list of layers whose parameters ZeRO-3 gathers together.
+    """
     layers: dict[_BucketKey, list[Sequence[Parameter]]] = {}
     for leaf in unit:
         by_key: dict[_BucketKey, list[Parameter]] = {}

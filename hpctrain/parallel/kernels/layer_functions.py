@@ -588,7 +588,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _attention_units(query: Tensor, documents: Documents | None) -> list[tuple[slice, slice]]:
-    """Return the positions and batch rows of each unit of attention: all sequences, or each document."""
+    """Return the positions and batch rows of what attends within itself: all sequences, or each document."""
     if documents is None:
         return [(slice(0, query.shape[0]), slice(0, query.shape[1]))]
     return [(slice(begin, end), slice(row, row + 1)) for row, begin, end in documents.pieces]
