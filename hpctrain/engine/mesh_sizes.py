@@ -36,7 +36,7 @@ def micro_batches(deck: Deck, data: int) -> int:
     return -(-deck.batch.global_size // (deck.batch.micro_size * data))
 
 
-def crosses(nodes: Sequence[object], tensor: int) -> bool:
+def spans_nodes(nodes: Sequence[object], tensor: int) -> bool:
     """Return True if some tensor group has ranks on several nodes.
 
     Args:

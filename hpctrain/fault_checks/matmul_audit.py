@@ -382,9 +382,11 @@ class AuditedKernel(MatmulKernel):
         return result
 
     @override
-    def add_weight_gradient(self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool) -> None:
+    def add_weight_gradient(
+        self, into: Tensor, output_gradient: Tensor, inputs: Tensor, overwrite: bool
+    ) -> None:
         is_rounded = inputs.is_cpu and not self.converts and inputs.dtype != into.dtype
         rounded = inputs.dtype if is_rounded else None
-        self._audit.expect_addition(self._target, output_gradient, inputs, into, first, rounded)
-        self._by.add_weight_gradient(into, output_gradient, inputs, first)
+        self._audit.expect_addition(self._target, output_gradient, inputs, into, overwrite, rounded)
+        self._by.add_weight_gradient(into, output_gradient, inputs, overwrite)
         self._audit.finish_addition(self._target.weights)

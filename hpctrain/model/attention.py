@@ -48,8 +48,10 @@ class Attention(nn.Module):
         super().__init__()
         size = shape.head_size
         self.layer_context, self.head_size, self.block = layer_context, size, block
-        changed, own = shape.parametrization.of_scores, shape.attention_scale
-        self.scale = None if changed == 1 and own is None else changed * (own or size**-0.5)
+        score_factor, given_scale = shape.parametrization.of_scores, shape.attention_scale
+        self.scale = (
+            None if score_factor == 1 and given_scale is None else score_factor * (given_scale or size**-0.5)
+        )
         window = shape.window(block) if shape.window(block) < shape.sequence else 0
         self.rule = AttentionRule(self.scale, window, shape.attention_cap)
         self.compute_core = attention_core(layer_context, self.rule, shape.attention_sinks)

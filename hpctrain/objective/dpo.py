@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.objective.log_probabilities import LogProbabilityLoss, count_once, sequence_sums
+from hpctrain.objective.log_probabilities import LogProbabilityLoss, on_first_rank, sequence_sums
 from hpctrain.objective.objective import LossFunction
 from hpctrain.objective.pairs import PairObjective, pair_sums
 
@@ -53,28 +53,28 @@ class DirectPreference(PairObjective):
         def gradient_of(log_probabilities: Tensor, context: Group) -> tuple[Tensor, tuple[Tensor, ...]]:
             predicted = targets >= 0
             # Subtract per token, so that sums are of small numbers; in fp64, as rows are long.
-            ahead = sequence_sums((log_probabilities.double() - reference) * predicted, context)
+            log_ratios = sequence_sums((log_probabilities.double() - reference) * predicted, context)
             sizes = sequence_sums(predicted.double(), context)
             with torch.enable_grad():
-                ahead.requires_grad_()
-                losses, sums = self.pair_losses(ahead, sizes)
-                (gradient,) = torch.autograd.grad(losses, ahead)
-            return (gradient * predicted).float(), count_once(sums, context)
+                log_ratios.requires_grad_()
+                losses, sums = self.pair_losses(log_ratios, sizes)
+                (gradient,) = torch.autograd.grad(losses, log_ratios)
+            return (gradient * predicted).float(), on_first_rank(sums, context)
 
         return LogProbabilityLoss(targets, scale, gradient_of)
 
-    def pair_losses(self, ahead: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    def pair_losses(self, log_ratios: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum of the pairs' losses, and the sums of all metrics, fp64.
 
         Pairs with an empty answer do not count.
 
         Args:
-            ahead: For each row, log-probability of its answer minus that of the reference [batch].
+            log_ratios: For each row, log-probability of its answer minus that of the reference [batch].
             sizes: Number of tokens of each answer [batch].
         """
         present = (sizes[0::2] > 0) & (sizes[1::2] > 0)
         mean = sizes.clamp_min(1) if self.form == "ipo" else torch.ones_like(sizes)
-        chosen, rejected = (ahead / mean)[0::2], (ahead / mean)[1::2]
+        chosen, rejected = (log_ratios / mean)[0::2], (log_ratios / mean)[1::2]
         margin = self.beta * (chosen - rejected)
         if self.form == "ipo":
             losses = ((chosen - rejected) - 1 / (2 * self.beta)).square()

@@ -85,6 +85,6 @@ def sequence_sums(values: Tensor, context: Group) -> Tensor:
     return context.all_reduce(sums) if context.size > 1 else sums
 
 
-def count_once(metrics: Tensor, context: Group) -> tuple[Tensor, ...]:
-    """Return sums that all ranks of `context` have, on the first of these ranks, and zeros on the others."""
+def on_first_rank(metrics: Tensor, context: Group) -> tuple[Tensor, ...]:
+    """Return the metrics on the first rank of `context` and zeros on the others, for a sum over all ranks."""
     return tuple((metrics * (context.rank == 0)).unbind())

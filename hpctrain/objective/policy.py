@@ -18,7 +18,7 @@ from typing_extensions import override
 from hpctrain.comm.group import Group
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.objective.dpo import REFERENCE
-from hpctrain.objective.log_probabilities import LogProbabilityLoss, count_once, sequence_sums
+from hpctrain.objective.log_probabilities import LogProbabilityLoss, on_first_rank, sequence_sums
 from hpctrain.objective.objective import LossFunction, Objective
 from hpctrain.objective.token_sampling import TokenSampling
 
@@ -126,7 +126,7 @@ class PolicyOptimization(Objective):
         if self.mean == "tokens":
             return predicted.float(), predicted.sum().double()
         lengths = sequence_sums(predicted.double(), context)
-        (answers,) = count_once((lengths > 0).double().sum().unsqueeze(0), context)
+        (answers,) = on_first_rank((lengths > 0).double().sum().unsqueeze(0), context)
         if self.mean == "constant":
             return predicted.float() / self.max_tokens, answers
         return predicted.float() / lengths.clamp_min(1).float(), answers

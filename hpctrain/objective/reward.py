@@ -17,7 +17,7 @@ from typing_extensions import override
 from hpctrain.comm.group import Group
 from hpctrain.data.conversations import MARGIN
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.objective.log_probabilities import count_once, sequence_sums
+from hpctrain.objective.log_probabilities import on_first_rank, sequence_sums
 from hpctrain.objective.objective import LossFunction
 from hpctrain.objective.pairs import PairObjective, pair_sums
 from hpctrain.objective.scores import ScoreLoss
@@ -52,7 +52,7 @@ class PairwiseReward(PairObjective):
                 rewards.requires_grad_()
                 losses, sums = self.pair_losses(rewards, ends >= 0, extra_margins)
                 (gradient,) = torch.autograd.grad(losses, rewards)
-            return gradient * at_end, count_once(sums, context)
+            return gradient * at_end, on_first_rank(sums, context)
 
         return ScoreLoss(scale, gradient_of)
 

@@ -47,14 +47,16 @@ from hpctrain.parallel.shards import Initial, Parameter, Shard
 
 @dataclass(frozen=True)
 class RowPartition:
-    """One rank's range of output features: `start` to `start + local` of `size`.
+    """One rank's range of what a dim of a matrix has: `start` to `start + local` of `size`.
+
+    It is a range of output features (rows), of input features (columns) or of experts.
 
     Attributes:
-        size: Global number of features.
-        start: First feature of this rank.
-        local: Number of features of this rank.
-        copies: Number of neighbors with the same features, if there are fewer units (heads) than ranks.
-        unit: Features that belong together, as for `Shard.unit`.
+        size: Global number of features (or experts).
+        start: First one of this rank.
+        local: Number of those of this rank.
+        copies: Number of neighbors with the same range, if there are fewer heads than ranks.
+        unit: Number of features that are not split, such as those of a head, as for `Shard.unit`.
     """
 
     size: int
@@ -65,7 +67,7 @@ class RowPartition:
 
     @staticmethod
     def split(size: int, group: Group, unit: int = 1) -> RowPartition:
-        """Return this rank's range of `size` features that consist of units of `unit`."""
+        """Return this rank's range of `size` features, of which each `unit` (a head) stay on one rank."""
         units, ranks = size // unit, group.size
         if units % ranks == 0:
             local = size // ranks

@@ -243,10 +243,10 @@ class _ScheduleExecution:
         if key not in self.backward_starts:  # the first part, if none of its parameters is trained
             self.deferred[key] = []
             return None
-        hidden, end = self.backward_starts.pop(key)
+        hidden, start = self.backward_starts.pop(key)
         queue = self.executor.queue
         with queue.backward(deferring=action.kind == "I"):
-            end.backward(gradient)
+            start.backward(gradient)
         if action.kind == "I":
             self.deferred[key] = queue.take()
         if hidden is None:

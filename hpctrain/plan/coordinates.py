@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpctrain.comm.mesh import AXES, coordinates, sizes_text
 from hpctrain.deck.read import read_deck
-from hpctrain.engine.mesh_sizes import axis_sizes, crosses
+from hpctrain.engine.mesh_sizes import axis_sizes, spans_nodes
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_of_run
 from hpctrain.host.doctor import DoctorFinding, DoctorReport
@@ -37,7 +37,7 @@ def map_deck(report: DoctorReport, path: Path, overrides: Sequence[str]) -> None
     )
     topology = Topology([rank.node for rank in report.ranks])
     topology.emulate(deck.communication.ranks_per_node)
-    crossing = crosses(topology.nodes, sizes["tensor"])
+    crossing = spans_nodes(topology.nodes, sizes["tensor"])
     report.add([DoctorFinding("deck", f"{path}: {axes}", remedy if crossing else "")])
     report.add(_device_problems(deck.run.device, report.ranks[report.rank].local_rank))
     if len(set(topology.nodes)) > 1:

@@ -33,8 +33,8 @@ class GradientSynchronizer:
     Args:
         reducers: Reducers of all buckets.
         replica_sync: Synchronization of replicas.
-        each_micro_batch: True to reduce after each micro-batch where the Reducer can repeat.
-        first: Object that measures the gradients of the first micro-batch, if any.
+        reduce_each_micro_batch: True to reduce after each micro-batch where the Reducer can repeat.
+        noise_norm: Object that measures the gradients of the first micro-batch, if any.
         in_order: True if buckets are reduced from the last to the first one, whatever becomes final first.
             This is necessary if ranks may use parameters in different orders, as in a user's module.
 
@@ -49,12 +49,16 @@ class GradientSynchronizer:
         self,
         reducers: Sequence[Reducer],
         replica_sync: ReplicaSync,
-        each_micro_batch: bool = False,
-        first: FirstMicroBatchNorm | None = None,
+        reduce_each_micro_batch: bool = False,
+        noise_norm: FirstMicroBatchNorm | None = None,
         in_order: bool = False,
     ) -> None:
         self.buckets = buckets = [reducer.bucket for reducer in reducers]
-        self.replica_sync, self._each_micro_batch, self.first = replica_sync, each_micro_batch, first
+        self.replica_sync, self._reduce_each_micro_batch, self.noise_norm = (
+            replica_sync,
+            reduce_each_micro_batch,
+            noise_norm,
+        )
         self.before_reduction: Callable[[Bucket], None] = lambda _: None
         self.after_reduction: Callable[[Bucket], None] = lambda _: None
         self.before_accumulation: Callable[[Bucket], None] = lambda _: None
@@ -80,8 +84,8 @@ class GradientSynchronizer:
     @property
     def norm_estimators(self) -> list[Reducer | FirstMicroBatchNorm]:
         """Objects that compute square sums of the gradients of some of a step's tokens."""
-        if self.first is not None:
-            return [self.first]
+        if self.noise_norm is not None:
+            return [self.noise_norm]
         return [reducer for reducer in self.reducers.values() if reducer.computes_squares]
 
     def start(self, micro_batches: int, updates: int = 0) -> None:
@@ -91,12 +95,13 @@ class GradientSynchronizer:
             micro_batches: Number of backward passes.
             updates: Number of updates of the whole run so far.
         """
-        if self.first is not None:
-            self.first.begin()
+        if self.noise_norm is not None:
+            self.noise_norm.begin()
         for bucket, reducer in self.reducers.items():
             reducer.begin(updates)
             bucket.start_step(
-                micro_batches, self._each_micro_batch and reducer.repeats and not self._tied_segments[bucket]
+                micro_batches,
+                self._reduce_each_micro_batch and reducer.repeats and not self._tied_segments[bucket],
             )
         self._to_come = [bucket for bucket in self.buckets if not bucket.is_final] if self._in_order else []
 
@@ -138,8 +143,8 @@ class GradientSynchronizer:
 
     def _on_gradient_added(self, parameter: Parameter) -> None:
         bucket = self._bucket[parameter]
-        if self.first is not None:
-            self.first.count_addition(parameter)
+        if self.noise_norm is not None:
+            self.noise_norm.count_addition(parameter)
         if bucket.count_addition(parameter):
             self._synchronize_final(bucket)
         elif self._in_flight:

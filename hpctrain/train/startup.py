@@ -21,7 +21,7 @@ from hpctrain.deck.read import changed_deck, read_deck
 from hpctrain.deck.schema import Deck, require_trusted_code
 from hpctrain.deck.toml import MAX_DECK_BYTES
 from hpctrain.deck.toml_text import deck_text
-from hpctrain.engine.mesh_sizes import crosses
+from hpctrain.engine.mesh_sizes import spans_nodes
 from hpctrain.errors import HpctrainError
 from hpctrain.files import read_bytes, write_text
 from hpctrain.host.device import on_host
@@ -201,7 +201,7 @@ def tensor_group_warning(world: World, deck: Deck) -> str:
     """Return a warning if the ranks of a tensor group are on several nodes; "" otherwise. Collective."""
     nodes = world.nodes_of(range(world.size))
     tensor, ranks_per_node = deck.layout.tensor, world.topology.ranks_per_node
-    if not crosses(nodes, tensor):
+    if not spans_nodes(nodes, tensor):
         return ""
     return (
         f"layout.tensor = {tensor}: the ranks of a tensor group are on several nodes and communicate over "

@@ -225,7 +225,7 @@ class Step:
         micro_batches = read.micro_batches
         if self.before_pass is not None:
             self.before_pass(micro_batches)
-        measured = micro_batches if engine.stage.synchronizer.first is None else micro_batches[:1]
+        measured = micro_batches if engine.stage.synchronizer.noise_norm is None else micro_batches[:1]
         self.own_tokens = sum(map(engine.objective.count, measured))
         scale, auxiliary_loss_scale = (
             torch.full((), engine.control.loss_scale.value / count, device=engine.world.device)
@@ -262,7 +262,7 @@ class Step:
             return {}
         ratio = tokens / self.own_tokens if self.own_tokens else 0.0
         own = torch.stack([each.squares for each in measured]).sum() * ratio
-        if engine.stage.synchronizer.first is not None:
+        if engine.stage.synchronizer.noise_norm is not None:
             small, parts = float(own) * ratio, ratio
         else:
             sums = torch.stack((own, torch.full_like(own, self.own_tokens > 0)))

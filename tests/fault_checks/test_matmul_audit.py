@@ -212,17 +212,19 @@ class Flipping(MatmulKernel):
         made = LIBRARY.input_gradient(output_gradient, weight, out)
         return self._flipped(made, output_gradient, weight)
 
-    def add_weight_gradient(self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool) -> None:
+    def add_weight_gradient(
+        self, into: Tensor, output_gradient: Tensor, inputs: Tensor, overwrite: bool
+    ) -> None:
         flip = self.flip
-        if flip is None and not first:
+        if flip is None and not overwrite:
             self.additions.append(self.calls)
         if flip is not None and flip.before and flip.call == self.calls:
             unit = max(torch.finfo(each.dtype).eps for each in (into, inputs))
             sizes = into.double().norm(dim=1)
             self._flip(into, flip)
             self.rounding = max(float(sizes[self.row]), float(sizes.median())) * 4 * unit
-        before = torch.zeros_like(into) if first else into.clone()
-        LIBRARY.add_weight_gradient(into, output_gradient, inputs, first)
+        before = torch.zeros_like(into) if overwrite else into.clone()
+        LIBRARY.add_weight_gradient(into, output_gradient, inputs, overwrite)
         self._flipped(into, output_gradient.t(), inputs, before)
         if flip is not None and not flip.before and flip.call == self.calls - 1:
             self.rounding *= 2  # as micro-batches make a sum

@@ -67,10 +67,11 @@ def make_synchronizer(
     trained = [bucket for bucket in stage.buckets if bucket.trained]
     compression = compression_settings(deck)
     reductions = [make_reduction(compression, bucket) for bucket in trained]
-    computes_squares, first = deck.run.noise_scale_steps > 0, None
+    computes_squares, noise_norm = deck.run.noise_scale_steps > 0, None
     if computes_squares and all(bucket.sharding.ranks == 1 for bucket in stage.buckets):
-        computes_squares, first = False, FirstMicroBatchNorm(stage.buckets[0].sharding.group.device)
+        computes_squares = False
+        noise_norm = FirstMicroBatchNorm(stage.buckets[0].sharding.group.device)
     reducers = [Reducer(*each, computes_squares) for each in zip(trained, reductions, strict=True)]
     in_order, sliced = deck.model.module is not None, deck.memory.accumulate == "sliced"
-    synchronizer = GradientSynchronizer(reducers, replica_sync, sliced, first, in_order)
+    synchronizer = GradientSynchronizer(reducers, replica_sync, sliced, noise_norm, in_order)
     return synchronizer, [*reductions]

@@ -78,24 +78,26 @@ class MatmulKernel:
         """Return output_gradient [..., n] times weight [n, k]: [..., k], in `out` if given."""
         return torch.matmul(output_gradient, weight, out=out)
 
-    def add_weight_gradient(self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool) -> None:
+    def add_weight_gradient(
+        self, into: Tensor, output_gradient: Tensor, inputs: Tensor, overwrite: bool
+    ) -> None:
         """Add output_gradient [m, n] transposed times inputs [m, k] to `into` [n, k].
 
         Args:
             into: Gradient buffer.
             output_gradient: Gradient of the output.
             inputs: Input of the layer.
-            first: True to overwrite `into` instead.
+            overwrite: True to overwrite `into` instead of adding to it.
         """
         left = output_gradient.t()
         if left.dtype == into.dtype:
-            into.addmm_(left, inputs, beta=0 if first else 1)
+            into.addmm_(left, inputs, beta=0 if overwrite else 1)
         elif not left.is_cpu and into.dtype == torch.float32:
-            torch.addmm(into, left, inputs, into.dtype, beta=0 if first else 1, out=into)
+            torch.addmm(into, left, inputs, into.dtype, beta=0 if overwrite else 1, out=into)
         else:
             rows = max(1, PRODUCT_ELEMENTS // inputs.shape[1])
             for target, part in zip(into.split(rows), left.split(rows), strict=True):
-                _store(target, part @ inputs, first)
+                _store(target, part @ inputs, overwrite)
 
 
 class OneDnn(MatmulKernel):
@@ -122,11 +124,13 @@ class OneDnn(MatmulKernel):
         return product if out is None else out.copy_(product)
 
     @override
-    def add_weight_gradient(self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool) -> None:
+    def add_weight_gradient(
+        self, into: Tensor, output_gradient: Tensor, inputs: Tensor, overwrite: bool
+    ) -> None:
         left, right = output_gradient.t(), inputs.t()
         rows = max(1, PRODUCT_ELEMENTS // inputs.shape[1])
         for target, part in zip(into.split(rows), left.split(rows), strict=True):
-            _store(target, _onednn(part, right), first)
+            _store(target, _onednn(part, right), overwrite)
 
 
 class Fp32Kernel(MatmulKernel):
@@ -163,9 +167,11 @@ class Fp32Kernel(MatmulKernel):
         return product.to(output_gradient.dtype) if out is None else out.copy_(product)
 
     @override
-    def add_weight_gradient(self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool) -> None:
+    def add_weight_gradient(
+        self, into: Tensor, output_gradient: Tensor, inputs: Tensor, overwrite: bool
+    ) -> None:
         by = self.by if into.dtype == torch.float32 else LIBRARY
-        by.add_weight_gradient(into, output_gradient.float(), inputs.float(), first)
+        by.add_weight_gradient(into, output_gradient.float(), inputs.float(), overwrite)
 
 
 LIBRARY = MatmulKernel()
@@ -246,8 +252,8 @@ def kernel_named(name: str, storage: torch.dtype) -> MatmulKernel:
     return kernel if kernel.multiplies(storage) else LIBRARY
 
 
-def _store(into: Tensor, values: Tensor, first: bool) -> None:
-    if first:
+def _store(into: Tensor, values: Tensor, overwrite: bool) -> None:
+    if overwrite:
         into.copy_(values)
     else:
         into.add_(values)

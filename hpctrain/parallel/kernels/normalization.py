@@ -67,15 +67,15 @@ class _Normalization(torch.autograd.Function):
         wide, normal = gradient.to(inverse.dtype), x.to(inverse.dtype)
         normal = (normal if mean is None else normal - mean) * inverse
         rows = tuple(range(x.dim() - 1))
-        of_weight = of_bias = None
+        grad_weight = grad_bias = None
         if weight is not None and ctx.needs_input_grad[1]:
-            of_weight = (wide * normal).sum(rows).to(weight.dtype)
+            grad_weight = (wide * normal).sum(rows).to(weight.dtype)
         if ctx.needs_input_grad[2]:
-            of_bias = wide.sum(rows).to(gradient.dtype)
+            grad_bias = wide.sum(rows).to(gradient.dtype)
         if weight is not None:
             wide = wide * (weight.to(wide.dtype) + ctx.settings.offset)
-        along = (wide * normal).mean(-1, keepdim=True)
-        of_x = wide - normal * along
+        projection = (wide * normal).mean(-1, keepdim=True)
+        grad_x = wide - normal * projection
         if mean is not None:
-            of_x -= wide.mean(-1, keepdim=True)
-        return (of_x * inverse).to(x.dtype), of_weight, of_bias, None
+            grad_x -= wide.mean(-1, keepdim=True)
+        return (grad_x * inverse).to(x.dtype), grad_weight, grad_bias, None

@@ -63,8 +63,10 @@ class SmallBatchKernel(MatmulKernel):
         return self.by.input_gradient(output_gradient, weight, out)
 
     @override
-    def add_weight_gradient(self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool) -> None:
-        self.by.add_weight_gradient(into, output_gradient, inputs, first)
+    def add_weight_gradient(
+        self, into: Tensor, output_gradient: Tensor, inputs: Tensor, overwrite: bool
+    ) -> None:
+        self.by.add_weight_gradient(into, output_gradient, inputs, overwrite)
 
 
 def _many(inputs: Tensor, weight: Tensor) -> bool:

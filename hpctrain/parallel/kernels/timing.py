@@ -98,22 +98,22 @@ class Operands:
         )
         self.sum = torch.zeros(outputs, inputs, dtype=gradient)
 
-    def compute(self, kernel: MatmulKernel, first: bool = False) -> Tensor:
-        """Return the result of the pass by a kernel. With `first`, a weight gradient overwrites the sum."""
+    def compute(self, kernel: MatmulKernel, overwrite: bool = False) -> Tensor:
+        """Return the result of the pass by a kernel. `overwrite` is for a weight gradient."""
         if self.kind == "forward":
             return kernel.forward(self.inputs, self.weight)
         if self.kind == "logits":
             return kernel.logits(self.inputs, self.weight)
         if self.kind == "input_gradient":
             return kernel.input_gradient(self.output_gradient, self.weight)
-        kernel.add_weight_gradient(self.sum, self.output_gradient, self.inputs, first)
+        kernel.add_weight_gradient(self.sum, self.output_gradient, self.inputs, overwrite)
         return self.sum
 
     def agrees(self, kernel: MatmulKernel) -> bool:
         """Return True if a kernel has the library's result on this machine, up to rounding."""
-        expected = self.compute(LIBRARY, first=True).double()
+        expected = self.compute(LIBRARY, overwrite=True).double()
         try:
-            result = self.compute(kernel, first=True).double()
+            result = self.compute(kernel, overwrite=True).double()
         except RuntimeError:
             return False
         difference = float((result - expected).norm() / expected.norm().clamp_min(1e-30))

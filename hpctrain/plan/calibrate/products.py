@@ -108,7 +108,7 @@ def _passes(
 
     def weight_gradient() -> None:
         kernel, of_output = kernels.kernel_for("weight_gradient", n, k), memory.rows.take(m, n)
-        kernel.add_weight_gradient(memory.sums.take(n, k), of_output, memory.rows.take(m, k), first=False)
+        kernel.add_weight_gradient(memory.sums.take(n, k), of_output, memory.rows.take(m, k), overwrite=False)
         if biased:
             memory.sums.take(n).add_(of_output.sum(0))
 

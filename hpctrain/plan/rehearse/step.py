@@ -163,7 +163,7 @@ class RankStep:
             )
             everyone.all_reduce(torch.empty(figures, dtype=torch.float64))
             self._agree_on_faults("agree")
-            if stage.synchronizer.norm_estimators and stage.synchronizer.first is None:
+            if stage.synchronizer.norm_estimators and stage.synchronizer.noise_norm is None:
                 everyone.all_reduce(torch.empty(2, dtype=torch.float64))
             recorder.action = "update"
             send_update_messages(stage.optimizer)

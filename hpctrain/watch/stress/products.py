@@ -98,7 +98,7 @@ class Case:
             return kernel.forward(self.one, self.other)
         if self.kind == "input_gradient":
             return kernel.input_gradient(self.one, self.other)
-        kernel.add_weight_gradient(self.sum, self.one, self.other, first=True)
+        kernel.add_weight_gradient(self.sum, self.one, self.other, overwrite=True)
         return self.sum
 
     def expected(self, found: Tensor) -> Tensor:

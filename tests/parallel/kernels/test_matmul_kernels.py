@@ -73,9 +73,9 @@ def test_products_are_exact_to_rounding(
         assert error(out, g64 @ w64) <= most
         for gradient in {torch.float32, storage}:
             total = torch.full((outputs, inputs), torch.nan, dtype=gradient)
-            kernel.add_weight_gradient(total, of_output, left, first=True)
+            kernel.add_weight_gradient(total, of_output, left, overwrite=True)
             assert error(total, g64.t() @ x64) <= most
-            kernel.add_weight_gradient(total, of_output, left, first=False)
+            kernel.add_weight_gradient(total, of_output, left, overwrite=False)
             assert error(total, 2 * g64.t() @ x64) <= 2 * most
     whole = x.view(rows, 1, inputs).expand(rows, 2, inputs)
     assert error(kernel.forward(whole, w, b)[:, 1], x64 @ w64.t() + b.double()) <= 2 * most
@@ -89,7 +89,7 @@ def test_sums_in_fp32_are_of_unrounded_products(name: str) -> None:
     for kernel in (LIBRARY, KERNELS[name]):
         total = torch.zeros(24, 16)
         for _ in range(3):
-            kernel.add_weight_gradient(total, g, x, first=False)
+            kernel.add_weight_gradient(total, g, x, overwrite=False)
         errors[kernel.name] = error(total, exact)
     assert errors[name] < 1e-6 < 1e-4 < errors["library"]
 
@@ -101,7 +101,7 @@ def test_sums_in_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch, kernel: M
     monkeypatch.setattr(module, "PRODUCT_ELEMENTS", 7 * 8)
     for gradient in {torch.float32, storage}:
         total = torch.ones(20, 8, dtype=gradient)
-        kernel.add_weight_gradient(total, g, x, first=False)
+        kernel.add_weight_gradient(total, g, x, overwrite=False)
         assert error(total, g.double().t() @ x.double() + 1) <= ROUNDING[gradient]
 
 
@@ -115,10 +115,10 @@ def test_the_chosen_kernel_computes_the_pass_of_its_matrix() -> None:
             return super().forward(inputs, weight, bias)
 
         def add_weight_gradient(
-            self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool
+            self, into: Tensor, output_gradient: Tensor, inputs: Tensor, overwrite: bool
         ) -> None:
             calls.append((self.name, "weight"))
-            super().add_weight_gradient(into, output_gradient, inputs, first)
+            super().add_weight_gradient(into, output_gradient, inputs, overwrite)
 
     calls: list[tuple[str, str]] = []
     kernels = KernelTable(Noting("other"))

@@ -34,7 +34,7 @@ def test_a_kernel_that_is_wrong_here_is_never_chosen(monkeypatch: pytest.MonkeyP
             raise RuntimeError("could not create a primitive")
 
         def add_weight_gradient(
-            self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool
+            self, into: Tensor, output_gradient: Tensor, inputs: Tensor, overwrite: bool
         ) -> None:
             into.fill_(torch.nan)
 
@@ -80,9 +80,9 @@ def test_rounds_are_those_that_all_can_make(monkeypatch: pytest.MonkeyPatch) -> 
     calls = []
     compute = Operands.compute
 
-    def counted(self: Operands, kernel: MatmulKernel, first: bool = False) -> Tensor:
+    def counted(self: Operands, kernel: MatmulKernel, overwrite: bool = False) -> Tensor:
         calls.append(kernel.name)
-        return compute(self, kernel, first)
+        return compute(self, kernel, overwrite)
 
     monkeypatch.setattr(Operands, "compute", counted)
     found = []
