@@ -291,8 +291,8 @@ class Bucket:
 
         Args:
             passes: Number of backward passes (micro-batches) of the step.
-            each_pass: True if gradients are reduced, and so must be final, after each backward pass. By default
-                they are final after the last one.
+            each_pass: True if gradients are reduced, and so must be final, after each backward pass. By
+                default they are final after the last one.
         """
         if self._gradients is not None:  # padding is reduced with the rest, in every step
             for gap in self._gaps:
