@@ -31,11 +31,22 @@ COUNT = click.IntRange(1)
 in_rounds = click.option(
     "--rounds", default=5, show_default=True, type=COUNT, help="Rounds; each round measures all variants."
 )
+device_to_measure = click.option(
+    "--device", default="auto", show_default=True, help="Device, as in run.device."
+)
 figures_file = click.option("--json", "path", type=PATH, help="Also write the results to this file.")
 
 
-def run_bench(measure: Callable[[World], int | None], *files: Path | None, device: str = "auto") -> NoReturn:
-    """Run a benchmark on all ranks after rank 0 has checked its output files. Collective."""
+def run_bench(
+    measure: Callable[[World], int | None], *files: Path | None, device: str | None = None
+) -> NoReturn:
+    """Run a benchmark on all ranks after rank 0 has checked its output files. Collective.
+
+    Args:
+        measure: Function that measures, and returns the exit code; None means 0.
+        files: Files for the results; None for one that is not written.
+        device: Device, as `run_verb` takes it.
+    """
     from hpctrain.comm.verb import run_verb
     from hpctrain.files import require_writable
 
@@ -132,13 +143,16 @@ def train(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: Any
     help="Measure only this deck, e.g. 17m-fp32-tensor. May be repeated.",
 )
 @click.option("--steps", default=1, show_default=True, type=COUNT, help="Steps per deck and round.")
+@device_to_measure
 @in_rounds
 @figures_file
-def plan(machine: str | None, only: tuple[str, ...], steps: int, rounds: int, path: Path | None) -> None:
+def plan(
+    machine: str | None, only: tuple[str, ...], steps: int, device: str, rounds: int, path: Path | None
+) -> None:
     """Compare the measured step times of twelve decks on two ranks with those of `hpctrain plan`."""
     from hpctrain.bench.plan import bench_plan
 
-    run_bench(lambda world: bench_plan(world, machine, only, steps, rounds, path), path)
+    run_bench(lambda world: bench_plan(world, machine, only, steps, rounds, path), path, device=device)
 
 
 @command.command()
@@ -258,7 +272,7 @@ def communication(
     metavar="MxNxK",
     help="Shape: M tokens, N outputs, K inputs. May be repeated.  [default: those of a small block]",
 )
-@click.option("--device", default="auto", show_default=True, help="Device, as in run.device.")
+@device_to_measure
 @in_rounds
 @figures_file
 def fp8(shapes: tuple[str, ...], device: str, rounds: int, path: Path | None) -> None:

@@ -41,7 +41,14 @@ import click
     show_default=True,
     help="Duration of each measurement.",
 )
-def command(path: Path, **wish: Any) -> None:
+@click.option(
+    "--device",
+    default="auto",
+    metavar="NAME",
+    show_default=True,
+    help="Device to measure: auto (a GPU where torch finds one), cpu, cuda or xpu.",
+)
+def command(path: Path, device: str, **wish: Any) -> None:
     """Measure the rates of this machine for `hpctrain plan --machine FILE`.
 
     Start it as one process or under mpirun or srun.
@@ -57,4 +64,4 @@ def command(path: Path, **wish: Any) -> None:
     from hpctrain.comm.verb import run_verb
     from hpctrain.plan.calibrate.calibrate import CalibrateOptions, calibrate
 
-    run_verb(lambda world: calibrate(world, path, CalibrateOptions(**wish)))
+    run_verb(lambda world: calibrate(world, path, CalibrateOptions(**wish)), device)

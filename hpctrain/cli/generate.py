@@ -127,10 +127,9 @@ def command(
     terminal = output.terminal
 
     def generate(world: World) -> None:
-        world.use_device(device, setting="--device")
         generate_text(world, target, source, sampling, output.show, terminal, tensor, pipeline, chat)
 
-    run_verb(generate, device="cpu")
+    run_verb(generate, device)
 
 
 class Output:

@@ -24,7 +24,9 @@ FINALIZED_MESSAGE = (
 )
 
 
-def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoReturn:
+def run_verb(
+    verb: Callable[[World], int | None], device: str | None = None, setting: str = "--device"
+) -> NoReturn:
     """Start the World, run a verb in it, and leave the process. Collective over all ranks of the job.
 
     All ranks leave with the same exit code: that of the lowest rank that failed, otherwise 0. A watchdog ends
@@ -38,9 +40,11 @@ def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoRet
 
     Args:
         verb: Function of the World whose result is the exit code; None means 0.
-        device: Device, as `World.start` takes it.
+        device: Device on which the ranks compute, by the rules of `World.use_device`; "cpu" also for a verb
+            that only moves data; None for a verb that calls `use_device` with the device of its deck.
+        setting: Option by which the user gave the device, for messages.
     """
-    sys.exit(_run(verb, device))
+    sys.exit(_run(verb, device, setting))
 
 
 def run_verb_of_script(verb: Callable[[World], int | None], expected: Collection[int]) -> int:
@@ -58,7 +62,7 @@ def run_verb_of_script(verb: Callable[[World], int | None], expected: Collection
     Raises:
         SystemExit: The exit code is not among the expected ones.
     """
-    code = _run(verb, "auto", expected)
+    code = _run(verb, keep_mpi_after=expected)
     if MPI.Is_finalized():
         sys.exit(code)
     finalize_at_exit()
@@ -111,16 +115,25 @@ def _end() -> None:
         MPI.Finalize()
 
 
-def _run(verb: Callable[[World], int | None], device: str, keep_mpi_after: Collection[int] = ()) -> int:
+def _run(
+    verb: Callable[[World], int | None],
+    device: str | None = None,
+    setting: str = "--device",
+    keep_mpi_after: Collection[int] = (),
+) -> int:
     """Start the World and a watchdog, run the verb, and finish the World. Collective.
+
+    Arguments are those of `run_verb`, and the exit codes after which MPI is not finalized.
 
     Returns:
         The exit code of all ranks.
     """
     with ExitStack() as stack:
-        world = _start(device, stack)
+        world = _start("auto" if device is None else "cpu", stack)
         code, error = 0, None
         try:
+            if device is not None and device != "cpu":
+                world.use_device(device, setting=setting)
             code = verb(world) or 0
         except (HpctrainError, OSError) as raised:
             error = to_hpctrain_error(raised)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
 
+import hpctrain.cli
 from hpctrain.cli.main import VERBS, command, main
 from tests.launch import clean_environment
 
@@ -111,3 +114,25 @@ def test_a_reader_that_leaves_is_told_by_the_exit_code_alone(words: list[str]) -
     done = subprocess.run(command, env=clean_environment(), stdout=theirs, stderr=subprocess.PIPE, text=True)
     os.close(theirs)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+DEVICE_OF_DECK = {
+    *("check", "compare", "evaluate", "replay", "resume", "run", "doctor"),
+    *("checkpoint", "communication", "mixture", "mup", "offload", "rate", "train"),
+}
+"""Functions of verbs and benchmarks whose deck names the device. `hpctrain doctor` ends before it computes if
+torch cannot use the GPUs."""
+
+
+def test_every_other_verb_says_on_which_device_it_computes() -> None:
+    without = set()
+    for file in Path(hpctrain.cli.__file__).parent.glob("*.py"):
+        for function in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(function, ast.FunctionDef) or function.name == "run_bench":
+                continue
+            for call in ast.walk(function):
+                if isinstance(call, ast.Call) and getattr(call.func, "id", "") in {"run_verb", "run_bench"}:
+                    names_device = any(each.arg == "device" for each in call.keywords)
+                    if not names_device and not (call.func.id == "run_verb" and len(call.args) > 1):
+                        without.add(file.stem if function.name == "command" else function.name)
+    assert without == DEVICE_OF_DECK

@@ -129,3 +129,19 @@ def test_a_system_error_of_one_rank_is_a_sentence(run: Launch, ranks: int) -> No
     assert done.returncode == 3, done.stderr
     assert "hpctrain: error: /nowhere/tokens.h5: No such file or directory" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_verb_does_not_compute_on_the_cpu_where_gpus_are_unusable(launch: Launch, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(f"""{HEAD}
+    print("computes on", world.device)
+from hpctrain.host import device
+device.unusable_gpus = lambda: "the driver is too old; update it"
+run_verb(verb, sys.argv[1])
+""")
+    done = launch(2, program, "auto")
+    assert (done.returncode, done.stdout) == (2, "")
+    reason = 'the driver is too old; update it, or use "cpu" to compute on the CPU'
+    assert done.stderr.count(f"hpctrain: error: --device auto: {reason}") == 1, done.stderr
+    done = launch(0, program, "cpu")
+    assert (done.returncode, done.stdout) == (0, "computes on cpu\n"), done.stderr
