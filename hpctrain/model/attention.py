@@ -23,7 +23,7 @@ from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize
 from hpctrain.parallel.shards import Parameter
-from hpctrain.parallel.tensor import ColumnLinear, RowLinear, RowPartition, rows_shard
+from hpctrain.parallel.tensor import ColumnLinear, Partition, RowLinear, rows_shard
 
 
 class Attention(nn.Module):
@@ -57,8 +57,8 @@ class Attention(nn.Module):
         self.compute_core = attention_core(layer_context, self.rule, shape.attention_sinks)
         self.core = AttentionSize(shape.heads, shape.key_value_heads, size, shape.sequence, window)
         self.rotated, self.local = shape.rotates(block), shape.is_local(block)
-        queries = RowPartition.split(shape.heads * size, layer_context.tensor, size)
-        keys = RowPartition.split(shape.key_value_heads * size, layer_context.tensor, size)
+        queries = Partition.split(shape.heads * size, layer_context.tensor, size)
+        keys = Partition.split(shape.key_value_heads * size, layer_context.tensor, size)
         self.inner = ColumnLinear(
             shape.hidden,
             [
@@ -73,7 +73,7 @@ class Attention(nn.Module):
         )
         self.sinks: Parameter | None = None
         if shape.attention_sinks:
-            heads = RowPartition.split(shape.heads, layer_context.tensor)
+            heads = Partition.split(shape.heads, layer_context.tensor)
             self.sinks = Parameter(rows_shard(f"{name}.sinks", heads, ()), False, "zeros")
         normed = shape.query_key_norm != "none"
         self.norm = QueryKeyNorm(name, shape, layer_context, queries, keys) if normed else None

@@ -8,7 +8,7 @@ from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, kind_of
-from hpctrain.parallel.tensor import ColumnLinear, RowLinear, RowPartition
+from hpctrain.parallel.tensor import ColumnLinear, Partition, RowLinear
 
 
 class FeedForward(nn.Module):
@@ -34,7 +34,7 @@ class FeedForward(nn.Module):
     ) -> None:
         super().__init__()
         inner = shape.mlp if inner is None else inner
-        rows = RowPartition.split(inner, layer_context.tensor)
+        rows = Partition.split(inner, layer_context.tensor)
         self.activation, self.functions = ACTIVATIONS[shape.activation], layer_context.functions
         outputs = [(f"{name}.gate", rows)] if self.activation.gated else []
         outputs = [*outputs, (f"{name}.up", rows)]

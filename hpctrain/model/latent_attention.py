@@ -32,7 +32,7 @@ from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize
 from hpctrain.parallel.replicated_linear import ReplicatedLinear, share_over_heads
-from hpctrain.parallel.tensor import ColumnLinear, RowLinear, RowPartition
+from hpctrain.parallel.tensor import ColumnLinear, Partition, RowLinear
 
 _EPSILON = 1e-6
 """Number that the norms of latents add, which DeepSeek's models do not vary."""
@@ -79,8 +79,8 @@ class LatentAttention(nn.Module):
         tensor = layer_context.tensor
         self.heads = shape.heads // tensor.size
 
-        def rows(of_head: int) -> RowPartition:
-            split = RowPartition.split(shape.heads * of_head, tensor, of_head)
+        def rows(of_head: int) -> Partition:
+            split = Partition.split(shape.heads * of_head, tensor, of_head)
             return replace(split, unit=of_head)
 
         compressed = [

@@ -14,7 +14,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.kernels.layer_functions import CompiledFunctions
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter, Shard
-from hpctrain.parallel.tensor import RowPartition, rows_shard
+from hpctrain.parallel.tensor import Partition, rows_shard
 
 
 class QueryKeyNorm(nn.Module):
@@ -36,8 +36,8 @@ class QueryKeyNorm(nn.Module):
         name: str,
         shape: ModelShape,
         layer_context: LayerContext,
-        queries: RowPartition,
-        keys: RowPartition,
+        queries: Partition,
+        keys: Partition,
     ) -> None:
         super().__init__()
         self.epsilon, self.head_size = shape.norm_epsilon, shape.head_size
@@ -53,7 +53,7 @@ class QueryKeyNorm(nn.Module):
             for kind, rows in (("query", queries), ("key", keys))
         )
 
-    def _shard(self, name: str, rows: RowPartition) -> Shard:
+    def _shard(self, name: str, rows: Partition) -> Shard:
         if self.joint or self.centered:
             return rows_shard(name, rows, ())
         return Shard.replicated(name, (self.head_size,), frozenset({"tensor"}))

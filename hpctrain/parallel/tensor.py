@@ -46,8 +46,8 @@ from hpctrain.parallel.shards import Initial, Parameter, Shard
 
 
 @dataclass(frozen=True)
-class RowPartition:
-    """One rank's range of what a dim of a matrix has: `start` to `start + local` of `size`.
+class Partition:
+    """Indices `start` to `start + local` of a dim of size `size`, which one rank holds.
 
     It is a range of output features (rows), of input features (columns) or of experts.
 
@@ -66,18 +66,18 @@ class RowPartition:
     unit: int = 1
 
     @staticmethod
-    def split(size: int, group: Group, unit: int = 1) -> RowPartition:
+    def split(size: int, group: Group, unit: int = 1) -> Partition:
         """Return this rank's range of `size` features, of which each `unit` (a head) stay on one rank."""
         units, ranks = size // unit, group.size
         if units % ranks == 0:
             local = size // ranks
-            return RowPartition(size, group.rank * local, local)
+            return Partition(size, group.rank * local, local)
         assert ranks % units == 0, (size, unit, ranks)
         copies = ranks // units
-        return RowPartition(size, group.rank // copies * unit, unit, copies)
+        return Partition(size, group.rank // copies * unit, unit, copies)
 
 
-def rows_shard(name: str, rows: RowPartition, dims: tuple[int, ...]) -> Shard:
+def rows_shard(name: str, rows: Partition, dims: tuple[int, ...]) -> Shard:
     """Return the shard of a tensor [rows.size, *dims] that tensor ranks split by rows."""
     return Shard(
         name,
@@ -261,7 +261,7 @@ class ColumnLinear(SplitLinear):
     def __init__(
         self,
         inputs: int,
-        outputs: Sequence[tuple[str, RowPartition]],
+        outputs: Sequence[tuple[str, Partition]],
         bias: bool,
         layer_context: LayerContext,
         shared_input: bool = False,
@@ -319,7 +319,7 @@ class RowLinear(SplitLinear):
         adapters: Adapters | None = None,
     ) -> None:
         super().__init__(layer_context, shared_input)
-        columns = RowPartition.split(inputs, layer_context.tensor)
+        columns = Partition.split(inputs, layer_context.tensor)
         self.add_weight(
             Shard(
                 f"{name}.weight",

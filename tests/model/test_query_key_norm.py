@@ -14,7 +14,7 @@ from hpctrain.comm.world import World
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.model.query_key_norm import QueryKeyNorm
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.tensor import RowPartition
+from hpctrain.parallel.tensor import Partition
 from hpctrain.plan.memory import plan_memory
 from hpctrain.train.miniature import miniature
 from hpctrain.train.verify import LayoutError, compare, verify_layout
@@ -51,7 +51,7 @@ def test_gradients_are_those_of_autograd(kind: str, world: World) -> None:
         tied=False, head_size=6, query_key_norm=kind, norm_epsilon=0.1,
     )  # fmt: skip
     layer_context = alone(world)
-    rows = RowPartition.split(24, layer_context.tensor, 6), RowPartition.split(12, layer_context.tensor, 6)
+    rows = Partition.split(24, layer_context.tensor, 6), Partition.split(12, layer_context.tensor, 6)
     norm = QueryKeyNorm("attention", shape, layer_context, *rows)
     inputs = [torch.randn(3, 2, heads, 6, requires_grad=True) for heads in (4, 2)]
     for weight in (norm.query_weight, norm.key_weight):

@@ -13,7 +13,7 @@ from hpctrain.comm.world import World
 from hpctrain.model.part import blocks_of
 from hpctrain.parallel.backward.weight_gradients import WeightGradientQueue, compute_all
 from hpctrain.parallel.matmul import join_neighbors
-from hpctrain.parallel.tensor import RowPartition
+from hpctrain.parallel.tensor import Partition
 from tests.engines import LLAMA, small_deck, trainer
 
 
@@ -61,7 +61,7 @@ def test_rows_of_heads_are_split_or_shared(world: World) -> None:
     from hpctrain.comm.mesh import Mesh
 
     group = Mesh(world, {"tensor": world.size}).group("tensor")
-    split = RowPartition.split(world.size * 6, group)
+    split = Partition.split(world.size * 6, group)
     assert (split.start, split.local, split.copies) == (world.rank * 6, 6, 1)
-    shared = RowPartition.split(4, group, unit=4)
+    shared = Partition.split(4, group, unit=4)
     assert (shared.start, shared.local, shared.copies) == (0, 4, world.size)

@@ -26,7 +26,7 @@ from hpctrain.parallel.experts.grouped_products import (
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import MatrixSize
 from hpctrain.parallel.shards import Parameter, Shard
-from hpctrain.parallel.tensor import MatmulLayer, RowPartition
+from hpctrain.parallel.tensor import MatmulLayer, Partition
 
 EXPERT_AXES = frozenset({"expert", "expert_tensor"})
 
@@ -78,8 +78,8 @@ class Experts(MatmulLayer):
         self.layer_context, self.chosen, self.activation = layer_context, sizes.chosen, activation
         self.capacity = capacity
         count, hidden, inner = sizes.count, sizes.hidden, sizes.inner
-        experts = RowPartition.split(count, layer_context.expert)
-        columns = RowPartition.split(inner, layer_context.expert_tensor)
+        experts = Partition.split(count, layer_context.expert)
+        columns = Partition.split(inner, layer_context.expert_tensor)
         self.local, self.hidden, self.inner = experts.local, hidden, columns.local
         gated = activation.gated
         copies, first = ((2,), (0,)) if gated else ((), ())
@@ -114,7 +114,7 @@ class Experts(MatmulLayer):
             name=weight.name.replace(".weight", ".bias"),
             **{key: getattr(weight, key)[:-1] for key in ("shape", "start", "local")},
         )
-        features = RowPartition.split(self.hidden, self.layer_context.expert_tensor)
+        features = Partition.split(self.hidden, self.layer_context.expert_tensor)
         second = Shard(
             rows.name.replace(".weight", ".bias"),
             rows.shape[:2],

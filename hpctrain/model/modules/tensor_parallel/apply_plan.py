@@ -37,7 +37,7 @@ from hpctrain.model.modules.tensor_parallel.split_plan import (
 )
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Shard
-from hpctrain.parallel.tensor import RowPartition, rows_shard
+from hpctrain.parallel.tensor import Partition, rows_shard
 from hpctrain.parallel.vocabulary import vocabulary_shard
 
 
@@ -171,7 +171,7 @@ class _PlanApplication:
         linear, tensor = LinearSizes.of(old), self.layer_context.tensor
         assert linear is not None
         if rule.style in {"row", "row of whole input"}:
-            columns = RowPartition.split(linear.inputs, tensor)
+            columns = Partition.split(linear.inputs, tensor)
             shard = rows_shard(self._name(old, "weight"), columns, (linear.outputs,))
             weight = self._parameter(old, "weight", shard if linear.transposed else _transpose_shard(shard))
             whole = (linear.outputs,), self.layer_context.sequence_partial
@@ -185,7 +185,7 @@ class _PlanApplication:
         assert sizes is not None
         weights, biases, start = [], [], 0
         for size in sizes:
-            part = RowPartition.split(size, tensor, rule.unit or 1)
+            part = Partition.split(size, tensor, rule.unit or 1)
             rows = replace(part, size=linear.outputs, start=start + part.start)
             shard = rows_shard(self._name(old, "weight"), rows, (linear.inputs,))
             weights.append(
@@ -213,7 +213,7 @@ class _PlanApplication:
         biases = []
         if old.bias is not None:
             shard = table.shard
-            rows = RowPartition(shard.shape[0], shard.start[0], shard.local[0])
+            rows = Partition(shard.shape[0], shard.start[0], shard.local[0])
             biases = [self._parameter(old, "bias", rows_shard(self._name(old, "bias"), rows, ()))]
             for parent in self.module.modules():  # a module around the head may have the bias, too
                 parent._parameters |= {n: biases[0] for n, p in parent._parameters.items() if p is old.bias}

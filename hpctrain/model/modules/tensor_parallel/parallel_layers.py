@@ -28,7 +28,7 @@ from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.operations import MatrixSize
 from hpctrain.parallel.shards import Parameter
-from hpctrain.parallel.tensor import ColumnLinear, RowLinear, RowPartition, SplitLinear, rows_shard
+from hpctrain.parallel.tensor import ColumnLinear, Partition, RowLinear, SplitLinear, rows_shard
 from hpctrain.parallel.vocabulary import VocabularyEmbedding
 
 
@@ -300,7 +300,7 @@ def split_experts(
     """
     count = expert_count(module)
     assert count is not None
-    rows = RowPartition.split(count, tensor)
+    rows = Partition.split(count, tensor)
     for attribute, original in list(module.named_parameters(recurse=False)):
         local = Parameter(
             rows_shard(names[original], rows, tuple(original.shape[1:])), has_weight_decay=original.dim() > 1
@@ -319,7 +319,7 @@ class _LocalExperts:
 
     module: nn.Module
     forward: Callable[..., Tensor]
-    rows: RowPartition
+    rows: Partition
     layer_context: LayerContext
     tensor: Group
 
