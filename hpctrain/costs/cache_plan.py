@@ -17,7 +17,7 @@ class CachePlan:
         sequences: Number of sequences that have space in the cache.
         tokens: Largest number of tokens of each.
         blocks: Number of blocks of the model on this rank.
-        form: Layout of a page.
+        layout: Layout of a page.
         window: Number of positions of the model, for which there are shared tables of rotary embeddings.
         rotary_tables: Number of pairs of such tables.
     """
@@ -25,7 +25,7 @@ class CachePlan:
     sequences: int
     tokens: int
     blocks: int
-    form: PageLayout
+    layout: PageLayout
     window: int
     rotary_tables: int = 1
 
@@ -37,10 +37,10 @@ class CachePlan:
         if (latent := shape.latent) is not None:  # a latent, with the features of keys that heads share
             heads, size = 1, latent.key_value_rank + latent.rotary_size
         compiled, has_rotary = layer_context.functions.compiled, shape.positions == "rotary"
-        form = PageLayout(heads, size, model.dtype, has_rotary, compiled)
+        layout = PageLayout(heads, size, model.dtype, has_rotary, compiled)
         tables = 1 if shape.rope_local_base is None else 2
         return CachePlan(
-            sequences, min(tokens, shape.sequence), model.span.blocks, form, shape.sequence, tables
+            sequences, min(tokens, shape.sequence), model.span.blocks, layout, shape.sequence, tables
         )
 
     @property
@@ -59,5 +59,5 @@ class CachePlan:
 
         Keys and values have 2 x blocks x tokens x heads x features elements.
         """
-        elements = 2 * self.rotary_tables * self.window * self.form.head if self.form.rotated else 0
-        return self.pages * (self.blocks * self.form.bytes + 8) + elements * self.form.dtype.itemsize
+        elements = 2 * self.rotary_tables * self.window * self.layout.head_size if self.layout.rotated else 0
+        return self.pages * (self.blocks * self.layout.bytes + 8) + elements * self.layout.dtype.itemsize

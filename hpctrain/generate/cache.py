@@ -25,16 +25,16 @@ class KeyValueCache:
         span, shape, device = model.span, model.shape, model.layer_context.tensor.device
         functions = model.layer_context.functions
         self.layers = {
-            block: LayerPages(plan.form, plan.pages, device, functions)
+            block: LayerPages(plan.layout, plan.pages, device, functions)
             for block in range(span.first, span.last)
         }
         self.turning: tuple[Tensor, ...] = ()
         self.local_turning: tuple[Tensor, ...] = ()
         self.local_blocks = frozenset(filter(shape.is_local, range(shape.layers)))
         self.rotated_blocks = frozenset(filter(shape.rotates, range(shape.layers)))
-        if plan.form.rotated:
+        if plan.layout.rotated:
             positions = torch.arange(plan.window, device=device)
-            rotary = Rotary.of(shape, positions, plan.form.dtype, plan.form.head)
+            rotary = Rotary.of(shape, positions, plan.layout.dtype, plan.layout.head_size)
             self.turning, self.local_turning = rotary.tables, rotary.local_tables
         self.tables = torch.zeros((plan.sequences, plan.pages_per_sequence), dtype=torch.int64, device=device)
         self._free = list(range(plan.pages))[::-1]

@@ -64,14 +64,14 @@ class PageLayout:
 
     Attributes:
         heads: Heads of keys and values.
-        head: Number of features of a head, without padding.
+        head_size: Number of features of a head, without padding.
         dtype: Format of values, and of keys unless they are rotated by compiled functions.
         rotated: True if keys are stored rotated.
         compiled: True for compiled functions.
     """
 
     heads: int
-    head: int
+    head_size: int
     dtype: torch.dtype
     rotated: bool
     compiled: bool
@@ -79,7 +79,7 @@ class PageLayout:
     @property
     def width(self) -> int:
         """Features of a head with padding."""
-        return padded(self.head) if self.compiled else self.head
+        return padded(self.head_size) if self.compiled else self.head_size
 
     @property
     def key_dtype(self) -> torch.dtype:
@@ -96,7 +96,7 @@ class LayerPages:
     """Pages of one layer.
 
     Args:
-        form: Layout of a page.
+        layout: Layout of a page.
         pages: Number of pages.
         device: Device of the pages.
         functions: Functions that compute attention.
@@ -106,10 +106,13 @@ class LayerPages:
         values: Values [pages, heads, PAGE, width].
     """
 
-    def __init__(self, form: PageLayout, pages: int, device: torch.device, functions: LayerFunctions) -> None:
-        self.form, self.functions = form, functions
-        self.keys = torch.zeros((pages, form.heads, form.width, PAGE), dtype=form.key_dtype, device=device)
-        self.values = torch.zeros((pages, form.heads, PAGE, form.width), dtype=form.dtype, device=device)
+    def __init__(
+        self, layout: PageLayout, pages: int, device: torch.device, functions: LayerFunctions
+    ) -> None:
+        self.layout, self.functions = layout, functions
+        keys, values = (pages, layout.heads, layout.width, PAGE), (pages, layout.heads, PAGE, layout.width)
+        self.keys = torch.zeros(keys, dtype=layout.key_dtype, device=device)
+        self.values = torch.zeros(values, dtype=layout.dtype, device=device)
 
     def copy(self, source: int, target: int) -> None:
         """Copy one page to another."""
@@ -235,7 +238,7 @@ class LayerPages:
             self.keys.element_size(),
             *(x.data_ptr() for x in (self.keys, self.values, places.texts, places.positions, places.tables)),
         )
-        memory = torch.empty(HIGHEST * (across * PAGE + 2 * self.form.width))
+        memory = torch.empty(HIGHEST * (across * PAGE + 2 * self.layout.width))
         heads_of = [Heads(x.data_ptr(), *x.stride()[:3]) for x in (*operands, output)]
         functions.call("attend_paged", paged, *heads_of, memory)
         return output

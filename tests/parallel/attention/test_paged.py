@@ -42,8 +42,8 @@ def paged(
 ) -> list[Tensor]:
     """The output of each text, whose rows come in passes that end at the `cuts` of all texts."""
     _, key, _ = texts[0]
-    form = PageLayout(key.shape[2], key.shape[3], key.dtype, bool(tables), functions.compiled)
-    layer = LayerPages(form, int(pages.max()) + 1, CPU, functions)
+    layout = PageLayout(key.shape[2], key.shape[3], key.dtype, bool(tables), functions.compiled)
+    layer = LayerPages(layout, int(pages.max()) + 1, CPU, functions)
     found: list[list[Tensor]] = [[] for _ in texts]
     for before, after in pairwise(cuts):
         runs = [(n, a, b - a) for n, (a, b) in enumerate(zip(before, after, strict=True)) if a < b]
@@ -118,8 +118,8 @@ def test_rows_of_a_rule_have_the_bits_of_the_whole_text(
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_page_has_the_bytes_that_it_is_told_to_have(turned: bool) -> None:
     for functions, width in ((CompiledFunctions(), 48), (TORCH, 40)):
-        form = PageLayout(3, 40, torch.bfloat16, turned, functions.compiled)
-        layer = LayerPages(form, 5, CPU, functions)
-        assert layer.keys.nbytes + layer.values.nbytes == 5 * form.bytes
+        layout = PageLayout(3, 40, torch.bfloat16, turned, functions.compiled)
+        layer = LayerPages(layout, 5, CPU, functions)
+        assert layer.keys.nbytes + layer.values.nbytes == 5 * layout.bytes
         per_key = 4 if turned and functions.compiled else 2
-        assert form.bytes == PAGE * 3 * width * (per_key + 2)
+        assert layout.bytes == PAGE * 3 * width * (per_key + 2)
