@@ -73,16 +73,16 @@ def test_a_balance_loss_multiplied_by_the_tensor_size(
 ) -> None:
     layout = ("layout.tensor=2", "layout.expert=2", f"layout.sequence_parallel={form}")
     assert "agree with one rank" in verified(world, *layout)
-    with_terms = Router.with_terms
+    add_auxiliary_losses = Router.add_auxiliary_losses
 
     def multiplied(router: Router, *arguments: Any) -> Tensor:
         shape, ranks = router.shape, router.layer_context.tensor.size
         router.shape = replace(shape, balance_loss=shape.balance_loss * ranks)
-        weights = with_terms(router, *arguments)
+        weights = add_auxiliary_losses(router, *arguments)
         router.shape = shape
         return weights
 
-    monkeypatch.setattr(Router, "with_terms", multiplied)
+    monkeypatch.setattr(Router, "add_auxiliary_losses", multiplied)
     # First seen where the router's own input begins.
     with pytest.raises(
         LayoutError, match=r"gradient of blocks\.1\.feed_forward(_norm|\.router)\.weight differs"

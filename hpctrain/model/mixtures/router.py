@@ -152,7 +152,9 @@ class Router(nn.Module):
             weights = weights * shape.router_scale
         accepted = self.within_capacity(experts, tokens, inputs)
         self._record_statistics(scores.detach(), experts, accepted)
-        return Routing(experts, self.with_terms(weights, logits, scores, experts, tokens, inputs), accepted)
+        return Routing(
+            experts, self.add_auxiliary_losses(weights, logits, scores, experts, tokens, inputs), accepted
+        )
 
     def choose(self, scores: Tensor) -> Tensor:
         """Return the experts [n, k] with the highest biased scores [n, E], the best one first.
@@ -204,7 +206,7 @@ class Router(nn.Module):
             return inputs.lengths.total
         return inputs.tokens.numel() * self.layer_context.context.size
 
-    def with_terms(
+    def add_auxiliary_losses(
         self,
         weights: Tensor,
         logits: Tensor,

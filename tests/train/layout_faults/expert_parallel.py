@@ -59,7 +59,7 @@ def faults() -> list[LayoutFault]:
         fault(
             "a balance loss of twice its weight",
             EXPERT,
-            wrapped(router.Router, "with_terms", _double_balance_loss),
+            wrapped(router.Router, "add_auxiliary_losses", _double_balance_loss),
         ),
         fault("rows that fill up are routed", EXPERT, wrapped(ModelInputs, "real_rows", lambda *_: None)),
         fault(
