@@ -54,12 +54,12 @@ class PartBytes:
 
     Attributes:
         part: The part.
-        at: Sizes of a micro-batch on this rank.
+        sizes: Sizes of a micro-batch on this rank.
         recompute: Kind of recomputation.
     """
 
     part: ModelPart
-    at: ActivationSizes
+    sizes: ActivationSizes
     recompute: Recomputed
 
     @property
@@ -75,8 +75,8 @@ class PartBytes:
     @property
     def hidden(self) -> SavedStorage:
         """Hidden states between layers."""
-        size = prod(self.part.hidden_shape(self.at.micro_size)) * self.at.itemsize
-        return SavedStorage(size, self.at.itemsize)
+        size = prod(self.part.hidden_shape(self.sizes.micro_size)) * self.sizes.itemsize
+        return SavedStorage(size, self.sizes.itemsize)
 
     @property
     def embedding(self) -> int:
@@ -94,12 +94,12 @@ class PartBytes:
         The type of a part's only layer follows from `is_end`: whether the part has that end of the model.
         """
         is_end = is_end if len(self.part.layers) == 1 else not layer.is_block
-        return total(byte_functions.saved_storages(layer, self.at)) if is_end else 0
+        return total(byte_functions.saved_storages(layer, self.sizes)) if is_end else 0
 
     @property
     def shared(self) -> int:
         """Bytes of tensors that all blocks share."""
-        return byte_functions.shared_bytes(self.part, self.at) if self.blocks else 0
+        return byte_functions.shared_bytes(self.part, self.sizes) if self.blocks else 0
 
     def saved_blocks(self, unsaved: int = 0) -> list[Layer]:
         """Return the blocks of the segments that save something.
@@ -114,11 +114,13 @@ class PartBytes:
         """Return the saved storages of each of these blocks or, with recomputation, of each segment."""
         blocks = self.saved_blocks(unsaved)
         if self.recompute in {"none", "selective"}:
-            saved = [byte_functions.saved_storages(block, self.at) for block in blocks]
+            saved = [byte_functions.saved_storages(block, self.sizes) for block in blocks]
             if blocks and not embedding_trained(self.part) and not self.part.residency.gathers:
-                saved[0] = saved[0][len(byte_functions.unsaved_inputs(blocks[0], self.at)) :]
+                saved[0] = saved[0][len(byte_functions.unsaved_inputs(blocks[0], self.sizes)) :]
             return saved
-        segments = [byte_functions.recomputed_bytes(block, self.at) for block in blocks[:: self.segment_size]]
+        segments = [
+            byte_functions.recomputed_bytes(block, self.sizes) for block in blocks[:: self.segment_size]
+        ]
         return [[self.hidden] if each is None else each[0] for each in segments]
 
     @property
@@ -130,12 +132,12 @@ class PartBytes:
         unsaved = blocks_without_backward(self.part)
         again = self.saved_blocks(unsaved) if segment_size(self.recompute, len(self.blocks)) else []
         passes = *self.blocks, *self.blocks[unsaved:], *again
-        return 2 * sum(byte_functions.exchanged_bytes(block, self.at) for block in passes)
+        return 2 * sum(byte_functions.exchanged_bytes(block, self.sizes) for block in passes)
 
     @property
     def unknown_reason(self) -> str | None:
         """Explanation why the bytes are not known; None if they are."""
-        reasons = (byte_functions.unknown_reason(layer, self.at) for layer in self.part.layers)
+        reasons = (byte_functions.unknown_reason(layer, self.sizes) for layer in self.part.layers)
         return next(filter(None, reasons), None)
 
     @property
@@ -151,18 +153,18 @@ class PartBytes:
     @property
     def core_peaks(self) -> list[int]:
         """For each block, the additional bytes while it recomputes the core of attention."""
-        return [byte_functions.core_peak_bytes(block, self.at) for block in self.blocks]
+        return [byte_functions.core_peak_bytes(block, self.sizes) for block in self.blocks]
 
     @property
     def recompute_bytes(self) -> list[int]:
         """For each segment, the additional bytes while it is recomputed in the backward pass."""
         saved, size = (
-            [byte_functions.saved_storages(block, self.at) for block in self.blocks],
+            [byte_functions.saved_storages(block, self.sizes) for block in self.blocks],
             self.segment_size,
         )
         if not segment_size(self.recompute, len(saved)):
             return [0] * len(saved)
-        recomputed = [byte_functions.recomputed_bytes(block, self.at) for block in self.blocks]
+        recomputed = [byte_functions.recomputed_bytes(block, self.sizes) for block in self.blocks]
         if any(recomputed):
             return [each[1] for each in recomputed if each is not None]
         block_bytes = [total(storages) for storages in saved]
@@ -190,7 +192,7 @@ def part_bytes(deck: Deck, parts: Sequence[ModelPart], gpu: bool, recompute: Rec
     itemsizes = formats.storage.itemsize, formats.gradient.itemsize
     objective = None if deck.model.module is None else make_objective(deck)
     again = recompute not in {"none", "selective"}
-    at = ActivationSizes(
+    sizes = ActivationSizes(
         tokens, rows, micro_size, *itemsizes, gpu, recompute == "selective", again, objective
     )
-    return [PartBytes(part, at, recompute) for part in parts]
+    return [PartBytes(part, sizes, recompute) for part in parts]

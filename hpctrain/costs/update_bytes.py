@@ -88,13 +88,13 @@ def exchange_bytes(exchange: MatrixExchange, directions: Sequence[int], transfor
     for assignment in exchange.rounds:
         sizes = exchange.piece_sizes(assignment)
         buffers.append((sum(sizes) + exchange.group.size * sizes[rank]) * itemsize)
-    for at, assignment in enumerate(exchange.rounds):
+    for index, assignment in enumerate(exchange.rounds):
         copied = max(directions[number] for number in assignment if number is not None)
-        most = max(most, sum(buffers[max(0, at - 2) : at + 1]) + copied)
+        most = max(most, sum(buffers[max(0, index - 2) : index + 1]) + copied)
         assigned = assignment[rank]
         if assigned is not None:
             matrix = prod(exchange.matrices[assigned].shape) * itemsize + transforms[assigned]
-            most = max(most, sum(buffers[max(0, at - 1) : at + 2]) + matrix)
+            most = max(most, sum(buffers[max(0, index - 1) : index + 2]) + matrix)
     return most
 
 

@@ -85,7 +85,7 @@ def _figures(deck: Deck, part: PartBytes) -> _PartFigures:
     presents = [computed - (0 if elsewhere else packed) for _, packed, computed in segments]
     waiting = sum(rests) + part.head + (part.shared if segments else 0)
     waiting += part.embedding if embedding_trained(part.part) else 0
-    needs = [deferred_bytes(block, part.at) for block in seen]
+    needs = [deferred_bytes(block, part.sizes) for block in seen]
     held, size = [each.deferred for each in needs], part.segment_size
     again, passing = part.recompute_bytes, [each.transient for each in needs]
     # By when a segment is computed again, those behind it are gone.

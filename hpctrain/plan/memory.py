@@ -229,13 +229,13 @@ def plan_memory(
         buffer = (receives_ahead(device) + 1) * len(senders) * parts[0].hidden.bytes
         kept = 0
         other = libraries + matmul_workspace_bytes(device) + _workspace(deck, parts)
-        halves = parts[0].at.itemsize < torch.float32.itemsize and deck.communication.half_sums == "fp32"
+        halves = parts[0].sizes.itemsize < torch.float32.itemsize and deck.communication.half_sums == "fp32"
         if on_host(device) or halves:
             # What the sum of an input gradient receives, while the weight gradient is computed.
-            summed = parts[0].at.tokens * parts[0].part.hidden_shape(1)[-1], parts[0].at.itemsize
+            summed = parts[0].sizes.tokens * parts[0].part.hidden_shape(1)[-1], parts[0].sizes.itemsize
             buffer += stage.layer_context.tensor.host.scratch_bytes(*summed, deck.layout.sequence_parallel)
         if on_host(device):
-            placed = [(layer, part.at) for part in parts for layer in part.part.layers]
+            placed = [(layer, part.sizes) for part in parts for layer in part.part.layers]
             other += max(byte_functions.allocator_gaps(*each) for each in placed)
             kept = _snapshot(deck, stage) + held_bytes(deck, stage)
             kept += mirror_bytes(deck, stage) if ranks > per_node else 0
@@ -368,7 +368,7 @@ def _workspace(deck: Deck, parts: Sequence[PartBytes]) -> int:
     last block's backward, by when the head's activations are gone, or the compression of what waits.
     """
     gone = sum(part.head for part in parts)
-    placed = [(layer, part.at) for part in parts for layer in part.part.layers]
+    placed = [(layer, part.sizes) for part in parts for layer in part.part.layers]
     layers = [
         byte_functions.workspace_bytes(layer, at) - (gone if layer.is_block else 0) for layer, at in placed
     ]

@@ -14,66 +14,70 @@ from hpctrain.parallel.kernels.function_library import workspace_floats
 
 
 @saved_storages.register
-def _saved_by_norm(norm: Norm, at: ActivationSizes) -> list[SavedStorage]:
+def _saved_by_norm(norm: Norm, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return input and statistics.
 
     torch's RMSNorm on the CPU saves the input in fp32 and, for the weight's gradient, the normalized input.
     """
-    (hidden,), exact = norm.size, at.gpu or norm.functions.compiled
+    (hidden,), exact = norm.size, sizes.gpu or norm.functions.compiled
     if not norm.has_fast_function:
         statistics = 2 if norm.kind == "layer" else 1
-        return [at.row_features(hidden), *[SavedStorage(4 * at.rows, 4, features=False)] * statistics]
+        return [sizes.row_features(hidden), *[SavedStorage(4 * sizes.rows, 4, features=False)] * statistics]
     if norm.bias is not None:
-        statistic = 4 if exact else at.itemsize
+        statistic = 4 if exact else sizes.itemsize
         return [
-            at.row_features(hidden),
-            *[SavedStorage(statistic * at.rows, statistic, features=False)] * 2,
+            sizes.row_features(hidden),
+            *[SavedStorage(statistic * sizes.rows, statistic, features=False)] * 2,
         ]
     inputs = (
-        [at.itemsize] if exact else [4, 4] if norm.weight is not None and norm.weight.requires_grad else [4]
+        [sizes.itemsize]
+        if exact
+        else [4, 4]
+        if norm.weight is not None and norm.weight.requires_grad
+        else [4]
     )
     return [
-        *(at.row_features(hidden, each) for each in inputs),
-        SavedStorage(4 * at.rows, 4, features=False),
+        *(sizes.row_features(hidden, each) for each in inputs),
+        SavedStorage(4 * sizes.rows, 4, features=False),
     ]
 
 
 @saved_storages.register
-def _saved_by_query_key_norm(norm: QueryKeyNorm, at: ActivationSizes) -> list[SavedStorage]:
+def _saved_by_query_key_norm(norm: QueryKeyNorm, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return what is saved beside the inputs: fp32 statistics of each head, or one of all heads."""
     heads = [1 if norm.joint else rows.local // norm.head_size for rows in norm.rows]
     return [
-        SavedStorage(4 * at.tokens * count, 4, features=False)
+        SavedStorage(4 * sizes.tokens * count, 4, features=False)
         for count in (heads * 2 if norm.centered else heads)
     ]
 
 
 @saved_storages.register
-def _saved_by_attention(attention: Attention, at: ActivationSizes) -> list[SavedStorage]:
+def _saved_by_attention(attention: Attention, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return the input, what the core saves, and its output if the core does not save it."""
-    alone = at.recomputes_core or attention.exchanges
+    alone = sizes.recomputes_core or attention.exchanges
     return [
-        *saved_input(attention.inner, at),
-        *saved_by_adapter(attention.inner, at),
-        *_saved_by_core(attention, at),
-        *(saved_input(attention.output, at) if alone else []),
-        *saved_by_adapter(attention.output, at),
+        *saved_input(attention.inner, sizes),
+        *saved_by_adapter(attention.inner, sizes),
+        *_saved_by_core(attention, sizes),
+        *(saved_input(attention.output, sizes) if alone else []),
+        *saved_by_adapter(attention.output, sizes),
     ]
 
 
-def _saved_by_core(attention: Attention, at: ActivationSizes) -> list[SavedStorage]:
+def _saved_by_core(attention: Attention, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return what the core saves: its inputs, and unless it is recomputed its output and log-sum-exp."""
     queries, keys, _ = attention.inner.split_sizes
     norm, size = attention.norm, attention.head_size
-    projected, output, shared = (at.features(count) for count in (queries + 2 * keys, queries, keys))
-    statistics = [] if norm is None else saved_storages(norm, at)
-    if at.recomputes_core:
+    projected, output, shared = (sizes.features(count) for count in (queries + 2 * keys, queries, keys))
+    statistics = [] if norm is None else saved_storages(norm, sizes)
+    if sizes.recomputes_core:
         normed = [] if norm is None else [output, shared]
         return [projected, *statistics, *normed]
-    log_sum = replace(at.features(queries // size, 4), features=False)
+    log_sum = replace(sizes.features(queries // size, 4), features=False)
     if attention.exchanges:
         # The queries, keys, values and output after the exchange.
-        exchanged = at.features(max(keys, attention.layer_context.context.size * size))
+        exchanged = sizes.features(max(keys, attention.layer_context.context.size * size))
         normed = [] if norm is None else [projected, *statistics]
         return [*normed, output, exchanged, exchanged, output, log_sum]
     # The core saves other queries and keys than the projected ones if they are rotated before it.
@@ -83,7 +87,7 @@ def _saved_by_core(attention: Attention, at: ActivationSizes) -> list[SavedStora
 
 
 @workspace_bytes.register
-def _attention_workspace(attention: Attention, at: ActivationSizes) -> int:
+def _attention_workspace(attention: Attention, sizes: ActivationSizes) -> int:
     """Return the temporary bytes of the backward pass of a compiled core; 0 for other cores.
 
     They are the gradients of the output and of the projections, and the kernel's workspace.
@@ -91,19 +95,19 @@ def _attention_workspace(attention: Attention, at: ActivationSizes) -> int:
     if not _is_compiled(attention):
         return 0
     queries, keys, _ = attention.inner.split_sizes
-    floats = workspace_floats(at.tokens // at.micro_size, attention.head_size)
-    return at.features(2 * queries + 2 * keys).bytes + 4 * floats
+    floats = workspace_floats(sizes.tokens // sizes.micro_size, attention.head_size)
+    return sizes.features(2 * queries + 2 * keys).bytes + 4 * floats
 
 
 @core_recompute_bytes.register
-def _recomputed_by_core(attention: Attention, at: ActivationSizes) -> int:
+def _recomputed_by_core(attention: Attention, sizes: ActivationSizes) -> int:
     queries, keys, _ = attention.inner.split_sizes
-    known = total(_saved_by_core(attention, replace(at, recomputes_core=True)))
-    known -= at.features(queries).bytes if attention.exchanges else 0
+    known = total(_saved_by_core(attention, replace(sizes, recomputes_core=True)))
+    known -= sizes.features(queries).bytes if attention.exchanges else 0
     if attention.norm is not None and not _is_compiled(attention):
         # The first ones are normalized queries and keys, the others rotated ones.
-        known -= at.features(queries + keys).bytes
-    return total(_saved_by_core(attention, replace(at, recomputes_core=False))) - known
+        known -= sizes.features(queries + keys).bytes
+    return total(_saved_by_core(attention, replace(sizes, recomputes_core=False))) - known
 
 
 def _is_compiled(attention: Attention) -> bool:

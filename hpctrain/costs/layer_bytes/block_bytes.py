@@ -36,36 +36,36 @@ temporary tensors between saved ones.
 
 
 @saved_storages.register
-def saved_by_block(block: TransformerBlock, at: ActivationSizes) -> list[SavedStorage]:
+def saved_by_block(block: TransformerBlock, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return what a block saves, in the order of the forward pass."""
-    masks, attention, expanding = dropout_masks(block, at), block.attention, block.feed_forward
+    masks, attention, expanding = dropout_masks(block, sizes), block.attention, block.feed_forward
     if _shares_input(block):
         expanded_input = []
     elif isinstance(expanding, Mixture):
-        expanded_input = [at.row_features(block.hidden)]
+        expanded_input = [sizes.row_features(block.hidden)]
     else:
-        expanded_input = saved_input(expanding.up, at)
+        expanded_input = saved_input(expanding.up, sizes)
     return [
-        *_saved_by_norm(block.attention_norm, at),
-        *saved_storages(attention, at),
-        *_saved_by_norm(block.attention_output_norm, at),
+        *_saved_by_norm(block.attention_norm, sizes),
+        *saved_storages(attention, sizes),
+        *_saved_by_norm(block.attention_output_norm, sizes),
         *masks,
-        *_saved_by_second_norm(block, at),
+        *_saved_by_second_norm(block, sizes),
         *expanded_input,
-        *saved_storages(expanding, at),
-        *_saved_by_norm(block.feed_forward_output_norm, at),
+        *saved_storages(expanding, sizes),
+        *_saved_by_norm(block.feed_forward_output_norm, sizes),
         *masks,
     ]
 
 
-def _saved_by_norm(norm: Norm | None, at: ActivationSizes) -> list[SavedStorage]:
+def _saved_by_norm(norm: Norm | None, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return what a norm saves: nothing if there is none."""
-    return [] if norm is None else saved_storages(norm, at)
+    return [] if norm is None else saved_storages(norm, sizes)
 
 
-def _saved_by_second_norm(block: TransformerBlock, at: ActivationSizes) -> list[SavedStorage]:
+def _saved_by_second_norm(block: TransformerBlock, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return what the norm before the feed-forward part saves beside what the norm of attention saves."""
-    saved = _saved_by_norm(block.feed_forward_norm, at)
+    saved = _saved_by_norm(block.feed_forward_norm, sizes)
     return saved[1:] if block.parallel else saved  # the norms of parallel parts save the same input
 
 
@@ -84,79 +84,79 @@ def _shares_gradient(block: TransformerBlock) -> bool:
 
 
 @unsaved_inputs.register
-def _unsaved_of_block(block: TransformerBlock, at: ActivationSizes) -> list[SavedStorage]:
+def _unsaved_of_block(block: TransformerBlock, sizes: ActivationSizes) -> list[SavedStorage]:
     norm = block.attention_norm
     if norm is None or (norm.weight is not None and norm.weight.requires_grad):
         return []
-    return saved_storages(norm, at)
+    return saved_storages(norm, sizes)
 
 
 @workspace_bytes.register
-def _block_workspace(block: TransformerBlock, at: ActivationSizes) -> int:
-    return max(workspace_bytes(block.feed_forward, at), workspace_bytes(block.attention, at))
+def _block_workspace(block: TransformerBlock, sizes: ActivationSizes) -> int:
+    return max(workspace_bytes(block.feed_forward, sizes), workspace_bytes(block.attention, sizes))
 
 
 @core_peak_bytes.register
-def _core_peak_of_block(block: TransformerBlock, at: ActivationSizes) -> int:
+def _core_peak_of_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
     """Return 0 unless the core is larger than all that has been freed: what comes after it in the block."""
-    if not at.recomputes_core:
+    if not sizes.recomputes_core:
         return 0
     attention = block.attention
-    before = total(_saved_by_norm(block.attention_norm, at)) + total(saved_storages(attention, at))
-    freed = total(saved_storages(block, at)) - before + total(saved_input(attention.output, at))
-    return max(0, core_recompute_bytes(attention, at) - freed)
+    before = total(_saved_by_norm(block.attention_norm, sizes)) + total(saved_storages(attention, sizes))
+    freed = total(saved_storages(block, sizes)) - before + total(saved_input(attention.output, sizes))
+    return max(0, core_recompute_bytes(attention, sizes) - freed)
 
 
 @deferred_bytes.register
-def deferred_by_block(block: TransformerBlock, at: ActivationSizes) -> DeferredBytes:
+def deferred_by_block(block: TransformerBlock, sizes: ActivationSizes) -> DeferredBytes:
     """Return the bytes that deferred weight gradients of a block need.
 
     The peak is at the beginning of the backward pass, in that of the feed-forward part, or in that of the
     output layer of attention, after which the core of attention may be recomputed.
     """
     attention, expanding = block.attention, block.feed_forward
-    held, mask = deferred_bytes.dispatch(Layer)(block, at).deferred, total(dropout_masks(block, at))
-    output_gradient = at.features(block.hidden).bytes
+    held, mask = deferred_bytes.dispatch(Layer)(block, sizes).deferred, total(dropout_masks(block, sizes))
+    output_gradient = sizes.features(block.hidden).bytes
     if isinstance(expanding, Mixture):
-        most, left = mixture_bytes.transient_bytes(expanding, at)
+        most, left = mixture_bytes.transient_bytes(expanding, sizes)
     else:
-        most, left = feed_forward_bytes.transient_bytes(expanding, at)
-        held -= total(saved_input(expanding.up, at)) if _shares_input(block) else 0
+        most, left = feed_forward_bytes.transient_bytes(expanding, sizes)
+        held -= total(saved_input(expanding.up, sizes)) if _shares_input(block) else 0
     if isinstance(attention, LatentAttention) and attention.query_norm is None:
-        held -= total(saved_input(attention.query, at))  # the layer of latents saves the same input
+        held -= total(saved_input(attention.query, sizes))  # the layer of latents saves the same input
     if _shares_gradient(block):
         held, output_gradient = held - output_gradient, 0
-    freed = mask + total(_saved_by_norm(block.feed_forward_output_norm, at))
+    freed = mask + total(_saved_by_norm(block.feed_forward_output_norm, sizes))
     peak = most - freed
-    freed += mask + total(_saved_by_second_norm(block, at))
-    freed += total(_saved_by_norm(block.attention_output_norm, at))
+    freed += mask + total(_saved_by_second_norm(block, sizes))
+    freed += total(_saved_by_norm(block.attention_output_norm, sizes))
     after = left + output_gradient - freed
-    if at.recomputes_core:
-        after += core_recompute_bytes(attention, at)
+    if sizes.recomputes_core:
+        after += core_recompute_bytes(attention, sizes)
     return DeferredBytes(held, max(0, peak, after))
 
 
 @exchanged_bytes.register
-def _exchanged_by_block(block: TransformerBlock, at: ActivationSizes) -> int:
+def _exchanged_by_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
     if not isinstance(block.feed_forward, Mixture):
         return 0
     ranks = block.feed_forward.layer_context.expert.size
-    return mixture_bytes.result_storage(block.feed_forward, at).bytes * (ranks - 1) // ranks
+    return mixture_bytes.result_storage(block.feed_forward, sizes).bytes * (ranks - 1) // ranks
 
 
 @allocator_gaps.register
-def _gaps_of_block(block: TransformerBlock, at: ActivationSizes) -> int:
-    return int((_ROTATED_GAPS if block.rotated else _GAPS) * total(saved_storages(block, at)))
+def _gaps_of_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
+    return int((_ROTATED_GAPS if block.rotated else _GAPS) * total(saved_storages(block, sizes)))
 
 
 @shared_bytes.register
-def _rotary_bytes(part: Transformer, at: ActivationSizes) -> int:
+def _rotary_bytes(part: Transformer, sizes: ActivationSizes) -> int:
     """Return the bytes of the rotary tables: those of its blocks, or all if blocks are recomputed."""
     if not part.rotates:
         return 0
-    rotary = 2 * at.itemsize * at.tokens // at.micro_size * part.shape.head_size
+    rotary = 2 * sizes.itemsize * sizes.tokens // sizes.micro_size * part.shape.head_size
     kinds = 1 if part.shape.rope_local_base is None else 2
-    if not at.recomputes_blocks:
+    if not sizes.recomputes_blocks:
         rotated = (each for each in part.layers if isinstance(each, TransformerBlock) and each.rotated)
         kinds = min(kinds, len({block.attention.local for block in rotated}))
     return kinds * rotary

@@ -14,19 +14,19 @@ from hpctrain.parallel.tensor import MatmulLayer
 
 
 @singledispatch
-def saved_storages(layer: Any, at: ActivationSizes) -> list[SavedStorage]:
+def saved_storages(layer: Any, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return what autograd saves, in the order of the forward pass, each storage once."""
     raise NotImplementedError(f"saved_storages of {type(layer).__name__}")
 
 
 @singledispatch
-def workspace_bytes(layer: Any, at: ActivationSizes) -> int:  # noqa: ARG001
+def workspace_bytes(layer: Any, sizes: ActivationSizes) -> int:  # noqa: ARG001
     """Return the temporary bytes of the layer's backward pass or loss."""
     return 0
 
 
 @singledispatch
-def core_recompute_bytes(attention: Any, at: ActivationSizes) -> int:
+def core_recompute_bytes(attention: Any, sizes: ActivationSizes) -> int:
     """Return the bytes that the recomputed core of attention saves beside its inputs."""
     raise NotImplementedError(f"core_recompute_bytes of {type(attention).__name__}")
 
@@ -35,13 +35,13 @@ def core_recompute_bytes(attention: Any, at: ActivationSizes) -> int:
 
 
 @singledispatch
-def unsaved_inputs(layer: Layer, at: ActivationSizes) -> list[SavedStorage]:  # noqa: ARG001
+def unsaved_inputs(layer: Layer, sizes: ActivationSizes) -> list[SavedStorage]:  # noqa: ARG001
     """Return the beginning of `saved_storages` that is not saved if the input needs no gradient."""
     return []
 
 
 @singledispatch
-def recomputed_bytes(layer: Layer, at: ActivationSizes) -> tuple[list[SavedStorage], int] | None:  # noqa: ARG001
+def recomputed_bytes(layer: Layer, sizes: ActivationSizes) -> tuple[list[SavedStorage], int] | None:  # noqa: ARG001
     """Return what stays saved of a recomputed block, and further bytes during its recomputation.
 
     None stands for the hidden states, and for what the block saves.
@@ -50,20 +50,20 @@ def recomputed_bytes(layer: Layer, at: ActivationSizes) -> tuple[list[SavedStora
 
 
 @singledispatch
-def deferred_bytes(layer: Layer, at: ActivationSizes) -> DeferredBytes:
+def deferred_bytes(layer: Layer, sizes: ActivationSizes) -> DeferredBytes:
     """Return the bytes that deferred weight gradients need."""
     linear = (each for each in layer.modules() if isinstance(each, MatmulLayer))
-    return DeferredBytes(sum(deferred_operands(each, at) for each in linear), 0)
+    return DeferredBytes(sum(deferred_operands(each, sizes) for each in linear), 0)
 
 
 @singledispatch
-def core_peak_bytes(layer: Layer, at: ActivationSizes) -> int:  # noqa: ARG001
+def core_peak_bytes(layer: Layer, sizes: ActivationSizes) -> int:  # noqa: ARG001
     """Return by how much more than what is saved a layer has while it recomputes the core of attention."""
     return 0
 
 
 @singledispatch
-def exchanged_bytes(layer: Layer, at: ActivationSizes) -> int:  # noqa: ARG001
+def exchanged_bytes(layer: Layer, sizes: ActivationSizes) -> int:  # noqa: ARG001
     """Return the bytes that this rank sends to other ranks in one exchange of tokens with their experts.
 
     All experts are assumed to get equally many tokens. Forward and backward have two exchanges each.
@@ -72,13 +72,13 @@ def exchanged_bytes(layer: Layer, at: ActivationSizes) -> int:  # noqa: ARG001
 
 
 @singledispatch
-def allocator_gaps(layer: Layer, at: ActivationSizes) -> int:  # noqa: ARG001
+def allocator_gaps(layer: Layer, sizes: ActivationSizes) -> int:  # noqa: ARG001
     """Return the bytes of freed memory that the C library keeps between tensors, by the largest layer."""
     return 0
 
 
 @singledispatch
-def unknown_reason(layer: Layer, at: ActivationSizes) -> str | None:  # noqa: ARG001
+def unknown_reason(layer: Layer, sizes: ActivationSizes) -> str | None:  # noqa: ARG001
     """Return why it is unknown what autograd saves, or None if it is known."""
     return None
 
@@ -87,6 +87,6 @@ def unknown_reason(layer: Layer, at: ActivationSizes) -> str | None:  # noqa: AR
 
 
 @singledispatch
-def shared_bytes(part: Any, at: ActivationSizes) -> int:  # noqa: ARG001
+def shared_bytes(part: Any, sizes: ActivationSizes) -> int:  # noqa: ARG001
     """Return the number of bytes that autograd saves once for all blocks."""
     return 0

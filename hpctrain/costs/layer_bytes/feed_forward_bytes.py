@@ -10,41 +10,41 @@ from hpctrain.model.feed_forward import FeedForward
 
 
 @saved_storages.register
-def _saved_by_feed_forward(layer: FeedForward, at: ActivationSizes) -> list[SavedStorage]:
+def _saved_by_feed_forward(layer: FeedForward, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return input and output of the activation.
 
     Of a gated activation these are gate and up, which are one tensor, their product, and the functions of
     gate and up if torch computes them.
     """
-    widest = [at.features(sum(layer.up.split_sizes))] if layer.activation.gated else []
-    kept = [*_factor(layer, at), *saved_input(layer.down, at), *saved_by_adapter(layer.down, at)]
-    return [*saved_by_adapter(layer.up, at), *widest, *kept]
+    widest = [sizes.features(sum(layer.up.split_sizes))] if layer.activation.gated else []
+    kept = [*_factor(layer, sizes), *saved_input(layer.down, sizes), *saved_by_adapter(layer.down, sizes)]
+    return [*saved_by_adapter(layer.up, sizes), *widest, *kept]
 
 
-def _factor(layer: FeedForward, at: ActivationSizes) -> list[SavedStorage]:
+def _factor(layer: FeedForward, sizes: ActivationSizes) -> list[SavedStorage]:
     one = layer.activation.gated and layer.functions.compiles(layer.activation)
     functions = 1 if layer.activation.up_function is None else 2
-    return [] if one else [at.features(layer.up.split_sizes[-1])] * functions
+    return [] if one else [sizes.features(layer.up.split_sizes[-1])] * functions
 
 
 @workspace_bytes.register
-def _feed_forward_workspace(layer: FeedForward, at: ActivationSizes) -> int:
+def _feed_forward_workspace(layer: FeedForward, sizes: ActivationSizes) -> int:
     """Return the temporary bytes of the backward pass.
 
     They are gradients of the hidden states, before and after, and of the widest features between, and what
     the matrix products need.
     """
-    passing = max(product_workspace(each.product, at.tokens, at) for each in (layer.up, layer.down))
-    return at.features(sum(layer.up.split_sizes) + 2 * _hidden(layer)).bytes + passing
+    passing = max(product_workspace(each.product, sizes.tokens, sizes) for each in (layer.up, layer.down))
+    return sizes.features(sum(layer.up.split_sizes) + 2 * _hidden(layer)).bytes + passing
 
 
-def transient_bytes(layer: FeedForward, at: ActivationSizes) -> tuple[int, int]:
+def transient_bytes(layer: FeedForward, sizes: ActivationSizes) -> tuple[int, int]:
     """Return the bytes beside what is saved if weight gradients are deferred.
 
     The first number is the peak during the layer's own backward pass, the second one what remains after it.
     """
-    hidden = at.features(_hidden(layer)).bytes
-    return hidden, hidden - (total(_factor(layer, at)) if layer.activation.gated else 0)
+    hidden = sizes.features(_hidden(layer)).bytes
+    return hidden, hidden - (total(_factor(layer, sizes)) if layer.activation.gated else 0)
 
 
 def _hidden(layer: FeedForward) -> int:

@@ -12,37 +12,37 @@ from hpctrain.parallel.kernels.function_library import workspace_floats
 
 
 @saved_storages.register
-def _saved_by_latent_attention(attention: LatentAttention, at: ActivationSizes) -> list[SavedStorage]:
+def _saved_by_latent_attention(attention: LatentAttention, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return the input, what norms and the core save, and the output if the core does not save it."""
-    alone = at.recomputes_core or attention.exchanges or attention.pads
+    alone = sizes.recomputes_core or attention.exchanges or attention.pads
     queries: list[SavedStorage] = []
     if attention.query_norm is not None:
-        queries = [*saved_storages(attention.query_norm, at), *saved_input(attention.query, at)]
+        queries = [*saved_storages(attention.query_norm, sizes), *saved_input(attention.query, sizes)]
     return [
-        *saved_input(attention.compress, at),
+        *saved_input(attention.compress, sizes),
         *queries,
-        *saved_storages(attention.latent_norm, at),
-        *saved_input(attention.expand, at),
-        *_saved_by_core(attention, at),
-        *(saved_input(attention.output, at) if alone else []),
+        *saved_storages(attention.latent_norm, sizes),
+        *saved_input(attention.expand, sizes),
+        *_saved_by_core(attention, sizes),
+        *(saved_input(attention.output, sizes) if alone else []),
     ]
 
 
-def _saved_by_core(attention: LatentAttention, at: ActivationSizes) -> list[SavedStorage]:
+def _saved_by_core(attention: LatentAttention, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return what the core saves: its inputs or, unless it is recomputed, what its kernel saves."""
-    heads = at.features(attention.heads * attention.head_size)
-    expanded = at.features(sum(attention.expand.split_sizes))
-    if at.recomputes_core:
-        return [heads, expanded, at.features(attention.rotary_size)]
-    log_sum = replace(at.features(attention.heads, 4), features=False)
+    heads = sizes.features(attention.heads * attention.head_size)
+    expanded = sizes.features(sum(attention.expand.split_sizes))
+    if sizes.recomputes_core:
+        return [heads, expanded, sizes.features(attention.rotary_size)]
+    log_sum = replace(sizes.features(attention.heads, 4), features=False)
     values = heads if attention.pads or attention.exchanges else expanded
     return [heads, heads, values, heads, log_sum]
 
 
 @core_recompute_bytes.register
-def _recomputed_by_core(attention: LatentAttention, at: ActivationSizes) -> int:
+def _recomputed_by_core(attention: LatentAttention, sizes: ActivationSizes) -> int:
     # Queries are saved again if they are rotated or exchanged, and values if they are padded or exchanged.
-    queries, _, values, *_ = saved = _saved_by_core(attention, replace(at, recomputes_core=False))
+    queries, _, values, *_ = saved = _saved_by_core(attention, replace(sizes, recomputes_core=False))
     copies_queries = attention.exchanges or (attention.rotated and not _is_compiled(attention))
     known = 0 if copies_queries else queries.bytes
     known += 0 if attention.pads or attention.exchanges else values.bytes
@@ -50,12 +50,12 @@ def _recomputed_by_core(attention: LatentAttention, at: ActivationSizes) -> int:
 
 
 @workspace_bytes.register
-def _latent_workspace(attention: LatentAttention, at: ActivationSizes) -> int:
+def _latent_workspace(attention: LatentAttention, sizes: ActivationSizes) -> int:
     """Return the temporary bytes of the backward pass of a compiled core; 0 for other cores."""
     if not _is_compiled(attention):
         return 0
-    floats = workspace_floats(at.tokens // at.micro_size, attention.head_size)
-    return at.features(4 * attention.heads * attention.head_size).bytes + 4 * floats
+    floats = workspace_floats(sizes.tokens // sizes.micro_size, attention.head_size)
+    return sizes.features(4 * attention.heads * attention.head_size).bytes + 4 * floats
 
 
 def _is_compiled(attention: LatentAttention) -> bool:

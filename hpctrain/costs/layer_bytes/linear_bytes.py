@@ -12,33 +12,33 @@ from hpctrain.model.part import Layer, matmuls_of
 from hpctrain.parallel.tensor import MatmulLayer, SplitLinear
 
 
-def saved_input(layer: SplitLinear, at: ActivationSizes) -> list[SavedStorage]:
+def saved_input(layer: SplitLinear, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return what a linear layer saves of its input for the weight gradient."""
-    rows, group = (at.tokens, None) if layer.cut == "inputs" else (at.rows, layer.sequence_group)
+    rows, group = (sizes.tokens, None) if layer.cut == "inputs" else (sizes.rows, layer.sequence_group)
     by_product = stored_input if layer.shared_input else matmul_bytes.saved_input
-    return by_product(layer.product, rows, at, group)
+    return by_product(layer.product, rows, sizes, group)
 
 
-def saved_by_adapter(layer: SplitLinear, at: ActivationSizes) -> list[SavedStorage]:
+def saved_by_adapter(layer: SplitLinear, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return what the adapter of a linear layer saves: the values between its factors."""
     adapter = layer.adapter
-    return [] if adapter is None else [at.features(len(adapter.adapted) * adapter.rank)]
+    return [] if adapter is None else [sizes.features(len(adapter.adapted) * adapter.rank)]
 
 
 @singledispatch
-def deferred_operands(layer: MatmulLayer, at: ActivationSizes) -> int:
+def deferred_operands(layer: MatmulLayer, sizes: ActivationSizes) -> int:
     """Return the bytes of the tensors that deferred weight gradients of a layer keep."""
     raise NotImplementedError(f"deferred_operands of {type(layer).__name__}")
 
 
 @deferred_operands.register
-def _operands_of_linear(layer: SplitLinear, at: ActivationSizes) -> int:
-    rows = at.rows if layer.cut == "replicated" else at.tokens
-    gradient = gradient_bytes(layer.product, rows, at)
-    plain = at.features(layer.product.shape[0]).bytes
+def _operands_of_linear(layer: SplitLinear, sizes: ActivationSizes) -> int:
+    rows = sizes.rows if layer.cut == "replicated" else sizes.tokens
+    gradient = gradient_bytes(layer.product, rows, sizes)
+    plain = sizes.features(layer.product.shape[0]).bytes
     # The gradients of a split bias are deferred, too, and need the gradient as stored.
     of_biases = plain if layer.cut == "outputs" and layer.biases and gradient < plain else 0
-    return total(saved_input(layer, at)) + gradient + of_biases + 2 * total(saved_by_adapter(layer, at))
+    return total(saved_input(layer, sizes)) + gradient + of_biases + 2 * total(saved_by_adapter(layer, sizes))
 
 
 def planned_converted_bytes(layers: Iterable[Layer]) -> int:

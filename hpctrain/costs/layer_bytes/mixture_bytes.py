@@ -17,91 +17,94 @@ from hpctrain.parallel.layer_context import LayerContext
 
 
 @saved_storages.register
-def _saved_by_router(router: Router, at: ActivationSizes) -> list[SavedStorage]:
+def _saved_by_router(router: Router, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return what is saved beside the input: scores, choices and weights, and what losses need."""
-    shape, rows = router.shape, _local_rows(router.layer_context, at)
-    sizes = [shape.experts, 2 * shape.experts_per_token, shape.experts_per_token]
+    shape, rows = router.shape, _local_rows(router.layer_context, sizes)
+    counts = [shape.experts, 2 * shape.experts_per_token, shape.experts_per_token]
     if shape.router_normalize:
-        sizes += [shape.experts_per_token, 1, 1]
+        counts += [shape.experts_per_token, 1, 1]
     if shape.balance_loss and shape.router == "sigmoid":
-        sizes.append(1)
+        counts.append(1)
     if shape.router_z_loss:
-        sizes += [shape.experts, 1]
+        counts += [shape.experts, 1]
     shares = rows if shape.balance_over == "sequence" else 1
-    features = [4 * rows * size for size in sizes]
+    features = [4 * rows * count for count in counts]
     features += [4 * shares * shape.experts] if shape.balance_loss else []
     return [SavedStorage(each, 4, features=False) for each in features]
 
 
 @saved_storages.register
-def _saved_by_experts(experts: Experts, at: ActivationSizes) -> list[SavedStorage]:
+def _saved_by_experts(experts: Experts, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return the rows, and the results of the first product."""
-    sizes, rows = (experts.hidden, _expanded_features(experts)), _padded_rows(experts, at)
-    return [SavedStorage(rows * size * at.itemsize, at.itemsize) for size in sizes]
+    widths, rows = (experts.hidden, _expanded_features(experts)), _padded_rows(experts, sizes)
+    return [SavedStorage(rows * width * sizes.itemsize, sizes.itemsize) for width in widths]
 
 
 @saved_storages.register
-def _saved_by_mixture(mixture: Mixture, at: ActivationSizes) -> list[SavedStorage]:
+def _saved_by_mixture(mixture: Mixture, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return what router, shared experts and experts save, and the results."""
-    shared = saved_storages(mixture.shared, at) if mixture.shared is not None else []
+    shared = saved_storages(mixture.shared, sizes) if mixture.shared is not None else []
     if mixture.shared_gate is not None:
-        shared += [at.row_features(mixture.experts.hidden), SavedStorage(4 * at.rows, 4, features=False)]
-    inner = saved_storages(mixture.experts, at)
-    return [*saved_storages(mixture.router, at), *shared, *inner, result_storage(mixture, at)]
+        shared += [
+            sizes.row_features(mixture.experts.hidden),
+            SavedStorage(4 * sizes.rows, 4, features=False),
+        ]
+    inner = saved_storages(mixture.experts, sizes)
+    return [*saved_storages(mixture.router, sizes), *shared, *inner, result_storage(mixture, sizes)]
 
 
 @workspace_bytes.register
-def _mixture_workspace(mixture: Mixture, at: ActivationSizes) -> int:
+def _mixture_workspace(mixture: Mixture, sizes: ActivationSizes) -> int:
     """Return the temporary bytes of the backward pass: gradients of rows, and what products need."""
     experts = mixture.experts
-    rows = _padded_rows(experts, at) * at.itemsize
+    rows = _padded_rows(experts, sizes) * sizes.itemsize
     inner = rows * 2 * (_expanded_features(experts) + experts.hidden)
-    shared = workspace_bytes(mixture.shared, at) if mixture.shared is not None else 0
-    _, of_expert, *sizes = experts.gate_up.shape
-    product = gradient_workspace(of_expert * prod(sizes), at)
+    shared = workspace_bytes(mixture.shared, sizes) if mixture.shared is not None else 0
+    _, of_expert, *dims = experts.gate_up.shape
+    product = gradient_workspace(of_expert * prod(dims), sizes)
     return max(inner + product, shared)
 
 
 @deferred_operands.register
-def _operands_of_experts(experts: Experts, at: ActivationSizes) -> int:
+def _operands_of_experts(experts: Experts, sizes: ActivationSizes) -> int:
     # The rows, the results of the first product, and the gradients of both products.
-    return 2 * total(saved_storages(experts, at))
+    return 2 * total(saved_storages(experts, sizes))
 
 
-def result_storage(mixture: Mixture, at: ActivationSizes) -> SavedStorage:
+def result_storage(mixture: Mixture, sizes: ActivationSizes) -> SavedStorage:
     """Return the storage of what comes back from the experts."""
     experts = mixture.experts
-    return SavedStorage(_dispatched_rows(experts, at) * experts.hidden * at.itemsize, at.itemsize)
+    return SavedStorage(_dispatched_rows(experts, sizes) * experts.hidden * sizes.itemsize, sizes.itemsize)
 
 
-def transient_bytes(mixture: Mixture, at: ActivationSizes) -> tuple[int, int]:
+def transient_bytes(mixture: Mixture, sizes: ActivationSizes) -> tuple[int, int]:
     """Return the bytes beside what is saved if weight gradients are deferred, as of a feed-forward layer."""
-    shape, results = mixture.shape, result_storage(mixture, at).bytes
-    held = total(saved_storages(mixture.experts, at)) - results
-    weights = 4 * _local_rows(mixture.layer_context, at) * shape.experts_per_token
+    shape, results = mixture.shape, result_storage(mixture, sizes).bytes
+    held = total(saved_storages(mixture.experts, sizes)) - results
+    weights = 4 * _local_rows(mixture.layer_context, sizes) * shape.experts_per_token
     most = held - (weights if shape.router_normalize else 0)
-    left = held - total(saved_storages(mixture.router, at))
+    left = held - total(saved_storages(mixture.router, sizes))
     if mixture.shared is None:
-        return most, left - at.row_features(shape.hidden).bytes
-    shared = feed_forward_bytes.transient_bytes(mixture.shared, at)
+        return most, left - sizes.row_features(shape.hidden).bytes
+    shared = feed_forward_bytes.transient_bytes(mixture.shared, sizes)
     return most + shared[0], left + shared[1]
 
 
-def _local_rows(layer_context: LayerContext, at: ActivationSizes) -> int:
+def _local_rows(layer_context: LayerContext, sizes: ActivationSizes) -> int:
     """Return the number of tokens that this rank routes."""
-    return layer_context.row_sizes(at.tokens)[layer_context.tensor.rank]
+    return layer_context.row_sizes(sizes.tokens)[layer_context.tensor.rank]
 
 
-def _dispatched_rows(experts: Experts, at: ActivationSizes) -> int:
+def _dispatched_rows(experts: Experts, sizes: ActivationSizes) -> int:
     """Return the number of rows that leave this rank for experts."""
     accepted = 1.0 if experts.capacity is None else min(1.0, experts.capacity)
-    return int(_local_rows(experts.layer_context, at) * experts.chosen * accepted)
+    return int(_local_rows(experts.layer_context, sizes) * experts.chosen * accepted)
 
 
-def _padded_rows(experts: Experts, at: ActivationSizes) -> int:
+def _padded_rows(experts: Experts, sizes: ActivationSizes) -> int:
     """Return the number of rows of this rank's experts, with padding."""
-    rows = _dispatched_rows(experts, at) * experts.layer_context.expert_tensor.size
-    unit = ROW_UNIT if at.itemsize == 2 and not at.gpu else 1
+    rows = _dispatched_rows(experts, sizes) * experts.layer_context.expert_tensor.size
+    unit = ROW_UNIT if sizes.itemsize == 2 and not sizes.gpu else 1
     return rows if unit == 1 else experts.local * (-(-rows // (experts.local * unit)) * unit)
 
 

@@ -191,13 +191,13 @@ class _Tracer:
             flops = int(flop_registry[packet](*args, **keywords, out_val=made))
         else:
             return
-        at, with_parameter = (len(self._events), self.current_call), False
+        position, with_parameter = (len(self._events), self.current_call), False
         for tensor in tensors_of(args):
             name = self._parameters.get(storage_key(tensor))
             with_parameter |= name is not None
             if isinstance(name, str) and tensor.dim() > 1:
-                self._rows.append((*at, name, flops // (2 * tensor.numel())))
-        self._flops.append((*at, with_parameter, flops))
+                self._rows.append((*position, name, flops // (2 * tensor.numel())))
+        self._flops.append((*position, with_parameter, flops))
 
     def layer_traces(self, tokens: int) -> Iterator[LayerTrace]:
         """Yield the trace of each layer, for a call with so many tokens."""
@@ -205,8 +205,8 @@ class _Tracer:
             event.call for event in self._events if event.block_input is None and event.tensor is not None
         }
         alive = [
-            (at, event, tensor)
-            for at, event in enumerate(self._events)
+            (event_count, event, tensor)
+            for event_count, event in enumerate(self._events)
             if (tensor := event.tensor) is not None
             and storage_key(tensor) not in self._there
             and event.call in saving  # a call that saves nothing is not recomputed and needs no inputs
@@ -216,8 +216,8 @@ class _Tracer:
         of_calls: dict[Call, dict[int, SavedStorage]] = {}
         met: set[int] = set()
         met_again: set[int] = set()
-        for at, event, tensor in alive:
-            key, layer = storage_key(tensor), self._layer(at, event.call)
+        for event_count, event, tensor in alive:
+            key, layer = storage_key(tensor), self._layer(event_count, event.call)
             storage = SavedStorage(tensor.untyped_storage().nbytes(), tensor.element_size(), features=False)
             if event.block_input is None and key not in met:
                 met.add(key)
@@ -232,11 +232,11 @@ class _Tracer:
             size = sum(storage.bytes for key, storage in storages.items() if key not in met_again)
             again[layer] = max(again[layer], size)
         matrix_elements, core_flops = [0] * (self.last_layer + 1), [0] * (self.last_layer + 1)
-        for at, call, with_parameter, flops in self._flops:
-            (matrix_elements if with_parameter else core_flops)[self._layer(at, call)] += flops
+        for event_count, call, with_parameter, flops in self._flops:
+            (matrix_elements if with_parameter else core_flops)[self._layer(event_count, call)] += flops
         rows: list[dict[str, int]] = [{} for _ in range(self.last_layer + 1)]
-        for at, call, name, number in self._rows:
-            of_layer = rows[self._layer(at, call)]
+        for event_count, call, name, number in self._rows:
+            of_layer = rows[self._layer(event_count, call)]
             of_layer[name] = max(of_layer.get(name, 0), number)
         for layer in range(self.last_layer + 1):
             yield LayerTrace(
@@ -248,31 +248,31 @@ class _Tracer:
                 rows[layer],
             )
 
-    def _layer(self, at: int, call: Call | None) -> int:
-        """Return the layer of something that happened after so many events."""
+    def _layer(self, event_count: int, call: Call | None) -> int:
+        """Return the layer of something that happened after `event_count` events."""
         if call is not None:
             return call[0]
-        return 0 if self._after is None or at < self._after else self.last_layer
+        return 0 if self._after is None or event_count < self._after else self.last_layer
 
 
-def trace_layer(layer: ModuleLayer, at: ActivationSizes | None) -> LayerTrace | str:
+def trace_layer(layer: ModuleLayer, sizes: ActivationSizes | None) -> LayerTrace | str:
     """Return the trace of a layer, or the reason why there is none.
 
     Args:
         layer: The layer.
-        at: Sizes of a micro-batch; None for one sample with all that tensor ranks compute together.
+        sizes: Sizes of a micro-batch; None for one sample with all that tensor ranks compute together.
     """
     part, number = layer.owner
     size = part.architecture.storage.itemsize
     frozen = frozenset(parameter.shard.name for parameter in part.names if not parameter.requires_grad)
-    if at is None:
+    if sizes is None:
         sequence = part.architecture.sequence
-        sizes, rank = ActivationSizes(sequence, sequence, 1, size, size), (0, 1, False)
+        part_sizes, rank = ActivationSizes(sequence, sequence, 1, size, size), (0, 1, False)
     else:
         tensor = part.layer_context.tensor
-        sizes = replace(at, recomputes_core=False, recomputes_blocks=False)
+        part_sizes = replace(sizes, recomputes_core=False, recomputes_blocks=False)
         rank = tensor.rank, tensor.size, part.layer_context.sequence_parallel
-    found = _trace_part(part.architecture, part.span, frozen, rank, sizes)
+    found = _trace_part(part.architecture, part.span, frozen, rank, part_sizes)
     return found.layers[number] if found.problem is None else found.problem
 
 
@@ -282,7 +282,7 @@ def _trace_part(
     span: LayerRange,
     frozen: frozenset[str],
     rank: tuple[int, int, bool],
-    at: ActivationSizes,
+    sizes: ActivationSizes,
 ) -> PartTrace:
     """Trace a part as a tensor rank holds it: `rank` is its index, the group's size, sequence parallelism."""
     rank_index, size, by_sequence = rank
@@ -293,18 +293,18 @@ def _trace_part(
         part = ModulePart(architecture, layer_context, span)
     for parameter in part.names:
         parameter.requires_grad_(parameter.requires_grad and parameter.shard.name not in frozen)
-    inputs = example_inputs(architecture, at.micro_size)
+    inputs = example_inputs(architecture, sizes.micro_size)
 
     def loss(outputs: Any) -> Any:
-        return part.predict(outputs, at.objective.losses(inputs, torch.ones(())))
+        return part.predict(outputs, sizes.objective.losses(inputs, torch.ones(())))
 
     hidden = None
     if not span.has_embedding:
-        hidden = torch.empty(part.hidden_shape(at.micro_size), dtype=part.dtype, device=META)
+        hidden = torch.empty(part.hidden_shape(sizes.micro_size), dtype=part.dtype, device=META)
         hidden.requires_grad_()
-    of_loss = loss if at.objective is not None and span.has_head else None
+    of_loss = loss if sizes.objective is not None and span.has_head else None
     run = partial(part, inputs, hidden)
-    return trace_module(part.module, part.blocks, run, of_loss, at.tokens, architecture.storage, at.gpu)
+    return trace_module(part.module, part.blocks, run, of_loss, sizes.tokens, architecture.storage, sizes.gpu)
 
 
 def example_inputs(architecture: ModuleArchitecture, micro_size: int) -> ModelInputs:

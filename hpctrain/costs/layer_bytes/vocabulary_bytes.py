@@ -11,57 +11,61 @@ from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
 
 
 @saved_storages.register
-def _saved_by_embedding(layer: Embedding, at: ActivationSizes) -> list[SavedStorage]:
+def _saved_by_embedding(layer: Embedding, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return token ids, marks of those that other ranks look up, and positions."""
     ids = 8 if layer.tokens.layer_context.tensor.size == 1 else 9
-    positions = 8 * at.tokens // (1 if layer.packed else at.micro_size) if layer.positions is not None else 0
-    return [SavedStorage(ids * at.tokens + positions, 8, features=False), *dropout_masks(layer, at)]
+    positions = (
+        8 * sizes.tokens // (1 if layer.packed else sizes.micro_size) if layer.positions is not None else 0
+    )
+    return [SavedStorage(ids * sizes.tokens + positions, 8, features=False), *dropout_masks(layer, sizes)]
 
 
-def dropout_masks(layer: Embedding | TransformerBlock, at: ActivationSizes) -> list[SavedStorage]:
+def dropout_masks(layer: Embedding | TransformerBlock, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return what dropout saves of the hidden states."""
-    return [SavedStorage(at.rows * layer.hidden, 1, features=False)] if layer.probability else []
+    return [SavedStorage(sizes.rows * layer.hidden, 1, features=False)] if layer.probability else []
 
 
 @saved_storages.register
-def _saved_by_predictor(layer: Predictor, at: ActivationSizes) -> list[SavedStorage]:
+def _saved_by_predictor(layer: Predictor, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return what norm and head save. The gradient of the hidden states is computed in the forward pass."""
-    return [*saved_storages(layer.norm, at), *saved_storages(layer.head, at)]
+    return [*saved_storages(layer.norm, sizes), *saved_storages(layer.head, sizes)]
 
 
 @workspace_bytes.register
-def _predictor_workspace(layer: Predictor, at: ActivationSizes) -> int:
-    return workspace_bytes(layer.head, at)
+def _predictor_workspace(layer: Predictor, sizes: ActivationSizes) -> int:
+    return workspace_bytes(layer.head, sizes)
 
 
 @saved_storages.register
-def _saved_by_vocabulary_head(head: VocabularyHead, at: ActivationSizes) -> list[SavedStorage]:
+def _saved_by_vocabulary_head(head: VocabularyHead, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return the gradient of the hidden states, which the forward pass computes."""
-    return [at.features(head.table.shard.shape[1])]
+    return [sizes.features(head.table.shard.shape[1])]
 
 
 @workspace_bytes.register
-def _vocabulary_head_workspace(head: VocabularyHead, at: ActivationSizes) -> int:
+def _vocabulary_head_workspace(head: VocabularyHead, sizes: ActivationSizes) -> int:
     """Return the temporary bytes of a loss.
 
     They are the logits of a chunk, or their gradients, and what products need; or, for torch's functions in
     16 bits, a copy in fp32. Bounded logits have their slopes beside them.
     """
-    count = chunk_rows(at.tokens, len(head.table), at.gpu)
+    count = chunk_rows(sizes.tokens, len(head.table), sizes.gpu)
     logits = count * len(head.table)
-    copied = 4 if at.itemsize < 4 and (head.cap or not head.layer_context.functions.compiled) else 0
+    copied = 4 if sizes.itemsize < 4 and (head.cap or not head.layer_context.functions.compiled) else 0
     slopes = 4 * logits if head.cap else 0
-    return slopes + logits * at.itemsize + max(logits * copied, product_workspace(head.product, count, at))
+    return (
+        slopes + logits * sizes.itemsize + max(logits * copied, product_workspace(head.product, count, sizes))
+    )
 
 
 @saved_storages.register
-def _saved_by_scalar_head(head: ScalarHead, at: ActivationSizes) -> list[SavedStorage]:
+def _saved_by_scalar_head(head: ScalarHead, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return the gradient of this rank's hidden states."""
-    return [at.row_features(head.table.shard.shape[1])]
+    return [sizes.row_features(head.table.shard.shape[1])]
 
 
 @workspace_bytes.register
-def _scalar_head_workspace(head: ScalarHead, at: ActivationSizes) -> int:
+def _scalar_head_workspace(head: ScalarHead, sizes: ActivationSizes) -> int:
     """Return the temporary bytes of a loss: scores, their gradients, and hidden states in fp32."""
-    wide = 4 * at.rows * head.table.shard.shape[1] if at.itemsize < 4 else 0
-    return wide + 3 * 4 * at.tokens
+    wide = 4 * sizes.rows * head.table.shard.shape[1] if sizes.itemsize < 4 else 0
+    return wide + 3 * 4 * sizes.tokens

@@ -171,9 +171,9 @@ class LayerBytes:
         part, memory = self._part(deck), deck.memory
         device = device_kind(deck.run.device)
         (told,) = part_bytes(deck, [part], not on_host(device), memory.recompute)
-        at, elsewhere = told.at, memory.activations != "keep"
+        sizes, elsewhere = told.sizes, memory.activations != "keep"
         # What else is computed again changes nothing that a layer saves.
-        key = *_split_of(deck), at.micro_size, at.recomputes_core, memory.activations
+        key = *_split_of(deck), sizes.micro_size, sizes.recomputes_core, memory.activations
         if key not in self._of_kinds:
             layers = {layer.kind: layer for layer in reversed(part.layers)}
             self._of_kinds[key] = {kind: _kept(deck, layer, told) for kind, layer in layers.items()}
@@ -184,7 +184,7 @@ class LayerBytes:
             told.hidden.bytes,
             stays + kept,
             computed - kept,
-            byte_functions.shared_bytes(part, at),
+            byte_functions.shared_bytes(part, sizes),
             memory.recompute,
             device,
             deck.model.has_frozen_parameters,
@@ -212,16 +212,16 @@ class LayerBytes:
 
 def _kept(deck: Deck, layer: Layer, part: PartBytes) -> MicroBatchBytes:
     """Of a layer of a part."""
-    at, saved = part.at, byte_functions.saved_storages(layer, part.at)
+    sizes, saved = part.sizes, byte_functions.saved_storages(layer, part.sizes)
     whole = staying = total(saved)
     present = first = 0
     later = DeferredBytes(0, 0)
     if layer.is_block:
         stays, packed, computed = segment_bytes(deck, saved)
         kept = packed if deck.memory.activations == "keep" else 0
-        staying, present, later = stays + kept, computed - kept, byte_functions.deferred_bytes(layer, at)
+        staying, present, later = stays + kept, computed - kept, byte_functions.deferred_bytes(layer, sizes)
         first = saved[0].bytes if saved[0] == part.hidden else 0
-    passing, gaps = byte_functions.workspace_bytes(layer, at), byte_functions.allocator_gaps(layer, at)
+    passing, gaps = byte_functions.workspace_bytes(layer, sizes), byte_functions.allocator_gaps(layer, sizes)
     return MicroBatchBytes(whole, staying, present, first, *later, passing, gaps)
 
 
