@@ -69,45 +69,45 @@ class WidthScaling:
 STANDARD = WidthScaling()
 
 
-def _of_adam(model: WidthScaling, initial: Initial) -> float:
+def _adam_rate_factor(scaling: WidthScaling, initial: Initial) -> float:
     """Return the factor for updates whose elements are as large as the rate, whatever the size of gradients.
 
     These are updates divided by the root of the gradients' mean square: of each element, or of a row, a cell
     or the tensor as in Adam-mini and Adafactor. Updates of a matrix are correlated with the values that it
     multiplies, so that their effect grows with the number of terms, which is the width.
     """
-    return 1 / model.width if initial in HIDDEN or initial == "router" else 1.0
+    return 1 / scaling.width if initial in HIDDEN or initial == "router" else 1.0
 
 
-def _of_gradients(model: WidthScaling, initial: Initial) -> float:
+def _sgd_rate_factor(scaling: WidthScaling, initial: Initial) -> float:
     if initial in HIDDEN:
         return 1.0
-    return 1 / model.width if initial == "router" else model.width
+    return 1 / scaling.width if initial == "router" else scaling.width
 
 
-def _of_muon(model: WidthScaling, initial: Initial) -> float:
+def _muon_rate_factor(scaling: WidthScaling, initial: Initial) -> float:
     """Return the factor for updates of one spectral norm.
 
     What they add to hidden values is of one size. Routers are an exception, since their rows get longer
     updates the more values they sum.
     """
-    return 1.0 if initial in HIDDEN else 1 / sqrt(model.width)
+    return 1.0 if initial in HIDDEN else 1 / sqrt(scaling.width)
 
 
-def _of_larger_muon(model: WidthScaling, initial: Initial) -> float:
+def _muon_rms_rate_factor(scaling: WidthScaling, initial: Initial) -> float:
     """Return the factor for updates that grow with the root of the width."""
-    return _of_muon(model, initial) / sqrt(model.width)
+    return _muon_rate_factor(scaling, initial) / sqrt(scaling.width)
 
 
 RATES: Mapping[str, Callable[[WidthScaling, Initial], float]] = {
-    "adamw": _of_adam,
-    "adafactor": _of_adam,
-    "adam-mini": _of_adam,
-    "lion": _of_adam,
-    "schedule-free": _of_adam,
-    "sgd": _of_gradients,
-    "original": _of_muon,
-    "adamw-rms": _of_larger_muon,
+    "adamw": _adam_rate_factor,
+    "adafactor": _adam_rate_factor,
+    "adam-mini": _adam_rate_factor,
+    "lion": _adam_rate_factor,
+    "schedule-free": _adam_rate_factor,
+    "sgd": _sgd_rate_factor,
+    "original": _muon_rate_factor,
+    "adamw-rms": _muon_rms_rate_factor,
 }
 """Factor of the learning rate of a parameter with some role, by the name of the optimizer.
 
@@ -117,8 +117,8 @@ For matrices that Muon updates, the key is `optimizer.match`.
 
 def set_rates(parts: Iterable[ModelPart], deck: Deck) -> None:
     """Set the learning rates of a deck's model that its width asks for."""
-    parametrization = WidthScaling.of(deck)
-    if parametrization == STANDARD:
+    width_scaling = WidthScaling.of(deck)
+    if width_scaling == STANDARD:
         return
     rule = deck.optimizer.rule
     for parameter in (parameter for part in parts for parameter in parameter_list(part)):
@@ -126,4 +126,4 @@ def set_rates(parts: Iterable[ModelPart], deck: Deck) -> None:
         if isinstance(rule, MuonTable):
             named = any(fnmatchcase(parameter.shard.name, each) for each in rule.matrices)
             name = rule.match if named and parameter.dim() > 1 else "adamw"
-        parameter.rate = parametrization.rate(parameter.initial, name)
+        parameter.rate = width_scaling.rate(parameter.initial, name)
