@@ -48,7 +48,7 @@ class Attention(nn.Module):
         super().__init__()
         size = shape.head_size
         self.layer_context, self.head_size, self.block = layer_context, size, block
-        score_factor, given_scale = shape.parametrization.of_scores, shape.attention_scale
+        score_factor, given_scale = shape.width_scaling.of_scores, shape.attention_scale
         self.scale = (
             None if score_factor == 1 and given_scale is None else score_factor * (given_scale or size**-0.5)
         )

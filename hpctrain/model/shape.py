@@ -69,7 +69,7 @@ class ModelShape(Architecture):
         attention_scale: Factor of the products of queries and keys; None for 1 / sqrt(head size).
         head_size: Features of an attention head; 0 is replaced by hidden / heads.
         latent: Sizes of latent attention; None for attention without latents.
-        parametrization: Scaling with the width (muP).
+        width_scaling: Scaling with the width (muP).
         packed: True if attention is limited to documents within a sequence.
         head: Kind of output layer. A scalar one has its own weight even if embeddings are `tied`.
         adapters: Settings of adapters, which are the only trained parameters besides a scalar head; None
@@ -135,7 +135,7 @@ class ModelShape(Architecture):
     balance_over: Literal["micro_batch", "sequence", "step"] = "micro_batch"
     balance_rate: float = 0.001
     capacity: float | None = None
-    parametrization: WidthScaling = STANDARD
+    width_scaling: WidthScaling = STANDARD
     packed: bool = False
     head: Head = "vocabulary"
     adapters: Adapters | None = None
@@ -162,7 +162,7 @@ class ModelShape(Architecture):
         if deck.model.module is not None:
             raise HpctrainError(deck.problem("model.module", "is unsupported here: built-in models only"))
         settled: dict[str, Any] = {"vocabulary": vocabulary, "sequence": deck.batch.sequence}
-        settled["parametrization"] = WidthScaling.of(deck)
+        settled["width_scaling"] = WidthScaling.of(deck)
         settled["packed"] = deck.data.document_mask
         settled["head"] = "scalar" if deck.objective.kind in SCORE_KINDS else "vocabulary"
         settled["tied"] = deck.model.tied and settled["head"] == "vocabulary"

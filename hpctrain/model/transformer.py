@@ -280,7 +280,7 @@ class Predictor(TransformerLayer):
     ) -> None:
         super().__init__()
         self.norm = Norm("final_norm", shape, layer_context)
-        multiplier, cap = shape.parametrization.of_logits * shape.logit_multiplier, shape.logit_cap
+        multiplier, cap = shape.width_scaling.of_logits * shape.logit_multiplier, shape.logit_cap
         self.head: VocabularyHead | ScalarHead
         if table is None:
             self.head = ScalarHead(shape.hidden, layer_context, multiplier)

@@ -268,7 +268,7 @@ def _folded(shape: ModelShape, datasets: Iterable[str]) -> dict[str, float]:
     Raises:
         HpctrainError: A norm has no weight that its results are proportional to.
     """
-    by, ends = shape.parametrization, {"final_norm": shape.parametrization.of_logits}
+    by, ends = shape.width_scaling, {"final_norm": shape.width_scaling.of_logits}
     ends["query" if shape.query_key_norm == "none" else "query_norm"] = by.of_scores
     changes_norms = by.of_logits != 1 or ("query_norm" in ends and by.of_scores != 1)
     if changes_norms and shape.norm_weight != "plain":

@@ -154,7 +154,7 @@ def model_keys(shape: ModelShape) -> dict[str, object]:
     names = ["family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "tied"]
     names += ["head_size", *CHOICES, "embedding_multiplier", "norm_epsilon"]
     names += [name for name in ("attention_scale", "rope_local_base") if getattr(shape, name) is not None]
-    by = shape.parametrization
+    by = shape.width_scaling
     base = {"base_width": round(shape.hidden / by.width), "base_head_size": round(shape.head_size / by.head)}
     names += ["rope_base"] if shape.positions == "rotary" else []
     experts = {f"experts.{key}": getattr(shape, name) for name, key in EXPERT_KEYS.items()}

@@ -1,7 +1,7 @@
 """Initial values of transformers, which depend on seed, tensor name and element index alone.
 
 Weights are normal with standard deviation `initial_std`, divided by sqrt(2 layers) for those that end a
-residual branch, as in GPT-2. Biases are zero, and norm weights one. `parametrization` changes deviations with
+residual branch, as in GPT-2. Biases are zero, and norm weights one. `width_scaling` changes deviations with
 the model's width. The first factor of an adapter has the deviation 1 / sqrt(3 inputs) of its authors' code,
 and the second one is zero.
 """
@@ -55,7 +55,7 @@ def fill_normal(target: Tensor, offset: int, shard: Shard, seed: int, deviation:
 def deviation(shape: ModelShape, initial: Initial) -> float:
     """Return the standard deviation of initial weights of a role."""
     usual = shape.initial_std / sqrt(2 * shape.layers) if initial == "residual" else shape.initial_std
-    return usual * shape.parametrization.deviation(initial)
+    return usual * shape.width_scaling.deviation(initial)
 
 
 def initialize(
