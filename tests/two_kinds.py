@@ -35,22 +35,22 @@ class WideBlock(TransformerBlock):
 
 
 @saved_storages.register
-def _saved(layer: WideBlock, at: ActivationSizes) -> list[SavedStorage]:
-    wide = saved_storages(layer.wide, at)
-    return [*saved_by_block(layer, at), at.row_features(layer.hidden), *wide]
+def _saved(layer: WideBlock, sizes: ActivationSizes) -> list[SavedStorage]:
+    wide = saved_storages(layer.wide, sizes)
+    return [*saved_by_block(layer, sizes), sizes.row_features(layer.hidden), *wide]
 
 
 @deferred_bytes.register
-def _deferred(layer: WideBlock, at: ActivationSizes) -> DeferredBytes:
+def _deferred(layer: WideBlock, sizes: ActivationSizes) -> DeferredBytes:
     """While its first feed-forward goes, the gradient before the second one is there, too."""
-    held, passing = deferred_by_block(layer, at)
-    return DeferredBytes(held, passing + at.features(layer.hidden).bytes)
+    held, passing = deferred_by_block(layer, sizes)
+    return DeferredBytes(held, passing + sizes.features(layer.hidden).bytes)
 
 
 @workspace_bytes.register
-def _workspace(layer: WideBlock, at: ActivationSizes) -> int:
+def _workspace(layer: WideBlock, sizes: ActivationSizes) -> int:
     widest = sum(layer.wide.up.split_sizes)
-    return at.features(widest + 2 * layer.hidden).bytes + gradient_workspace(widest * layer.hidden, at)
+    return sizes.features(widest + 2 * layer.hidden).bytes + gradient_workspace(widest * layer.hidden, sizes)
 
 
 def block(index: int, shape: ModelShape, layer_context: LayerContext) -> TransformerBlock:
