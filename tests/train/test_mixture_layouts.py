@@ -124,7 +124,8 @@ class Choices:
             order = inputs.positions.argsort()
             local = order[torch.searchsorted(inputs.positions[order], tokens.positions)]
             token = inputs.tokens[local, tokens.samples]
-            kept = torch.ones_like(routing.experts) if routing.accepted is None else routing.accepted.long()
+            accepted = routing.accepted_choices
+            kept = torch.ones_like(routing.experts) if accepted is None else accepted.long()
             layer = torch.full_like(token, int(router.name.split(".")[1]))
             of_token = torch.stack((layer, tokens.positions, token), dim=1)
             chosen = torch.cat((of_token, routing.experts, kept), dim=1)

@@ -71,7 +71,7 @@ class Mixture(nn.Module):
         unit = row_unit(rows.dtype, rows.device)
         dispatch = Dispatch(
             routing.experts,
-            routing.accepted,
+            routing.accepted_choices,
             self.shape.experts,
             layer_context.expert,
             layer_context.expert_tensor,
@@ -81,7 +81,7 @@ class Mixture(nn.Module):
         shared = self.shared(x) if self.shared is not None else None
         if self.shared_gate is not None and shared is not None:
             shared = self.shared_gate(shared, x)
-        compute = partial(self.experts, segments=dispatch.segments, deferred=dispatch.deferred)
+        compute = partial(self.experts, segments=dispatch.segments, deferred_work=dispatch.deferred_work)
         results = residency.run_layer(self.experts.gate_up, compute, dispatch.receive(coming))
         combined = tokens.expand(dispatch.combine(dispatch.send_back(results), routing.weights))
         whole: Tensor = _GatheredRows.apply(combined, self.layer_context.tensor, sizes) if split else combined

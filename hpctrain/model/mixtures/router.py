@@ -75,12 +75,12 @@ class Routing(NamedTuple):
     Attributes:
         experts: Experts of each token, int64 [n, k].
         weights: Weights of their results, fp32 [n, k].
-        accepted: True where the expert has capacity, bool [n, k]; None if all have.
+        accepted_choices: True where the expert has capacity, bool [n, k]; None if all have.
     """
 
     experts: Tensor
     weights: Tensor
-    accepted: Tensor | None
+    accepted_choices: Tensor | None
 
 
 class Router(nn.Module):

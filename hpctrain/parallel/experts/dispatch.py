@@ -36,7 +36,7 @@ class Dispatch:
 
     Args:
         choices: Experts of each row, int64 [n, k].
-        accepted: Which of these choices are within the capacity of the expert, bool [n, k]. None for all.
+        accepted_choices: True for choices within the capacity of the expert, bool [n, k]. None for all.
         count: Number of experts.
         expert: Ranks that split the experts.
         expert_tensor: Ranks that split the features of each expert.
@@ -44,39 +44,41 @@ class Dispatch:
 
     Attributes:
         segments: Rows that arrive for this rank's experts.
-        sent: Number of copies that leave this rank.
-        deferred: Computations that the backward pass runs while it waits for an exchange.
+        copy_count: Number of copies that leave this rank.
+        deferred_work: Computations that the backward pass runs while it waits for an exchange.
     """
 
     def __init__(
         self,
         choices: Tensor,
-        accepted: Tensor | None,
+        accepted_choices: Tensor | None,
         count: int,
         expert: Group,
         expert_tensor: Group,
         unit: int,
     ) -> None:
         self.expert, self.expert_tensor = expert, expert_tensor
-        self.deferred: list[Callable[[], None]] = []
+        self.deferred_work: list[Callable[[], None]] = []
         self._work: Work[Tensor] | None = None
         self.shape = tuple(choices.shape)
-        numbers = choices.flatten() if accepted is None else choices.masked_fill(~accepted, count).flatten()
+        numbers = (
+            choices if accepted_choices is None else choices.masked_fill(~accepted_choices, count)
+        ).flatten()
         order = numbers.argsort(stable=True)
         counts = count_numbers(numbers, count + 1)[:count]
-        self.accepted = accepted
+        self.accepted_choices = accepted_choices
         self.local = expert.size == expert_tensor.size == 1
         if self.local:
             # Without a capacity all copies are accepted, and nothing waits for the device.
-            self.sent = order.numel() if accepted is None else int(counts.sum())
+            self.copy_count = order.numel() if accepted_choices is None else int(counts.sum())
             self.segments = Segments(counts, unit)
             self.positions = self.segments.positions if unit > 1 else None
         else:
             self._exchange_counts(counts.view(expert.size, -1), unit)
-        self.order = order[: self.sent]
+        self.order = order[: self.copy_count]
         # Copies that are not accepted read the first one, and are masked afterwards.
         self.slots = torch.zeros_like(numbers).index_copy_(
-            0, self.order, torch.arange(self.sent, device=order.device)
+            0, self.order, torch.arange(self.copy_count, device=order.device)
         )
 
     def _exchange_counts(self, counts: Tensor, unit: int) -> None:
@@ -89,7 +91,7 @@ class Dispatch:
         self.send_sizes, *sources = (sizes[first : first + ranks] for first in range(0, len(sizes), ranks))
         self.receive_sizes = sources[self.expert_tensor.rank]
         self.gather_sizes = [sum(each) for each in sources]
-        self.sent, arriving_rows = sum(self.send_sizes), sum(self.gather_sizes)
+        self.copy_count, arriving_rows = sum(self.send_sizes), sum(self.gather_sizes)
         self.segments = Segments(table.sum(0), unit)
         local = torch.arange(table.shape[1], device=table.device).repeat(len(table))
         experts = local.repeat_interleave(table.flatten(), output_size=arriving_rows)
@@ -125,24 +127,24 @@ class Dispatch:
     # Exchanges of tensors without a graph, for the autograd functions
 
     def copies(self, rows: Tensor) -> Tensor:
-        """Return the copies [sent, h] that leave this rank."""
+        """Return the copies [copy_count, h] that leave this rank."""
         return rows.index_select(0, self.source)
 
     @property
     def source(self) -> Tensor:
-        """Row of each copy, int64 [sent]."""
+        """Row of each copy, int64 [copy_count]."""
         return self.order // self.shape[1]
 
     def copies_of_choice(self, copies: Tensor, slot: int) -> Tensor:
         """Return every row's copy for one choice, fp32 [n, h], zero if it was not accepted."""
         n, k = self.shape
-        if not self.sent:
+        if not self.copy_count:
             return copies.new_zeros((n, copies.shape[1]), dtype=torch.float32)
         chosen = copies.index_select(0, self.slots.view(n, k)[:, slot]).float()
         return (
             chosen
-            if self.accepted is None
-            else chosen.masked_fill_(~self.accepted[:, slot].unsqueeze(1), 0.0)
+            if self.accepted_choices is None
+            else chosen.masked_fill_(~self.accepted_choices[:, slot].unsqueeze(1), 0.0)
         )
 
     def start_to_experts(self, copies: Tensor) -> Tensor:
@@ -202,7 +204,7 @@ class _Send(torch.autograd.Function):
     @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         dispatch: Dispatch = ctx.dispatch
-        deferred, dispatch.deferred = dispatch.deferred, []
+        deferred, dispatch.deferred_work = dispatch.deferred_work, []
         compute_deferred(deferred)
         if not dispatch.local:
             gradient = dispatch.wait()
@@ -277,7 +279,7 @@ class _Combine(torch.autograd.Function):
         factors = weights.flatten().index_select(0, dispatch.order)
         copies = row_gradient.index_select(0, dispatch.source).mul_(factors.unsqueeze(1)).to(arriving.dtype)
         if not dispatch.local:
-            copies = _placeholder(dispatch.start_to_experts(copies), dispatch.sent)
+            copies = _placeholder(dispatch.start_to_experts(copies), dispatch.copy_count)
         return copies, weights_gradient, None
 
 

@@ -125,7 +125,7 @@ class Experts(MatmulLayer):
         self.bias_columns = slice(features.start, features.start + features.local)
         return Parameter(first, False, "zeros"), Parameter(second, False, "zeros")
 
-    def forward(self, rows: Tensor, segments: Segments, deferred: list[Callable[[], None]]) -> Tensor:
+    def forward(self, rows: Tensor, segments: Segments, deferred_work: list[Callable[[], None]]) -> Tensor:
         """Return the results [m, h] of the rows [m, h] of this rank's experts.
 
         They are this rank's term of a sum over `expert_tensor`, which the caller adds.
@@ -133,10 +133,12 @@ class Experts(MatmulLayer):
         Args:
             rows: Tokens of this rank's experts, sorted by expert.
             segments: Range of the rows of each expert.
-            deferred: List to which the backward pass appends functions that compute weight gradients.
+            deferred_work: List to which the backward pass appends functions that compute weight gradients.
                 `Dispatch` runs them in the backward pass, while it waits for the exchange of tokens.
         """
-        result: Tensor = _ExpertsAutograd.apply(rows, self, segments, deferred, *self.deferred_parameters)
+        result: Tensor = _ExpertsAutograd.apply(
+            rows, self, segments, deferred_work, *self.deferred_parameters
+        )
         return result
 
     def expand(self, rows: Tensor, segments: Segments) -> Tensor:
@@ -206,10 +208,10 @@ class _ExpertsAutograd(torch.autograd.Function):
         rows: Tensor,
         experts: Experts,
         segments: Segments,
-        deferred: list[Callable[[], None]],
+        deferred_work: list[Callable[[], None]],
         *_: Tensor,
     ) -> Tensor:
-        ctx.experts, ctx.segments, ctx.deferred = experts, segments, deferred
+        ctx.experts, ctx.segments, ctx.deferred_work = experts, segments, deferred_work
         inner = experts.expand(rows, segments)
         ctx.save_for_backward(as_features(rows), as_features(inner))
         return experts.contract(_activate(inner, experts.activation), segments)
@@ -242,7 +244,7 @@ class _ExpertsAutograd(torch.autograd.Function):
         if queue.deferring:
             queue.submit(compute, output_gradient, inner, inner_gradient, rows)
         else:
-            ctx.deferred.append(compute)
+            ctx.deferred_work.append(compute)
         return (rows_gradient, *(None for _ in ctx.needs_input_grad[1:]))
 
 

@@ -146,18 +146,18 @@ def test_the_last_tokens_by_sample_and_position_are_dropped(lengths: tuple[int, 
     inputs = inputs_of(3, lengths=[*lengths])
     tokens = tokens_of(inputs)
     routing = router(rows_of(inputs), tokens, inputs)
-    assert routing.accepted is not None
+    assert routing.accepted_choices is not None
     rows = {(int(b), int(s)): row for row, (b, s) in enumerate(zip(*tokens_at(tokens), strict=True))}
     most = ceil(0.6 * sum(lengths) * 3 / 8)
     counts_before = [0] * 8
-    expected = torch.zeros_like(routing.accepted)
+    expected = torch.zeros_like(routing.accepted_choices)
     for sample, length in enumerate(lengths):
         for position in range(length):
             row = rows.pop((sample, position))
             for slot, expert in enumerate(routing.experts[row].tolist()):
                 counts_before[expert] += 1
                 expected[row, slot] = counts_before[expert] <= most
-    assert not rows and torch.equal(routing.accepted, expected)
+    assert not rows and torch.equal(routing.accepted_choices, expected)
     assert not expected.all() and max(counts_before) > most
 
 

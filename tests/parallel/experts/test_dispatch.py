@@ -141,7 +141,7 @@ def by_ranks(
     arrived = dispatch.receive(dispatch.send(rows))
     assert len(arrived) == int(dispatch.segments.padded_counts.sum())
     output = dispatch.combine(
-        dispatch.send_back(experts(arrived, dispatch.segments, dispatch.deferred)), weights
+        dispatch.send_back(experts(arrived, dispatch.segments, dispatch.deferred_work)), weights
     )
     output.backward(case.gradient[world.rank].to(dtype))
     found: dict[str, Any] = {"output": output.detach(), "rows": rows.grad, "weights": weights.grad}
