@@ -27,13 +27,13 @@ class StepStatistics:
     training steps.
 
     Attributes:
-        detailed: True in steps in which layers also record statistics that are only reported.
+        detailed_step: True in steps in which layers also record statistics that are only reported.
         padding: Positions of the action's micro-batch that are padding, bool [s, b] of this rank's piece of
             the sequence, in training or not. None if there are none.
     """
 
     def __init__(self) -> None:
-        self.detailed = False
+        self.detailed_step = False
         self.padding: Tensor | None = None
         self._micro_batch: int | None = None
         self._calls: Counter[str] = Counter()
@@ -53,7 +53,7 @@ class StepStatistics:
     @property
     def is_detailed(self) -> bool:
         """True if statistics that are only reported are to be recorded now."""
-        return self.detailed and self._micro_batch is not None
+        return self.detailed_step and self._micro_batch is not None
 
     def record_max(self, name: str, values: Tensor) -> None:
         """Record candidates for maxima over all micro-batches and ranks.
@@ -118,7 +118,7 @@ class StepStatistics:
         Ranks exchange them in the first step and in detailed steps. All other steps record the names of the
         first one.
         """
-        if self._agreed_sizes is not None and not self.detailed:
+        if self._agreed_sizes is not None and not self.detailed_step:
             return self._agreed_sizes
         local = {
             reduction: {name: len(values) for (name, *_), values in recorded.items()}
@@ -126,7 +126,7 @@ class StepStatistics:
         }
         ranks = everyone.all_gather_object(local)
         sizes = {which: {k: v for rank in ranks for k, v in rank[which].items()} for which in local}
-        if not self.detailed:
+        if not self.detailed_step:
             self._agreed_sizes = sizes
         return sizes
 

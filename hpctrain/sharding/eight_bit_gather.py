@@ -171,7 +171,7 @@ class EightBitBucket(Bucket):
         places = dict(zip((id(s.parameter) for s in rest.segments), rest.places, strict=True))
         of_matrices = zip(self._numbers, matrices.places, strict=True)
         cast = dict(zip((id(s.parameter) for s in matrices.segments), of_matrices, strict=True))
-        watching = self.products[0].layer_context.statistics.detailed
+        watching = self.products[0].layer_context.statistics.detailed_step
         largest = [torch.zeros(1, device=owned.device) for _ in self.products]
         counts = [torch.zeros(3, dtype=torch.int64, device=gathered.device) for _ in self.products]
         for segment, elements, offset in self.owned_segments(owned):

@@ -292,7 +292,7 @@ class _Description(NamedTuple):
 def _compute(trainer: Trainer, longest: int) -> dict[str, _Computed]:
     """Return by name what `compare` compares, in its order."""
     engine = trainer.engine
-    engine.stage.layer_context.statistics.detailed = _has_same_scales(trainer.deck)
+    engine.stage.layer_context.statistics.detailed_step = _has_same_scales(trainer.deck)
 
     def parameters(when: str) -> dict[str, _Computed]:
         return _by_name(("parameter ", when), _pieces(engine, gradients=False))

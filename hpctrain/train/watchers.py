@@ -123,7 +123,7 @@ class EightBitWatch(Hook):
 
     def around_step(self, step: int) -> AbstractContextManager[object]:
         """More is noted where the step is due."""
-        self.statistics.detailed = self.every > 0 and step % self.every == 0
+        self.statistics.detailed_step = self.every > 0 and step % self.every == 0
         return nullcontext()
 
 

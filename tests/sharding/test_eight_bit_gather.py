@@ -106,7 +106,7 @@ def test_gathering_in_8_bits_changes_no_bit(world: World, recipe: str, mpi_tmp_p
         assert told(run.train(2)) == told(plain.train(2)), name
         assert evaluated(run) == evaluated(plain), name
         for each in runs:
-            each.engine.stage.layer_context.statistics.detailed = True
+            each.engine.stage.layer_context.statistics.detailed_step = True
         expected, found = (each.train_step() for each in runs)
         assert told([found]) == told([expected]), name
         row = loss_metrics(found.statistics)
@@ -187,7 +187,7 @@ def test_gathered_codes_are_those_of_the_product(world: World, more: tuple[str, 
     """Test numbers that saturate and underflow, in both passes, with the same statistics of loss."""
     cut = 0
     run = trainer(world, small_deck(*KEYS, "precision.fp8=tensor", GATHER, *more))
-    run.engine.stage.layer_context.statistics.detailed = True
+    run.engine.stage.layer_context.statistics.detailed_step = True
     for bucket in eight_bit_buckets(run):
         whole = bucket.gather_owned(bucket.owned_values)
         assert isinstance(bucket.owned_values, Tensor)

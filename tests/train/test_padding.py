@@ -126,7 +126,7 @@ def test_fp8_scales_do_not_depend_on_padding(world: World, recipe: str) -> None:
         table = run.engine.stage.models[0].table
         with torch.no_grad():
             table[0] = 50.0
-        run.engine.stage.layer_context.statistics.detailed = True
+        run.engine.stage.layer_context.statistics.detailed_step = True
         actual.append(run.train(2))
     for ours, reference in zip(*actual, strict=True):
         assert ours.figures == pytest.approx(reference.figures, rel=1e-5)

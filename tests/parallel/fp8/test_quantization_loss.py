@@ -67,7 +67,7 @@ def test_a_line_has_shares_and_scales_by_kind_of_layer() -> None:
     ones = torch.ones(2, 4)
     noted.begin_action(0)
     note(0, "inputs", ones, torch.ones(2, 1))  # nobody watches
-    noted.detailed = True
+    noted.detailed_step = True
     noted.begin_action(None)
     note(0, "inputs", ones, torch.ones(2, 1))  # no training step
     for _ in range(2):  # as when it is computed again
@@ -105,7 +105,7 @@ def steps(world: World, watch: bool, *keys: str) -> tuple[Trainer, list[float], 
     run = trainer(world, small_deck(*KEYS, *keys))
     losses, rows = [], []
     for step in range(3):
-        run.engine.stage.layer_context.statistics.detailed = watch and step > 0
+        run.engine.stage.layer_context.statistics.detailed_step = watch and step > 0
         result = run.train(1)[0]
         losses += [result.loss, result.grad_norm]
         rows.append(loss_metrics(result.statistics))
