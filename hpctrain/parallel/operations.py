@@ -26,7 +26,7 @@ class MatrixSize(NamedTuple):
         outputs: Output features.
         inputs: Input features.
         cut: Features that tensor ranks split, or `expert_tensor` ranks in a mixture.
-        chosen: Number of experts with such a matrix that each token is multiplied with.
+        experts_per_token: Number of experts with such a matrix that each token is multiplied with.
         experts: Number of experts with such a matrix, which `expert` ranks split.
         adapter: True for a factor of an adapter, which needs no messages of its own.
         biased: True if a bias is added to the product.
@@ -35,7 +35,7 @@ class MatrixSize(NamedTuple):
     outputs: int
     inputs: int
     cut: Cut
-    chosen: int = 1
+    experts_per_token: int = 1
     experts: int = 1
     adapter: bool = False
     biased: bool = False
@@ -43,12 +43,12 @@ class MatrixSize(NamedTuple):
     @property
     def elements(self) -> int:
         """Number of elements that a token is multiplied with."""
-        return self.outputs * self.inputs * self.chosen
+        return self.outputs * self.inputs * self.experts_per_token
 
     @property
     def idle_elements(self) -> int:
         """Number of elements of the experts that do not compute a token, with their biases."""
-        return self.outputs * (self.inputs + self.biased) * (self.experts - self.chosen)
+        return self.outputs * (self.inputs + self.biased) * (self.experts - self.experts_per_token)
 
 
 class AttentionSize(NamedTuple):

@@ -98,7 +98,7 @@ def _local_rows(layer_context: LayerContext, sizes: ActivationSizes) -> int:
 def _dispatched_rows(experts: Experts, sizes: ActivationSizes) -> int:
     """Return the number of rows that leave this rank for experts."""
     accepted = 1.0 if experts.capacity is None else min(1.0, experts.capacity)
-    return int(_local_rows(experts.layer_context, sizes) * experts.chosen * accepted)
+    return int(_local_rows(experts.layer_context, sizes) * experts.experts_per_token * accepted)
 
 
 def _padded_rows(experts: Experts, sizes: ActivationSizes) -> int:

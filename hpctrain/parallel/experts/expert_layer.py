@@ -37,13 +37,13 @@ class ExpertSizes:
 
     Attributes:
         count: Experts.
-        chosen: Experts that each token goes to.
+        experts_per_token: Experts that each token goes to.
         hidden: Features of a token.
         inner: Features of a token within an expert.
     """
 
     count: int
-    chosen: int
+    experts_per_token: int
     hidden: int
     inner: int
 
@@ -75,8 +75,8 @@ class Experts(MatmulLayer):
         biased: bool = False,
     ) -> None:
         super().__init__()
-        self.layer_context, self.chosen, self.activation = layer_context, sizes.chosen, activation
-        self.capacity = capacity
+        self.layer_context, self.experts_per_token = layer_context, sizes.experts_per_token
+        self.activation, self.capacity = activation, capacity
         count, hidden, inner = sizes.count, sizes.hidden, sizes.inner
         experts = Partition.split(count, layer_context.expert)
         columns = Partition.split(inner, layer_context.expert_tensor)
@@ -184,11 +184,13 @@ class Experts(MatmulLayer):
                 self.activation.input_projections * inner,
                 hidden,
                 "outputs",
-                self.chosen,
+                self.experts_per_token,
                 count,
                 biased=self.gate_up_bias is not None,
             ),
-            MatrixSize(hidden, inner, "inputs", self.chosen, count, biased=self.gate_up_bias is not None),
+            MatrixSize(
+                hidden, inner, "inputs", self.experts_per_token, count, biased=self.gate_up_bias is not None
+            ),
         ]
 
     @property

@@ -255,7 +255,7 @@ class _Times:
         if matrix.experts > 1:
             ranks = at.expert_tensor
             count = matrix.experts / at.expert
-            rows = at.tokens / at.tensor * matrix.chosen * at.expert_tensor / count
+            rows = at.tokens / at.tensor * matrix.experts_per_token * at.expert_tensor / count
         elif matrix.cut == "whole" and not matrix.adapter:
             rows = at.tokens / at.tensor  # a router's: of the rows that a rank sends to experts
         elif matrix.cut == "replicated":
@@ -352,7 +352,9 @@ class _Times:
     def _experts(self) -> float:
         """Rows to their experts and back."""
         at = self.at
-        met = max((matrix.chosen for matrix in self.layer.matrices if matrix.experts > 1), default=0)
+        met = max(
+            (matrix.experts_per_token for matrix in self.layer.matrices if matrix.experts > 1), default=0
+        )
         if not met:
             return 0.0
         rows = at.tokens / at.tensor * met * self.layer.hidden * at.itemsize
