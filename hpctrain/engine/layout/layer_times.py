@@ -57,7 +57,7 @@ def measure_layers(
     chunks = range(len(models))
     generator = torch.Generator(world.device).manual_seed(0)
     replications = Replications.of_one_rank(mesh.new_subgroup("data", 1))
-    for bucket in build_stage(deck, layer_context, models, replications, trained=True).buckets:
+    for bucket in build_stage(deck, layer_context, models, replications, has_gradients=True).buckets:
         assert bucket.values is not None
         bucket.values.normal_(std=_DEVIATION, generator=generator)
     initialize_parts(architecture, models, (), 0)

@@ -46,7 +46,7 @@ class RemoteOptimizer(Optimizer):
 
 def build_worker_stage(deck: Deck, setup: StageSetup) -> TrainedStage:
     """Build the stage of a worker, as a StageBuilder."""
-    stage = build_stage(deck, setup.layer_context, setup.models, setup.replications, trained=True)
+    stage = build_stage(deck, setup.layer_context, setup.models, setup.replications, has_gradients=True)
     replica_sync = SyncEveryStep()
     reducers = [Reducer(bucket, UnreducedGradients()) for bucket in stage.buckets]
     synchronizer = GradientSynchronizer(reducers, replica_sync)

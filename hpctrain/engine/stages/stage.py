@@ -138,7 +138,7 @@ def build_stage(
     models: Sequence[ModelPart],
     replications: Replications,
     store: Store | None = None,
-    trained: bool = False,
+    has_gradients: bool = False,
 ) -> Stage:
     """Put the parameters of model parts into buckets, which allocates their memory.
 
@@ -148,7 +148,7 @@ def build_stage(
         models: Model parts by chunk, without memory.
         replications: Ranks that hold each shard.
         store: Makes the memory of ZeRO slices outside the device; None for the device.
-        trained: True if parameters have gradients.
+        has_gradients: True if parameters have gradients.
     """
     size, precision = deck.communication.bucket_bytes, Precision.of(deck)
     # With adapters, all other parameters have neither gradients nor state, so they have buckets of their own.
@@ -158,7 +158,7 @@ def build_stage(
     products = products_in_8_bits(layers)
 
     def allocate(layout: BucketLayout) -> Bucket:
-        is_trained = trained and (layout.trained or not separate)
+        is_trained = has_gradients and (layout.trained or not separate)
         return make_bucket(products, layout, precision.storage, precision.gradient, is_trained, store)
 
     buckets = list(map(allocate, layouts))
@@ -172,7 +172,7 @@ def build_trained_stage(deck: Deck, setup: StageSetup) -> TrainedStage:
     assign_settings(deck, setup.models)
     offload = setup.offload
     stage = build_stage(
-        deck, setup.layer_context, setup.models, setup.replications, offload.parameters, trained=True
+        deck, setup.layer_context, setup.models, setup.replications, offload.parameters, has_gradients=True
     )
     replica_sync = ReplicaSyncChoice.of(deck).make(deck, stage)
     synchronizer, reductions = make_synchronizer(deck, stage, replica_sync)
