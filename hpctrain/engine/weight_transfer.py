@@ -164,7 +164,9 @@ class WeightTransfer:
     def sent_bytes(self) -> int:
         """Bytes that this rank sends to other ranks in each transfer."""
         sent = (
-            (each.box.elements, each_round.dtype) for each_round in self._rounds for each in each_round.sent
+            (each.box.elements, each_round.dtype)
+            for each_round in self._rounds
+            for each in each_round.sent_messages
         )
         return sum(elements * dtype.itemsize for elements, dtype in sent)
 
@@ -185,8 +187,8 @@ class _TransferRound:
     """Messages of one round that this rank sends and receives, sorted by peer."""
 
     dtype: torch.dtype
-    sent: list[TransferMessage]
-    received: list[TransferMessage]
+    sent_messages: list[TransferMessage]
+    received_messages: list[TransferMessage]
 
     @staticmethod
     def of(messages: Sequence[TransferMessage], dtype: torch.dtype, rank: int) -> _TransferRound:
@@ -200,19 +202,19 @@ class _TransferRound:
     ) -> None:
         """Send and receive the messages. Collective over the group."""
         sending, receiving = [0] * group.size, [0] * group.size
-        for each in self.sent:
+        for each in self.sent_messages:
             sending[each.receiver] += each.box.elements
-        for each in self.received:
+        for each in self.received_messages:
             receiving[each.sender] += each.box.elements
         buffer = group.empty((sum(sending),), self.dtype)
         end = 0
-        for each in self.sent:
+        for each in self.sent_messages:
             end += each.box.elements
             buffer[end - each.box.elements : end] = sources[each.name].read(each.box)
         output = group.empty((sum(receiving),), self.dtype)
         group.all_to_all(buffer, output, sending, receiving)
         end = 0
-        for each in self.received:
+        for each in self.received_messages:
             end += each.box.elements
             targets[each.name].write(each.box, output[end - each.box.elements : end])
 
