@@ -106,23 +106,25 @@ class AveragedRule(UpdateRule, Protocol):
     The layers compute with these other weights in training (schedule-free optimizers).
 
     Attributes:
-        lead: Name of the state that holds z - x, the latest iterate of the optimizer less the average.
+        offset_name: Name of the state that holds z - x, the latest iterate of the optimizer less the average.
         totals: Sums over all updates so far. A checkpoint stores them with the number of updates.
     """
 
-    lead: ClassVar[str]
+    offset_name: ClassVar[str]
     totals: dict[str, float]
 
     def begin(self, learning_rate: float) -> None:
         """Prepare for an update, which follows in any number of parts."""
 
-    def training_weights(self, masters: Tensor, lead: Tensor) -> Tensor:
+    def training_weights(self, masters: Tensor, offset: Tensor) -> Tensor:
         """Return the weights that layers compute with in training, in new memory."""
 
 
 def training_weights(averaged: AveragedRule | None, state: Mapping[str, Tensor]) -> Tensor:
     """Return the weights that layers compute with in training: the master weights, unless a rule averages."""
-    return averaged.training_weights(state[MASTER], state[averaged.lead]) if averaged else state[MASTER]
+    if averaged is None:
+        return state[MASTER]
+    return averaged.training_weights(state[MASTER], state[averaged.offset_name])
 
 
 def are_masters(dtype: torch.dtype, updated_there: bool, rule: UpdateRule | None = None) -> bool:
@@ -246,11 +248,11 @@ def _weights(state: BucketState, averaged: AveragedRule | None) -> Iterator[tupl
     if averaged is None:
         yield from read_pieces(state[MASTER])
         return
-    both = zip(read_pieces(state[MASTER]), read_pieces(state[averaged.lead]), strict=True)
-    for (first, masters), (_, lead) in both:
+    both = zip(read_pieces(state[MASTER]), read_pieces(state[averaged.offset_name]), strict=True)
+    for (first, masters), (_, offset) in both:
         for at in range(0, masters.numel(), PIECE):
             piece = slice(at, at + PIECE)
-            yield first + at, averaged.training_weights(masters[piece], lead[piece])
+            yield first + at, averaged.training_weights(masters[piece], offset[piece])
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from hpctrain.optim.optimizer import ElementBatch
 from hpctrain.sharding.state import MASTER
 
-LEAD, SQUARE = "lead", "exp_avg_sq"
+ITERATE_OFFSET, SQUARE = "lead", "exp_avg_sq"
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -47,8 +47,8 @@ class ScheduleFree:
     weight_decay: float
     totals: dict[str, float] = field(default_factory=lambda: {"largest_rate": 0.0, "weights": 0.0})
 
-    names: ClassVar[tuple[str, ...]] = (LEAD, SQUARE)
-    lead: ClassVar[str] = LEAD
+    names: ClassVar[tuple[str, ...]] = (ITERATE_OFFSET, SQUARE)
+    offset_name: ClassVar[str] = ITERATE_OFFSET
 
     def begin(self, learning_rate: float) -> None:
         """Prepare for an update, which follows in any number of calls of `update`."""
@@ -66,18 +66,18 @@ class ScheduleFree:
             correction = 1 - decay ** part.updates.add_(1).double()
             part.gradients.div_(gradient_divisor)
             for piece in part.pieces():
-                average, lead, square = (piece.state[name] for name in (MASTER, LEAD, SQUARE))
+                average, offset, square = (piece.state[name] for name in (MASTER, ITERATE_OFFSET, SQUARE))
                 gradients = piece.gradients
                 square.mul_(decay).addcmul_(gradients, gradients, value=1 - decay)
                 # The smallest fp32 number prevents 0 / 0 for elements without gradients, which stay in place.
                 size = (square / correction).sqrt_().add_(max(self.epsilon, _SMALLEST))
                 step = torch.div(gradients, size, out=size)
                 if decayed and self.weight_decay:
-                    step.add_(self.training_weights(average, lead), alpha=self.weight_decay / factor)
-                lead.sub_(step, alpha=learning_rate * factor)
-                average.add_(lead, alpha=share)
-                lead.mul_(1 - share)
+                    step.add_(self.training_weights(average, offset), alpha=self.weight_decay / factor)
+                offset.sub_(step, alpha=learning_rate * factor)
+                average.add_(offset, alpha=share)
+                offset.mul_(1 - share)
 
-    def training_weights(self, masters: Tensor, lead: Tensor) -> Tensor:
+    def training_weights(self, masters: Tensor, offset: Tensor) -> Tensor:
         """Return the weights that layers compute with in training, in new memory."""
-        return masters.add(lead, alpha=1 - self.betas[0])
+        return masters.add(offset, alpha=1 - self.betas[0])

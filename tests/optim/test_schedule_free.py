@@ -16,7 +16,7 @@ from hpctrain.engine.stage_values import load_parameters
 from hpctrain.errors import HpctrainError
 from hpctrain.optim import optimizer as optimizer_module
 from hpctrain.optim.optimizer import ResidentOptimizer
-from hpctrain.optim.schedule_free import LEAD, SQUARE, ScheduleFree
+from hpctrain.optim.schedule_free import ITERATE_OFFSET, SQUARE, ScheduleFree
 from hpctrain.sharding.state import MASTER
 from hpctrain.train.run import resume, run_deck
 from tests.engines import DECK, LLAMA, small_deck, trainer
@@ -76,7 +76,7 @@ def test_ten_updates_are_those_of_the_authors(
     assert ours.updates == 10
     assert ours.totals["largest_rate"] == largest
     assert ours.totals["weights"] * largest**2 == pytest.approx(weights, rel=1e-12)
-    assert all(set(state) == {MASTER, LEAD, SQUARE} for state in ours.states)
+    assert all(set(state) == {MASTER, ITERATE_OFFSET, SQUARE} for state in ours.states)
 
 
 @pytest.mark.parametrize("rates", [(1e-300, 1e-200), (1e3, 1e3), (0.0, 0.0, 0.1)])
