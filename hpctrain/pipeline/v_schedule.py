@@ -60,19 +60,19 @@ class _BuildingBlock:
         lifetime_share: Fraction of the longest lifetime that the limit allows, for chunk 0 and chunk 1.
         forward_share: Fraction of the slack in this lifetime that is spent in forward, for chunk 0 and chunk
             1.
-        rests: Idle times on the path, in times of the busiest stage's work for one micro-batch: after
+        idle_times: Idle times on the path, in times of the busiest stage's work for one micro-batch: after
             forward of chunk 0 at the last stage, after forward of chunk 1 at the first stage, and after
             backward of chunk 1 at the last stage.
-        stretch: Time from one micro-batch to the next, divided by the shortest time that work and memory
-            allow.
+        period_factor: Time from one micro-batch to the next, divided by the shortest time that work and
+            memory allow.
         patience: As in ListPriorities.
         finish_first: As in ListPriorities.
     """
 
     lifetime_share: tuple[float, float] = (1.0, 1.0)
     forward_share: tuple[float, float] = (0.5, 0.5)
-    rests: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    stretch: float = 1.0
+    idle_times: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    period_factor: float = 1.0
     patience: float = 0.5
     finish_first: bool = False
 
@@ -158,8 +158,8 @@ def _draw_blocks(generator: random.Random, count: int) -> Iterator[_BuildingBloc
         yield _BuildingBlock(
             lifetime_share=(0.0, 0.0) if tight else (0.6 + 0.6 * draws[1], 0.6 + 0.6 * draws[2]),
             forward_share=(draws[3], draws[4]),
-            rests=(max(0.0, 3 * draws[5] - 2), max(0.0, 2 * draws[6] - 1), max(0.0, 3 * draws[7] - 2)),
-            stretch=1.0 if draws[8] < 0.6 else 0.9 + 0.4 * draws[9],
+            idle_times=(max(0.0, 3 * draws[5] - 2), max(0.0, 2 * draws[6] - 1), max(0.0, 3 * draws[7] - 2)),
+            period_factor=1.0 if draws[8] < 0.6 else 0.9 + 0.4 * draws[9],
             patience=draws[10],
             finish_first=draws[11] < 0.5,
         )
@@ -177,7 +177,11 @@ def _perturb(generator: random.Random, block: _BuildingBlock) -> _BuildingBlock:
             min(1.0, perturb(block.forward_share[0], 0.5)),
             min(1.0, perturb(block.forward_share[1], 0.5)),
         ),
-        rests=(perturb(block.rests[0], 0.2), perturb(block.rests[1], 0.3), perturb(block.rests[2], 0.2)),
+        idle_times=(
+            perturb(block.idle_times[0], 0.2),
+            perturb(block.idle_times[1], 0.3),
+            perturb(block.idle_times[2], 0.2),
+        ),
         patience=min(1.0, perturb(block.patience, 0.3)),
     )
 
@@ -192,7 +196,7 @@ def _block_priorities(
     fastest_backward = math.fsum(times.input_gradient) / (2 * stages) + mean_communication
     fastest = fastest_forward + fastest_backward
     work = max(math.fsum(times.stage_durations(stage)) for stage in range(stages))
-    period = max(work, 2 * stages * fastest / limit) * block.stretch
+    period = max(work, 2 * stages * fastest / limit) * block.period_factor
     # On every stage, activations are live for 2 p x (time of one step down the stages and one back).
     longest = limit * work / (2 * stages)
     slack = [max(0.0, longest * room - fastest) for room in block.lifetime_share]
@@ -200,9 +204,9 @@ def _block_priorities(
     backward = [
         fastest_backward + s * (1 - share) for s, share in zip(slack, block.forward_share, strict=True)
     ]
-    rise = stages * forward[0] + block.rests[0] * work
-    turning_time = rise + stages * forward[1] + block.rests[1] * work
-    back = turning_time + stages * backward[1] + block.rests[2] * work
+    rise = stages * forward[0] + block.idle_times[0] * work
+    turning_time = rise + stages * forward[1] + block.idle_times[1] * work
+    back = turning_time + stages * backward[1] + block.idle_times[2] * work
     ranks = []
     for stage in range(stages):
         after = stages - 1 - stage
