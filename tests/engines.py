@@ -26,7 +26,7 @@ from hpctrain.sharding.bucket_layout import bucket_layouts
 from hpctrain.sharding.replication import Replications
 from hpctrain.train import trainer as trainer_module
 from hpctrain.train.step import StepResult
-from hpctrain.train.verify import ROUGHNESS
+from hpctrain.train.verify import NOISE_STD
 
 DECK = """
 [run]
@@ -100,7 +100,7 @@ class Trainer(trainer_module.Trainer):
 
 def trainer(world: World, deck: Deck, masked: float = 0.2) -> Trainer:
     """A trainer of the deck on all ranks of the world, with padded rows if conversations are not packed."""
-    engine = build_engine(deck, world, make_mesh(deck, world), roughness=ROUGHNESS)
+    engine = build_engine(deck, world, make_mesh(deck, world), noise_std=NOISE_STD)
     documents = 0.15 if deck.data.document_mask else 0.0
     padding = 0.0 if deck.data.pack else 0.25
     source = SyntheticSource(

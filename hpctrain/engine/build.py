@@ -22,18 +22,18 @@ from hpctrain.objective.factory import make_objective
 from hpctrain.parallel.sequence import context_positions
 
 
-def build_engine(deck: Deck, world: World, mesh: Mesh, roughness: float = 0.0) -> Engine:
+def build_engine(deck: Deck, world: World, mesh: Mesh, noise_std: float = 0.0) -> Engine:
     """Build the engine of a deck with a known vocabulary, initialized from the seed. Collective.
 
     Args:
         deck: The deck.
         world: All ranks of the engine.
         mesh: Arrangement of the ranks.
-        roughness: Standard deviation of noise that is added to biases and norm weights, which start as zeros
+        noise_std: Standard deviation of noise that is added to biases and norm weights, which start as zeros
             and ones, so that tests notice if a layout permutes them. 0 in runs.
     """
     deck = choose_kernels(deck, world, mesh)
-    return assemble(deck, world, mesh, make_engine_spec(deck, world, mesh), roughness)
+    return assemble(deck, world, mesh, make_engine_spec(deck, world, mesh), noise_std)
 
 
 def assemble(
@@ -41,7 +41,7 @@ def assemble(
     world: World,
     mesh: Mesh,
     spec: EngineSpec,
-    roughness: float = 0.0,
+    noise_std: float = 0.0,
     build: StageBuilder = build_trained_stage,
 ) -> Engine:
     """Build the engine of a deck from its spec. Collective.
@@ -51,7 +51,7 @@ def assemble(
         world: All ranks of the engine.
         mesh: Arrangement of the ranks.
         spec: Result of `make_engine_spec` for this deck.
-        roughness: As in `build_engine`.
+        noise_std: As in `build_engine`.
         build: Function that builds the stage.
     """
     setup = make_setup(deck, world, mesh, spec)
@@ -63,7 +63,7 @@ def assemble(
     with world.agreement():
         objective = make_objective(deck)
         stage = build(deck, setup)
-    initialize(world, architecture, stage, deck.run.seed, roughness)
+    initialize(world, architecture, stage, deck.run.seed, noise_std)
     stage.replica_sync.begin(stage.optimizer)
     start_features(stage, deck, world)
     activation_files = open_activation_store(

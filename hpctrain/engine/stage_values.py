@@ -22,7 +22,7 @@ from hpctrain.optim.optimizer import gather_updated
 
 
 def initialize(
-    world: World, architecture: Architecture, stage: TrainedStage, seed: int, roughness: float
+    world: World, architecture: Architecture, stage: TrainedStage, seed: int, noise_std: float
 ) -> None:
     """Fill this rank's fp32 master weights from the seed, then the parameters from them. Collective.
 
@@ -31,7 +31,7 @@ def initialize(
         architecture: Architecture of the model.
         stage: Stage to initialize.
         seed: Seed of the random numbers, which depend on nothing else but names and positions.
-        roughness: As in `build_engine`; 0 in runs.
+        noise_std: As in `build_engine`; 0 in runs.
     """
     optimizer = stage.optimizer
     targets = (
@@ -42,7 +42,7 @@ def initialize(
         for first, piece in fill_pieces(values)
     )
     with world.agreement():
-        initialize_parts(architecture, stage.models, targets, seed, roughness)
+        initialize_parts(architecture, stage.models, targets, seed, noise_std)
     optimizer.publish()
 
 

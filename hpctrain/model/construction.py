@@ -61,9 +61,9 @@ def _transformers(
 
 
 def _initialize_transformers(
-    shape: ModelShape, _: Sequence[ModelPart], targets: Targets, seed: int, roughness: float
+    shape: ModelShape, _: Sequence[ModelPart], targets: Targets, seed: int, noise_std: float
 ) -> None:
-    initialize(targets, shape, seed, roughness)
+    initialize(targets, shape, seed, noise_std)
 
 
 MODEL_FAMILIES: Mapping[type[Architecture], ModelFamily] = {
@@ -104,7 +104,7 @@ def initialize_parts(
     parts: Sequence[ModelPart],
     targets: Targets,
     seed: int,
-    roughness: float = 0.0,
+    noise_std: float = 0.0,
 ) -> None:
     """Fill targets with initial values, which depend on the seed and are equal on every layout.
 
@@ -113,10 +113,10 @@ def initialize_parts(
         parts: This rank's parts. What they hold besides parameters is initialized as well.
         targets: Flat fp32 tensors, each for the elements of a parameter's local piece from an offset on.
         seed: Seed of the run.
-        roughness: Standard deviation of noise that is added to biases and norm weights. Checks use it, so
+        noise_std: Standard deviation of noise that is added to biases and norm weights. Checks use it, so
             that no two tensors are alike and a mix-up shows.
     """
-    MODEL_FAMILIES[type(architecture)].initialize(architecture, parts, targets, seed, roughness)
+    MODEL_FAMILIES[type(architecture)].initialize(architecture, parts, targets, seed, noise_std)
 
 
 def split_problems(architecture: Architecture, split: Sequence[int]) -> Iterable[str]:

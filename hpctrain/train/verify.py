@@ -73,7 +73,7 @@ _PADDING = 0.2  # share of sequences that is padding, where conversations fill t
 _SECOND_STEP = " in the second step"
 _AT_THE_END = " after both steps"
 
-ROUGHNESS = 0.2  # standard deviation of what biases and norm weights differ by
+NOISE_STD = 0.2  # standard deviation of what biases and norm weights differ by
 
 
 def is_state(name: str) -> bool:
@@ -89,7 +89,7 @@ class LayoutError(HpctrainError):
 
 def tiny_trainer(deck: Deck, world: World, mesh: Mesh) -> Trainer:
     """Trainer of a miniature deck, on random tokens of which some are masked, or on its dataset."""
-    engine = build_engine(deck, world, mesh, roughness=ROUGHNESS)
+    engine = build_engine(deck, world, mesh, noise_std=NOISE_STD)
     if deck.data.dataset is not None:
         return Trainer(deck, engine, Batches(DatasetSource(dataset_of(deck), 0.0, "train"), deck.run.seed))
     assert deck.model.vocabulary is not None

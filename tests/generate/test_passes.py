@@ -49,7 +49,7 @@ def model_of(world: World, *overrides: str, functions: LayerFunctions = TORCH) -
     compiling = f"machine.compile={str(functions.compiled).lower()}"
     deck = small_deck(*ROUGH, "machine.products=library", compiling, *overrides)
     deck = deck.with_runtime_choices(replace(deck.runtime_choices, functions=functions))
-    model = build_engine(deck, world, make_mesh(deck, world), roughness=0.2).model
+    model = build_engine(deck, world, make_mesh(deck, world), noise_std=0.2).model
     assert isinstance(model, Transformer)
     assert model.layer_context.functions is functions
     return model

@@ -62,7 +62,7 @@ def of_layouts(
     """A model with rough weights, moved into stages of these (tensor, pipeline) sizes."""
     deck = small_deck(*LAYERS, "machine.products=library", "machine.compile=true", *keys)
     deck = deck.with_runtime_choices(replace(deck.runtime_choices, functions=functions))
-    engine = build_engine(deck, world, make_mesh(deck, world), roughness=0.2)
+    engine = build_engine(deck, world, make_mesh(deck, world), noise_std=0.2)
     models = []
     for tensor, pipeline in layouts:
         model, stage = generation_stage(deck, world, tensor, pipeline)

@@ -30,7 +30,7 @@ from hpctrain.post.rewards.rewards import Rewards
 from hpctrain.post.trainer import PolicyTrainer
 from hpctrain.train.hook import Hook
 from hpctrain.train.trainer import TrainerParts
-from hpctrain.train.verify import ROUGHNESS, _pieces
+from hpctrain.train.verify import NOISE_STD, _pieces
 from tests.data.chats import write_rows
 
 DECK = """
@@ -144,10 +144,10 @@ def policy_trainer(world: World, deck: Deck) -> PolicyTrainer:
     seat = place_models(deck, world)
     own = choose_kernels(seat.deck, seat.world, seat.mesh)
     spec = make_engine_spec(own, seat.world, seat.mesh)
-    engine = assemble(own, seat.world, seat.mesh, spec, ROUGHNESS, seat.stage_builder)
+    engine = assemble(own, seat.world, seat.mesh, spec, NOISE_STD, seat.stage_builder)
     trainer = PolicyTrainer(TrainerParts(deck, engine, corpus, None, lambda: None, seat))
     for name, each in engines(trainer).items():
-        initialize(each.world, each.architecture, each.stage, deck.run.seed + SEEDS[name], ROUGHNESS)
+        initialize(each.world, each.architecture, each.stage, deck.run.seed + SEEDS[name], NOISE_STD)
     assert trainer.experience is not None
     trainer.experience.rewards = Rewards([(Judge(name), weight) for name, weight in REWARDS.items()])
     return trainer
@@ -160,7 +160,7 @@ def settled(world: World, deck: Deck) -> Deck:
 
 def first_engine(world: World, deck: Deck) -> Engine:
     """Of a settled deck, with the weights that its run begins with, which are the reference's."""
-    return build_engine(deck, world, make_mesh(deck, world), roughness=ROUGHNESS)
+    return build_engine(deck, world, make_mesh(deck, world), noise_std=NOISE_STD)
 
 
 def engines(trainer: PolicyTrainer) -> dict[str, Engine]:

@@ -22,7 +22,7 @@ from hpctrain.sharding.replica_sync import SyncEveryStep, Weights
 from hpctrain.sharding.state import MODEL, StateOptions, StateTensor, owned_state
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.start import start_from_source
-from hpctrain.train.verify import ROUGHNESS
+from hpctrain.train.verify import NOISE_STD
 from tests.engines import Trainer, small_deck, trainer
 
 EVERY = 2
@@ -69,7 +69,7 @@ class OneShare(Batches):
 def alone_with(world: World, rank: int, batches: Batches) -> Trainer:
     """Return a trainer of one rank with the samples of data rank `rank`."""
     deck, one = on_one_rank(small_deck(*KEYS)), world.single_rank_world()
-    engine = build_engine(deck, one, make_mesh(deck, one), roughness=ROUGHNESS)
+    engine = build_engine(deck, one, make_mesh(deck, one), noise_std=NOISE_STD)
     return Trainer(deck, engine, OneShare(batches, rank))
 
 

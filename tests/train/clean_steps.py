@@ -21,7 +21,7 @@ from hpctrain.comm.world import World
 from hpctrain.plan import engine as planned
 from hpctrain.report.rows import read_metrics
 from hpctrain.train import corruption
-from hpctrain.train.verify import ROUGHNESS
+from hpctrain.train.verify import NOISE_STD
 from tests.train.poisoned import make_deck, train
 from tests.train.test_run import contents
 
@@ -107,7 +107,7 @@ def main() -> int:
     wrong: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         # No two tensors are alike at the start; what neighbours compute, too, is looked at more often.
-        patch.setattr(planned, "assemble", partial(planned.assemble, roughness=ROUGHNESS))
+        patch.setattr(planned, "assemble", partial(planned.assemble, noise_std=NOISE_STD))
         patch.setattr(corruption, "REPEATED", 2)
         for layout, own in LAYOUTS.items():
             for form in FORMATS:

@@ -29,7 +29,7 @@ from hpctrain.text import table
 from hpctrain.train import healing
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.run import Loop
-from hpctrain.train.verify import ROUGHNESS
+from hpctrain.train.verify import NOISE_STD
 from tests.train.flipped_bits import MOMENTS, Campaign, Planted
 from tests.train.poisoned import make_deck, train
 
@@ -266,7 +266,7 @@ def main() -> int:
     counts = {kind: Count() for kind in MOMENTS}
     wrong: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planned, "assemble", partial(planned.assemble, roughness=ROUGHNESS))
+        patch.setattr(planned, "assemble", partial(planned.assemble, noise_std=NOISE_STD))
         patch.setattr(healing, "MOST_OF_A_RANK", 10**6)
         patch.setattr(healing, "MOST", 10**6)
         for layout, own in LAYOUTS.items():

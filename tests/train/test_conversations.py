@@ -27,7 +27,7 @@ from hpctrain.engine.choices.function_choice import choose_functions
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.train.trainer import Trainer
-from hpctrain.train.verify import ROUGHNESS, _pieces
+from hpctrain.train.verify import NOISE_STD, _pieces
 from tests.data.chats import talk, write_rows
 from tests.engines import LLAMA, by_rank_0, small_deck
 from tests.train.test_documents import FAMILIES, Gradients
@@ -74,7 +74,7 @@ def make_trainer(world: World, deck: Deck) -> Trainer:
     corpus = open_corpus(deck, world)
     deck = choose_functions(resolve_vocabulary(deck, corpus), world)
     assert deck.data.document_mask and deck.model.vocabulary == 257
-    engine = build_engine(deck, world, make_mesh(deck, world), roughness=ROUGHNESS)
+    engine = build_engine(deck, world, make_mesh(deck, world), noise_std=NOISE_STD)
     return Trainer(deck, engine, corpus.train)
 
 

@@ -25,7 +25,7 @@ from hpctrain.deck.sections.optimizer import AdamWTable
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import build_engine
 from hpctrain.engine.layout.run_mesh import make_mesh
-from hpctrain.train.verify import ROUGHNESS
+from hpctrain.train.verify import NOISE_STD
 from tests.engines import Trainer, by_rank_0
 from tests.model.modules.tensor_parallel.test_apply_plan import whole_parameters
 from tests.train import sets
@@ -145,7 +145,7 @@ def deck_of(kind: str, *overrides: str) -> Deck:
 def trainer(world: World, deck: Deck) -> Trainer:
     corpus = open_corpus(deck, world)
     deck = resolve_vocabulary(deck, corpus)
-    engine = build_engine(deck, world, make_mesh(deck, world), roughness=ROUGHNESS)
+    engine = build_engine(deck, world, make_mesh(deck, world), noise_std=NOISE_STD)
     return Trainer(deck, engine, corpus.train)
 
 

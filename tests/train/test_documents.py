@@ -27,7 +27,7 @@ from hpctrain.parallel.shards import Shard
 from hpctrain.train.hook import Hook
 from hpctrain.train.miniature import miniature
 from hpctrain.train.trainer import Trainer
-from hpctrain.train.verify import ROUGHNESS, _pieces, compare
+from hpctrain.train.verify import NOISE_STD, _pieces, compare
 from tests.engines import LLAMA, by_rank_0, small_deck, trainer
 from tests.memory.test_recompute import predicted, saved_bytes
 
@@ -99,7 +99,7 @@ class Gradients(Hook):
 
 def make_trainer(world: World, deck: Deck) -> Trainer:
     deck = choose_functions(deck, world)
-    engine = build_engine(deck, world, make_mesh(deck, world), roughness=ROUGHNESS)
+    engine = build_engine(deck, world, make_mesh(deck, world), noise_std=NOISE_STD)
     return Trainer(deck, engine, Batches(Packed(), 1))
 
 

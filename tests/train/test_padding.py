@@ -30,7 +30,7 @@ from hpctrain.train.routing import ROUTING_FILE
 from hpctrain.train.routing_file import RoutingFile
 from hpctrain.train.run import run_deck
 from hpctrain.train.step import StepResult
-from hpctrain.train.verify import ROUGHNESS
+from hpctrain.train.verify import NOISE_STD
 from tests.data.chats import write_rows
 from tests.engines import DECK, LLAMA, Trainer, small_deck
 from tests.train.test_mixture_layouts import KEYS, MODELS
@@ -71,7 +71,7 @@ class Steps:
 
 def trainer_of(world: World, deck: Deck, source: SequenceSource) -> Trainer:
     single = world.single_rank_world()
-    engine = build_engine(deck, single, make_mesh(deck, single), roughness=ROUGHNESS)
+    engine = build_engine(deck, single, make_mesh(deck, single), noise_std=NOISE_STD)
     return Trainer(deck, engine, Batches(source, 1))
 
 

@@ -28,7 +28,7 @@ from hpctrain.objective.objective import Objective
 from hpctrain.post.critic_loss import ClippedValue
 from hpctrain.train.scored import values_of
 from hpctrain.train.trainer import Trainer
-from hpctrain.train.verify import ROUGHNESS, _pieces
+from hpctrain.train.verify import NOISE_STD, _pieces
 from tests.engines import LLAMA, by_rank_0, small_deck
 from tests.train.test_documents import Gradients
 
@@ -107,7 +107,7 @@ class PairOrder(SampleOrder):
 def make_trainer(world: World, deck: Deck, objective: Objective | None = None) -> Trainer:
     """That of a run, on these answers, for an objective of its own if any."""
     deck = choose_functions(deck, world)
-    engine = build_engine(deck, world, make_mesh(deck, world), roughness=ROUGHNESS)
+    engine = build_engine(deck, world, make_mesh(deck, world), noise_std=NOISE_STD)
     engine.objective = engine.objective if objective is None else objective
     fields = ("margin",) if objective is None else ("returns", "values")
     source = Answers(LENGTH, deck.model.vocabulary or 0, 2 * PAIRS, fields=fields)

@@ -94,13 +94,13 @@ def initialize_module(
     parts: Sequence[ModelPart],
     targets: Iterable[tuple[Parameter, Tensor, int]],
     seed: int,
-    roughness: float = 0.0,
+    noise_std: float = 0.0,
 ) -> None:
     """Fill parameters and buffers with the initial values of the module; see `initialize_parts`.
 
     Parameters that are loaded are set to zero, and only buffers are computed.
     """
-    if architecture.loaded and not roughness:
+    if architecture.loaded and not noise_std:
         _initialize_buffers(architecture, parts, targets)
         return
     module = build_initial_module(architecture, seed)
@@ -109,8 +109,8 @@ def initialize_module(
         shard, value = parameter.shard, values[parameter.shard.name]
         local = value.reshape(-1) if shard.local == shard.shape else shard.take(value).reshape(-1)
         piece = local[offset : offset + target.numel()]
-        if roughness and parameter.dim() == 1:
-            fill_normal(target, offset, parameter.shard, seed, roughness)
+        if noise_std and parameter.dim() == 1:
+            fill_normal(target, offset, parameter.shard, seed, noise_std)
             target[: piece.numel()].add_(piece)
         else:
             target.zero_()

@@ -59,11 +59,11 @@ def deviation(shape: ModelShape, initial: Initial) -> float:
 
 
 def initialize(
-    targets: Iterable[tuple[Parameter, Tensor, int]], shape: ModelShape, seed: int, roughness: float = 0.0
+    targets: Iterable[tuple[Parameter, Tensor, int]], shape: ModelShape, seed: int, noise_std: float = 0.0
 ) -> None:
     """Fill flat fp32 tensors, each with elements of a parameter's local piece from an offset on.
 
-    Padding is zero. `roughness` is the standard deviation of noise on biases and norm weights, for checks.
+    Padding is zero. `noise_std` is the standard deviation of noise on biases and norm weights, for checks.
     """
     for parameter, target, offset in targets:
         if parameter.initial not in ("ones", "zeros"):
@@ -73,7 +73,7 @@ def initialize(
             fill_normal(target, offset, parameter.shard, seed, std)
             continue
         target.zero_()
-        if roughness:
-            fill_normal(target, offset, parameter.shard, seed, roughness)
+        if noise_std:
+            fill_normal(target, offset, parameter.shard, seed, noise_std)
         if parameter.initial == "ones":
             target.add_(1.0)

@@ -538,7 +538,7 @@ def test_the_multipliers_of_mup_are_in_the_weights(
     """What is exported has none, and computes the same; what starts from the checkpoint keeps them."""
     base = ("model.parametrization=mup", "model.base_width=8", "model.base_head_size=3")
     deck = small_deck(*family, *base, "batch.sequence=24")
-    engine = build_engine(deck, world, make_mesh(deck, world), roughness=0.2)
+    engine = build_engine(deck, world, make_mesh(deck, world), noise_std=0.2)
     path = tmp_path / "run.h5"
     save(path, world.everyone, training_entries(engine.state(), writing=True), {"deck": deck_text(deck)})
     for dtype in ("fp32", "bf16"):

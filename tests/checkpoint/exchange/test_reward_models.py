@@ -31,7 +31,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.train.scored import values_of
 from hpctrain.train.start import start_from_source
 from hpctrain.train.trainer import Trainer
-from hpctrain.train.verify import ROUGHNESS
+from hpctrain.train.verify import NOISE_STD
 from tests.engines import DECK, LLAMA, small_deck
 
 transformers = pytest.importorskip("transformers")
@@ -50,7 +50,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 def engine_of(world: World, *keys: str) -> tuple[Deck, Engine]:
     deck = small_deck(*keys)
-    return deck, build_engine(deck, world, make_mesh(deck, world), roughness=ROUGHNESS)
+    return deck, build_engine(deck, world, make_mesh(deck, world), noise_std=NOISE_STD)
 
 
 def written(world: World, path: Path, *keys: str) -> Engine:

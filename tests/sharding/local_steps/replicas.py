@@ -13,7 +13,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.sharding.local_steps.local_steps import LocalSteps
-from hpctrain.train.verify import ROUGHNESS
+from hpctrain.train.verify import NOISE_STD
 from tests.engines import Trainer
 
 
@@ -37,7 +37,7 @@ def singles(world: World, deck: Deck, batches: Batches, replicas: int) -> list[T
     return [
         Trainer(
             deck,
-            build_engine(deck, one, make_mesh(deck, one), roughness=ROUGHNESS),
+            build_engine(deck, one, make_mesh(deck, one), noise_std=NOISE_STD),
             Share(batches, number, replicas),
         )
         for number in range(replicas)

@@ -14,7 +14,7 @@ from hpctrain.engine.layout.engine_spec import make_engine_spec
 from hpctrain.engine.layout.server_roles import ServerRoles
 from hpctrain.train.server.trainer import ServedTrainer
 from hpctrain.train.step import StepResult
-from hpctrain.train.verify import ROUGHNESS
+from hpctrain.train.verify import NOISE_STD
 from tests.engines import small_deck, trainer
 
 UNTIED = ("model.tied=false",)
@@ -35,7 +35,7 @@ def served(world: World, deck: Deck, masked: float = 0.2) -> ServedTrainer:
     roles = ServerRoles.of(deck, world.size)
     own, part, mesh = roles.split_world(deck, world)
     spec = make_engine_spec(own, part, mesh)
-    engine = assemble(own, part, mesh, spec, ROUGHNESS, roles.stage_builder(world.rank))
+    engine = assemble(own, part, mesh, spec, NOISE_STD, roles.stage_builder(world.rank))
     source = SyntheticSource(deck.batch.sequence, deck.model.vocabulary or 0, masked=masked)
     return ServedTrainer(deck, world, engine, Batches(source, 1))
 
