@@ -150,7 +150,7 @@ class Replication:
         return self.sharding.zero == 0 or self.stage_copy == 0
 
     @property
-    def everyone(self) -> tuple[Group, ...]:
+    def replica_groups(self) -> tuple[Group, ...]:
         """Groups over which a state tensor of the whole piece is replicated, if it is not sharded by ZeRO."""
         return (self.sharding.group, self.sharding.replicas, self.holders)
 
@@ -192,12 +192,12 @@ class Replications:
     @staticmethod
     def unsharded(mesh: MeshQueries) -> Replications:
         """Return replications without ZeRO sharding."""
-        return Replications(mesh, lambda everyone: ZeroSharding(0, everyone, mesh.new_subgroup("data", 1)))
+        return Replications(mesh, lambda group: ZeroSharding(0, group, mesh.new_subgroup("data", 1)))
 
     @staticmethod
     def of_one_rank(group: Group) -> Replications:
         """Return replications for a rank that is alone in `group` and does not communicate."""
-        return Replications(_OneRank(group), lambda everyone: ZeroSharding(0, everyone, everyone))
+        return Replications(_OneRank(group), lambda ranks: ZeroSharding(0, ranks, ranks))
 
     @property
     def counts_tokens(self) -> bool:
@@ -212,8 +212,8 @@ class Replications:
         """
         if EXPERTS[0] in shard.split:
             return self._expert_replication()
-        everyone = self._mesh.group(*(axis for axis in OTHER_TOKENS if axis not in shard.split))
-        sharding = self._sharding(everyone, shard.zero_exempt)
+        data_group = self._mesh.group(*(axis for axis in OTHER_TOKENS if axis not in shard.split))
+        sharding = self._sharding(data_group, shard.zero_exempt)
         holders = self._mesh.group(SAME_TOKENS)
         if SAME_TOKENS in shard.split:
             if shard.copies not in self._holder_groups:
@@ -229,11 +229,11 @@ class Replications:
             shard.stage_copies,
         )
 
-    def _sharding(self, everyone: Group, zero_exempt: bool) -> ZeroSharding:
+    def _sharding(self, group: Group, zero_exempt: bool) -> ZeroSharding:
         """Return the ZeroSharding of ranks, made once. Tensors that stay whole have at most stage 2."""
-        key = everyone, zero_exempt
+        key = group, zero_exempt
         if key not in self._shardings:
-            sharding = self._sharding(everyone, False) if zero_exempt else self._shard(everyone)
+            sharding = self._sharding(group, False) if zero_exempt else self._shard(group)
             if zero_exempt and sharding.zero == 3:
                 sharding = replace(sharding, zero=2)
             self._shardings[key] = sharding
@@ -242,11 +242,11 @@ class Replications:
     def _expert_replication(self) -> Replication:
         """Return the Replication of experts, which are all split alike."""
         if self._cached_expert_replication is None:
-            everyone = self._mesh.group("expert_data")
+            data_group = self._mesh.group("expert_data")
             alone = self._mesh.new_subgroup("expert_data", 1)
             pieces = self._mesh.group(EXPERTS[1])
             self._cached_expert_replication = Replication(
-                self._shard(everyone), alone, False, pieces, None, 0, 1
+                self._shard(data_group), alone, False, pieces, None, 0, 1
             )
         return self._cached_expert_replication
 

@@ -150,7 +150,9 @@ def segment_state(
         shard = shard.stacked(replicas.rank, replicas.size)
     different = (replicas,) if diverging else ()
     holders = (
-        () if options.owned_only else tuple(each for each in replication.everyone if each not in different)
+        ()
+        if options.owned_only
+        else tuple(each for each in replication.replica_groups if each not in different)
     )
     is_resumed = kind in {MODEL, MASTER} or segment.parameter.requires_grad
     return StateTensor(
@@ -260,7 +262,7 @@ class ModuleState:
             for kind, shard, values in each.state():
                 resume_mode: ResumeMode = "as many" if kind.startswith(f"{HISTORY}/") else "if stored"
                 replication, changes = self._replications[shard], kind == BUFFER
-                holders = () if changes else replication.everyone
+                holders = () if changes else replication.replica_groups
                 position = replication.holder_position(False)
                 yield StateTensor(
                     kind, shard, values, 0, position, True, resume_mode, changes, holders=holders
