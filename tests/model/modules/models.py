@@ -154,6 +154,18 @@ def twice(hidden: int = 16, dropout: float = 0.0) -> nn.Module:
     return Twice(hidden, dropout)
 
 
+class Branching(nn.Module):
+    """Module whose forward pass depends on the values that it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.last = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.last(x if x.mean() > 0 else -x)
+
+
 def thirds(module: nn.Module) -> None:
     """Initial values of a user's own: as the module has them, by three, and random ones for norms."""
     for name, parameter in module.named_parameters():
