@@ -112,7 +112,7 @@ _GRANITE_MOE = replace(
         layers=(("model.layers.{}.block_sparse_moe.router.layer", "blocks.{}.feed_forward.router"),),
         gate_up=("model.layers.{}.block_sparse_moe.input_linear",),
         down="model.layers.{}.block_sparse_moe.output_linear",
-        gates="halves",
+        gates="concatenated",
     ),
 )
 _QWEN2_MOE = ModelType(
@@ -177,7 +177,7 @@ _GPT_OSS = ModelType(
         layers=(("model.layers.{}.mlp.router", "blocks.{}.feed_forward.router"),),
         gate_up=("model.layers.{}.mlp.experts.gate_up_proj",),
         down="model.layers.{}.mlp.experts.down_proj",
-        gates="in_turn",
+        gates="interleaved",
         transposed=True,
         suffixes={"weight": "", "bias": "_bias"},
     ),

@@ -136,7 +136,7 @@ class MixtureFiles:
     layers: tuple[tuple[str, ...], ...]
     gate_up: tuple[str, ...]
     down: str
-    gates: Literal["halves", "in_turn", "none"] = "none"
+    gates: Literal["concatenated", "interleaved", "none"] = "none"
     transposed: bool = False
     suffixes: Mapping[str, str] = field(
         default_factory=lambda: MappingProxyType({"weight": ".weight", "bias": ".bias"})

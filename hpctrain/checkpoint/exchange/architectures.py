@@ -1,8 +1,8 @@
-"""The architectures of Hugging Face's `transformers` that are models of ours: their tensors and configs.
+"""Architectures of Hugging Face's `transformers` that can be imported and exported: tensors and config.json.
 
-Their linear layers of GPT-2 hold [in, out] where ours hold [out, in], with query, key and value side by
-side in one; those of Llama and of what follows it, and the rotation of halves, are as ours. They have a
-matrix for each expert, where we have those of all experts in one tensor.
+Weights are [out, in] here. GPT-2's files have [in, out], with query, key and value concatenated in one layer.
+Files of Llama and of most later architectures have the same layers as here, and rotate halves of a head, too.
+Most files have one matrix for each expert, while one tensor holds those of all experts here.
 """
 
 from __future__ import annotations
@@ -32,21 +32,25 @@ from hpctrain.model.shape import EXPERT_KEYS, Head, ModelShape
 HEAD = "lm_head.weight"
 
 Size = tuple[str, int]
-"""Their name of a size, and its value where a config does not say."""
+"""Key of a size in config.json, and its value where the key is missing."""
 
 _QUERY_KEY_VALUE = 3
-"""Number of layers that one layer of queries, keys and values holds."""
+"""Number of native layers that a fused layer of queries, keys and values holds."""
 
 _PARTIAL = frozenset({"phi3", "stablelm"})
-"""Model types whose files say which share of features is rotated, although the family rotates all."""
+"""Model types whose config.json has the share of rotated features, although the family rotates all."""
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """A key of a config of which ours can express the `accepted` values alone, the first of which is written;
-    `default` is theirs where the key is not there.
+class RequiredConfigValue:
+    """Key of a config.json for which only some values are supported.
+
+    Attributes:
+        key: Name of the key.
+        accepted: Supported values. The first one is exported, unless it is None.
+        default: Value in `transformers` if the key is missing.
     """
 
     key: str
@@ -56,13 +60,48 @@ class Fixed:
 
 @dataclass(frozen=True)
 class HuggingFaceArchitecture:
-    """One of theirs.
+    """Architecture of `transformers`: names of its tensors and keys of its config.json.
 
-    `prefix` stands before all names but the head's; a file that was saved without the head may lack it.
-    `buffers` are names of what older files hold besides parameters: masks and frequencies, which follow from
-    the sizes. `always` are our keys that all models of it have. `mixture` are the sizes of its mixtures of
-    experts, which has a mixture where there is any; `normalizes` is what norm_topk_prob is where it is not
-    there, None where there is no such key.
+    Attributes:
+        name: Name of the class in `transformers`, such as "LlamaForCausalLM".
+        model_type: Value of `model_type` in a config.json.
+        family: Family of models here that compute the same.
+        rules: Name rules of its tensors.
+        prefix: Beginning of all names but the head's. Files that were saved without the head may lack it.
+        buffers: Regular expression of names of tensors that are no parameters, such as masks and frequencies,
+            which older files may have.
+        required_values: Keys of a config.json for which only some values are supported.
+        sizes: Key and default of each size, by the field of a ModelShape.
+        epsilon: Key and default of the number that norms add; key "" for a constant.
+        tied: Default of `tie_word_embeddings`.
+        key_value_heads: Default of `num_key_value_heads`; None for as many as heads.
+        head_size: Default of `head_dim`; None for width / heads.
+        rope_base: Default of `rope_theta`.
+        constant_fields: Fields of a ModelShape that have the same values in all its models.
+        mixture: Key and default of each size of its mixtures of experts, by the field of a ModelShape;
+            empty for dense models.
+        normalizes: Default of `norm_topk_prob`; None if there is no such key.
+        scale: Default of `routed_scaling_factor`; None if there is no such key.
+        windows: Keys that say which layers have a window; None if no layer may have one.
+        quantization: `quant_method` of quantized weights that can be read, too; "" for none.
+        rope_parameters: Rotary positions of a config.json without such keys; {} without scaled frequencies.
+        shared_width: Key and default of the inner width of all shared experts; None if there is no such key.
+        local_rope: True if a config.json has separate rotary positions for layers with a window.
+        rope_local_base: Default of `rope_local_base_freq`; None for the base of the other layers.
+        head: Kind of the output layer.
+        hidden_act: Key and default of the activation.
+        gated: True if feed-forward layers have a gate.
+        attention_biases: Supported values of model.attention_bias. If there are several, `attention_bias`
+            of a config.json says whether all layers of attention have biases or none.
+        interleaved: True if neighboring features of a head are rotated together, not halves.
+        exported: True if models can be exported as this architecture.
+        keys: Further keys of a config.json that give values of keys of [model].
+        grouped: True if query heads may share heads of keys and values, and heads may have any width.
+        dropouts: Keys of a config.json that are exported with model.dropout.
+        constants: Keys of a config.json that are exported, but not read.
+        latent: Key and default of each size of latent attention, as in a `ModelType`; empty without it.
+        group_method: Key that says whether experts are chosen by groups, and its values, as in a `ModelType`;
+            None if there is no such key.
     """
 
     name: str
@@ -71,58 +110,39 @@ class HuggingFaceArchitecture:
     rules: tuple[Rule, ...]
     prefix: str
     buffers: str
-    fixed: tuple[Fixed, ...]
+    required_values: tuple[RequiredConfigValue, ...]
     sizes: Mapping[str, Size]
     epsilon: tuple[str, float]
     tied: bool = False
     key_value_heads: int | None = None
     head_size: int | None = None
     rope_base: float = 10_000.0
-    always: Mapping[str, Any] = field(default_factory=lambda: _NONE)
+    constant_fields: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     mixture: Mapping[str, Size] = field(default_factory=lambda: _NONE)
     normalizes: bool | None = None
     scale: float | None = None
-    """The routed_scaling_factor where it is not there, None where there is no such key."""
     windows: WindowKeys | None = None
-    """How a config says which layers have a window; None if no layer may have one."""
     quantization: str = ""
-    """The quant_method of quantized weights that are read, too; "" for none."""
     rope_parameters: Mapping[str, Any] = field(default_factory=lambda: _NONE)
-    """Rotary positions where a config says nothing of them; {} for those that are not scaled."""
     shared_width: Size | None = None
-    """Key of the inner width of all shared experts, and its value where it is not there."""
     local_rope: bool = False
-    """Whether layers with windows have rotary positions of their own in a config."""
     rope_local_base: float | None = None
-    """Value of `rope_local_base_freq` where it is not there; None for the base of the other layers."""
     head: Head = "vocabulary"
     hidden_act: tuple[str, str] = ("hidden_act", "silu")
-    """The key of a config that names the activation, and its value where it is not there."""
     gated: bool = True
-    """Whether its feed-forward parts have a gate."""
     attention_biases: tuple[AttentionBias, ...] = ("none", "all")
-    """Values of model.attention_bias that it supports. If there are several, attention_bias of a config says
-    whether all layers of attention have biases or none."""
     interleaved: bool = False
-    """Whether it rotates neighbors among the features of a head."""
     exported: bool = True
-    """Whether models of ours may be written as such."""
     keys: tuple[ConfigKey, ...] = ()
-    """Keys of a config that say values of ours."""
     grouped: bool = True
-    """Whether several query heads may share one of keys and values, and heads may have any width."""
     dropouts: tuple[str, ...] = ()
-    """Keys of a config that are written with the share of activations that is dropped."""
     constants: Mapping[str, Any] = field(default_factory=lambda: _NONE)
-    """Keys of a config that are written and not read."""
     latent: Mapping[str, Size] = field(default_factory=lambda: _NONE)
-    """Sizes of latent attention, as in a ModelType; empty for attention without latents."""
     group_method: tuple[str, str, str] | None = None
-    """Key that says whether experts are chosen by groups, and its values, as in a ModelType."""
 
     def choices(self, hidden: int) -> dict[str, Any]:
-        """Return the keys of [model] that all models of a width have and no key of a config says."""
-        values = {**family_values(self.family, hidden), "attention_scale": None, **self.always}
+        """Return keys of [model] whose values all models of a width share, and config.json does not have."""
+        values = {**family_values(self.family, hidden), "attention_scale": None, **self.constant_fields}
         expressed = {"tied", "activation", "attention_bias", *(key.own for key in self.keys)}
         if self.partial:
             expressed.add("rotary_fraction")
@@ -140,11 +160,11 @@ class HuggingFaceArchitecture:
 
     @property
     def partial(self) -> bool:
-        """True if a config says which share of features is rotated."""
+        """True if config.json has the share of rotated features."""
         return FAMILIES[self.family].defaults.rotary_fraction < 1 or self.model_type in _PARTIAL
 
     def head_order(self, shape: ModelShape) -> LayerOrders | None:
-        """Return the order of the features of heads in its files; None for models without rotation."""
+        """Return the order of the features of heads in files; None for models without rotation."""
         if not self.rotary:
             return None
         if shape.latent is not None:
@@ -154,20 +174,22 @@ class HuggingFaceArchitecture:
 
     @property
     def activations(self) -> dict[str, str]:
-        """What a config says of each of our activations that it can have, by our names."""
-        usual, own = self.hidden_act[1], FAMILIES[self.family].defaults.activation
-        if not ACTIVATIONS[own].function.hidden_act:
-            return {own: usual}
+        """Name in config.json of each supported activation."""
+        default_name, native = self.hidden_act[1], FAMILIES[self.family].defaults.activation
+        if not ACTIVATIONS[native].function.hidden_act:
+            return {native: default_name}
         return {
-            name: usual if usual in (theirs := activation.function.hidden_act) else theirs[0]
+            name: default_name
+            if default_name in (hf_names := activation.function.hidden_act)
+            else hf_names[0]
             for name, activation in ACTIVATIONS.items()
             if activation.gated == self.gated and activation.function.hidden_act
         }
 
     @property
     def choice_is_biased(self) -> bool:
-        """Whether its routers have a bias of the choice."""
-        return self.always.get("balance") == "bias"
+        """True if routers add a bias to the scores only for choosing experts (`e_score_correction_bias`)."""
+        return self.constant_fields.get("balance") == "bias"
 
 
 _GPT2_RULES = (
@@ -207,13 +229,16 @@ _NORM_RULES = (
 
 
 def _expert_rules(module: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Those of a mixture whose module in a layer is called `module`."""
-    at = f"model.layers.{{}}.{module}"
-    ours = "blocks.{}.feed_forward"
+    """Return the name rules of a mixture, which is called `module` in a layer."""
+    hf_name = f"model.layers.{{}}.{module}"
+    native_name = "blocks.{}.feed_forward"
     return (
-        NameRule(f"{at}.gate", (f"{ours}.router",)),
-        StackRule((f"{at}.experts.{{}}.{gate}", f"{at}.experts.{{}}.{up}"), f"{ours}.experts.gate_up"),
-        StackRule((f"{at}.experts.{{}}.{down}",), f"{ours}.experts.down"),
+        NameRule(f"{hf_name}.gate", (f"{native_name}.router",)),
+        StackRule(
+            (f"{hf_name}.experts.{{}}.{gate}", f"{hf_name}.experts.{{}}.{up}"),
+            f"{native_name}.experts.gate_up",
+        ),
+        StackRule((f"{hf_name}.experts.{{}}.{down}",), f"{native_name}.experts.down"),
     )
 
 
@@ -239,11 +264,11 @@ _DEEPSEEK_RULES = (
 
 _LATENT_RULES = tuple(
     NameRule(
-        f"model.layers.{{}}.self_attn.{theirs}",
-        tuple(f"blocks.{{}}.attention.{name}" for name in ours),
-        joint=len(ours) > 1 and theirs == "kv_b_proj",
+        f"model.layers.{{}}.self_attn.{hf_name}",
+        tuple(f"blocks.{{}}.attention.{name}" for name in native_names),
+        interleaved=len(native_names) > 1 and hf_name == "kv_b_proj",
     )
-    for theirs, *ours in (
+    for hf_name, *native_names in (
         ("q_a_proj", "query_down"),
         ("q_a_layernorm", "query_down_norm"),
         ("q_b_proj", "query_up"),
@@ -255,9 +280,9 @@ _LATENT_RULES = tuple(
 
 _LLAMA_BUFFERS = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
-# What configs may say of a model's function and ours cannot vary.
-_UNQUANTIZED = Fixed("quantization_config", (None,), None)
-_WHOLE_ROTARY = Fixed("partial_rotary_factor", (None, 1, 1.0), None)
+# Keys of a config.json that change what a model computes, and have one supported value.
+_UNQUANTIZED = RequiredConfigValue("quantization_config", (None,), None)
+_WHOLE_ROTARY = RequiredConfigValue("partial_rotary_factor", (None, 1, 1.0), None)
 _LLAMA_FIXED = (_WHOLE_ROTARY, _UNQUANTIZED)
 
 
@@ -281,10 +306,10 @@ _GPT2 = HuggingFaceArchitecture(
     rules=_GPT2_RULES,
     prefix="transformer.",
     buffers=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",
-    fixed=(
-        Fixed("scale_attn_weights", (True,), True),
-        Fixed("scale_attn_by_inverse_layer_idx", (False,), False),
-        Fixed("add_cross_attention", (False,), False),
+    required_values=(
+        RequiredConfigValue("scale_attn_weights", (True,), True),
+        RequiredConfigValue("scale_attn_by_inverse_layer_idx", (False,), False),
+        RequiredConfigValue("add_cross_attention", (False,), False),
         _UNQUANTIZED,
     ),
     sizes={
@@ -317,8 +342,8 @@ _LLAMA = HuggingFaceArchitecture(
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
     constants=_UNCUT,
-    fixed=(
-        Fixed("sliding_window", (None,), None),
+    required_values=(
+        RequiredConfigValue("sliding_window", (None,), None),
         _WHOLE_ROTARY,
         _UNQUANTIZED,
     ),
@@ -330,7 +355,7 @@ _ARCEE = replace(
     _LLAMA,
     name="ArceeForCausalLM",
     model_type="arcee",
-    rules=tuple(rule for rule in _LLAMA_RULES if not rule.theirs.endswith("gate_proj")),
+    rules=tuple(rule for rule in _LLAMA_RULES if not rule.hf_name.endswith("gate_proj")),
     sizes=_sizes(32000, 4096, 2560, 32, 32, 18432),
     epsilon=("rms_norm_eps", 1e-5),
     hidden_act=("hidden_act", "relu2"),
@@ -345,12 +370,12 @@ _QWEN3 = HuggingFaceArchitecture(
     buffers=_LLAMA_BUFFERS,
     constants=_UNCUT,
     windows=_QWEN_WINDOWS,
-    fixed=_LLAMA_FIXED,
+    required_values=_LLAMA_FIXED,
     sizes=_sizes(151936, 32768, 4096, 32, 32, 22016),
     epsilon=("rms_norm_eps", 1e-6),
     key_value_heads=32,
     head_size=128,
-    always={"query_key_norm": "head"},
+    constant_fields={"query_key_norm": "head"},
 )
 _MISTRAL = HuggingFaceArchitecture(
     name="MistralForCausalLM",
@@ -360,7 +385,7 @@ _MISTRAL = HuggingFaceArchitecture(
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
     constants=_UNCUT,
-    fixed=_LLAMA_FIXED,
+    required_values=_LLAMA_FIXED,
     windows=WindowKeys(4096),
     sizes=_sizes(32000, 131072, 4096, 32, 32, 14336),
     epsilon=("rms_norm_eps", 1e-6),
@@ -382,7 +407,7 @@ _QWEN2 = HuggingFaceArchitecture(
     buffers=_LLAMA_BUFFERS,
     constants=_UNCUT,
     windows=_QWEN_WINDOWS,
-    fixed=_LLAMA_FIXED,
+    required_values=_LLAMA_FIXED,
     sizes=_sizes(151936, 32768, 4096, 32, 32, 22016),
     epsilon=("rms_norm_eps", 1e-6),
     key_value_heads=32,
@@ -397,7 +422,7 @@ _MIXTRAL = HuggingFaceArchitecture(
     buffers=_LLAMA_BUFFERS,
     constants=_UNCUT,
     windows=WindowKeys(None),
-    fixed=(_WHOLE_ROTARY, _UNQUANTIZED),
+    required_values=(_WHOLE_ROTARY, _UNQUANTIZED),
     sizes=_sizes(32000, 131072, 4096, 32, 32, 14336),
     epsilon=("rms_norm_eps", 1e-5),
     key_value_heads=8,
@@ -414,11 +439,11 @@ _QWEN3_MOE = HuggingFaceArchitecture(
     buffers=_LLAMA_BUFFERS,
     constants=_UNCUT,
     windows=WindowKeys(4096, switched=True),
-    fixed=_LLAMA_FIXED,
+    required_values=_LLAMA_FIXED,
     sizes=_sizes(151936, 32768, 2048, 24, 32, 6144),
     epsilon=("rms_norm_eps", 1e-6),
     key_value_heads=4,
-    always={"query_key_norm": "head"},
+    constant_fields={"query_key_norm": "head"},
     mixture={
         "experts": ("num_experts", 128),
         "experts_per_token": ("num_experts_per_tok", 8),
@@ -435,10 +460,14 @@ _OLMOE = HuggingFaceArchitecture(
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
     constants=_UNCUT,
-    fixed=(*_LLAMA_FIXED, Fixed("clip_qkv", (None,), None), Fixed("sliding_window", (None,), None)),
+    required_values=(
+        *_LLAMA_FIXED,
+        RequiredConfigValue("clip_qkv", (None,), None),
+        RequiredConfigValue("sliding_window", (None,), None),
+    ),
     sizes=_sizes(50304, 4096, 2048, 16, 16, 2048),
     epsilon=("rms_norm_eps", 1e-5),
-    always={"query_key_norm": "all"},
+    constant_fields={"query_key_norm": "all"},
     mixture={"experts": ("num_experts", 64), "experts_per_token": ("num_experts_per_tok", 8)},
     normalizes=False,
 )
@@ -459,11 +488,11 @@ _DOTS1 = HuggingFaceArchitecture(
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
     constants=_UNCUT,
-    fixed=_LLAMA_FIXED,
+    required_values=_LLAMA_FIXED,
     sizes=_sizes(152064, 2048, 4608, 62, 32, 10944),
     epsilon=("rms_norm_eps", 1e-6),
     key_value_heads=32,
-    always={"query_key_norm": "head", "router": "sigmoid", "balance": "bias"},
+    constant_fields={"query_key_norm": "head", "router": "sigmoid", "balance": "bias"},
     mixture=dict(
         zip(_OF_DEEPSEEK, zip(_OF_DEEPSEEK.values(), (1, 1, 1408, 0, 0, 1, 1), strict=True), strict=True)
     ),
@@ -474,9 +503,9 @@ _DOTS1 = HuggingFaceArchitecture(
 
 
 def _rules_of(mixture: MixtureFiles, gated: bool) -> Iterator[Rule]:
-    """Yield the rules of the tensors of a mixture of a row of the table."""
-    for theirs, *ours in mixture.layers:
-        yield NameRule(theirs, tuple(ours))
+    """Yield the name rules of the mixture of a row of the table of families."""
+    for hf_name, *native_names in mixture.layers:
+        yield NameRule(hf_name, tuple(native_names))
     experts = "blocks.{}.feed_forward.experts"
     first = f"{experts}.{'gate_up' if gated else 'up'}"
     if mixture.gates == "none":
@@ -489,19 +518,25 @@ def _rules_of(mixture: MixtureFiles, gated: bool) -> Iterator[Rule]:
 
 
 def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
-    """Return the architecture of a row of the table of families. It has the names of Llama by default."""
+    """Return the architecture of a row of the table of families, with the names of Llama by default."""
     defaults, mixture = FAMILIES[family].defaults, row.mixture
     gated = ACTIVATIONS[defaults.activation].gated
     experts = {_EXPERT_FIELDS.get(key, key): value for key, value in FAMILIES[family].experts.items()}
-    named = (
-        NameRule(theirs, tuple(ours), joint=row.joint and len(ours) == _QUERY_KEY_VALUE)
-        for theirs, *ours in row.layers
+    layer_rules = (
+        NameRule(
+            hf_name,
+            tuple(native_names),
+            interleaved=row.joint and len(native_names) == _QUERY_KEY_VALUE,
+        )
+        for hf_name, *native_names in row.layers
     )
     head_norms = (
         HeadRule(name, f"blocks.{{}}.attention.{kind}_norm")
         for kind, name in zip(("query", "key"), row.head_norms, strict=False)
     )
-    fixed = (Fixed(key, (value,), default) for key, (value, default) in row.fixed.items())
+    required_values = (
+        RequiredConfigValue(key, (value,), default) for key, (value, default) in row.fixed.items()
+    )
     return HuggingFaceArchitecture(
         name=row.architecture,
         model_type=row.model_type,
@@ -510,13 +545,13 @@ def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
             *_LLAMA_RULES,
             *_NORM_RULES,
             *(_LATENT_RULES if row.latent else ()),
-            *named,
+            *layer_rules,
             *head_norms,
             *(() if mixture is None else _rules_of(mixture, gated)),
         ),
         prefix=row.prefix,
         buffers=row.buffers,
-        fixed=(*fixed, *(() if row.quantization else (_UNQUANTIZED,))),
+        required_values=(*required_values, *(() if row.quantization else (_UNQUANTIZED,))),
         quantization=row.quantization,
         rope_parameters=row.rope_parameters,
         grouped=row.grouped,
@@ -533,7 +568,7 @@ def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
         keys=row.keys,
         constants={**_UNCUT, **row.constants},
         windows=row.windows,
-        always={**(experts if mixture is not None else {}), **row.always},
+        constant_fields={**(experts if mixture is not None else {}), **row.always},
         mixture={} if mixture is None else mixture.sizes,
         normalizes=None if mixture is None else mixture.normalizes,
         scale=None if mixture is None else mixture.scale,
@@ -549,10 +584,13 @@ _EXPERT_FIELDS = {key: field for field, key in EXPERT_KEYS.items()}
 """Field of a ModelShape by the key of [model.experts]."""
 
 
-def _scored(of: HuggingFaceArchitecture, name: str) -> HuggingFaceArchitecture:
-    """The same with a head of one score."""
-    rules = tuple(NameRule("score", ("score",)) if "head" in rule.ours else rule for rule in of.rules)
-    return replace(of, name=name, rules=rules, head="scalar")
+def _reward_variant(architecture: HuggingFaceArchitecture, name: str) -> HuggingFaceArchitecture:
+    """Return the reward-model variant of an architecture."""
+    rules = tuple(
+        NameRule("score", ("score",)) if isinstance(rule, NameRule) and "head" in rule.native_names else rule
+        for rule in architecture.rules
+    )
+    return replace(architecture, name=name, rules=rules, head="scalar")
 
 
 _SCORES = "ForSequenceClassification"
@@ -565,17 +603,17 @@ _ROWS = {
 
 SCORED: Mapping[str, HuggingFaceArchitecture] = MappingProxyType(
     {
-        of.name: _scored(of, name)
+        of.name: _reward_variant(of, name)
         for of, name in (
             *(
                 (of, f"{of.name.removesuffix('LMHeadModel').removesuffix('ForCausalLM')}{_SCORES}")
                 for of in (_GPT2, _LLAMA, _ARCEE, _MISTRAL, _MINISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE)
             ),
-            *((of, scored) for of, scored in _ROWS.values() if scored),
+            *((of, name) for of, name in _ROWS.values() if name),
         )
     }
 )
-"""Reward models, by the names of the language models that are like them but for the head."""
+"""Reward-model variant of each architecture that has one, by the name of the language model."""
 
 ARCHITECTURES: Mapping[str, HuggingFaceArchitecture] = MappingProxyType(
     {

@@ -151,13 +151,13 @@ def _prepare_export(structure: CheckpointIndex, dtype: str | None) -> PreparedEx
     exact = {*folded, *filter(merge.has, shapes)}
     sources = stored_sources(structure, shapes, wanted, exact)
     architecture = exported_as(shape)
-    theirs = counterparts(architecture.rules, shapes, architecture.head_order(shape))
-    by_name = {each.name: each for each in theirs}
+    tensors_to_write = counterparts(architecture.rules, shapes, architecture.head_order(shape))
+    by_name = {each.name: each for each in tensors_to_write}
 
     def copy(source: TensorSource, name: str, view: NDArray[Any], sums: Sums) -> None:
         _copy(source, merge, sources, by_name[name], view, wanted, sums, folded)
 
-    tensors = [NewTensor(each.name, NAMES[_kept_type(each, wanted)], each.shape) for each in theirs]
+    tensors = [NewTensor(each.name, NAMES[_kept_type(each, wanted)], each.shape) for each in tensors_to_write]
     return PreparedExport(tensors, texts, sources, copy, _described(shape), wanted)
 
 
@@ -254,9 +254,9 @@ def _delete_left(temporary: Path) -> None:
             )
 
 
-def _kept_type(theirs: Counterpart, wanted: torch.dtype) -> torch.dtype:
-    """The type in which a tensor is written: `transformers` keeps biases of choices in fp32."""
-    biased = theirs.parts[0].dataset.startswith(f"/{ROUTER_BIAS}/")
+def _kept_type(counterpart: Counterpart, wanted: torch.dtype) -> torch.dtype:
+    """Return the type of an exported tensor. Biases for choosing experts are fp32, as in `transformers`."""
+    biased = counterpart.parts[0].dataset.startswith(f"/{ROUTER_BIAS}/")
     return torch.float32 if biased else wanted
 
 
@@ -284,17 +284,17 @@ def _copy(
     source: TensorSource,
     merge: Merge,
     sources: Mapping[str, StoredTensor],
-    theirs: Counterpart,
+    counterpart: Counterpart,
     view: NDArray[Any],
     wanted: torch.dtype,
     sums: Sums,
     folded: Mapping[str, float],
 ) -> None:
-    """Fill one tensor of a file, given as its bits, and add what was read to its checksums."""
-    wanted, structure = _kept_type(theirs, wanted), merge.structure
-    target = view.T if theirs.transposed else view.reshape(-1) if theirs.flattened else view
+    """Fill the bits of one tensor of a file, and update checksums with the data that was read."""
+    wanted, structure = _kept_type(counterpart, wanted), merge.structure
+    target = view.T if counterpart.transposed else view.reshape(-1) if counterpart.flattened else view
     bits = {2: torch.int16, 4: torch.int32}[wanted.itemsize]
-    for part in theirs.parts:
+    for part in counterpart.parts:
         if part.expert_order is not None:
             target = part.expert_order.in_our_order(view)
         stored = sources[part.dataset]
@@ -318,7 +318,10 @@ def _copy(
 
 
 def _pieces(part: TensorPart, stored: StoredTensor) -> Iterator[tuple[Shard, int]]:
-    """Pieces of the dataset that lie in a tensor of theirs, of PIECE_BYTES or a row, and where there."""
+    """Yield the pieces of a dataset in a part of a Hugging Face tensor, each with its first row there.
+
+    A piece has at most PIECE_BYTES, or one row.
+    """
     rows, *width = part.shape
     step = max(1, PIECE_BYTES // (prod(width) * stored.item_bytes))
     name = part.dataset.rpartition("/")[2]

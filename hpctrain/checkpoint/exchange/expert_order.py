@@ -1,8 +1,8 @@
-"""Tensors of files that hold the matrices of all experts in another order than ours.
+"""Tensors of files that hold the matrices of all experts in another order than here.
 
-Ours are [experts, 2, features, inputs] with gates first, or [experts, outputs, inputs]; biases are the same
-without the last dim. Files may have gates and up below each other (GraniteMoE) or in turn (gpt-oss), and may
-have inputs before outputs.
+Native tensors are [experts, 2, features, inputs] with gates first, or [experts, outputs, inputs]; biases are
+the same without the last dim. In files the rows of gate and up are concatenated (GraniteMoE) or interleaved
+(gpt-oss), and matrices can be [inputs, outputs].
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ Index = tuple[int, ...]
 ReadBox = Callable[[Index, Index], Tensor]
 """Function that returns a box of a tensor of a file, given its first index and its extent."""
 
-GateOrder = Literal["halves", "in_turn", "none"]
-"""Gates before up, gates and up in turn, or no gates."""
+GateOrder = Literal["concatenated", "interleaved", "none"]
+"""All rows of the gate before those of up, rows of both in turn, or no gate."""
 
 _GATES = 2
-"""Number of matrices in one with gates: the gate, and up."""
+"""Number of matrices in a tensor with gates: gate and up."""
 
 
 @dataclass(frozen=True)
 class ExpertOrder:
-    """Order of one of our tensors of all experts in a file.
+    """Order of the elements of a native tensor of all experts in a file.
 
     Attributes:
-        shape: Our shape.
-        gates: Order of gates and up.
-        transposed: True if a file has inputs before outputs.
+        shape: Shape of the native tensor.
+        gates: Order of the rows of gate and up in the file.
+        transposed: True if the file has [inputs, outputs].
         matrices: True for weights, False for biases.
     """
 
@@ -53,22 +53,22 @@ class ExpertOrder:
         return self.transposed and self.matrices
 
     def in_our_order(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Return a view of the tensor in a file that has our shape."""
+        """Return a view of the tensor of a file that has the native shape."""
         if self._swaps:
             array = array.swapaxes(1, 2)
         if self.gates != "none":
             count, features, rest = self.shape[0], self.shape[2], self.shape[3:]
-            order = (_GATES, features) if self.gates == "halves" else (features, _GATES)
+            order = (_GATES, features) if self.gates == "concatenated" else (features, _GATES)
             array = array.reshape(count, *order, *rest)
-        view: NDArray[Any] = array.swapaxes(1, 2) if self.gates == "in_turn" else array
+        view: NDArray[Any] = array.swapaxes(1, 2) if self.gates == "interleaved" else array
         return view
 
     def read(self, read_box: ReadBox, start: Index, shape: Index) -> Tensor:
-        """Return the box `shape` at `start` of our tensor, read from a file."""
+        """Return the box `shape` at `start` of the native tensor, read from a file."""
         if self.gates == "none":
             return self._rows(read_box, start, shape)
         of_expert, inner = (start[0], start[3:]), (shape[0], shape[3:])
-        if self.gates == "in_turn":
+        if self.gates == "interleaved":
             first, extent = _GATES * start[2], _GATES * shape[2]
             rows = self._rows(read_box, (of_expert[0], first, *of_expert[1]), (inner[0], extent, *inner[1]))
             both: Tensor = rows.unflatten(1, (shape[2], _GATES)).transpose(1, 2)

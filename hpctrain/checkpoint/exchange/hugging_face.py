@@ -1,4 +1,4 @@
-"""config.json of Hugging Face's `transformers`: the shape that it describes, and how ours are described."""
+"""config.json of Hugging Face's `transformers`: conversion to a ModelShape, and from one."""
 
 from __future__ import annotations
 
@@ -33,53 +33,57 @@ _NONE: Config = MappingProxyType({})
 _LARGEST = 10_000_000
 _SLIDING, _FULL = _LAYER_TYPES = ("sliding_attention", "full_attention")
 _EXPERTS = ("num_experts", "num_local_experts")
-"""One and the same: which one is written depends on the version."""
+"""Keys of the number of experts, of which each version of `transformers` writes one."""
 
 
 def shape_of(config: Config, where: str) -> ModelShape:
-    """The shape that a config.json describes; `where` names it in messages.
+    """Return the shape that a config.json describes.
 
-    HpctrainError for an architecture that is not one of ours, and for everything in the config that our
-    models cannot express.
+    Args:
+        config: Content of the config.json.
+        where: Its name in messages.
+
+    Raises:
+        HpctrainError: The architecture or a value in the config.json is not supported.
     """
     return _Reading(config, where).shape()
 
 
 class _Reading:
-    """A config.json, and what is wrong with it."""
+    """Reader of a config.json, which collects the problems that it finds."""
 
     def __init__(self, config: Config, where: str) -> None:
         self.architecture = architecture_of(config, where)
-        said = next((config[key] for key in _EXPERTS if config.get(key) is not None), None)
-        self.config = config if said is None else {**dict.fromkeys(_EXPERTS, said), **config}
+        experts = next((config[key] for key in _EXPERTS if config.get(key) is not None), None)
+        self.config = config if experts is None else {**dict.fromkeys(_EXPERTS, experts), **config}
         self.where = where
         self.problems: list[str] = []
 
     def shape(self) -> ModelShape:
         """Return the shape of the model that the configuration describes."""
         architecture, config = self.architecture, self.config
-        for fixed in architecture.fixed:
-            value = config.get(fixed.key, fixed.default)
-            if value not in fixed.accepted:
-                told = f"unsupported; expected {fixed.accepted[0]!r} for {architecture.model_type}"
-                self.problem(fixed.key, value, told)
+        for required in architecture.required_values:
+            value = config.get(required.key, required.default)
+            if value not in required.accepted:
+                message = f"unsupported; expected {required.accepted[0]!r} for {architecture.model_type}"
+                self.problem(required.key, value, message)
         quantized = config.get("quantization_config")
         known = isinstance(quantized, Mapping) and quantized.get("quant_method") == architecture.quantization
         if architecture.quantization and quantized is not None and not known:
-            told = f"unsupported; expected None or quant_method = {architecture.quantization!r}"
-            self.problem("quantization_config", quantized, told)
+            message = f"unsupported; expected None or quant_method = {architecture.quantization!r}"
+            self.problem("quantization_config", quantized, message)
         activation = self.activation()
         sizes: dict[str, Any] = {
             own: self.size(key, default) for own, (key, default) in architecture.sizes.items()
         }
-        # In their files null stands for what follows from other sizes.
+        # null stands for a value that follows from other sizes.
         sizes["mlp"] = sizes["mlp"] or 4 * sizes["hidden"]
         sizes["key_value_heads"] = sizes["heads"]
         if architecture.latent:
             sizes |= self.latent_attention(sizes["heads"])
         elif architecture.grouped:
-            given = "num_key_value_heads" in config
-            shared = sizes["heads"] if given else architecture.key_value_heads or sizes["heads"]
+            has_key = "num_key_value_heads" in config
+            shared = sizes["heads"] if has_key else architecture.key_value_heads or sizes["heads"]
             sizes["key_value_heads"] = self.size("num_key_value_heads", shared)
             size = config.get("head_dim", architecture.head_size)
             if size is not None:
@@ -105,31 +109,33 @@ class _Reading:
         if self.problems:
             raise HpctrainError(self.problems)
         sizes["activation"] = activation
-        return ModelShape(family=architecture.family, head=architecture.head, **architecture.always, **sizes)
+        return ModelShape(
+            family=architecture.family, head=architecture.head, **architecture.constant_fields, **sizes
+        )
 
     def activation(self) -> str:
-        """Return our name of the activation that the config names; report it if there is none."""
+        """Return the name here of the activation in config.json; report an unsupported one."""
         key, default = self.architecture.hidden_act
         value = self.config.get(key, default)
         name = imported_activation(value, self.architecture.gated)
-        by_name = {theirs: own for own, theirs in self.architecture.activations.items()}
+        by_name = {hf_name: own for own, hf_name in self.architecture.activations.items()}
         if name not in self.architecture.activations:
             name = by_name.get(value) if isinstance(value, str) else None
         if name is None:
             names = sorted({repr(each) for each in self.architecture.activations.values()})
-            told = f"unsupported; expected {either(names)} for {self.architecture.model_type}"
-            self.problem(key, value, told)
+            message = f"unsupported; expected {either(names)} for {self.architecture.model_type}"
+            self.problem(key, value, message)
         return name or ""
 
     def attention_bias(self) -> AttentionBias:
-        """Return which layers of attention have biases."""
+        """Return the value of model.attention_bias."""
         supported = self.architecture.attention_biases
         if len(supported) == 1:
             return supported[0]
         return "all" if self.flag("attention_bias", False) else "none"
 
-    def problem(self, key: str, value: object, told: str) -> None:
-        self.problems.append(f"{self.where}: {key} = {value!r}: {told}")
+    def problem(self, key: str, value: object, message: str) -> None:
+        self.problems.append(f"{self.where}: {key} = {value!r}: {message}")
 
     def size(self, key: str, default: int, least: int = 1) -> int:
         value = self.config.get(key)
@@ -148,7 +154,7 @@ class _Reading:
         return float(value)
 
     def deck_value(self, key: ConfigKey) -> Any:
-        """Return the value of our key that a key of the config says."""
+        """Return the value of the key of [model] that a key of config.json gives."""
         if key.choices:
             values = dict(key.choices)
             value = self.config.get(key.name, key.default)
@@ -172,31 +178,31 @@ class _Reading:
         return value
 
     def latent_attention(self, heads: int) -> dict[str, Any]:
-        """Return our keys of latent attention, whose heads all have keys and values."""
+        """Return the fields of latent attention, in which each head has its own keys and values."""
         shared = self.size("num_key_value_heads", heads)
         if shared != heads:
             self.problem("num_key_value_heads", shared, f"must be num_attention_heads = {heads}")
-        found: dict[str, Any] = {}
+        fields_read: dict[str, Any] = {}
         for own, (key, default) in self.architecture.latent.items():
             is_missing = own == "query_rank" and self.config.get(key, default) is None
-            found[own] = None if is_missing else self.size(key, default)
-        plain = found.pop("plain_size")
+            fields_read[own] = None if is_missing else self.size(key, default)
+        plain = fields_read.pop("plain_size")
         names = self.architecture.latent
-        for own, size in {"plain_size": plain, **found}.items():
+        for own, size in {"plain_size": plain, **fields_read}.items():
             if size is not None and size % 2 and own in {"plain_size", "rotary_size", "key_value_rank"}:
                 self.problem(names[own][0], size, "must be even")
-        if found["value_size"] > plain + found["rotary_size"]:
-            told = f"must be at most {names['plain_size'][0]} + {names['rotary_size'][0]}"
-            self.problem(names["value_size"][0], found["value_size"], told)
-        return {"head_size": plain + found["rotary_size"], "latent": LatentTable(**found)}
+        if fields_read["value_size"] > plain + fields_read["rotary_size"]:
+            message = f"must be at most {names['plain_size'][0]} + {names['rotary_size'][0]}"
+            self.problem(names["value_size"][0], fields_read["value_size"], message)
+        return {"head_size": plain + fields_read["rotary_size"], "latent": LatentTable(**fields_read)}
 
     def rotary_positions(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return our keys of rotary positions: their base, and the scaling of their frequencies."""
+        """Return the fields of rotary positions: base, scaling, and share of rotated features."""
         architecture = self.architecture
         fraction = FAMILIES[architecture.family].defaults.rotary_fraction if architecture.partial else None
         config = of_layer_type(self.config, _FULL) if architecture.local_rope else self.config
-        given = ("rope_parameters", "rope_scaling")
-        if architecture.rope_parameters and all(config.get(key) is None for key in given):
+        tables = ("rope_parameters", "rope_scaling")
+        if architecture.rope_parameters and all(config.get(key) is None for key in tables):
             config = {**config, "rope_parameters": architecture.rope_parameters}
         reader = RopeParametersReader(config, architecture.rope_base, fraction)
         head_size = sizes.get("head_size", sizes["hidden"] // sizes["heads"])
@@ -207,10 +213,12 @@ class _Reading:
         rotated = rotated_features(head_size, reader.fraction)
         if reader.fraction < 1 and (rotated % 2 or not rotated):
             self.problem("partial_rotary_factor", reader.fraction, "must give an even number of features")
-        found = {"rope_base": base, "rope_scaling": scaling, "rotary_fraction": reader.fraction}
+        fields_read = {"rope_base": base, "rope_scaling": scaling, "rotary_fraction": reader.fraction}
         if latent is not None and scaling is not None and reader.mscale_all_dim is not None:
-            found["attention_scale"] = yarn_attention_scale(head_size, scaling.factor, reader.mscale_all_dim)
-        return found
+            fields_read["attention_scale"] = yarn_attention_scale(
+                head_size, scaling.factor, reader.mscale_all_dim
+            )
+        return fields_read
 
     def local_base(self, sizes: Mapping[str, Any]) -> float | None:
         """Return the base of the rotary positions of layers with windows; None for those of other layers."""
@@ -229,8 +237,10 @@ class _Reading:
         if (local, of_local) == (base, scaling):
             return None
         if of_local is not None:
-            told = "unsupported: positions of layers with a window are scaled only like those of other layers"
-            self.problem("rope_parameters: sliding_attention", self.config["rope_parameters"], told)
+            message = (
+                "unsupported: positions of layers with a window are scaled only like those of other layers"
+            )
+            self.problem("rope_parameters: sliding_attention", self.config["rope_parameters"], message)
         return local
 
     def pattern(self, key: ConfigKey) -> tuple[bool, ...]:
@@ -246,7 +256,7 @@ class _Reading:
         return () if all(value) else shortest_pattern([bool(each) for each in value])
 
     def check_labels(self) -> None:
-        """Of a head of scores there is one; a config that says nothing means two."""
+        """Report a reward model without exactly one label. A config.json without labels means two."""
         labels = self.config.get("id2label")
         if not isinstance(labels, dict) or len(labels) != 1:
             self.problem("id2label", labels, "reward models must have exactly one label")
@@ -272,8 +282,8 @@ class _Reading:
             or len(kinds) != layers
             or any(kind not in _LAYER_TYPES for kind in kinds)
         ):
-            told = f"must have {either(map(repr, _LAYER_TYPES))} for each of {layers} layers"
-            self.problem("layer_types", kinds, told)
+            message = f"must have {either(map(repr, _LAYER_TYPES))} for each of {layers} layers"
+            self.problem("layer_types", kinds, message)
             return ()
         else:
             slides = [kind == _SLIDING for kind in kinds]
@@ -288,43 +298,43 @@ class _Reading:
         if kinds is not None and (not isinstance(kinds, list) or any(kind != _FULL for kind in kinds)):
             self.problem("layer_types", kinds, "unsupported; this architecture has no windows")
         window = self.config.get("sliding_window")
-        known = any(fixed.key == "sliding_window" for fixed in self.architecture.fixed)
+        known = any(each.key == "sliding_window" for each in self.architecture.required_values)
         if window is not None and self.config.get("use_sliding_window") is not False and not known:
             self.problem("sliding_window", window, "unsupported; this architecture has no windows")
 
     def mixture(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
-        """Our keys of its mixtures of experts."""
+        """Return the fields of the mixtures of experts."""
         architecture = self.architecture
-        found: dict[str, Any] = {}
+        fields_read: dict[str, Any] = {}
         for own, (key, default) in architecture.mixture.items():
-            found[own] = self.size(key, default, 0 if own in {"shared_experts", "dense_first"} else 1)
-        if "expert_mlp" not in found:
-            found["expert_mlp"] = sizes["mlp"]
+            fields_read[own] = self.size(key, default, 0 if own in {"shared_experts", "dense_first"} else 1)
+        if "expert_mlp" not in fields_read:
+            fields_read["expert_mlp"] = sizes["mlp"]
         if architecture.normalizes is not None:
-            found["router_normalize"] = self.flag("norm_topk_prob", architecture.normalizes)
+            fields_read["router_normalize"] = self.flag("norm_topk_prob", architecture.normalizes)
         if (method := architecture.group_method) is not None:
             key, alone, grouped = method
             value = self.config.get(key, alone)
             if value not in (alone, grouped):
                 self.problem(key, value, f"must be {either((repr(alone), repr(grouped)))}")
             if value == alone:
-                found |= {"router_groups": 1, "router_groups_per_token": 1}
+                fields_read |= {"router_groups": 1, "router_groups_per_token": 1}
         if architecture.scale is not None:
-            found["router_scale"] = self.number("routed_scaling_factor", architecture.scale)
+            fields_read["router_scale"] = self.number("routed_scaling_factor", architecture.scale)
         if architecture.shared_width is not None:
             key, default = architecture.shared_width
-            width, of_expert = self.size(key, default), found["expert_mlp"]
-            found["shared_experts"] = width // of_expert
+            width, of_expert = self.size(key, default), fields_read["expert_mlp"]
+            fields_read["shared_experts"] = width // of_expert
             if width % of_expert:
                 name = architecture.mixture["expert_mlp"][0]
                 self.problem(key, width, f"must be a multiple of {name} = {of_expert}")
         dense = self.config.get("mlp_only_layers")
-        if dense and "expert_every" in found:
-            found |= self._blocks_with_experts(dense, sizes["layers"], found["expert_every"])
-        return found
+        if dense and "expert_every" in fields_read:
+            fields_read |= self._blocks_with_experts(dense, sizes["layers"], fields_read["expert_every"])
+        return fields_read
 
     def _blocks_with_experts(self, dense: object, layers: int, every: int) -> dict[str, Any]:
-        """Return our keys of the blocks with experts where mlp_only_layers names others that are dense."""
+        """Return the fields that say which blocks have experts, if `mlp_only_layers` lists dense blocks."""
         if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
             self.problem("mlp_only_layers", dense, "must be a list of numbers of layers")
             return {}
@@ -338,7 +348,7 @@ class _Reading:
         return {"expert_every": 1, "expert_pattern": shortest_pattern(mixtures)}
 
     def check(self, sizes: Mapping[str, Any]) -> None:
-        """Sizes that no model can have together, or none of ours."""
+        """Report sizes that contradict each other or are not supported."""
         names = {
             own: key for own, (key, _) in {**self.architecture.sizes, **self.architecture.mixture}.items()
         }
@@ -363,8 +373,10 @@ class _Reading:
         elif experts % groups:
             self.problem(names["router_groups"], groups, f"must divide {names['experts']} = {experts}")
         elif of_groups > groups or of_groups * (experts // groups) < chosen:
-            told = f"must be at most {names['router_groups']} = {groups} and select at least {chosen} experts"
-            self.problem(names["router_groups_per_token"], of_groups, told)
+            message = (
+                f"must be at most {names['router_groups']} = {groups} and select at least {chosen} experts"
+            )
+            self.problem(names["router_groups_per_token"], of_groups, message)
 
 
 def shortest_pattern(values: Sequence[_Value]) -> tuple[_Value, ...]:
@@ -400,8 +412,10 @@ def config_of(shape: ModelShape, dtype: str, imported: Config = _NONE) -> dict[s
     sizes |= {key.name: _config_value(key, shape, imported) for key in architecture.keys}
     if architecture.epsilon[0]:
         sizes[architecture.epsilon[0]] = shape.norm_epsilon
-    fixed = {each.key: each.accepted[0] for each in architecture.fixed if each.accepted[0] is not None}
-    fixed[architecture.hidden_act[0]] = architecture.activations[shape.activation]
+    required = {
+        each.key: each.accepted[0] for each in architecture.required_values if each.accepted[0] is not None
+    }
+    required[architecture.hidden_act[0]] = architecture.activations[shape.activation]
     own: dict[str, Any] = {**architecture.constants, **dict.fromkeys(architecture.dropouts, shape.dropout)}
     if architecture.grouped:
         size = shape.head_size if shape.latent is None else shape.latent.rotary_size
@@ -419,14 +433,14 @@ def config_of(shape: ModelShape, dtype: str, imported: Config = _NONE) -> dict[s
     own |= _mixture_keys(shape, architecture)
     if len(architecture.attention_biases) > 1 and "attention_bias" not in [k.own for k in architecture.keys]:
         own["attention_bias"] = shape.attention_bias == "all"
-    named: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
+    identity: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
     if architecture.head == "scalar":
-        named |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return named | sizes | own | fixed | shared
+        identity |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return identity | sizes | own | required | shared
 
 
 def deck_value(key: ConfigKey, value: float) -> float:
-    """Return the value of our key for a number that a config has."""
+    """Return the value of the key of [model] for a number in config.json."""
     match key.form:
         case "reciprocal":
             return 1 / value
@@ -437,10 +451,10 @@ def deck_value(key: ConfigKey, value: float) -> float:
 
 
 def _config_value(key: ConfigKey, shape: ModelShape, imported: Config) -> Any:
-    """Return what a config says of our key: what the imported one says, if that is the value."""
+    """Return the value of a key in config.json; that of the imported config.json if both mean the same."""
     value, imported_value = getattr(shape, key.own), imported.get(key.name)
     if key.choices:
-        return next((said for said, chosen in key.choices if chosen == value), key.default)
+        return next((hf_value for hf_value, native in key.choices if native == value), key.default)
     if key.form == "layers":
         return [int(shape.rotates(layer)) for layer in range(shape.layers)]
     if isinstance(value, bool):
@@ -463,24 +477,24 @@ def _config_value(key: ConfigKey, shape: ModelShape, imported: Config) -> Any:
 
 
 def _window_keys(shape: ModelShape, architecture: HuggingFaceArchitecture) -> dict[str, Any]:
-    """Return what a config says of windows."""
+    """Return the keys of config.json for windows."""
     keys = architecture.windows
     if keys is None:
         return {}
     windows = [shape.window(layer) for layer in range(shape.layers)]
-    found: dict[str, Any] = {"sliding_window": max(windows) or (keys.size if keys.full_every else None)}
+    values: dict[str, Any] = {"sliding_window": max(windows) or (keys.size if keys.full_every else None)}
     if keys.switched:
-        found["use_sliding_window"] = any(windows)
+        values["use_sliding_window"] = any(windows)
     if keys.typed and (any(windows) or keys.full_every):
-        found["layer_types"] = [_SLIDING if window else _FULL for window in windows]
+        values["layer_types"] = [_SLIDING if window else _FULL for window in windows]
     if keys.first_full is not None:
         first = (layer for layer, window in enumerate(windows) if window)
-        found["max_window_layers"] = next(first, shape.layers)
-    return found
+        values["max_window_layers"] = next(first, shape.layers)
+    return values
 
 
 def _mixture_keys(shape: ModelShape, architecture: HuggingFaceArchitecture) -> dict[str, Any]:
-    """What a config says of mixtures of experts."""
+    """Return the keys of config.json for mixtures of experts."""
     if not architecture.mixture:
         return {}
     keys: dict[str, Any] = {key: getattr(shape, own) for own, (key, _) in architecture.mixture.items()}
@@ -530,30 +544,30 @@ def exported_as(shape: ModelShape, imported: Config = _NONE) -> HuggingFaceArchi
     if shape.head == "vocabulary":
         return architecture
     if architecture.name not in SCORED:
-        told = f"transformers has no {_spoken(architecture)} with a scalar head"
-        raise HpctrainError(f'objective.kind = "reward": {told}, so this model cannot be exported')
+        message = f"transformers has no {_display_name(architecture)} with a scalar head"
+        raise HpctrainError(f'objective.kind = "reward": {message}, so this model cannot be exported')
     return SCORED[architecture.name]
 
 
-def _spoken(architecture: HuggingFaceArchitecture) -> str:
-    """Return the name of an architecture in messages."""
+def _display_name(architecture: HuggingFaceArchitecture) -> str:
+    """Return the name of an architecture for messages."""
     return {"gpt2": "GPT-2", "llama": "Llama"}.get(architecture.model_type, architecture.name)
 
 
 _WEIGHTS = {"latent": 200, "experts": 100, "router": 50, "query_key_norm": 5}
-"""How different an architecture is that does not have these keys, where others count as one."""
+"""Weights of keys in the difference between a model and an architecture. All other keys count 1."""
 
 
 def _obstacles(
     architecture: HuggingFaceArchitecture, shape: ModelShape
 ) -> Iterator[tuple[str, HpctrainError]]:
-    """Yield why a model of this shape is none of an architecture: our key, and the error about it."""
+    """Yield the keys that prevent an export as this architecture, each with its error."""
     for key, requirement in _requirements(architecture, shape):
-        yield key, _refused(shape, key, requirement, _spoken(architecture))
+        yield key, _export_error(shape, key, requirement, _display_name(architecture))
 
 
 def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> Iterator[tuple[str, str]]:
-    """Yield our keys that an architecture has with other values only, and what it has or requires."""
+    """Yield keys of [model] with values that an architecture lacks, and what it has or requires."""
     if (shape.latent is None) == bool(architecture.latent):
         yield "latent", f"has {'' if architecture.latent else 'no '}latent attention"
     elif shape.latent is not None and shape.attention_scale is not None and mscale_of(shape) is None:
@@ -562,7 +576,7 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
         yield "experts", f"has {'' if architecture.mixture else 'no '}experts"
     for key, value in architecture.choices(shape.hidden).items():
         if getattr(shape, key) != value:
-            yield key, f"requires {_told(value)}"
+            yield key, f"requires {_value_text(value)}"
     if shape.activation not in architecture.activations:
         yield "activation", f"requires {either(map(toml_value, architecture.activations))}"
     for config_key in architecture.keys:
@@ -591,7 +605,7 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
     if not architecture.grouped and shape.head_size * shape.heads != shape.hidden:
         yield "head_size", "requires hidden / heads"
     if shape.experts:
-        asked: dict[str, object] = {
+        required: dict[str, object] = {
             "capacity": None,
             "router": "softmax",
             "router_scale": 1.0,
@@ -603,24 +617,24 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
             "shared_gate": False,
             "router_bias": False,
             "router_group_best": 2,
-            **architecture.always,
+            **architecture.constant_fields,
         }
         if shape.router_groups == 1:
-            del asked["router_group_best"]
-        asked = {key: value for key, value in asked.items() if key not in architecture.mixture}
+            del required["router_group_best"]
+        required = {key: value for key, value in required.items() if key not in architecture.mixture}
         if "expert_every" in architecture.mixture:
-            del asked["dense_first"], asked["expert_pattern"]  # mlp_only_layers says it
+            del required["dense_first"], required["expert_pattern"]  # mlp_only_layers replaces them
         if architecture.scale is not None:
-            del asked["router_scale"]
+            del required["router_scale"]
         if architecture.shared_width is not None:
-            del asked["shared_experts"]
+            del required["shared_experts"]
         if architecture.normalizes is None:
-            asked.setdefault("router_normalize", True)
+            required.setdefault("router_normalize", True)
         if not architecture.choice_is_biased and shape.balance == "bias":
-            asked["balance"] = "loss"
-        for key, value in asked.items():
+            required["balance"] = "loss"
+        for key, value in required.items():
             if getattr(shape, key) != value:
-                yield key, f"requires {_told(value)}"
+                yield key, f"requires {_value_text(value)}"
         if shape.query_key_norm == "all" and shape.head_size * shape.heads != shape.hidden:
             yield "head_size", "requires hidden / heads"
         shares = bool(
@@ -634,11 +648,11 @@ _LANGUAGE_MODELS = [each for each in ARCHITECTURES.values() if each.head == "voc
 _EXPORTED = [each for each in _LANGUAGE_MODELS if each.exported]
 
 
-def _told(value: object) -> str:
+def _value_text(value: object) -> str:
     return "none" if value is None else toml_value(value)
 
 
-def _refused(shape: ModelShape, key: str, has: str, family: str) -> HpctrainError:
+def _export_error(shape: ModelShape, key: str, has: str, family: str) -> HpctrainError:
     if key == "latent":
         has_table = "with" if shape.latent is not None else "without"
         return HpctrainError(
@@ -654,13 +668,21 @@ def _refused(shape: ModelShape, key: str, has: str, family: str) -> HpctrainErro
 
 
 def architecture_of(config: Config, where: str) -> HuggingFaceArchitecture:
-    """The architecture that a config.json names; HpctrainError where it is none of ours."""
-    named = config.get("architectures")
-    if named is None:
-        # Older files name the type alone.
-        named = [each.name for each in _LANGUAGE_MODELS if config.get("model_type") == each.model_type]
-    known = [each for name, each in ARCHITECTURES.items() if named == [name]]
+    """Return the architecture that a config.json names.
+
+    Args:
+        config: Content of the config.json.
+        where: Its name in messages.
+
+    Raises:
+        HpctrainError: The architecture is not supported.
+    """
+    names = config.get("architectures")
+    if names is None:
+        # Older files have only the model type.
+        names = [each.name for each in _LANGUAGE_MODELS if config.get("model_type") == each.model_type]
+    known = [each for name, each in ARCHITECTURES.items() if names == [name]]
     if not known:
-        named = f"architectures = {config.get('architectures')!r}, model_type = {config.get('model_type')!r}"
-        raise HpctrainError(f"{where}: {named}: unsupported architecture; expected {either(ARCHITECTURES)}")
+        value = f"architectures = {config.get('architectures')!r}, model_type = {config.get('model_type')!r}"
+        raise HpctrainError(f"{where}: {value}: unsupported architecture; expected {either(ARCHITECTURES)}")
     return known[0]

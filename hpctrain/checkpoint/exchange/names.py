@@ -1,4 +1,8 @@
-"""Names of tensors: ours, and those of Hugging Face's `transformers`, where ours may be fused or stacked."""
+"""Names of tensors in Hugging Face's `transformers` and here, and the order of their elements.
+
+Names, layers and tensors of this project are called native. A Hugging Face layer may hold several native
+layers, and a native tensor may hold several Hugging Face tensors.
+"""
 
 from __future__ import annotations
 
@@ -21,55 +25,67 @@ ROUTER_BIAS = "router/bias"
 
 @dataclass(frozen=True)
 class NameRule:
-    """A layer of theirs and the layers of ours that it holds, below each other; {} is the block's number.
+    """Hugging Face layer that holds one or several native layers.
 
-    Weights are `<name>.weight`, biases `<name>.bias`.
+    Weights are `<name>.weight`, biases `<name>.bias`. In names, {} is the number of the block.
+
+    Attributes:
+        hf_name: Name of the Hugging Face layer.
+        native_names: Names of the native layers, which are concatenated along dim 0.
+        transposed: True if weights in the file are [in, out].
+        interleaved: True if native layers are interleaved per head: the rows of one head of each layer, then
+            those of the next head.
     """
 
-    theirs: str
-    ours: tuple[str, ...]
+    hf_name: str
+    native_names: tuple[str, ...]
     transposed: bool = False
-    joint: bool = False
-    """True if theirs has the rows of a head of each of ours beside each other."""
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
 class StackRule:
-    """Layers of theirs that are stacked in one weight of ours: for each expert one layer, or several.
+    """Hugging Face layers that are stacked in one native weight.
 
-    The first {} is the block's number, the second one the expert's. Ours is [experts, ...], or
-    [experts, layers, ...] where there are several.
+    Attributes:
+        hf_names: Names of the layers of one expert. The first {} is the number of the block, the second one
+            that of the expert.
+        native_name: Name of the native layer, whose weight is [experts, ...], or [experts, layers, ...] if an
+            expert has several layers.
     """
 
-    theirs: tuple[str, ...]
-    ours: str
+    hf_names: tuple[str, ...]
+    native_name: str
 
 
 @dataclass(frozen=True)
 class HeadRule:
-    """A vector of ours with the features of all heads that is a matrix [heads, features] of theirs.
+    """Native vector with the features of all heads, which is a matrix or several vectors in the file.
 
-    With a second {}, the number of the head, it is a vector of theirs for each head.
+    Attributes:
+        hf_name: Name of a layer whose weight is [heads, features]. With a second {}, the number of the head,
+            each head has a layer with a vector.
+        native_name: Name of the native layer.
     """
 
-    theirs: str
-    ours: str
+    hf_name: str
+    native_name: str
 
 
 @dataclass(frozen=True)
 class PackedRule:
-    """A tensor of theirs that holds one of ours of all experts, in another order.
+    """Hugging Face tensor that holds a native tensor of all experts in another order.
 
     Attributes:
-        theirs: Name of the tensor; {} is the number of the block.
-        ours: Name of our layer.
-        gates: Order of gates and up in it.
-        transposed: True if it has inputs before outputs.
-        suffixes: What follows the name, for each kind of parameter.
+        hf_name: Name of the tensor without its suffix; {} is the number of the block.
+        native_name: Name of the native layer.
+        gates: Order of the rows of gate and up in the file.
+        transposed: True if matrices in the file are [in, out].
+        suffixes: Suffix of the name, for weights and biases.
     """
 
-    theirs: str
-    ours: str
+    hf_name: str
+    native_name: str
     gates: GateOrder
     transposed: bool
     suffixes: Mapping[str, str]
@@ -86,21 +102,21 @@ class LayerOrders(Protocol):
         """Number of features of a head of queries and keys."""
 
     def order(self, layer: str, tensors: int, place: int) -> RowOrder | None:
-        """Return the order of the rows of one of our layers in theirs; None if it is ours.
+        """Return the order of the rows of a native layer in the file; None if it is the same.
 
         Args:
-            layer: Name of our layer.
-            tensors: Number of our layers whose heads are side by side in theirs.
-            place: Number of ours among these.
+            layer: Name of the native layer.
+            tensors: Number of native layers that are interleaved per head in the Hugging Face layer.
+            place: Number of the native layer among these.
         """
 
 
 @dataclass(frozen=True)
 class HeadOrder:
-    """Order of the features of a head in files of `transformers`, which may not be ours.
+    """Order of the features of a head in files of `transformers`.
 
-    We rotate halves of a head, and the features that are not rotated are at the end of both halves. The files
-    have all rotated features first, as halves or as neighboring pairs.
+    Here the two halves of a head are rotated, and unrotated features are at the end of both halves. Files
+    have all rotated features first, as two halves or as neighboring pairs.
 
     Attributes:
         head_size: Features of a head.
@@ -114,12 +130,12 @@ class HeadOrder:
 
     @property
     def changes(self) -> bool:
-        """True if the order of queries and keys is not ours."""
+        """True if queries and keys have another order in the file than here."""
         return self.interleaved or self.rotated < self.head_size
 
     @property
     def features(self) -> tuple[int, ...]:
-        """Number in the file of each of our features of a query or key."""
+        """Feature of a head in the file, for each feature of a query or key here."""
         half, pairs = self.head_size // 2, self.rotated // 2
         if self.interleaved:
             first, second = range(0, self.rotated, 2), range(1, self.rotated, 2)
@@ -129,7 +145,7 @@ class HeadOrder:
         return (*first, *range(self.rotated, rest), *second, *range(rest, self.head_size))
 
     def order(self, layer: str, tensors: int, place: int) -> RowOrder | None:
-        """Return the order of the rows of one of our layers, as in `LayerOrders`."""
+        """Return the order of the rows of a native layer, as `LayerOrders` describes."""
         rotated = layer.rpartition(".")[2] in _ROTATED
         if tensors == 1 and not (rotated and self.changes):
             return None
@@ -142,9 +158,9 @@ class HeadOrder:
 class LatentOrder:
     """Order of the rows of latent attention in files of `transformers`.
 
-    In a query the features that are not rotated come first, then those that are, as neighboring pairs. We
-    rotate halves, and the features that are not rotated are at the end of both halves. A head of keys is
-    followed by its values.
+    In a query of the file unrotated features come first, then rotated ones as neighboring pairs. Here the two
+    halves of a head are rotated, and unrotated features are at the end of both halves. In the file keys and
+    values are interleaved per head.
 
     Attributes:
         head_size: Features of a query.
@@ -157,47 +173,57 @@ class LatentOrder:
     value_size: int
 
     def order(self, layer: str, tensors: int, place: int) -> RowOrder | None:  # noqa: ARG002
-        """Return the order of the rows of one of our layers, as in `LayerOrders`."""
-        plain = self.head_size - self.rotated
+        """Return the order of the rows of a native layer, as `LayerOrders` describes."""
+        unrotated = self.head_size - self.rotated
         first, second = range(0, self.rotated, 2), range(1, self.rotated, 2)
         match layer.rpartition(".")[2]:
             case "query" | "query_up":
-                turned = [[plain + each for each in half] for half in (first, second)]
-                features = (*turned[0], *range(plain // 2), *turned[1], *range(plain // 2, plain))
+                rotated = [[unrotated + each for each in half] for half in (first, second)]
+                middle = unrotated // 2
+                features = (*rotated[0], *range(middle), *rotated[1], *range(middle, unrotated))
                 return RowOrder(features, self.head_size)
             case "shared_key":
                 return RowOrder((*first, *second), self.rotated)
             case "key_up":
-                return RowOrder(tuple(range(plain)), plain + self.value_size)
+                return RowOrder(tuple(range(unrotated)), unrotated + self.value_size)
             case "value_up":
-                return RowOrder(tuple(range(plain, plain + self.value_size)), plain + self.value_size)
+                unit = unrotated + self.value_size
+                return RowOrder(tuple(range(unrotated, unit)), unit)
             case _:
                 return None
 
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Rows of one of our tensors in one of theirs.
+    """Rows of a native tensor in a Hugging Face tensor.
 
     Attributes:
-        features: Number among their rows of a head of each of our rows of a head.
-        unit: Number of their rows of a head.
+        features: Row of a head in the file, for each row of a head here.
+        unit: Number of rows of a head in the file.
     """
 
     features: tuple[int, ...]
     unit: int
 
     def rows(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return their rows of `count` of our rows from `first` on."""
+        """Return the row in the file of each of `count` native rows from `first` on."""
         head, feature = np.divmod(np.arange(first, first + count), len(self.features))
         return np.asarray(head * self.unit + np.asarray(self.features, np.int64)[feature])
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """One of our tensors, or the piece of it at the leading `index`, of `shape`, within one of theirs: rows
-    `first` to `first + shape[0]` in our orientation. `dataset` names ours: "/model/<name>". The piece of a
-    vector that is several of theirs has its elements from `start` on.
+    """Part of a Hugging Face tensor that holds one of our tensors, or one piece of it.
+
+    Attributes:
+        dataset: Dataset of the native tensor, "/model/<name>".
+        shape: Shape of the native tensor or of its piece.
+        first: First row of the part in the Hugging Face tensor, after transposition to [out, in].
+        index: Leading index of the piece in the native tensor; () for the complete tensor.
+        order: Order of the rows in the file, from `first` on; None if it is the same.
+        start: First element of the piece in a native vector that is several Hugging Face tensors; None for
+            other tensors.
+        expert_order: Order of the elements in a tensor of all experts; None for other tensors.
     """
 
     dataset: str
@@ -205,13 +231,11 @@ class TensorPart:
     first: int = 0
     index: Index = ()
     order: RowOrder | None = None
-    """Order of our rows in theirs, from `first` on; None if it is ours."""
     start: int | None = None
     expert_order: ExpertOrder | None = None
-    """Order of our elements in theirs; None for what the other fields say."""
 
     def rows(self, first: int, count: int) -> slice | NDArray[np.int64]:
-        """Return the rows in theirs of `count` of our rows from `first` on."""
+        """Return the rows in the Hugging Face tensor of `count` native rows from `first` on."""
         if self.order is None:
             return slice(self.first + first, self.first + first + count)
         return self.first + self.order.rows(first, count)
@@ -219,9 +243,14 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class Counterpart:
-    """One tensor of theirs, of `shape` in the file, and ours of which it is made.
+    """Hugging Face tensor, and the native tensors that it holds.
 
-    A matrix that is `flattened` is a vector of ours.
+    Attributes:
+        name: Name of the Hugging Face tensor.
+        shape: Its shape in the file.
+        transposed: True if the file has [in, out].
+        parts: Native tensors that it holds, or pieces of these.
+        flattened: True if it is a matrix whose rows form one native vector.
     """
 
     name: str
@@ -232,18 +261,18 @@ class Counterpart:
 
 
 def counterparts(
-    rules: Sequence[Rule], ours: Mapping[str, Index], heads: LayerOrders | None = None
+    rules: Sequence[Rule], shapes: Mapping[str, Index], heads: LayerOrders | None = None
 ) -> list[Counterpart]:
-    """Return what holds our tensors, in our order, each of theirs once.
+    """Return the Hugging Face tensors that hold the native tensors, each once, in native order.
 
     Args:
-        rules: Names of the architecture.
-        ours: Global shapes by dataset.
-        heads: Order of the features of heads; None if it is ours.
+        rules: Name rules of the architecture.
+        shapes: Global shapes of the native tensors by dataset.
+        heads: Order of the features of heads; None if it is the same.
     """
     by_layer = {layer: rule for rule in rules for layer in _layers(rule)}
-    held: dict[str, Counterpart] = {}
-    for dataset in ours:
+    tensors: dict[str, Counterpart] = {}
+    for dataset, shape in shapes.items():
         if dataset.startswith(f"/{ROUTER_BIAS}/"):
             layer, kind = dataset.removeprefix("/").removesuffix(".weight"), ""
         else:
@@ -252,34 +281,35 @@ def counterparts(
         number = block[2] if block else ""
         rule = by_layer[f"{block[1]}blocks.{{}}.{block[3]}" if block else layer]
         if isinstance(rule, PackedRule):
-            expert_order = ExpertOrder(ours[dataset], rule.gates, rule.transposed, kind == "weight")
-            name = rule.theirs.format(number) + rule.suffixes[kind]
-            part = TensorPart(dataset, ours[dataset], expert_order=expert_order)
-            held[name] = Counterpart(name, expert_order.file_shape, False, (part,))
+            expert_order = ExpertOrder(shape, rule.gates, rule.transposed, kind == "weight")
+            name = rule.hf_name.format(number) + rule.suffixes[kind]
+            part = TensorPart(dataset, shape, expert_order=expert_order)
+            tensors[name] = Counterpart(name, expert_order.file_shape, False, (part,))
             continue
         if isinstance(rule, StackRule):
-            found = _stacked(rule, number, kind, dataset, ours[dataset])
-            held.update((each.name, each) for each in found)
+            stacked = _stacked(rule, number, kind, dataset, shape)
+            tensors.update((each.name, each) for each in stacked)
             continue
         if isinstance(rule, HeadRule):
             assert heads is not None, rule
-            found = _of_heads(rule, number, kind, TensorPart(dataset, ours[dataset]), heads)
-            held.update((each.name, each) for each in found)
+            of_heads = _of_heads(rule, number, kind, TensorPart(dataset, shape), heads)
+            tensors.update((each.name, each) for each in of_heads)
             continue
-        theirs = rule.theirs.format(number) + (f".{kind}" if kind else "")
-        if theirs in held:
+        hf_name = rule.hf_name.format(number) + (f".{kind}" if kind else "")
+        if hf_name in tensors:
             continue
         parts, rows = [], 0
-        for place, other in enumerate(rule.ours):
-            name = f"/model/{other.format(number)}.{kind}" if kind else dataset
-            tensors = len(rule.ours) if rule.joint else 1
-            order = None if heads is None else heads.order(other, tensors, place)
-            parts.append(TensorPart(name, ours[name], 0 if rule.joint else rows, order=order))
-            rows += ours[name][0]
-        shape = (rows, *parts[0].shape[1:])
-        transposed = rule.transposed and len(shape) == 2
-        held[theirs] = Counterpart(theirs, shape[::-1] if transposed else shape, transposed, tuple(parts))
-    return list(held.values())
+        for place, native_name in enumerate(rule.native_names):
+            name = f"/model/{native_name.format(number)}.{kind}" if kind else dataset
+            layers = len(rule.native_names) if rule.interleaved else 1
+            order = None if heads is None else heads.order(native_name, layers, place)
+            parts.append(TensorPart(name, shapes[name], 0 if rule.interleaved else rows, order=order))
+            rows += shapes[name][0]
+        hf_shape = (rows, *parts[0].shape[1:])
+        transposed = rule.transposed and len(hf_shape) == 2
+        hf_shape = hf_shape[::-1] if transposed else hf_shape
+        tensors[hf_name] = Counterpart(hf_name, hf_shape, transposed, tuple(parts))
+    return list(tensors.values())
 
 
 _ROTATED = ("query", "key", "query_norm", "key_norm")
@@ -287,28 +317,30 @@ _ROTATED = ("query", "key", "query_norm", "key_norm")
 
 
 def _layers(rule: Rule) -> tuple[str, ...]:
-    return rule.ours if isinstance(rule, NameRule) else (rule.ours,)
+    return rule.native_names if isinstance(rule, NameRule) else (rule.native_name,)
 
 
 def _of_heads(
     rule: HeadRule, number: str, kind: str, part: TensorPart, heads: LayerOrders
 ) -> Iterator[Counterpart]:
-    """Yield what holds a vector with the features of all heads."""
-    size, order = heads.head_size, heads.order(rule.ours, 1, 0)
+    """Yield the Hugging Face tensors of a native vector with the features of all heads."""
+    size, order = heads.head_size, heads.order(rule.native_name, 1, 0)
     count = part.shape[0] // size
-    if rule.theirs.count("{}") == 1:
+    if rule.hf_name.count("{}") == 1:
         whole = (replace(part, order=order),)
-        yield Counterpart(f"{rule.theirs.format(number)}.{kind}", (count, size), False, whole, flattened=True)
+        yield Counterpart(
+            f"{rule.hf_name.format(number)}.{kind}", (count, size), False, whole, flattened=True
+        )
         return
     for head in range(count):
         own = replace(part, shape=(size,), order=order, start=head * size)
-        yield Counterpart(f"{rule.theirs.format(number, head)}.{kind}", (size,), False, (own,))
+        yield Counterpart(f"{rule.hf_name.format(number, head)}.{kind}", (size,), False, (own,))
 
 
 def _stacked(rule: StackRule, number: str, kind: str, dataset: str, shape: Index) -> Iterator[Counterpart]:
-    several = len(rule.theirs) > 1
+    several = len(rule.hf_names) > 1
     inner = shape[2 if several else 1 :]
-    for expert, (place, name) in product(range(shape[0]), enumerate(rule.theirs)):
+    for expert, (place, name) in product(range(shape[0]), enumerate(rule.hf_names)):
         index = (expert, place) if several else (expert,)
         part = TensorPart(dataset, inner, index=index)
         yield Counterpart(f"{name.format(number, expert)}.{kind}", inner, False, (part,))

@@ -57,18 +57,18 @@ def export_adapters(world: World, checkpoint: Path, folder: Path, base: str) -> 
                         f"{checkpoint}: has no adapters; leave out --adapters to export the whole model"
                     )
                 architecture, merge = exported_as(shape), Merge(structure, adapters)
-                theirs = counterparts(
+                tensors = counterparts(
                     architecture.rules,
                     tensor_shapes(replace(shape, adapters=None)),
                     architecture.head_order(shape),
                 )
                 with opened(structure.path) as source:
-                    for each in theirs:
+                    for each in tensors:
                         if factors := _side_by_side(source, merge, each):
                             found[each.name.removesuffix(".weight")] = factors
                 temporary.mkdir(parents=True)
                 _write(temporary / _TENSORS, found)
-                transposed = any(each.transposed for each in theirs)
+                transposed = any(each.transposed for each in tensors)
                 config = _config(adapters, found, base, transposed)
                 write_text(temporary / _CONFIG, json.dumps(config, indent=2) + "\n")
                 flush_to_disk(temporary)
@@ -81,13 +81,18 @@ def export_adapters(world: World, checkpoint: Path, folder: Path, base: str) -> 
     return f"{folder}: {counted(len(found), 'adapter')}, fp32, for `peft` with the base model {base}"
 
 
-def _side_by_side(source: TensorSource, merge: Merge, theirs: Counterpart) -> tuple[Tensor, Tensor] | None:
-    """B and A of one of their matrices, of those of ours that it holds; None where these have none."""
-    found = [(part, merge.factors(source, part.dataset)) for part in theirs.parts]
+def _side_by_side(
+    source: TensorSource, merge: Merge, counterpart: Counterpart
+) -> tuple[Tensor, Tensor] | None:
+    """Return B and A of a Hugging Face matrix, for all native ones in it; None if these have no adapters."""
+    found = [(part, merge.factors(source, part.dataset)) for part in counterpart.parts]
     own = [(part, *factors) for part, factors in found if factors is not None]
     if not own:
         return None
-    rows, rank = theirs.shape[::-1][0] if theirs.transposed else theirs.shape[0], own[0][2].shape[0]
+    rows, rank = (
+        counterpart.shape[::-1][0] if counterpart.transposed else counterpart.shape[0],
+        own[0][2].shape[0],
+    )
     outer = torch.zeros(rows, rank * len(own))
     for number, (part, b, _) in enumerate(own):
         held, target = part.rows(0, len(b)), outer[:, number * rank : (number + 1) * rank]

@@ -56,8 +56,8 @@ class RopeParametersReader:
     ) -> None:
         self.problems: list[Problem] = []
         self._config = config
-        older = "rotary_emb_base" if default_fraction is not None and "rotary_emb_base" in config else ""
-        key = older or "rope_theta"
+        has_neox_key = default_fraction is not None and "rotary_emb_base" in config
+        key = "rotary_emb_base" if has_neox_key else "rope_theta"
         self._base = self._number(key, config.get(key), default_base)
         self.fraction = 1.0
         self.mscale_all_dim: float | None = None
@@ -81,11 +81,11 @@ class RopeParametersReader:
             value = table.get("partial_rotary_factor") if isinstance(table, dict) else None
             self.fraction = self._fraction(f"{key}: partial_rotary_factor", value, self.fraction)
         head_size = rotated_features(head_size, self.fraction)
-        given = [key for key in tables if self._config.get(key)]
-        found = [self._read_table(key, self._config[key], sequence, head_size) for key in given]
-        if len(found) == 2 and found[0] != found[1] and not self.problems:
-            self.problems.append((given[0], self._config[given[0]], f"contradicts {given[1]}"))
-        return found[0] if found else (self._base, None)
+        keys = [key for key in tables if self._config.get(key)]
+        results = [self._read_table(key, self._config[key], sequence, head_size) for key in keys]
+        if len(results) == 2 and results[0] != results[1] and not self.problems:
+            self.problems.append((keys[0], self._config[keys[0]], f"contradicts {keys[1]}"))
+        return results[0] if results else (self._base, None)
 
     def _read_table(
         self, key: str, table: object, sequence: int, head_size: int
@@ -99,16 +99,16 @@ class RopeParametersReader:
         base = self._number(f"{key}: rope_theta", values.pop("rope_theta", None), self._base)
         partial = values.pop("partial_rotary_factor", 1)
         if partial != 1 and not self._reads_fraction:
-            told = "unsupported: rotary positions rotate whole heads"
-            self.problems.append((f"{key}: partial_rotary_factor", partial, told))
+            message = "unsupported: rotary positions rotate whole heads"
+            self.problems.append((f"{key}: partial_rotary_factor", partial, message))
         older_kind = values.pop("type", "default")
         kind = values.pop("rope_type", older_kind)
         kind = "longrope" if kind == "su" else kind  # its name in the first files of Phi-3
         if kind == "default":
             return base, None
         if kind not in _KINDS:
-            told = f"unsupported; expected {either(map(repr, ('default', *_KINDS)))}"
-            self.problems.append((f"{key}: rope_type", kind, told))
+            message = f"unsupported; expected {either(map(repr, ('default', *_KINDS)))}"
+            self.problems.append((f"{key}: rope_type", kind, message))
             return base, None
         if kind in {"dynamic", "linear"}:
             values.pop(_ORIGINAL, None) if kind == "linear" else values.setdefault(_ORIGINAL, sequence)
@@ -126,8 +126,8 @@ class RopeParametersReader:
         """Return the scaling that a table describes; None, with problems, if it is not valid."""
         own_names = {_HF_KEYS.get(name, name): name for name in keys_of_kind(kind) if name != "kind"}
         for name in sorted(values.keys() - own_names.keys()):
-            told = f"unsupported with rope_type = {kind!r}"
-            self.problems.append((f"{key}: {name}", values[name], told))
+            message = f"unsupported with rope_type = {kind!r}"
+            self.problems.append((f"{key}: {name}", values[name], message))
         for name in ("factor", "short_factor", "long_factor"):
             if name in own_names and name not in values:
                 self.problems.append((key, self._config[key], f"requires {name} with rope_type = {kind!r}"))
@@ -138,8 +138,8 @@ class RopeParametersReader:
         except ValidationError as error:
             for each in error.errors(include_url=False):
                 own = str(each["loc"][0])
-                told = f"must be {expected_value(RopeScaling.model_fields[own])}"
-                self.problems.append((f"{key}: {_HF_KEYS.get(own, own)}", fields[own], told))
+                message = f"must be {expected_value(RopeScaling.model_fields[own])}"
+                self.problems.append((f"{key}: {_HF_KEYS.get(own, own)}", fields[own], message))
         return None
 
     def _fraction(self, key: str, value: object, default: float) -> float:

@@ -84,16 +84,16 @@ class ModelFolder:
     parts: Mapping[str, Mapping[Index, tuple[Counterpart, TensorPart]]]
 
     def read(self, dataset: str, start: Index, shape: Index) -> Tensor:
-        """The rectangle `shape` at `start` of one of our tensors."""
+        """Return the box `shape` at `start` of a native tensor."""
         parts = self.parts[dataset]
         if () in parts:
             return self._read(*parts[()], start, shape)
         values = torch.empty(shape)
         if all(part.start is not None for _, part in parts.values()):
-            for (place,), (theirs, part) in parts.items():
+            for (place,), (counterpart, part) in parts.items():
                 first, last = max(place, start[0]), min(place + part.shape[0], start[0] + shape[0])
                 if first < last:
-                    piece = self._read(theirs, part, (first - place,), (last - first,))
+                    piece = self._read(counterpart, part, (first - place,), (last - first,))
                     values[first - start[0] : last - start[0]] = piece
             return values
         depth = len(next(iter(parts)))
@@ -102,13 +102,17 @@ class ModelFolder:
             values[place] = self._read(*parts[index], start[depth:], shape[depth:])
         return values
 
-    def _read(self, theirs: Counterpart, part: TensorPart, start: Index, shape: Index) -> Tensor:
+    def _read(self, counterpart: Counterpart, part: TensorPart, start: Index, shape: Index) -> Tensor:
         if part.expert_order is not None:
-            return part.expert_order.read(partial(self.folder.read_finite, theirs.name), start, shape).float()
-        if theirs.flattened:
-            width = theirs.shape[1]
+            return part.expert_order.read(
+                partial(self.folder.read_finite, counterpart.name), start, shape
+            ).float()
+        if counterpart.flattened:
+            width = counterpart.shape[1]
             first, last = start[0] // width, -(-(start[0] + shape[0]) // width)
-            flat = self.folder.read_finite(theirs.name, (first, 0), (last - first, width)).float().flatten()
+            flat = (
+                self.folder.read_finite(counterpart.name, (first, 0), (last - first, width)).float().flatten()
+            )
             inside = np.arange(start[0], start[0] + shape[0])
             rows = inside if part.order is None else np.asarray(part.rows(start[0], shape[0]))
             return flat[torch.from_numpy(rows - first * width)]
@@ -116,12 +120,12 @@ class ModelFolder:
             rows = np.asarray(part.rows(start[0], shape[0]))
             low, high = int(rows.min()), int(rows.max()) + 1
             covering = (high - low, *shape[1:])
-            held = self.folder.read_finite(theirs.name, (low, *start[1:]), covering).float()
-            return held[torch.from_numpy(rows - low)]
+            rows_read = self.folder.read_finite(counterpart.name, (low, *start[1:]), covering).float()
+            return rows_read[torch.from_numpy(rows - low)]
         start = (start[0] + part.first, *start[1:])
-        if theirs.transposed:
-            return self.folder.read_finite(theirs.name, start[::-1], shape[::-1]).t().float()
-        return self.folder.read_finite(theirs.name, start, shape).float()
+        if counterpart.transposed:
+            return self.folder.read_finite(counterpart.name, start[::-1], shape[::-1]).t().float()
+        return self.folder.read_finite(counterpart.name, start, shape).float()
 
 
 class SourceReader(EpochReader):
@@ -241,15 +245,15 @@ def open_model(path: Path) -> ModelFolder:
         described = f"{counted(shape.experts, 'expert')} in each of {counted(mixtures, 'layer')}"
         raise HpctrainError(f"{path / CONFIG}: describes {described}, but {held}")
     shapes = tensor_shapes(shape)
-    theirs = counterparts(architecture.rules, shapes, architecture.head_order(shape))
+    tensors = counterparts(architecture.rules, shapes, architecture.head_order(shape))
     prefix = architecture.prefix
     if not any(name.startswith(prefix) for name in folder.tensors):
-        theirs = [replace(each, name=each.name.removeprefix(prefix)) for each in theirs]
-    problems = list(_differences(folder, theirs, shape, architecture))
+        tensors = [replace(each, name=each.name.removeprefix(prefix)) for each in tensors]
+    problems = list(_differences(folder, tensors, shape, architecture))
     if problems:
         raise first_of(problems)
     parts: dict[str, dict[Index, tuple[Counterpart, TensorPart]]] = {}
-    for each in theirs:
+    for each in tensors:
         for part in each.parts:
             place = part.index if part.start is None else (part.start,)
             parts.setdefault(part.dataset, {})[place] = (each, part)
@@ -364,12 +368,12 @@ def _known(entries: Sequence[TensorRange], shape: ModelShape) -> list[TensorRang
 
 def _differences(
     folder: TensorFolder,
-    theirs: Sequence[Counterpart],
+    tensors: Sequence[Counterpart],
     shape: ModelShape,
     architecture: HuggingFaceArchitecture,
 ) -> Iterator[str]:
-    """What the config's model has and the folder does not, or the other way round."""
-    expected = {each.name: each.shape for each in theirs}
+    """Yield messages about tensors that only the model of config.json or only the folder has."""
+    expected = {each.name: each.shape for each in tensors}
     for name, size in expected.items():
         held = folder.tensors.get(name)
         if held is None:
