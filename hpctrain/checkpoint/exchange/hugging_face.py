@@ -13,7 +13,7 @@ from hpctrain.checkpoint.exchange.rope_parameters import (
     of_layer_type,
     rope_config,
 )
-from hpctrain.checkpoint.exchange.yarn_scale import mscale_of, yarn_attention_scale
+from hpctrain.checkpoint.exchange.yarn_scale import has_default_scale, mscale_of, yarn_attention_scale
 from hpctrain.deck.activations import imported_activation
 from hpctrain.deck.families import FAMILIES
 from hpctrain.deck.family import AttentionBias, ConfigKey
@@ -570,12 +570,14 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
     """Yield keys of [model] with values that an architecture lacks, and what it has or requires."""
     if (shape.latent is None) == bool(architecture.latent):
         yield "latent", f"has {'' if architecture.latent else 'no '}latent attention"
-    elif shape.latent is not None and shape.attention_scale is not None and mscale_of(shape) is None:
-        yield "attention_scale", "requires 1 / sqrt(head_size) without yarn, and more with it"
+    elif shape.latent is not None and not has_default_scale(shape) and mscale_of(shape) is None:
+        supported = 'only with rope_scaling.kind = "yarn", and only a larger one'
+        yield "attention_scale", f"supports a scale other than 1 / sqrt(head_size) {supported}"
     if bool(shape.experts) != bool(architecture.mixture):
         yield "experts", f"has {'' if architecture.mixture else 'no '}experts"
     for key, value in architecture.choices(shape.hidden).items():
-        if getattr(shape, key) != value:
+        is_default = key == "attention_scale" and value is None and has_default_scale(shape)
+        if getattr(shape, key) != value and not is_default:
             yield key, f"requires {_value_text(value)}"
     if shape.activation not in architecture.activations:
         yield "activation", f"requires {either(map(toml_value, architecture.activations))}"

@@ -21,6 +21,11 @@ def yarn_attention_scale(head_size: int, factor: float, mscale_all_dim: float) -
     return scale * mscale * mscale
 
 
+def has_default_scale(shape: ModelShape) -> bool:
+    """Return True if the factor of the products of queries and keys is 1 / sqrt(head_size)."""
+    return shape.attention_scale in {None, shape.head_size**-0.5, 1 / sqrt(shape.head_size)}
+
+
 def mscale_of(shape: ModelShape, imported: Mapping[str, Any] = _NONE) -> float | None:
     """Return the `mscale_all_dim` with which a model has its attention scale.
 
@@ -30,10 +35,12 @@ def mscale_of(shape: ModelShape, imported: Mapping[str, Any] = _NONE) -> float |
             not imported.
 
     Returns:
-        The value, or None if scores are not multiplied, or if no value gives this scale.
+        The value, which is never 0, or None if the scale is 1 / sqrt(head_size), or if no value gives it.
     """
     scale, scaling = shape.attention_scale, shape.rope_scaling
-    if shape.latent is None or scale is None or scaling is None or scaling.kind != "yarn":
+    if shape.latent is None or scale is None or has_default_scale(shape):
+        return None
+    if scaling is None or scaling.kind != "yarn":
         return None
     ratio = scale * sqrt(shape.head_size)
     if scaling.factor <= 1 or ratio <= 1:
@@ -43,7 +50,7 @@ def mscale_of(shape: ModelShape, imported: Mapping[str, Any] = _NONE) -> float |
     exact = (
         each for each in candidates if yarn_attention_scale(shape.head_size, scaling.factor, each) == scale
     )
-    return next(exact, value)
+    return next(exact, value) or None
 
 
 def _imported_values(config: Mapping[str, Any]) -> Iterator[float]:

@@ -6,6 +6,7 @@ Tests of checkpoint/exchange/yarn_scale.py.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import sqrt
 from typing import Any
 
 import pytest
@@ -51,6 +52,23 @@ def test_a_written_config_has_the_scale_of_the_one_that_was_read(mscale: float, 
     assert read().attention_scale is None and "rope_scaling" not in config_of(read(), "float32")
 
 
+@pytest.mark.parametrize("head_size", [32, 128, 192, 14])
+@pytest.mark.parametrize("scaling", [None, {**YARN, "attention_factor": 1.0}])
+def test_a_default_scale_that_is_written_out_needs_no_key(
+    head_size: int, scaling: dict[str, Any] | None
+) -> None:
+    shape = read(qk_nope_head_dim=head_size - 6, rope_scaling=scaling)
+    for scale in (head_size**-0.5, 1 / sqrt(head_size)):
+        written = config_of(replace(shape, attention_scale=scale), "float32")
+        assert written == config_of(shape, "float32")
+        assert not {"mscale", "mscale_all_dim"} & written.get("rope_scaling", {}).keys()
+        assert shape_of(written, "config.json") == shape
+    llama = replace(shape, family="llama", latent=None, experts=0, rope_scaling=None)
+    assert config_of(replace(llama, attention_scale=head_size**-0.5), "float32") == config_of(
+        llama, "float32"
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -86,7 +104,7 @@ def test_configs_that_are_refused(changes: dict[str, Any], told: str) -> None:
     [
         ("deepseek-v3", {"latent": None}, "has latent attention"),
         ("llama", {}, "has no latent attention"),
-        ("deepseek-v3", {"attention_scale": 0.9}, "requires 1 / sqrt(head_size) without yarn"),
+        ("deepseek-v3", {"attention_scale": 0.9}, "supports a scale other than 1 / sqrt(head_size) only"),
         ("deepseek-v3", {"shared_experts": 0}, "model.experts.shared = 0: "),
         (
             "deepseek-v2",
