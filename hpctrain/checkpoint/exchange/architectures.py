@@ -161,7 +161,7 @@ class HuggingFaceArchitecture:
     @property
     def partial(self) -> bool:
         """True if config.json has the share of rotated features."""
-        return FAMILIES[self.family].defaults.rotary_fraction < 1 or self.model_type in _PARTIAL
+        return _is_partial(self.family, self.model_type)
 
     def head_order(self, shape: ModelShape) -> LayerOrders | None:
         """Return the order of the features of heads in files; None for models without rotation."""
@@ -190,6 +190,11 @@ class HuggingFaceArchitecture:
     def choice_is_biased(self) -> bool:
         """True if routers add a bias to the scores only for choosing experts (`e_score_correction_bias`)."""
         return self.constant_fields.get("balance") == "bias"
+
+
+def _is_partial(family: FamilyName, model_type: str) -> bool:
+    """Return True if config.json of a model type has the share of rotated features."""
+    return FAMILIES[family].defaults.rotary_fraction < 1 or model_type in _PARTIAL
 
 
 _GPT2_RULES = (
@@ -551,7 +556,11 @@ def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
         ),
         prefix=row.prefix,
         buffers=row.buffers,
-        required_values=(*required_values, *(() if row.quantization else (_UNQUANTIZED,))),
+        required_values=(
+            *required_values,
+            *(() if row.quantization else (_UNQUANTIZED,)),
+            *(() if _is_partial(family, row.model_type) else (_WHOLE_ROTARY,)),
+        ),
         quantization=row.quantization,
         rope_parameters=row.rope_parameters,
         grouped=row.grouped,

@@ -149,6 +149,17 @@ def test_configs_that_are_refused(scaling: Any, keys: dict[str, Any], told: str)
     assert told in str(caught.value), caught.value
 
 
+@pytest.mark.parametrize("name", [name for name, each in ARCHITECTURES.items() if each.rotary])
+def test_a_share_of_rotated_features_is_read_or_refused(name: str) -> None:
+    config = {"architectures": [name], "id2label": {"0": "LABEL_0"}}
+    if ARCHITECTURES[name].partial:
+        assert shape_of({**config, "partial_rotary_factor": 0.5}, "config.json").rotary_fraction == 0.5
+        return
+    assert shape_of({**config, "partial_rotary_factor": 1.0}, "config.json").rotary_fraction == 1
+    with pytest.raises(HpctrainError, match=r"partial_rotary_factor = 0\.5: unsupported"):
+        shape_of({**config, "partial_rotary_factor": 0.5}, "config.json")
+
+
 @pytest.mark.parametrize("name", SCALINGS)
 def test_config_says_what_was_read(name: str) -> None:
     scaling = SCALINGS[name]
