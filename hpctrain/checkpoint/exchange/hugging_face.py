@@ -329,14 +329,16 @@ class _Reading:
                 name = architecture.mixture["expert_mlp"][0]
                 self.problem(key, width, f"must be a multiple of {name} = {of_expert}")
         dense = self.config.get("mlp_only_layers")
-        if dense and "expert_every" in fields_read:
+        if dense not in (None, []) and "expert_every" in fields_read:
             fields_read |= self._blocks_with_experts(dense, sizes["layers"], fields_read["expert_every"])
         return fields_read
 
     def _blocks_with_experts(self, dense: object, layers: int, every: int) -> dict[str, Any]:
         """Return the fields that say which blocks have experts, if `mlp_only_layers` lists dense blocks."""
-        if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
-            self.problem("mlp_only_layers", dense, "must be a list of numbers of layers")
+        numbers = range(layers)
+        if not isinstance(dense, list) or not all(type(each) is int and each in numbers for each in dense):
+            expected = f"must be a list of numbers of layers from 0 to {layers - 1}"
+            self.problem("mlp_only_layers", dense, expected)
             return {}
         mixtures = [(layer + 1) % every == 0 and layer not in dense for layer in range(layers)]
         if not any(mixtures):

@@ -40,7 +40,11 @@ def test_positions_of_gpt_oss_are_scaled_unless_a_config_says_otherwise() -> Non
             {"shared_expert_intermediate_size": 50},
             "shared_expert_intermediate_size = 50: must be a multiple of moe_intermediate_size = 20",
         ),
-        ({"mlp_only_layers": "1"}, "mlp_only_layers = '1': must be a list of numbers of layers"),
+        ({"mlp_only_layers": "1"}, "mlp_only_layers = '1': must be a list of numbers of layers from 0 to 2"),
+        ({"mlp_only_layers": [True]}, "mlp_only_layers = [True]: must be a list of numbers of layers"),
+        ({"mlp_only_layers": [0, -1]}, "mlp_only_layers = [0, -1]: must be a list of numbers of layers"),
+        ({"mlp_only_layers": [3]}, "mlp_only_layers = [3]: must be a list of numbers of layers"),
+        ({"mlp_only_layers": False}, "mlp_only_layers = False: must be a list of numbers of layers"),
         ({"mlp_only_layers": [0, 1, 2]}, "mlp_only_layers = [0, 1, 2]: leaves no layer with experts"),
         (
             {"quantization_config": {"quant_method": "mxfp4"}},
