@@ -180,15 +180,19 @@ def _shared_experts(value: object, options: SourceOptions) -> int:
     return integer(value) // inner
 
 
-def _blocks_with_experts(value: object, _: SourceOptions) -> object:
-    """Return the number of dense blocks at the start and the pattern of blocks; None for what is usual."""
+def _blocks_with_experts(value: object, options: SourceOptions) -> object:
+    """Return the number of dense blocks at the start and the pattern of blocks; None for what is usual.
+
+    A pattern is at most as long as the model, which Megatron-LM does not require.
+    """
     if pattern := _LAYER_LIST.fullmatch(str(value).replace(" ", "")):
         return int(pattern[1]), None
     try:
         every = integer(value)
     except UnsupportedOptionError:
         raise UnsupportedOptionError("must be a number or [0]*n+[1]*m") from None
-    return (None, [block == 0 for block in range(every)]) if every > 1 else None
+    length = min(every, options.read("--num-layers", integer) or every)
+    return (None, [block == 0 for block in range(length)]) if every > 1 else None
 
 
 def _experts(value: object, options: SourceOptions) -> object:

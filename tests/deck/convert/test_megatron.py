@@ -200,6 +200,7 @@ def test_any_text_is_read(text: str) -> None:
         ),
         ("--moe-layer-freq ([0]*3+[1]*58)", {"dense_first": 3}),
         ("--moe-layer-freq 3", {"experts.pattern": [True, False, False]}),
+        ("--moe-layer-freq 5 --num-layers 2", {"experts.pattern": [True, False], "layers": 2}),
         ("--moe-layer-freq 1 --moe-router-pre-softmax", {"router_normalize": False}),
         ("--moe-router-pre-softmax --moe-router-score-function sigmoid", {"router": "sigmoid"}),
         ("--group-query-attention", {}),
