@@ -57,6 +57,7 @@ from hpctrain.checkpoint.write import save
 from hpctrain.comm.error_messages import with_final_name
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import TOKENIZER_FILE
+from hpctrain.data.tokenizer_settings import MODEL_CONFIG
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
@@ -145,12 +146,13 @@ def _prepare_export(structure: CheckpointIndex, dtype: str | None) -> PreparedEx
     wanted = export_dtype(structure, dtype)
     tokenizer = tokenizer_of_state(structure.state, structure.path)
     dtype_name = str(wanted).removeprefix("torch.")
-    texts = model_files(shape, dtype_name, stored_settings(structure.state), tokenizer)
+    settings = stored_settings(structure.state)
+    texts = model_files(shape, dtype_name, settings, tokenizer)
     shapes = tensor_shapes(shape)
     folded = _folded(shape, shapes)
     exact = {*folded, *filter(merge.has, shapes)}
     sources = stored_sources(structure, shapes, wanted, exact)
-    architecture = exported_as(shape)
+    architecture = exported_as(shape, settings.file(MODEL_CONFIG))
     tensors_to_write = counterparts(architecture.rules, shapes, architecture.head_order(shape))
     by_name = {each.name: each for each in tensors_to_write}
 

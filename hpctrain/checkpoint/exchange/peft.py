@@ -24,8 +24,10 @@ from hpctrain.checkpoint.exchange.names import Counterpart, counterparts
 from hpctrain.checkpoint.exchange.safetensors_folder import NewTensor, new_file, write_text
 from hpctrain.checkpoint.exchange.source import stored_shape, tensor_shapes
 from hpctrain.checkpoint.extract import TensorSource, opened
+from hpctrain.checkpoint.stored_tokenizer import stored_settings
 from hpctrain.comm.error_messages import with_final_name
 from hpctrain.comm.world import World
+from hpctrain.data.tokenizer_settings import MODEL_CONFIG
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.errors import HpctrainError
 from hpctrain.files import delete_folder, files_named, flush_to_disk
@@ -56,7 +58,8 @@ def export_adapters(world: World, checkpoint: Path, folder: Path, base: str) -> 
                     raise HpctrainError(
                         f"{checkpoint}: has no adapters; leave out --adapters to export the whole model"
                     )
-                architecture, merge = exported_as(shape), Merge(structure, adapters)
+                imported = stored_settings(structure.state).file(MODEL_CONFIG)
+                architecture, merge = exported_as(shape, imported), Merge(structure, adapters)
                 tensors = counterparts(
                     architecture.rules,
                     tensor_shapes(replace(shape, adapters=None)),

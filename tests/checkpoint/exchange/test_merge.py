@@ -19,9 +19,11 @@ from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.exchange.convert import export_model
 from hpctrain.checkpoint.exchange.peft import export_adapters
 from hpctrain.checkpoint.stored_deck import deck_state
+from hpctrain.checkpoint.stored_tokenizer import tokenizer_state
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MASKED
+from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.generate.loaded import load
 from tests.engines import LLAMA, small_deck, trainer
@@ -141,6 +143,21 @@ def test_adapters_alone_are_those_of_peft(world: World, tmp_path: Path, family: 
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * float(expected.abs().max()))
     with pytest.raises(HpctrainError, match=r"base\.h5: has no adapters"):
         export_adapters(lone, tmp_path / "base.h5", tmp_path / "none", "x")
+
+
+def test_names_of_tensors_are_those_of_the_imported_architecture(world: World, tmp_path: Path) -> None:
+    """Phi-3 of this shape computes what Llama does, with queries, keys and values in one layer."""
+    lone = world.single_rank_world()
+    settings = TokenizerSettings(files={"config.json": {"model_type": "phi3"}})
+    run = trainer(lone, small_deck(*LLAMA, *ADAPTERS, 'model.adapters.targets=["value"]'))
+    state = {**deck_state(run.deck), **tokenizer_state(None, settings)}
+    save(tmp_path / "run.h5", lone.everyone, training_entries(run.engine.state()), state)
+    export_model(lone, tmp_path / "run.h5", tmp_path / "merged", "fp32", 1 << 30)
+    assert json.loads((tmp_path / "merged/config.json").read_text())["model_type"] == "phi3"
+    assert "model.layers.1.self_attn.qkv_proj.weight" in load_file(tmp_path / "merged/model.safetensors")
+    export_adapters(lone, tmp_path / "run.h5", tmp_path / "alone", str(tmp_path / "merged"))
+    targets = json.loads((tmp_path / "alone/adapter_config.json").read_text())["target_modules"]
+    assert targets == [f"model.layers.{block}.self_attn.qkv_proj" for block in range(2)]
 
 
 def test_damaged_adapters_are_not_merged(world: World, tmp_path: Path) -> None:
