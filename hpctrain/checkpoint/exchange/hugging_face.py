@@ -627,7 +627,8 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
             del required["router_group_best"]
         required = {key: value for key, value in required.items() if key not in architecture.mixture}
         if "expert_every" in architecture.mixture:
-            del required["dense_first"], required["expert_pattern"]  # mlp_only_layers replaces them
+            for key in ("dense_first", "expert_pattern"):  # mlp_only_layers replaces them
+                required.pop(key, None)
         if architecture.scale is not None:
             del required["router_scale"]
         if architecture.shared_width is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from hpctrain.checkpoint.exchange.hugging_face import shape_of
+from hpctrain.checkpoint.exchange import hugging_face
+from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES
+from hpctrain.checkpoint.exchange.hugging_face import exported_as, shape_of
 from hpctrain.errors import HpctrainError
 from tests.checkpoint.exchange.test_families import GPT_OSS, QWEN2_MOE, USUAL
 
@@ -60,3 +63,11 @@ def test_configs_that_are_refused(keys: dict[str, Any], problem: str) -> None:
         shape_of(config, "config.json")
     assert caught.value.exit_code == 2
     assert any(problem in each for each in caught.value.problems), caught.value.problems
+
+
+def test_a_file_may_have_dense_first_and_mlp_only_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = ARCHITECTURES["Qwen2MoeForCausalLM"]
+    both = replace(of, mixture={**of.mixture, "dense_first": ("first_k_dense_replace", 0)})
+    monkeypatch.setattr(hugging_face, "_EXPORTED", [both])
+    shape = shape_of({**USUAL, **QWEN2_MOE, "architectures": [of.name]}, "config.json")
+    assert exported_as(shape) == both
