@@ -539,6 +539,9 @@ def exported_as(shape: ModelShape, imported: Config = _NONE) -> HuggingFaceArchi
     possible = [each for each in models if not obstacles[each.name]]
     if not possible:
         own = [obstacles[each.name] for each in models if each.family == shape.family]
+        if not own:
+            reason = "transformers has no such model, so this model cannot be exported"
+            raise HpctrainError(f'model.family = "{shape.family}": {reason}')
         closest = min(own, key=lambda errors: sum(_WEIGHTS.get(key, 1) for key, _ in errors))
         raise closest[0][1]
     same = [each for each in possible if each.model_type == imported.get("model_type")]

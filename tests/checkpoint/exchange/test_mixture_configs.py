@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.checkpoint.exchange import hugging_face
 from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES
-from hpctrain.checkpoint.exchange.hugging_face import exported_as, shape_of
+from hpctrain.checkpoint.exchange.hugging_face import config_of, exported_as, shape_of
 from hpctrain.errors import HpctrainError
 from tests.checkpoint.exchange.test_families import GPT_OSS, QWEN2_MOE, USUAL
 
@@ -71,3 +71,13 @@ def test_a_file_may_have_dense_first_and_mlp_only_layers(monkeypatch: pytest.Mon
     monkeypatch.setattr(hugging_face, "_EXPORTED", [both])
     shape = shape_of({**USUAL, **QWEN2_MOE, "architectures": [of.name]}, "config.json")
     assert exported_as(shape) == both
+
+
+def test_a_family_without_an_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hugging_face, "_EXPORTED", [ARCHITECTURES["GPT2LMHeadModel"]])
+    shape = shape_of({**USUAL, "architectures": ["LlamaForCausalLM"]}, "config.json")
+    with pytest.raises(
+        HpctrainError, match=r'model\.family = "llama": transformers has no such model'
+    ) as caught:
+        config_of(shape, "float32")
+    assert caught.value.exit_code == 2
