@@ -13,7 +13,7 @@ from hpctrain.cli.check import command as check
 from hpctrain.cli.plan import command
 from hpctrain.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_USER, HpctrainError
 from hpctrain.plan.rehearse import rehearsal
-from hpctrain.plan.rehearse.match import Matched, match
+from hpctrain.plan.rehearse.matching import MatchResult, match_programmes
 from hpctrain.plan.rehearse.programme import SEND, Programme, StepProgrammes
 from tests.engines import DECK
 
@@ -156,7 +156,7 @@ def test_a_rehearsal_that_lacks_memory_is_the_user_s_matter(deck: Path) -> None:
 def test_programmes_that_do_not_fit_are_no_user_s_mistake(
     deck: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def planted(job: StepProgrammes, on_streams: bool) -> Matched:
+    def planted(job: StepProgrammes, on_streams: bool) -> MatchResult:
         assert not on_streams
         first = next(number for number, events in enumerate(job.programmes) if _sends(events))
         programmes = list(job.programmes)
@@ -166,12 +166,12 @@ def test_programmes_that_do_not_fit_are_no_user_s_mistake(
             for n, e in enumerate(programmes[first])
             if last not in {n, e.of}
         )
-        return match(StepProgrammes(programmes, job.programme_of, job.groups, job.place))
+        return match_programmes(StepProgrammes(programmes, job.programme_of, job.groups, job.place))
 
     def _sends(events: Programme) -> list[int]:
         return [number for number, event in enumerate(events) if event.operation == SEND]
 
-    monkeypatch.setattr(rehearsal, "match", planted)
+    monkeypatch.setattr(rehearsal, "match_programmes", planted)
     # Whatever lacks besides: what no deck can mend comes first.
     result = plan(deck, *REHEARSED, "--set", "machine.memory=1 MB")
     assert result.exit_code == EXIT_INTERNAL, result.output

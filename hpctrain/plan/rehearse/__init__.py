@@ -1,1 +1,1 @@
-"""A step of a large job, rehearsed: the programme of every rank, matched with those of all others."""
+"""Rehearsal of a step of a large job: the calls of all ranks are generated and matched, without ranks."""

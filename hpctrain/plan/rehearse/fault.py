@@ -1,4 +1,4 @@
-"""What is wrong with a rehearsed step."""
+"""Faults of a rehearsed step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,13 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class RehearsalFault:
-    """A fault of some ranks, the first of them and how many are like it: in a sentence, what is there and
-    what would be right.
+    """Fault of some ranks.
+
+    Attributes:
+        kind: Kind of fault.
+        rank: First of these ranks.
+        count: Number of these ranks.
+        sentence: What was found and what would be right.
     """
 
     kind: Kind

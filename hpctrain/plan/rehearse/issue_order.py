@@ -19,7 +19,6 @@ from itertools import combinations
 
 import numpy as np
 
-from hpctrain.plan.rehearse.alike import Classes
 from hpctrain.plan.rehearse.fault import RehearsalFault
 from hpctrain.plan.rehearse.programme import (
     AUDIT,
@@ -30,16 +29,17 @@ from hpctrain.plan.rehearse.programme import (
     RehearsedCall,
     StepProgrammes,
 )
+from hpctrain.plan.rehearse.rank_classes import RankClasses
 
 ON_MPI = frozenset({"world", "agreements"})
 """Names of groups whose calls use MPI even if the ranks compute on GPUs."""
 
 
-def find_order_faults(job: StepProgrammes, classes: Classes) -> Iterator[RehearsalFault]:
+def find_order_faults(job: StepProgrammes, classes: RankClasses) -> Iterator[RehearsalFault]:
     """Yield a fault for each two communicators whose calls some ranks start in different orders. Local.
 
     Args:
-        job: Programmes whose messages and calls match (`match`).
+        job: Programmes whose messages and calls match (`match_programmes`).
         classes: Classes of its ranks.
     """
     names = sorted({event.group for events in job.programmes for event in events if _is_ordered(event)})
@@ -58,7 +58,7 @@ def find_order_faults(job: StepProgrammes, classes: Classes) -> Iterator[Rehears
 
 
 def _faults(
-    job: StepProgrammes, classes: Classes, pair: tuple[str, str], order_of: Numbers
+    job: StepProgrammes, classes: RankClasses, pair: tuple[str, str], order_of: Numbers
 ) -> Iterator[RehearsalFault]:
     """Yield the first fault among the ranks that share both communicators; `order_of` is by rank."""
     first, second = (job.groups[name] for name in pair)

@@ -1,4 +1,4 @@
-"""Whether a stage holds more than there is at any time of a step, and when it holds most."""
+"""Memory peaks of stages, and faults of stages that need more memory than there is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from hpctrain.units import format_bytes
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """The action after which a stage's forwards save most, and bytes of a rank then, in all."""
+    """Memory peak of a stage.
+
+    Attributes:
+        stage: Number of the stage.
+        action: Action after which saved activations need most memory.
+        total: Bytes of a rank at that time.
+    """
 
     stage: int
     action: Action
@@ -28,7 +34,7 @@ class MemoryPeak:
 
 
 def find_peaks(programmes: RankProgrammes, memory: MemoryPlan) -> list[MemoryPeak]:
-    """When each stage holds most, as its memory was planned."""
+    """Return the memory peak of each stage, by its planned memory."""
     found = []
     for planned in memory.stages:
         stage = programmes.stage_of(planned.stage)
@@ -49,9 +55,16 @@ def find_peaks(programmes: RankProgrammes, memory: MemoryPlan) -> list[MemoryPea
     return found
 
 
-def over_memory(memory: MemoryPlan, room: Room | None, peaks: Sequence[MemoryPeak]) -> list[RehearsalFault]:
-    """A fault of each stage whose ranks need more than a node, or a GPU, has where all there are of it; of
-    the one that holds most where only stages that share a node do.
+def memory_faults(memory: MemoryPlan, room: Room | None, peaks: Sequence[MemoryPeak]) -> list[RehearsalFault]:
+    """Return a fault for each stage whose ranks alone would exceed the memory of a node or GPU.
+
+    If there is no such stage, because stages that share a node exceed it together, the fault names the stage
+    that needs most.
+
+    Args:
+        memory: Planned memory.
+        room: Required and available memory; None if the limit is unknown.
+        peaks: Memory peak of each stage.
     """
     if room is None or room.fits:
         return []

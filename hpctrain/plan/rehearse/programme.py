@@ -1,4 +1,4 @@
-"""What ranks do in a step: programmes of events, who follows which, and who is in which group."""
+"""Programmes of the ranks in a step, which are lists of calls, and the groups that the calls use."""
 
 from __future__ import annotations
 
@@ -12,24 +12,33 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.int64]
 
 SEND, RECEIVE, WAIT = "send", "recv", "wait"
-"""Operations that are not called by all of a group: messages, and waiting for what was started."""
+"""Operations that one rank calls alone: messages, and the wait for a started call."""
 
 NEW_GROUP = "new_group"
 """Operation by which the ranks of a group create communicators together."""
 
 AUDIT = "audit of "
-"""Begin of the name of the communicator on which calls of another one are checked for silent faults."""
+"""Prefix of the name of the communicator that checks the calls of another one for silent faults."""
 
 
 @dataclass(frozen=True, slots=True)
 class RehearsedCall:
-    """One operation of a rank in a `group` by its name.
+    """One event in the programme of a rank: a message, a collective call or a wait.
 
-    A message goes to, or comes from, the rank that is `step` places further in the group, round it; it has a
-    `tag`. `what` says what a message carries, and of a collective in what all members must agree besides its
-    `bytes` and `format`, the type of its elements. Of an exchange of uneven pieces `sent` and `received` are
-    elements by rank of the group, and `bytes` may differ. A wait is for the event of the programme with the
-    index `of`. `action` is where in the schedule it belongs.
+    Attributes:
+        operation: Name of the operation.
+        group: Name of the group.
+        bytes: Payload of this rank.
+        step: Distance in the group, modulo its size, from this rank to the peer of a message.
+        tag: Tag of a message.
+        what: Content of a message; for a collective, what all members must agree on besides bytes and format.
+        format: dtype of the elements.
+        blocking: True if the rank waits for the call at once.
+        action: Action of the schedule to which the event belongs.
+        of: For a wait, the index in the programme of the event that it waits for.
+        sent: Elements sent to each rank of the group, if the pieces of an exchange may differ; `bytes` of
+            ranks may then differ, too.
+        received: Elements received from each rank of the group, as `sent`.
     """
 
     operation: str
@@ -47,17 +56,17 @@ class RehearsedCall:
 
     @property
     def is_message(self) -> bool:
-        """Whether one other rank takes part, and not a whole group."""
+        """True if one other rank takes part, instead of the whole group."""
         return self.operation in {SEND, RECEIVE}
 
     @property
     def is_collective(self) -> bool:
-        """Whether all of the group take part."""
+        """True if all ranks of the group take part."""
         return not self.is_message and self.operation != WAIT
 
     @property
     def content(self) -> tuple[object, ...]:
-        """What tells it from others of its group, but for its size."""
+        """Everything that must be equal in matching calls, except the size."""
         if self.is_message:
             return self.what, self.format
         return self.operation, self.what, self.format, self.action, self.sent is None
@@ -73,7 +82,16 @@ Programme = tuple[RehearsedCall, ...]
 
 
 class Membership:
-    """Which ranks are together in the groups of one name: rows of ranks, [groups, size], in their order."""
+    """Members of the groups of one name, such as all tensor groups.
+
+    Args:
+        rows: Ranks of each group in their order, [groups, size].
+        ranks: Number of ranks of the job.
+
+    Attributes:
+        row_of: Number of the group of each rank; -1 if it is in none, [ranks].
+        place_of: Place of each rank in its group; -1 if it is in none, [ranks].
+    """
 
     def __init__(self, rows: Numbers, ranks: int) -> None:
         self.rows = rows
@@ -84,25 +102,29 @@ class Membership:
 
     @property
     def size(self) -> int:
-        """Ranks of each group."""
+        """Number of ranks of each group."""
         return int(self.rows.shape[1])
 
     def of(self, rank: int) -> Numbers:
-        """The ranks of one rank's group."""
+        """Return the ranks of the group of a rank."""
         row: Numbers = self.rows[self.row_of[rank]]
         return row
 
     def peers(self, ranks: Numbers, step: int) -> Numbers:
-        """Of each of some ranks the one `step` places further in its group."""
+        """Return, for each of these ranks, the rank `step` places further in its group, [ranks]."""
         found: Numbers = self.rows[self.row_of[ranks], (self.place_of[ranks] + step) % self.size]
         return found
 
 
 @dataclass(frozen=True)
 class StepProgrammes:
-    """All ranks of a step: `programme_of` [ranks] are indices of their `programmes`; `groups` by name.
+    """Programmes of all ranks in a step.
 
-    `place` says in words which rank a number is.
+    Attributes:
+        programmes: Different programmes.
+        programme_of: Index of the programme of each rank, [ranks].
+        groups: Members of the groups by name.
+        place: Function that describes a rank with its coordinates.
     """
 
     programmes: Sequence[Programme]
@@ -112,10 +134,10 @@ class StepProgrammes:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return len(self.programme_of)
 
     @cached_property
     def used(self) -> list[set[tuple[str, int]]]:
-        """Of each programme the names of its groups, with the steps to peers there, 0 for collectives."""
+        """Groups that each programme uses, with the step to each peer, which is 0 for collectives."""
         return [{(e.group, e.step) for e in events if e.operation != WAIT} for events in self.programmes]

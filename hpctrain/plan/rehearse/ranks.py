@@ -1,7 +1,7 @@
-"""The programmes of all ranks of a deck: one for ranks that are alike, told of the first of them.
+"""Programmes of all ranks of a deck, one for ranks that make the same calls.
 
-Ranks of stages with layers of the same kinds, with the same neighbours on their nodes and as much of what is
-shared out in blocks, are taken to be alike as far as those do the same that are asked, see Looks.
+Ranks are taken to make the same calls if their stages have layers of the same kinds, nodes divide their
+groups in the same way, they own equal shares of buckets, and `SignatureSearch` finds no difference.
 """
 
 from __future__ import annotations
@@ -27,23 +27,33 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.step_statistics import Reduction
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import layer_ranges
-from hpctrain.plan.rehearse.looks import Looks, folds_of
+from hpctrain.plan.rehearse.bucket_shares import BucketShares
+from hpctrain.plan.rehearse.meta_op_cache import MetaOpCache
 from hpctrain.plan.rehearse.programme import AUDIT, WAIT, Membership, Numbers, Programme, StepProgrammes
-from hpctrain.plan.rehearse.recall import Recall
+from hpctrain.plan.rehearse.rank_signature import SignatureSearch, folds_of
 from hpctrain.plan.rehearse.record import NamedGroup, membership
-from hpctrain.plan.rehearse.shares import Shares
 from hpctrain.plan.rehearse.step import RankStep
 from hpctrain.plan.traffic import plain, steady
 
 Progress = Callable[[str], None]
 
-ASKED_MICRO_BATCHES = 2
-"""Of steps that are compared from place to place."""
+COMPARED_MICRO_BATCHES = 2
+"""Micro-batches of the steps that are compared from place to place."""
 
 
 @dataclass
 class RankProgrammes:
-    """What makes the programmes of `ranks` ranks of a deck, whose nodes have `ranks_per_node` each."""
+    """Generator of the programmes of the ranks of a deck.
+
+    Attributes:
+        deck: Deck of the job.
+        ranks: Number of ranks.
+        vocabulary: Number of tokens in the vocabulary.
+        ranks_per_node: Number of ranks of each node.
+        sizes: Size of each axis of the mesh.
+        schedule: Pipeline schedule.
+        split: Number of layers of each part.
+    """
 
     deck: Deck
     ranks: int
@@ -53,10 +63,10 @@ class RankProgrammes:
     schedule: Schedule = field(init=False)
     split: tuple[int, ...] = field(init=False)
     _steps: dict[tuple[object, int], RankStep] = field(init=False, default_factory=dict)
-    _recall: Recall = field(init=False, default_factory=Recall)
+    _cache: MetaOpCache = field(init=False, default_factory=MetaOpCache)
 
     def __post_init__(self) -> None:
-        # Layers run without values, for which there are no compiled functions; torch's communicate alike.
+        # Compiled functions cannot run without values. The functions of torch make the same calls.
         self.deck = steady(self.deck).with_keys(machine={"compile": False})
         self.sizes = axis_sizes(self.deck, self.ranks)
         self.shape = ModelShape.of(self.deck, self.vocabulary)
@@ -66,12 +76,12 @@ class RankProgrammes:
 
     @property
     def of_stage(self) -> int:
-        """Ranks of a pipeline stage."""
+        """Number of ranks of a pipeline stage."""
         return rank_count(self.sizes) // self.schedule.stage_count
 
     @cached_property
     def kinds(self) -> list[object]:
-        """Of each stage what its layers are; stages of the same kind do the same in an action."""
+        """Kind of each stage, by its layers. Stages of the same kind make the same calls in an action."""
         layers = [layer.kind for layer in blocks_of(bare_model(self.shape))]
         found: list[object] = []
         for number in range(self.schedule.stage_count):
@@ -82,12 +92,14 @@ class RankProgrammes:
         return found
 
     def job(self, progress: Progress = lambda _: None) -> StepProgrammes:
-        """All ranks, as far as they are alike from one programme."""
-        nodes = self._node_looks()
-        places = {kind: self._look_of_places(kind, nodes, progress) for kind in dict.fromkeys(self.kinds)}
+        """Return the programmes of all ranks, generated once for ranks that make the same calls."""
+        nodes = self._node_signatures()
+        places = {
+            kind: self._signatures_of_places(kind, nodes, progress) for kind in dict.fromkeys(self.kinds)
+        }
         stages = np.arange(self.ranks) // self.of_stage
-        looks = np.stack([stages, nodes, np.concatenate([places[kind] for kind in self.kinds])], axis=1)
-        _, firsts, programme_of = np.unique(looks, axis=0, return_index=True, return_inverse=True)
+        signatures = np.stack([stages, nodes, np.concatenate([places[kind] for kind in self.kinds])], axis=1)
+        _, firsts, programme_of = np.unique(signatures, axis=0, return_index=True, return_inverse=True)
         programmes = []
         for number, first in enumerate(firsts.tolist(), 1):
             progress(f"programme {number} of {len(firsts)}")
@@ -96,25 +108,31 @@ class RankProgrammes:
         return StepProgrammes(programmes, programme_of.reshape(-1), self.groups(), self.place)
 
     def every_job(self) -> StepProgrammes:
-        """All ranks, each told by itself."""
+        """Return the programmes of all ranks, each generated on its own."""
         programmes = [
             self._from_creation(*divmod(rank, self.of_stage), ("rank", rank)) for rank in range(self.ranks)
         ]
         return StepProgrammes(programmes, np.arange(self.ranks), self.groups(), self.place)
 
-    def programme(self, stage: int, place: int, look: object) -> Programme:
-        """That of the rank at a place of a stage, of which ranks with that look do the same in an action."""
-        return self._step(stage, place, look).programme(self.schedule, stage, self._noted)
+    def programme(self, stage: int, place: int, signature: object) -> Programme:
+        """Return the programme of the rank at a place of a stage.
 
-    def _from_creation(self, stage: int, place: int, look: object) -> Programme:
+        Ranks with the same `signature` make the same calls in an action.
+        """
+        return self._step(stage, place, signature).programme(self.schedule, stage, self._statistics_of_step)
+
+    def _from_creation(self, stage: int, place: int, signature: object) -> Programme:
         """Return a `programme` after the creation of all communicators."""
-        events = self.programme(stage, place, look)
-        creations = self._step(stage, place, look).recorder.creations
+        events = self.programme(stage, place, signature)
+        creations = self._step(stage, place, signature).recorder.creations
         shifted = (replace(e, of=e.of + len(creations)) if e.operation == WAIT else e for e in events)
         return (*creations, *shifted)
 
     def groups(self) -> dict[str, Membership]:
-        """All groups that were met so far, by name; as the meshes of single ranks tell them."""
+        """Return all groups that programmes have used so far, by name.
+
+        They are checked to be those of the meshes of single ranks.
+        """
         found: dict[str, Membership] = {"agreements": membership("agreements", self.sizes)}
         for step in self._steps.values():
             for named in step.recorder.groups.values():
@@ -127,75 +145,75 @@ class RankProgrammes:
         return found
 
     def place(self, rank: int) -> str:
-        """A rank and its coordinates in words."""
+        """Return a rank with its coordinates, such as "rank 5 (data 1, tensor 1)"."""
         along = coordinates(self.sizes, rank)
         sizes = {**expert_sizes(self.sizes), **self.sizes}
         there = ", ".join(f"{axis} {number}" for axis, number in along.items() if sizes[axis] > 1)
         return f"rank {rank}" + (f" ({there})" if there else "")
 
     @cached_property
-    def _noted(self) -> Mapping[Reduction, int]:
-        """Numbers that all ranks together note: those of every stage, where each has its own."""
+    def _statistics_of_step(self) -> Mapping[Reduction, int]:
+        """Number of step statistics of all stages together, by reduction."""
         of_kind = {kind: self._first_step(kind).statistics() for kind in self.kinds}
         return {how: sum(of_kind[kind][how] for kind in self.kinds) for how in get_args(Reduction)}
 
     def stage_of(self, number: int) -> TrainedStage:
-        """What the first rank of a stage holds, or one of a stage with layers of the same kinds."""
+        """Return a stage as the first rank of the first stage of its kind builds it."""
         return self._first_step(self.kinds[number]).stage
 
     @property
     def device(self) -> torch.device:
-        """What a run computes on."""
+        """Type of device of the run."""
         return device_kind(self.deck.run.device)
 
     def _first_step(self, kind: object) -> RankStep:
-        """Of the first rank of the first stage of a kind."""
+        """Return the first rank of the first stage of a kind."""
         return self._step(self.kinds.index(kind), 0, kind)
 
-    def _node_looks(self) -> Numbers:
-        """Of each rank a number for how nodes cut its groups [ranks]."""
-        looks = [np.zeros(self.ranks, dtype=np.int64)]
+    def _node_signatures(self) -> Numbers:
+        """Return a number for each rank, equal if nodes divide their groups in the same way, [ranks]."""
+        signatures = [np.zeros(self.ranks, dtype=np.int64)]
         names = {each.name for kind in set(self.kinds) for each in self._named(kind)}
         for name in sorted(names):
             groups = membership(name, self.sizes)
             cut = [ranks_per_node_of((row // self.ranks_per_node).tolist()) for row in groups.rows]
-            looks.append(np.where(groups.row_of < 0, -1, np.array(cut)[groups.row_of]))
-        return np.unique(np.stack(looks, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+            signatures.append(np.where(groups.row_of < 0, -1, np.array(cut)[groups.row_of]))
+        return np.unique(np.stack(signatures, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
 
     def _named(self, kind: object) -> list[NamedGroup]:
         return list(self._first_step(kind).recorder.groups.values())
 
-    def _look_of_places(self, kind: object, nodes: Numbers, progress: Progress) -> Numbers:
-        """Of each place of a kind of stage a number, the same of those that do the same [places].
+    def _signatures_of_places(self, kind: object, nodes: Numbers, progress: Progress) -> Numbers:
+        """Return a number for each place of a kind of stage, equal for places with the same calls, [places].
 
-        What places did that are the first of no look is made anew if it is asked for.
+        Only the ranks that are the first of a signature are kept. Others are built again if they are needed.
         """
-        stage, few = self.kinds.index(kind), plain(self.schedule, ASKED_MICRO_BATCHES)
+        stage, few = self.kinds.index(kind), plain(self.schedule, COMPARED_MICRO_BATCHES)
         known: dict[Programme, int] = {}
         asked: dict[int, int] = {}
 
         def ask(place: int) -> int:
             if place not in asked:
                 progress(f"place {len(asked) + 1} of stage {stage}")
-                told = self._step(stage, place, kind).programme(few, stage, self._noted)
+                told = self._step(stage, place, kind).programme(few, stage, self._statistics_of_step)
                 asked[place] = known.setdefault(told, len(known))
             return asked[place]
 
         ranks = np.arange(stage * self.of_stage, (stage + 1) * self.of_stage)
-        shares = Shares(self._first_step(kind), self.sizes)
-        given = np.stack([nodes[ranks], shares.looks(ranks)], axis=1)
+        shares = BucketShares(self._first_step(kind), self.sizes)
+        given = np.stack([nodes[ranks], shares.signatures(ranks)], axis=1)
         given = np.unique(given, axis=0, return_inverse=True)[1].reshape(-1)
         ends = [rank - int(ranks[0]) for rank in shares.ends(int(ranks[0]))]
-        found = Looks(folds_of(self.sizes), given, ask).find(ends)
+        found = SignatureSearch(folds_of(self.sizes), given, ask).find(ends)
         kept = {0, *np.unique(found, return_index=True)[1].tolist()}
         for place in asked.keys() - kept:
             del self._steps[kind, place]
         return found
 
-    def _step(self, stage: int, place: int, look: object) -> RankStep:
-        if (look, place) not in self._steps:
-            self._steps[look, place] = self._new_step(stage, place)
-        return self._steps[look, place]
+    def _step(self, stage: int, place: int, signature: object) -> RankStep:
+        if (signature, place) not in self._steps:
+            self._steps[signature, place] = self._new_step(stage, place)
+        return self._steps[signature, place]
 
     def _new_step(self, stage: int, place: int) -> RankStep:
         return RankStep(
@@ -207,5 +225,5 @@ class RankProgrammes:
             stage,
             place,
             self.ranks_per_node,
-            self._recall,
+            self._cache,
         )

@@ -1,4 +1,4 @@
-"""What one rank calls, as events by the names of its groups, told by a planned mesh that listens."""
+"""Recorder of the calls of one rank, to which a planned mesh reports them, with names for its groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hpctrain.plan.rehearse.programme import NEW_GROUP, SEND, WAIT, Membership, 
 
 @dataclass(frozen=True)
 class NamedGroup:
-    """A group of this rank: its name in programmes, this rank's place, the ranks."""
+    """Group of this rank: its name in programmes, the place of this rank in it, and its ranks."""
 
     name: str
     rank: int
@@ -31,12 +31,21 @@ class NamedGroup:
 
 
 class Recorder:
-    """Notes every call of a rank that it is told of while it is `listening`, and every wait.
+    """Recorder of the calls and waits of a rank.
 
-    `action` is that in which calls are made, where it is known by then; `carried` says what the message that
-    is sent next carries, as what is `done`. `note` is what takes an event, and gives what is waited for, of
-    one that is started. `loads` tells what each rank counts of a mixture's experts. `creations` has an event
-    for each communicator that is created before the step. `audit` adds messages, if there is one.
+    Args:
+        loads: Function that returns the rows that a rank sends to each expert; None without experts.
+        audit: Additional messages of the check for silent faults; None without it.
+
+    Attributes:
+        events: Recorded events.
+        note: Function that takes each event, and returns the pending work of a started call.
+        groups: Names of the groups of this rank.
+        creations: Creations of communicators before the step.
+        listening: True while calls are recorded.
+        action: Action of the schedule in which calls are made; "" if it is not known yet.
+        carried: Content of the next message that is sent.
+        done: Action that has just ended, after which that message is sent.
     """
 
     def __init__(
@@ -51,15 +60,15 @@ class Recorder:
         self.action = self.carried = self.done = ""
 
     def __call__(self, call: Call, _: Traffic) -> TransportWork | None:
-        """Record a call, and return what waits for it if the call was recorded."""
+        """Record a call, and return its pending work if it is started and recorded."""
         self._give(call)
         if not self.listening:
             return None
         pending = self.note(self.event(call))
-        return None if pending is None else _UnderWay(call, pending)
+        return None if pending is None else _PendingGroupCall(call, pending)
 
     def _give(self, call: Call) -> None:
-        """Where there is memory, such as that of counts: what comes of the others, who have loads as told."""
+        """Write the result of a call that exchanges loads of experts in host memory."""
         given, received = call.tensor, call.output
         if given is None or received is None or not given.is_cpu or given is received:
             return
@@ -74,13 +83,13 @@ class Recorder:
         by_expert = next((each for each in self.groups.values() if each.name == "expert"), None)
         place, sources = (by_expert.rank, by_expert.ranks) if by_expert else (0, (here,))
         for number, rank in enumerate(named.ranks):
-            # Of an all-gather each gives what has come to it; who are a part of an expert lie alike.
+            # In an all-gather, each rank sends what it has received. Parts of an expert have the same order.
             whose = [rank] if call.operation == "all_to_all" else [each + rank - here for each in sources]
             told = [self._loads(each).view(len(sources), -1)[place] for each in whose]
             received.view(len(named.ranks), -1)[number] = torch.cat(told)
 
     def add(self, event: RehearsedCall) -> TransportWork | None:
-        """Add an event; what is waited for where it is only started."""
+        """Add an event, and return its pending work if it is started."""
         checksum = None
         if self.audit is not None:
             self.audit.count(event)
@@ -93,7 +102,7 @@ class Recorder:
             for index in awaited[1:]:
                 self.wait(index)
             return None
-        return _Started(self, awaited)
+        return _PendingCall(self, awaited)
 
     def exchange_records(self, action: str) -> None:
         """Add the exchange of the records of all calls that are checked, and wait for it."""
@@ -108,7 +117,7 @@ class Recorder:
         self.events.append(RehearsedCall(WAIT, of=index, action=self.action))
 
     def name(self, group: Group, name: str) -> None:
-        """Programmes know a group by that name."""
+        """Set the name of a group in programmes."""
         self.groups[group.calls] = NamedGroup(name, group.rank, group.ranks)
 
     def name_new(self, parent: Group, group: Group, name: str) -> None:
@@ -117,7 +126,7 @@ class Recorder:
         self.creations.append(RehearsedCall(NEW_GROUP, self.groups[parent.calls].name, what=name))
 
     def event(self, call: Call) -> RehearsedCall:
-        """What a call is for a programme."""
+        """Return the event of a call."""
         named = self.groups[call.group]
         form = "" if call.dtype is None else str(call.dtype).removeprefix("torch.")
         if call.peer >= 0:
@@ -146,15 +155,15 @@ class Recorder:
         )
 
     def label(self, first: int, action: str) -> None:
-        """The events from `first` on, which belong to no action yet, belong to this one."""
+        """Set the action of the events from `first` on that have none yet."""
         self.events[first:] = [
             event if event.action else replace(event, action=action) for event in self.events[first:]
         ]
 
 
 @dataclass(frozen=True)
-class _Started:
-    """A call under way, which is never complete before it is waited for."""
+class _PendingCall:
+    """Pending calls of a recorder, which are complete only after a wait."""
 
     recorder: Recorder
     indices: Sequence[int]
@@ -168,8 +177,8 @@ class _Started:
 
 
 @dataclass(frozen=True)
-class _UnderWay:
-    """A call of a group under way, for which its rank waits by itself, or by testing all at once (Work)."""
+class _PendingGroupCall:
+    """Pending call of a group. The rank waits for it alone, or by tests of several calls (`Work`)."""
 
     call: Call
     pending: TransportWork
@@ -185,7 +194,7 @@ class _UnderWay:
 
 
 class RecordedMesh(PlannedMesh):
-    """A planned mesh whose groups have names that are the same on all ranks, in `recorder.groups`."""
+    """Planned mesh that reports calls to a recorder, with group names that are the same on all ranks."""
 
     def __init__(
         self,
@@ -230,14 +239,18 @@ class RecordedMesh(PlannedMesh):
 
 
 def group_name(axes: Iterable[str]) -> str:
-    """Of the group along axes, which is that of all ranks where they lie along all."""
+    """Return the name of the group along axes: "world" if these are all axes."""
     axes = tuple(axes)
     return "world" if axes == AXES else " x ".join(axes)
 
 
 def membership(name: str, sizes: Mapping[str, int]) -> Membership:
-    """The groups of that name on a mesh of these sizes: its axes joined, "/" how many neighbours are a part,
-    and "of" those with the same place in every part.
+    """Return the groups of a name on a mesh.
+
+    Args:
+        name: Joined axes, such as "data x context"; with "/4" for parts of 4 neighbors; "replicas of data/4"
+            for the ranks with the same place in each part.
+        sizes: Size of each axis of the mesh.
     """
     across, _, whole = name.rpartition(" of ")
     axes, _, size = whole.partition("/")
@@ -250,7 +263,7 @@ def membership(name: str, sizes: Mapping[str, int]) -> Membership:
 
 
 def _lattice(axes: tuple[str, ...], sizes: Mapping[str, int]) -> Numbers:
-    """The ranks along axes, [groups, size]."""
+    """Return the ranks of the groups along axes, [groups, size]."""
     folding = AXES if set(axes) <= set(AXES) else EXPERT_AXES
     along = {**expert_sizes(sizes), **sizes}
     lattice = np.arange(rank_count(sizes)).reshape([along[axis] for axis in folding])

@@ -1,4 +1,4 @@
-"""A deck's step rehearsed: every rank's programme made, matched with all others, and held to the memory."""
+"""Rehearsal of a step of a deck, which matches the programmes of all ranks and compares memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hpctrain.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_USER, HpctrainError
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.plan.deck import DeckPlan
 from hpctrain.plan.rehearse.fault import RehearsalFault
-from hpctrain.plan.rehearse.match import Matched, match
-from hpctrain.plan.rehearse.memory import MemoryPeak, find_peaks, over_memory
+from hpctrain.plan.rehearse.matching import MatchResult, match_programmes
+from hpctrain.plan.rehearse.memory import MemoryPeak, find_peaks, memory_faults
 from hpctrain.plan.rehearse.ranks import RankProgrammes
 from hpctrain.report.terminal import columns, fit
 from hpctrain.text import counted
@@ -23,9 +23,18 @@ FAULTS_SHOWN = 10
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What was matched, the stage that holds most and when, faults of messages and of memory, seconds."""
+    """Result of a rehearsal.
 
-    matched: Matched
+    Attributes:
+        matched: Result of matching the programmes.
+        peak: Memory peak of the stage that needs most.
+        over: Faults of stages that do not fit into memory.
+        known_room: True if the memory limit is known.
+        seconds: Duration of the rehearsal.
+        on_streams: True if the rules of NCCL were used, otherwise those of MPI.
+    """
+
+    matched: MatchResult
     peak: MemoryPeak
     over: tuple[RehearsalFault, ...]
     known_room: bool
@@ -34,12 +43,12 @@ class Rehearsal:
 
     @property
     def faults(self) -> tuple[RehearsalFault, ...]:
-        """All of them."""
+        """All faults."""
         return (*self.matched.faults, *self.over)
 
     @property
     def exit_code(self) -> int:
-        """70 where programmes do not fit each other, no user's mistake; 2 where memory is lacking."""
+        """Exit code: 70 if programmes do not match, an internal error; 2 if memory is too small."""
         return EXIT_INTERNAL if self.matched.faults else EXIT_USER if self.over else EXIT_DONE
 
     def row(self) -> dict[str, object]:
@@ -64,10 +73,16 @@ class Rehearsal:
 def rehearse_deck(
     plan: DeckPlan, ranks_per_node: int | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> Rehearsal:
-    """Rehearse a step of a plan's deck, whose nodes have `ranks_per_node` ranks, as in `plan_deck`.
+    """Rehearse a step of the deck of a plan. Local.
 
-    HpctrainError for a deck with servers, whose ranks do not go in step, or with models on ranks of their
-    own.
+    Args:
+        plan: Plan of the deck.
+        ranks_per_node: Number of ranks of a node, as in `plan_deck`.
+        progress: Function that is called with a sentence about the progress.
+
+    Raises:
+        HpctrainError: The deck has parameter servers, whose ranks make no common steps, or models on
+            dedicated ranks.
     """
     began, deck = perf_counter(), plan.deck
     if deck.communication.server is not None:
@@ -82,15 +97,15 @@ def rehearse_deck(
     job = programmes.job(progress)
     progress("matching")
     on_streams = not on_host(device_kind(deck.run.device))
-    matched = match(job, on_streams)
+    matched = match_programmes(job, on_streams)
     peaks = find_peaks(programmes, plan.memory)
     peak = max(peaks, key=lambda each: each.total)
-    over = tuple(over_memory(plan.memory, plan.room, peaks))
+    over = tuple(memory_faults(plan.memory, plan.room, peaks))
     return Rehearsal(matched, peak, over, plan.room is not None, perf_counter() - began, on_streams)
 
 
 def rehearsal_text(rehearsal: Rehearsal) -> str:
-    """What was rehearsed, and what is wrong with it, in words."""
+    """Return the result of a rehearsal as text for a terminal."""
     matched, peak = rehearsal.matched, rehearsal.peak
     kinds = counted(matched.classes, "kind")
     lines = [

@@ -1,6 +1,6 @@
-"""The programme of one rank in a step: the run's own executor, buckets and optimizer, on groups that listen.
+"""Programme of one rank in a step, recorded from the executor, buckets and optimizer of the run.
 
-What is done in a step besides, and in which order, is that of `train/step.py`.
+The order of the calls outside these is that of `train/step.py`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,31 @@ from hpctrain.parallel.step_statistics import Reduction, StepStatistics
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch, messages_between
 from hpctrain.plan.rehearse.audit_messages import AuditMessages
-from hpctrain.plan.rehearse.loads import BalancedLoads, EvenLoads
+from hpctrain.plan.rehearse.expert_loads import BalancedLoads, EvenLoads
+from hpctrain.plan.rehearse.meta_op_cache import CachedMetaOps, MetaOpCache
 from hpctrain.plan.rehearse.programme import RECEIVE, Programme, RehearsedCall
-from hpctrain.plan.rehearse.recall import Recall, Recalling
 from hpctrain.plan.rehearse.record import RecordedMesh, Recorder
-from hpctrain.plan.rehearse.touches import StandIn, Touches, TouchNotes
+from hpctrain.plan.rehearse.recorded_operations import OperationRecorder, RecordedOperations, ReplayedPart
 from hpctrain.plan.traffic import EVERYONE, PlannedWeights, plain
 from hpctrain.plan.update_messages import send_update_messages
 
-NOTED_MICRO_BATCHES = 2
-"""A first one, and one like all others."""
+RECORDED_MICRO_BATCHES = 2
+"""Number of recorded micro-batches: the first, and one that stands for all others."""
 
 
 class RankStep:
-    """What one rank of a stage does in a step: of the `place`-th rank of stage `number`, and of that rank of
-    the other stages that hold layers of the same kinds. Those of a job share a `recall`.
+    """Calls of one rank in a step, also for the ranks of other stages with layers of the same kinds.
+
+    Args:
+        deck: Deck of the job.
+        shape: Shape of the model.
+        sizes: Size of each axis of the mesh.
+        schedule: Pipeline schedule.
+        split: Number of layers of each part.
+        number: Number of the stage.
+        place: Place of the rank in its stage.
+        ranks_per_node: Number of ranks of a node.
+        cache: Results of operations, shared by all ranks of the job.
     """
 
     def __init__(
@@ -52,9 +62,9 @@ class RankStep:
         number: int,
         place: int,
         ranks_per_node: int,
-        recall: Recall,
+        cache: MetaOpCache,
     ) -> None:
-        self.recall = recall
+        self.cache = cache
         self.deck, self.shape, self.sizes = deck, shape, sizes
         device = device_kind(deck.run.device)
         transport = deck.communication.requested_transport if on_host(device) else "nccl"
@@ -80,10 +90,14 @@ class RankStep:
             micro = MicroBatch.of_tokens(tokens, tokens)
             self._batch = PreparedBatch.of(micro, self.objective, one, positions, None, one)
             stage.replica_sync.begin(self.weights)
-        self.touches = self._note_touches(schedule)
+        self.operations = self._record_operations(schedule)
         self._parts = [
-            StandIn(
-                model, chunk, self.touches, stage.layer_context.weight_gradients, len(self.objective.metrics)
+            ReplayedPart(
+                model,
+                chunk,
+                self.operations,
+                stage.layer_context.weight_gradients,
+                len(self.objective.metrics),
             )
             for chunk, model in enumerate(stage.models)
         ]
@@ -93,13 +107,13 @@ class RankStep:
         sizes, ranks_per_node, device, place, transport = self._mesh_of
         return RecordedMesh(self.recorder, sizes, number, ranks_per_node, device, place, transport)
 
-    def _note_touches(self, schedule: Schedule) -> Touches:
-        """What layers do, of the stage's own ones in steps that are plain."""
-        found, stage = Touches(), self.stage
+    def _record_operations(self, schedule: Schedule) -> RecordedOperations:
+        """Record the operations of the layers of the stage in simple schedules."""
+        found, stage = RecordedOperations(), self.stage
         halved = any(action.kind == "I" for actions in schedule.stages for action in actions)
         for kinds in ("FB", "FIW") if halved else ("FB",):
-            steps = plain_of(schedule, NOTED_MICRO_BATCHES, kinds)
-            notes = TouchNotes(self.recorder, steps, found)
+            steps = plain_of(schedule, RECORDED_MICRO_BATCHES, kinds)
+            notes = OperationRecorder(self.recorder, steps, found)
             executor = self._executor(stage.models, self.mesh, stage.layer_context.statistics)
             found.forget("F")
             with META, self._without_values():
@@ -110,26 +124,28 @@ class RankStep:
                 stage.synchronizer.end_step(True, 1.0)
         return found
 
-    def _without_values(self) -> Recalling:
-        return EvenLoads(self.shape, self.recall) if self.shape.experts else Recalling(self.recall)
+    def _without_values(self) -> CachedMetaOps:
+        return EvenLoads(self.shape, self.cache) if self.shape.experts else CachedMetaOps(self.cache)
 
     def statistics(self) -> dict[Reduction, int]:
-        """Numbers that the rank notes of a step, the largest values and sums."""
+        """Return how many statistics the rank records in a step, by reduction."""
         noted = self.stage.layer_context.statistics
         return {"max": noted.count("max"), "sum": noted.count("sum")}
 
     def programme(self, schedule: Schedule, number: int, statistics: Mapping[Reduction, int]) -> Programme:
-        """That of the rank in stage `number`, in a step like all others, in which all ranks together note so
-        many numbers.
+        """Return the programme of the rank in a typical step. If replicas make local steps, they sync in it.
 
-        Replicas that make steps by themselves meet in it.
+        Args:
+            schedule: Pipeline schedule.
+            number: Number of the stage.
+            statistics: Number of statistics of all ranks together, by reduction.
         """
         recorder, period = self.recorder, self.deck.layout.steps_between_syncs
         before = 2 * period - 1 if period > 1 else 0
         for _ in range(before):
             self._step(plain(schedule, 1), number, statistics)
         if self.deck.layout.zero == 3:
-            self._step(schedule, number, statistics)  # by which the next one knows what is gathered next
+            self._step(schedule, number, statistics)  # gives the next step the order of gathers
             self.weights.updates -= period > 1
         recorder.events.clear()
         if recorder.audit is not None:
@@ -179,7 +195,7 @@ class RankStep:
             self._agree_on_faults("check")
 
     def _agree_on_faults(self, action: str) -> None:
-        """Exchange records of calls and the faults that ranks have found, if ranks look for silent faults."""
+        """Exchange records of calls and faults that ranks have found, if silent faults are checked for."""
         if self.recorder.audit is None:
             return
         self.recorder.action = action
@@ -189,19 +205,20 @@ class RankStep:
         everyone.all_gather(torch.empty(1, dtype=torch.int64))  # whether there are any
 
     def _agreement(self, action: str) -> None:
-        """All ranks agree that none has an error."""
+        """Record the agreement of all ranks that none has an error."""
         recorder = self.recorder
         recorder.action = action
         if recorder.listening and self.mesh.group(*EVERYONE).size > 1:
             recorder.note(RehearsedCall("agreement", "agreements", action=action))
 
     def _execute(self, schedule: Schedule, number: int) -> None:
-        """The actions of a stage, and what messages carry: what is sent by the action after which it is, what
-        is received by who waits for it, in the order of its sender.
+        """Run the actions of a stage, and name the content of each message.
+
+        A sent message is named after the action that it follows, a received one by the order of its sender.
         """
         recorder, first = self.recorder, len(self.recorder.events)
         recorder.action = ""
-        self.touches.begin()
+        self.operations.begin()
         mesh = self._mesh(number)
         group, executor = mesh.group("pipeline"), self._executor(self._parts, mesh, None)
         with self._timed(_Labels(recorder, schedule, number)):
@@ -222,7 +239,7 @@ class RankStep:
     def _executor(
         self, parts: Sequence[Any], mesh: RecordedMesh, statistics: StepStatistics | None
     ) -> Executor:
-        """The run's own, over these parts, of which layers note what they do there."""
+        """Return the executor of the run for these parts. `statistics` are those that layers record."""
         figures, terms = self.objective.metrics, count(self.shape).auxiliary_loss_names
         queue = self.stage.layer_context.weight_gradients
         return Executor(parts, mesh.group("pipeline"), queue, self.mesh.ledger, figures, terms, statistics)
@@ -236,7 +253,7 @@ class RankStep:
 
 
 class _Labels:
-    """The timeline of an executor: says in which action calls are made, and what is sent after it."""
+    """Timeline of an executor, which sets the action of recorded calls and the content of messages."""
 
     def __init__(self, recorder: Recorder, schedule: Schedule, number: int) -> None:
         self.recorder, self.schedule, self.number = recorder, schedule, number
@@ -244,7 +261,7 @@ class _Labels:
         self._first = len(recorder.events)
 
     def record_action(self, *_: object) -> None:
-        """See Timeline: an action ends."""
+        """End an action, as a `Timeline`."""
         recorder, schedule, action = self.recorder, self.schedule, next(self._actions)
         recorder.label(self._first, str(action))
         self._first = len(recorder.events)
@@ -259,12 +276,18 @@ class _Labels:
 
 
 def message_name(kind: Kind, micro_batch: int, chunk: int) -> str:
-    """What a message is for, as the action that needs it is written."""
+    """Return the name of the content of a message: the action that needs it."""
     return str(Action(kind, micro_batch, chunk))
 
 
 def plain_of(schedule: Schedule, passes: int, kinds: str) -> Schedule:
-    """All forwards, then all backwards of some micro-batches, which are of those kinds of actions."""
+    """Return a schedule of all forward passes, then all backward passes.
+
+    Args:
+        schedule: Schedule of the job.
+        passes: Number of micro-batches.
+        kinds: "FB", or "FIW" if a backward pass is split into input and weight gradients.
+    """
     chunks, some = range(schedule.chunks), range(passes)
     actions = [Action("F", micro, chunk) for micro in some for chunk in chunks]
     behind: tuple[Kind, ...] = ("B",) if kinds == "FB" else ("I", "W")

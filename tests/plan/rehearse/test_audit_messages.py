@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.plan.rehearse.match import match
+from hpctrain.plan.rehearse.matching import match_programmes
 from hpctrain.plan.rehearse.programme import AUDIT, RECEIVE, SEND, WAIT, Programme, RehearsedCall
 from hpctrain.plan.rehearse.ranks import RankProgrammes
 from tests.engines import small_deck
-from tests.plan.rehearse.test_streams import LAYOUTS, SIZES
+from tests.plan.rehearse.test_stream_deadlock import LAYOUTS, SIZES
 
 
 def without(events: Programme, is_left_out: Callable[[RehearsedCall], bool]) -> Programme:
@@ -34,7 +34,7 @@ def test_audits_of_every_layout_come_to_their_end(name: str, depth: str) -> None
     ranks, keys = LAYOUTS[name]
     deck = small_deck(*SIZES, *keys, f"stability.corruption={depth}")
     job = RankProgrammes(deck, ranks, 61, ranks).job()
-    assert [match(job, on_streams).faults for on_streams in (True, False)] == [(), ()]
+    assert [match_programmes(job, on_streams).faults for on_streams in (True, False)] == [(), ()]
     has_checksums = any(e.is_message and e.group.startswith(AUDIT) for e in job.programmes[0])
     assert has_checksums == (depth == "full" and name in {"1f1b", "zb-v", "ring"})
     exchanges = [e for e in job.programmes[0] if e.is_collective and e.group.startswith(AUDIT)]
@@ -59,7 +59,7 @@ def test_a_rank_that_leaves_out_a_message_of_the_audit(
     programmes[rank] = without(
         programmes[rank], lambda event: (event.operation, event.group) == (operation, AUDIT + group)
     )
-    (fault,) = match(replace(job, programmes=programmes), on_streams).faults
+    (fault,) = match_programmes(replace(job, programmes=programmes), on_streams).faults
     assert (fault.kind, fault.rank, fault.count) == (kind, rank, 1)
     assert f"{AUDIT}{group}" in fault.sentence
 
@@ -74,6 +74,6 @@ def test_a_rank_that_checks_another_number_of_calls() -> None:
         )
         for rank, events in enumerate(job.programmes)
     ]
-    (fault,) = match(replace(job, programmes=programmes)).faults
+    (fault,) = match_programmes(replace(job, programmes=programmes)).faults
     assert (fault.kind, fault.rank) == ("other operation", 3)
     assert all(event.of < len(events) for events in programmes for event in events if event.operation == WAIT)

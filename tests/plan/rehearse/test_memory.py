@@ -10,7 +10,7 @@ from dataclasses import replace
 from hpctrain.host.memory import MemoryLimit
 from hpctrain.pipeline.action import live_activations
 from hpctrain.plan.memory import plan_memory
-from hpctrain.plan.rehearse.memory import find_peaks, over_memory
+from hpctrain.plan.rehearse.memory import find_peaks, memory_faults
 from hpctrain.plan.rehearse.ranks import RankProgrammes
 from hpctrain.plan.room import Room
 from tests.engines import small_deck
@@ -30,14 +30,14 @@ def test_a_stage_over_memory_is_found_and_named() -> None:
         assert max(alive) in alive[before : actions.index(peak.action) + 1]
     most = memory.largest.memory.total
     room = Room("a node", 2, 2 * most, MemoryLimit("node", 2 * most, "of memory"))
-    assert over_memory(memory, room, peaks) == []
+    assert memory_faults(memory, room, peaks) == []
     planted = memory.stages[2]
     planted = replace(planted, memory=replace(planted.memory, activation=planted.memory.activation + most))
     stages = (*memory.stages[:2], planted, memory.stages[3])
     larger = replace(memory, stages=stages)
     room = replace(room, needed=2 * planted.memory.total)
-    (fault,) = over_memory(larger, room, find_peaks(programmes, larger))
+    (fault,) = memory_faults(larger, room, find_peaks(programmes, larger))
     assert (fault.kind, fault.rank, fault.count) == ("over memory", 4, 2)
     assert fault.sentence.startswith("stage 2, from rank 4: the peak is ")
     assert f" per rank at {peaks[2].action}, " in fault.sentence and "activations" in fault.sentence
-    assert over_memory(larger, None, peaks) == []
+    assert memory_faults(larger, None, peaks) == []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.plan.rehearse.match import match
+from hpctrain.plan.rehearse.matching import match_programmes
 from hpctrain.plan.rehearse.programme import SEND, StepProgrammes
 from hpctrain.plan.rehearse.ranks import RankProgrammes
 from tests.engines import LLAMA, small_deck
@@ -46,7 +46,7 @@ def test_alike_ranks_are_told_as_each_by_itself(ranks: int, per_node: int, keys:
     for rank in range(ranks):
         assert alike.programmes[alike.programme_of[rank]] == each.programmes[rank], each.place(rank)
     assert len(alike.programmes) < ranks
-    one, other = match(alike), match(each)
+    one, other = match_programmes(alike), match_programmes(each)
     assert not one.faults
     assert not other.faults
     assert (one.events, one.messages, one.bytes) == (other.events, other.messages, other.bytes)
@@ -101,7 +101,7 @@ def test_ranks_that_are_not_alike_fit_each_other(ranks: int, per_node: int, keys
     each = RankProgrammes(deck, ranks, VOCABULARY, per_node).every_job()
     for rank in range(ranks):
         assert alike.programmes[alike.programme_of[rank]] == each.programmes[rank], each.place(rank)
-    assert not match(alike).faults
+    assert not match_programmes(alike).faults
 
 
 def test_compiled_functions_communicate_as_torch_does() -> None:
@@ -115,8 +115,8 @@ def test_a_forgotten_message_of_one_rank_is_found_among_many() -> None:
     """Of 64 ranks one leaves out what it sends third."""
     keys = ("layout.pipeline=4", "layout.tensor=2", "model.layers=4", "batch.global_size=32")
     job = RankProgrammes(small_deck(*keys, "batch.micro_size=1"), 64, VOCABULARY, 8).job()
-    assert not match(job).faults
-    assert match(job).classes == 4
+    assert not match_programmes(job).faults
+    assert match_programmes(job).classes == 4
     rank = 21
     events = list(job.programmes[job.programme_of[rank]])
     sent = [index for index, event in enumerate(events) if event.operation == SEND][2]
@@ -127,9 +127,9 @@ def test_a_forgotten_message_of_one_rank_is_found_among_many() -> None:
     ]
     programme_of = job.programme_of.copy()
     programme_of[rank] = len(job.programmes)
-    fault = match(StepProgrammes([*job.programmes, tuple(kept)], programme_of, job.groups, job.place)).faults[
-        0
-    ]
+    fault = match_programmes(
+        StepProgrammes([*job.programmes, tuple(kept)], programme_of, job.groups, job.place)
+    ).faults[0]
     assert fault.kind == "missing send"
     assert (fault.rank, fault.count) == (rank, 1)
     assert "rank 21 (pipeline 1, data 2, tensor 1)" in fault.sentence

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hpctrain.plan.rehearse.bucket_shares import BucketShares
 from hpctrain.plan.rehearse.ranks import RankProgrammes
-from hpctrain.plan.rehearse.shares import Shares
 from hpctrain.plan.rehearse.step import RankStep
 from tests.engines import small_deck
 
@@ -35,22 +35,24 @@ def test_ranks_that_look_alike_have_as_many_blocks(zero: int) -> None:
                 )
                 own.append(0 if block is None else elements // block.elements(segment.parameter.shard))
         counts.append(tuple(own))
-    looks = Shares(*step_of(keys, 0)).looks(np.arange(RANKS)).tolist()
+    signatures = BucketShares(*step_of(keys, 0)).signatures(np.arange(RANKS)).tolist()
     # Layers of one shape may change places.
-    alike = {(look, sum(own)) for look, own in zip(looks, counts, strict=True)}
-    assert len(alike) == len(set(looks)) > 1
-    assert len(set(looks)) <= len(set(counts))
+    alike = {(signature, sum(own)) for signature, own in zip(signatures, counts, strict=True)}
+    assert len(alike) == len(set(signatures)) > 1
+    assert len(set(signatures)) <= len(set(counts))
 
 
 def test_without_blocks_all_look_alike() -> None:
-    looks = Shares(*step_of(("layout.zero=1", "batch.global_size=32"), 0)).looks(np.arange(RANKS))
-    assert set(looks.tolist()) == {0}
+    signatures = BucketShares(*step_of(("layout.zero=1", "batch.global_size=32"), 0)).signatures(
+        np.arange(RANKS)
+    )
+    assert set(signatures.tolist()) == {0}
 
 
 def test_in_the_share_of_one_rank_parameters_end_and_padding_begins() -> None:
     keys = ("layout.zero=1", "layout.tensor=2", "batch.global_size=16")
     of_first, sizes = step_of(keys, 1)
-    ends = set(Shares(of_first, sizes).ends(1))
+    ends = set(BucketShares(of_first, sizes).ends(1))
     assert len(ends) > 1
     for number, bucket in enumerate(of_first.stage.buckets):
         used = bucket.layout.segments[-1].start + bucket.layout.segments[-1].length

@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.plan.rehearse.alike import find_classes
 from hpctrain.plan.rehearse.fault import RehearsalFault
-from hpctrain.plan.rehearse.match import match
+from hpctrain.plan.rehearse.matching import match_programmes
 from hpctrain.plan.rehearse.programme import (
     RECEIVE,
     SEND,
@@ -26,6 +25,7 @@ from hpctrain.plan.rehearse.programme import (
     RehearsedCall,
     StepProgrammes,
 )
+from hpctrain.plan.rehearse.rank_classes import find_classes
 
 Rows = Sequence[Sequence[int]]
 
@@ -54,11 +54,11 @@ def wait(index: int) -> RehearsedCall:
 
 
 def kinds(job: StepProgrammes) -> list[str]:
-    return [fault.kind for fault in match(job).faults]
+    return [fault.kind for fault in match_programmes(job).faults]
 
 
 def only(job: StepProgrammes) -> RehearsalFault:
-    (fault,) = match(job).faults
+    (fault,) = match_programmes(job).faults
     return fault
 
 
@@ -68,7 +68,7 @@ PAIR = [[0, 1]]
 def test_healthy_messages() -> None:
     first = [send("F0"), send("F1", size=4), receive("B0", 1)]
     second = [receive("F0"), receive("F1", size=4), send("B0")]
-    matched = match(job_of([first, second], pipeline=PAIR))
+    matched = match_programmes(job_of([first, second], pipeline=PAIR))
     assert matched.faults == ()
     assert (matched.ranks, matched.classes) == (2, 2)
     assert (matched.events, matched.messages, matched.bytes) == (6, 3, 20)
@@ -168,10 +168,10 @@ def ring(size: int, odd: int | None = None) -> StepProgrammes:
 
 
 def test_one_stands_for_all_that_are_alike() -> None:
-    assert match(ring(12)).classes == 1
+    assert match_programmes(ring(12)).classes == 1
     assert not kinds(ring(12))
     # Every rank is so many places from the odd one.
-    assert match(ring(12, 5)).classes == 12
+    assert match_programmes(ring(12, 5)).classes == 12
     assert not kinds(ring(12, 5))
     blocking = tuple(replace(event, blocking=True) for event in ring(12).programmes[0][:2])
     stuck = StepProgrammes([blocking], np.zeros(12, dtype=np.int64), ring(12).groups)
@@ -195,7 +195,7 @@ def test_classes_are_told_apart_by_those_around_them() -> None:
 
 def random_job(random: random.Random, ranks: int, length: int) -> list[list[RehearsedCall]]:
     """Programmes of ranks on a "pipeline" of all and groups "even" and "odd" of some: what is done at once by
-    all that take part, in some order, never waits in a circle.
+    all that take part, in some order, never waits in a cycle.
     """
     programmes: list[list[RehearsedCall]] = [[] for _ in range(ranks)]
     waits: list[list[int]] = [[] for _ in range(ranks)]
@@ -327,10 +327,10 @@ def test_random_jobs_are_healthy_and_mutations_are_found(seed: int, ranks: int, 
     source = random.Random(seed)
     programmes = random_job(source, ranks, length)
     assert by_brute_force(programmes)
-    assert not match(built(programmes)).faults
+    assert not match_programmes(built(programmes)).faults
     for _ in range(4):
         other = mutated(source, programmes)
-        assert bool(match(built(other)).faults) != by_brute_force(other)
+        assert bool(match_programmes(built(other)).faults) != by_brute_force(other)
 
 
 def test_faults_of_alike_ranks_are_one_with_their_number() -> None:
@@ -348,9 +348,11 @@ def test_faults_of_alike_ranks_are_one_with_their_number() -> None:
 def test_copies_of_a_job_are_as_one(seed: int) -> None:
     """The same ranks side by side, four times: as many classes, four times the events."""
     programmes = random_job(random.Random(seed), 4, 10)
-    one = match(built(programmes))
+    one = match_programmes(built(programmes))
     rows = np.arange(16).reshape(4, 4)
     groups = {"all": Membership(rows, 16), "some": Membership(rows[:, ::2], 16)}
-    many = match(StepProgrammes([tuple(each) for each in programmes], np.tile(np.arange(4), 4), groups))
+    many = match_programmes(
+        StepProgrammes([tuple(each) for each in programmes], np.tile(np.arange(4), 4), groups)
+    )
     assert (many.classes, many.events) == (one.classes, 4 * one.events)
     assert not many.faults

@@ -1,4 +1,4 @@
-"""What operations make of tensors without values, found once: the same of all ranks that have alike ones."""
+"""Cache of the results of operations on meta tensors: ranks repeat the same operations on the same shapes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpctrain.comm.planned import META
 
 Made = int | tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape, strides and type of what is made; or the place among what is given of that which is given back."""
+"""Shape, strides and dtype of a new result; or the index of the argument that an operation returns."""
 
 
-class Recall:
-    """Runs operations of tensors without values, but for those that it has run of alike ones before: what
-    these made it gives anew, and what they wrote into it gives back. Views are always run.
+class MetaOpCache:
+    """Results of operations on meta tensors by operation and arguments.
+
+    A repeated operation is not run: new tensors of the recorded shapes are its result, and arguments that it
+    writes to are returned. Views are always run.
     """
 
     def __init__(self) -> None:
@@ -25,7 +27,7 @@ class Recall:
         self._views: dict[Any, bool] = {}
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the operation gives."""
+        """Return the result of an operation."""
         if func not in self._views:
             self._views[func] = _views(func)
         if self._views[func]:
@@ -38,18 +40,18 @@ class Recall:
             return found[0] if len(found) == 1 else tuple(found)
         result = func(*args, **kwargs)
         if key not in self._known:
-            # What is given back in another shape is not to be.
+            # An operation that changes the shape of an argument is not cached.
             unchanged = key == (func, *kwargs, *map(_key, given))
             self._known[key] = _made(result, given) if unchanged else None
         return result
 
 
-class Recalling(TorchDispatchMode):
-    """Within, operations of nothing but tensors without values are those of a Recall."""
+class CachedMetaOps(TorchDispatchMode):
+    """Context in which operations on meta tensors alone take their results from a `MetaOpCache`."""
 
-    def __init__(self, recall: Recall) -> None:
+    def __init__(self, cache: MetaOpCache) -> None:
         super().__init__()
-        self.recall = recall
+        self.cache = cache
 
     def __torch_dispatch__(
         self,
@@ -58,22 +60,22 @@ class Recalling(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run, or recall."""
+        """Run an operation, or return its cached result."""
         kwargs = kwargs or {}
         tensors = tensors_of((*args, *kwargs.values()))
         if tensors and all(each.is_meta for each in tensors):
-            return self.recall.run(func, args, kwargs)
+            return self.cache.run(func, args, kwargs)
         return func(*args, **kwargs)
 
 
 def tensors_of(values: Sequence[Any]) -> list[Tensor]:
-    """The tensors among what an operation is given, those in its lists too."""
+    """Return the tensors among arguments, including those in lists."""
     flat = [part for each in values for part in (each if isinstance(each, list | tuple) else (each,))]
     return [each for each in flat if isinstance(each, Tensor)]
 
 
 def _views(func: Any) -> bool:
-    """Whether what is made may share memory with what is given, but for what is written into."""
+    """Return True if results may share memory with arguments other than those that are written to."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.returns:
         return True
@@ -81,7 +83,7 @@ def _views(func: Any) -> bool:
 
 
 def _key(value: Any) -> Any:
-    """What tells what is given from what is not alike."""
+    """Return a key that is equal for arguments of the same shapes and values."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):

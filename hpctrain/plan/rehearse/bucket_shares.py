@@ -1,4 +1,4 @@
-"""What ranks have of buckets that are shared out: by that they may differ where no axis tells it."""
+"""Shares of buckets that ranks own, because of which ranks may make different calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from hpctrain.plan.rehearse.step import RankStep
 from hpctrain.sharding.bucket_layout import BucketLayout
 
 ENDS_OF_BUCKET = 3
-"""Of how many parameters of a bucket, beside its last one, is told in whose share they end."""
+"""Number of parameters of a bucket, in addition to the last one, whose ends `ends` considers."""
 
 
-class Shares:
-    """The shares of a stage's buckets, on a mesh of these `sizes`."""
+class BucketShares:
+    """Shares of the buckets of a stage.
+
+    Args:
+        step: A rank of the stage.
+        sizes: Size of each axis of the mesh.
+    """
 
     def __init__(self, step: RankStep, sizes: Mapping[str, int]) -> None:
         self._cut: list[tuple[BucketLayout, Membership]] = []
@@ -31,17 +36,17 @@ class Shares:
                     found[name] = membership(name, sizes)
                 self._cut.append((bucket.layout, found[name]))
 
-    def looks(self, ranks: Numbers) -> Numbers:
-        """Of each of some ranks a number for how many Blocks it has of each bucket, and of which shapes."""
-        looks = [np.zeros(len(ranks), dtype=np.int64)]
+    def signatures(self, ranks: Numbers) -> Numbers:
+        """Return a number for each rank, equal for ranks that own equal numbers of equal blocks, [ranks]."""
+        signatures = [np.zeros(len(ranks), dtype=np.int64)]
         for layout, groups in self._cut:
             known: dict[object, int] = {}
             numbers = np.array([known.setdefault(each, len(known)) for each in _blocks(layout)])
-            looks.append(np.where(groups.row_of < 0, -1, numbers[groups.place_of])[ranks])
-        return np.unique(np.stack(looks, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+            signatures.append(np.where(groups.row_of < 0, -1, numbers[groups.place_of])[ranks])
+        return np.unique(np.stack(signatures, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
 
     def ends(self, rank: int) -> Iterator[int]:
-        """The ranks together with one in whose shares parameters end, the last one's before the padding."""
+        """Yield the ranks, of the groups of `rank`, in whose shares some parameters of each bucket end."""
         for layout, groups in self._cut:
             stops = [segment.start + segment.length for segment in layout.segments]
             for stop in (*stops[:: max(1, len(stops) // ENDS_OF_BUCKET)], stops[-1]):
@@ -50,7 +55,7 @@ class Shares:
 
 
 def _blocks(layout: BucketLayout) -> list[frozenset[tuple[tuple[int, ...], int]]]:
-    """Of each share its Blocks: how many of each shape."""
+    """Return the blocks of each share: how many it has of each shape."""
     found = [Counter[tuple[int, ...]]() for _ in pairwise(layout.borders)]
     for segment in layout.segments:
         shard, block = segment.parameter.shard, segment.parameter.update_block

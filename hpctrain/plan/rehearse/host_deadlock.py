@@ -1,9 +1,9 @@
-"""Whether ranks come to the end of their programmes, or wait for each other in a circle.
+"""Simulation of a step by the rules of MPI, which finds ranks that wait for each other in a cycle.
 
-Nothing is buffered: a send is complete when its receive is posted. A collective is complete when all of its
-group have come to it. What was started goes on while ranks wait for something that was started, not while
-they sit in a blocking collective (see Work): a wait for a started collective ends when every member has
-waited for it, or is waiting. One rank of a class goes its way for all of it.
+Nothing is buffered: a send is complete when its receive is posted. A collective call is complete when all
+ranks of its group have entered it. Started calls make progress only while a rank is in a wait, not in a
+blocking collective call (see `Work`). So the wait for a started collective ends when each member has
+waited for it, or is in a wait. One rank is simulated for each class of identical ranks.
 """
 
 from __future__ import annotations
@@ -12,20 +12,31 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hpctrain.plan.rehearse.alike import Classes, ClassRelations
 from hpctrain.plan.rehearse.fault import RehearsalFault
 from hpctrain.plan.rehearse.programme import RECEIVE, SEND, WAIT, Programme, RehearsedCall, StepProgrammes
+from hpctrain.plan.rehearse.rank_classes import ClassRelations, RankClasses
 from hpctrain.text import counted
 
 Channel = tuple[str, int, int]
+"""Group, step to the peer, and tag of messages."""
 
-_TOLD = 8  # of a circle's ranks
+_RANKS_IN_MESSAGE = 8
+"""Number of ranks of a cycle that a fault describes."""
 
 
 @dataclass
 class _State:
-    """How far the ranks of a class have come: calls `entered`, messages `posted`, groups in which something
-    was `begun` and what was `waited` for. `numbers` are those of their events among their kind, from 1.
+    """Progress of the ranks of a class.
+
+    Attributes:
+        events: Programme of these ranks.
+        numbers: Number of each event among those of its group, or of its messages to one peer, from 1.
+        at: Index of the current event.
+        entered: Number of collective calls entered, by group.
+        posted: Number of messages posted, by operation and channel.
+        begun: Groups in which a call was started.
+        waited: Started calls for which the ranks have begun to wait, by group and number.
+        started: True if the current event has begun.
     """
 
     events: Programme
@@ -39,27 +50,29 @@ class _State:
 
     @property
     def current(self) -> RehearsedCall | None:
-        """What they are at; None at the end."""
+        """Current event; None at the end."""
         return self.events[self.at] if self.at < len(self.events) else None
 
 
-def find_circles(job: StepProgrammes, classes: Classes) -> list[RehearsalFault]:
-    """One fault for the ranks that wait for each other, none where all come to their end.
+def find_host_deadlock(job: StepProgrammes, classes: RankClasses) -> list[RehearsalFault]:
+    """Return one fault for the ranks that wait for each other; an empty list if all programmes end.
 
-    What is sent and called is to fit by then, see `match`.
+    Args:
+        job: Programmes whose messages and calls match (`match_programmes`).
+        classes: Classes of its ranks.
     """
     run = _ProgrammeRun(job, classes)
     run.go()
-    circle = run.circle()
-    if not circle:
+    cycle = run.cycle()
+    if not cycle:
         return []
-    ranks = [classes.firsts[each] for each in circle]
-    parts = [f"{job.place(rank)} is at {run.words(each)}" for rank, each in zip(ranks, circle, strict=True)]
-    more = [f"and {len(parts) - _TOLD} more"] if len(parts) > _TOLD else []
-    count = int(sum(classes.counts[each] for each in circle))
-    told = "; ".join([*parts[:_TOLD], *more])
-    sentence = f"{counted(len(circle), 'rank')} wait for each other in a cycle: {told}"
-    others = count - len(circle)
+    ranks = [classes.firsts[each] for each in cycle]
+    parts = [f"{job.place(rank)} is at {run.describe(each)}" for rank, each in zip(ranks, cycle, strict=True)]
+    more = [f"and {len(parts) - _RANKS_IN_MESSAGE} more"] if len(parts) > _RANKS_IN_MESSAGE else []
+    count = int(sum(classes.counts[each] for each in cycle))
+    told = "; ".join([*parts[:_RANKS_IN_MESSAGE], *more])
+    sentence = f"{counted(len(cycle), 'rank')} wait for each other in a cycle: {told}"
+    others = count - len(cycle)
     like = f" (and {counted(others, 'rank')} like these)" if others else ""
     return [
         RehearsalFault("cyclic wait", ranks[0], count, f"{sentence}{like}; change the order of their calls")
@@ -67,9 +80,9 @@ def find_circles(job: StepProgrammes, classes: Classes) -> list[RehearsalFault]:
 
 
 class _ProgrammeRun:
-    """All classes doing their events, as far as they come."""
+    """Simulation of all classes."""
 
-    def __init__(self, job: StepProgrammes, classes: Classes) -> None:
+    def __init__(self, job: StepProgrammes, classes: RankClasses) -> None:
         self.job, self.classes = job, classes
         self.states = [
             _State(events, _numbers(events))
@@ -79,7 +92,7 @@ class _ProgrammeRun:
         self.relations = ClassRelations(job, classes)
 
     def go(self) -> None:
-        """Let each go on until none can."""
+        """Advance each class until none can advance."""
         runnable = dict.fromkeys(range(len(self.states)))
         while runnable:
             number = next(iter(runnable))
@@ -89,17 +102,17 @@ class _ProgrammeRun:
                 if not state.started:
                     state.started = True
                     runnable |= dict.fromkeys(self._start(number, event))
-                if next(self._lacking(number, event), None) is not None:
+                if next(self._missing_classes(number, event), None) is not None:
                     break
                 state.at += 1
                 state.started = False
             else:
-                # Who waits for what this one has started need not wait for it any more.
+                # The others need not wait for the started calls of this class any more.
                 runnable |= dict.fromkeys(n for n, s in enumerate(self.states) if s.current is not None)
                 state.started = True
 
-    def circle(self) -> list[int]:
-        """Classes that wait for each other, each for the next; none where all came to their end."""
+    def cycle(self) -> list[int]:
+        """Return classes that wait for each other, each for the next; [] if all programmes ended."""
         stuck = [number for number, state in enumerate(self.states) if state.current is not None]
         if not stuck:
             return []
@@ -108,11 +121,11 @@ class _ProgrammeRun:
             seen.append(number)
             event = self.states[number].current
             assert event is not None
-            number = next(each for each in self._lacking(number, event) if self.states[each].current)
+            number = next(each for each in self._missing_classes(number, event) if self.states[each].current)
         return seen[seen.index(number) :]
 
-    def words(self, number: int) -> str:
-        """What a class waits for."""
+    def describe(self, number: int) -> str:
+        """Return what a class waits for, in words."""
         state, event = self.states[number], self.states[number].current
         assert event is not None
         waiting = "the wait for " if event.operation == WAIT else ""
@@ -127,13 +140,13 @@ class _ProgrammeRun:
         return event.of if event.operation == WAIT else state.at
 
     def _start(self, number: int, event: RehearsedCall) -> Iterator[int]:
-        """Begin an event; who may go on by that."""
+        """Begin an event, and yield the classes that may advance because of it."""
         state = self.states[number]
         if event.operation == WAIT:
             meant = state.events[event.of]
             if meant.is_collective:
                 state.waited.add((meant.group, state.numbers[event.of]))
-            # Being here helps all along that this one has started.
+            # A wait advances all started calls of these ranks.
             for group in state.begun:
                 yield from self.relations.members(number, group)
         elif event.is_message:
@@ -145,8 +158,8 @@ class _ProgrammeRun:
                 state.begun.add(event.group)
             yield from self.relations.members(number, event.group)
 
-    def _lacking(self, number: int, event: RehearsedCall) -> Iterator[int]:
-        """Classes without whom the event cannot be completed."""
+    def _missing_classes(self, number: int, event: RehearsedCall) -> Iterator[int]:
+        """Yield the classes that an event still needs in order to complete."""
         state = self.states[number]
         if event.operation == WAIT:
             meant, place = state.events[event.of], state.numbers[event.of]
@@ -169,7 +182,7 @@ class _ProgrammeRun:
             )
 
     def _helps(self, number: int, group: str, place: int) -> bool:
-        """Whether a class has come to a started call and goes on with it."""
+        """Return True if a class has reached a started call and makes progress with it."""
         state, event = self.states[number], self.states[number].current
         if state.entered[group] < place:
             return False
@@ -177,7 +190,7 @@ class _ProgrammeRun:
         return waiting or (group, place) in state.waited
 
     def _unposted(self, number: int, event: RehearsedCall, place: int) -> Iterator[int]:
-        """The peer, where it has not posted its part of a message."""
+        """Yield the class of the peer if it has not posted its part of a message."""
         peer = self.relations.peer(number, event)
         other = RECEIVE if event.operation == SEND else SEND
         size = self.job.groups[event.group].size
@@ -191,7 +204,7 @@ def _channel(event: RehearsedCall) -> Channel:
 
 
 def _numbers(events: Programme) -> list[int]:
-    """Of each event, the how many-th it is of its group, or of its messages to one peer."""
+    """Return the number of each event among those of its group, or of its messages to one peer, from 1."""
     counts: defaultdict[object, int] = defaultdict(int)
     numbers = []
     for event in events:

@@ -15,7 +15,7 @@ from hpctrain.plan.rehearse.programme import Numbers, RehearsedCall, StepProgram
 
 
 @dataclass(frozen=True)
-class Classes:
+class RankClasses:
     """Division of the ranks of a job into classes that behave alike.
 
     Attributes:
@@ -32,7 +32,7 @@ class Classes:
         return np.bincount(self.of_rank, minlength=len(self.firsts))
 
 
-def find_classes(job: StepProgrammes) -> Classes:
+def find_classes(job: StepProgrammes) -> RankClasses:
     """Return the smallest number of classes of the ranks of a job. Local.
 
     Args:
@@ -61,7 +61,7 @@ def find_classes(job: StepProgrammes) -> Classes:
             break
         of_rank = refined
     firsts = np.unique(of_rank, return_index=True)[1]
-    return Classes(of_rank, tuple(int(first) for first in firsts))
+    return RankClasses(of_rank, tuple(int(first) for first in firsts))
 
 
 class ClassRelations:
@@ -72,7 +72,7 @@ class ClassRelations:
         classes: Classes of its ranks.
     """
 
-    def __init__(self, job: StepProgrammes, classes: Classes) -> None:
+    def __init__(self, job: StepProgrammes, classes: RankClasses) -> None:
         self._job, self._classes = job, classes
         self._members: dict[tuple[int, str], list[int]] = {}
         self._peers: dict[tuple[int, str, int], int] = {}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.comm.planned import META
-from hpctrain.plan.rehearse.recall import Recall, Recalling
+from hpctrain.plan.rehearse.meta_op_cache import CachedMetaOps, MetaOpCache
 
 
 class Counted(TorchDispatchMode):
@@ -33,7 +33,7 @@ def a(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def run(*operations: Any) -> tuple[list[Any], list[str]]:
     """What operations give, and the names of those that were run for it."""
     given = [operation[1:] for operation in operations]
-    with Counted() as counted, Recalling(Recall()):
+    with Counted() as counted, CachedMetaOps(MetaOpCache()):
         found = [each[0](*args) for each, args in zip(operations, given, strict=True)]
     return found, counted.names
 
@@ -83,7 +83,7 @@ def test_what_is_written_into_is_given_back() -> None:
     assert found[0] is one
     assert found[1] is other
     assert names.count("add_") == 1
-    with Counted() as counted, Recalling(Recall()):
+    with Counted() as counted, CachedMetaOps(MetaOpCache()):
         for _ in range(2):
             assert torch.mm(one, other, out=product) is product
     assert counted.names == ["mm"]
@@ -97,7 +97,7 @@ def test_views_are_views() -> None:
 
 
 def test_several_results_and_gradients_are_those_of_operations() -> None:
-    with Recalling(Recall()):
+    with CachedMetaOps(MetaOpCache()):
         for _ in range(2):
             values, places = a(4, 5).topk(2)
             assert (values.shape, places.dtype) == ((4, 2), torch.int64)

@@ -1,10 +1,13 @@
-"""Which ranks of a kind of stage are taken to do the same: by what is asked of some of them.
+"""Search for the ranks of a stage that make the same calls, by the programmes of a few of them.
 
-A rank's look are numbers that are known beforehand, such as how nodes cut its groups, and a number for its
-coordinate along every axis that tells ranks apart, of both ways in which a stage's ranks are folded. Some
-ranks are asked first, spread over all axes; then of every look the first rank, one in the middle and the last
-one, and those around what begins along an axis. Where two of a look do not do the same, it is found along
-which axis that begins, and all coordinates along it are asked there.
+A place is the number of a rank in its stage. Its signature combines numbers that are known beforehand, such
+as how nodes divide its groups, with a number for its coordinate along each axis on which calls depend. Ranks
+with equal signatures are taken to make the same calls. The axes are those of both foldings of the ranks,
+with and without expert axes.
+
+First, places spread over all axes are compared. Then, for each signature, its first, middle and last place
+are compared, and places on both sides of each coordinate at which calls change. If two places of a signature
+differ, the search finds the axis along which calls change, and compares all coordinates along it.
 """
 
 from __future__ import annotations
@@ -19,28 +22,32 @@ from hpctrain.comm.mesh import AXES, EXPERT_AXES, expert_sizes
 from hpctrain.plan.rehearse.programme import Numbers
 
 SPREAD = 8
-"""How many places, spread evenly, are asked where there may be very many."""
+"""Number of evenly spread places that are compared if there may be very many."""
 
 
 class Axis(NamedTuple):
-    """One along which the places of a stage lie: how far neighbours are from each other, and how many."""
+    """Axis of the mesh: the distance between places of neighbors along it, and its size."""
 
     name: str
     stride: int
     size: int
 
     def of(self, place: int) -> int:
-        """A place's coordinate."""
+        """Return the coordinate of a place."""
         return place // self.stride % self.size
 
     def moved(self, place: int, coordinate: int) -> int:
-        """The place with that coordinate in place of its own."""
+        """Return the place with another coordinate along this axis."""
         return place + (coordinate - self.of(place)) * self.stride
 
 
 def folds_of(sizes: Mapping[str, int]) -> list[list[Axis]]:
-    """The ways in which a mesh of these sizes folds the ranks of a stage, that of experts too where these are
-    split; of each its axes of several ranks, the shortest first.
+    """Return the foldings of the ranks of a stage: the axes of each that have several ranks, shortest first.
+
+    Expert axes are a folding of their own if experts are split.
+
+    Args:
+        sizes: Size of each axis of the mesh.
     """
     along = {**expert_sizes(sizes), **sizes}
     split = along["expert"] * along["expert_tensor"] > 1
@@ -55,10 +62,13 @@ def folds_of(sizes: Mapping[str, int]) -> list[list[Axis]]:
     return found
 
 
-class Looks:
-    """The looks of the places of a kind of stage, which begin as those that are `given` [places].
+class SignatureSearch:
+    """Search for the signatures of the places of a kind of stage.
 
-    `ask` tells what a place does, as a number.
+    Args:
+        folds: Foldings of the places, from `folds_of`.
+        given: Initial signatures, [places].
+        ask: Function that returns a number for the calls of a place, equal for equal calls. It is slow.
     """
 
     def __init__(self, folds: list[list[Axis]], given: Numbers, ask: Callable[[int], int]) -> None:
@@ -68,18 +78,18 @@ class Looks:
         self._places = np.arange(len(given))
 
     def find(self, others: Sequence[int]) -> Numbers:
-        """The look of each place [places]; asked are `others` too."""
+        """Return the signature of each place, [places]. The places `others` are compared, too."""
         for place in dict.fromkeys((*self._spread(), *others)):
             self._compare(place)
         while True:
-            of_place = self.of_place()
-            for place in dict.fromkeys((*_ends(of_place), *self._borders())):
+            by_place = self.by_place()
+            for place in dict.fromkeys((*_ends(by_place), *self._borders())):
                 self._compare(place)
-            if self.of_place().max() == of_place.max():  # no look was parted
-                return of_place
+            if self.by_place().max() == by_place.max():  # no signature was split
+                return by_place
 
-    def of_place(self) -> Numbers:
-        """The look of each place, by what is known so far [places]."""
+    def by_place(self) -> Numbers:
+        """Return the signature of each place by what is known so far, [places]."""
         keys = [self._given]
         for axis, numbers in self.numbers.items():
             keys.append(numbers[self._places // axis.stride % axis.size])
@@ -87,9 +97,7 @@ class Looks:
         return found
 
     def _spread(self) -> Iterator[int]:
-        """One in the middle and the last one along every axis, the last one along all but one, and some that
-        differ along all.
-        """
+        """Yield places that differ from the first or last one along one axis, and some over all axes."""
         last = len(self._given) - 1
         yield last
         for axis in (axis for fold in self.folds for axis in fold):
@@ -101,8 +109,9 @@ class Looks:
         yield from (int(len(self._given) * (number * 0.6180339887 % 1)) for number in range(1, SPREAD + 1))
 
     def _borders(self) -> Iterator[int]:
-        """On both sides of where something begins along an axis, at other coordinates along the others: there
-        it may begin elsewhere.
+        """Yield places on both sides of each coordinate at which calls change.
+
+        They have different coordinates along the other axes, since calls may change elsewhere there.
         """
         for fold in self.folds:
             for axis in (axis for axis in fold if axis in self.numbers):
@@ -113,16 +122,16 @@ class Looks:
                         yield from (axis.moved(other.moved(0, coordinate), side) for side in sides)
 
     def _compare(self, place: int) -> None:
-        """Tell a place from the first one of its look as long as that does other things."""
+        """Split signatures until a place makes the calls of the first place of its signature."""
         while True:
-            of_place = self.of_place()
-            first = int((of_place == of_place[place]).argmax())
+            by_place = self.by_place()
+            first = int((by_place == by_place[place]).argmax())
             if first == place or self.ask(first) == self.ask(place):
                 return
             self._tell_apart(first, place)
 
     def _tell_apart(self, first: int, place: int) -> None:
-        """Ask along the shortest axis at which a place on its way to the first begins to do other things."""
+        """Number the coordinates of the shortest axis along which calls change between two places."""
         steps: list[tuple[Axis, int]] = []
         for fold in self.folds:
             here = place
@@ -138,14 +147,14 @@ class Looks:
         self.numbers[axis] = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
 
 
-def _ends(of_place: Numbers) -> Iterator[int]:
-    """Of each look a place in the middle and the last one."""
-    for look in range(int(of_place.max()) + 1):
-        alike = np.flatnonzero(of_place == look)
+def _ends(by_place: Numbers) -> Iterator[int]:
+    """Yield the middle and the last place of each signature."""
+    for signature in range(int(by_place.max()) + 1):
+        alike = np.flatnonzero(by_place == signature)
         yield from (int(alike[len(alike) // 2]), int(alike[-1]))
 
 
 def _some(values: Sequence[int]) -> Iterator[int]:
-    """At most SPREAD of these, the first and the last one too."""
+    """Yield at most SPREAD of these values, with the first and the last one."""
     places = np.linspace(0, len(values) - 1, min(len(values), SPREAD))
     yield from (values[int(place)] for place in places)

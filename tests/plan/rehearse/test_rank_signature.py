@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.mesh import coordinates
-from hpctrain.plan.rehearse.looks import Looks, folds_of
+from hpctrain.plan.rehearse.rank_signature import SignatureSearch, folds_of
 
 Does = Callable[[Mapping[str, int]], object]
 
@@ -16,7 +16,7 @@ SIZES = {"pipeline": 1, "data": 256, "context": 1, "tensor": 4, "expert": 32, "e
 
 
 def find(does: Does, sizes: Mapping[str, int], given: int = 1) -> tuple[bool, int, int]:
-    """Whether places of a look do the same, how many looks there are, and how many places were asked."""
+    """Return whether calls follow from signatures, the number of signatures, and that of places asked."""
     known: dict[object, int] = {}
     asked: set[int] = set()
     places = sizes["data"] * sizes["context"] * sizes["tensor"]
@@ -26,13 +26,13 @@ def find(does: Does, sizes: Mapping[str, int], given: int = 1) -> tuple[bool, in
         asked.add(place)
         return done[place]
 
-    looks = Looks(folds_of(sizes), np.arange(places) // (places // given), ask).find([])
-    pairs = set(zip(looks.tolist(), done, strict=True))
-    return len(pairs) == looks.max() + 1, int(looks.max()) + 1, len(asked)
+    signatures = SignatureSearch(folds_of(sizes), np.arange(places) // (places // given), ask).find([])
+    pairs = set(zip(signatures.tolist(), done, strict=True))
+    return len(pairs) == signatures.max() + 1, int(signatures.max()) + 1, len(asked)
 
 
 @pytest.mark.parametrize(
-    ("does", "looks"),
+    ("does", "signatures"),
     [
         (lambda at: 0, 1),
         (lambda at: (at["expert"] > 9) + (at["expert"] > 10), 3),
@@ -43,11 +43,11 @@ def find(does: Does, sizes: Mapping[str, int], given: int = 1) -> tuple[bool, in
     ],
     ids=["alike", "loads", "tensor", "two axes", "last", "middle"],
 )
-def test_places_of_a_look_do_the_same(does: Does, looks: int) -> None:
+def test_places_of_a_look_do_the_same(does: Does, signatures: int) -> None:
     right, count, asked = find(does, SIZES)
     assert right
-    assert count >= looks
-    assert asked < (200 if looks else 400)
+    assert count >= signatures
+    assert asked < (200 if signatures else 400)
 
 
 def test_loads_may_change_elsewhere_on_each_tensor_rank() -> None:

@@ -12,12 +12,12 @@ import pytest
 
 from hpctrain.comm.mesh import AXES, connected_axes
 from hpctrain.plan.rehearse import streams
-from hpctrain.plan.rehearse.match import match
+from hpctrain.plan.rehearse.matching import match_programmes
 from hpctrain.plan.rehearse.programme import RECEIVE, WAIT, RehearsedCall, StepProgrammes
 from hpctrain.plan.rehearse.ranks import RankProgrammes
 from hpctrain.plan.rehearse.record import RecordedMesh
 from tests.engines import LLAMA, small_deck
-from tests.plan.rehearse.test_match import PAIR, Rows, job_of, receive, send, total, wait
+from tests.plan.rehearse.test_matching import PAIR, Rows, job_of, receive, send, total, wait
 
 SIZES = ("model.layers=4", "model.heads=4", "batch.global_size=16", "batch.micro_size=1", "run.device=cuda")
 EXPERTS = ("model.experts.count=4", "model.experts.mlp=32", "model.experts.per_token=2")
@@ -41,14 +41,16 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 def kinds(job: StepProgrammes) -> list[str]:
-    return [fault.kind for fault in match(job, on_streams=True).faults]
+    return [fault.kind for fault in match_programmes(job, on_streams=True).faults]
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_comes_to_its_end(name: str) -> None:
     ranks, keys = LAYOUTS[name]
-    matched = match(RankProgrammes(small_deck(*SIZES, *keys), ranks, 61, ranks).job(), on_streams=True)
+    matched = match_programmes(
+        RankProgrammes(small_deck(*SIZES, *keys), ranks, 61, ranks).job(), on_streams=True
+    )
     assert matched.faults == ()
     assert matched.events > 0
 
@@ -98,7 +100,7 @@ def test_messages_have_no_tags() -> None:
     first = [send("F0", tag=1), send("F1", tag=2)]
     second = [receive("F1", tag=2, blocking=False), receive("F0", tag=1), wait(0)]
     job = job_of([[replace(each, blocking=False) for each in first], second], pipeline=PAIR)
-    assert match(job).faults == ()
+    assert match_programmes(job).faults == ()
     assert kinds(job) == ["swapped order"]
 
 
@@ -126,7 +128,7 @@ def test_messages_without_a_channel_follow_each_other() -> None:
 
 
 def test_calls_of_two_communicators_in_other_order() -> None:
-    """With blocking calls, and with a wait between started ones, the streams wait in a circle."""
+    """With blocking calls, and with a wait between started ones, the streams wait in a cycle."""
     groups: dict[str, Rows] = {"a": PAIR, "b": PAIR}
     a, b = total(group="a"), total(group="b")
     assert kinds(job_of([[a, b], [b, a]], **groups)) == ["cyclic wait"]
@@ -142,10 +144,10 @@ def test_started_calls_of_two_communicators_in_other_order() -> None:
     rows: dict[str, Rows] = {"a": [[0, 1], [2, 3]], "b": [[0, 1], [2, 3]], "c": [[0, 2], [1, 3]]}
     ab, ba = [a, b, wait(0), wait(1)], [b, a, wait(0), wait(1)]
     job = job_of([ab, ba, ab, ab], **rows)
-    (fault,) = match(job, on_streams=True).faults
+    (fault,) = match_programmes(job, on_streams=True).faults
     assert (fault.kind, fault.rank, fault.count) == ("swapped order", 1, 1)
     assert "rank 1 starts calls of a and of b in another order than rank 0" in fault.sentence
-    assert match(job).faults == ()  # MPI has no such rule
+    assert match_programmes(job).faults == ()  # MPI has no such rule
     # Ranks 0 and 2 share only c, so their calls of a and b may be in any order.
     assert kinds(job_of([ab, ab, ba, ba], **rows)) == []
     ac, ca = [a, c, wait(0), wait(1)], [c, a, wait(0), wait(1)]
@@ -181,7 +183,9 @@ def test_communicators_are_created_by_all_their_ranks() -> None:
         place = created.index(name)
         kept = first[:place] + first[place + 1 :]
         without = [replace(event, of=event.of - 1) if event.operation == WAIT else event for event in kept]
-        (fault,) = match(replace(job, programmes=[tuple(without), *others]), on_streams=True).faults
+        (fault,) = match_programmes(
+            replace(job, programmes=[tuple(without), *others]), on_streams=True
+        ).faults
         assert fault.kind == "missing call"
         assert f"new_group {name}" in fault.sentence, fault.sentence
 
@@ -198,7 +202,7 @@ def test_a_rank_that_makes_a_mesh_without_one_axis(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(RecordedMesh, "record_creation", without_tensor)
     job = RankProgrammes(small_deck(*SIZES, "layout.tensor=2"), 8, 61, 8).every_job()
-    faults = match(job, on_streams=True).faults
+    faults = match_programmes(job, on_streams=True).faults
     assert [(fault.kind, fault.rank) for fault in faults] == [("missing call", 5)]
     assert "call 4 of world is " in faults[0].sentence
     assert "and new_group tensor on rank 0 " in faults[0].sentence
@@ -247,7 +251,7 @@ def test_calls_that_do_not_match(second: list[RehearsedCall], kind: str) -> None
 
 def test_the_fault_names_who_waits_for_what() -> None:
     job = job_of([[send("F0"), receive("B0", 1)], [send("B0"), receive("F0")]], pipeline=PAIR)
-    (fault,) = match(job, on_streams=True).faults
+    (fault,) = match_programmes(job, on_streams=True).faults
     assert fault.count == 2
     assert "rank 0 waits for its send of F0 of 8 bytes along pipeline to rank 1" in fault.sentence
     assert "rank 1 waits for its send of B0" in fault.sentence

@@ -1,4 +1,4 @@
-"""Even loads of experts, where tensors have no values: what routers would have chosen, and who tells whom."""
+"""Balanced loads of experts, for rehearsals in which routers compute no values."""
 
 from __future__ import annotations
 
@@ -13,44 +13,54 @@ from torch.utils._pytree import tree_map
 from hpctrain.comm.planned import META
 from hpctrain.deck.schema import Deck
 from hpctrain.model.shape import ModelShape
-from hpctrain.plan.rehearse.recall import Recall, Recalling, tensors_of
+from hpctrain.plan.rehearse.meta_op_cache import CachedMetaOps, MetaOpCache, tensors_of
 
 
 @dataclass(frozen=True)
 class BalancedLoads:
-    """What ranks send to experts of a micro-batch, whose `rows` are those of each tensor rank; every row goes
-    to so many `chosen` ones, and of copies the share `taken` has room.
+    """Rows that each rank sends to each expert if a router balances perfectly.
+
+    Attributes:
+        experts: Number of experts.
+        chosen: Number of experts per row.
+        kept_fraction: Share of the copies of rows for which experts have capacity.
+        rows: Rows of each tensor rank in a micro-batch.
     """
 
     experts: int
     chosen: int
-    taken: float
+    kept_fraction: float
     rows: tuple[int, ...]
 
     @staticmethod
     def of_deck(deck: Deck, shape: ModelShape) -> BalancedLoads:
-        """Those of a deck's mixture."""
+        """Return the loads of a deck."""
         tensor, rows = deck.layout.tensor, deck.batch.micro_size * shape.sequence // deck.layout.context
         pieces = (rows * (rank + 1) // tensor - rows * rank // tensor for rank in range(tensor))
-        return BalancedLoads(shape.experts, shape.experts_per_token, _taken(shape), tuple(pieces))
+        return BalancedLoads(shape.experts, shape.experts_per_token, _kept_fraction(shape), tuple(pieces))
 
     def of(self, rank: int) -> Tensor:
-        """Copies that a rank sends to each expert [experts]."""
-        return _even(int(self.rows[rank % len(self.rows)] * self.chosen * self.taken), self.experts)
+        """Return the number of rows that a rank sends to each expert, [experts]."""
+        return _even_counts(
+            int(self.rows[rank % len(self.rows)] * self.chosen * self.kept_fraction), self.experts
+        )
 
 
-class EvenLoads(Recalling):
-    """Within, what is counted of tensors without values is as many of each: of n numbers below k, n // k, and
-    one more of the first ones where that leaves some; of copies those are kept that experts have room for.
-    Nothing for a model without experts.
+class EvenLoads(CachedMetaOps):
+    """Context in which counts of values of meta tensors are balanced.
 
-    A count is in memory of the host, from where layers read it. What is computed of both kinds of memory has
-    none; products by groups are so of any format.
+    The count of n numbers below k is n // k for each, and one more for the first n % k. Copies beyond the
+    capacity of experts count as dropped. A count is a tensor in host memory, since layers read it. The result
+    of an operation on meta tensors and host tensors is a meta tensor. So is a grouped matrix product.
+
+    Args:
+        shape: Shape of the model. It has experts.
+        cache: Results of operations, as for `CachedMetaOps`.
     """
 
-    def __init__(self, shape: ModelShape, recall: Recall) -> None:
-        super().__init__(recall)
-        self.experts, self.taken = shape.experts, _taken(shape)
+    def __init__(self, shape: ModelShape, cache: MetaOpCache) -> None:
+        super().__init__(cache)
+        self.experts, self.kept_fraction = shape.experts, _kept_fraction(shape)
 
     def __torch_dispatch__(
         self,
@@ -59,41 +69,41 @@ class EvenLoads(Recalling):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute, or count."""
+        """Run an operation."""
         kwargs = kwargs or {}
         if func is torch.ops.aten.bincount.default and args[0].is_meta:
             return self._counts(args[0], kwargs.get("minlength", args[2] if len(args) > 2 else 0))
         if "grouped_mm" in func.name():
-            return _grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"])
+            return _grouped_result(args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"])
         tensors = tensors_of((*args, *kwargs.values()))
         if any(each.is_meta for each in tensors) and any(each.is_cpu for each in tensors):
             args, kwargs = tree_map(_without_values, (args, kwargs))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _counts(self, numbers: Tensor, length: int) -> Tensor:
-        # Copies that no expert takes are counted behind the last one.
+        # Dropped copies are counted after the last expert.
         kinds = length - 1 if length == self.experts + 1 else length
         whole = numbers.numel()
         if length == self.experts + 1:
-            whole = int(whole * self.taken)
+            whole = int(whole * self.kept_fraction)
         counts = torch.full((length,), numbers.numel() - whole, dtype=torch.int64, device="cpu")
-        counts[:kinds] = _even(whole, kinds)
+        counts[:kinds] = _even_counts(whole, kinds)
         return counts
 
 
-def _taken(shape: ModelShape) -> float:
+def _kept_fraction(shape: ModelShape) -> float:
     return min(1.0, shape.capacity or 1.0)
 
 
-def _even(many: int, kinds: int) -> Tensor:
-    """As many of each kind, one more of the first ones [kinds]."""
+def _even_counts(many: int, kinds: int) -> Tensor:
+    """Return balanced counts of `many` values of some kinds, [kinds]."""
     counts = torch.full((kinds,), many // kinds, dtype=torch.int64, device="cpu")
     counts[: many % kinds] += 1
     return counts
 
 
-def _grouped(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """Rows [m, k] by [e, k, n], or [n, m] by [m, k] for each of e groups of m."""
+def _grouped_result(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Return an empty result of a grouped product: [m, k] by [e, k, n], or [n, m] by [m, k] in e groups."""
     if right.dim() == 3:
         return left.new_empty((left.shape[0], right.shape[2]))
     return left.new_empty((len(ends), left.shape[0], right.shape[1]))

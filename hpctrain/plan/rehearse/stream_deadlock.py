@@ -13,7 +13,6 @@ from collections import defaultdict
 from dataclasses import replace
 
 from hpctrain.comm.transports.choose import POINT_TO_POINT_AXES
-from hpctrain.plan.rehearse.alike import Classes, ClassRelations
 from hpctrain.plan.rehearse.fault import RehearsalFault
 from hpctrain.plan.rehearse.programme import (
     AUDIT,
@@ -24,6 +23,7 @@ from hpctrain.plan.rehearse.programme import (
     RehearsedCall,
     StepProgrammes,
 )
+from hpctrain.plan.rehearse.rank_classes import ClassRelations, RankClasses
 from hpctrain.text import counted
 
 _SHOWN = 8
@@ -40,11 +40,11 @@ def without_tags(job: StepProgrammes) -> StepProgrammes:
     )
 
 
-def find_stream_deadlock(job: StepProgrammes, classes: Classes) -> list[RehearsalFault]:
+def find_stream_deadlock(job: StepProgrammes, classes: RankClasses) -> list[RehearsalFault]:
     """Return one fault for the ranks whose streams wait for each other; an empty list if all come to an end.
 
     Args:
-        job: Programmes whose messages and calls match (`match`).
+        job: Programmes whose messages and calls match (`match_programmes`).
         classes: Classes of its ranks.
     """
     run = _StreamRun(job, classes)
@@ -137,7 +137,7 @@ class _ClassState:
 class _StreamRun:
     """Simulation of the streams of all classes."""
 
-    def __init__(self, job: StepProgrammes, classes: Classes) -> None:
+    def __init__(self, job: StepProgrammes, classes: RankClasses) -> None:
         self.job, self.classes = job, classes
         self.streams: list[list[object]] = []
         self.states: list[_ClassState] = []

@@ -1,7 +1,7 @@
-"""Whether what ranks send each other, and call together, fits: each with each, in its order.
+"""Matching of the programmes of all ranks: sends with receives, and the collective calls of each group.
 
-Of two ranks the messages of one tag come in the order in which they are sent (MPI: messages do not overtake),
-so the n-th send is for the n-th receive. Of a group the n-th call of one rank is the n-th of all.
+MPI keeps the order of messages with one tag between two ranks, so the n-th send matches the n-th receive. The
+n-th call of a group on one rank matches the n-th call on all its ranks.
 """
 
 from __future__ import annotations
@@ -13,21 +13,29 @@ from itertools import zip_longest
 
 import numpy as np
 
-from hpctrain.plan.rehearse.alike import Classes, find_classes
 from hpctrain.plan.rehearse.fault import Kind, RehearsalFault
+from hpctrain.plan.rehearse.host_deadlock import find_host_deadlock
 from hpctrain.plan.rehearse.issue_order import find_order_faults
 from hpctrain.plan.rehearse.programme import RECEIVE, SEND, WAIT, Numbers, RehearsedCall, StepProgrammes
-from hpctrain.plan.rehearse.progress import find_circles
-from hpctrain.plan.rehearse.streams import find_stream_deadlock, without_tags
+from hpctrain.plan.rehearse.rank_classes import RankClasses, find_classes
+from hpctrain.plan.rehearse.stream_deadlock import find_stream_deadlock, without_tags
 from hpctrain.text import counted
 
-Channel = tuple[str, int, int]  # group, places from this rank to its peer, tag
+Channel = tuple[str, int, int]
+"""Group, step to the peer, and tag of messages."""
 
 
 @dataclass(frozen=True)
-class Matched:
-    """What was matched: ranks and classes of them, events of all ranks, of these messages, and payload of
-    messages and collectives in bytes, as given to each; faults, if any.
+class MatchResult:
+    """Result of matching.
+
+    Attributes:
+        ranks: Number of ranks.
+        classes: Number of classes of ranks that behave alike.
+        events: Number of calls of all ranks.
+        messages: Number of messages among them.
+        bytes: Payload of sent messages and collectives of all ranks.
+        faults: Faults that were found.
     """
 
     ranks: int
@@ -38,7 +46,7 @@ class Matched:
     faults: tuple[RehearsalFault, ...]
 
 
-def match(job: StepProgrammes, on_streams: bool = False) -> Matched:
+def match_programmes(job: StepProgrammes, on_streams: bool = False) -> MatchResult:
     """Match the programmes of all ranks.
 
     Args:
@@ -48,9 +56,9 @@ def match(job: StepProgrammes, on_streams: bool = False) -> Matched:
     """
     job = over_communicators(without_tags(job) if on_streams else job)
     classes = find_classes(job)
-    faults = [*_messages(job, classes), *_collectives(job, classes)]
-    if not faults:  # who waits in vain for what is not there tells nothing more
-        faults = (find_stream_deadlock if on_streams else find_circles)(job, classes)
+    faults = [*_message_faults(job, classes), *_collective_faults(job, classes)]
+    if not faults:  # ranks that wait for a missing call would only repeat its fault
+        faults = (find_stream_deadlock if on_streams else find_host_deadlock)(job, classes)
     if not faults and on_streams:
         faults = [*find_order_faults(job, classes)]
     programmes = [job.programmes[job.programme_of[first]] for first in classes.firsts]
@@ -59,7 +67,7 @@ def match(job: StepProgrammes, on_streams: bool = False) -> Matched:
     def over_all(of_event: Sequence[int]) -> int:
         return sum(number * count for number, count in zip(of_event, counts, strict=True))
 
-    return Matched(
+    return MatchResult(
         job.ranks,
         len(classes.firsts),
         over_all([sum(e.operation != WAIT for e in events) for events in programmes]),
@@ -90,8 +98,8 @@ def over_communicators(job: StepProgrammes) -> StepProgrammes:
     return replace(job, programmes=programmes)
 
 
-def _messages(job: StepProgrammes, classes: Classes) -> Iterator[RehearsalFault]:
-    """Of every pair of classes, what is sent beside what is received."""
+def _message_faults(job: StepProgrammes, classes: RankClasses) -> Iterator[RehearsalFault]:
+    """Yield the first fault of the messages between each two classes."""
     sends, receives = (
         [_channels(job.programmes[job.programme_of[first]], operation) for first in classes.firsts]
         for operation in (SEND, RECEIVE)
@@ -102,13 +110,13 @@ def _messages(job: StepProgrammes, classes: Classes) -> Iterator[RehearsalFault]
             peer = int(membership.peers(np.array([first]), step)[0])
             back = (group, -step % membership.size, tag)
             received = receives[classes.of_rank[peer]].get(back, [])
-            yield from _of_channel(job, classes, (first, peer), group, sent, received)
+            yield from _channel_faults(job, classes, (first, peer), group, sent, received)
         for (group, step, tag), received in receives[number].items():
             membership = job.groups[group]
             peer = int(membership.peers(np.array([first]), step)[0])
             back = (group, -step % membership.size, tag)
             if back not in sends[classes.of_rank[peer]]:
-                yield from _of_channel(job, classes, (peer, first), group, [], received)
+                yield from _channel_faults(job, classes, (peer, first), group, [], received)
 
 
 def _channels(programme: Sequence[RehearsedCall], operation: str) -> dict[Channel, list[RehearsedCall]]:
@@ -119,21 +127,21 @@ def _channels(programme: Sequence[RehearsedCall], operation: str) -> dict[Channe
     return found
 
 
-def _of_channel(
+def _channel_faults(
     job: StepProgrammes,
-    classes: Classes,
+    classes: RankClasses,
     ranks: tuple[int, int],
     group: str,
     sent: Sequence[RehearsedCall],
     received: Sequence[RehearsedCall],
 ) -> Iterator[RehearsalFault]:
-    """The first difference between what one rank sends and what another one receives of it."""
+    """Yield the first difference between the sends of one rank and the receives of another."""
     sender, receiver = ranks
     number = _difference(sent, received)
     if number is None:
         return
-    there, here = _at(sent, number), _at(received, number)
-    who, whom = _words(job, classes, sender), _words(job, classes, receiver)
+    there, here = _event_at(sent, number), _event_at(received, number)
+    who, whom = _describe(job, classes, sender), _describe(job, classes, receiver)
     way = f"message {number + 1} along {group} from {who} to {whom}"
     told = f"is {there or 'nothing'} at the sender, but {here or 'nothing'} at the receiver"
     kind: Kind
@@ -143,7 +151,7 @@ def _of_channel(
     elif len(sent) > len(received):
         kind, rank = "missing receive", receiver
         right = f"{counted(len(sent), 'message')} sent, {len(received)} received; receive {there}, too"
-    elif _same(sent, received):
+    elif _are_reordered(sent, received):
         kind, rank, right = "swapped order", sender, f"send {here} first"
     else:
         assert there is not None and here is not None
@@ -152,8 +160,8 @@ def _of_channel(
     yield RehearsalFault(kind, rank, int(classes.counts[classes.of_rank[rank]]), f"{way} {told} ({right})")
 
 
-def _collectives(job: StepProgrammes, classes: Classes) -> Iterator[RehearsalFault]:
-    """Of every kind of group, what its ranks call, beside what the first of them does."""
+def _collective_faults(job: StepProgrammes, classes: RankClasses) -> Iterator[RehearsalFault]:
+    """Yield the first fault of the calls of each class in its groups, compared with the most common calls."""
     calls = [_calls(job.programmes[job.programme_of[first]]) for first in classes.firsts]
     for group in sorted({group for of_class in calls for group in of_class}):
         membership = job.groups[group]
@@ -174,10 +182,12 @@ def _collectives(job: StepProgrammes, classes: Classes) -> Iterator[RehearsalFau
                 if numbers[each] == numbers[usual]:
                     continue
                 rank = int(members[np.flatnonzero(of_rows[row] == each)[0]])
-                yield from _of_group(job, classes, group, (reference, called[usual]), (rank, called[each]))
+                yield from _group_faults(
+                    job, classes, group, (reference, called[usual]), (rank, called[each])
+                )
         uneven = any(event.sent for of_class in calls for event in of_class.get(group, []))
         for row in np.unique(of_rows, axis=0, return_index=True)[1] if uneven else ():
-            yield from _exchanges(job, classes, group, membership.rows[row], calls)
+            yield from _exchange_faults(job, classes, group, membership.rows[row], calls)
 
 
 def _calls(programme: Sequence[RehearsedCall]) -> dict[str, list[RehearsedCall]]:
@@ -188,25 +198,25 @@ def _calls(programme: Sequence[RehearsedCall]) -> dict[str, list[RehearsedCall]]
     return found
 
 
-def _of_group(
+def _group_faults(
     job: StepProgrammes,
-    classes: Classes,
+    classes: RankClasses,
     group: str,
     usual: tuple[int, Sequence[RehearsedCall]],
     other: tuple[int, Sequence[RehearsedCall]],
 ) -> Iterator[RehearsalFault]:
-    """The first difference between what two ranks of a group call."""
+    """Yield the first difference between the calls of two ranks of a group."""
     number = _difference(usual[1], other[1])
     if number is None:
         return
-    there, here = _at(usual[1], number), _at(other[1], number)
+    there, here = _event_at(usual[1], number), _event_at(other[1], number)
     call = f"call {number + 1} of {group}"
-    told = f"is {here or 'missing'} on {_words(job, classes, other[0])}"
-    right = f"and {there} on {_words(job, classes, usual[0])}"
+    told = f"is {here or 'missing'} on {_describe(job, classes, other[0])}"
+    right = f"and {there} on {_describe(job, classes, usual[0])}"
     kind: Kind = "other operation"
     if len(other[1]) < len(usual[1]):
         kind = "missing call"
-    elif _same(usual[1], other[1]):
+    elif _are_reordered(usual[1], other[1]):
         kind = "swapped order"
     elif there is not None and here is not None and there.content == here.content:
         kind = "wrong size"
@@ -216,14 +226,14 @@ def _of_group(
     )
 
 
-def _exchanges(
+def _exchange_faults(
     job: StepProgrammes,
-    classes: Classes,
+    classes: RankClasses,
     group: str,
     members: Numbers,
     calls: Sequence[dict[str, list[RehearsedCall]]],
 ) -> Iterator[RehearsalFault]:
-    """Of exchanges of uneven pieces, what each rank sends to each beside what that one receives."""
+    """Yield the first exchange in which a rank sends another number of elements than its peer receives."""
     of_members = [calls[classes.of_rank[rank]].get(group, []) for rank in members]
     for number, together in enumerate(zip(*of_members, strict=False)):
         if any(event.sent is None or event.received is None for event in together):
@@ -238,15 +248,15 @@ def _exchanges(
                 "wrong size",
                 sender,
                 count,
-                f"call {number + 1} of {group}, {together[source]}: {_words(job, classes, sender)} sends "
-                f"{sent[source, target]} elements to {_words(job, classes, receiver)}, which receives "
+                f"call {number + 1} of {group}, {together[source]}: {_describe(job, classes, sender)} sends "
+                f"{sent[source, target]} elements to {_describe(job, classes, receiver)}, which receives "
                 f"{received[target, source]}",
             )
             return
 
 
 def _difference(one: Sequence[RehearsedCall], other: Sequence[RehearsedCall]) -> int | None:
-    """The first place at which two orders of events do not fit each other."""
+    """Return the first index at which two lists of events do not match; None if they match."""
     for number, (there, here) in enumerate(zip_longest(one, other)):
         if there is None or here is None or there.content != here.content:
             return number
@@ -255,21 +265,21 @@ def _difference(one: Sequence[RehearsedCall], other: Sequence[RehearsedCall]) ->
     return None
 
 
-def _same(one: Sequence[RehearsedCall], other: Sequence[RehearsedCall]) -> bool:
-    """Whether they are the same events in another order."""
+def _are_reordered(one: Sequence[RehearsedCall], other: Sequence[RehearsedCall]) -> bool:
+    """Return True if both lists have the same events, maybe in another order."""
     return Counter(_sizes(one)) == Counter(_sizes(other))
 
 
 def _sizes(events: Sequence[RehearsedCall]) -> tuple[object, ...]:
-    """What tells events from others."""
+    """Return what must be equal in matching lists of events."""
     return tuple((event.content, event.bytes if event.sent is None else None) for event in events)
 
 
-def _at(events: Sequence[RehearsedCall], number: int) -> RehearsedCall | None:
+def _event_at(events: Sequence[RehearsedCall], number: int) -> RehearsedCall | None:
     return events[number] if number < len(events) else None
 
 
-def _words(job: StepProgrammes, classes: Classes, rank: int) -> str:
-    """A rank, and how many are like it."""
+def _describe(job: StepProgrammes, classes: RankClasses, rank: int) -> str:
+    """Return a rank with its coordinates, and the number of ranks that behave like it."""
     others = int(classes.counts[classes.of_rank[rank]]) - 1
     return job.place(rank) + (f" and {counted(others, 'other')} like it" if others else "")
