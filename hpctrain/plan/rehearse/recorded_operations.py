@@ -227,7 +227,7 @@ class ReplayedPart:
         """Replay the backward pass: all of it, or that of inputs now and that of weights from the queue."""
         if self.queue.deferring:
             self.operations.replay(("I", self.chunk))
-            self.queue.submit(partial(self.operations.again, ("W", self.chunk)))
+            self.queue.submit(partial(self.operations.replay, ("W", self.chunk)))
         else:
             self.operations.replay(("B", self.chunk))
 
