@@ -147,6 +147,7 @@ class GroupCalls:
         name: Name of the group's axes.
         ranks: Ranks of the world that it consists of.
         copy: Number of this group among those with the same name and ranks, from 0.
+        communicator: Name of the group whose communicators it uses: its own, unless they are shared.
         entered: Number of collective calls of the group that this rank has begun.
         sent: Number of messages to each rank of the group.
         received: Number of messages from each rank of the group that this rank has begun to receive.
@@ -154,6 +155,7 @@ class GroupCalls:
 
     def __init__(self, calls: CallHistory, name: str, ranks: tuple[int, ...], copy: int) -> None:
         self.calls, self.name, self.ranks, self.copy = calls, name, ranks, copy
+        self.communicator = name
         self.entered = 0
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}

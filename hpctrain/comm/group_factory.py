@@ -189,6 +189,7 @@ class GroupFactory:
         shared = Group(
             axes, group.ranks, transports, group.device, self.ledger, self._in_flight, group.calls.ranks
         )
+        shared.calls.communicator = group.calls.communicator
         if self.checks is not None:
             self.checks.check_group(shared)
         return shared

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -88,6 +88,14 @@ def assert_same_end(one: Path, other: Path) -> None:
     losses = [[row["loss"] for row in read_metrics(folder / "metrics.jsonl")] for folder in (one, other)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == STEPS
+
+
+@pytest.fixture(autouse=True)
+def unchecked_transports(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Remove the message audit of a test's run, since later tests use the same World."""
+    yield
+    if "world" in request.fixturenames:
+        request.getfixturevalue("world").decorate_transports(None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64])

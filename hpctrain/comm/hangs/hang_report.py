@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
-from hpctrain.comm.calls import Call, GroupCalls
+from hpctrain.comm.calls import Call, CallHistory, GroupCalls
 from hpctrain.comm.error_messages import name_ranks
-from hpctrain.comm.hangs.flight_recorder import recorded_calls
+from hpctrain.comm.hangs.flight_recorder import RecordedCall, recorded_calls
 from hpctrain.host.process_lifetime import stat_fields
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def take_report(world: World, token: str, silent: float) -> HangReport:
     current = calls.current
     note = None if current is None else _note(current, now - max(current.start, calls.waiting_since))
     groups = [_group_note(group) for group in list(calls.groups)]
-    incomplete = (str(call) for call in recorded_calls() if not call.is_complete)
+    incomplete = (_process_group_call(call, calls) for call in recorded_calls() if not call.is_complete)
     return HangReport(
         token,
         world.rank,
@@ -437,6 +437,13 @@ def _process_group_lines() -> Iterator[str]:
         yield from ("", f"last calls of torch's process groups, newest first ({SHOWN_CALLS} at most):")
     for call in newest:
         yield f"  {call.seconds:9.3f} s ago  {call}{'' if call.is_complete else ', incomplete'}"
+
+
+def _process_group_call(call: RecordedCall, calls: CallHistory) -> str:
+    """Return a call of a process group in words, with all groups of this rank that use the process group."""
+    names = [group.name for group in list(calls.groups) if group.communicator == call.group != group.name]
+    sharing = f", shared with {' and '.join(dict.fromkeys(names))}" if names else ""
+    return f"{call}{sharing}"
 
 
 def _where() -> str:

@@ -21,6 +21,7 @@ import torch
 
 from hpctrain.comm.calls import Call
 from hpctrain.comm.hangs import hang_report, watchdog
+from hpctrain.comm.hangs.flight_recorder import RecordedCall
 from hpctrain.comm.hangs.hang_report import (
     CallNote,
     GroupNote,
@@ -31,6 +32,7 @@ from hpctrain.comm.hangs.hang_report import (
     write_report,
 )
 from hpctrain.comm.hangs.watchdog import REPORT_REQUEST, Watchdog
+from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from tests.small_work import write_small_work
@@ -390,3 +392,15 @@ def test_a_report_names_the_caller_of_an_audited_call() -> None:
     inside, caller = names["wait"]().split(", called at ")
     assert re.fullmatch(r"hpctrain/comm/hangs/hang_report\.py:\d+ in _where", inside)
     assert re.fullmatch(rf"{re.escape(__file__)}:\d+ in test_a_report_names_the_caller\w+", caller)
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+def test_a_call_on_shared_communicators_is_reported_with_all_their_groups(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    single = world.single_rank_world()
+    Mesh(single, {})
+    call = RecordedCall("data", "nccl:all_reduce", 3, "[4] of Float", 1.0, is_complete=False)
+    monkeypatch.setattr(hang_report, "recorded_calls", lambda: [call])
+    incomplete = take_report(single, "token", 1.0).incomplete
+    assert incomplete == "nccl:all_reduce 3 of data ([4] of Float), shared with data x context"

@@ -1,6 +1,6 @@
 """The matcher: planted faults found and named, healthy jobs passed, and every mutation of random ones found.
 
-Tests of plan/rehearse/programme.py, plan/rehearse/alike.py and plan/rehearse/progress.py too.
+Tests of plan/rehearse/programme.py, plan/rehearse/rank_classes.py and plan/rehearse/host_deadlock.py too.
 """
 
 from __future__ import annotations

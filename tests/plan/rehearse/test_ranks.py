@@ -1,6 +1,6 @@
 """All ranks of a job: told by those alike as each by itself, and matched; a planted fault is found.
 
-Tests of plan/rehearse/loads.py beside plan/rehearse/ranks.py.
+Tests of plan/rehearse/expert_loads.py beside plan/rehearse/ranks.py.
 """
 
 from __future__ import annotations

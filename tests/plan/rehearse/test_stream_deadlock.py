@@ -1,6 +1,6 @@
 """Rehearsal by NCCL's rules: planted faults are found, and every layout comes to its end.
 
-Tests of plan/rehearse/streams.py and plan/rehearse/issue_order.py.
+Tests of plan/rehearse/stream_deadlock.py and plan/rehearse/issue_order.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.comm.mesh import AXES, connected_axes
-from hpctrain.plan.rehearse import streams
+from hpctrain.plan.rehearse import stream_deadlock
 from hpctrain.plan.rehearse.matching import match_programmes
 from hpctrain.plan.rehearse.programme import RECEIVE, WAIT, RehearsedCall, StepProgrammes
 from hpctrain.plan.rehearse.ranks import RankProgrammes
@@ -79,13 +79,13 @@ def test_pipelines_need_a_channel_for_each_direction(monkeypatch: pytest.MonkeyP
     """On one communicator for both directions, a posted receive would delay the send of the same stage."""
     job = job_of_schedule("layout.pipeline=4")
     assert kinds(job) == []
-    monkeypatch.setattr(streams._StreamRun, "_stream", lambda _, event: event.group or None)
+    monkeypatch.setattr(stream_deadlock._StreamRun, "_stream", lambda _, event: event.group or None)
     assert kinds(job) == ["cyclic wait"]
 
 
 def test_axes_without_channels_are_rehearsed_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rehearsal reads from the table of transports which axes have channels."""
-    monkeypatch.setattr(streams, "POINT_TO_POINT_AXES", frozenset({("pipeline",)}))
+    monkeypatch.setattr(stream_deadlock, "POINT_TO_POINT_AXES", frozenset({("pipeline",)}))
     ranks, keys = LAYOUTS["ring"]
     job = RankProgrammes(small_deck(*SIZES, *keys), ranks, 61, ranks).job()
     assert "cyclic wait" in kinds(job)
