@@ -1,6 +1,7 @@
 """Programmes of a step: event by event what ranks of a run call, and the same told for many as for each.
 
-Tests of plan/rehearse/record.py, plan/rehearse/operations.py and plan/rehearse/audit_messages.py too.
+Tests of plan/rehearse/record.py, plan/rehearse/recorded_operations.py and
+plan/rehearse/audit_messages.py too.
 """
 
 from __future__ import annotations
