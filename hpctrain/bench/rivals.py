@@ -68,6 +68,7 @@ _PLAIN: Mapping[str, object] = MappingProxyType(
         "model.residual_multiplier": 1.0,
         "model.attention_scale": None,
         "model.windows": (),
+        "model.query_key_value_clip": 0.0,
         "model.attention_cap": 0.0,
         "model.attention_sinks": False,
         "model.logit_multiplier": 1.0,

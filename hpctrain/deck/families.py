@@ -68,7 +68,7 @@ _OLMO = ModelType(
     model_type="olmo",
     sizes=(50304, 2048, 4096, 32, 32, 11008),
     epsilon=("", 1e-5),
-    fixed={"clip_qkv": (None, None)},
+    keys=(ConfigKey("clip_qkv", "query_key_value_clip", None, "cap"),),
 )
 _OLMO2 = ModelType(
     architecture="Olmo2ForCausalLM",
@@ -635,6 +635,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     "source": "OLMo: Groeneveld et al. 2024, arXiv 2402.00838",
                     "sequence": 2048,
                     "model": _model(32, 4096, 32, 32, 11008, 50304, 1e-5),
+                },
+                "olmo-7b-0424": {
+                    "source": "OLMo 1.7: Groeneveld et al. 2024, huggingface.co/allenai",
+                    "sequence": 4096,
+                    "model": _model(32, 4096, 32, 32, 11008, 50304, 1e-5, query_key_value_clip=8.0),
                 },
             },
         ),

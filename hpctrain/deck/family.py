@@ -48,6 +48,7 @@ class FamilyDefaults:
     rotary_fraction: float = 1.0
     rotation_pattern: tuple[bool, ...] = ()
     windows: tuple[int, ...] = ()
+    query_key_value_clip: float = 0.0
     attention_cap: float = 0.0
     attention_sinks: bool = False
     norm: NormKind = "rms"

@@ -61,6 +61,7 @@ class Recompute(SavedPolicy):
         self.recompute, self.store, self.context = recompute, store, context
         self.keeps_core = recompute != "selective"
         self.repeats = recompute == "full"
+        self.rounds = store is not None and store.form != "exact"
         self.watch: Watch | None = None
 
     @override

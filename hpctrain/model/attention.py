@@ -1,8 +1,8 @@
 """Causal self-attention with grouped queries, split by heads over the tensor axis.
 
 One column-parallel linear layer computes queries, keys and values of this rank's heads. They may be
-normalized and rotated, as the shape says, and go to the core: softmax attention by the kernel of this
-machine, or over the ranks of the context axis. A row-parallel linear layer computes the output.
+clamped, normalized and rotated, as the shape says, and go to the core: softmax attention by the kernel of
+this machine, or over the ranks of the context axis. A row-parallel linear layer computes the output.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hpctrain.data.documents import Documents
 from hpctrain.model.inputs import Cache
 from hpctrain.model.query_key_norm import QueryKeyNorm
+from hpctrain.model.query_key_value_clip import QueryKeyValueClip
 from hpctrain.model.rotary import Rotary
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.attention.core import AttentionCore, attention_core
@@ -71,6 +72,8 @@ class Attention(nn.Module):
             shared_input,
             adapters=shape.adapters,
         )
+        clip = shape.query_key_value_clip
+        self.clip = QueryKeyValueClip(clip, layer_context.saved_policy.rounds) if clip else None
         self.sinks: Parameter | None = None
         if shape.attention_sinks:
             heads = Partition.split(shape.heads, layer_context.tensor)
@@ -87,7 +90,10 @@ class Attention(nn.Module):
         """Elementwise operations on queries and keys before the core."""
         features = (self.core.heads + self.core.key_value_heads) * self.head_size
         normed = [ElementwiseSize("norm", features, True)] if self.norm is not None else []
-        return [*normed, *([ElementwiseSize("rotation", features, True)] if self.rotated else [])]
+        values = self.core.key_value_heads * self.head_size
+        clipped = [ElementwiseSize("activation", features + values, True)] if self.clip is not None else []
+        rotated = [ElementwiseSize("rotation", features, True)] if self.rotated else []
+        return [*clipped, *normed, *rotated]
 
     @property
     def exchanges(self) -> bool:
@@ -112,6 +118,8 @@ class Attention(nn.Module):
             cache: Keys and values of texts that are continued, which replace the sequence; None in training.
         """
         inner = self.inner(x)
+        if self.clip is not None:
+            inner = self.clip(inner)
         parts = [
             part.unflatten(-1, (-1, self.head_size)) for part in inner.split(self.inner.split_sizes, dim=-1)
         ]

@@ -89,6 +89,7 @@ class ModelShape(Architecture):
     rotary_fraction: float = _FAMILY
     rotation_pattern: tuple[bool, ...] = _FAMILY
     windows: tuple[int, ...] = _FAMILY
+    query_key_value_clip: float = _FAMILY
     attention_cap: float = _FAMILY
     attention_sinks: bool = _FAMILY
     norm: NormKind = _FAMILY

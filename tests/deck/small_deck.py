@@ -39,6 +39,7 @@ VALUES: dict[str, list[str]] = {
     "model.rotary_fraction": ["0.25", "0.5", "1"],
     "model.rotation_pattern": ["[]", "[true, false]"],
     "model.windows": ["[]", "[3]", "[0, 5]"],
+    "model.query_key_value_clip": ["0", "8"],
     "model.attention_cap": ["0", "5"],
     "model.attention_sinks": ["true", "false"],
     "model.rope_local_base": ["300.0"],

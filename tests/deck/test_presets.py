@@ -131,6 +131,7 @@ def latent_parameters(preset: Preset, hidden: int, heads: int, size: int) -> int
         ("phi-3-mini", 3_821_079_552),
         ("olmo-1b", 1_176_764_416),
         ("olmo-7b", 6_888_095_744),
+        ("olmo-7b-0424", 6_888_095_744),
         ("olmo2-1b", 1_484_916_736),
         ("olmo2-7b", 7_298_617_344),
         ("olmo2-13b", 13_716_198_400),

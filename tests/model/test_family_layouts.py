@@ -65,6 +65,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
     ),
     "one-window": (*LLAMA, "model.windows=[7]", "model.rope_local_base=300"),
     "capped": (*LLAMA, "model.windows=[0, 3]", "model.attention_cap=0.5", "model.rope_local_base=300"),
+    "clipped": (*LLAMA, "model.query_key_value_clip=0.1"),
+    "clipped-norm": (
+        *LLAMA,
+        "model.query_key_value_clip=0.1",
+        "model.query_key_norm=head",
+        "model.head_size=6",
+    ),
     "sinks": (*LLAMA, "model.attention_sinks=true"),
     "window-sinks": (
         *LLAMA,

@@ -43,6 +43,7 @@ CHANGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "model.rotary_fraction": (LLAMA, (*LLAMA, "model.rotary_fraction=0.5")),
     "model.rotation_pattern": (LLAMA, (*LLAMA, "model.rotation_pattern=[false]")),
     "model.windows": (LLAMA, (*LLAMA, "model.windows=[3]")),
+    "model.query_key_value_clip": (LLAMA, (*LLAMA, "model.query_key_value_clip=8")),
     "model.attention_cap": (LLAMA, (*LLAMA, "model.attention_cap=5")),
     "model.attention_sinks": (LLAMA, (*LLAMA, "model.attention_sinks=true")),
     "model.rope_local_base": (

@@ -56,9 +56,13 @@ def _saved_by_query_key_norm(norm: QueryKeyNorm, sizes: ActivationSizes) -> list
 def _saved_by_attention(attention: Attention, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return the input, what the core saves, and its output if the core does not save it."""
     alone = sizes.recomputes_core or attention.exchanges
+    # The result of the clamp, unless the core or the norm saves it.
+    clipped = attention.clip is not None and attention.norm is None
+    clipped = clipped and attention.exchanges and not sizes.recomputes_core
     return [
         *saved_input(attention.inner, sizes),
         *saved_by_adapter(attention.inner, sizes),
+        *([sizes.features(sum(attention.inner.split_sizes))] if clipped else []),
         *_saved_by_core(attention, sizes),
         *(saved_input(attention.output, sizes) if alone else []),
         *saved_by_adapter(attention.output, sizes),

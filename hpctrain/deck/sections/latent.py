@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.deck.key import Section, key
 from hpctrain.deck.problem import DeckProblem
-from hpctrain.deck.relations import GIVEN, Conflicts, Relations, Requires
+from hpctrain.deck.relations import GIVEN, Above, Conflicts, Relations, Requires
 from hpctrain.deck.sections.experts import LARGEST_SIZE
 
 if TYPE_CHECKING:
@@ -51,6 +51,13 @@ RELATIONS: Relations = (
         because="latent attention has norms of its own",
     ),
     Conflicts("model.attention_sinks", _TABLE, (True,), GIVEN),
+    Conflicts(
+        "model.query_key_value_clip",
+        _TABLE,
+        Above(0),
+        GIVEN,
+        because="latent attention has no projection to queries, keys and values to clamp",
+    ),
     Conflicts(
         "model.attention_bias",
         _TABLE,

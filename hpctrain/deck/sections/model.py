@@ -101,6 +101,12 @@ class Model(Section):
         derived=described_defaults("windows"),
         strict=False,
     )
+    query_key_value_clip: float = key(
+        "Bound to which queries, keys and values are clamped after their projection; 0 for none.",
+        derived=described_defaults("query_key_value_clip"),
+        ge=0,
+        le=1e6,
+    )
     attention_cap: float = key(
         "Bound c of the scores x of attention, which become c tanh(x / c); 0 for none.",
         derived=described_defaults("attention_cap"),

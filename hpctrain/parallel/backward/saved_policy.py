@@ -31,10 +31,12 @@ class SavedPolicy:
         keeps_core: False if `attend` computes the core of attention (softmax and its products) again in the
             backward pass, and so saves only queries, keys and values.
         repeats: True if `call` computes its function again in the backward pass.
+        rounds: True if activations are saved in a format that rounds them.
     """
 
     keeps_core = True
     repeats = False
+    rounds = False
 
     def run(self, layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor] = ()) -> Tensor:  # noqa: ARG002
         """Return the result of layers that are applied to `x` one after the other.

@@ -112,6 +112,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma-untied": ("Gemma", {"head_dim": 10, "tie_word_embeddings": False}),
     "olmo": ("Olmo", {}),
     "olmo-tied": ("Olmo", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
+    "olmo-clipped": ("Olmo", {"clip_qkv": 0.3}),
     "olmo2": ("Olmo2", {}),
     "olmo2-heads": ("Olmo2", {"head_dim": 10, "attention_bias": True}),
     "granite": (

@@ -28,6 +28,7 @@ def test_values_are_as_wide_as_heads_and_queries_have_no_latent_by_default() -> 
         (("model.rotary_fraction=0.5",), "model.rotary_fraction=0.5: must be 1 with [model.latent]"),
         (("model.attention_bias=all",), "conflicts with [model.latent]: latent attention has no biases"),
         (("model.query_key_norm=head",), "latent attention has norms of its own"),
+        (("model.query_key_value_clip=8",), "latent attention has no projection to queries, keys and values"),
         (("model.positions=none",), 'requires model.positions = "rotary", but it is "none"'),
         (("model.parametrization=mup",), "the learning rates of its ranks have no known rule"),
         (('model.adapters.targets=["query"]', "model.adapters.rank=2"), "cannot have adapters"),

@@ -17,6 +17,7 @@ from tests.engines import DECK, LLAMA
         (("model.rope_local_base=300",), "model.rope_local_base=300: has no effect without a layer"),
         (("model.rope_local_base=0",), "model.rope_local_base"),
         (("model.attention_cap=-1",), "model.attention_cap"),
+        (("model.query_key_value_clip=-1",), "model.query_key_value_clip=-1: must be a number from 0 to"),
     ],
 )
 def test_impossible_windows_are_refused(overrides: tuple[str, ...], told: str) -> None:
