@@ -227,7 +227,8 @@ class ActivationStore:
     ) -> Iterator[SavedSegment]:
         """Store what autograd saves in this context, which surrounds the forward pass of one segment.
 
-        At the end of the context, the tensors are compressed and start to be offloaded.
+        Yield the segment, which is `previous` of the next call. At the end of the context, the tensors are
+        compressed and start to be offloaded.
 
         Args:
             x: Input of the segment [seq, batch, hidden].

@@ -88,6 +88,8 @@ class HostOffloadStore(DeviceCopies):
 
 
 class _HostHandle(OffloadHandle):
+    """Tensor that is copied to pinned memory of the host, and back when it is fetched."""
+
     def __init__(self, copies: DeviceCopies, memory: Tensor) -> None:
         self.copies = copies
         self.host = copies.take(memory.numel())

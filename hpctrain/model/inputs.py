@@ -83,7 +83,7 @@ class AuxiliaryLosses:
         self._values[name, layer] = value.detach() * counted
         if self._scale is None or not value.requires_grad:
             return x
-        result: Tensor = _WithTerm.apply(x, value, self._scale * weight)
+        result: Tensor = _WithAuxiliaryLoss.apply(x, value, self._scale * weight)
         return result
 
     def add_to(self, sums: Tensor, names: Sequence[str]) -> None:
@@ -92,7 +92,7 @@ class AuxiliaryLosses:
             sums[names.index(name)] += value
 
 
-class _WithTerm(torch.autograd.Function):
+class _WithAuxiliaryLoss(torch.autograd.Function):
     """Identity whose backward pass also sends a scale as the gradient of a loss."""
 
     @staticmethod

@@ -116,7 +116,7 @@ For matrices that Muon updates, the key is `optimizer.match`.
 
 
 def set_rates(parts: Iterable[ModelPart], deck: Deck) -> None:
-    """Set the learning rates of a deck's model that its width asks for."""
+    """Set `Parameter.rate`, the factor of the learning rate, by the width (muP). Do nothing without muP."""
     width_scaling = WidthScaling.of(deck)
     if width_scaling == STANDARD:
         return

@@ -43,8 +43,8 @@ Agreement = Callable[[], AbstractContextManager[None]]
 class ElementBatch:
     """Elements with the same update settings, with their state and gradients.
 
-    All tensors are on one device, in fp32 and of one shape: flat, or for a MatrixRule the shape of a piece of
-    a block.
+    All tensors are on one device and of one shape: flat, or for a MatrixRule the shape of a piece of a block.
+    They are in fp32, except gradients of matrices, which have the dtype of the bucket's gradients.
 
     Attributes:
         state: State by name, among it the master weights. The rule changes it in place.

@@ -72,6 +72,11 @@ def share_over_heads(x: Tensor, layer_context: LayerContext) -> Tensor:
 
 
 class _SharedOverHeads(torch.autograd.Function):
+    """Gather of sequence pieces (or the identity without sequence parallelism), and its backward pass.
+
+    The backward pass sums the gradients over tensor ranks, each of which has those of its own heads.
+    """
+
     @staticmethod
     @override
     def forward(ctx: Any, x: Tensor, layer_context: LayerContext) -> Tensor:

@@ -71,6 +71,12 @@ class ScalarHead(nn.Module):
 
 
 class _ScoreLossAutograd(torch.autograd.Function):
+    """Loss of scores [s, b], whose gradient of the hidden states is computed in the forward pass.
+
+    The forward pass also adds the gradient of the head's weight to its buffer. So the backward pass must
+    start here, with a gradient of one.
+    """
+
     @staticmethod
     @override
     def forward(

@@ -67,7 +67,11 @@ class Partition:
 
     @staticmethod
     def split(size: int, group: Group, unit: int = 1) -> Partition:
-        """Return this rank's range of `size` features, of which each `unit` (a head) stay on one rank."""
+        """Return this rank's range of `size` features, in whole units (heads).
+
+        With fewer units than ranks, neighbors have the same unit (`copies`). The number of units must divide
+        that of ranks, or the other way round.
+        """
         units, ranks = size // unit, group.size
         if units % ranks == 0:
             local = size // ranks

@@ -101,6 +101,11 @@ class VocabularyEmbedding(nn.Module):
 
 
 class _EmbeddingAutograd(torch.autograd.Function):
+    """Lookup of token ids in the rows of this rank, summed over tensor ranks.
+
+    The backward pass adds the gradient of the table to its buffer, and returns none.
+    """
+
     @staticmethod
     @override
     def forward(ctx: Any, indices: Tensor, layer: VocabularyEmbedding, weight: Tensor) -> Tensor:
@@ -175,8 +180,8 @@ class VocabularyHead(nn.Module):
     def forward(self, hidden: Tensor, chunk_loss: ChunkLoss) -> Tensor:
         """Return the sum of the losses of all tokens, fp32. Collective over tensor ranks.
 
-        The gradients are those that `chunk_loss` returns: the backward pass must start here with a gradient
-        of one.
+        In training, this already computes the gradient of `hidden` by those that `chunk_loss` returns, and
+        adds that of the table to its buffer. So the backward pass must start here, with a gradient of one.
 
         Args:
             hidden: Hidden states [s or s/t, b, h].
@@ -215,6 +220,12 @@ class VocabularyHead(nn.Module):
 
 
 class _HeadLossAutograd(torch.autograd.Function):
+    """Sum of the losses of all tokens, with logits of a chunk of tokens at a time.
+
+    In training the forward pass already computes the gradient of `hidden`, and adds that of the table to its
+    buffer, so that no logits are saved. The backward pass must start here, with a gradient of one.
+    """
+
     @staticmethod
     @override
     def forward(

@@ -62,13 +62,15 @@ class PreparedBatch:
     ) -> PreparedBatch:
         """Return a micro-batch on this rank's device, with this rank's piece of the sequences. Local.
 
+        Sequences are [b, s/c]. Fields that are not sequences stay whole.
+
         Args:
             micro_batch: The micro-batch, with whole sequences.
             objective: Objective that computes the losses.
             scale: Factor of the objective's losses in the gradient, 0-dim.
             positions: Positions [s/c] of this rank's piece of the sequences, on its device.
             dropout: Source of dropout masks; None for no dropout.
-            auxiliary_loss_scale: Factor of auxiliary losses in the gradient; None if layers have none.
+            auxiliary_loss_scale: Factor of auxiliary losses in the gradient; None without a backward pass.
             choices: Recorded choices of experts for the routers, or None.
         """
         device = positions.device

@@ -33,14 +33,15 @@ class GradientSynchronizer:
     Args:
         reducers: Reducers of all buckets.
         replica_sync: Synchronization of replicas.
-        reduce_each_micro_batch: True to reduce after each micro-batch where the Reducer can repeat.
+        reduce_each_micro_batch: True to reduce after each micro-batch if the Reducer can (ZeRO-2, 3).
         noise_norm: Object that measures the gradients of the first micro-batch, if any.
         in_order: True if buckets are reduced from the last to the first one, whatever becomes final first.
             This is necessary if ranks may use parameters in different orders, as in a user's module.
 
     Attributes:
         before_reduction: Called with each bucket just before its gradients are reduced.
-        after_reduction: Called with each bucket when its `owned_gradients` are sums.
+        after_reduction: Called with each bucket when its `owned_gradients` are sums, and again in `finish`
+            after the sum over replicas.
         before_accumulation: Called with each bucket before sums are added to its `owned_gradients`, if any.
         on_gradients_complete: Called with the parameters of a bucket when layers have added all gradients.
     """
@@ -137,7 +138,10 @@ class GradientSynchronizer:
             reducer.reduction.end_step(updated, scale_ratio)
 
     def open(self, bucket: Bucket) -> None:
-        """Allocate the gradients of a split bucket, after a reduction has completed and has freed memory."""
+        """Allocate the full gradients of a bucket of ZeRO-2 or 3 before its first gradient.
+
+        Wait until at most one reduction is in flight, so that memory is free.
+        """
         self._complete(1)
         bucket.open_gradients()
 

@@ -73,7 +73,10 @@ def place_by_flops(deck: Deck, architecture: Architecture, data: int) -> LayerPl
 
 
 def split_by_flops(deck: Deck, architecture: Architecture, form: Schedule) -> tuple[int, ...]:
-    """Return the number of blocks of each part of a schedule, as in `place_by_flops`."""
+    """Return the number of blocks of each part of a schedule.
+
+    It is the deck's own split, or else the one that minimizes the FLOPs of the largest stage.
+    """
     if isinstance(deck.layout.split, tuple):
         return deck.layout.split
     if form.parts == 1:

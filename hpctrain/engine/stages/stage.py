@@ -37,7 +37,7 @@ PassContext = Callable[[Hashable], AbstractContextManager[object]]
 
 @dataclass
 class Stage:
-    """Model parts that this rank holds, without training.
+    """Model parts that this rank holds, with their parameters in buckets. TrainedStage adds an optimizer.
 
     A rank may hold several stages, of one mesh or of several.
 
@@ -140,7 +140,10 @@ def build_stage(
     store: Store | None = None,
     has_gradients: bool = False,
 ) -> Stage:
-    """Put the parameters of model parts into buckets, which allocates their memory.
+    """Return a stage of model parts whose parameters are in buckets, which allocates their memory.
+
+    Features that the deck turns on are attached (engine/registry.py). The stage has no optimizer:
+    `build_trained_stage` adds it.
 
     Args:
         deck: The deck.
@@ -148,7 +151,7 @@ def build_stage(
         models: Model parts by chunk, without memory.
         replications: Ranks that hold each shard.
         store: Makes the memory of ZeRO slices outside the device; None for the device.
-        has_gradients: True if parameters have gradients.
+        has_gradients: True to allocate memory for gradients, too.
     """
     size, precision = deck.communication.bucket_bytes, Precision.of(deck)
     # With adapters, all other parameters have neither gradients nor state, so they have buckets of their own.

@@ -138,7 +138,7 @@ class LocalMatrices:
         return slice(start, start + prod(self.local))
 
     def is_assigned(self, number: int) -> bool:
-        """Return True if this rank, or a tensor rank in its place, has to transform a matrix.
+        """Return True if this rank has to transform a matrix, or the tensor rank that MatrixExchange chooses.
 
         A rank transforms all of its matrices, unless other data ranks hold the same ones.
         """
@@ -146,9 +146,10 @@ class LocalMatrices:
         return not self.is_replicated or share.start <= elements.start < share.stop
 
     def element_batch(self, number: int, updates: float) -> ElementBatch:
-        """Return this rank's piece of a matrix with its state of elements, as views.
+        """Return a matrix, or this rank's piece of it, as the argument of `direction` and `apply` of a rule.
 
-        The gradients have the dtype of the bucket's gradients.
+        It has views of gradients, in the dtype of the bucket's gradients, and of all state except the state
+        of cells.
 
         Args:
             number: Number of the matrix among these.

@@ -26,8 +26,8 @@ class MatrixOptimizer(Optimizer):
         rules: The two rules.
         ranges: Elements that are in no matrix.
         parameters: Matrices of each parameter whose state this rank holds.
-        replicated: Those that all data ranks hold.
-        exchanged: Those that tensor ranks exchange, except those in `replicated`.
+        replicated: Matrices that all data ranks hold (ZeRO 0).
+        exchanged: Matrices that tensor ranks exchange, except those in `replicated`.
     """
 
     def __init__(self, rules: MatrixRules, buckets: Sequence[Bucket]) -> None:

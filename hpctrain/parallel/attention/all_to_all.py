@@ -32,6 +32,11 @@ def _sequence_to_heads(x: Tensor, group: Group) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
+    """Exchange of heads for pieces of the sequence (`to_sequence`), or the inverse.
+
+    The backward pass is the exchange in the other direction. x is [s/c, b, heads, d] or [s, b, heads/c, d].
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, to_sequence: bool) -> Tensor:
         ctx.group, ctx.to_sequence = group, to_sequence

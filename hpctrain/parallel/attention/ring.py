@@ -134,6 +134,11 @@ def _tiles(source: int, query: Tensor, options: _Options) -> Iterator[Block]:
 
 
 class _RingAttention(torch.autograd.Function):
+    """Ring attention of queries, keys and values [s/c, b, heads, d], which are already rotated.
+
+    Saves inputs, output and log-sum-exps, so keys and values travel around the ring again in backward.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, options: _Options

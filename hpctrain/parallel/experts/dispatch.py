@@ -193,6 +193,11 @@ class Dispatch:
 
 
 class _Send(torch.autograd.Function):
+    """First step of `Dispatch`: start to send copies of rows [n, h] to the ranks of their experts.
+
+    The backward pass runs last: it waits for the gradients of the copies and adds those of each row.
+    """
+
     @staticmethod
     @override
     def forward(ctx: Any, rows: Tensor, dispatch: Dispatch) -> Tensor:
@@ -215,6 +220,11 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
+    """Second step: wait for the copies, and sort them by expert.
+
+    The backward pass starts to send their gradients back.
+    """
+
     @staticmethod
     @override
     def forward(ctx: Any, arriving: Tensor, dispatch: Dispatch) -> Tensor:
@@ -235,6 +245,11 @@ class _Receive(torch.autograd.Function):
 
 
 class _SendBack(torch.autograd.Function):
+    """Third step: start to return the experts' results to the ranks of the tokens.
+
+    The backward pass waits for their gradients, and sorts these by expert.
+    """
+
     @staticmethod
     @override
     def forward(ctx: Any, results: Tensor, dispatch: Dispatch) -> Tensor:
@@ -253,6 +268,12 @@ class _SendBack(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
+    """Last step: wait for the results, and return the sum of each token's, weighted by the router.
+
+    The backward pass runs first: it starts to send the gradients of the results to the experts, and returns
+    the gradient of the weights.
+    """
+
     @staticmethod
     @override
     def forward(ctx: Any, arriving: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:

@@ -150,7 +150,7 @@ def add_grouped_bias(outputs: Tensor, bias: Tensor, segments: Segments, columns:
         outputs: Rows by expert, [m, n].
         bias: Bias of each expert, [e, columns].
         segments: Rows of each expert.
-        columns: Columns to which the bias is added; None for all.
+        columns: Columns of the output to which the bias is added; None for all.
     """
     if not len(outputs):
         return
@@ -171,7 +171,7 @@ def add_grouped_bias_gradient(
         output_gradient: Gradient of the output, [m, n]. Padding is zero.
         bias: Bias of all experts.
         segments: Rows of each expert.
-        columns: Columns to which the bias was added; None for all.
+        columns: Columns of the output to which the bias was added; None for all.
     """
     if not bias.requires_grad:
         return

@@ -395,6 +395,8 @@ def _heads(x: Tensor) -> Heads:
 
 
 class _Gelu(torch.autograd.Function):
+    """GELU by its tanh approximation, of x of any shape. Saves x."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, functions: CompiledFunctions) -> Tensor:
         x = x.contiguous()
@@ -413,6 +415,11 @@ class _Gelu(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
+    """Gated activation of x [..., 2n], whose rows have n gate features, then n others: [..., n].
+
+    `name` is the C function: `gated` for SwiGLU, silu(gate) * up, or that of GeGLU. Saves x.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, functions: CompiledFunctions, name: str = "gated") -> Tensor:
         x = x.contiguous()
@@ -433,6 +440,8 @@ class _Gated(torch.autograd.Function):
 
 
 class _RmsNorm(torch.autograd.Function):
+    """RMSNorm of the last dim of x, by the C function `name`. Saves x and one fp32 number per row."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -463,6 +472,8 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _HeadNorm(torch.autograd.Function):
+    """RMSNorm of each head of x [s, b, heads, d] with one weight [d], or 1 + weight (`one_plus`)."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, functions: CompiledFunctions, epsilon: float, one_plus: bool
@@ -498,6 +509,8 @@ def _evenly_spaced(x: Tensor) -> Tensor:
 
 
 class _LayerNorm(torch.autograd.Function):
+    """LayerNorm of the last dim of x. Saves x and two fp32 numbers per row."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, functions: CompiledFunctions, epsilon: float
@@ -527,7 +540,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class _AttendOptions(NamedTuple):
-    """Arguments of `LayerFunctions.attend_by_rule` that are no operands."""
+    """Arguments of `LayerFunctions.attend_by_rule`: rotary tables, the rule of scores, and documents."""
 
     tables: Sequence[Tensor]
     rule: AttentionRule
@@ -535,6 +548,11 @@ class _AttendOptions(NamedTuple):
 
 
 class _Attend(torch.autograd.Function):
+    """`LayerFunctions.attend_by_rule` by C functions, of queries, keys and values [s, b, heads, d].
+
+    Rotates queries and keys first if there are tables. Saves the output and log-sum-exps, but no scores.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -41,6 +41,8 @@ class _Settings(NamedTuple):
 
 
 class _Normalization(torch.autograd.Function):
+    """`normalize` with a backward pass that saves x and the statistics of each row, not the result."""
+
     @staticmethod
     @override
     def forward(

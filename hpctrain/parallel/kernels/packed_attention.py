@@ -16,6 +16,8 @@ from hpctrain.parallel.kernels.attention_block import attend, attend_backward
 
 
 class _DocumentAttention(torch.autograd.Function):
+    """`document_attention`: each document is a block with its own forward and backward kernel."""
+
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float | None

@@ -25,6 +25,8 @@ def _blocks(
 
 
 class _TiledAttention(torch.autograd.Function):
+    """`tiled_attention`: tiles of queries and keys, whose results merge by their log-sum-exps."""
+
     @staticmethod
     def forward(
         ctx: Any,

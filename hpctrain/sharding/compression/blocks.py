@@ -172,7 +172,7 @@ class CompressionBlocks:
     ) -> Iterator[StateTensor]:
         """Yield state of flat `blocks` that each rank has of its own, like `sharding.state.state_of_ranks`.
 
-        If `owned`, one row more is stored for what owners have of their sums (`state_of_owner`).
+        If `owned`, room for one more row is declared, which `state_of_owner` fills.
         """
         for piece in self.pieces:
             assert piece.segment is not None

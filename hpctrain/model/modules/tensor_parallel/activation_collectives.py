@@ -75,6 +75,8 @@ def split_features(tensor: Group, x: Tensor) -> Tensor:
 
 
 class _EnterSplit(torch.autograd.Function):
+    """Input of a split layer: the full sequence in forward, the sum over tensor ranks in backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer_context: LayerContext) -> Tensor:
         ctx.layer_context = layer_context
@@ -91,6 +93,8 @@ class _EnterSplit(torch.autograd.Function):
 
 
 class _EnterSplitPair(torch.autograd.Function):
+    """Two inputs of a split layer: identity in forward, the sum over tensor ranks in backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, layer_context: LayerContext) -> tuple[Tensor, Tensor]:
         ctx.layer_context = layer_context
@@ -104,6 +108,8 @@ class _EnterSplitPair(torch.autograd.Function):
 
 
 class _ScatterSequence(torch.autograd.Function):
+    """Piece of this rank of a sequence [b, s, ...] in forward, all pieces in backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: Group) -> Tensor:
         ctx.tensor = tensor
@@ -115,6 +121,8 @@ class _ScatterSequence(torch.autograd.Function):
 
 
 class _GatherSequence(torch.autograd.Function):
+    """All pieces of a sequence [b, s/t, ...] in forward, this rank's piece in backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: Group) -> Tensor:
         ctx.tensor = tensor
@@ -126,6 +134,8 @@ class _GatherSequence(torch.autograd.Function):
 
 
 class _SumResults(torch.autograd.Function):
+    """Sum over tensor ranks in forward, identity in backward, which also reaches `dependencies`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: Group, *dependencies: Tensor) -> Tensor:
         ctx.dependencies = len(dependencies)
@@ -137,6 +147,8 @@ class _SumResults(torch.autograd.Function):
 
 
 class _GatherFeatures(torch.autograd.Function):
+    """Features of all tensor ranks in forward, this rank's features in backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: Group, size: int) -> Tensor:
         ctx.tensor, ctx.local = tensor, x.shape[-1]
@@ -151,6 +163,8 @@ class _GatherFeatures(torch.autograd.Function):
 
 
 class _SplitFeatures(torch.autograd.Function):
+    """Features of this rank in forward, those of all tensor ranks in backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: Group) -> Tensor:
         ctx.tensor = tensor

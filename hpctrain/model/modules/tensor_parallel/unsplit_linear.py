@@ -99,6 +99,12 @@ class UnsplitLinear(ColumnLinear):
 
 
 class _UnsplitAutograd(ColumnAutograd):
+    """Product of an `UnsplitLinear`, with two kinds of backward passes.
+
+    In the pass of the pipeline, gradients of weights are added to their buffers as in `ColumnAutograd`. In a
+    backward pass inside of the module, all gradients are returned to autograd.
+    """
+
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         layer: UnsplitLinear = ctx.layer
