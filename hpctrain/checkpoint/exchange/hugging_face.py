@@ -690,6 +690,9 @@ def architecture_of(config: Config, where: str) -> HuggingFaceArchitecture:
         # Older files have only the model type.
         names = [each.name for each in _LANGUAGE_MODELS if config.get("model_type") == each.model_type]
     known = [each for name, each in ARCHITECTURES.items() if names == [name]]
+    if "layer_types" in config and known and known[0].model_type == "mistral":
+        # transformers reads such files as those of Ministral.
+        known = [ARCHITECTURES[known[0].name.replace("Mistral", "Ministral")]]
     if not known:
         value = f"architectures = {config.get('architectures')!r}, model_type = {config.get('model_type')!r}"
         raise HpctrainError(f"{where}: {value}: unsupported architecture; expected {either(ARCHITECTURES)}")

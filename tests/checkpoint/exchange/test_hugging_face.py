@@ -23,6 +23,7 @@ from hpctrain.checkpoint.entries import model_entries, training_entries
 from hpctrain.checkpoint.exchange import convert as exchange
 from hpctrain.checkpoint.exchange import source
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
+from hpctrain.checkpoint.exchange.hugging_face import shape_of
 from hpctrain.checkpoint.exchange.source import settled_keys, source_shape
 from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.checkpoint.read import load, read_state
@@ -394,6 +395,19 @@ def test_configs_that_are_refused(
     assert caught.value.exit_code == 2
     assert any(told in problem for problem in caught.value.problems), caught.value.problems
     assert not (tmp_path / "model.h5").exists()
+
+
+@pytest.mark.parametrize("head", ["CausalLM", "SequenceClassification"])
+def test_layer_types_of_mistral_say_which_layers_have_windows(head: str) -> None:
+    config: dict[str, Any] = {
+        "architectures": [f"MistralFor{head}"],
+        "num_hidden_layers": 4,
+        "sliding_window": 9,
+        "id2label": {"0": "score"},
+    }
+    assert shape_of(config, "config.json").windows == (9,)
+    kinds = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
+    assert shape_of({**config, "layer_types": kinds}, "config.json").windows == (0, 9, 0, 0)
 
 
 def _index(folder: Path, edit: Callable[[dict[str, str]], None]) -> None:
