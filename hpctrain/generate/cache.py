@@ -28,14 +28,14 @@ class KeyValueCache:
             block: LayerPages(plan.layout, plan.pages, device, functions)
             for block in range(span.first, span.last)
         }
-        self.turning: tuple[Tensor, ...] = ()
-        self.local_turning: tuple[Tensor, ...] = ()
+        self.rotary_tables: tuple[Tensor, ...] = ()
+        self.local_rotary_tables: tuple[Tensor, ...] = ()
         self.local_blocks = frozenset(filter(shape.is_local, range(shape.layers)))
         self.rotated_blocks = frozenset(filter(shape.rotates, range(shape.layers)))
         if plan.layout.rotated:
             positions = torch.arange(plan.window, device=device)
             rotary = Rotary.of(shape, positions, plan.layout.dtype, plan.layout.head_size)
-            self.turning, self.local_turning = rotary.tables, rotary.local_tables
+            self.rotary_tables, self.local_rotary_tables = rotary.tables, rotary.local_tables
         self.tables = torch.zeros((plan.sequences, plan.pages_per_sequence), dtype=torch.int64, device=device)
         self._free = list(range(plan.pages))[::-1]
         self._held: dict[int, list[int]] = {}
@@ -45,8 +45,10 @@ class KeyValueCache:
     def bytes(self) -> int:
         """Of all its tensors."""
         of_layers = [tensor for layer in self.layers.values() for tensor in (layer.keys, layer.values)]
-        turning = {id(table): table for table in (*self.turning, *self.local_turning)}.values()
-        return sum(tensor.nbytes for tensor in (*of_layers, *turning, self.tables))
+        distinct_tables = {
+            id(table): table for table in (*self.rotary_tables, *self.local_rotary_tables)
+        }.values()
+        return sum(tensor.nbytes for tensor in (*of_layers, *distinct_tables, self.tables))
 
     @property
     def free_pages(self) -> int:
@@ -115,7 +117,7 @@ class CachePass:
     ) -> Tensor:
         """Return the result of attention in a block of the model, with the keys and values in the cache."""
         layer = self.cache.layers[block]
-        tables = self.cache.turning if block in self.cache.rotated_blocks else ()
+        tables = self.cache.rotary_tables if block in self.cache.rotated_blocks else ()
         if block in self.cache.local_blocks:
-            tables = self.cache.local_turning
+            tables = self.cache.local_rotary_tables
         return layer.attend(query, key, value, *tables, places=self.places, rule=rule, sinks=sinks)

@@ -126,7 +126,7 @@ class Cache(Protocol):
             query: Queries [n, 1, heads, d] before the rotary embedding.
             key: Keys of the same rows.
             value: Values of the same rows.
-            rule: How weights follow from products of queries and keys.
+            rule: Scale, window and soft cap.
             sinks: Score [heads] of a further key of each head, whose value is zero; None without one.
         """
 

@@ -61,4 +61,4 @@ def _latent_workspace(attention: LatentAttention, sizes: ActivationSizes) -> int
 def _is_compiled(attention: LatentAttention) -> bool:
     """Return True if rotation and core are one compiled function."""
     context = attention.layer_context
-    return context.functions.compiled and context.context.size == 1 and not attention.rule.bounded
+    return context.functions.compiled and context.context.size == 1 and not attention.rule.needs_tiles

@@ -34,8 +34,8 @@ class AttentionCore(Protocol):
             value: Values, as many as keys.
             tables: Tables of a Rotary that rotates queries and keys first, or none.
             documents: Boundaries of documents, which attention does not cross. None for full sequences.
-            sinks: Score [heads] of a further key of each head, whose value is zero. Only for functions that
-                were asked for with sinks.
+            sinks: Score [heads] of a further key of each head, whose value is zero. Requires
+                `attention_core(..., sinks=True)`.
         """
 
 
@@ -44,11 +44,11 @@ def attention_core(layer_context: LayerContext, rule: AttentionRule, sinks: bool
 
     Args:
         layer_context: Groups and functions of the layer.
-        rule: How weights follow from products of queries and keys.
+        rule: Scale, window and soft cap.
         sinks: True if the function is called with sinks.
     """
     on_one_rank: AttentionCore = partial(layer_context.functions.attend, scale=rule.scale)
-    if rule.bounded or sinks:
+    if rule.needs_tiles or sinks:
         on_one_rank = partial(layer_context.functions.attend_by_rule, rule=rule)
     if layer_context.context.size == 1:
         return on_one_rank

@@ -139,7 +139,7 @@ class LayerPages:
             value: New values.
             tables: Tables of a Rotary for all positions, or none.
             places: Text of each row, and its position in the text.
-            rule: How weights follow from products of queries and keys.
+            rule: Scale, window and soft cap.
             sinks: Score [heads] of a further key of each head, whose value is zero; None without one.
         """
         if isinstance(self.functions, CompiledFunctions):
@@ -197,7 +197,7 @@ class LayerPages:
             visible: Positions of all keys that a query sees.
             positions: Position of the query of each text. None for the last queries of one text.
             places: Pages of the texts.
-            rule: How weights follow from products of queries and keys.
+            rule: Scale, window and soft cap.
             sinks: Score [heads] of a further key of each head, whose value is zero; None without one.
         """
         begin = visible.start // PAGE
@@ -256,7 +256,7 @@ def _attend_by_products(
     scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
         of_heads = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        chances = torch.cat((scores, of_heads), -1).softmax(-1)[..., :-1]
+        probabilities = torch.cat((scores, of_heads), -1).softmax(-1)[..., :-1]
     else:
-        chances = scores.softmax(-1)
-    return (chances @ values).transpose(1, 2).to(query.dtype)
+        probabilities = scores.softmax(-1)
+    return (probabilities @ values).transpose(1, 2).to(query.dtype)

@@ -24,10 +24,10 @@ from hpctrain.comm.work import Work
 from hpctrain.data.documents import Documents
 from hpctrain.parallel.kernels.attention_block import merge
 from hpctrain.parallel.kernels.attention_tiles import (
-    Attended,
     AttentionRule,
     Mask,
-    shifted,
+    PartialAttention,
+    shift_slice,
     sinks_gradient,
 )
 from hpctrain.parallel.kernels.layer_functions import rotate
@@ -96,12 +96,12 @@ def _blocks(source: int, group: Group, half: int, documents: Documents | None) -
 
 
 def _pieces(rank: int, group: Group, half: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return position and row of the begin of both pieces of a rank."""
+    """Return (first position, first local row) of the early and the late piece."""
     return (rank * half, 0), ((2 * group.size - 1 - rank) * half, half)
 
 
 class _Options(NamedTuple):
-    """Arguments of ring attention that are no tensors."""
+    """Non-tensor arguments of ring attention."""
 
     group: Group
     rule: AttentionRule
@@ -109,7 +109,7 @@ class _Options(NamedTuple):
 
     def blocks(self, source: int, query: Tensor) -> Iterator[Block]:
         """Yield the blocks in which this rank's queries see keys of rank `source`."""
-        if self.rule.bounded:
+        if self.rule.needs_tiles:
             return _tiles(source, query, self)
         return _blocks(source, self.group, len(query) // 2, self.documents)
 
@@ -118,10 +118,10 @@ def _tiles(source: int, query: Tensor, options: _Options) -> Iterator[Block]:
     """Yield the tiles in which this rank's queries see keys of rank `source` by a rule, maybe none."""
     group, rule, documents = options
     half = len(query) // 2
-    ends = 2 * group.size * half
-    pieces: Any = [(None, 0, ends)] if documents is None else documents.pieces
+    sequence_length = 2 * group.size * half
+    pieces: Any = [(None, 0, sequence_length)] if documents is None else documents.pieces
     for row, begin, end in pieces:
-        some = slice(None) if row is None else slice(row, row + 1)
+        batch_rows = slice(None) if row is None else slice(row, row + 1)
         for first_query, query_at in _pieces(group.rank, group, half):
             for first_key, key_at in _pieces(source, group, half):
                 queries = range(max(begin, first_query), min(end, first_query + half))
@@ -130,7 +130,12 @@ def _tiles(source: int, query: Tensor, options: _Options) -> Iterator[Block]:
                     continue
                 of_queries, of_keys = queries[0] - first_query + query_at, keys[0] - first_key + key_at
                 for tile in rule.tiles(query, len(queries), len(keys), queries[0] - keys[0]):
-                    yield some, shifted(tile.queries, of_queries), shifted(tile.keys, of_keys), tile.mask
+                    yield (
+                        batch_rows,
+                        shift_slice(tile.queries, of_queries),
+                        shift_slice(tile.keys, of_keys),
+                        tile.mask,
+                    )
 
 
 class _RingAttention(torch.autograd.Function):
@@ -144,34 +149,37 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, options: _Options
     ) -> Tensor:
         ctx.options, group = options, options.group
-        held = torch.stack((key, value))
-        arriving = torch.empty_like(held)
+        current_kv = torch.stack((key, value))
+        next_kv = torch.empty_like(current_kv)
         ring = _Ring(group, _KEYS)
-        attended = Attended(query, value.shape[-1], initialized=options.rule.bounded)
-        output, log_sum = attended.output, attended.log_sum
+        partial = PartialAttention(query, value.shape[-1], initialized=options.rule.needs_tiles)
+        output, log_sum = partial.output, partial.log_sum
         for turn in range(group.size):
             if turn < group.size - 1:
-                ring.start(held, arriving)
+                ring.start(current_kv, next_kv)
             source = (group.rank - turn) % group.size
-            for some, queries, keys, mask in options.blocks(source, query):
+            for batch_rows, queries, keys, mask in options.blocks(source, query):
                 part = options.rule.attend(
-                    query[queries, some], held[0][keys, some], held[1][keys, some], mask
+                    query[queries, batch_rows],
+                    current_kv[0][keys, batch_rows],
+                    current_kv[1][keys, batch_rows],
+                    mask,
                 )
-                into = output[queries, some], log_sum[some, :, queries]
+                accumulator = output[queries, batch_rows], log_sum[batch_rows, :, queries]
                 if (
-                    turn == 0 and not options.rule.bounded
+                    turn == 0 and not options.rule.needs_tiles
                 ):  # with its own keys, of which every query sees some
-                    for mine, each in zip(into, part, strict=True):
-                        mine.copy_(each)
+                    for target, update in zip(accumulator, part, strict=True):
+                        target.copy_(update)
                 else:
-                    merge(*into, *part)
+                    merge(*accumulator, *part)
             if turn < group.size - 1:
                 ring.wait()
-                held, arriving = arriving, held
+                current_kv, next_kv = next_kv, current_kv
         if sinks is not None:
-            attended.add_sinks(sinks)
-        result = attended.output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, sinks, result, attended.log_sum)
+            partial.add_sinks(sinks)
+        result = partial.output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, result, partial.log_sum)
         return result
 
     @staticmethod
@@ -179,47 +187,51 @@ class _RingAttention(torch.autograd.Function):
         options: _Options = ctx.options
         group = options.group
         query, key, value, sinks, output, log_sum = ctx.saved_tensors
-        held = torch.stack((key, value))
-        arriving = torch.empty_like(held)
+        current_kv = torch.stack((key, value))
+        next_kv = torch.empty_like(current_kv)
         keys_ring, gradients_ring = _Ring(group, _KEYS), _Ring(group, _GRADIENTS)
-        of_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-        own = torch.zeros(held.shape, dtype=torch.float32, device=query.device)
+        query_gradient = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+        own = torch.zeros(current_kv.shape, dtype=torch.float32, device=query.device)
         # The sum for a rank's keys starts at its successor and returns to the rank in the last round.
         carried = torch.zeros_like(own)
         incoming = torch.empty_like(own)
         for turn in range(group.size):
             if turn < group.size - 1:
-                keys_ring.start(held, arriving)
+                keys_ring.start(current_kv, next_kv)
             source = (group.rank - turn) % group.size
             blocks = list(options.blocks(source, query))
-            of_blocks = [
+            block_gradients = [
                 options.rule.attend_backward(
-                    output_gradient[queries, some],
-                    (query[queries, some], held[0][keys, some], held[1][keys, some]),
-                    output[queries, some],
-                    log_sum[some, :, queries],
+                    output_gradient[queries, batch_rows],
+                    (
+                        query[queries, batch_rows],
+                        current_kv[0][keys, batch_rows],
+                        current_kv[1][keys, batch_rows],
+                    ),
+                    output[queries, batch_rows],
+                    log_sum[batch_rows, :, queries],
                     mask,
                 )
-                for some, queries, keys, mask in blocks
+                for batch_rows, queries, keys, mask in blocks
             ]
             if turn > 1:
                 gradients_ring.wait()
                 carried, incoming = incoming, carried
             target = own if turn == 0 else carried
-            for (some, queries, keys, _), of_block in zip(blocks, of_blocks, strict=True):
-                of_query[queries, some] += of_block[0]
-                target[0][keys, some] += of_block[1]
-                target[1][keys, some] += of_block[2]
+            for (batch_rows, queries, keys, _), block_gradient in zip(blocks, block_gradients, strict=True):
+                query_gradient[queries, batch_rows] += block_gradient[0]
+                target[0][keys, batch_rows] += block_gradient[1]
+                target[1][keys, batch_rows] += block_gradient[2]
             if turn > 0:
                 gradients_ring.start(carried, incoming)
             if turn < group.size - 1:
                 keys_ring.wait()
-                held, arriving = arriving, held
+                current_kv, next_kv = next_kv, current_kv
         gradients_ring.wait()
         own += incoming
-        of_key, of_value = own.to(key.dtype)
-        of_sinks = None if sinks is None else sinks_gradient(output_gradient, output, log_sum, sinks)
-        return of_query.to(query.dtype), of_key, of_value, of_sinks, None
+        key_gradient, value_gradient = own.to(key.dtype)
+        sinks_gradients = None if sinks is None else sinks_gradient(output_gradient, output, log_sum, sinks)
+        return query_gradient.to(query.dtype), key_gradient, value_gradient, sinks_gradients, None
 
 
 def ring_attention(
@@ -240,7 +252,7 @@ def ring_attention(
         value: Values of the pieces.
         tables: Tables of a Rotary that rotates queries and keys first, or none.
         group: Ranks of the context axis.
-        rule: How weights follow from queries and keys.
+        rule: Scale, window and soft cap.
         documents: Boundaries of documents, which attention does not cross. None for full sequences.
         sinks: Score of a further key of each head, whose value is zero; None without one.
     """

@@ -11,8 +11,8 @@ diagonal, which is cut into squares and rectangles that kernels without masks co
     . . b a a
     . . . a a a
 
-Results of tiles with the same queries merge by their log-sum-exps. The backward pass of a tile is exact if it
-gets the output and the log-sum-exp over all keys. So work grows with the window, and no work is discarded.
+Results of tiles with the same queries merge by their log-sum-exps. The backward pass of a tile needs the
+output and log-sum-exp over all keys. Masked parts are not computed, except within the squares on CPUs.
 Tensors are as in attention_block.py.
 """
 
@@ -30,11 +30,11 @@ from hpctrain.parallel.kernels.attention_block import attend, attend_backward, m
 Mask = Literal["none", "causal", "reversed"]
 """Keys that query number i of a tile sees: all, those up to number i, or those from number i on."""
 
-_LARGEST = 512
-"""Most queries or keys of a tile with a soft cap, whose scores are in memory."""
+_CAPPED_TILE = 512
+"""Largest tile with a soft cap; its score matrix is materialized."""
 
-_HOST_ROWS = 128
-"""Most queries of a tile with a window on the CPU in fp32, where kernels compute masked parts too.
+_CPU_TILE_ROWS = 128
+"""Largest number of queries of a tile with a window in fp32 on CPUs, whose kernels compute masked parts, too.
 
 Products in 16 bits are faster in larger tiles.
 """
@@ -75,7 +75,7 @@ def band_tiles(
 
 
 def _square(begin: int, count: int, place: int, keys: int, mask: Mask) -> Iterator[Tile]:
-    """Yield what exists of a square of `count` queries from `begin` on, and keys from `place` on."""
+    """Yield tiles for the existing keys of the square of `count` queries from `begin`, keys from `place`."""
     first, last = max(place, 0) - place, min(place + count, keys) - place
     if first >= last:
         return
@@ -87,9 +87,9 @@ def _square(begin: int, count: int, place: int, keys: int, mask: Mask) -> Iterat
         yield Tile(rest, visible, "none")
 
 
-def shifted(rows: slice, by: int) -> slice:
-    """Return rows that are so many places later."""
-    return slice(rows.start + by, rows.stop + by)
+def shift_slice(rows: slice, offset: int) -> slice:
+    """Return a slice whose start and stop are larger by `offset`."""
+    return slice(rows.start + offset, rows.stop + offset)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class AttentionRule:
     cap: float = 0.0
 
     @property
-    def bounded(self) -> bool:
+    def needs_tiles(self) -> bool:
         """True if scores have a window or a cap, so that attention is computed by tiles."""
         return bool(self.window or self.cap)
 
@@ -117,9 +117,10 @@ class AttentionRule:
 
     def tiles(self, query: Tensor, queries: int, keys: int, distance: int = 0) -> Iterator[Tile]:
         """Yield the tiles of a block of a tensor of queries, see `band_tiles`, in sizes that are fast."""
-        columns = _LARGEST if self.cap else 0
+        columns = _CAPPED_TILE if self.cap else 0
         by_rows = self.window and not self.cap and query.is_cpu and query.element_size() > 2
-        return band_tiles(queries, keys, distance, self.window, _HOST_ROWS if by_rows else columns, columns)
+        rows = _CPU_TILE_ROWS if by_rows else columns
+        return band_tiles(queries, keys, distance, self.window, rows, columns)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp of a tile."""
@@ -167,12 +168,15 @@ class AttentionRule:
         query, key, value = operands
         g, q, k, v, o = (_by_group(x, key) for x in (output_gradient, query, key, value, output))
         scores = self._capped_scores(q, k, query, mask)
-        chances = (scores - log_sum.reshape(scores.shape[:-1]).unsqueeze(-1)).exp()
-        change = g @ v.mT - (g * o).sum(-1, keepdim=True)
-        slope = 1 - (scores / self.cap).square()  # infinite where a mask hides a key
-        change = (chances * change * slope).masked_fill(scores == -torch.inf, 0) * self._scale(query)
-        gradients = _by_head(change @ k, query), _by_head(change.mT @ q, key), _by_head(chances.mT @ g, value)
-        dq, dk, dv = (x.to(query.dtype) for x in gradients)
+        probabilities = (scores - log_sum.reshape(scores.shape[:-1]).unsqueeze(-1)).exp()
+        score_gradient = g @ v.mT - (g * o).sum(-1, keepdim=True)
+        # -inf where a key is masked; these entries are set to 0 below
+        tanh_gradient = 1 - (scores / self.cap).square()
+        score_gradient = probabilities * score_gradient * tanh_gradient
+        score_gradient = score_gradient.masked_fill(scores == -torch.inf, 0) * self._scale(query)
+        dq = _by_head(score_gradient @ k, query).to(query.dtype)
+        dk = _by_head(score_gradient.mT @ q, key).to(query.dtype)
+        dv = _by_head(probabilities.mT @ g, value).to(query.dtype)
         return dq, dk, dv
 
     def _capped_scores(self, q: Tensor, k: Tensor, query: Tensor, mask: Mask) -> Tensor:
@@ -209,13 +213,13 @@ def _of_heads(log_sum: Tensor, query: Tensor) -> Tensor:
     return heads.flatten(1, 2)
 
 
-class Attended:
-    """Output and log-sum-exp of queries, to which blocks of keys are added.
+class PartialAttention:
+    """Output and log-sum-exp of queries over the blocks of keys that were added so far.
 
     Args:
         query: Queries [s, b, heads, d].
         features: Features of the output.
-        initialized: True if both begin as those over no keys, False if they are undefined.
+        initialized: True to start with the values over no keys, False to leave both uninitialized.
 
     Attributes:
         output: Output over the keys so far, [s, b, heads, features] in fp32.
@@ -252,6 +256,6 @@ def sinks_gradient(output_gradient: Tensor, output: Tensor, log_sum: Tensor, sin
         sinks: Score of each head.
     """
     dtype = log_sum.dtype
-    chances = (sinks.to(dtype)[:, None] - log_sum).exp()
+    probabilities = (sinks.to(dtype)[:, None] - log_sum).exp()
     products = (output_gradient.to(dtype) * output.to(dtype)).sum(-1).permute(1, 2, 0)
-    return -(chances * products).sum((0, 2)).to(sinks.dtype)
+    return -(probabilities * products).sum((0, 2)).to(sinks.dtype)

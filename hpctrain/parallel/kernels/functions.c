@@ -642,8 +642,8 @@ INLINE void cap_scores(float *row, int begin, int ends, float cap) {
         *(Floats *)(row + j) = hyperbolic_tangent(*(Floats *)(row + j) / most) * most;
 }
 
-/* Overwrite with zeros what a row has before the lanes of column `lowest`. Return where these begin. */
-INLINE int lanes_before(float *row, int begin, int ends, int64_t lowest) {
+/* Zero the scores before the vector that contains `lowest`; return its first column. */
+INLINE int zero_before(float *row, int begin, int ends, int64_t lowest) {
     if (lowest < begin + LANES) return begin;
     const int start = lowest < ends ? (int)lowest / LANES * LANES : ends;
     memset(row + begin, 0, sizeof(float) * (start - begin));
@@ -655,7 +655,7 @@ INLINE int lanes_before(float *row, int begin, int ends, int64_t lowest) {
  * Scores before `lowest` and after `position` are masked. The latter lie at or after column `first`. */
 INLINE float powers(float *row, int begin, int ends, int64_t lowest, int64_t first, int64_t position, float *largest) {
     Floats most = all(-INFINITY);
-    const int start = lanes_before(row, begin, ends, lowest);
+    const int start = zero_before(row, begin, ends, lowest);
     for (int j = start; j < lowest && j < ends; j += WIDTH)
         *(Floats *)(row + j) = chosen(beyond(j, lowest - 1), *(Floats *)(row + j), all(-INFINITY));
     for (int j = start; j < ends; j += WIDTH) {
@@ -678,8 +678,8 @@ INLINE float powers(float *row, int begin, int ends, int64_t lowest, int64_t fir
     return total(sum);
 }
 
-/* Add the sink of a head, if there is one, to a sum of 2^(score - largest). Return the inverse of the denominator of
- * these, and the binary logarithm of the denominator. */
+/* Return the factor that turns the powers into probabilities; with a sink it includes the rescaling. `whole` is the
+ * sum of the powers 2^(score - largest). `log_sum` receives the binary logarithm of the softmax denominator. */
 INLINE float inverse_sum(const Attention *a, int64_t head, float whole, float largest, float *log_sum) {
     float scale = 1;
     if (a->sinks) {
@@ -763,7 +763,7 @@ void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const H
             for (int first = 0; first < rows; first += ROWS) {
                 const int count = rows - first < ROWS ? rows - first : ROWS, ends = up_to(first + count, PANEL);
                 const int begin = (int)first_key(a, first) / PANEL * PANEL;
-                const size_t seen = (size_t)begin * width;
+                const size_t key_offset = (size_t)begin * width;
                 float delta[ROWS] = {0};
                 memset(query, 0, sizeof(float) * ROWS * width);
                 memset(gradient, 0, sizeof(float) * ROWS * width);
@@ -786,8 +786,8 @@ void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const H
                     float *p = chance + (size_t)i * keys, *c = change + (size_t)i * keys;
                     const float log_sum = i < count ? log_sums[(batch * a->heads + head) * rows + first + i] : INFINITY;
                     const int64_t lowest = first_key(a, first + i);
-                    const int start = lanes_before(p, begin, ends, lowest);
-                    lanes_before(c, begin, ends, lowest);
+                    const int start = zero_before(p, begin, ends, lowest);
+                    zero_before(c, begin, ends, lowest);
                     if (a->cap) cap_scores(p, start, ends, a->cap);
                     for (int j = start; j < ends; j += WIDTH) {
                         const Floats score = *(Floats *)(p + j);
@@ -797,18 +797,18 @@ void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const H
                         *(Floats *)(p + j) = x;
                         Floats slope = x * (*(Floats *)(c + j) - delta[i]);
                         if (a->cap) {
-                            const Floats bent = score / (a->cap * LOG2_E);
-                            slope *= 1.0f - bent * bent;
+                            const Floats tanh_value = score / (a->cap * LOG2_E);
+                            slope *= 1.0f - tanh_value * tanh_value;
                         }
                         *(Floats *)(c + j) = slope;
                     }
                 }
-                product(ROWS, width, ends - begin, change + begin, keys, 1, plain + seen, width, output, width, 0);
+                product(ROWS, width, ends - begin, change + begin, keys, 1, plain + key_offset, width, output, width, 0);
                 for (int i = 0; i < count; ++i)
                     write_row(a, dq->at + ((first + i) * dq->row + batch * dq->batch + head * dq->head) * size, first + i,
                               output + i * width, 1, a->scale);
-                product(ends - begin, width, ROWS, change + begin, 1, keys, query, width, key_sum + seen, width, 1);
-                product(ends - begin, width, ROWS, chance + begin, 1, keys, gradient, width, value_sum + seen, width, 1);
+                product(ends - begin, width, ROWS, change + begin, 1, keys, query, width, key_sum + key_offset, width, 1);
+                product(ends - begin, width, ROWS, chance + begin, 1, keys, gradient, width, value_sum + key_offset, width, 1);
             }
         for (int row = 0; row < rows; ++row) {
             write_row(a, dk->at + (row * dk->row + batch * dk->batch + group * dk->head) * size, row, key_sum + (size_t)row * width, 1, LN_2);

@@ -186,8 +186,7 @@ class CompiledFunctions(LayerFunctions):
     Args:
         library: The library. Without one they can be planned with, but not computed.
         note: Why these functions are used, or which compiler made the library, for the log of the run.
-        library_checksums: Checksums of the library's results, by which resumed runs recognize it. The deck
-            stores them as `compiled_record`.
+        library_checksums: Checksums of the compiled libraries of all nodes, as text; "" without one.
     """
 
     compiled = True
@@ -572,8 +571,8 @@ class _Attend(torch.autograd.Function):
         scores = None if sinks is None else sinks.float()
         for at in _attention_units(query, documents):
             operands = [x[at] for x in (query, key, value, output)]
-            turning = [table[at[0]] for table in tables]
-            sizes = attention_arguments(operands[0], operands[1], turning, rule, scores)
+            rotary_tables = [table[at[0]] for table in tables]
+            sizes = attention_arguments(operands[0], operands[1], rotary_tables, rule, scores)
             pairs = sizes.batch * sizes.groups
             functions.call(
                 "attend", sizes, *map(_heads, operands), _log_sums_from(log_sums, at), memory, 0, pairs
@@ -606,7 +605,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _attention_units(query: Tensor, documents: Documents | None) -> list[tuple[slice, slice]]:
-    """Return the positions and batch rows of what attends within itself: all sequences, or each document."""
+    """Return positions and batch rows of each separate attention: of all sequences, or of each document."""
     if documents is None:
         return [(slice(0, query.shape[0]), slice(0, query.shape[1]))]
     return [(slice(begin, end), slice(row, row + 1)) for row, begin, end in documents.pieces]
@@ -631,7 +630,7 @@ def attention_arguments(
         query: Queries [s, b, heads, d].
         key: Keys, which may have fewer heads.
         tables: Tables of a Rotary, or none.
-        rule: How weights follow from queries and keys.
+        rule: Scale, window and soft cap.
         sinks: Score [heads] of a further key of each head in fp32, contiguous; None without one.
     """
     rows, batch, heads, head = query.shape

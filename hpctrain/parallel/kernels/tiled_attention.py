@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.documents import Documents
-from hpctrain.parallel.kernels.attention_tiles import Attended, AttentionRule, Mask, shifted, sinks_gradient
+from hpctrain.parallel.kernels.attention_tiles import (
+    AttentionRule,
+    Mask,
+    PartialAttention,
+    shift_slice,
+    sinks_gradient,
+)
 
 
 def _blocks(
@@ -19,9 +25,9 @@ def _blocks(
     rows, batch = query.shape[:2]
     pieces: Any = [(None, 0, rows)] if documents is None else documents.pieces
     for row, begin, end in pieces:
-        some = slice(0, batch) if row is None else slice(row, row + 1)
+        batch_rows = slice(0, batch) if row is None else slice(row, row + 1)
         for queries, keys, mask in rule.tiles(query, end - begin, end - begin):
-            yield some, shifted(queries, begin), shifted(keys, begin), mask
+            yield batch_rows, shift_slice(queries, begin), shift_slice(keys, begin), mask
 
 
 class _TiledAttention(torch.autograd.Function):
@@ -37,15 +43,17 @@ class _TiledAttention(torch.autograd.Function):
         rule: AttentionRule,
         documents: Documents | None,
     ) -> Tensor:
-        attended = Attended(query, value.shape[-1])
-        for some, queries, keys, mask in _blocks(query, rule, documents):
-            part = rule.attend(query[queries, some], key[keys, some], value[keys, some], mask)
-            attended.add(queries, some, part)
+        partial = PartialAttention(query, value.shape[-1])
+        for batch_rows, queries, keys, mask in _blocks(query, rule, documents):
+            part = rule.attend(
+                query[queries, batch_rows], key[keys, batch_rows], value[keys, batch_rows], mask
+            )
+            partial.add(queries, batch_rows, part)
         if sinks is not None:
-            attended.add_sinks(sinks)
+            partial.add_sinks(sinks)
         ctx.rule, ctx.documents = rule, documents
-        output = attended.output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, sinks, output, attended.log_sum)
+        output = partial.output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, output, partial.log_sum)
         return output
 
     @staticmethod
@@ -53,20 +61,20 @@ class _TiledAttention(torch.autograd.Function):
         query, key, value, sinks, output, log_sum = ctx.saved_tensors
         rule: AttentionRule = ctx.rule
         gradients = [torch.zeros_like(x, dtype=log_sum.dtype) for x in (query, key, value)]
-        for some, queries, keys, mask in _blocks(query, rule, ctx.documents):
-            operands = query[queries, some], key[keys, some], value[keys, some]
+        for batch_rows, queries, keys, mask in _blocks(query, rule, ctx.documents):
+            operands = query[queries, batch_rows], key[keys, batch_rows], value[keys, batch_rows]
             parts = rule.attend_backward(
-                output_gradient[queries, some],
+                output_gradient[queries, batch_rows],
                 operands,
-                output[queries, some],
-                log_sum[some, :, queries],
+                output[queries, batch_rows],
+                log_sum[batch_rows, :, queries],
                 mask,
             )
             for gradient, rows, part in zip(gradients, (queries, keys, keys), parts, strict=True):
-                gradient[rows, some] += part
+                gradient[rows, batch_rows] += part
         dq, dk, dv = (gradient.to(query.dtype) for gradient in gradients)
-        of_sinks = None if sinks is None else sinks_gradient(output_gradient, output, log_sum, sinks)
-        return dq, dk, dv, of_sinks, None, None
+        sinks_gradients = None if sinks is None else sinks_gradient(output_gradient, output, log_sum, sinks)
+        return dq, dk, dv, sinks_gradients, None, None
 
 
 def tiled_attention(
@@ -83,7 +91,7 @@ def tiled_attention(
         query: Queries [s, b, heads, d].
         key: Keys, which may have fewer heads.
         value: Values, as many as keys.
-        rule: How weights follow from queries and keys.
+        rule: Scale, window and soft cap.
         documents: Boundaries of documents, which attention does not cross. None for full sequences.
         sinks: Score [heads] of a key with the value zero that all queries of a head see; None without one.
     """
