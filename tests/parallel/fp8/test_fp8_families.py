@@ -26,6 +26,7 @@ for family in ("deepseek-v2", "deepseek-v3"):
 KEYS = {
     **FAMILY_KEYS,
     "normed-heads": (*FAMILY_KEYS["cohere"], "model.query_key_norm=layer_per_head"),
+    "clipped": (*LLAMA, "model.query_key_value_clip=0.1"),
     "two-norms": (*LLAMA, "model.parallel_residual=two_norms", "model.mlp_bias=true"),
     "both": (*LLAMA, "model.norm_placement=both", "model.norm_weight=one_plus", "model.query_key_norm=head"),
 }
