@@ -240,7 +240,8 @@ class _Reading:
             message = (
                 "unsupported: positions of layers with a window are scaled only like those of other layers"
             )
-            self.problem("rope_parameters: sliding_attention", self.config["rope_parameters"], message)
+            table = self.config["rope_parameters"][_SLIDING]
+            self.problem(f"rope_parameters: {_SLIDING}", table, message)
         return local
 
     def pattern(self, key: ConfigKey) -> tuple[bool, ...]:
@@ -288,7 +289,13 @@ class _Reading:
         else:
             slides = [kind == _SLIDING for kind in kinds]
         if size is None and kinds is not None and any(slides):
-            self.problem("layer_types", kinds, "requires sliding_window")
+            if keys.switched and self.config.get("use_sliding_window") is not True:
+                switch = self.config.get("use_sliding_window", False)
+                self.problem(
+                    "use_sliding_window", switch, f"must be true, since layer_types has {_SLIDING!r}"
+                )
+            else:
+                self.problem("layer_types", kinds, "requires sliding_window")
         windows = [size if slide and size else 0 for slide in slides]
         return shortest_pattern(windows) if any(windows) else ()
 

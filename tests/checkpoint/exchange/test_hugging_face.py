@@ -368,7 +368,12 @@ def change(folder: Path, changes: dict[str, Any], **nulls: None) -> None:
         ("mistral", "sliding_window", 0, "sliding_window = 0: must be a whole number from 1 to"),
         ("mistral", "sliding_window", -3, "sliding_window = -3: must be a whole number from 1 to"),
         ("qwen3", "layer_types", ["chunked_attention"] * 3, "layer_types = ['chunked_attention', "),
-        ("qwen3", "layer_types", ["sliding_attention"] * 2, "]: requires sliding_window"),
+        (
+            "qwen3",
+            "layer_types",
+            ["sliding_attention"] * 2,
+            "use_sliding_window = False: must be true, since layer_types has 'sliding_attention'",
+        ),
         (
             "llama",
             "rope_scaling",
@@ -407,7 +412,8 @@ def test_layer_types_of_mistral_say_which_layers_have_windows(head: str) -> None
     }
     assert shape_of(config, "config.json").windows == (9,)
     kinds = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
-    assert shape_of({**config, "layer_types": kinds}, "config.json").windows == (0, 9, 0, 0)
+    shape = shape_of({**config, "layer_types": kinds}, "config.json")
+    assert [shape.window(layer) for layer in range(4)] == [0, 9, 0, 0]
 
 
 def _index(folder: Path, edit: Callable[[dict[str, str]], None]) -> None:

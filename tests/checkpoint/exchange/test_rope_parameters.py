@@ -160,6 +160,27 @@ def test_a_share_of_rotated_features_is_read_or_refused(name: str) -> None:
         shape_of({**config, "partial_rotary_factor": 0.5}, "config.json")
 
 
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "told"),
+    [
+        (
+            "Gemma3",
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": LINEAR}},
+            "rope_parameters: sliding_attention = {'rope_type': 'linear', 'factor': 2.0}: unsupp",
+        ),
+    ],
+)
+def test_positions_of_layers_with_windows_that_are_refused(
+    name: str, keys: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(HpctrainError) as caught:
+        shape_of({"architectures": [f"{name}ForCausalLM"], **keys}, "config.json")
+    assert told in str(caught.value), caught.value
+
+
 @pytest.mark.parametrize("name", SCALINGS)
 def test_config_says_what_was_read(name: str) -> None:
     scaling = SCALINGS[name]
