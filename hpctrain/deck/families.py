@@ -53,11 +53,9 @@ _GEMMA3 = replace(
     model_type="gemma3_text",
     sizes=(262208, 131072, 2304, 26, 8, 9216),
     rope_base=1_000_000.0,
-    keys=(
-        _GEMMA2.keys[0],
-        *(replace(key, default=None) for key in _GEMMA2.keys[1:]),
-    ),
-    fixed={"use_bidirectional_attention": (False, False)},
+    keys=(_GEMMA2.keys[0], replace(_GEMMA2.keys[1], default=None)),
+    # transformers ignores attn_logit_softcapping.
+    fixed={"use_bidirectional_attention": (False, False), "attn_logit_softcapping": (None, None)},
     windows=WindowKeys(4096, typed=True, full_every=6, pattern_key="sliding_window_pattern"),
     local_rope=True,
     rope_local_base=10_000.0,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hpctrain.checkpoint.entries import model_entries
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
+from hpctrain.checkpoint.exchange.hugging_face import shape_of
 from hpctrain.checkpoint.exchange.source import open_model, source_shape
 from hpctrain.checkpoint.read import load
 from hpctrain.comm.mesh import Mesh
@@ -397,3 +398,10 @@ def test_windows_of_families_without_are_refused(name: str, world: World, tmp_pa
     with pytest.raises(HpctrainError, match=r"config\.json: sliding_window = 4: unsupported") as caught:
         import_model(world, tmp_path, tmp_path / "model.h5")
     assert caught.value.exit_code == 2
+
+
+def test_caps_of_gemma3_that_transformers_ignores_are_refused() -> None:
+    config = {"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0}
+    assert shape_of(config, "config.json").logit_cap == 30.0
+    with pytest.raises(HpctrainError, match=r"attn_logit_softcapping = 50\.0: unsupported; expected None"):
+        shape_of({**config, "attn_logit_softcapping": 50.0}, "config.json")
