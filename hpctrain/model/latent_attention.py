@@ -4,13 +4,13 @@ A replicated linear layer compresses hidden states to a latent of queries, a lat
 rotated features of keys, which all heads share. Both latents are normalized. Column-parallel linear layers
 compute from them the queries, and the keys and values of this rank's heads:
 
-    query [d] = rotated features [r], others [d - r]
-    key   [d] = shared rotated features [r], others [d - r] of this head
+    query [d] = rotated features [r], unrotated features [d - r]
+    key   [d] = shared rotated features [r], unrotated features [d - r] of this head
     value [v]
 
-The features of a head are in the order of `Rotary`: those that are rotated are the first ones of both halves.
-The core of attention computes heads of one size, so that values get zeros up to d. Queries may also be
-computed from hidden states without a latent.
+The features of a head are in the order of `Rotary`: rotated features come first in both halves. The attention
+core requires heads of one size, so values are padded with zeros to d. Queries can also be computed directly
+from hidden states, without a latent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hpctrain.parallel.replicated_linear import ReplicatedLinear, share_over_hea
 from hpctrain.parallel.tensor import ColumnLinear, Partition, RowLinear
 
 _EPSILON = 1e-6
-"""Number that the norms of latents add, which DeepSeek's models do not vary."""
+"""Epsilon of the norms of latents, which is the same in all of DeepSeek's models."""
 
 
 class LatentAttention(nn.Module):
@@ -52,9 +52,9 @@ class LatentAttention(nn.Module):
         rotary_size: Features of a head that are rotated.
         value_size: Features of a head's values.
         heads: Heads of this rank.
-        compress: Layer of the latents and of the shared features of keys.
-        query: Layer of the queries.
-        expand: Layer of the keys, without their shared features, and values.
+        compress: Layer that computes the latents and the shared features of keys.
+        query: Layer that computes the queries.
+        expand: Layer that computes the unrotated features of keys, and the values.
         query_norm: Norm of the latent of queries; None if there is none.
     """
 
@@ -128,7 +128,7 @@ class LatentAttention(nn.Module):
         features = self.core.heads * self.head_size
         normed = sum(norm.size[0] for norm in (self.query_norm, self.latent_norm) if norm is not None)
         rotated = [ElementwiseSize("rotation", 2 * features, True)] if self.rotated else []
-        # Keys and values are copied to heads of one size, and the output from these.
+        # Keys and values are copied to heads of one size, and the output is copied back to heads of size v.
         return [ElementwiseSize("norm", normed), *rotated, ElementwiseSize("add", 3 * features, True)]
 
     def forward(
@@ -148,7 +148,7 @@ class LatentAttention(nn.Module):
             documents: Documents of packed sequences, to which attention is limited; None without packing.
             cache: Keys and values of texts that are continued, which replace the sequence; None in training.
         """
-        # Copies, so that no part keeps the memory of the others.
+        # Contiguous copies, so that autograd does not keep the joint tensor of all parts.
         *query_latent, latent, shared_key = (
             part.contiguous() for part in self.compress(x).split(self.compress.split_sizes, dim=-1)
         )
@@ -180,10 +180,10 @@ class LatentAttention(nn.Module):
         return attended[..., : self.value_size] if self.pads else attended
 
     def _attend_to_latents(self, query: Tensor, latent: Tensor, shared_key: Tensor, cache: Cache) -> Tensor:
-        """Return the attention [n, 1, heads, v] of queries to latents in a cache, which all heads share.
+        """Return the attention [n, 1, heads, v] of queries to the latents in a cache, which all heads share.
 
-        Products with the matrices of keys and values are applied to queries and outputs instead: the cache
-        has one head of r + rank features, whatever the number of heads.
+        Weight absorption (DeepSeek-V2, sec. 2.1.2): key_up is multiplied into the queries and value_up into
+        the outputs, so the cache stores one latent per token.
 
         Args:
             query: Queries [n, 1, heads, d].
@@ -191,22 +191,20 @@ class LatentAttention(nn.Module):
             shared_key: Shared features of keys [n, 1, r].
             cache: Cache of keys, which are latents with shared features, and of values, which are latents.
         """
-        of_keys, of_values = (
-            weight.detach().unflatten(0, (self.heads, -1)) for weight in self.expand.weights
-        )
+        key_up, value_up = (weight.detach().unflatten(0, (self.heads, -1)) for weight in self.expand.weights)
         sizes = [self.rotary_size // 2, (self.head_size - self.rotary_size) // 2]
-        first, first_plain, second, second_plain = query.split(2 * sizes, dim=-1)
-        within = torch.einsum("nbhp,hpr->nbhr", torch.cat((first_plain, second_plain), dim=-1), of_keys)
-        query = _join_halves(torch.cat((first, second), dim=-1), within)
+        rotated_1, unrotated_1, rotated_2, unrotated_2 = query.split(2 * sizes, dim=-1)
+        latent_query = torch.einsum("nbhp,hpr->nbhr", torch.cat((unrotated_1, unrotated_2), dim=-1), key_up)
+        query = _join_halves(torch.cat((rotated_1, rotated_2), dim=-1), latent_query)
         key = _join_halves(shared_key, latent)
         value = functional.pad(latent, (0, self.rotary_size))
         scale = self.head_size**-0.5 if self.rule.scale is None else self.rule.scale
         rule = replace(self.rule, scale=scale)
         attended = cache.attend(self.block, query, key.unsqueeze(2), value.unsqueeze(2), rule, None)
-        return torch.einsum("nbhr,hvr->nbhv", attended[..., : latent.shape[-1]], of_values)
+        return torch.einsum("nbhr,hvr->nbhv", attended[..., : latent.shape[-1]], value_up)
 
     def _keys_and_values(self, expanded: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [s, b, heads, d] of features that heads have alone, and that they share."""
+        """Return keys and values [s, b, heads, d] from the features of each head and the shared ones."""
         key, value = (
             part.unflatten(-1, (self.heads, -1)) for part in expanded.split(self.expand.split_sizes, dim=-1)
         )
@@ -217,15 +215,15 @@ class LatentAttention(nn.Module):
         return key, value
 
 
-def _join_halves(rotated: Tensor, plain: Tensor) -> Tensor:
-    """Return features in the order of `Rotary`: in both halves, those that are rotated come first."""
-    halves = zip(rotated.chunk(2, dim=-1), plain.chunk(2, dim=-1), strict=True)
+def _join_halves(rotated: Tensor, unrotated: Tensor) -> Tensor:
+    """Return features in the order of `Rotary`: rotated features come first in both halves."""
+    halves = zip(rotated.chunk(2, dim=-1), unrotated.chunk(2, dim=-1), strict=True)
     return torch.cat([part for half in halves for part in half], dim=-1)
 
 
 def _norm(name: str, size: int, shape: ModelShape, layer_context: LayerContext) -> Norm:
-    """Return an RMSNorm of so many features."""
-    plain = replace(
+    """Return an RMSNorm of `size` features."""
+    norm_shape = replace(
         shape, hidden=size, norm="rms", norm_weight="plain", norm_bias=False, norm_epsilon=_EPSILON
     )
-    return Norm(name, plain, layer_context)
+    return Norm(name, norm_shape, layer_context)

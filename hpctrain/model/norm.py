@@ -17,8 +17,8 @@ class Norm(nn.Module):
     are partial sums over the tensor axis.
 
     Attributes:
-        weight: Factor of the features, or what is added to one for that; None if they have no factor.
-        bias: Summand of the features; None if they have none.
+        weight: Factor of the features, minus one if norm_weight is "one_plus"; None without a weight.
+        bias: Bias of the features; None for a norm without bias.
     """
 
     def __init__(self, name: str, shape: ModelShape, layer_context: LayerContext) -> None:

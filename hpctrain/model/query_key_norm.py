@@ -79,8 +79,8 @@ class QueryKeyNorm(nn.Module):
 
         Args:
             products: Tensors of queries and of keys.
-            shared: For keys that several ranks hold: True if all have the same values, which count once, or
-                False if each rank has a part of a sum.
+            shared: True if the ranks that hold the same keys have equal values, which count once; False if
+                each of these ranks has one summand of the value.
 
         Returns: For each tensor the means, [s, b, heads or 1, 1].
         """
@@ -88,7 +88,7 @@ class QueryKeyNorm(nn.Module):
             return [product.mean(-1, keepdim=True) for product in products]
         sums = torch.cat([product.sum((-2, -1), keepdim=True) for product in products], -1)
         if self.tensor.size > 1:
-            if shared and self.tensor.rank % self.rows[1].copies:
+            if shared and self.tensor.rank % self.rows[1].replicas:
                 sums[..., 1] = 0
             self.tensor.all_reduce(sums)
         of_each = sums.split(1, -1)
@@ -114,7 +114,7 @@ class _Normalized(torch.autograd.Function):
         ctx.norm = norm
         ctx.save_for_backward(query, key, *weights, *inverses, *centers)
         first, second = (
-            (x * inverse * _of_heads(weight, x, norm.offset)).to(query.dtype)
+            (x * inverse * _weight_factor(weight, x, norm.offset)).to(query.dtype)
             for x, inverse, weight in zip(both, inverses, weights, strict=True)
         )
         return first, second
@@ -129,20 +129,20 @@ class _Normalized(torch.autograd.Function):
             both = [x - center for x, center in zip(both, centers, strict=True)]
         normed = [x * inverse for x, inverse in zip(both, inverses, strict=True)]
         of_weights: list[Tensor | None] = [
-            _summed(gradient * x, weight) if needed else None
+            _sum_to_weight(gradient * x, weight) if needed else None
             for gradient, x, weight, needed in zip(
                 gradients, normed, weights, ctx.needs_input_grad[2:4], strict=True
             )
         ]
         of_normed = [
-            gradient * _of_heads(weight, gradient, norm.offset)
+            gradient * _weight_factor(weight, gradient, norm.offset)
             for gradient, weight in zip(gradients, weights, strict=True)
         ]
         means = norm.means([g * x for g, x in zip(of_normed, normed, strict=True)], shared=False)
         of_inputs = []
         for g, x, mean, inverse, rows in zip(of_normed, normed, means, inverses, norm.rows, strict=True):
-            # The gradients of ranks that hold the same keys are summed later: each one has its share here.
-            share = mean / rows.copies if norm.joint else mean
+            # Gradients of replicas of the same keys are summed later, so each replica computes its share.
+            share = mean / rows.replicas if norm.joint else mean
             of_input = g - x * share
             if norm.centered:
                 of_input -= g.mean(-1, keepdim=True)
@@ -150,13 +150,13 @@ class _Normalized(torch.autograd.Function):
         return (*of_inputs, *of_weights, None)
 
 
-def _of_heads(weight: Tensor, x: Tensor, offset: float) -> Tensor:
+def _weight_factor(weight: Tensor, x: Tensor, offset: float) -> Tensor:
     """Return a weight [d] or [heads * d] plus `offset` as a factor of x [s, b, heads, d], in fp32."""
     factor = weight.float() + offset if offset else weight.float()
     return factor.view(-1, x.shape[-1])
 
 
-def _summed(products: Tensor, weight: Tensor) -> Tensor:
+def _sum_to_weight(products: Tensor, weight: Tensor) -> Tensor:
     """Return [s, b, heads, d] summed to the weight's shape, [d] or [heads * d], in its dtype."""
     sums = products.sum((0, 1))
     return (sums.sum(0) if weight.numel() != sums.numel() else sums.flatten()).to(weight.dtype)

@@ -55,30 +55,30 @@ class Partition:
         size: Global number of features (or experts).
         start: First one of this rank.
         local: Number of those of this rank.
-        copies: Number of neighbors with the same range, if there are fewer heads than ranks.
+        replicas: Number of neighbors with the same range, if there are fewer heads than ranks.
         unit: Number of features that are not split, such as those of a head, as for `Shard.unit`.
     """
 
     size: int
     start: int
     local: int
-    copies: int = 1
+    replicas: int = 1
     unit: int = 1
 
     @staticmethod
     def split(size: int, group: Group, unit: int = 1) -> Partition:
         """Return this rank's range of `size` features, in whole units (heads).
 
-        With fewer units than ranks, neighbors have the same unit (`copies`). The number of units must divide
-        that of ranks, or the other way round.
+        With fewer units than ranks, neighbors have the same unit (`replicas`). The number of units must
+        divide that of ranks, or the other way round.
         """
         units, ranks = size // unit, group.size
         if units % ranks == 0:
             local = size // ranks
             return Partition(size, group.rank * local, local)
         assert ranks % units == 0, (size, unit, ranks)
-        copies = ranks // units
-        return Partition(size, group.rank // copies * unit, unit, copies)
+        replicas = ranks // units
+        return Partition(size, group.rank // replicas * unit, unit, replicas)
 
 
 def rows_shard(name: str, rows: Partition, dims: tuple[int, ...]) -> Shard:
@@ -89,8 +89,8 @@ def rows_shard(name: str, rows: Partition, dims: tuple[int, ...]) -> Shard:
         (rows.start, *(0 for _ in dims)),
         (rows.local, *dims),
         split=frozenset({"tensor"}),
-        partial=frozenset({"tensor"}) if rows.copies > 1 else frozenset(),
-        copies=rows.copies,
+        partial=frozenset({"tensor"}) if rows.replicas > 1 else frozenset(),
+        copies=rows.replicas,
         unit=rows.unit,
     )
 

@@ -62,6 +62,6 @@ def test_rows_of_heads_are_split_or_shared(world: World) -> None:
 
     group = Mesh(world, {"tensor": world.size}).group("tensor")
     split = Partition.split(world.size * 6, group)
-    assert (split.start, split.local, split.copies) == (world.rank * 6, 6, 1)
+    assert (split.start, split.local, split.replicas) == (world.rank * 6, 6, 1)
     shared = Partition.split(4, group, unit=4)
-    assert (shared.start, shared.local, shared.copies) == (0, 4, world.size)
+    assert (shared.start, shared.local, shared.replicas) == (0, 4, world.size)

@@ -22,7 +22,7 @@ from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import gradient_of
 from hpctrain.parallel.shards import Parameter, Shard
 
-_LEAST = 1e-20
+_SUM_EPSILON = 1e-20
 """Term that keeps a sum of sigmoids from being zero."""
 
 BALANCE_LOSS, Z_LOSS = "balance_loss", "router_z_loss"
@@ -147,7 +147,7 @@ class Router(nn.Module):
             experts = inputs.choices.apply(self.name, experts, tokens.samples, tokens.positions)
         weights = scores.gather(1, experts)
         if shape.router_normalize:
-            weights = weights / weights.sum(1, keepdim=True).clamp_min(1e-20)
+            weights = weights / weights.sum(1, keepdim=True).clamp_min(_SUM_EPSILON)
         if shape.router_scale != 1:
             weights = weights * shape.router_scale
         accepted = self.within_capacity(experts, tokens, inputs)
@@ -220,7 +220,7 @@ class Router(nn.Module):
         if shape.balance_loss:
             probabilities = scores
             if shape.router == "sigmoid":
-                probabilities = scores / (scores.sum(1, keepdim=True) + _LEAST)
+                probabilities = scores / (scores.sum(1, keepdim=True) + _SUM_EPSILON)
             shares = self._shares(experts, tokens, inputs)
             value = shape.experts * (probabilities * shares).sum(1)
             weights = inputs.auxiliary_losses.add(
@@ -253,7 +253,7 @@ class Router(nn.Module):
     @torch.no_grad()
     def _record_statistics(self, scores: Tensor, experts: Tensor, accepted: Tensor | None) -> None:
         if self.shape.router == "sigmoid":
-            scores = scores / (scores.sum(1, keepdim=True) + _LEAST)
+            scores = scores / (scores.sum(1, keepdim=True) + _SUM_EPSILON)
         entropy = -torch.special.xlogy(scores, scores).sum(1)
         counts = count_numbers(experts.flatten(), self.shape.experts).double()
         dropped = counts.new_zeros(()) if accepted is None else experts.numel() - accepted.sum()
