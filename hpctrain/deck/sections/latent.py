@@ -96,7 +96,7 @@ def latent_problems(deck: Deck) -> Iterator[DeckProblem]:
         yield DeckProblem(f"{_TABLE}.rotary_size", sentence)
     elif plain < 2 or plain % 2:
         sentence = (
-            f"must leave an even number of features that are not rotated, but model.head_size = "
+            f"must leave at least 2 unrotated features, and an even number, but model.head_size = "
             f"{model.head_size} leaves {plain}"
         )
         yield DeckProblem(f"{_TABLE}.rotary_size", sentence, ("model.head_size",))

@@ -97,7 +97,7 @@ class Model(Section):
         strict=False,
     )
     windows: tuple[int, ...] = key(
-        "Keys that a query sees in each layer, its own too, repeated over all: [4096, 0]; 0 for all earlier.",
+        "Window sizes in tokens, own position included, repeated over the layers: [4096, 0]; 0: no window.",
         derived=described_defaults("windows"),
         strict=False,
     )
@@ -114,7 +114,7 @@ class Model(Section):
         le=1e6,
     )
     attention_sinks: bool = key(
-        "Whether each head has a trained score of a further key whose value is zero.",
+        "Whether each head has a learned attention sink: a logit in the softmax without a value (gpt-oss).",
         derived=described_defaults("attention_sinks"),
     )
     norm: NormKind = key("Norm of hidden states: LayerNorm or RMSNorm.", derived=described_defaults("norm"))
@@ -132,7 +132,7 @@ class Model(Section):
         derived=described_defaults("parallel_residual"),
     )
     query_key_norm: QueryKeyNorm = key(
-        "Norm of queries and keys: RMSNorm over each head or all, or LayerNorm per head with own weights.",
+        "Norm of queries and keys: RMSNorm per head or over all heads, or LayerNorm per head.",
         derived=described_defaults("query_key_norm"),
     )
     embedding_multiplier: float = key(
@@ -205,7 +205,7 @@ class Model(Section):
     dropout: float = key("Share of activations dropped in training.", 0.0, ge=0, lt=1)
     rope_base: float = key("Base of the rotary position angles.", 10000.0, gt=0)
     rope_local_base: float | None = key(
-        "Base of the angles in layers with a window, where rope_scaling does not apply.",
+        "RoPE base of layers with a window; rope_scaling is not applied there.",
         None,
         derived="none: as in other layers",
         gt=0,
@@ -441,7 +441,7 @@ def window_problems(deck: Deck) -> Iterator[DeckProblem]:
     given = place is not None and not place.note
     wrong = next((window for window in model.windows if window < 0), None)
     if wrong is not None:
-        sentence = f"must have numbers of keys from 1 on, or 0 for all earlier ones (got {wrong})"
+        sentence = f"each window must be a positive number of tokens, or 0 for no window (got {wrong})"
         yield DeckProblem("model.windows", sentence)
     elif given and len(model.windows) > model.layers:
         sentence = (

@@ -12,7 +12,10 @@ from tests.engines import DECK, LLAMA
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (("model.windows=[4, -1]",), "model.windows=[4, -1]: must have numbers of keys from 1 on"),
+        (
+            ("model.windows=[4, -1]",),
+            "model.windows=[4, -1]: each window must be a positive number of tokens",
+        ),
         (("model.windows=[4, 0, 4]",), "model.windows=[4, 0, 4]: has 3 windows, but model.layers = 2"),
         (("model.rope_local_base=300",), "model.rope_local_base=300: has no effect without a layer"),
         (("model.rope_local_base=0",), "model.rope_local_base"),
