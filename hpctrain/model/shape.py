@@ -72,6 +72,7 @@ class ModelShape(Architecture):
         width_scaling: Scaling with the width (muP).
         packed: True if attention is limited to documents within a sequence.
         head: Kind of output layer. A scalar one has its own weight even if embeddings are `tied`.
+        mtp_layers: Number of modules of multi-token prediction, whose blocks follow the `layers` blocks.
         adapters: Settings of adapters, which are the only trained parameters besides a scalar head; None
             trains all.
     """
@@ -139,6 +140,7 @@ class ModelShape(Architecture):
     width_scaling: WidthScaling = STANDARD
     packed: bool = False
     head: Head = "vocabulary"
+    mtp_layers: int = 0
     adapters: Adapters | None = None
 
     def __post_init__(self) -> None:
@@ -195,6 +197,11 @@ class ModelShape(Architecture):
         """Return True if a block has a mixture of experts."""
         choice = self.expert_every, self.dense_first, self.expert_pattern
         return self.experts > 0 and has_experts(block, *choice)
+
+    @property
+    def mixture_blocks(self) -> tuple[int, ...]:
+        """Blocks with a mixture of experts, with those of modules of multi-token prediction."""
+        return tuple(filter(self.is_mixture, range(self.layers + self.mtp_layers)))
 
     @property
     @override

@@ -13,8 +13,8 @@ micro-batch, h hidden features, t tensor ranks, V tokens of the vocabulary. Acti
      `LatentAttention` may take its place.
    - `FeedForward`: linear layer [s, b, h] -> [s, b, inner/t], activation, and linear layer back to
      [s, b, h], summed over tensor ranks. A `Mixture` of experts may take its place.
-3. `Predictor`: final norm, and the output layer [s, b, h] -> logits [s, b, V/t], which the loss computes in
-   chunks of tokens.
+3. `Predictor`: final norm, any modules of multi-token prediction (`PredictionModule`), and the output layer
+   [s, b, h] -> logits [s, b, V/t], which the loss computes in chunks of tokens.
 
 Under sequence parallelism, x is [s/t, b, h] between split layers. They gather the sequence first, and each
 rank gets its slice of the sum in the end. A pipeline gives a range of these layers to each part.
@@ -22,7 +22,7 @@ rank gets its slice of the sum in the end. A pipeline gives a range of these lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -46,6 +46,7 @@ from hpctrain.parallel.backward.saved_policy import LayerPass
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, MatrixSize
 from hpctrain.parallel.random import dropout
+from hpctrain.parallel.replicated_linear import ReplicatedLinear
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.scalar_head import ScalarHead
 from hpctrain.parallel.shards import Parameter, Shard
@@ -259,14 +260,59 @@ class TransformerBlock(TransformerLayer):
         return [*context, *self.attention.elementwise, *self.feed_forward.elementwise]
 
 
+class PredictionModule(TransformerBlock):
+    """Module of multi-token prediction (MTP; DeepSeek-V3, arXiv 2412.19437, section 2.2), of one depth k.
+
+    It combines the hidden state of position i of the depth before with the embedding of token i + k, and its
+    result predicts token i + k + 1:
+
+        x = projection([embedding_norm(embedding), hidden_norm(hidden)])
+        hidden of this depth = final_norm(block(x))
+
+    Args:
+        depth: The depth, from 1 on.
+        shape: Sizes of the model.
+        layer_context: Process groups and settings of this rank's layers.
+    """
+
+    def __init__(self, depth: int, shape: ModelShape, layer_context: LayerContext) -> None:
+        index = shape.layers + depth - 1
+        super().__init__(index, shape, layer_context)
+
+        def norm(layer: str) -> Norm:
+            return Norm(f"blocks.{index}.{layer}", shape, layer_context)
+
+        self.embedding_norm, self.hidden_norm = norm("embedding_norm"), norm("hidden_norm")
+        outputs = [(f"blocks.{index}.projection", shape.hidden)]
+        self.projection = ReplicatedLinear(2 * shape.hidden, outputs, layer_context)
+        self.final_norm = norm("final_norm")
+
+    @override
+    def forward(self, x: Tensor, context: PassContext) -> Tensor:
+        """Return the normalized hidden states of this depth, [s or s/t, b, h].
+
+        Args:
+            x: Embeddings, and below them the hidden states of the depth before: [2 s or 2 s/t, b, h].
+            context: Inputs of the pass.
+        """
+        embedded, hidden = x.chunk(2)
+        normed = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), -1)
+        result: Tensor = self.final_norm(super().forward(self.projection(normed), context))
+        return result
+
+
 class Predictor(TransformerLayer):
-    """Final norm and output layer.
+    """Final norm, modules of multi-token prediction if there are any, and output layer.
+
+    Only training computes the modules. The results of all depths are then side by side, as sequences of a
+    larger micro-batch.
 
     Args:
         shape: Sizes of the model.
         layer_context: Process groups and settings of this rank's layers.
         table: Matrix of the output layer, which has one row per token; None for a scalar output.
         owns_table: True if `table` belongs to this layer and not to the embedding.
+        lookup: Lookup in the table of the embedding, for modules of multi-token prediction.
     """
 
     kind = "head"
@@ -277,32 +323,74 @@ class Predictor(TransformerLayer):
         layer_context: LayerContext,
         table: Parameter | None,
         owns_table: bool = False,
+        lookup: VocabularyEmbedding | None = None,
     ) -> None:
         super().__init__()
         self.norm = Norm("final_norm", shape, layer_context)
+        self.lookup, self.multiplier = (lookup,), shape.embedding_multiplier  # registered by the embedding
+        self.prediction_modules = nn.ModuleList()
+        if lookup is not None:
+            depths = range(1, shape.mtp_layers + 1)
+            self.prediction_modules.extend(PredictionModule(k, shape, layer_context) for k in depths)
+            modules = self.modules_of_depths
+            self.auxiliary_loss_names = modules[0].auxiliary_loss_names
+            if (core := modules[0].core) is not None:
+                heads = len(modules) * core.heads, len(modules) * core.key_value_heads
+                self.core = core._replace(heads=heads[0], key_value_heads=heads[1])
         multiplier, cap = shape.width_scaling.of_logits * shape.logit_multiplier, shape.logit_cap
         self.head: VocabularyHead | ScalarHead
         if table is None:
             self.head = ScalarHead(shape.hidden, layer_context, multiplier)
         else:
             self.head = VocabularyHead(table, layer_context, multiplier, cap)
-        if owns_table:
-            self.owned = nn.Module()
+        self.owned = nn.Module() if owns_table else None
+        if self.owned is not None:
             self.owned.register_parameter("table", table)
 
-    def forward(self, x: Tensor, context: PassContext) -> Tensor:  # noqa: ARG002
-        """Return the normalized last hidden states, which are the input of the output layer."""
+    @property
+    def modules_of_depths(self) -> list[PredictionModule]:
+        """Modules of multi-token prediction, from depth 1 on."""
+        return [each for each in self.prediction_modules if isinstance(each, PredictionModule)]
+
+    def forward(self, x: Tensor, context: PassContext) -> Tensor:
+        """Return the normalized last hidden states, which are the input of the output layer.
+
+        With d modules of multi-token prediction the result is [s or s/t, (1 + d) b, h] in training.
+        """
         result: Tensor = self.norm(x)
+        if len(self.prediction_modules) and torch.is_grad_enabled():
+            return self._predict_further(result, context)
         return result
+
+    def _predict_further(self, x: Tensor, context: PassContext) -> Tensor:
+        """Return the hidden states with those of all modules of multi-token prediction beside them."""
+        (lookup,), tokens, residency = self.lookup, context.inputs.tokens, context.residency
+        assert lookup is not None
+        depths = range(1, len(self.prediction_modules) + 1)
+        shifted = [torch.cat((tokens[k:], torch.zeros_like(tokens[:k]))) for k in depths]
+        with residency.in_memory(lookup.table):
+            embedded: Tensor = lookup(torch.cat(shifted, 1))
+        if self.multiplier != 1:
+            embedded = embedded * self.multiplier
+        hidden = [x]
+        for module, of_depth in zip(self.modules_of_depths, embedded.chunk(len(depths), 1), strict=True):
+            hidden.append(module.run(torch.cat((of_depth, hidden[-1])), context, residency))
+        return torch.cat(hidden, 1)
 
     @override
     def units(self) -> Iterator[list[list[Parameter]]]:
-        yield from ([leaf] for leaf in parameters_by_module(self))
+        yield from ([leaf] for leaf in parameters_by_module(self.norm))
+        for module in self.modules_of_depths:
+            yield from module.units()
+        own = [self.head] if self.owned is None else [self.head, self.owned]
+        yield from ([leaf] for each in own for leaf in parameters_by_module(each))
 
     @cached_property
     @override
     def gather_keys(self) -> list[Parameter]:
-        return [*([] if self.norm.weight is None else [self.norm.weight]), self.head.table]
+        of_modules = [key for module in self.modules_of_depths for key in module.gather_keys]
+        norm = [] if self.norm.weight is None else [self.norm.weight]
+        return [*norm, *of_modules, self.head.table]
 
     @override
     def run(self, x: Tensor, context: PassContext, residency: ParameterResidency) -> Tensor:
@@ -319,18 +407,31 @@ class Predictor(TransformerLayer):
     @override
     def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
         yield None, [self.head.table]
+        for module in reversed(self.modules_of_depths):
+            for held, added in module.backward_order():
+                yield held or module.gather_keys[0], added
+        if (lookup := self.lookup[0]) is not None:
+            yield None, [lookup.table]
         if self.norm.weight is not None:
             yield self.norm.weight, parameters_in(self.norm)[::-1]
 
     @property
     @override
     def matrices(self) -> list[MatrixSize]:
-        return [self.head.matrix]
+        modules = self.modules_of_depths
+        of_modules = [matrix for module in modules for matrix in module.matrices]
+        return [*of_modules, *[self.head.matrix] * (1 + len(modules))]
 
     @property
     @override
     def elementwise(self) -> list[ElementwiseSize]:
-        return [ElementwiseSize("norm", *self.norm.size), *self.head.elementwise]
+        modules = self.modules_of_depths
+        of_modules = [size for module in modules for size in module.elementwise]
+        return [
+            *of_modules,
+            ElementwiseSize("norm", *self.norm.size),
+            *self.head.elementwise * (1 + len(modules)),
+        ]
 
 
 class Transformer(nn.Module):
@@ -382,7 +483,10 @@ class Transformer(nn.Module):
                 table.uses = 2
                 # The schedule decides in which order embedding and output layer add their gradients.
                 table.separate_lookups = not self.span.has_embedding
-            layers.append(Predictor(shape, layer_context, table, owns_table))
+            lookup = None
+            if shape.mtp_layers:
+                lookup = self._lookup_of_modules(layers)
+            layers.append(Predictor(shape, layer_context, table, owns_table, lookup))
         self.table = table
         self.layers = tuple(layers)
         for index, layer in enumerate(layers):
@@ -394,6 +498,16 @@ class Transformer(nn.Module):
         if tied:
             shard = replace(shard, stage_copy=self.span.tied_stage, stage_copies=self.span.tied_stages)
         return Parameter(shard, initial="table")
+
+    def _lookup_of_modules(self, layers: Sequence[TransformerLayer]) -> VocabularyEmbedding:
+        """Return the lookup that modules of multi-token prediction share with the embedding.
+
+        A deck with modules has no pipeline, so only plans and measurements build a part without embedding.
+        """
+        if layers and isinstance(embedding := layers[0], Embedding):
+            embedding.table.uses += 1
+            return embedding.tokens
+        return VocabularyEmbedding(self._table("embedding.tokens.weight", False), self.layer_context)
 
     @property
     def predictor(self) -> Predictor:

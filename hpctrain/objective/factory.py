@@ -9,6 +9,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.modules.module_call import TARGET_FIELDS
 from hpctrain.objective.dpo import DirectPreference
 from hpctrain.objective.module_loss import ModuleClassification, ModuleNextToken, load_user_loss
+from hpctrain.objective.multi_token import MultiToken
 from hpctrain.objective.next_token import NextToken
 from hpctrain.objective.objective import Objective
 from hpctrain.objective.policy import PolicyOptimization
@@ -38,6 +39,8 @@ def make_objective(deck: Deck) -> Objective:
         return PairwiseReward(deck.objective.margin, deck.objective.centering)
     if deck.objective.kind in POLICY_KINDS:
         return _policy_objective(deck)
+    if deck.model.mtp_layers:
+        return MultiToken(deck.stability.z_loss, deck.model.mtp_layers, deck.objective.mtp_weight)
     return NextToken(deck.stability.z_loss)
 
 

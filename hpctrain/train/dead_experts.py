@@ -20,7 +20,7 @@ class DeadExperts(Hook):
 
     def __init__(self, shape: ModelShape, rank: int) -> None:
         self.shape, self.rank = shape, rank
-        mixtures = sum(map(shape.is_mixture, range(shape.layers)))
+        mixtures = len(shape.mixture_blocks)
         self.idle = torch.zeros(mixtures, shape.experts, dtype=torch.int64)
         self.told = torch.zeros_like(self.idle, dtype=torch.bool)
 

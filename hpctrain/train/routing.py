@@ -115,7 +115,7 @@ class RoutingRecorder(Hook):
         self._done = True
         assert self.path is not None
         world, shape = self.engine.world, self.engine.shape
-        blocks = list(filter(shape.is_mixture, range(shape.layers)))
+        blocks = list(shape.mixture_blocks)
         samples = np.arange(self.first, self._end(self.state))
         size = (len(samples), shape.sequence, shape.experts_per_token)
         choices = np.zeros((len(blocks), *size) if world.rank == 0 else 0, dtype=np.int32)

@@ -102,7 +102,7 @@ class RoutingFile:
 
     def require_fit(self, path: Path, shape: ModelShape) -> None:
         """HpctrainError where the choices are not those of such a model, or none at all."""
-        blocks = list(filter(shape.is_mixture, range(shape.layers)))
+        blocks = list(shape.mixture_blocks)
         if not blocks:
             raise HpctrainError(f"{path}: requires a model with experts ([model.experts])")
         mixtures, samples, sequence, chosen = self.choices.shape

@@ -31,6 +31,9 @@ from hpctrain.model.shape import EXPERT_KEYS, Head, ModelShape
 
 HEAD = "lm_head.weight"
 
+MTP_LAYERS = "num_nextn_predict_layers"
+"""Key of a config with the number of modules of multi-token prediction."""
+
 Size = tuple[str, int]
 """Key of a size in config.json, and its value where the key is missing."""
 
@@ -152,6 +155,11 @@ class HuggingFaceArchitecture:
             expressed.add("attention_scale")
         names = (*CHOICES, "embedding_multiplier", "attention_scale")
         return {name: values[name] for name in names if name not in expressed}
+
+    @property
+    def has_mtp(self) -> bool:
+        """True if its files may have modules of multi-token prediction."""
+        return MTP_LAYERS in self.constants
 
     @property
     def rotary(self) -> bool:
@@ -505,6 +513,12 @@ _DOTS1 = HuggingFaceArchitecture(
     scale=1.0,
     windows=WindowKeys(4096, typed=True, first_full=62),
 )
+_MTP_RULES = (
+    NameRule("model.layers.{}.enorm", ("blocks.{}.embedding_norm",)),
+    NameRule("model.layers.{}.hnorm", ("blocks.{}.hidden_norm",)),
+    NameRule("model.layers.{}.eh_proj", ("blocks.{}.projection",)),
+    NameRule("model.layers.{}.shared_head.norm", ("blocks.{}.final_norm",)),
+)
 
 
 def _rules_of(mixture: MixtureFiles, gated: bool) -> Iterator[Rule]:
@@ -553,6 +567,7 @@ def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
             *layer_rules,
             *head_norms,
             *(() if mixture is None else _rules_of(mixture, gated)),
+            *(_MTP_RULES if MTP_LAYERS in row.constants else ()),
         ),
         prefix=row.prefix,
         buffers=row.buffers,

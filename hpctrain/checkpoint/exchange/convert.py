@@ -31,6 +31,7 @@ from hpctrain.checkpoint.exchange.module_exchange import (
 )
 from hpctrain.checkpoint.exchange.module_source import folder_module_keys, stored_module_deck
 from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, Counterpart, TensorPart, counterparts
+from hpctrain.checkpoint.exchange.prediction_modules import copied_tensors
 from hpctrain.checkpoint.exchange.prepared_export import PreparedExport, export_dtype, stored_sources
 from hpctrain.checkpoint.exchange.safetensors_folder import (
     INDEX,
@@ -143,6 +144,8 @@ def _prepare_export(structure: CheckpointIndex, dtype: str | None) -> PreparedEx
     shape = stored_shape(structure)
     merge = Merge(structure, shape.adapters)
     shape = replace(shape, adapters=None)
+    if not exported_as(shape).has_mtp:
+        shape = replace(shape, mtp_layers=0)
     wanted = export_dtype(structure, dtype)
     tokenizer = tokenizer_of_state(structure.state, structure.path)
     dtype_name = str(wanted).removeprefix("torch.")
@@ -154,9 +157,13 @@ def _prepare_export(structure: CheckpointIndex, dtype: str | None) -> PreparedEx
     sources = stored_sources(structure, shapes, wanted, exact)
     architecture = exported_as(shape, settings.file(MODEL_CONFIG))
     tensors_to_write = counterparts(architecture.rules, shapes, architecture.head_order(shape))
+    copies = {each.name: each for each in copied_tensors(shape, shapes)}
+    tensors_to_write += copies.values()
     by_name = {each.name: each for each in tensors_to_write}
 
     def copy(source: TensorSource, name: str, view: NDArray[Any], sums: Sums) -> None:
+        if name in copies:
+            sums = np.zeros_like(sums)  # what is read twice counts once
         _copy(source, merge, sources, by_name[name], view, wanted, sums, folded)
 
     tensors = [NewTensor(each.name, NAMES[_kept_type(each, wanted)], each.shape) for each in tensors_to_write]
@@ -347,6 +354,7 @@ def _model_deck(shape: ModelShape, out: Path, folder: Path) -> Deck:
     """A deck of a model alone: what a deck needs besides is there in form only."""
     lines = ["[run]", f"title = {toml_value(out.stem or 'model')}", "steps = 1", "[model]"]
     lines += [f"{name} = {toml_value(value)}" for name, value in model_keys(shape).items()]
+    lines += [f"mtp_layers = {shape.mtp_layers}"] if shape.mtp_layers else []
     lines += ["[data]", 'tokens = "tokens.h5"', "[batch]", f"sequence = {shape.sequence}"]
     pairs = ["global_size = 2", "micro_size = 2", "[objective]", 'kind = "reward"']
     lines += pairs if shape.head == "scalar" else ["global_size = 1"]

@@ -6,7 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES, SCORED, HuggingFaceArchitecture
+from hpctrain.checkpoint.exchange.architectures import (
+    ARCHITECTURES,
+    MTP_LAYERS,
+    SCORED,
+    HuggingFaceArchitecture,
+)
 from hpctrain.checkpoint.exchange.rope_parameters import (
     RopeParametersReader,
     local_rope_config,
@@ -442,6 +447,8 @@ def config_of(shape: ModelShape, dtype: str, imported: Config = _NONE) -> dict[s
     own |= _mixture_keys(shape, architecture)
     if len(architecture.attention_biases) > 1 and "attention_bias" not in [k.own for k in architecture.keys]:
         own["attention_bias"] = shape.attention_bias == "all"
+    if architecture.has_mtp:
+        own[MTP_LAYERS] = shape.mtp_layers
     identity: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
     if architecture.head == "scalar":
         identity |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

@@ -26,6 +26,7 @@ from hpctrain.checkpoint.exchange.names import (
     TensorPart,
     counterparts,
 )
+from hpctrain.checkpoint.exchange.prediction_modules import is_copy, with_stored_modules, without_modules
 from hpctrain.checkpoint.exchange.safetensors_folder import (
     CONFIG,
     PICKLES,
@@ -233,12 +234,13 @@ def open_model(path: Path) -> ModelFolder:
     shape = _folder_shape(path)
     architecture = architecture_of(read_json(path / CONFIG), str(path / CONFIG))
     folder = open_folder(path)
+    shape = with_stored_modules(shape, read_json(path / CONFIG), architecture, folder.tensors)
     if architecture.quantization == MXFP4:
         folder = DequantizedFolder(folder)
     if shape.layers > len(folder.tensors):
         held = f"the files hold {counted(len(folder.tensors), 'tensor')}"
         raise HpctrainError(f"{path / CONFIG}: describes {counted(shape.layers, 'layer')}, but {held}")
-    mixtures = sum(map(shape.is_mixture, range(shape.layers)))
+    mixtures = len(shape.mixture_blocks)
     have_tensors = any(isinstance(rule, StackRule) for rule in architecture.rules)
     if have_tensors and shape.experts * mixtures > len(folder.tensors):
         held = f"the files hold {counted(len(folder.tensors), 'tensor')}"
@@ -265,7 +267,7 @@ def tensor_shapes(shape: ModelShape) -> dict[str, Index]:
     parameters = parameter_list(bare_model(shape))
     shapes = {f"/model/{each.shard.name}": each.shard.shape for each in parameters}
     if shape.balance == "bias":
-        for block in filter(shape.is_mixture, range(shape.layers)):
+        for block in shape.mixture_blocks:
             shapes[f"/{ROUTER_BIAS}/blocks.{block}.feed_forward.router.weight"] = (shape.experts,)
     return shapes
 
@@ -308,7 +310,8 @@ def load_source(
     kinds = {name: stored.kind for name, stored in structure.datasets.items()}
     left = () if shape.adapters is None else (MODEL,)
     with in_types(fitted, lambda entry: kinds.get(entry.dataset, entry.kind)) as found:
-        load(structure, group, found, strict=head == shape.head, zero_padding=False, left=left)
+        strict = head == shape.head and not shape.mtp_layers  # a run need not have its modules
+        load(structure, group, found, strict=strict, zero_padding=False, left=left)
         require_finite(group, path, found, "start from an earlier checkpoint, or from another model")
     return shape
 
@@ -362,6 +365,7 @@ def _known(entries: Sequence[TensorRange], shape: ModelShape) -> list[TensorRang
         entries = [entry for entry in entries if not is_adapter(entry.shard.name)]
     if not shape.experts:
         entries = [dense for entry in entries for dense in upcycled(entry)]
+    entries = without_modules(entries, shape)
     bias = f"/{ROUTER_BIAS}/"
     return [entry for entry in entries if shape.balance == "bias" or not entry.dataset.startswith(bias)]
 
@@ -385,7 +389,7 @@ def _differences(
             yield f"{folder.path / held.file}: {name}: has type {held.kind}, expected {either(TYPES)}"
     for name, held in folder.tensors.items():
         ignored = re.fullmatch(architecture.buffers, name) or (shape.tied and name == HEAD)
-        if name not in expected and not ignored:
+        if name not in expected and not ignored and not is_copy(name, shape):
             yield f"{folder.path / held.file}: {name}: in this file, but not in the model of {CONFIG}"
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage
 from hpctrain.costs.layer_bytes.byte_functions import saved_storages, workspace_bytes
+from hpctrain.costs.layer_bytes.linear_bytes import saved_input
 from hpctrain.costs.layer_bytes.matmul_bytes import product_workspace
-from hpctrain.model.transformer import Embedding, Predictor, TransformerBlock
+from hpctrain.model.transformer import Embedding, PredictionModule, Predictor, TransformerBlock
 from hpctrain.parallel.scalar_head import ScalarHead
 from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
 
@@ -27,13 +30,36 @@ def dropout_masks(layer: Embedding | TransformerBlock, sizes: ActivationSizes) -
 
 @saved_storages.register
 def _saved_by_predictor(layer: Predictor, sizes: ActivationSizes) -> list[SavedStorage]:
-    """Return what norm and head save. The gradient of the hidden states is computed in the forward pass."""
-    return [*saved_storages(layer.norm, sizes), *saved_storages(layer.head, sizes)]
+    """Return what norm, modules and head save.
+
+    The gradient of the hidden states of all depths is computed in the forward pass.
+    """
+    modules = layer.modules_of_depths
+    ids = 8 if layer.head.layer_context.tensor.size == 1 else 9
+    lookups = [SavedStorage(ids * sizes.tokens * len(modules), 8, features=False)] if modules else []
+    return [
+        *saved_storages(layer.norm, sizes),
+        *lookups,
+        *(storage for module in modules for storage in saved_storages(module, sizes)),
+        *saved_storages(layer.head, sizes) * (1 + len(modules)),
+    ]
+
+
+@saved_storages.register
+def _saved_by_prediction_module(module: PredictionModule, sizes: ActivationSizes) -> list[SavedStorage]:
+    """Return what the projection with both norms, the block, and the last norm save."""
+    return [
+        *saved_storages(module.embedding_norm, sizes),
+        *saved_storages(module.hidden_norm, sizes),
+        *saved_input(module.projection, sizes),
+        *saved_storages.dispatch(TransformerBlock)(module, sizes),
+        *saved_storages(module.final_norm, sizes),
+    ]
 
 
 @workspace_bytes.register
 def _predictor_workspace(layer: Predictor, sizes: ActivationSizes) -> int:
-    return workspace_bytes(layer.head, sizes)
+    return workspace_bytes(layer.head, replace(sizes, tokens=sizes.tokens * (1 + len(layer.modules_of_depths))))
 
 
 @saved_storages.register

@@ -20,11 +20,19 @@ from hpctrain.deck.family import (
 from hpctrain.deck.key import PathText, Section, key, table
 from hpctrain.deck.presets import PresetName
 from hpctrain.deck.problem import DeckProblem, divisors, must_divide, nearest_numbers
-from hpctrain.deck.relations import GIVEN, Conflicts, Divides, HasEffectWith, Relations, Requires
+from hpctrain.deck.relations import (
+    GIVEN,
+    Above,
+    Conflicts,
+    Divides,
+    HasEffectWith,
+    Relations,
+    Requires,
+)
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sections.experts import LARGEST_SIZE, MOST_LAYERS, ExpertsTable
 from hpctrain.deck.sections.latent import LatentTable
-from hpctrain.deck.sections.objective import SCORE_KINDS
+from hpctrain.deck.sections.objective import LANGUAGE_KINDS, SCORE_KINDS
 from hpctrain.deck.sections.optimizer import MuonTable
 from hpctrain.deck.sections.rope_scaling import RopeScaling, rotated_features
 from hpctrain.deck.sources import toml_value
@@ -201,6 +209,12 @@ class Model(Section):
     latent: LatentTable | None = table(
         "Latent attention (DeepSeek): keys and values of all heads follow from a few features.",
         derived="none: each head has keys and values of its own",
+    )
+    mtp_layers: int = key(
+        "Modules of multi-token prediction (DeepSeek-V3); module k learns the token k + 1 positions ahead.",
+        0,
+        ge=0,
+        le=16,
     )
     dropout: float = key("Share of activations dropped in training.", 0.0, ge=0, lt=1)
     rope_base: float = key("Base of the rotary position angles.", 10000.0, gt=0)
@@ -390,6 +404,31 @@ TRANSFORMER_RELATIONS: Relations = (
     ),
     Conflicts(
         "model.tied", "objective.kind", (True,), SCORE_KINDS, because="a reward model has its own output row"
+    ),
+    Requires("model.mtp_layers", "model.positions", ("rotary", "none")),
+    Requires("model.mtp_layers", "objective.kind", LANGUAGE_KINDS),
+    *(
+        Conflicts(
+            "model.mtp_layers",
+            name,
+            other_values=values,
+            because=because,
+            hint=f"leave {name} out",
+        )
+        for name, values, because in (
+            (
+                "layout.pipeline",
+                Above(1),
+                "the modules use both the embedding and the output layer, which stages hold apart",
+            ),
+            ("layout.context", Above(1), "a rank does not have the tokens after its piece of a sequence"),
+            ("precision.compute", ("fp8",), "products of the modules in 8 bits are not supported"),
+            ("model.parametrization", ("mup",), "scales of the modules have no known rule"),
+            ("model.adapters", GIVEN, "adapters train a model whose weights exist"),
+            ("model.frozen", None, "the modules train all that is before them"),
+            ("model.dropout", None, "the modules' embeddings have no dropout"),
+            ("communication.server.mode", GIVEN, "workers compute next-token losses only"),
+        )
     ),
     HasEffectWith("model.base_width", "model.parametrization", ("mup",)),
     HasEffectWith("model.base_head_size", "model.parametrization", ("mup",)),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.deck.key import Section, key
 from hpctrain.deck.problem import DeckProblem, multiples
-from hpctrain.deck.relations import Conflicts, Relations, Requires
+from hpctrain.deck.relations import Above, Conflicts, HasEffectWith, Relations, Requires
 
 if TYPE_CHECKING:
     from hpctrain.deck.schema import Deck
@@ -73,9 +73,16 @@ class ObjectiveSection(Section):
         ge=0,
         le=1000,
     )
+    mtp_weight: float = key(
+        "Weight of the mean loss of model.mtp_layers modules of multi-token prediction.",
+        0.3,
+        ge=0,
+        le=1000,
+    )
 
 
 RELATIONS: Relations = (
+    HasEffectWith("objective.mtp_weight", "model.mtp_layers", Above(0)),
     Requires("objective.beta", _KIND, (*REFERENCE_KINDS, *POLICY_KINDS)),
     Conflicts("objective.beta", _KIND, (0.0,), REFERENCE_KINDS, because="it must be above 0", hint="use 0.1"),
     Requires("objective.loss", _KIND, ("dpo",)),

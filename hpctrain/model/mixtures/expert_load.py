@@ -31,7 +31,7 @@ class ExpertLoad:
     @staticmethod
     def of(statistics: Mapping[str, Tensor], shape: ModelShape) -> ExpertLoad | None:
         """Return the load of a step from the statistics of all ranks, or None for a model without experts."""
-        blocks = tuple(filter(shape.is_mixture, range(shape.layers)))
+        blocks = shape.mixture_blocks
         if not blocks:
             return None
         values = torch.stack([statistics[statistic_name(router_name(block))] for block in blocks])

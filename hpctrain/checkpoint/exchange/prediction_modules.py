@@ -1,0 +1,78 @@
+"""Modules of multi-token prediction in files of `transformers`, as those of DeepSeek-V3 have them.
+
+The module of depth k is layer `layers + k - 1`. It has copies of the embedding and of the output layer, which
+our models share.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hpctrain.checkpoint.exchange.architectures import MTP_LAYERS, HuggingFaceArchitecture
+from hpctrain.checkpoint.exchange.names import Counterpart, TensorPart
+from hpctrain.checkpoint.layout import Index, TensorRange
+from hpctrain.model.shape import ModelShape
+
+_COPIES = ("embed_tokens", "shared_head.head")
+
+
+def with_stored_modules(
+    shape: ModelShape,
+    config: Mapping[str, Any],
+    architecture: HuggingFaceArchitecture,
+    names: Collection[str],
+) -> ModelShape:
+    """Return the shape of a folder with the modules that its config names, if its tensors are there.
+
+    Args:
+        shape: Shape of the model without modules.
+        config: The folder's config.json.
+        architecture: Architecture that it names.
+        names: Names of the tensors in the folder.
+    """
+    number = config.get(MTP_LAYERS)
+    has_head = architecture.head == "vocabulary"
+    if not (architecture.has_mtp and has_head) or not isinstance(number, int) or number < 1:
+        return shape
+    present = f"model.layers.{shape.layers}.eh_proj.weight" in names
+    return replace(shape, mtp_layers=number) if present else shape
+
+
+def copied_tensors(shape: ModelShape, shapes: Mapping[str, Index]) -> Iterator[Counterpart]:
+    """Yield the copies of the embedding and of the output layer in files with modules.
+
+    Args:
+        shape: Shape of the model.
+        shapes: Global shapes of our tensors by dataset.
+    """
+    embedding = "/model/embedding.tokens.weight"
+    for block in _blocks(shape):
+        for name, dataset in zip(
+            _COPIES, (embedding, embedding if shape.tied else "/model/head.weight"), strict=True
+        ):
+            part = TensorPart(dataset, shapes[dataset])
+            yield Counterpart(f"model.layers.{block}.{name}.weight", shapes[dataset], False, (part,))
+
+
+def is_copy(name: str, shape: ModelShape) -> bool:
+    """Return True if a tensor of a folder is such a copy."""
+    return any(name == f"model.layers.{block}.{each}.weight" for block in _blocks(shape) for each in _COPIES)
+
+
+def without_modules(entries: Sequence[TensorRange], shape: ModelShape) -> list[TensorRange]:
+    """Return the entries that are not of modules which a model of this shape does not have."""
+    return [entry for entry in entries if _block_of(entry.dataset) < shape.layers + shape.mtp_layers]
+
+
+def _block_of(dataset: str) -> int:
+    """Return the number of the block that a tensor belongs to; 0 if it belongs to none."""
+    found = re.search(r"/blocks\.(\d+)\.", dataset)
+    return int(found[1]) if found else 0
+
+
+def _blocks(shape: ModelShape) -> range:
+    """Return the numbers of the blocks of modules."""
+    return range(shape.layers, shape.layers + shape.mtp_layers)
