@@ -409,7 +409,7 @@ class Predictor(TransformerLayer):
         yield None, [self.head.table]
         for module in reversed(self.modules_of_depths):
             for held, added in module.backward_order():
-                yield held or module.gather_keys[0], added
+                yield module.gather_keys[0] if held is None else held, added
         if (lookup := self.lookup[0]) is not None:
             yield None, [lookup.table]
         if self.norm.weight is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.comm.world import World
+from hpctrain.costs.layer_flops import model_flops
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
@@ -141,10 +142,15 @@ def test_an_evaluation_reports_the_loss_of_the_next_token(world: World) -> None:
 
 
 def test_count() -> None:
-    shape, plain = (ModelShape.of(small_deck(*LLAMA, *more), 61) for more in ((), MODULES))
-    blocks = (count(plain).parameters - count(shape).parameters) // 2
+    plain, shape = (ModelShape.of(small_deck(*LLAMA, *more), 61) for more in ((), MODULES))
+    blocks = (count(shape).parameters - count(plain).parameters) // 2
     attention, feed_forward = 32 * 32 * 2 + 2 * 32 * 8, 3 * 32 * 48
-    assert blocks == attention + feed_forward + 5 * 32 + 32 * 64
+    matrices = attention + feed_forward + 32 * 64
+    assert blocks == matrices + 5 * 32
+    flops, of_plain = model_flops(shape), model_flops(plain)
+    for_logits, core = 61 * 32, of_plain.core_forward / 2
+    added = flops.flops_per_token - of_plain.flops_per_token
+    assert added == 3 * 2 * (2 * (matrices + for_logits) + core)
 
 
 @pytest.mark.parametrize(

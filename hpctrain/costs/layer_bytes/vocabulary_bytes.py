@@ -59,7 +59,8 @@ def _saved_by_prediction_module(module: PredictionModule, sizes: ActivationSizes
 
 @workspace_bytes.register
 def _predictor_workspace(layer: Predictor, sizes: ActivationSizes) -> int:
-    return workspace_bytes(layer.head, replace(sizes, tokens=sizes.tokens * (1 + len(layer.modules_of_depths))))
+    tokens = sizes.tokens * (1 + len(layer.modules_of_depths))
+    return workspace_bytes(layer.head, replace(sizes, tokens=tokens))
 
 
 @saved_storages.register
