@@ -7,7 +7,7 @@ An imported model is exported again bit for bit. Experts are one tensor here (`e
 [experts, 2, expert_mlp, hidden]) and separate matrices there. Multipliers of muP are folded into weights.
 
 `upcycle` makes a mixture of experts of a dense model, `merge` and `peft` export adapters, and `by_name` reads
-the weights of a user's module.
+the weights of a user's module. `prediction_modules` reads and writes modules of multi-token prediction.
 
 Models of `transformers` that are not built in keep their own names. `module_source` derives their keys of a
 deck, `module_tensors` and `assembled_tensor` find which box of which file each tensor of the module is, and
