@@ -144,18 +144,18 @@ def _prepare_export(structure: CheckpointIndex, dtype: str | None) -> PreparedEx
     shape = stored_shape(structure)
     merge = Merge(structure, shape.adapters)
     shape = replace(shape, adapters=None)
-    if not exported_as(shape).has_mtp:
+    settings = stored_settings(structure.state)
+    architecture = exported_as(shape, settings.file(MODEL_CONFIG))
+    if not architecture.has_mtp:
         shape = replace(shape, mtp_layers=0)
     wanted = export_dtype(structure, dtype)
     tokenizer = tokenizer_of_state(structure.state, structure.path)
     dtype_name = str(wanted).removeprefix("torch.")
-    settings = stored_settings(structure.state)
     texts = model_files(shape, dtype_name, settings, tokenizer)
     shapes = tensor_shapes(shape)
     folded = _folded(shape, shapes)
     exact = {*folded, *filter(merge.has, shapes)}
     sources = stored_sources(structure, shapes, wanted, exact)
-    architecture = exported_as(shape, settings.file(MODEL_CONFIG))
     tensors_to_write = counterparts(architecture.rules, shapes, architecture.head_order(shape))
     copies = {each.name: each for each in copied_tensors(shape, shapes)}
     tensors_to_write += copies.values()
