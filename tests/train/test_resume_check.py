@@ -50,6 +50,7 @@ CHANGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (*LLAMA, "model.windows=[3]"),
         (*LLAMA, "model.windows=[3]", "model.rope_local_base=300"),
     ),
+    "model.latent": (LLAMA, (*LLAMA, "model.latent={key_value_rank = 8, rotary_size = 2}")),
     "model.norm": (LLAMA, (*LLAMA, "model.norm=layer")),
     "model.norm_weight": (LLAMA, (*LLAMA, "model.norm_weight=one_plus")),
     "model.norm_bias": ((), ("model.norm_bias=false",)),
