@@ -182,7 +182,7 @@ class ModelType:
         rope_parameters: Rotary positions where a config.json says nothing of them; {} if they are not scaled.
         always: Fields of a ModelShape that all its models have, beside the defaults of the family.
         local_rope: True if layers with windows have rotary positions of their own in a config.json.
-        rope_local_base: Default of `rope_local_base_freq`; None for the base of the other layers.
+        rope_local_base: Default of `rope_local_base_freq`; None for `rope_base` and no such key.
         latent: Keys of a config.json with sizes of latent attention, and their defaults, by the key of
             [model.latent]; that of the features that are not rotated is "plain_size".
     """

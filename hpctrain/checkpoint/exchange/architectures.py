@@ -90,7 +90,7 @@ class HuggingFaceArchitecture:
         rope_parameters: Rotary positions of a config.json without such keys; {} without scaled frequencies.
         shared_width: Key and default of the inner width of all shared experts; None if there is no such key.
         local_rope: True if a config.json has separate rotary positions for layers with a window.
-        rope_local_base: Default of `rope_local_base_freq`; None for the base of the other layers.
+        rope_local_base: Default of `rope_local_base_freq`; None for `rope_base` and no such key.
         head: Kind of the output layer.
         hidden_act: Key and default of the activation.
         gated: True if feed-forward layers have a gate.

@@ -206,6 +206,11 @@ class _Reading:
         architecture = self.architecture
         fraction = FAMILIES[architecture.family].defaults.rotary_fraction if architecture.partial else None
         config = of_layer_type(self.config, _FULL) if architecture.local_rope else self.config
+        flat = self.config.get("rope_parameters")
+        if architecture.local_rope and flat and config is self.config:
+            # transformers fills in the defaults of both types of layers and ignores these keys.
+            message = f"must have an object for each of {_FULL!r} and {_SLIDING!r}"
+            self.problem("rope_parameters", flat, message)
         tables = ("rope_parameters", "rope_scaling")
         if architecture.rope_parameters and all(config.get(key) is None for key in tables):
             config = {**config, "rope_parameters": architecture.rope_parameters}
@@ -231,7 +236,11 @@ class _Reading:
         if not architecture.local_rope or not sizes["windows"]:
             return None
         config, others = of_layer_type(self.config, _SLIDING), ["rope_theta", "rope_scaling"]
-        usual = self.number("rope_local_base_freq", architecture.rope_local_base or base)
+        if architecture.rope_local_base is not None:
+            usual = self.number("rope_local_base_freq", architecture.rope_local_base)
+        else:
+            usual = architecture.rope_base
+            self.refuse_base_of_all_layers(config)
         if config is self.config:  # older files scale the positions of other layers alone
             others.append("rope_parameters")
         reader = RopeParametersReader({**config, **dict.fromkeys(others)}, usual)
@@ -248,6 +257,19 @@ class _Reading:
             table = self.config["rope_parameters"][_SLIDING]
             self.problem(f"rope_parameters: {_SLIDING}", table, message)
         return local
+
+    def refuse_base_of_all_layers(self, sliding: Config) -> None:
+        """Report a base that is not that of layers with a window in each version of `transformers`."""
+        table = None if sliding is self.config else sliding.get("rope_parameters")
+        if isinstance(table, Mapping) and table.get("rope_theta") is not None:
+            return
+        for key in ("rope_theta", "rope_local_base_freq"):
+            value = self.config.get(key)
+            if value is not None and value != self.architecture.rope_base:
+                message = (
+                    f"ambiguous; set rope_theta in rope_parameters for each of {_FULL!r} and {_SLIDING!r}"
+                )
+                self.problem(key, value, message)
 
     def pattern(self, key: ConfigKey) -> tuple[bool, ...]:
         """Return the shortest pattern of flags that gives the list of all layers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from math import log
 from typing import Any
 
@@ -171,6 +172,17 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
             {"rope_parameters": {"full_attention": {}, "sliding_attention": LINEAR}},
             "rope_parameters: sliding_attention = {'rope_type': 'linear', 'factor': 2.0}: unsupp",
         ),
+        *(
+            (name, {"rope_parameters": LINEAR}, "'factor': 2.0}: must have an object for each of 'full_att")
+            for name in ("Gemma3", "Olmo3")
+        ),
+        ("Olmo3", {"rope_theta": 1e4}, "rope_theta = 10000.0: ambiguous; set rope_theta in rope_parameters"),
+        ("Olmo3", {"rope_local_base_freq": 1e4}, "rope_local_base_freq = 10000.0: ambiguous; set"),
+        (
+            "Olmo3",
+            {"rope_theta": 1e4, "rope_parameters": {"full_attention": {"rope_theta": 7.0}}},
+            "rope_theta = 10000.0: ambiguous; set",
+        ),
     ],
 )
 def test_positions_of_layers_with_windows_that_are_refused(
@@ -179,6 +191,28 @@ def test_positions_of_layers_with_windows_that_are_refused(
     with pytest.raises(HpctrainError) as caught:
         shape_of({"architectures": [f"{name}ForCausalLM"], **keys}, "config.json")
     assert told in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("Gemma3Text", {}),
+        ("Gemma3Text", {"rope_theta": 300.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+        ("Gemma3Text", {"rope_theta": 300.0, "rope_local_base_freq": 40.0}),
+        ("Gemma3Text", {"rope_parameters": {"full_attention": {"rope_theta": 300.0}}}),
+        ("Olmo3", {"rope_theta": 500_000.0}),
+        ("Olmo3", {"rope_parameters": {"full_attention": {"rope_theta": 300.0}}}),
+        ("Olmo3", {"rope_parameters": {"sliding_attention": {"rope_theta": 40.0}}}),
+    ],
+)
+def test_bases_of_layers_with_windows_are_those_of_transformers(name: str, keys: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    tables = getattr(transformers, f"{name}Config")(**deepcopy(keys)).rope_parameters
+    architectures = [f"{name.removesuffix('Text')}ForCausalLM"]
+    shape = shape_of({"architectures": architectures, **keys}, "config.json")
+    assert shape.rope_base == tables["full_attention"]["rope_theta"]
+    local = shape.rope_base if shape.rope_local_base is None else shape.rope_local_base
+    assert local == tables["sliding_attention"]["rope_theta"]
 
 
 @pytest.mark.parametrize("name", SCALINGS)
