@@ -201,7 +201,10 @@ def grouped_products(device: str) -> str:
         )
         total = torch.zeros(matrices.shape, device=device)
         weight: Any = SimpleNamespace(
-            requires_grad=True, gradient_to_overwrite=lambda: None, gradient=total, added=lambda: None
+            requires_grad=True,
+            gradient_to_overwrite=lambda: None,
+            gradient=total,
+            mark_gradient_added=lambda: None,
         )
         product = grouped_product(inputs, matrices, segments)
         add_grouped_gradient(gradient, inputs, weight, segments)
