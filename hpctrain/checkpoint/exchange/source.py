@@ -70,6 +70,10 @@ _ROWS = {
 }
 
 
+EMBEDDING = "/model/embedding.tokens.weight"
+"""Dataset of the vectors of tokens."""
+
+
 @dataclass(frozen=True)
 class ModelFolder:
     """The tensors of a Hugging Face folder in our names and our orientation, as fp32.
@@ -102,6 +106,34 @@ class ModelFolder:
             index = tuple(int(s + n) for s, n in zip(start, place, strict=False))
             values[place] = self._read(*parts[index], start[depth:], shape[depth:])
         return values
+
+    def require_tied_head(self, rank: int, ranks: int) -> None:
+        """Compare the output layer in the files, if there is one, with the embedding of a tied model.
+
+        Args:
+            rank: Rank that calls this, which compares every `ranks`-th piece.
+            ranks: Number of ranks that call this.
+
+        Raises:
+            HpctrainError: They differ.
+        """
+        held = self.folder.tensors.get(HEAD)
+        if not self.shape.tied or held is None:
+            return
+        rows, width = size = self.shapes[EMBEDDING]
+        equal = held.shape == size and held.kind in TYPES
+        step = max(1, BUFFER_BYTES // 4 // width)
+        for first in range(rank * step, rows, ranks * step) if equal else ():
+            start, piece = (first, 0), (min(step, rows - first), width)
+            head = self.folder.read_finite(HEAD, start, piece).float()
+            if not torch.equal(head, self.read(EMBEDDING, start, piece)):
+                equal = False
+                break
+        if not equal:
+            raise HpctrainError(
+                f"{self.folder.path / held.file}: {HEAD}: differs from the embedding that {CONFIG} "
+                "ties it to; set tie_word_embeddings to false there, or remove the tensor"
+            )
 
     def _read(self, counterpart: Counterpart, part: TensorPart, start: Index, shape: Index) -> Tensor:
         if part.expert_order is not None:
@@ -297,6 +329,7 @@ def load_source(
         with together(group):
             model = open_model(path)
             _require_head(path, model.shape, head)
+            model.require_tied_head(group.rank, group.size)
             with in_types(_known(entries, model.shape), lambda _: "float32") as wanted:
                 for entry in wanted:
                     _fill(_fitted(entry, model.shape), model)

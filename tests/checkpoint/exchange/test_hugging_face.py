@@ -402,6 +402,31 @@ def test_configs_that_are_refused(
     assert not (tmp_path / "model.h5").exists()
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama-tied"])
+def test_an_output_layer_beside_a_tied_embedding_must_equal_it(
+    name: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "BUFFER_BYTES", 1000)  # compares several pieces
+    folder = saved(reference(name), tmp_path / "theirs")
+    tensors = tensors_of(folder)
+    (embedding,) = (each for each in tensors if each.endswith(("wte.weight", "embed_tokens.weight")))
+    head = tensors[embedding].clone()
+    safetensors_torch.save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors")
+    import_model(world, folder, tmp_path / "equal.h5")
+    for wrong in (head[:-1], head.index_fill(0, torch.tensor(len(head) - 1), 3.0)):
+        safetensors_torch.save_file({**tensors, "lm_head.weight": wrong}, folder / "model.safetensors")
+        with pytest.raises(
+            HpctrainError, match=r"lm_head\.weight: differs.* set tie_word_embeddings to"
+        ) as told:
+            import_model(world, folder, tmp_path / "model.h5")
+        assert told.value.exit_code == 2
+        assert not (tmp_path / "model.h5").exists()
+        replicated = Shard.replicated("final_norm.weight", (32,))
+        entries = [TensorRange("/model/final_norm.weight", replicated, torch.zeros(32))]
+        with pytest.raises(HpctrainError, match="lm_head"):
+            source.load_source(folder, world, entries)
+
+
 @pytest.mark.parametrize("head", ["CausalLM", "SequenceClassification"])
 def test_layer_types_of_mistral_say_which_layers_have_windows(head: str) -> None:
     config: dict[str, Any] = {
