@@ -1,7 +1,7 @@
 """Families of transformers. To add a family, add an entry to `FAMILIES`.
 
-All families are one transformer, described by the keys that `FamilyDefaults` lists. A deck may change each of
-them; what has a name is a combination that published models have.
+All families are one transformer, described by the keys that `FamilyDefaults` lists. A family is a
+named combination of these keys.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _GEMMA = ModelType(
     head_size=256,
     tied=True,
     activation=("hidden_act", "gelu_pytorch_tanh"),
-    fixed={"use_bidirectional_attention": (None, None), "hidden_activation": (None, None)},
-    scored="GemmaForSequenceClassification",
+    required_values={"use_bidirectional_attention": (None, None), "hidden_activation": (None, None)},
+    reward_architecture="GemmaForSequenceClassification",
 )
 _GEMMA2 = ModelType(
     architecture="Gemma2ForCausalLM",
@@ -43,9 +43,9 @@ _GEMMA2 = ModelType(
         ConfigKey("final_logit_softcapping", "logit_cap", 30.0, "cap"),
         ConfigKey("attn_logit_softcapping", "attention_cap", 50.0, "cap"),
     ),
-    fixed={"use_bidirectional_attention": (None, None)},
-    windows=WindowKeys(4096, typed=True, full_every=2),
-    scored="Gemma2ForSequenceClassification",
+    required_values={"use_bidirectional_attention": (None, None)},
+    windows=WindowKeys(4096, has_layer_types=True, full_every=2),
+    reward_architecture="Gemma2ForSequenceClassification",
 )
 _GEMMA3 = replace(
     _GEMMA2,
@@ -55,11 +55,11 @@ _GEMMA3 = replace(
     rope_base=1_000_000.0,
     keys=(_GEMMA2.keys[0], replace(_GEMMA2.keys[1], default=None)),
     # transformers ignores attn_logit_softcapping.
-    fixed={"use_bidirectional_attention": (False, False), "attn_logit_softcapping": (None, None)},
-    windows=WindowKeys(4096, typed=True, full_every=6, pattern_key="sliding_window_pattern"),
+    required_values={"use_bidirectional_attention": (False, False), "attn_logit_softcapping": (None, None)},
+    windows=WindowKeys(4096, has_layer_types=True, full_every=6, pattern_key="sliding_window_pattern"),
     local_rope=True,
     rope_local_base=10_000.0,
-    scored="Gemma3TextForSequenceClassification",
+    reward_architecture="Gemma3TextForSequenceClassification",
 )
 _OLMO = ModelType(
     architecture="OlmoForCausalLM",
@@ -77,16 +77,16 @@ _OLMO2 = ModelType(
         ("model.layers.{}.post_attention_layernorm", "blocks.{}.attention_output_norm"),
         ("model.layers.{}.post_feedforward_layernorm", "blocks.{}.feed_forward_output_norm"),
     ),
-    scored="Olmo2ForSequenceClassification",
+    reward_architecture="Olmo2ForSequenceClassification",
 )
 _OLMO3 = replace(
     _OLMO2,
     architecture="Olmo3ForCausalLM",
     model_type="olmo3",
     rope_base=500_000.0,
-    windows=WindowKeys(4096, typed=True, full_every=4),
+    windows=WindowKeys(4096, has_layer_types=True, full_every=4),
     local_rope=True,
-    scored="Olmo3ForSequenceClassification",
+    reward_architecture="Olmo3ForSequenceClassification",
 )
 _GRANITE = ModelType(
     architecture="GraniteForCausalLM",
@@ -122,7 +122,7 @@ _QWEN2_MOE = ModelType(
         ConfigKey("qkv_bias", "attention_bias", True, choices=((True, "query_key_value"), (False, "none"))),
     ),
     attention_biases=("none", "query_key_value"),
-    fixed={"use_sliding_window": (False, False)},
+    required_values={"use_sliding_window": (False, False)},
     constants={"sliding_window": None},
     mixture=MixtureFiles(
         sizes={
@@ -147,7 +147,7 @@ _QWEN2_MOE = ModelType(
         normalizes=False,
         shared_width=("shared_expert_intermediate_size", 5632),
     ),
-    always={"shared_gate": True},
+    constant_fields={"shared_gate": True},
 )
 _GPT_OSS_YARN = {
     "rope_type": "yarn",
@@ -168,8 +168,8 @@ _GPT_OSS = ModelType(
     rope_parameters=_GPT_OSS_YARN,
     layers=(("model.layers.{}.self_attn", "blocks.{}.attention"),),
     keys=(ConfigKey("attention_bias", "attention_bias", True, choices=((True, "all"), (False, "none"))),),
-    fixed={"swiglu_alpha": (1.702, 1.702), "swiglu_limit": (7.0, 7.0)},
-    windows=WindowKeys(128, typed=True, full_every=2),
+    required_values={"swiglu_alpha": (1.702, 1.702), "swiglu_limit": (7.0, 7.0)},
+    windows=WindowKeys(128, has_layer_types=True, full_every=2),
     mixture=MixtureFiles(
         sizes={"experts": ("num_local_experts", 128), "experts_per_token": ("num_experts_per_tok", 4)},
         layers=(("model.layers.{}.mlp.router", "blocks.{}.feed_forward.router"),),
@@ -210,8 +210,8 @@ _NEOX = ModelType(
     prefix="gpt_neox.",
     buffers=r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
     grouped=False,
-    joint=True,
-    scored="GPTNeoXForSequenceClassification",
+    fused_qkv=True,
+    reward_architecture="GPTNeoXForSequenceClassification",
 )
 _STABLELM = ModelType(
     architecture="StableLmForCausalLM",
@@ -231,7 +231,7 @@ _STABLELM = ModelType(
     ),
     attention_biases=("none", "query_key_value"),
     head_norms=tuple(f"model.layers.{{}}.self_attn.{kind}_layernorm.norms.{{}}" for kind in "qk"),
-    scored="StableLmForSequenceClassification",
+    reward_architecture="StableLmForSequenceClassification",
 )
 _STARCODER2 = ModelType(
     architecture="Starcoder2ForCausalLM",
@@ -250,7 +250,7 @@ _STARCODER2 = ModelType(
         ConfigKey("use_bias", "mlp_bias", True),
     ),
     windows=WindowKeys(None),
-    scored="Starcoder2ForSequenceClassification",
+    reward_architecture="Starcoder2ForSequenceClassification",
 )
 _COHERE = ModelType(
     architecture="CohereForCausalLM",
@@ -275,7 +275,9 @@ _COHERE2 = replace(
     rope_base=10_000.0,
     head_norms=(),
     keys=(ConfigKey("logit_scale", "logit_multiplier", 0.0625),),
-    windows=WindowKeys(4096, typed=True, full_every=4, pattern_key="sliding_window_pattern", rotate=True),
+    windows=WindowKeys(
+        4096, has_layer_types=True, full_every=4, pattern_key="sliding_window_pattern", rotate=True
+    ),
 )
 _GLM = ModelType(
     architecture="GlmForCausalLM",
@@ -294,7 +296,7 @@ _GLM = ModelType(
     ),
     attention_biases=("none", "query_key_value"),
     interleaved=True,
-    scored="GlmForSequenceClassification",
+    reward_architecture="GlmForSequenceClassification",
 )
 _GLM4 = replace(
     _GLM,
@@ -305,7 +307,7 @@ _GLM4 = replace(
         ("model.layers.{}.post_self_attn_layernorm", "blocks.{}.attention_output_norm"),
         ("model.layers.{}.post_mlp_layernorm", "blocks.{}.feed_forward_output_norm"),
     ),
-    scored="Glm4ForSequenceClassification",
+    reward_architecture="Glm4ForSequenceClassification",
 )
 _PHI3 = ModelType(
     architecture="Phi3ForCausalLM",
@@ -321,7 +323,7 @@ _PHI3 = ModelType(
     ),
     attention_biases=("none",),
     windows=WindowKeys(None),
-    scored="Phi3ForSequenceClassification",
+    reward_architecture="Phi3ForSequenceClassification",
 )
 _SMOLLM3 = ModelType(
     architecture="SmolLM3ForCausalLM",
@@ -334,7 +336,7 @@ _SMOLLM3 = ModelType(
         ConfigKey("no_rope_layers", "rotation_pattern", ("no_rope_layer_interval", 4), "layers"),
         ConfigKey("mlp_bias", "mlp_bias", False),
     ),
-    scored="SmolLM3ForSequenceClassification",
+    reward_architecture="SmolLM3ForSequenceClassification",
 )
 _ERNIE = ModelType(
     architecture="Ernie4_5ForCausalLM",
@@ -393,7 +395,7 @@ _DEEPSEEK_V2 = ModelType(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
     sizes=(102400, 2048, 4096, 32, 32, 11008),
-    fixed={
+    required_values={
         **_DEEPSEEK_FIXED,
         "mlp_bias": (False, False),
         "norm_topk_prob": (False, False),
@@ -407,13 +409,13 @@ _DEEPSEEK_V2 = ModelType(
         group_method=("topk_method", "greedy", "group_limited_greedy"),
     ),
     interleaved=True,
-    scored="DeepseekV2ForSequenceClassification",
+    reward_architecture="DeepseekV2ForSequenceClassification",
 )
 _DEEPSEEK_V3 = ModelType(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     sizes=(129280, 4096, 7168, 61, 128, 18432),
-    fixed={
+    required_values={
         **_DEEPSEEK_FIXED,
         "rope_interleave": (True, True),
         "scoring_func": ("sigmoid", "sigmoid"),
@@ -425,7 +427,7 @@ _DEEPSEEK_V3 = ModelType(
     buffers=r"(model\.)?layers\.(\d+\.self_attn\.rotary_emb\.inv_freq|61\..*)",
     constants={"num_nextn_predict_layers": 0},
     interleaved=True,
-    scored="DeepseekV3ForSequenceClassification",
+    reward_architecture="DeepseekV3ForSequenceClassification",
 )
 
 

@@ -69,20 +69,21 @@ class FamilyDefaults:
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """Key of a config.json that says the value of a key of [model].
+    """Key of a config.json that gives the value of a key of [model].
 
     Attributes:
         name: Name in the config.json.
-        own: Name in [model].
-        default: Value where a config.json does not have it.
-        form: What it is of our value: the value, its reciprocal, its inverse square ("inverse_root", since
-            ours is the inverse root), null for 0 ("cap"), or a list with an element for each layer
-            ("layers").
-        choices: Values in the config.json that stand for values of ours, each with ours.
+        deck_key: Name in [model].
+        default: Value if the key is missing.
+        form: Form in which config.json stores the value: the value itself, its reciprocal, its inverse square
+            ("inverse_root": the deck's value is the inverse root), null for 0 ("cap"), or a list with an
+            element for each layer ("layers").
+        choices: Pairs of a value in config.json and the value in [model] that it stands for; () for numbers
+            and flags.
     """
 
     name: str
-    own: str
+    deck_key: str
     default: Any
     form: Literal["value", "reciprocal", "inverse_root", "cap", "layers"] = "value"
     choices: tuple[tuple[Any, Any], ...] = ()
@@ -94,20 +95,20 @@ class WindowKeys:
 
     Attributes:
         size: Default of `sliding_window`; None for no window.
-        typed: True if `layer_types` names the layers with a window.
-        full_every: Without `layer_types`, the last one of so many layers has none; 0 if all have one.
-        pattern_key: Key that says `full_every`; "" for none.
-        switched: True if there are windows only with `use_sliding_window`.
+        has_layer_types: True if `layer_types` names the layers with a window.
+        full_every: Without `layer_types`, every `full_every`-th layer has no window; 0 if all have one.
+        pattern_key: Key whose value replaces `full_every`; "" for none.
+        has_use_flag: True if layers have windows only with `use_sliding_window`.
         first_full: Default of `max_window_layers`, before which no layer has a window without `layer_types`;
             None if there is no such key.
         rotate: True if only layers with a window rotate queries and keys.
     """
 
     size: int | None
-    typed: bool = False
+    has_layer_types: bool = False
     full_every: int = 0
     pattern_key: str = ""
-    switched: bool = False
+    has_use_flag: bool = False
     first_full: int | None = None
     rotate: bool = False
 
@@ -118,7 +119,7 @@ class MixtureFiles:
 
     Attributes:
         sizes: Keys of a config.json and their defaults, by the field of a ModelShape.
-        layers: Names of layers, each followed by those of ours, like `ModelType.layers`.
+        layers: Names of layers, each followed by those of native layers, like `ModelType.layers`.
         gate_up: Names of the layers of an expert that compute gate and up, or of one tensor of all experts.
             The first {} is the number of the block, the second one that of the expert.
         down: Name of the layer of an expert that computes the output, or of one tensor of all experts.
@@ -129,8 +130,8 @@ class MixtureFiles:
         scale: Default of `routed_scaling_factor`; None if there is no such key.
         shared_width: Key and default of the inner width of all shared experts; None if `sizes` says how many
             there are.
-        group_method: Key that says whether experts are chosen by groups, its value if not, which is the
-            default, and its value if they are; None if there is no such key.
+        group_method: Key that says whether experts are chosen by groups, its value without groups, which is
+            the default, and its value with groups; None if there is no such key.
     """
 
     sizes: Mapping[str, tuple[str, int]]
@@ -162,25 +163,25 @@ class ModelType:
         tied: Default of `tie_word_embeddings`.
         rope_base: Default of `rope_theta`.
         activation: Key and default of the activation.
-        layers: Names of layers, each followed by those of ours that it holds. {} is the number of the block.
+        layers: Names of layers, each followed by the native layers that it holds. {} is the block's number.
         head_norms: Names of the norms of queries and of keys if they have a weight for each head: a row of a
             matrix, or with a second {} a tensor.
         keys: Further keys of a config.json.
         attention_biases: Values of model.attention_bias that there are. If there are several,
             `attention_bias` in a config.json says whether there are biases.
-        fixed: Keys of a config.json that must have one value: it, and the default.
-        scored: Name of the reward model; "" if there is none.
+        required_values: Supported value and default of each key of a config.json that must have one value.
+        reward_architecture: Name of the reward model; "" if there is none.
         prefix: Beginning of the names of all layers but the output layer.
         buffers: Regular expression of names of tensors that follow from the sizes.
         grouped: True if query heads may share keys and values, and heads may have any width.
         interleaved: True if neighbors among the features of a head are rotated together, not halves.
-        joint: True if queries, keys and values of each head are side by side in one layer.
+        fused_qkv: True if one layer has queries, keys and values, interleaved per head.
         constants: Keys of a config.json that are written and not read.
         windows: How a config.json says which layers have a window; None if no layer may have one.
         mixture: Mixtures of experts, which all its models have; None for dense models.
         quantization: `quant_method` of quantized weights that are read, too; "" for none.
         rope_parameters: Rotary positions where a config.json says nothing of them; {} if they are not scaled.
-        always: Fields of a ModelShape that all its models have, beside the defaults of the family.
+        constant_fields: Fields of a ModelShape with one value in all its models, beside family defaults.
         local_rope: True if layers with windows have rotary positions of their own in a config.json.
         rope_local_base: Default of `rope_local_base_freq`; None for `rope_base` and no such key.
         latent: Keys of a config.json with sizes of latent attention, and their defaults, by the key of
@@ -200,19 +201,19 @@ class ModelType:
     head_norms: tuple[str, ...] = ()
     keys: tuple[ConfigKey, ...] = ()
     attention_biases: tuple[AttentionBias, ...] = ("none", "all")
-    fixed: Mapping[str, tuple[Any, Any]] = field(default_factory=lambda: _NONE)
-    scored: str = ""
+    required_values: Mapping[str, tuple[Any, Any]] = field(default_factory=lambda: _NONE)
+    reward_architecture: str = ""
     prefix: str = "model."
     buffers: str = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
     grouped: bool = True
     interleaved: bool = False
-    joint: bool = False
+    fused_qkv: bool = False
     constants: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     windows: WindowKeys | None = None
     mixture: MixtureFiles | None = None
     quantization: Literal["", "mxfp4"] = ""
     rope_parameters: Mapping[str, Any] = field(default_factory=lambda: _NONE)
-    always: Mapping[str, Any] = field(default_factory=lambda: _NONE)
+    constant_fields: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     local_rope: bool = False
     rope_local_base: float | None = None
     latent: Mapping[str, tuple[str, int]] = field(default_factory=lambda: _NONE)

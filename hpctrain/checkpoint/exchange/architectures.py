@@ -146,7 +146,7 @@ class HuggingFaceArchitecture:
     def choices(self, hidden: int) -> dict[str, Any]:
         """Return keys of [model] whose values all models of a width share, and config.json does not have."""
         values = {**family_values(self.family, hidden), "attention_scale": None, **self.constant_fields}
-        expressed = {"tied", "activation", "attention_bias", *(key.own for key in self.keys)}
+        expressed = {"tied", "activation", "attention_bias", *(key.deck_key for key in self.keys)}
         if self.partial:
             expressed.add("rotary_fraction")
         if self.windows is not None:
@@ -346,7 +346,7 @@ _UNCUT: Mapping[str, Any] = MappingProxyType({"attention_dropout": 0.0})
 _NO_WINDOW: Mapping[str, Any] = MappingProxyType(
     {"attention_dropout": 0.0, "sliding_window": None, "use_sliding_window": False}
 )
-_QWEN_WINDOWS = WindowKeys(4096, typed=True, switched=True, first_full=28)
+_QWEN_WINDOWS = WindowKeys(4096, has_layer_types=True, has_use_flag=True, first_full=28)
 _LLAMA = HuggingFaceArchitecture(
     name="LlamaForCausalLM",
     model_type="llama",
@@ -409,7 +409,7 @@ _MINISTRAL = replace(
     _MISTRAL,
     name="MinistralForCausalLM",
     model_type="ministral",
-    windows=WindowKeys(4096, typed=True),
+    windows=WindowKeys(4096, has_layer_types=True),
 )
 _QWEN2 = HuggingFaceArchitecture(
     name="Qwen2ForCausalLM",
@@ -451,7 +451,7 @@ _QWEN3_MOE = HuggingFaceArchitecture(
     prefix="model.",
     buffers=_LLAMA_BUFFERS,
     constants=_UNCUT,
-    windows=WindowKeys(4096, switched=True),
+    windows=WindowKeys(4096, has_use_flag=True),
     required_values=_LLAMA_FIXED,
     sizes=_sizes(151936, 32768, 2048, 24, 32, 6144),
     epsilon=("rms_norm_eps", 1e-6),
@@ -511,7 +511,7 @@ _DOTS1 = HuggingFaceArchitecture(
     ),
     normalizes=False,
     scale=1.0,
-    windows=WindowKeys(4096, typed=True, first_full=62),
+    windows=WindowKeys(4096, has_layer_types=True, first_full=62),
 )
 _MTP_RULES = (
     NameRule("model.layers.{}.enorm", ("blocks.{}.embedding_norm",)),
@@ -545,7 +545,7 @@ def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
         NameRule(
             hf_name,
             tuple(native_names),
-            interleaved=row.joint and len(native_names) == _QUERY_KEY_VALUE,
+            interleaved=row.fused_qkv and len(native_names) == _QUERY_KEY_VALUE,
         )
         for hf_name, *native_names in row.layers
     )
@@ -554,7 +554,7 @@ def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
         for kind, name in zip(("query", "key"), row.head_norms, strict=False)
     )
     required_values = (
-        RequiredConfigValue(key, (value,), default) for key, (value, default) in row.fixed.items()
+        RequiredConfigValue(key, (value,), default) for key, (value, default) in row.required_values.items()
     )
     return HuggingFaceArchitecture(
         name=row.architecture,
@@ -592,7 +592,7 @@ def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
         keys=row.keys,
         constants={**_UNCUT, **row.constants},
         windows=row.windows,
-        constant_fields={**(experts if mixture is not None else {}), **row.always},
+        constant_fields={**(experts if mixture is not None else {}), **row.constant_fields},
         mixture={} if mixture is None else mixture.sizes,
         normalizes=None if mixture is None else mixture.normalizes,
         scale=None if mixture is None else mixture.scale,
@@ -620,7 +620,7 @@ def _reward_variant(architecture: HuggingFaceArchitecture, name: str) -> Hugging
 _SCORES = "ForSequenceClassification"
 
 _ROWS = {
-    row.architecture: (_of_row(family, row), row.scored)
+    row.architecture: (_of_row(family, row), row.reward_architecture)
     for family, description in FAMILIES.items()
     for row in description.model_types
 }

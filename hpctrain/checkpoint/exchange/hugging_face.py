@@ -102,9 +102,9 @@ class _Reading:
                 sizes["rotation_pattern"] = () if all(rotated) else rotated
         if architecture.mixture:
             sizes |= self.mixture(sizes)
-        if "attention_bias" not in {key.own for key in architecture.keys}:
+        if "attention_bias" not in {key.deck_key for key in architecture.keys}:
             sizes["attention_bias"] = self.attention_bias()
-        sizes |= {key.own: self.deck_value(key) for key in architecture.keys}
+        sizes |= {key.deck_key: self.deck_value(key) for key in architecture.keys}
         sizes["norm_epsilon"] = self.number(*architecture.epsilon)
         sizes["tied"] = self.flag("tie_word_embeddings", architecture.tied) and architecture.head != "scalar"
         if architecture.head == "scalar":
@@ -298,9 +298,9 @@ class _Reading:
         size: int | None = self.size("sliding_window", keys.size or 0)
         if "sliding_window" in config and config["sliding_window"] is None:
             size = None
-        if keys.switched and not self.flag("use_sliding_window", False):
+        if keys.has_use_flag and not self.flag("use_sliding_window", False):
             size = None
-        kinds = config.get("layer_types") if keys.typed else None
+        kinds = config.get("layer_types") if keys.has_layer_types else None
         if kinds is None:
             every = self.size(keys.pattern_key, keys.full_every) if keys.pattern_key else keys.full_every
             full = 0 if keys.first_full is None else self.size("max_window_layers", keys.first_full, 0)
@@ -316,7 +316,7 @@ class _Reading:
         else:
             slides = [kind == _SLIDING for kind in kinds]
         if size is None and kinds is not None and any(slides):
-            if keys.switched and self.config.get("use_sliding_window") is not True:
+            if keys.has_use_flag and self.config.get("use_sliding_window") is not True:
                 switch = self.config.get("use_sliding_window", False)
                 self.problem(
                     "use_sliding_window", switch, f"must be true, since layer_types has {_SLIDING!r}"
@@ -467,7 +467,9 @@ def config_of(shape: ModelShape, dtype: str, imported: Config = _NONE) -> dict[s
         own |= {key: latent[name] for name, (key, _) in architecture.latent.items()}
     own |= _window_keys(shape, architecture)
     own |= _mixture_keys(shape, architecture)
-    if len(architecture.attention_biases) > 1 and "attention_bias" not in [k.own for k in architecture.keys]:
+    if len(architecture.attention_biases) > 1 and "attention_bias" not in [
+        k.deck_key for k in architecture.keys
+    ]:
         own["attention_bias"] = shape.attention_bias == "all"
     if architecture.has_mtp:
         own[MTP_LAYERS] = shape.mtp_layers
@@ -490,7 +492,7 @@ def deck_value(key: ConfigKey, value: float) -> float:
 
 def _config_value(key: ConfigKey, shape: ModelShape, imported: Config) -> Any:
     """Return the value of a key in config.json; that of the imported config.json if both mean the same."""
-    value, imported_value = getattr(shape, key.own), imported.get(key.name)
+    value, imported_value = getattr(shape, key.deck_key), imported.get(key.name)
     if key.choices:
         return next((hf_value for hf_value, native in key.choices if native == value), key.default)
     if key.form == "layers":
@@ -499,7 +501,7 @@ def _config_value(key: ConfigKey, shape: ModelShape, imported: Config) -> Any:
         return value
     if key.form == "cap" and not value:
         return None
-    if key.own == "attention_scale" and value is None:
+    if key.deck_key == "attention_scale" and value is None:
         value = shape.head_size**-0.5
     is_number = isinstance(imported_value, int | float) and imported_value > 0
     if imported_value is not None and is_number and deck_value(key, imported_value) == value:
@@ -521,9 +523,9 @@ def _window_keys(shape: ModelShape, architecture: HuggingFaceArchitecture) -> di
         return {}
     windows = [shape.window(layer) for layer in range(shape.layers)]
     values: dict[str, Any] = {"sliding_window": max(windows) or (keys.size if keys.full_every else None)}
-    if keys.switched:
+    if keys.has_use_flag:
         values["use_sliding_window"] = any(windows)
-    if keys.typed and (any(windows) or keys.full_every):
+    if keys.has_layer_types and (any(windows) or keys.full_every):
         values["layer_types"] = [_SLIDING if window else _FULL for window in windows]
     if keys.first_full is not None:
         first = (layer for layer, window in enumerate(windows) if window)
@@ -623,14 +625,17 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
     if shape.activation not in architecture.activations:
         yield "activation", f"requires {either(map(toml_value, architecture.activations))}"
     for config_key in architecture.keys:
-        if config_key.choices and getattr(shape, config_key.own) not in dict(config_key.choices).values():
+        if (
+            config_key.choices
+            and getattr(shape, config_key.deck_key) not in dict(config_key.choices).values()
+        ):
             possible = either(toml_value(chosen) for _, chosen in config_key.choices)
-            yield config_key.own, f"requires {possible}"
+            yield config_key.deck_key, f"requires {possible}"
     if architecture.windows is not None:
         sizes = {shape.window(layer) for layer in range(shape.layers)}
         if len(sizes - {0}) > 1:
             yield "windows", "requires windows of one size"
-        elif len(sizes) > 1 and not architecture.windows.typed:
+        elif len(sizes) > 1 and not architecture.windows.has_layer_types:
             yield "windows", "requires a window in all layers or in none"
         if architecture.windows.rotate and any(
             shape.rotates(layer) != (shape.window(layer) > 0) for layer in range(shape.layers)
