@@ -168,9 +168,10 @@ def _build(config: Mapping[str, Any], where: str) -> nn.Module:
         made = transformers.CONFIG_MAPPING[kind].from_dict(_decode_floats(config_of_model(config)))
         others = [name for name in getattr(made, "sub_configs", {}) if name.startswith(_MODALITIES)]
     if others:
-        raise HpctrainError(
-            f"{where}: {others[0]}: model_type = {kind!r} is a model of images, audio or video, not of text"
-        )
+        text_class = CLASSES.get(f"{kind}_text")
+        remedy = f"; use a folder of its language model alone ({text_class})" if text_class else ""
+        message = f"model_type = {kind!r} is a model of images, audio or video, not of text{remedy}"
+        raise HpctrainError(f"{where}: {others[0]}: {message}")
     if kind in _NOT_CAUSAL:
         raise HpctrainError(f"{where}: model_type = {kind!r}: its predictions depend on later tokens")
     with run_user_code(f"{where}: transformers cannot build it"):

@@ -89,7 +89,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "vision": (
         {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]},
-        "vision_config: model_type = 'gemma3' is a model of images, audio or video",
+        r"vision_config: model_type = 'gemma3' is a model of images, audio or video, not of text; "
+        r"use a folder of its language model alone \(Gemma3ForCausalLM\)",
     ),
     "permuted": ({"model_type": "xlnet"}, "model_type = 'xlnet': its predictions depend on later tokens"),
     "quantized": (
