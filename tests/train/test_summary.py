@@ -62,7 +62,7 @@ def test_the_device_and_how_it_multiplies_are_said(
     told = 'precision.fp8 = "row" is emulated on this device: same results, but slower than bf16'
     fp8 = ("precision.compute=fp8", "precision.fp8=row")
     assert said(*fp8) == [told] and said("precision.compute=bf16") == []
-    monkeypatch.setattr("hpctrain.train.summary.native", lambda *_: "stored")
+    monkeypatch.setattr("hpctrain.train.summary.native_products", lambda *_: "stored")
     assert said(*fp8) == []
 
 
