@@ -121,7 +121,7 @@ class _ScatterSequence(torch.autograd.Function):
 
 
 class _GatherSequence(torch.autograd.Function):
-    """All pieces of a sequence [b, s/t, ...] in forward, this rank's piece in backward."""
+    """Gather of the pieces of a sequence [b, s/t, ...] in forward, this rank's piece in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: Group) -> Tensor:
