@@ -33,6 +33,7 @@ CHANGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "model.from": ((), ("model.from=other.h5",)),
     "model.family": ((), LLAMA),
     "model.layers": ((), ("model.layers=1",)),
+    "model.mtp_layers": (LLAMA, (*LLAMA, "model.mtp_layers=1")),
     "model.hidden": ((), ("model.hidden=64",)),
     "model.heads": ((), ("model.heads=4",)),
     "model.head_size": ((), ("model.head_size=2",)),

@@ -127,7 +127,7 @@ def test_the_first_incomplete_call_of_a_process_group_is_named(hang: Callable[..
     errors, folder = hang("start_all_reduce", 1, "fall_asleep", "communication.transport=gloo")
     waiting = next(line for line in errors.splitlines() if ", and waits for gloo:" in line)
     assert waiting.startswith("error: rank 0 on ")
-    assert waiting.endswith(" of Float) to complete")
+    assert waiting.endswith(" of Float), shared with data x context to complete")
     assert " is in all_reduce " in waiting and " of data x context (" in waiting
     assert " of data ([" in waiting  # whose communicator it uses, with one context rank
     calls = (folder / "hang.0.txt").read_text().split("last calls of torch's process groups")[1].splitlines()
