@@ -179,7 +179,7 @@ class ModelType:
         constants: Keys of a config.json that are written and not read.
         windows: How a config.json says which layers have a window; None if no layer may have one.
         mixture: Mixtures of experts, which all its models have; None for dense models.
-        quantization: `quant_method` of quantized weights that are read, too; "" for none.
+        quantization: `quant_method` of quantized weights that are read beside fp8; "" for none.
         rope_parameters: Rotary positions where a config.json says nothing of them; {} if they are not scaled.
         constant_fields: Fields of a ModelShape with one value in all its models, beside family defaults.
         local_rope: True if layers with windows have rotary positions of their own in a config.json.

@@ -3,6 +3,7 @@
 Both directions pass through one piece of a tensor at a time, and ranks share the work: `source` opens what
 `model.from` names, `hugging_face` turns a config.json into a ModelShape and back, `names` and `convert`
 rename and cut tensors, and `safetensors_folder`, `model_files` and `tokenizer_files` read and write files.
+`quantization` reads quantized weights as bf16, with `mxfp4` and `fp8_blocks`.
 An imported model is exported again bit for bit. Experts are one tensor here (`experts.gate_up.weight`
 [experts, 2, expert_mlp, hidden]) and separate matrices there. Multipliers of muP are folded into weights.
 

@@ -86,7 +86,7 @@ class HuggingFaceArchitecture:
         normalizes: Default of `norm_topk_prob`; None if there is no such key.
         scale: Default of `routed_scaling_factor`; None if there is no such key.
         windows: Keys that say which layers have a window; None if no layer may have one.
-        quantization: `quant_method` of quantized weights that can be read, too; "" for none.
+        quantization: `quant_method` of quantized weights that can be read beside fp8; "" for none.
         rope_parameters: Rotary positions of a config.json without such keys; {} without scaled frequencies.
         shared_width: Key and default of the inner width of all shared experts; None if there is no such key.
         local_rope: True if a config.json has separate rotary positions for layers with a window.
@@ -294,9 +294,8 @@ _LATENT_RULES = tuple(
 _LLAMA_BUFFERS = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 # Keys of a config.json that change what a model computes, and have one supported value.
-_UNQUANTIZED = RequiredConfigValue("quantization_config", (None,), None)
 _WHOLE_ROTARY = RequiredConfigValue("partial_rotary_factor", (None, 1, 1.0), None)
-_LLAMA_FIXED = (_WHOLE_ROTARY, _UNQUANTIZED)
+_LLAMA_FIXED = (_WHOLE_ROTARY,)
 
 
 def _sizes(
@@ -323,7 +322,6 @@ _GPT2 = HuggingFaceArchitecture(
         RequiredConfigValue("scale_attn_weights", (True,), True),
         RequiredConfigValue("scale_attn_by_inverse_layer_idx", (False,), False),
         RequiredConfigValue("add_cross_attention", (False,), False),
-        _UNQUANTIZED,
     ),
     sizes={
         "vocabulary": ("vocab_size", 50257),
@@ -358,7 +356,6 @@ _LLAMA = HuggingFaceArchitecture(
     required_values=(
         RequiredConfigValue("sliding_window", (None,), None),
         _WHOLE_ROTARY,
-        _UNQUANTIZED,
     ),
     keys=(ConfigKey("mlp_bias", "mlp_bias", False),),
     sizes=_sizes(32000, 2048, 4096, 32, 32, 11008),
@@ -435,7 +432,7 @@ _MIXTRAL = HuggingFaceArchitecture(
     buffers=_LLAMA_BUFFERS,
     constants=_UNCUT,
     windows=WindowKeys(None),
-    required_values=(_WHOLE_ROTARY, _UNQUANTIZED),
+    required_values=(_WHOLE_ROTARY,),
     sizes=_sizes(32000, 131072, 4096, 32, 32, 14336),
     epsilon=("rms_norm_eps", 1e-5),
     key_value_heads=8,
@@ -573,7 +570,6 @@ def _of_row(family: FamilyName, row: ModelType) -> HuggingFaceArchitecture:
         buffers=row.buffers,
         required_values=(
             *required_values,
-            *(() if row.quantization else (_UNQUANTIZED,)),
             *(() if _is_partial(family, row.model_type) else (_WHOLE_ROTARY,)),
         ),
         quantization=row.quantization,

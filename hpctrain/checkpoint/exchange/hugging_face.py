@@ -12,6 +12,7 @@ from hpctrain.checkpoint.exchange.architectures import (
     SCORED,
     HuggingFaceArchitecture,
 )
+from hpctrain.checkpoint.exchange.quantization import quantization_problems
 from hpctrain.checkpoint.exchange.rope_parameters import (
     RopeParametersReader,
     local_rope_config,
@@ -72,11 +73,8 @@ class _Reading:
             if value not in required.accepted:
                 message = f"unsupported; expected {required.accepted[0]!r} for {architecture.model_type}"
                 self.problem(required.key, value, message)
-        quantized = config.get("quantization_config")
-        known = isinstance(quantized, Mapping) and quantized.get("quant_method") == architecture.quantization
-        if architecture.quantization and quantized is not None and not known:
-            message = f"unsupported; expected None or quant_method = {architecture.quantization!r}"
-            self.problem("quantization_config", quantized, message)
+        for problem in quantization_problems(config, architecture.quantization):
+            self.problem(*problem)
         activation = self.activation()
         sizes: dict[str, Any] = {
             own: self.size(key, default) for own, (key, default) in architecture.sizes.items()

@@ -30,7 +30,7 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(values, scales.unsqueeze(-1).int() - _BIAS).flatten(-2).bfloat16()
 
 
-class DequantizedFolder(TensorFolder):
+class Mxfp4Folder(TensorFolder):
     """Tensors of a folder, in which matrices in 4 bits are tensors [experts, inputs, outputs] of bf16.
 
     Args:

@@ -18,7 +18,6 @@ from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
 from hpctrain.checkpoint.exchange.architectures import HEAD, HuggingFaceArchitecture
 from hpctrain.checkpoint.exchange.hugging_face import architecture_of, shape_of
 from hpctrain.checkpoint.exchange.module_source import folder_module_keys, stored_module_keys
-from hpctrain.checkpoint.exchange.mxfp4 import DequantizedFolder
 from hpctrain.checkpoint.exchange.names import (
     ROUTER_BIAS,
     Counterpart,
@@ -27,6 +26,7 @@ from hpctrain.checkpoint.exchange.names import (
     counterparts,
 )
 from hpctrain.checkpoint.exchange.prediction_modules import is_copy, with_stored_modules, without_modules
+from hpctrain.checkpoint.exchange.quantization import dequantized
 from hpctrain.checkpoint.exchange.safetensors_folder import (
     CONFIG,
     PICKLES,
@@ -48,7 +48,6 @@ from hpctrain.comm.world import World
 from hpctrain.data.epochs import EpochReader
 from hpctrain.data.tokenizer_settings import TokenizerSettings
 from hpctrain.deck.families import CHOICES
-from hpctrain.deck.family import MXFP4
 from hpctrain.deck.sections.adapters import Adapters
 from hpctrain.deck.sections.rope_scaling import scaling_values
 from hpctrain.deck.sources import toml_value
@@ -264,11 +263,10 @@ def open_model(path: Path) -> ModelFolder:
     another shape or type.
     """
     shape = _folder_shape(path)
-    architecture = architecture_of(read_json(path / CONFIG), str(path / CONFIG))
-    folder = open_folder(path)
-    shape = with_stored_modules(shape, read_json(path / CONFIG), architecture, folder.tensors)
-    if architecture.quantization == MXFP4:
-        folder = DequantizedFolder(folder)
+    config = read_json(path / CONFIG)
+    architecture = architecture_of(config, str(path / CONFIG))
+    folder = dequantized(open_folder(path), config, architecture.quantization)
+    shape = with_stored_modules(shape, config, architecture, folder.tensors)
     if shape.layers > len(folder.tensors):
         held = f"the files hold {counted(len(folder.tensors), 'tensor')}"
         raise HpctrainError(f"{path / CONFIG}: describes {counted(shape.layers, 'layer')}, but {held}")

@@ -18,7 +18,10 @@ from tests.checkpoint.exchange.test_families import GPT_OSS, QWEN2_MOE, USUAL
     ("keys", "problem"),
     [
         ({"swiglu_limit": 5.0}, "swiglu_limit = 5.0: unsupported; expected 7.0 for gpt_oss"),
-        ({"quantization_config": {"quant_method": "awq"}}, "expected None or quant_method = 'mxfp4'"),
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            "expected None or quant_method = 'fp8' or 'mxfp4'",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': unsupported; expected 'silu' for gpt_oss"),
     ],
 )

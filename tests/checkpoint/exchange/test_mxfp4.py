@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.exchange.convert import import_model
-from hpctrain.checkpoint.exchange.mxfp4 import DequantizedFolder, dequantize
+from hpctrain.checkpoint.exchange.mxfp4 import Mxfp4Folder, dequantize
 from hpctrain.checkpoint.exchange.safetensors_folder import open_folder
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -58,7 +58,7 @@ def test_elements_are_those_of_transformers() -> None:
 
 def test_boxes_are_those_of_the_matrix(tmp_path: Path) -> None:
     experts = quantized_folder(tmp_path / "theirs")
-    folder = DequantizedFolder(open_folder(tmp_path / "theirs"))
+    folder = Mxfp4Folder(open_folder(tmp_path / "theirs"))
     for name, whole in experts.items():
         assert folder.tensors[name].shape == tuple(whole.shape)
         for start, shape in (
@@ -113,6 +113,6 @@ def test_blocks_that_do_not_fit_their_scales_are_refused(
     tensors |= {f"{name}_{kind}": part for kind, part in parts.items()}
     safetensors.save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(HpctrainError) as caught:
-        DequantizedFolder(open_folder(tmp_path / "theirs"))
+        Mxfp4Folder(open_folder(tmp_path / "theirs"))
     assert caught.value.exit_code == 2
     assert problem in str(caught.value)

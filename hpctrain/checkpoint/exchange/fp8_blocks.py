@@ -1,0 +1,90 @@
+"""Weights in 8 bits (float8_e4m3fn) with a scale for each block, as DeepSeek-V3 is published, read as bf16.
+
+The scales of a matrix `NAME` are the tensor `NAME_scale_inv` with an element for each block, usually of 128 x
+128 elements. An element of the matrix is its 8-bit number times the scale of its block. Blocks at the last
+rows and columns may be incomplete. Matrices may have further dims in front, such as one for experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hpctrain.checkpoint.exchange.safetensors_folder import TYPES, Described, Index, TensorFolder
+from hpctrain.errors import HpctrainError
+from hpctrain.text import either
+
+SCALES = "_scale_inv"
+_KIND = "F8_E4M3"
+
+
+def dequantize(values: Tensor, scales: Tensor, block: Index, first: Index) -> Tensor:
+    """Return 8-bit numbers times the scales of their blocks, rounded to bf16.
+
+    Args:
+        values: Numbers in 8 bits.
+        scales: Scales of the blocks in which they lie, with as many dims.
+        block: Extent of a block in each dim.
+        first: Index of the first number in its block.
+    """
+    for dim, (size, offset) in enumerate(zip(block, first, strict=True)):
+        scales = scales.index_select(dim, (torch.arange(values.shape[dim]) + offset) // size)
+    return (values.float() * scales.float()).bfloat16()
+
+
+class Fp8Folder(TensorFolder):
+    """Tensors of a folder, in which matrices in 8 bits are tensors of bf16.
+
+    Args:
+        folder: The folder, some of whose tensors are in 8 bits.
+        block: Rows and columns of a block with a common scale.
+
+    Raises:
+        HpctrainError: A matrix in 8 bits has no scales, or scales that do not fit it.
+    """
+
+    def __init__(self, folder: TensorFolder, block: tuple[int, int]) -> None:
+        tensors = dict(folder.tensors)
+        self._block = block
+        self._quantized = frozenset(name for name, each in tensors.items() if each.kind == _KIND)
+        problems = list[str]()
+        for name in sorted(self._quantized):
+            matrix, scales = tensors[name], tensors.pop(name + SCALES, None)
+            if (problem := self._problem(name, matrix, scales)) is not None:
+                problems.append(f"{folder.path / matrix.file}: {name}: {problem}")
+            tensors[name] = replace(matrix, kind="BF16")
+        if problems:
+            raise HpctrainError(problems[:8])
+        super().__init__(folder.path, tensors)
+        # One for each kind of tensors, since a folder keeps the file of its last tensor open.
+        self._numbers, self._scales = (TensorFolder(folder.path, folder.tensors) for _ in range(2))
+
+    def _problem(self, name: str, matrix: Described, scales: Described | None) -> str | None:
+        """Return what is wrong with the scales of a matrix; None if they fit it."""
+        if scales is None:
+            return f"requires {name}{SCALES}, which is not in these files"
+        if len(matrix.shape) < len(self._block):
+            return f"has shape {list(matrix.shape)}, expected a matrix of scaled blocks"
+        blocks = [-(-n // size) for n, size in zip(matrix.shape, self._blocks(matrix.shape), strict=True)]
+        if list(scales.shape) != blocks:
+            return f"has scales of shape {list(scales.shape)}, expected {blocks} for its blocks"
+        return None if scales.kind in TYPES else f"has scales of type {scales.kind}, expected {either(TYPES)}"
+
+    def _blocks(self, shape: Index) -> Index:
+        """Return the extent of a block in each dim of a tensor."""
+        return (*(1 for _ in shape[len(self._block) :]), *self._block)
+
+    @override
+    def read(self, name: str, start: Index, shape: Index) -> Tensor:
+        if name not in self._quantized:
+            return super().read(name, start, shape)
+        block = self._blocks(shape)
+        at = tuple(first // size for first, size in zip(start, block, strict=True))
+        last = (-(-(first + extent) // size) for first, extent, size in zip(start, shape, block, strict=True))
+        counts = tuple(end - first for first, end in zip(at, last, strict=True))
+        within = tuple(first % size for first, size in zip(start, block, strict=True))
+        scales = self._scales.read(name + SCALES, at, counts)
+        return dequantize(self._numbers.read(name, start, shape), scales, block, within)
