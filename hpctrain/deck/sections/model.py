@@ -460,7 +460,7 @@ def head_problems(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def rotation_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problem of a share of rotated features that gives no even number of them; at most one."""
+    """Yield the problems of rotation: an odd number of rotated features, and too long a pattern."""
     model = deck.model
     rotated = rotated_features(model.head_size, model.rotary_fraction)
     if model.positions == "rotary" and model.head_size % 2 == 0 and (rotated % 2 or not rotated):
@@ -469,27 +469,38 @@ def rotation_problems(deck: Deck) -> Iterator[DeckProblem]:
             f"{rotated} (use {max(2, rotated // 2 * 2) / model.head_size:g})"
         )
         yield DeckProblem("model.rotary_fraction", sentence, ("model.head_size",))
+    yield from _long_pattern(deck, "rotation_pattern", "values")
 
 
 def window_problems(deck: Deck) -> Iterator[DeckProblem]:
-    """Yield the problems of windows: of their sizes, their number, and of a base that no layer has.
-
-    The pattern of a preset or of a family may be longer than a model with fewer layers.
-    """
-    model, place = deck.model, deck.sources.places.get("model.windows")
-    given = place is not None and not place.note
+    """Yield the problems of windows: of their sizes, their number, and of a base that no layer has."""
+    model = deck.model
     wrong = next((window for window in model.windows if window < 0), None)
     if wrong is not None:
         sentence = f"each window must be a positive number of tokens, or 0 for no window (got {wrong})"
         yield DeckProblem("model.windows", sentence)
-    elif given and len(model.windows) > model.layers:
-        sentence = (
-            f"has {len(model.windows)} windows, but model.layers = {model.layers} (leave the others out)"
-        )
-        yield DeckProblem("model.windows", sentence, ("model.layers",))
     elif model.rope_local_base is not None and not any(model.windows):
         sentence = "has no effect without a layer that has a window (set model.windows)"
         yield DeckProblem("model.rope_local_base", sentence, ("model.windows",))
+    else:
+        yield from _long_pattern(deck, "windows", "windows")
+
+
+def _long_pattern(deck: Deck, name: str, items: str) -> Iterator[DeckProblem]:
+    """Yield the problem of a pattern over layers that a deck gives for more layers than there are.
+
+    The pattern of a preset or of a family may be longer than a model with fewer layers.
+
+    Args:
+        deck: The deck.
+        name: Name of the pattern in [model].
+        items: What the pattern consists of, for the message.
+    """
+    key = f"model.{name}"
+    count, layers, place = len(getattr(deck.model, name)), deck.model.layers, deck.sources.places.get(key)
+    if place is not None and not place.note and count > layers:
+        sentence = f"has {count} {items}, but model.layers = {layers} (leave the others out)"
+        yield DeckProblem(key, sentence, ("model.layers",))
 
 
 MUP_OPTIMIZERS = ("adafactor", "adam-mini", "adamw", "lion", "muon", "schedule-free", "sgd")
