@@ -56,7 +56,11 @@ def shape_of(config: Config, where: str) -> ModelShape:
 
 
 class _Reading:
-    """Reader of a config.json, which collects the problems that it finds."""
+    """Reader of a config.json, which collects the problems that it finds.
+
+    The default replaces the value of a key with a problem. What depends on this key is not checked, since
+    further messages would be about a value that the file does not have.
+    """
 
     def __init__(self, config: Config, where: str) -> None:
         self.architecture = architecture_of(config, where)
@@ -64,6 +68,7 @@ class _Reading:
         self.config = config if experts is None else {**dict.fromkeys(_EXPERTS, experts), **config}
         self.where = where
         self.problems: list[str] = []
+        self.invalid_keys: set[str] = set()
 
     def shape(self) -> ModelShape:
         """Return the shape of the model that the configuration describes."""
@@ -92,9 +97,13 @@ class _Reading:
             if size is not None:
                 sizes["head_size"] = self.size("head_dim", size)
         if architecture.rotary:
-            sizes |= self.rotary_positions(sizes)
-            sizes["windows"] = self.windows(sizes["layers"])
-            sizes["rope_local_base"] = self.local_base(sizes)
+            sizes["windows"] = self.windows(sizes["layers"]) if self.has_valid_sizes("layers") else ()
+            head_keys = {"head_dim", *(key for key, _ in architecture.latent.values())}
+            if self.has_valid_sizes("hidden", "heads", "sequence") and self.invalid_keys.isdisjoint(
+                head_keys
+            ):
+                sizes |= self.rotary_positions(sizes)
+                sizes["rope_local_base"] = self.local_base(sizes)
             if architecture.windows is not None and architecture.windows.rotate:
                 rotated = tuple(window > 0 for window in sizes["windows"]) or (False,)
                 sizes["rotation_pattern"] = () if all(rotated) else rotated
@@ -102,7 +111,7 @@ class _Reading:
             sizes |= self.mixture(sizes)
         if "attention_bias" not in {key.deck_key for key in architecture.keys}:
             sizes["attention_bias"] = self.attention_bias()
-        sizes |= {key.deck_key: self.deck_value(key) for key in architecture.keys}
+        sizes |= {key.deck_key: self.deck_value(key, sizes["layers"]) for key in architecture.keys}
         sizes["norm_epsilon"] = self.number(*architecture.epsilon)
         sizes["tied"] = self.flag("tie_word_embeddings", architecture.tied) and architecture.head != "scalar"
         if architecture.head == "scalar":
@@ -139,6 +148,11 @@ class _Reading:
 
     def problem(self, key: str, value: object, message: str) -> None:
         self.problems.append(f"{self.where}: {key} = {value!r}: {message}")
+        self.invalid_keys.add(key)
+
+    def has_valid_sizes(self, *names: str) -> bool:
+        """Return True if the keys of some sizes have no problem. The names are fields of a ModelShape."""
+        return self.invalid_keys.isdisjoint(self.architecture.sizes[name][0] for name in names)
 
     def size(self, key: str, default: int, least: int = 1) -> int:
         value = self.config.get(key)
@@ -156,7 +170,7 @@ class _Reading:
             return default
         return float(value)
 
-    def deck_value(self, key: ConfigKey) -> Any:
+    def deck_value(self, key: ConfigKey, layers: int) -> Any:
         """Return the value of the key of [model] that a key of config.json gives."""
         if key.choices:
             values = dict(key.choices)
@@ -166,7 +180,7 @@ class _Reading:
                 return values[key.default]
             return values[value]
         if key.form == "layers":
-            return self.pattern(key)
+            return self.pattern(key, layers) if self.has_valid_sizes("layers") else ()
         if isinstance(key.default, bool):
             return self.flag(key.name, key.default)
         if key.form == "cap" and self.config.get(key.name, key.default) is None:
@@ -183,18 +197,21 @@ class _Reading:
     def latent_attention(self, heads: int) -> dict[str, Any]:
         """Return the fields of latent attention, in which each head has its own keys and values."""
         shared = self.size("num_key_value_heads", heads)
-        if shared != heads:
+        if shared != heads and self.has_valid_sizes("heads"):
             self.problem("num_key_value_heads", shared, f"must be num_attention_heads = {heads}")
         fields_read: dict[str, Any] = {}
         for own, (key, default) in self.architecture.latent.items():
             is_missing = own == "query_rank" and self.config.get(key, default) is None
-            fields_read[own] = None if is_missing else self.size(key, default)
+            fields_read[own] = (
+                None if is_missing else self.size(key, default, 2 if own == "rotary_size" else 1)
+            )
         plain = fields_read.pop("plain_size")
         names = self.architecture.latent
         for own, size in {"plain_size": plain, **fields_read}.items():
             if size is not None and size % 2 and own in {"plain_size", "rotary_size", "key_value_rank"}:
                 self.problem(names[own][0], size, "must be even")
-        if fields_read["value_size"] > plain + fields_read["rotary_size"]:
+        are_valid = self.invalid_keys.isdisjoint(key for key, _ in names.values())
+        if are_valid and fields_read["value_size"] > plain + fields_read["rotary_size"]:
             message = f"must be at most {names['plain_size'][0]} + {names['rotary_size'][0]}"
             self.problem(names["value_size"][0], fields_read["value_size"], message)
         return {"head_size": plain + fields_read["rotary_size"], "latent": LatentTable(**fields_read)}
@@ -269,9 +286,8 @@ class _Reading:
                 )
                 self.problem(key, value, message)
 
-    def pattern(self, key: ConfigKey) -> tuple[bool, ...]:
+    def pattern(self, key: ConfigKey, layers: int) -> tuple[bool, ...]:
         """Return the shortest pattern of flags that gives the list of all layers."""
-        layers = self.size(*self.architecture.sizes["layers"])
         value = self.config.get(key.name)
         if value is None:
             interval = self.size(*key.default)
@@ -357,12 +373,14 @@ class _Reading:
             key, default = architecture.shared_width
             width, of_expert = self.size(key, default), fields_read["expert_mlp"]
             fields_read["shared_experts"] = width // of_expert
-            if width % of_expert:
-                name = architecture.mixture["expert_mlp"][0]
+            name = architecture.mixture["expert_mlp"][0]
+            if width % of_expert and self.invalid_keys.isdisjoint({key, name}):
                 self.problem(key, width, f"must be a multiple of {name} = {of_expert}")
         dense = self.config.get("mlp_only_layers")
         if dense not in (None, []) and "expert_every" in fields_read:
-            fields_read |= self._blocks_with_experts(dense, sizes["layers"], fields_read["expert_every"])
+            every = architecture.mixture["expert_every"][0]
+            if self.has_valid_sizes("layers") and every not in self.invalid_keys:
+                fields_read |= self._blocks_with_experts(dense, sizes["layers"], fields_read["expert_every"])
         return fields_read
 
     def _blocks_with_experts(self, dense: object, layers: int, every: int) -> dict[str, Any]:

@@ -1,0 +1,51 @@
+"""Configs with one wrong size: its message is the only one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES, HuggingFaceArchitecture
+from hpctrain.checkpoint.exchange.hugging_face import shape_of
+from hpctrain.errors import HpctrainError
+
+LAYERS = 3
+
+
+def lists_of_layers(architecture: HuggingFaceArchitecture) -> dict[str, Any]:
+    """Return keys of a config.json whose values have an element for each layer."""
+    keys: dict[str, Any] = {key.name: [1, 1, 0] for key in architecture.keys if key.form == "layers"}
+    if architecture.windows is not None and architecture.windows.has_layer_types:
+        keys["layer_types"] = ["full_attention"] * LAYERS
+    if "expert_every" in architecture.mixture:
+        keys["mlp_only_layers"] = [1]
+    return keys
+
+
+@pytest.mark.parametrize("name", [name for name, each in ARCHITECTURES.items() if each.head == "vocabulary"])
+def test_each_wrong_size_has_one_message(name: str) -> None:
+    architecture = ARCHITECTURES[name]
+    config = {
+        "architectures": [name],
+        architecture.sizes["layers"][0]: LAYERS,
+        **lists_of_layers(architecture),
+    }
+    sizes = {**architecture.sizes, **architecture.mixture, **architecture.latent}
+    keys = [key for key, _ in sizes.values()]
+    if architecture.grouped:
+        keys += ["num_key_value_heads", *(() if architecture.latent else ("head_dim",))]
+    for key in keys:
+        for value in (-1, "many"):
+            with pytest.raises(HpctrainError) as caught:
+                shape_of({**config, key: value}, "config.json")
+            (problem,) = caught.value.problems
+            assert f"config.json: {key} = {value!r}: must be a whole number from " in problem
+
+
+def test_latent_attention_rotates_at_least_two_features() -> None:
+    with pytest.raises(HpctrainError) as caught:
+        shape_of({"architectures": ["DeepseekV3ForCausalLM"], "qk_rope_head_dim": 1}, "config.json")
+    assert caught.value.problems == (
+        "config.json: qk_rope_head_dim = 1: must be a whole number from 2 to 10000000",
+    )
