@@ -49,7 +49,11 @@ from hpctrain.checkpoint.exchange.source import (
     stored_shape,
     tensor_shapes,
 )
-from hpctrain.checkpoint.exchange.tokenizer_files import import_warnings, tokenizer_of_folder
+from hpctrain.checkpoint.exchange.tokenizer_files import (
+    import_warnings,
+    refuse_damaged_tokenizer,
+    tokenizer_of_folder,
+)
 from hpctrain.checkpoint.extract import ReadRequest, TensorSource, opened
 from hpctrain.checkpoint.layout import Index, TensorRange, rectangles
 from hpctrain.checkpoint.stored_deck import deck_state
@@ -199,6 +203,8 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
             model.require_tied_head(group.rank, group.size)
             deck, described = _model_deck(model.shape, out, folder), _described(model.shape)
         text, settings, missing = tokenizer_of_folder(folder, deck.model.vocabulary or _MOST_TOKENS)
+        if text is None:
+            refuse_damaged_tokenizer(folder)
         warnings = [] if text is None else import_warnings(text, settings, folder)
         state = {
             MODEL_ONLY: True,

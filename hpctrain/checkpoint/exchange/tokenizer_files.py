@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hpctrain.data.control_tokens import token_ids
 from hpctrain.data.special_token_check import special_token_warnings
-from hpctrain.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, bytes_json, parse_tokenizer
+from hpctrain.data.tokenizer import (
+    BYTES,
+    TOKENIZER_FILE,
+    Tokenizer,
+    bytes_json,
+    library_of,
+    parse_tokenizer,
+)
 from hpctrain.data.tokenizer_settings import (
     SPECIAL_TOKENS_MAP,
     TEMPLATE_FILE,
@@ -16,7 +24,7 @@ from hpctrain.data.tokenizer_settings import (
     TokenizerSettings,
     token_text,
 )
-from hpctrain.errors import HpctrainError, require
+from hpctrain.errors import HpctrainError, InputOutputError, require
 from hpctrain.files import JSON_BYTES, read_text
 
 _CODE = "auto_map"
@@ -104,6 +112,35 @@ def import_warnings(text: str, settings: TokenizerSettings, folder: Path) -> lis
     tokenizer = Tokenizer(text, f"{folder / TOKENIZER_FILE}", settings)
     ids = token_ids(parse_tokenizer(text, f"{folder / TOKENIZER_FILE}"))
     return [f"{folder}/{each}" for each in special_token_warnings(settings, ids, tokenizer.control.values())]
+
+
+def refuse_damaged_tokenizer(folder: Path) -> None:
+    """Check that the tokenizer's files in a folder can be read. It is correct if they are missing.
+
+    A tokenizer that can be read may still be unusable, for example with a token whose role is unknown.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        HpctrainError: `tokenizer.json` is not a tokenizer, or a file with settings is not JSON.
+        InputOutputError: A file cannot be read.
+    """
+    TokenizerSettings.of_folder(folder)
+    path = folder / TOKENIZER_FILE
+    remedy = "replace it, or remove it to import the model without a tokenizer"
+    if not path.is_file():
+        return
+    try:
+        content = parse_tokenizer(read_text(path, JSON_BYTES), str(path))
+        if find_spec("tokenizers") is not None:
+            library_of(content, str(path))
+    except OSError as error:
+        raise InputOutputError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
+    except UnicodeDecodeError:
+        raise HpctrainError(f"{path}: is not UTF-8 text; {remedy}") from None
+    except HpctrainError as error:
+        raise HpctrainError(f"{error.problems[0].partition('; ')[0]}; {remedy}") from None
 
 
 def tokenizer_of_folder(folder: Path, vocabulary: int) -> tuple[str | None, TokenizerSettings, str]:

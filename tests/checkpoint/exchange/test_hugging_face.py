@@ -309,6 +309,39 @@ def test_a_tokenizer_travels_both_ways(world: World, tmp_path: Path) -> None:
     assert "without a tokenizer (tokenizer.json has " in told and "tokens, but the model only 61)" in told
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        (
+            "tokenizer.json",
+            b'{"model": {"vocab": {"a": 0',
+            "tokenizer.json: is not a `tokenizers` JSON (it is not",
+        ),
+        ("tokenizer.json", b"\xff", "tokenizer.json: is not UTF-8 text; replace it, or remove it to import"),
+        (
+            "tokenizer.json",
+            b"{}",
+            "tokenizer.json: is not a `tokenizers` JSON (it has no `model`); replace it,",
+        ),
+        (
+            "tokenizer.json",
+            b'{"model": {"type": "New", "vocab": {"</s>": 0}}, "added_tokens": []}',
+            "tokenizer.json: is not a `tokenizers` JSON that this version can read: ",
+        ),
+        ("tokenizer_config.json", b"{", "tokenizer_config.json: is not readable as JSON"),
+    ],
+)
+def test_a_damaged_tokenizer_is_refused(
+    world: World, tmp_path: Path, name: str, content: bytes, problem: str
+) -> None:
+    theirs = saved(reference("gpt2"), tmp_path / "theirs")
+    (theirs / name).write_bytes(content)
+    with pytest.raises(HpctrainError) as caught:
+        import_model(world, theirs, tmp_path / "model.h5")
+    assert caught.value.exit_code == 2 and not (tmp_path / "model.h5").exists()
+    assert f"{theirs}/{problem}" in str(caught.value)
+
+
 def test_files_of_the_first_gpt2_and_of_older_llamas(world: World, tmp_path: Path) -> None:
     """Names without a prefix, masks among the tensors; rope_theta beside rope_scaling, heads not given."""
     model = reference("gpt2")
