@@ -22,6 +22,8 @@ from hpctrain.fault_checks.replica_check import check_replicas
 from hpctrain.model.modules.module_architecture import ModuleArchitecture
 from hpctrain.model.modules.module_buffers import BUFFER_KIND as BUFFER
 from hpctrain.model.modules.module_part import ModulePart
+from hpctrain.model.shape import ModelShape
+from hpctrain.text import counted
 
 
 def start_from_source(deck: Deck, engine: Engine) -> str:
@@ -50,11 +52,24 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
         sentence += f", its feed-forward layers copied to {shape.experts} experts, routers new"
     if shape.head != source.head:
         sentence += ", with a new head for scores"
+    sentence += _modules_note(shape, source)
     if shape.adapters is not None:
         sentence += ", with its adapters" if source.adapters is not None else ", adapters new"
     if shape.positions == "learned" and shape.sequence < source.sequence:
         sentence += f", the first {shape.sequence} of its {source.sequence} positions"
     return sentence
+
+
+def _modules_note(shape: ModelShape, source: ModelShape) -> str:
+    """Return what the message about the initial weights says of modules of multi-token prediction."""
+    number = source.mtp_layers
+    if shape.mtp_layers > number:
+        return f", {counted(shape.mtp_layers - number, 'module')} of multi-token prediction new"
+    if shape.mtp_layers == number:
+        return ""
+    omitted = counted(number - shape.mtp_layers, "module")
+    hint = f" (model.mtp_layers = {number} trains {'it' if number == 1 else 'them'})"
+    return f", without {omitted} of multi-token prediction{hint if shape.head == 'vocabulary' else ''}"
 
 
 def _start_module(path: Path, engine: Engine) -> str:

@@ -29,6 +29,7 @@ from hpctrain.plan.deck import plan_deck
 from hpctrain.sharding.state import MASTER
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.start import start_from_source
+from tests.checkpoint.exchange.test_prediction_modules import save_with_module
 from tests.model.test_against_transformers import gpt2_reference, llama_reference
 from tests.train.test_run import contents, write_deck
 
@@ -278,3 +279,22 @@ def test_another_optimizer_begins_anew_where_it_is_asked_to(world: World, mpi_tm
         assert 'are trained from now on, with new optimizer state (["blocks.0.*"] would keep' in said
         assert said.count('00000003.h5: holds the state of "adamw"; lion starts with new state') == 1
         assert "does not fit this run" not in said
+
+
+@pytest.mark.parametrize(
+    ("modules", "told"),
+    [
+        (0, ", without 1 module of multi-token prediction (model.mtp_layers = 1 trains it)"),
+        (1, ""),
+        (3, ", 2 modules of multi-token prediction new"),
+    ],
+)
+def test_a_start_says_which_modules_of_the_source_are_left_out(
+    world: World, tmp_path: Path, modules: int, told: str
+) -> None:
+    save_with_module(tmp_path / "theirs")
+    text = DECK.format(folder=tmp_path, source=tmp_path / "theirs", sequence=24)
+    before, after, sentence = started(world, text, [f"model.mtp_layers={modules}"])
+    assert sentence == f"initialized from the weights of {tmp_path / 'theirs'}{told}"
+    for engine in (before, after):
+        engine.close()
