@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
+from math import log
 
+from hpctrain.deck.convert.layer_lists import layer_flags
 from hpctrain.deck.convert.option_values import UnsupportedOptionError, integer, number, switch
 from hpctrain.deck.convert.rule_table import Conversion, RuleTable, SourceOptions, apply_rules, load_table
 from hpctrain.deck.convert.shell_script import parse_arguments
 from hpctrain.deck.families import FAMILIES
 
-_LAYER_LIST = re.compile(r"\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?")
-_LLAMA_ONLY = (
-    "model.rope_base",
-    "model.query_key_norm",
-    "model.attention_bias",
-    "model.rope_scaling.kind",
-    "model.rope_scaling.factor",
-    "model.rope_scaling.original_sequence",
-)
+_WINDOW = re.compile(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?")
+_OF_ROTATION = ("model.rope_", "model.rotary_fraction", "model.rotation_pattern")
+"""Beginnings of keys that have no effect without rotary positions."""
+
+_ORIGINAL_LENGTH = 4096
+"""Default of --original-max-position-embeddings."""
+
+_LATENT_EPSILON = 1e-6
+"""Number that the norms of latents add to the variance here, whatever model.norm_epsilon is."""
+
 _BALANCE_OVER = {"aux_loss": "micro_batch", "seq_aux_loss": "sequence"}
 
 
@@ -51,34 +54,41 @@ def convert_script(script: str) -> Conversion:
 
 
 def _add_family(options: SourceOptions, result: Conversion) -> None:
-    """Add the family that shares most properties with the model, and report those that differ."""
-    rotary = options.is_on("--use-rotary-position-embeddings")
-    properties = {
-        "rotary positions": rotary or options.get("--position-embedding-type") == "rope",
-        "RMSNorm": options.get("--normalization") == "RMSNorm",
-        "layers without biases": options.is_on("--disable-bias-linear"),
-    }
-    swiglu = options.is_on("--swiglu")
-    count = sum(properties.values()) + swiglu
+    """Add the family that shares most properties with the model, and keys for the properties that differ."""
+    named = options.get("--position-embedding-type")
+    rotary = options.is_on("--use-rotary-position-embeddings") or named == "rope"
+    positions = "rotary" if rotary else "none" if named == "none" else "learned"
+    norm = "rms" if options.get("--normalization") == "RMSNorm" else "layer"
+    biases, swiglu = not options.is_on("--disable-bias-linear"), options.is_on("--swiglu")
+    count = (positions == "rotary") + (norm == "rms") + (not biases) + swiglu
     if "--num-layers" not in options and not count:
         return
-    llama = count >= 2
-    family = "llama" if llama else "gpt2"
-    result.keys["model.family"] = family
+    family = "llama" if count >= 2 else "gpt2"
     relu2 = "relu2" if options.is_on("--squared-relu") else "gelu-tanh"
-    activation = "swiglu" if swiglu else relu2
-    if activation != FAMILIES[family].defaults.activation:
-        result.keys["model.activation"] = activation
-    different = [name for name, present in properties.items() if present != llama]
-    if different:
-        differs = f"{'has' if llama else 'does not have'} {', '.join(different)}"
-        result.unsupported["the model"] = (
-            f'model.family = "{family}" is the most similar family; unlike the model of the script it '
-            f"{differs}"
-        )
-    if not llama:
-        for key in _LLAMA_ONLY:
-            result.keys.pop(key, None)
+    properties: dict[str, object] = {
+        "positions": positions,
+        "norm": norm,
+        "norm_bias": norm == "layer",
+        "attention_bias": _attention_bias(options, biases),
+        "mlp_bias": biases,
+        "activation": "swiglu" if swiglu else relu2,
+    }
+    defaults = FAMILIES[family].defaults
+    different = {
+        f"model.{name}": value for name, value in properties.items() if value != getattr(defaults, name)
+    }
+    result.keys = {"model.family": family, **different, **result.keys}
+    if positions != "rotary":
+        for key in [key for key in result.keys if key.startswith(_OF_ROTATION)]:
+            del result.keys[key]
+
+
+def _attention_bias(options: SourceOptions, biases: bool) -> str:
+    """Return the value of model.attention_bias. Latent attention has no biases."""
+    if options.is_on("--multi-latent-attention"):
+        return "none"
+    own = "query_key_value" if options.is_on("--add-qkv-bias") else "none"
+    return "all" if biases else own
 
 
 # Conversions that rows of megatron.toml name. Those that return a tuple set several keys.
@@ -180,19 +190,125 @@ def _shared_experts(value: object, options: SourceOptions) -> int:
     return integer(value) // inner
 
 
-def _blocks_with_experts(value: object, options: SourceOptions) -> object:
-    """Return the number of dense blocks at the start and the pattern of blocks; None for what is usual.
+def _flags_of_layers(value: object, options: SourceOptions, usual: bool) -> list[bool]:
+    """Return flags of layers: a list of all, or a pattern in which one of `value` layers is different.
 
     A pattern is at most as long as the model, which Megatron-LM does not require.
+
+    Args:
+        value: List of flags in Python's notation, or a number of layers.
+        options: All options.
+        usual: Flag of the layers that are not different. The last layer of a pattern is different if it is
+            True, otherwise the first one.
     """
-    if pattern := _LAYER_LIST.fullmatch(str(value).replace(" ", "")):
-        return int(pattern[1]), None
     try:
         every = integer(value)
     except UnsupportedOptionError:
-        raise UnsupportedOptionError("must be a number or [0]*n+[1]*m") from None
-    length = min(every, options.read("--num-layers", integer) or every)
-    return (None, [block == 0 for block in range(length)]) if every > 1 else None
+        return layer_flags(str(value))
+    if every < 1:
+        raise UnsupportedOptionError("must be above 0")
+    different = every - 1 if usual else 0
+    flags = [(layer == different) != usual for layer in range(every)]
+    return flags[: options.read("--num-layers", integer) or every]
+
+
+def _blocks_with_experts(value: object, options: SourceOptions) -> object:
+    """Return the number of dense blocks at the start and the pattern of blocks; None for what is usual."""
+    flags = _flags_of_layers(value, options, usual=False)
+    if not any(flags):
+        raise UnsupportedOptionError("has no layer with experts")
+    first = flags.index(True)
+    if all(flags[first:]):
+        return (first, None) if first else None
+    return None, flags
+
+
+def _windows(value: object, options: SourceOptions) -> object:
+    """Return the window of each layer of a pattern, in tokens with the present one; None for no window."""
+    sides = _WINDOW.fullmatch(str(value))
+    if sides is None or int(sides[2]) != 0 or int(sides[1]) < -1:
+        raise UnsupportedOptionError("must be N,0: the N tokens before each token, and none after it")
+    window = int(sides[1]) + 1  # -1 is all tokens
+    skipped = options.get("--window-attn-skip-freq")
+    flags = [True] if skipped is None else _flags_of_layers(skipped, options, usual=True)
+    # The list is the value of one key.
+    return ([window if flag else 0 for flag in ([True] if all(flags) else flags)],) if window else None
+
+
+def _rotating_blocks(value: object, options: SourceOptions) -> object:
+    """Return the flags of layers that rotate; None if all do. A list has 1 for those that do not."""
+    flags = _flags_of_layers(value, options, usual=True)
+    if not str(value).strip().isdecimal():
+        flags = [not flag for flag in flags]
+    return None if all(flags) else (flags,)
+
+
+def _linear_scaling(value: object, _: SourceOptions) -> object:
+    return ("linear", number(value)) if number(value) > 1 else None
+
+
+def _query_key_norm(value: object, options: SourceOptions) -> str | None:
+    if switch(value) and options.get("--normalization") != "RMSNorm":
+        raise UnsupportedOptionError("is supported with --normalization RMSNorm only")
+    return "head" if switch(value) else None
+
+
+def _norm_weight(value: object, options: SourceOptions) -> str | None:
+    if switch(value) and options.get("--normalization") != "RMSNorm":
+        raise UnsupportedOptionError("is supported with --normalization RMSNorm only")
+    return "one_plus" if switch(value) else None
+
+
+def _quick_geglu(value: object, options: SourceOptions) -> str | None:
+    if not switch(value):
+        return None
+    settings = [
+        options.read(name, number) for name in ("--glu-linear-offset", "--activation-func-clamp-value")
+    ]
+    if settings != [1.0, 7.0]:
+        needed = "--glu-linear-offset 1 and --activation-func-clamp-value 7"
+        raise UnsupportedOptionError(f"requires {needed}, the activation of gpt-oss")
+    return "swiglu-clamped"
+
+
+def _latent_attention(value: object, options: SourceOptions) -> None:
+    """Require what latent attention always has here: normalized latents, and no biases."""
+    epsilon = options.read("--norm-epsilon", number) or options.read("--layernorm-epsilon", number)
+    present = {
+        "--disable-bias-linear": options.is_on("--disable-bias-linear"),
+        "--qk-layernorm": options.is_on("--qk-layernorm"),
+        "--normalization RMSNorm": options.get("--normalization") == "RMSNorm",
+        f"--norm-epsilon {_LATENT_EPSILON:g}": epsilon == _LATENT_EPSILON,
+    }
+    missing = [name for name, has in present.items() if not has]
+    if switch(value) and missing:
+        raise UnsupportedOptionError(f"becomes [model.latent], which computes as with {', '.join(missing)}")
+
+
+def _latent_head_size(value: object, options: SourceOptions) -> int:
+    return integer(value) + integer(options.get("--qk-pos-emb-head-dim"))
+
+
+def _latent_scaling(value: object, options: SourceOptions) -> object:
+    """Return kind, factor, original length and attention factor of YaRN, and the attention scale."""
+    factor, all_dims = number(value), options.read("--mscale-all-dim", number) or 0.0
+    if factor <= 1:
+        return None
+    mscale = options.read("--mscale", number)
+    of_queries = 0.1 * (1.0 if mscale is None else mscale) * log(factor) + 1
+    of_scores = 0.1 * all_dims * log(factor) + 1
+    head_size = _latent_head_size(options.get("--qk-head-dim"), options)
+    scale = of_scores**2 / head_size**0.5 if all_dims else None
+    if options.get("--rope-type") == "rope":
+        return None, None, None, None, scale
+    original = options.read("--original-max-position-embeddings", integer) or _ORIGINAL_LENGTH
+    return "yarn", factor, original, of_queries / of_scores, scale
+
+
+def _chosen_groups(value: object, options: SourceOptions) -> tuple[int, int | None]:
+    """Return the number of groups that are chosen, and of the best experts whose scores rank a group."""
+    best = (options.read("--moe-router-topk", integer) or 2) // max(1, integer(value))
+    return integer(value), best or None
 
 
 def _experts(value: object, options: SourceOptions) -> object:

@@ -38,6 +38,25 @@ def test_a_converted_deck_can_be_read() -> None:
     assert "does not have" not in text
 
 
+def test_a_script_of_latent_attention_becomes_a_deck_that_can_be_read() -> None:
+    deck = parse_deck(
+        converted_deck(
+            "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --micro-batch-size 2"
+            " --global-batch-size 8 --train-iters 100 --lr 1e-3 --swiglu --normalization RMSNorm"
+            " --norm-epsilon 1e-6 --position-embedding-type rope --disable-bias-linear --qk-layernorm"
+            " --multi-latent-attention --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16"
+            " --v-head-dim 32 --hidden-dropout 0 --attention-dropout 0 --rotary-scaling-factor 4"
+            " --mscale-all-dim 1 --mtp-num-layers 1 --window-size 31,0 --window-attn-skip-freq 2"
+        ),
+        [TOKENS],
+    )
+    latent = deck.model.latent
+    assert latent is not None and (latent.key_value_rank, latent.query_rank) == (64, None)
+    assert (deck.model.head_size, deck.model.windows, deck.model.mtp_layers) == (48, (32, 0), 1)
+    assert deck.model.rope_scaling is not None and deck.model.rope_scaling.kind == "yarn"
+    assert deck.objective.mtp_weight == 0.1
+
+
 def test_missing_required_keys_are_comments(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(

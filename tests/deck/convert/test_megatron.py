@@ -1,10 +1,12 @@
 """Arguments of Megatron-LM in scripts, and their conversion to a deck.
 
-Tests of deck/convert/megatron.py, deck/convert/shell_script.py, deck/convert/rule_table.py and
-deck/convert/option_values.py.
+Tests of deck/convert/megatron.py, deck/convert/layer_lists.py, deck/convert/shell_script.py,
+deck/convert/rule_table.py and deck/convert/option_values.py.
 """
 
 from __future__ import annotations
+
+from math import log
 
 import pytest
 from hypothesis import given
@@ -163,7 +165,7 @@ def test_any_text_is_read(text: str) -> None:
         ("--group-query-attention --num-query-groups 2", {"key_value_heads": 2}),
         (
             "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --add-qkv-bias"
-            " --use-rope-scaling --rope-scaling-factor 32",
+            " --disable-bias-linear --use-rope-scaling --rope-scaling-factor 32",
             {
                 "attention_bias": "query_key_value",
                 "rope_scaling.kind": "llama3",
@@ -205,13 +207,110 @@ def test_any_text_is_read(text: str) -> None:
         ("--moe-router-pre-softmax --moe-router-score-function sigmoid", {"router": "sigmoid"}),
         ("--group-query-attention", {}),
         ("--moe-router-score-function sigmoid", {"router": "sigmoid"}),
+        ("--moe-layer-freq [0,1,1,0]", {"experts.pattern": [False, True, True, False]}),
+        ("--moe-layer-freq 2*([0]*2+[1])", {"experts.pattern": [False, False, True] * 2}),
+        (
+            "--moe-router-topk 6 --moe-router-group-topk 6",
+            {"experts_per_token": 6, "experts.router_groups_per_token": 6, "experts.router_group_best": 1},
+        ),
+        ("--num-layers 4 --window-size 127,0", {"layers": 4, "windows": [128]}),
+        ("--window-size -1,0", {}),
+        ("--window-size (127,0) --window-attn-skip-freq 3", {"windows": [128, 128, 0]}),
+        ("--window-size 7,0 --window-attn-skip-freq 9 --num-layers 2", {"windows": [8], "layers": 2}),
+        ("--window-size 7,0 --window-attn-skip-freq ([0]+[1])*2", {"windows": [0, 8, 0, 8]}),
+        ("--softmax-type learnable", {"attention_sinks": True}),
+        (
+            "--num-layers 2 --use-rotary-position-embeddings --rotary-percent 0.5 --no-rope-freq 4"
+            " --rotary-seq-len-interpolation-factor 2",
+            {
+                "layers": 2,
+                "positions": "rotary",
+                "rotary_fraction": 0.5,
+                "rope_scaling.kind": "linear",
+                "rope_scaling.factor": 2.0,
+            },
+        ),
+        (
+            "--position-embedding-type rope --swiglu --no-rope-freq [0,1] --disable-bias-linear",
+            {"rotation_pattern": [True, False], "norm": "layer", "norm_bias": True},
+        ),
+        (
+            "--swiglu --normalization RMSNorm --apply-layernorm-1p --rotary-base 500000",
+            {"positions": "learned", "norm_weight": "one_plus", "attention_bias": "all", "mlp_bias": True},
+        ),
+        ("--num-layers 2 --disable-bias-linear", {"layers": 2, "attention_bias": "none", "mlp_bias": False}),
+        (
+            "--num-layers 2 --disable-bias-linear --add-qkv-bias",
+            {"layers": 2, "attention_bias": "query_key_value", "mlp_bias": False},
+        ),
+        (
+            "--num-layers 2 --position-embedding-type none --quick-geglu --glu-linear-offset 1.0"
+            " --activation-func-clamp-value 7.0",
+            {"layers": 2, "positions": "none", "activation": "swiglu-clamped"},
+        ),
     ],
 )
 def test_models(arguments: str, expected: dict[str, object]) -> None:
     result = {key: value for key, value in keys(arguments).items() if key != "model.family"}
     names = {name: (*new_names(f"model.{name}"), f"model.{name}")[0] for name in expected}
     assert result == {names[name]: value for name, value in expected.items()}
-    assert not unsupported(arguments) or "family" in str(unsupported(arguments))
+    assert not unsupported(arguments)
+
+
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 512 --qk-layernorm --normalization RMSNorm --norm-epsilon 1e-6"
+    " --swiglu --disable-bias-linear --position-embedding-type rope --num-layers 27 --kv-channels 16"
+)
+
+
+def test_latent_attention() -> None:
+    found = convert_script(f"{LATENT} --q-lora-rank 1536 --rotary-scaling-factor 1.0")
+    assert not found.unsupported
+    latent = {key: value for key, value in found.keys.items() if key.startswith("model.latent")}
+    assert latent == {
+        "model.latent.key_value_rank": 512,
+        "model.latent.query_rank": 1536,
+        "model.latent.rotary_size": 64,
+        "model.latent.value_size": 128,
+    }
+    assert found.keys["model.head_size"] == 192 and "model.latent.value_size" in found.defaults
+    assert not found.keys.keys() & {
+        "model.rope_scaling.kind",
+        "model.attention_scale",
+        "objective.mtp_weight",
+    }
+    assert found.keys.keys() >= {"model.family", "model.norm_epsilon"}
+    assert "model.attention_bias" not in found.keys and "model.query_key_norm" not in found.keys
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "attention_factor", "mscale"),
+    [
+        ("--mscale 0.707 --mscale-all-dim 0.707", "yarn", 1.0, 0.0707 * log(40) + 1),
+        ("--mscale 1.0", "yarn", 0.1 * log(40) + 1, 1.0),
+        ("--rope-type rope --mscale-all-dim 1", None, None, 0.1 * log(40) + 1),
+    ],
+)
+def test_yarn_of_latent_attention(
+    arguments: str, kind: str | None, attention_factor: float | None, mscale: float
+) -> None:
+    found = keys(f"{LATENT} --rotary-scaling-factor 40 {arguments}")
+    assert found.get("model.rope_scaling.kind") == kind
+    assert found.get("model.rope_scaling.original_sequence") == (4096 if kind else None)
+    assert found.get("model.rope_scaling.attention_factor") == (
+        None if attention_factor is None else pytest.approx(attention_factor)
+    )
+    assert found.get("model.attention_scale", 192**-0.5) == pytest.approx(mscale**2 * 192**-0.5)
+
+
+def test_multi_token_prediction() -> None:
+    found = convert_script("--mtp-num-layers 1")
+    assert found.keys["model.mtp_layers"] == 1 and found.keys["objective.mtp_weight"] == 0.1
+    assert "objective.mtp_weight" in found.defaults
+    weighted = keys("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3")
+    assert (weighted["model.mtp_layers"], weighted["objective.mtp_weight"]) == (2, 0.3)
+    for none in ("--mtp-num-layers 0", "--num-layers 2"):
+        assert not convert_script(none).keys.keys() & {"model.mtp_layers", "objective.mtp_weight"}
 
 
 @pytest.mark.parametrize(
@@ -310,14 +409,19 @@ def test_steps_and_layouts(arguments: str, expected: dict[str, object]) -> None:
         ("--min-lr 1e-5", "requires --lr, since a deck"),
         ("--lr-warmup-fraction 0.1", "requires --train-iters, since a deck"),
         (
-            "--swiglu --normalization RMSNorm",
-            'model.family = "llama" is the most similar family; unlike the model of the script it has '
-            "rotary positions, layers without biases",
+            "--multi-latent-attention --qk-layernorm",
+            "--multi-latent-attention: becomes [model.latent], which computes as with --disable-bias-linear,"
+            " --normalization RMSNorm, --norm-epsilon 1e-06",
         ),
-        (
-            "--num-layers 2 --disable-bias-linear",
-            "unlike the model of the script it does not have layers without biases",
-        ),
+        ("--qk-layernorm", "--qk-layernorm: is supported with --normalization RMSNorm only"),
+        ("--apply-layernorm-1p", "--apply-layernorm-1p: is supported with --normalization RMSNorm only"),
+        ("--window-size 7,7", "--window-size = 7,7: must be N,0: the N tokens before each token"),
+        ("--window-size 7,0 --window-attn-skip-freq 0", "--window-size = 7,0: must be above 0"),
+        ("--softmax-type off-by-one", 'is not supported (supported: "learnable" or "vanilla")'),
+        ("--quick-geglu", "requires --glu-linear-offset 1 and --activation-func-clamp-value 7"),
+        ("--glu-linear-offset 1.0", "is supported with --quick-geglu only"),
+        ("--position-embedding-type relative", "(supported: rope, learned_absolute or none)"),
+        ("--rope-type yarn", "--rope-type = yarn: is supported with --multi-latent-attention only"),
         ("--num-layers 4 --num-layers-per-virtual-pipeline-stage 3", "must divide --num-layers"),
         (
             "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 0",
@@ -335,7 +439,11 @@ def test_steps_and_layouts(arguments: str, expected: dict[str, object]) -> None:
             "--moe-expert-capacity-factor 1.0",
             "--moe-token-drop-policy = probs: experts of a deck drop the last tokens",
         ),
-        ("--moe-layer-freq [0]*3", "must be a number or [0]*n+[1]*m"),
+        ("--moe-layer-freq [0]*3", "--moe-layer-freq = [0]*3: has no layer with experts"),
+        ("--moe-layer-freq [2]", "must be a number or a list of 0 and 1 for all layers"),
+        ("--moe-layer-freq [1]*99999", "must be a number or a list of 0 and 1 for all layers"),
+        ("--moe-layer-freq [1]*9999+[1]*9999", "must be a number or a list of 0 and 1 for all layers"),
+        ("--moe-layer-freq [1]*len(x)", "must be a number or a list of 0 and 1 for all layers"),
         ("--moe-router-load-balancing-type sinkhorn", "is not supported"),
         ("--split 0,0", "must have a number above 0"),
         ("--bf16 --fp16", "would set precision.compute = fp16, but another option sets bf16"),
