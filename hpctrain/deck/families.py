@@ -122,8 +122,7 @@ _QWEN2_MOE = ModelType(
         ConfigKey("qkv_bias", "attention_bias", True, choices=((True, "query_key_value"), (False, "none"))),
     ),
     attention_biases=("none", "query_key_value"),
-    required_values={"use_sliding_window": (False, False)},
-    constants={"sliding_window": None},
+    windows=WindowKeys(4096, has_layer_types=True, requires_layer_types=True, has_use_flag=True),
     mixture=MixtureFiles(
         sizes={
             "experts": ("num_experts", 60),

@@ -309,12 +309,13 @@ class _Reading:
         if keys is None:
             self.refuse_windows()
             return ()
-        size: int | None = self.size("sliding_window", keys.size or 0)
-        if "sliding_window" in config and config["sliding_window"] is None:
-            size = None
-        if keys.has_use_flag and not self.flag("use_sliding_window", False):
-            size = None
+        used = not keys.has_use_flag or self.flag("use_sliding_window", False)
+        used &= config.get("sliding_window", keys.size) is not None
+        size = self.size("sliding_window", keys.size or 0) if used else None
         kinds = config.get("layer_types") if keys.has_layer_types else None
+        if kinds is None and size is not None and keys.requires_layer_types:
+            self.problem("sliding_window", size, "requires layer_types, a list of the kinds of all layers")
+            return ()
         if kinds is None:
             every = self.size(keys.pattern_key, keys.full_every) if keys.pattern_key else keys.full_every
             full = 0 if keys.first_full is None else self.size("max_window_layers", keys.first_full, 0)

@@ -190,7 +190,7 @@ def _shared_experts(value: object, options: SourceOptions) -> int:
     return integer(value) // inner
 
 
-def _flags_of_layers(value: object, options: SourceOptions, usual: bool) -> list[bool]:
+def _flags_of_layers(value: object, options: SourceOptions, last_differs: bool) -> list[bool]:
     """Return flags of layers: a list of all, or a pattern in which one of `value` layers is different.
 
     A pattern is at most as long as the model, which Megatron-LM does not require.
@@ -198,8 +198,8 @@ def _flags_of_layers(value: object, options: SourceOptions, usual: bool) -> list
     Args:
         value: List of flags in Python's notation, or a number of layers.
         options: All options.
-        usual: Flag of the layers that are not different. The last layer of a pattern is different if it is
-            True, otherwise the first one.
+        last_differs: True if the last layer of a pattern has the flag False and the others True, False if the
+            first one has True and the others False.
     """
     try:
         every = integer(value)
@@ -207,14 +207,14 @@ def _flags_of_layers(value: object, options: SourceOptions, usual: bool) -> list
         return layer_flags(str(value))
     if every < 1:
         raise UnsupportedOptionError("must be above 0")
-    different = every - 1 if usual else 0
-    flags = [(layer == different) != usual for layer in range(every)]
+    different = every - 1 if last_differs else 0
+    flags = [(layer == different) != last_differs for layer in range(every)]
     return flags[: options.read("--num-layers", integer) or every]
 
 
 def _blocks_with_experts(value: object, options: SourceOptions) -> object:
     """Return the number of dense blocks at the start and the pattern of blocks; None for what is usual."""
-    flags = _flags_of_layers(value, options, usual=False)
+    flags = _flags_of_layers(value, options, last_differs=False)
     if not any(flags):
         raise UnsupportedOptionError("has no layer with experts")
     first = flags.index(True)
@@ -230,14 +230,14 @@ def _windows(value: object, options: SourceOptions) -> object:
         raise UnsupportedOptionError("must be N,0: the N tokens before each token, and none after it")
     window = int(sides[1]) + 1  # -1 is all tokens
     skipped = options.get("--window-attn-skip-freq")
-    flags = [True] if skipped is None else _flags_of_layers(skipped, options, usual=True)
+    flags = [True] if skipped is None else _flags_of_layers(skipped, options, last_differs=True)
     # The list is the value of one key.
     return ([window if flag else 0 for flag in ([True] if all(flags) else flags)],) if window else None
 
 
 def _rotating_blocks(value: object, options: SourceOptions) -> object:
     """Return the flags of layers that rotate; None if all do. A list has 1 for those that do not."""
-    flags = _flags_of_layers(value, options, usual=True)
+    flags = _flags_of_layers(value, options, last_differs=True)
     if not str(value).strip().isdecimal():
         flags = [not flag for flag in flags]
     return None if all(flags) else (flags,)

@@ -251,6 +251,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2-window": ("Starcoder2", {"sliding_window": 9}),
     "phi3-window": ("Phi3", {"sliding_window": 2}),
     "llama-qwen2-moe": ("Qwen2Moe", QWEN2_MOE),
+    "llama-qwen2-moe-window": (
+        "Qwen2Moe",
+        {**QWEN2_MOE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3},
+    ),
     "llama-qwen2-moe-listed": (
         "Qwen2Moe",
         {**QWEN2_MOE, "mlp_only_layers": [1], "norm_topk_prob": True, "qkv_bias": False},

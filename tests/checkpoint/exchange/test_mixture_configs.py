@@ -56,7 +56,11 @@ def test_positions_of_gpt_oss_are_scaled_unless_a_config_says_otherwise() -> Non
             {"quantization_config": {"quant_method": "mxfp4"}},
             "quantization_config = {'quant_method': 'mxfp4'}",
         ),
-        ({"use_sliding_window": True}, "use_sliding_window = True: unsupported"),
+        ({"use_sliding_window": True}, "sliding_window = 4096: requires layer_types, a list of the kinds"),
+        (
+            {"layer_types": ["sliding_attention"] * 3},
+            "use_sliding_window = False: must be true, since layer_types has 'sliding_attention'",
+        ),
         ({"hidden_act": "mish"}, "hidden_act = 'mish': unsupported"),
     ],
 )
