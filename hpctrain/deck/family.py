@@ -96,7 +96,7 @@ class WindowKeys:
     Attributes:
         size: Default of `sliding_window`; None for no window.
         has_layer_types: True if `layer_types` names the layers with a window.
-        requires_layer_types: True if windows need `layer_types`, since versions of `transformers` differ without.
+        requires_layer_types: True if there are no windows without `layer_types`.
         full_every: Without `layer_types`, every `full_every`-th layer has no window; 0 if all have one.
         pattern_key: Key whose value replaces `full_every`; "" for none.
         has_use_flag: True if layers have windows only with `use_sliding_window`.
