@@ -14,6 +14,7 @@ from typing import Any
 
 from hpctrain.checkpoint.exchange.names import (
     ROUTER_BIAS,
+    Counterpart,
     HeadOrder,
     HeadRule,
     LatentOrder,
@@ -179,6 +180,20 @@ class HuggingFaceArchitecture:
             return LatentOrder(shape.head_size, shape.latent.rotary_size, shape.latent.value_size)
         rotated = rotated_features(shape.head_size, shape.rotary_fraction)
         return HeadOrder(shape.head_size, rotated, self.interleaved)
+
+    def empty_tensors(self, shape: ModelShape) -> Iterator[Counterpart]:
+        """Yield the tensors without elements in files of a model without shared experts.
+
+        `transformers` has matrices of the width 0 for shared experts if their number is 0.
+        """
+        if not shape.experts or shape.shared_experts or "shared_experts" not in self.mixture:
+            return
+        for rule in self.rules:
+            if not isinstance(rule, NameRule) or ".feed_forward.shared." not in rule.native_names[0]:
+                continue
+            size = (shape.hidden, 0) if rule.native_names[0].endswith(".down") else (0, shape.hidden)
+            for block in shape.mixture_blocks:
+                yield Counterpart(f"{rule.hf_name.format(block)}.weight", size, False, ())
 
     @property
     def activations(self) -> dict[str, str]:

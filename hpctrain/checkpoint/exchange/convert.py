@@ -162,7 +162,7 @@ def _prepare_export(structure: CheckpointIndex, dtype: str | None) -> PreparedEx
     sources = stored_sources(structure, shapes, wanted, exact)
     tensors_to_write = counterparts(architecture.rules, shapes, architecture.head_order(shape))
     copies = {each.name: each for each in copied_tensors(shape, shapes)}
-    tensors_to_write += copies.values()
+    tensors_to_write += [*copies.values(), *architecture.empty_tensors(shape)]
     by_name = {each.name: each for each in tensors_to_write}
 
     def copy(source: TensorSource, name: str, view: NDArray[Any], sums: Sums) -> None:
@@ -272,8 +272,8 @@ def _delete_left(temporary: Path) -> None:
 
 def _kept_type(counterpart: Counterpart, wanted: torch.dtype) -> torch.dtype:
     """Return the type of an exported tensor. Biases for choosing experts are fp32, as in `transformers`."""
-    biased = counterpart.parts[0].dataset.startswith(f"/{ROUTER_BIAS}/")
-    return torch.float32 if biased else wanted
+    is_bias = any(part.dataset.startswith(f"/{ROUTER_BIAS}/") for part in counterpart.parts)
+    return torch.float32 if is_bias else wanted
 
 
 def _folded(shape: ModelShape, datasets: Iterable[str]) -> dict[str, float]:

@@ -703,10 +703,7 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
                 yield key, f"requires {_value_text(value)}"
         if shape.query_key_norm == "all" and shape.head_size * shape.heads != shape.hidden:
             yield "head_size", "requires hidden / heads"
-        shares = bool(
-            architecture.choice_is_biased or architecture.latent or architecture.shared_width is not None
-        )
-        if shares and not shape.shared_experts:
+        if architecture.shared_width is not None and not shape.shared_experts:
             yield "shared_experts", "requires 1 or more"
 
 

@@ -211,8 +211,9 @@ def index_of(files: Mapping[str, Sequence[NewTensor]]) -> dict[str, Any]:
 def new_file(path: Path, tensors: Sequence[NewTensor]) -> Iterator[tuple[str, NDArray[Any]]]:
     """Make a safetensors file, giving name and pages of one tensor after another, to be overwritten.
 
-    Elements are given as their bits, unsigned integers. The space is taken first, so that a full disk shows
-    as an OSError. After the last one the file is on the disk and has been read by the library.
+    Elements are given as their bits, unsigned integers; tensors without elements are left out. The space is
+    taken first, so that a full disk shows as an OSError. After the last tensor the file is on the disk, and
+    the library has read it.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -228,6 +229,8 @@ def new_file(path: Path, tensors: Sequence[NewTensor]) -> Iterator[tuple[str, ND
         stream.flush()
         os.posix_fallocate(stream.fileno(), 0, start + end)
     for tensor in tensors:
+        if not tensor.nbytes:
+            continue
         at = start + header[tensor.name]["data_offsets"][0]
         bits = np.dtype(f"<u{TYPES[tensor.kind].itemsize}")
         yield tensor.name, np.memmap(path, bits, "r+", at, tensor.shape)

@@ -105,7 +105,6 @@ def test_configs_that_are_refused(changes: dict[str, Any], told: str) -> None:
         ("deepseek-v3", {"latent": None}, "has latent attention"),
         ("llama", {}, "has no latent attention"),
         ("deepseek-v3", {"attention_scale": 0.9}, "supports a scale other than 1 / sqrt(head_size) only"),
-        ("deepseek-v3", {"shared_experts": 0}, "model.experts.shared = 0: "),
         (
             "deepseek-v2",
             {"router_groups": 2, "router": "softmax", "balance": "loss"},

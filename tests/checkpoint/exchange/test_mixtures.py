@@ -41,10 +41,18 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.backward.saved_policy import SavedPolicy
 from hpctrain.sharding.replication import Replications
 from hpctrain.train.start import start_from_source
-from tests.checkpoint.exchange.test_hugging_face import TOKENS, assert_same_bits, change, saved, tensors_of
+from tests.checkpoint.exchange.test_hugging_face import (
+    TOKENS,
+    assert_same_bits,
+    change,
+    no_warnings,
+    saved,
+    tensors_of,
+)
 from tests.engines import LLAMA, small_deck
 
 transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -81,6 +89,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-listed": ("Qwen3Moe", {"num_experts": 4, "mlp_only_layers": [1], **FEW}),
     "olmoe": ("Olmoe", {"num_experts": 5, "rope_theta": 300.0, **FEW}),
     "dots1": ("Dots1", OF_DOTS1),
+    "dots1-unshared": ("Dots1", {**OF_DOTS1, "n_shared_experts": 0}),
 }  # fmt: skip
 
 
@@ -127,6 +136,20 @@ def test_import_and_export_keep_logits_and_bits(name: str, world: World, tmp_pat
     import_model(world, tmp_path / "ours", tmp_path / "again.h5")
     with h5py.File(tmp_path / "model.h5") as one, h5py.File(tmp_path / "again.h5") as other:
         assert (one["checksums"][...] == other["checksums"][...]).all()
+
+
+def test_matrices_of_no_shared_experts_may_be_missing(world: World, tmp_path: Path) -> None:
+    theirs = saved(reference("dots1-unshared"), tmp_path / "theirs")
+    import_model(world, theirs, tmp_path / "model.h5")
+    tensors = tensors_of(theirs)
+    full = {name: each for name, each in tensors.items() if each.numel()}
+    assert len(full) == len(tensors) - 2 * 3  # two of three layers have experts
+    safetensors_torch.save_file(full, theirs / "model.safetensors", {"format": "pt"})
+    import_model(world, theirs, tmp_path / "again.h5")
+    export_model(world, tmp_path / "again.h5", tmp_path / "ours", None, 10**9)
+    assert_same_bits(tensors_of(tmp_path / "ours"), tensors)
+    with no_warnings():
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
 
 
 def test_many_files_and_small_pieces(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
