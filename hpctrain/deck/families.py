@@ -321,6 +321,7 @@ _PHI3 = ModelType(
         ("model.layers.{}.mlp.gate_up_proj", "blocks.{}.feed_forward.gate", "blocks.{}.feed_forward.up"),
     ),
     attention_biases=("none",),
+    constants={"pad_token_id": None},  # the default of transformers is beyond a smaller vocabulary
     windows=WindowKeys(None),
     reward_architecture="Phi3ForSequenceClassification",
 )

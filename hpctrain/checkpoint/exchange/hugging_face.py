@@ -539,10 +539,12 @@ def _window_keys(shape: ModelShape, architecture: HuggingFaceArchitecture) -> di
     if keys is None:
         return {}
     windows = [shape.window(layer) for layer in range(shape.layers)]
-    values: dict[str, Any] = {"sliding_window": max(windows) or (keys.size if keys.full_every else None)}
+    # If layer_types alone names the layers with a window, transformers needs a size even if there are none.
+    needs_size = keys.has_layer_types and keys.first_full is None
+    values: dict[str, Any] = {"sliding_window": max(windows) or (keys.size if needs_size else None)}
     if keys.has_use_flag:
         values["use_sliding_window"] = any(windows)
-    if keys.has_layer_types and (any(windows) or keys.full_every):
+    if keys.has_layer_types and (any(windows) or needs_size):
         values["layer_types"] = [_SLIDING if window else _FULL for window in windows]
     if keys.first_full is not None:
         first = (layer for layer, window in enumerate(windows) if window)

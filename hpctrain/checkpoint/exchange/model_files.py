@@ -60,7 +60,9 @@ def model_files(
     if architecture.head == "scalar" and "pad_token_id" not in imported:
         # transformers takes the score at the last token that is not padding. The end of an answer may have
         # the id that stands for padding, so no padding id is written.
-        config.pop("pad_token_id", None)
+        config["pad_token_id"] = None
+        if "pad_token_id" not in architecture.constants:
+            del config["pad_token_id"]
     config |= dict.fromkeys(_context_keys(architecture, config), context)
     files: dict[str, Any] = {MODEL_CONFIG: config}
     if shape.head == "vocabulary":

@@ -1,0 +1,54 @@
+"""Configs of models that were not imported: `transformers` makes a model of each, which computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES
+from hpctrain.checkpoint.exchange.hugging_face import config_of, shape_of
+
+transformers = pytest.importorskip("transformers")
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "intermediate_size": 40,
+    "max_position_embeddings": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_group": 1,
+    "topk_group": 1,
+}
+WINDOWED = [
+    name for name, each in ARCHITECTURES.items() if each.windows is not None and each.head == "vocabulary"
+]
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_model_without_windows_computes(name: str) -> None:
+    architecture = ARCHITECTURES[name]
+    small = dict(SMALL)
+    if architecture.local_rope:
+        del small["rope_parameters"]
+    shape = shape_of({**small, "architectures": [name]}, "config.json")
+    if not (architecture.windows and architecture.windows.rotate):
+        shape = replace(shape, windows=(), rope_local_base=None)
+    imported = {"model_type": architecture.model_type}
+    config = config_of(shape, "float32", imported)
+    assert config["architectures"] == [name]
+    kind = getattr(transformers, name)
+    del config["architectures"], config["model_type"]
+    defaults = {} if name == "Phi3ForCausalLM" else {"pad_token_id": None}
+    model = kind(kind.config_class(**config, **defaults))
+    with torch.no_grad():
+        assert model(torch.ones(1, 12, dtype=torch.long)).logits.isfinite().all()
