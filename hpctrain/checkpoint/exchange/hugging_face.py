@@ -540,7 +540,7 @@ def _window_keys(shape: ModelShape, architecture: HuggingFaceArchitecture) -> di
         return {}
     windows = [shape.window(layer) for layer in range(shape.layers)]
     # If layer_types alone names the layers with a window, transformers needs a size even if there are none.
-    needs_size = keys.has_layer_types and keys.first_full is None
+    needs_size = keys.has_layer_types and keys.first_full is None and not keys.has_use_flag
     values: dict[str, Any] = {"sliding_window": max(windows) or (keys.size if needs_size else None)}
     if keys.has_use_flag:
         values["use_sliding_window"] = any(windows)
