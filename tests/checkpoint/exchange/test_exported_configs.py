@@ -26,6 +26,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 40,
     "n_group": 1,
     "topk_group": 1,
 }
