@@ -1,4 +1,4 @@
-"""Decoder-only transformer of all families (`deck/families.py`), made of parallel layers.
+"""Decoder-only transformer of all families (`deck/families/`), made of parallel layers.
 
 Sizes: s tokens of a sequence (of this rank's piece, if the context axis splits sequences), b sequences of a
 micro-batch, h hidden features, t tensor ranks, V tokens of the vocabulary. Activations are sequence first.

@@ -1,7 +1,7 @@
 """Five steps of each family on data, tensor, context and pipeline ranks: those of one rank.
 
 Decks name folders of `transformers`, whose models have rough weights and uncommon sizes.
-Tests of deck/families.py beside checkpoint/exchange/source.py.
+Tests of deck/families/deepseek.py beside checkpoint/exchange/source.py.
 """
 
 from __future__ import annotations

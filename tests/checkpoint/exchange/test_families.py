@@ -1,6 +1,7 @@
 """Families of the table, with rough weights and uncommon sizes, beside the models of `transformers`.
 
-Tests of deck/family.py, deck/families.py and parallel/kernels/normalization.py, and of architectures.py and
+Tests of deck/family.py, of deck/families/deepseek.py, deck/families/gemma.py, deck/families/layer_norms.py
+and deck/families/llama_variants.py, of parallel/kernels/normalization.py, and of architectures.py and
 expert_order.py in checkpoint/exchange/.
 """
 
