@@ -15,11 +15,13 @@ from torch.nn import functional
 
 from hpctrain.comm.world import World
 from hpctrain.engine.layout.run_mesh import make_mesh
+from hpctrain.model.mixtures.router import Router
 from hpctrain.parallel.kernels.normalization import normalize
 from hpctrain.plan.memory import plan_memory
 from hpctrain.train.miniature import miniature, with_fp8_products
 from hpctrain.train.verify import compare
 from tests.engines import LLAMA, small_deck, trainer
+from tests.plan.test_mixture import choose_in_turn
 
 MULTIPLIERS = (
     "model.embedding_multiplier=3",
@@ -178,14 +180,18 @@ def test_first_steps_of_deepseek_are_those_of_one_rank(world: World, name: str) 
 
 @pytest.mark.sampled(3)
 @pytest.mark.mpi(max_size=2)
-@pytest.mark.parametrize("name", [name for name in CHOICES if name != "gpt-oss"])  # see plan/test_mixture.py
+@pytest.mark.parametrize("name", [*CHOICES, "deepseek"])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-def test_activations_are_those_that_are_kept(world: World, name: str, recompute: str) -> None:
+def test_activations_are_those_that_are_kept(
+    world: World, name: str, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Router, "choose", choose_in_turn)
+    model = DEEPSEEK if name == "deepseek" else CHOICES[name]
     layouts = [layout for layout in LAYOUTS.get(world.size, []) if "layout.zero=3" not in layout]
     for layout in layouts:
         for compute in ("fp32",) if recompute == "full" else ("fp32", "bf16"):
             more = (f"memory.recompute={recompute}", f"precision.compute={compute}", "batch.global_size=16")
-            deck = small_deck(*CHOICES[name], *layout, *more)
+            deck = small_deck(*model, *layout, *more)
             training = trainer(world, deck)
             planned = plan_memory(deck, world.size, 61, schedule=training.engine.schedule)
             training.train(1)

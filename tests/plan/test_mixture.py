@@ -30,16 +30,17 @@ MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.mlp=40")
 SMALL_UNITS = ("batch.sequence=128", "batch.micro_size=4")  # 512 tokens: 16-bit rows fill whole units
 
 
+def choose_in_turn(router: Router, scores: Tensor) -> Tensor:
+    """Return experts in turn, whatever the scores, so that all have as many tokens."""
+    tokens, experts = scores.shape
+    slots = torch.arange(router.shape.experts_per_token)
+    return (torch.arange(tokens).unsqueeze(1) + slots) % experts
+
+
 @pytest.fixture
 def even(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens go to experts in turn, whatever the scores."""
-
-    def choose(router: Router, scores: Tensor) -> Tensor:
-        tokens, experts = scores.shape
-        slots = torch.arange(router.shape.experts_per_token)
-        return (torch.arange(tokens).unsqueeze(1) + slots) % experts
-
-    monkeypatch.setattr(Router, "choose", choose)
+    monkeypatch.setattr(Router, "choose", choose_in_turn)
 
 
 GATED = ("model.experts.shared_gate=true", "model.experts.pattern=[false,true]")
