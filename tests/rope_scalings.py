@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpctrain.checkpoint.exchange.rope_parameters import rope_config
+from hpctrain.checkpoint.exchange.hugging_face.rope_parameters import rope_config
 from hpctrain.deck.sections.rope_scaling import RopeScaling
 
 SCALINGS: dict[str, RopeScaling] = {

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.bench.timing import slowest, with_vocabulary, write_json
-from hpctrain.checkpoint.exchange.hugging_face import config_of
+from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World

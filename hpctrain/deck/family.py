@@ -33,6 +33,9 @@ MXFP4 = "mxfp4"
 """Weights in 4 bits with a scale for each block of 32, as gpt-oss is published."""
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
+_NO_DROPOUT: Mapping[str, Any] = MappingProxyType({"attention_dropout": 0.0})
+_SIZES = ("vocabulary", "sequence", "hidden", "layers", "heads", "mlp")
+"""Fields of a ModelShape that `ModelType.sizes` gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,15 +162,18 @@ class ModelType:
         architecture: Name of the language model, such as "LlamaForCausalLM".
         model_type: Value of `model_type` in a config.json.
         sizes: Defaults of vocabulary, positions, width, layers, heads, and width of the feed-forward part.
+        size_keys: Keys of these sizes in a config.json.
         key_value_heads: Default of the number of key/value heads; None for as many as heads.
         head_size: Default of the width of a head; None for width / heads.
         epsilon: Key and default of the number that norms add; key "" for a constant.
         tied: Default of `tie_word_embeddings`.
         rope_base: Default of `rope_theta`.
         activation: Key and default of the activation.
+        gated: True if the feed-forward part has a gate; None if the family's default activation says so.
         layers: Names of layers, each followed by the native layers that it holds. {} is the block's number.
         head_norms: Names of the norms of queries and of keys if they have a weight for each head: a row of a
             matrix, or with a second {} a tensor.
+        transposed: True if matrices of blocks are [in, out].
         keys: Further keys of a config.json.
         attention_biases: Values of model.attention_bias that there are. If there are several,
             `attention_bias` in a config.json says whether there are biases.
@@ -176,8 +182,11 @@ class ModelType:
         prefix: Beginning of the names of all layers but the output layer.
         buffers: Regular expression of names of tensors that follow from the sizes.
         grouped: True if query heads may share keys and values, and heads may have any width.
+        has_rotary_fraction: True if a config.json has the share of rotated features, although the default of
+            the family is all. If that default is less, a config.json always has it.
         interleaved: True if neighbors among the features of a head are rotated together, not halves.
         fused_qkv: True if one layer has queries, keys and values, interleaved per head.
+        dropouts: Keys of a config.json to which model.dropout is written.
         constants: Keys of a config.json that are written and not read.
         windows: How a config.json says which layers have a window; None if no layer may have one.
         mixture: Mixtures of experts, which all its models have; None for dense models.
@@ -193,14 +202,24 @@ class ModelType:
     architecture: str
     model_type: str
     sizes: tuple[int, int, int, int, int, int]
+    size_keys: tuple[str, str, str, str, str, str] = (
+        "vocab_size",
+        "max_position_embeddings",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+    )
     key_value_heads: int | None = None
     head_size: int | None = None
     epsilon: tuple[str, float] = ("rms_norm_eps", 1e-6)
     tied: bool = False
     rope_base: float = 10_000.0
     activation: tuple[str, str] = ("hidden_act", "silu")
+    gated: bool | None = None
     layers: tuple[tuple[str, ...], ...] = ()
     head_norms: tuple[str, ...] = ()
+    transposed: bool = False
     keys: tuple[ConfigKey, ...] = ()
     attention_biases: tuple[AttentionBias, ...] = ("none", "all")
     required_values: Mapping[str, tuple[Any, Any]] = field(default_factory=lambda: _NONE)
@@ -208,9 +227,11 @@ class ModelType:
     prefix: str = "model."
     buffers: str = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
     grouped: bool = True
+    has_rotary_fraction: bool = False
     interleaved: bool = False
     fused_qkv: bool = False
-    constants: Mapping[str, Any] = field(default_factory=lambda: _NONE)
+    dropouts: tuple[str, ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=lambda: _NO_DROPOUT)
     windows: WindowKeys | None = None
     mixture: MixtureFiles | None = None
     quantization: Literal["", "mxfp4"] = ""
@@ -219,6 +240,15 @@ class ModelType:
     local_rope: bool = False
     rope_local_base: float | None = None
     latent: Mapping[str, tuple[str, int]] = field(default_factory=lambda: _NONE)
+
+    def has_key_for(self, deck_key: str) -> bool:
+        """Return True if one of `keys` gives the value of a key of [model]."""
+        return any(key.deck_key == deck_key for key in self.keys)
+
+    @property
+    def config_sizes(self) -> Mapping[str, tuple[str, int]]:
+        """Keys of `sizes` in a config.json and their defaults, by the field of a ModelShape."""
+        return dict(zip(_SIZES, zip(self.size_keys, self.sizes, strict=True), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,3 +266,8 @@ class Family:
     experts: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     model_types: tuple[ModelType, ...] = ()
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: _NONE)
+
+    @property
+    def has_latents(self) -> bool:
+        """True if its models have latent attention."""
+        return any(model_type.latent for model_type in self.model_types)

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.exchange.hugging_face import config_of, shape_of
+from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
+from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.costs.live_activations import LiveActivations

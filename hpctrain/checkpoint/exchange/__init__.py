@@ -1,9 +1,9 @@
 """Models in and out of the formats of others: Hugging Face, safetensors, tokenizer files.
 
 Both directions pass through one piece of a tensor at a time, and ranks share the work: `source` opens what
-`model.from` names, `hugging_face` turns a config.json into a ModelShape and back, `names` and `convert`
-rename and cut tensors, and `safetensors_folder`, `model_files` and `tokenizer_files` read and write files.
-`quantization` reads quantized weights as bf16, with `mxfp4` and `fp8_blocks`.
+`model.from` names, the package `hugging_face` turns a config.json into a ModelShape and back, `names` and
+`convert` rename and cut tensors, and `safetensors_folder`, `model_files` and `tokenizer_files` read and write
+files. `quantization` reads quantized weights as bf16, with `mxfp4` and `fp8_blocks`.
 An imported model is exported again bit for bit. Experts are one tensor here (`experts.gate_up.weight`
 [experts, 2, expert_mlp, hidden]) and separate matrices there. Multipliers of muP are folded into weights.
 
@@ -14,6 +14,6 @@ Models of `transformers` that are not built in keep their own names. `module_sou
 deck, `module_tensors` and `assembled_tensor` find which box of which file each tensor of the module is, and
 `module_exchange` imports and exports them.
 
-A new architecture is a HuggingFaceArchitecture in `architectures`: names, default sizes, and settings that
+A new architecture is a `ModelType` in a module of `deck/families/`: names, default sizes, and settings that
 must have a fixed value.
 """

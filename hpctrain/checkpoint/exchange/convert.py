@@ -20,7 +20,7 @@ from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import combined, together
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor, examine
 from hpctrain.checkpoint.checksum import Sums
-from hpctrain.checkpoint.exchange.hugging_face import exported_as
+from hpctrain.checkpoint.exchange.hugging_face.export_choice import exported_as
 from hpctrain.checkpoint.exchange.merge import Merge
 from hpctrain.checkpoint.exchange.model_files import model_files
 from hpctrain.checkpoint.exchange.module_exchange import (

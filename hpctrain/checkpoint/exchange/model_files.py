@@ -10,8 +10,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hpctrain.checkpoint.exchange.architectures import HuggingFaceArchitecture
-from hpctrain.checkpoint.exchange.hugging_face import config_of, exported_as
+from hpctrain.checkpoint.exchange.hugging_face.architectures import HuggingFaceArchitecture
+from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
+from hpctrain.checkpoint.exchange.hugging_face.export_choice import exported_as
 from hpctrain.checkpoint.exchange.tokenizer_files import special_ids, tokenizer_files
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokenizer_settings import (
@@ -61,7 +62,7 @@ def model_files(
         # transformers takes the score at the last token that is not padding. The end of an answer may have
         # the id that stands for padding, so no padding id is written.
         config["pad_token_id"] = None
-        if "pad_token_id" not in architecture.constants:
+        if "pad_token_id" not in architecture.files.constants:
             del config["pad_token_id"]
     config |= dict.fromkeys(_context_keys(architecture, config), context)
     files: dict[str, Any] = {MODEL_CONFIG: config}
@@ -71,7 +72,9 @@ def model_files(
         files[GENERATION_CONFIG] = ({} if generation else {"_from_model_config": True}) | generation
         files[GENERATION_CONFIG] |= ids[GENERATION_CONFIG]
     if tokenizer is not None:
-        files |= tokenizer_files(tokenizer, context, imported.get(architecture.sizes["sequence"][0]))
+        files |= tokenizer_files(
+            tokenizer, context, imported.get(architecture.files.config_sizes["sequence"][0])
+        )
     return {name: each if isinstance(each, str) else _json(each) for name, each in files.items()}
 
 
@@ -113,7 +116,7 @@ def context_length(
     With rotary positions it is the longest of the imported model's, of earlier runs' and of this run's, or
     what their scaling determines. With learned positions it is their number.
     """
-    imported = parse_ids(settings.file(MODEL_CONFIG).get(architecture.sizes["sequence"][0]))
+    imported = parse_ids(settings.file(MODEL_CONFIG).get(architecture.files.config_sizes["sequence"][0]))
     if shape.positions == "learned":
         return shape.sequence
     longest = max(shape.sequence, settings.context, *imported)
@@ -137,7 +140,7 @@ def _scaled_context(scaling: RopeScaling, longest: int) -> int:
 
 def _context_keys(architecture: HuggingFaceArchitecture, config: Mapping[str, Any]) -> list[str]:
     """Return the keys of config.json that hold the context length; older GPT-2 files have two."""
-    return [architecture.sizes["sequence"][0], *(key for key in ("n_ctx",) if key in config)]
+    return [architecture.files.config_sizes["sequence"][0], *(key for key in ("n_ctx",) if key in config)]
 
 
 def _imported_config(imported: Mapping[str, Any], architecture: HuggingFaceArchitecture) -> dict[str, Any]:

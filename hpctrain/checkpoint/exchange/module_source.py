@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
-from hpctrain.checkpoint.exchange.hugging_face import architecture_of
+from hpctrain.checkpoint.exchange.hugging_face.architectures import architecture_of
 from hpctrain.checkpoint.exchange.safetensors_folder import CONFIG, read_json
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.deck.code import CAUSAL_MODEL

@@ -15,8 +15,12 @@ from torch import Tensor
 
 from hpctrain.checkpoint.agree import first_of, together
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, examine
-from hpctrain.checkpoint.exchange.architectures import HEAD, HuggingFaceArchitecture
-from hpctrain.checkpoint.exchange.hugging_face import architecture_of, shape_of
+from hpctrain.checkpoint.exchange.hugging_face.architectures import (
+    HEAD,
+    HuggingFaceArchitecture,
+    architecture_of,
+)
+from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.module_source import folder_module_keys, stored_module_keys
 from hpctrain.checkpoint.exchange.names import (
     ROUTER_BIAS,
@@ -265,7 +269,7 @@ def open_model(path: Path) -> ModelFolder:
     shape = _folder_shape(path)
     config = read_json(path / CONFIG)
     architecture = architecture_of(config, str(path / CONFIG))
-    folder = dequantized(open_folder(path), config, architecture.quantization)
+    folder = dequantized(open_folder(path), config, architecture.files.quantization)
     shape = with_stored_modules(shape, config, architecture, folder.tensors)
     if shape.layers > len(folder.tensors):
         held = f"the files hold {counted(len(folder.tensors), 'tensor')}"
@@ -278,7 +282,7 @@ def open_model(path: Path) -> ModelFolder:
         raise HpctrainError(f"{path / CONFIG}: describes {described}, but {held}")
     shapes = tensor_shapes(shape)
     tensors = counterparts(architecture.rules, shapes, architecture.head_order(shape))
-    prefix = architecture.prefix
+    prefix = architecture.files.prefix
     if not any(name.startswith(prefix) for name in folder.tensors):
         tensors = [replace(each, name=each.name.removeprefix(prefix)) for each in tensors]
     problems = list(_differences(folder, tensors, shape, architecture))
@@ -419,7 +423,7 @@ def _differences(
         elif held.kind not in TYPES:
             yield f"{folder.path / held.file}: {name}: has type {held.kind}, expected {either(TYPES)}"
     for name, held in folder.tensors.items():
-        ignored = re.fullmatch(architecture.buffers, name) or (shape.tied and name == HEAD)
+        ignored = re.fullmatch(architecture.files.buffers, name) or (shape.tied and name == HEAD)
         ignored = ignored or 0 in held.shape  # such as matrices of 0 shared experts
         if name not in expected and not ignored and not is_copy(name, shape):
             yield f"{folder.path / held.file}: {name}: in this file, but not in the model of {CONFIG}"

@@ -20,7 +20,7 @@ _LATENT = {
 _GATE_UP_DOWN = ("gate", "up", "down")
 
 
-def _deepseek_mixture(*defaults: int, **further: Any) -> MixtureFiles:
+def deepseek_mixture(*defaults: int, **further: Any) -> MixtureFiles:
     """Return the mixtures in files of DeepSeek, with the defaults of their sizes."""
     names = {
         "experts": "n_routed_experts",
@@ -59,7 +59,7 @@ _DEEPSEEK_V2 = ModelType(
     },
     attention_biases=("none",),
     latent=_LATENT,
-    mixture=_deepseek_mixture(
+    mixture=deepseek_mixture(
         *(64, 6, 1407, 2, 0, 1, 1),
         scale=1.0,
         group_method=("topk_method", "greedy", "group_limited_greedy"),
@@ -79,9 +79,9 @@ _DEEPSEEK_V3 = ModelType(
     },
     attention_biases=("none",),
     latent=_LATENT,
-    mixture=_deepseek_mixture(*(256, 8, 2048, 1, 3, 8, 4), normalizes=True, scale=2.5),
+    mixture=deepseek_mixture(*(256, 8, 2048, 1, 3, 8, 4), normalizes=True, scale=2.5),
     buffers=r"(model\.)?layers\.(\d+\.self_attn\.rotary_emb\.inv_freq|61\..*)",
-    constants={"num_nextn_predict_layers": 0},
+    constants={"attention_dropout": 0.0, "num_nextn_predict_layers": 0},
     interleaved=True,
     reward_architecture="DeepseekV3ForSequenceClassification",
 )

@@ -3,10 +3,141 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
+from hpctrain.deck.families.deepseek import deepseek_mixture
 from hpctrain.deck.families.preset_keys import expert_keys, model_keys
 from hpctrain.deck.family import ConfigKey, Family, FamilyDefaults, MixtureFiles, ModelType, WindowKeys
+
+_LLAMA = ModelType(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    sizes=(32000, 2048, 4096, 32, 32, 11008),
+    keys=(ConfigKey("mlp_bias", "mlp_bias", False),),
+    required_values={"sliding_window": (None, None)},
+    reward_architecture="LlamaForSequenceClassification",
+)
+_ARCEE = replace(
+    _LLAMA,
+    architecture="ArceeForCausalLM",
+    model_type="arcee",
+    sizes=(32000, 4096, 2560, 32, 32, 18432),
+    epsilon=("rms_norm_eps", 1e-5),
+    activation=("hidden_act", "relu2"),
+    gated=False,
+    reward_architecture="ArceeForSequenceClassification",
+)
+_MISTRAL = ModelType(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    sizes=(32000, 131072, 4096, 32, 32, 14336),
+    key_value_heads=8,
+    attention_biases=("none",),
+    windows=WindowKeys(4096),
+    reward_architecture="MistralForSequenceClassification",
+)
+_MINISTRAL = replace(
+    _MISTRAL,
+    architecture="MinistralForCausalLM",
+    model_type="ministral",
+    windows=WindowKeys(4096, has_layer_types=True),
+    reward_architecture="MinistralForSequenceClassification",
+)
+_QWEN2 = ModelType(
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    sizes=(151936, 32768, 4096, 32, 32, 22016),
+    key_value_heads=32,
+    attention_biases=("query_key_value",),
+    windows=WindowKeys(4096, has_layer_types=True, has_use_flag=True, first_full=28),
+    reward_architecture="Qwen2ForSequenceClassification",
+)
+_QWEN3 = replace(
+    _QWEN2,
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    head_size=128,
+    attention_biases=("none", "all"),
+    constant_fields={"query_key_norm": "head"},
+    reward_architecture="Qwen3ForSequenceClassification",
+)
+
+
+def _mixture(module: str, gate: str, up: str, down: str, **further: Any) -> MixtureFiles:
+    """Return the mixtures in files of a model type, whose experts are separate layers.
+
+    Args:
+        module: Name of the mixture in a block.
+        gate: Name of the layer of an expert that computes the gate.
+        up: Name of the layer of an expert that computes what the gate is multiplied with.
+        down: Name of the layer of an expert that computes the output.
+        further: Further fields of the result; `sizes` are required.
+    """
+    name = f"model.layers.{{}}.{module}"
+    own = ((f"{name}.gate", "blocks.{}.feed_forward.router"), *further.pop("layers", ()))
+    experts = (f"{name}.experts.{{}}.{layer}" for layer in (gate, up))
+    return MixtureFiles(layers=own, gate_up=tuple(experts), down=f"{name}.experts.{{}}.{down}", **further)
+
+
+_GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+_MIXTRAL = ModelType(
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    sizes=(32000, 131072, 4096, 32, 32, 14336),
+    key_value_heads=8,
+    epsilon=("rms_norm_eps", 1e-5),
+    rope_base=1_000_000.0,
+    attention_biases=("none",),
+    windows=WindowKeys(None),
+    mixture=_mixture(
+        *("block_sparse_moe", "w1", "w3", "w2"),
+        sizes={"experts": ("num_local_experts", 8), "experts_per_token": ("num_experts_per_tok", 2)},
+    ),
+    reward_architecture="MixtralForSequenceClassification",
+)
+_QWEN3_MOE = ModelType(
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    sizes=(151936, 32768, 2048, 24, 32, 6144),
+    key_value_heads=4,
+    windows=WindowKeys(4096, has_use_flag=True),
+    mixture=_mixture(
+        *("mlp", *_GATE_UP_DOWN),
+        sizes={
+            "experts": ("num_experts", 128),
+            "experts_per_token": ("num_experts_per_tok", 8),
+            "expert_mlp": ("moe_intermediate_size", 768),
+            "expert_every": ("decoder_sparse_step", 1),
+        },
+        normalizes=False,
+    ),
+    constant_fields={"query_key_norm": "head"},
+    reward_architecture="Qwen3MoeForSequenceClassification",
+)
+_OLMOE = ModelType(
+    architecture="OlmoeForCausalLM",
+    model_type="olmoe",
+    sizes=(50304, 4096, 2048, 16, 16, 2048),
+    epsilon=("rms_norm_eps", 1e-5),
+    required_values={"clip_qkv": (None, None), "sliding_window": (None, None)},
+    mixture=_mixture(
+        *("mlp", *_GATE_UP_DOWN),
+        sizes={"experts": ("num_experts", 64), "experts_per_token": ("num_experts_per_tok", 8)},
+        normalizes=False,
+    ),
+    constant_fields={"query_key_norm": "all"},
+)
+_DOTS1 = ModelType(
+    architecture="Dots1ForCausalLM",
+    model_type="dots1",
+    sizes=(152064, 2048, 4608, 62, 32, 10944),
+    key_value_heads=32,
+    windows=WindowKeys(4096, has_layer_types=True, first_full=62),
+    mixture=deepseek_mixture(*(1, 1, 1408, 0, 0, 1, 1), normalizes=False, scale=1.0),
+    constant_fields={"query_key_norm": "head", "router": "sigmoid", "balance": "bias"},
+)
 
 _QWEN2_MOE = ModelType(
     architecture="Qwen2MoeForCausalLM",
@@ -18,7 +149,8 @@ _QWEN2_MOE = ModelType(
     ),
     attention_biases=("none", "query_key_value"),
     windows=WindowKeys(4096, has_layer_types=True, requires_layer_types=True, has_use_flag=True),
-    mixture=MixtureFiles(
+    mixture=_mixture(
+        *("mlp", *_GATE_UP_DOWN),
         sizes={
             "experts": ("num_experts", 60),
             "experts_per_token": ("num_experts_per_tok", 4),
@@ -26,7 +158,6 @@ _QWEN2_MOE = ModelType(
             "expert_every": ("decoder_sparse_step", 1),
         },
         layers=(
-            ("model.layers.{}.mlp.gate", "blocks.{}.feed_forward.router"),
             *(
                 (
                     f"model.layers.{{}}.mlp.shared_expert.{name}_proj",
@@ -36,8 +167,6 @@ _QWEN2_MOE = ModelType(
             ),
             ("model.layers.{}.mlp.shared_expert_gate", "blocks.{}.feed_forward.shared_gate"),
         ),
-        gate_up=("model.layers.{}.mlp.experts.{}.gate_proj", "model.layers.{}.mlp.experts.{}.up_proj"),
-        down="model.layers.{}.mlp.experts.{}.down_proj",
         normalizes=False,
         shared_width=("shared_expert_intermediate_size", 5632),
     ),
@@ -50,7 +179,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama": Family(
             defaults=FamilyDefaults(),
-            model_types=(_QWEN2_MOE,),
+            model_types=(
+                *(_LLAMA, _ARCEE, _MISTRAL, _MINISTRAL, _QWEN2, _QWEN3),
+                *(_MIXTRAL, _QWEN3_MOE, _OLMOE, _DOTS1, _QWEN2_MOE),
+            ),
             presets={
                 "mixtral-8x22b": {
                     "source": "Mixtral 8x22B: Mistral AI 2024, huggingface.co/mistralai",

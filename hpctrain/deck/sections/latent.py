@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from hpctrain.deck.families import FAMILIES
 from hpctrain.deck.key import Section, key
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.relations import GIVEN, Above, Conflicts, Relations, Requires
@@ -38,8 +39,6 @@ class LatentTable(Section):
 
 
 _TABLE, _KEY = "model.latent", "model.latent.key_value_rank"
-FAMILIES_WITH_LATENTS = ("deepseek-v2", "deepseek-v3")
-"""Families whose models have latent attention."""
 
 RELATIONS: Relations = (
     Requires(_KEY, "model.positions", ("rotary",)),
@@ -83,7 +82,7 @@ def latent_problems(deck: Deck) -> Iterator[DeckProblem]:
     """Yield the problems of [model.latent] with other sizes of the model."""
     model, latent = deck.model, deck.model.latent
     if latent is None:
-        if model.family in FAMILIES_WITH_LATENTS:
+        if FAMILIES[model.family].has_latents:
             sentence = f'requires the table [{_TABLE}], the sizes of latent attention (or use "llama")'
             yield DeckProblem("model.family", sentence, (_TABLE,))
         return

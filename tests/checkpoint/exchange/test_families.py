@@ -1,8 +1,8 @@
 """Families of the table, with rough weights and uncommon sizes, beside the models of `transformers`.
 
 Tests of deck/family.py, of deck/families/deepseek.py, deck/families/gemma.py, deck/families/layer_norms.py
-and deck/families/llama_variants.py, of parallel/kernels/normalization.py, and of architectures.py and
-expert_order.py in checkpoint/exchange/.
+and deck/families/llama_variants.py, of parallel/kernels/normalization.py, and of
+checkpoint/exchange/hugging_face/architectures.py and checkpoint/exchange/expert_order.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hpctrain.checkpoint.entries import model_entries
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
-from hpctrain.checkpoint.exchange.hugging_face import shape_of
+from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.source import open_model, source_shape
 from hpctrain.checkpoint.read import load
 from hpctrain.comm.mesh import Mesh

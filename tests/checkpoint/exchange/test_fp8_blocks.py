@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
 from hpctrain.checkpoint.exchange.fp8_blocks import Fp8Folder, dequantize
-from hpctrain.checkpoint.exchange.hugging_face import shape_of
+from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.safetensors_folder import open_folder
 from hpctrain.checkpoint.exchange.source import open_model
 from hpctrain.comm.world import World

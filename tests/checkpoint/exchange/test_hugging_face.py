@@ -1,7 +1,7 @@
 """Hugging Face folders made by `transformers`, imported and exported; folders that are refused.
 
 Tests of checkpoint/exchange/convert.py, checkpoint/exchange/safetensors_folder.py,
-checkpoint/exchange/source.py and checkpoint/exchange/names.py beside checkpoint/exchange/hugging_face.py.
+checkpoint/exchange/source.py and checkpoint/exchange/names.py beside checkpoint/exchange/hugging_face/.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpctrain.checkpoint.entries import model_entries, training_entries
 from hpctrain.checkpoint.exchange import convert as exchange
 from hpctrain.checkpoint.exchange import source
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
-from hpctrain.checkpoint.exchange.hugging_face import shape_of
+from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.source import settled_keys, source_shape
 from hpctrain.checkpoint.layout import TensorRange
 from hpctrain.checkpoint.read import load, read_state

@@ -1,6 +1,6 @@
 """Configs of DeepSeek: the scale of scores under yarn, and what is refused.
 
-Tests of checkpoint/exchange/yarn_scale.py.
+Tests of checkpoint/exchange/hugging_face/yarn_scale.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from hpctrain.checkpoint.exchange.hugging_face import config_of, shape_of
+from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
+from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 

@@ -1,4 +1,7 @@
-"""Configs of families of mixtures in the table, and what is refused of them."""
+"""Configs of families of mixtures in the table, and what is refused of them.
+
+Tests of checkpoint/exchange/hugging_face/export_choice.py.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from hpctrain.checkpoint.exchange import hugging_face
-from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES
-from hpctrain.checkpoint.exchange.hugging_face import config_of, exported_as, shape_of
+from hpctrain.checkpoint.exchange.hugging_face import export_choice
+from hpctrain.checkpoint.exchange.hugging_face.architectures import ARCHITECTURES
+from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
+from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
+from hpctrain.checkpoint.exchange.hugging_face.export_choice import exported_as
 from hpctrain.errors import HpctrainError
 from tests.checkpoint.exchange.test_families import GPT_OSS, QWEN2_MOE, USUAL
 
@@ -74,14 +79,17 @@ def test_configs_that_are_refused(keys: dict[str, Any], problem: str) -> None:
 
 def test_a_file_may_have_dense_first_and_mlp_only_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     of = ARCHITECTURES["Qwen2MoeForCausalLM"]
-    both = replace(of, mixture={**of.mixture, "dense_first": ("first_k_dense_replace", 0)})
-    monkeypatch.setattr(hugging_face, "_EXPORTED", [both])
+    mixture = of.files.mixture
+    assert mixture is not None
+    mixture = replace(mixture, sizes={**mixture.sizes, "dense_first": ("first_k_dense_replace", 0)})
+    both = replace(of, files=replace(of.files, mixture=mixture))
+    monkeypatch.setattr(export_choice, "LANGUAGE_MODELS", [both])
     shape = shape_of({**USUAL, **QWEN2_MOE, "architectures": [of.name]}, "config.json")
     assert exported_as(shape) == both
 
 
 def test_a_family_without_an_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hugging_face, "_EXPORTED", [ARCHITECTURES["GPT2LMHeadModel"]])
+    monkeypatch.setattr(export_choice, "LANGUAGE_MODELS", [ARCHITECTURES["GPT2LMHeadModel"]])
     shape = shape_of({**USUAL, "architectures": ["LlamaForCausalLM"]}, "config.json")
     with pytest.raises(
         HpctrainError, match=r'model\.family = "llama": transformers has no such model'

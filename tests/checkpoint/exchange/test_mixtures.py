@@ -1,6 +1,7 @@
 """Mixtures of experts of `transformers`, imported and exported; what cannot be either.
 
-Tests of checkpoint/exchange/architectures.py, and of what the other files beside it do for mixtures.
+Tests of checkpoint/exchange/hugging_face/architectures.py and deck/families/llama.py, and of what other files
+do for mixtures.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.exchange import convert as exchange
 from hpctrain.checkpoint.exchange import source
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
-from hpctrain.checkpoint.exchange.hugging_face import config_of, shape_of
+from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
+from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
 from hpctrain.checkpoint.exchange.source import model_keys, settled_keys, source_shape
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck

@@ -1,6 +1,6 @@
 """Published config.json files, and the files that version 5 of `transformers` has in their place.
 
-Tests of checkpoint/exchange/rope_parameters.py beside checkpoint/exchange/hugging_face.py.
+Tests of rope_parameters.py beside other files in checkpoint/exchange/hugging_face/.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.checkpoint.exchange.hugging_face import config_of, shape_of
+from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
+from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
 from hpctrain.checkpoint.exchange.source import model_keys
 from hpctrain.deck.presets import presets
 from hpctrain.model.rotary import RotaryFrequencies

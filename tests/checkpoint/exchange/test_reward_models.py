@@ -1,6 +1,6 @@
 """Reward models as those of `transformers`: exported, imported, and begun from language models and others.
 
-Tests of what checkpoint/exchange/architectures.py, hugging_face.py, convert.py and source.py there make of a
+Tests of what checkpoint/exchange/convert.py, source.py and hugging_face/ there make of a
 head of scores.
 """
 

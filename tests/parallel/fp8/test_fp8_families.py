@@ -9,20 +9,14 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.deck.families import FAMILIES
-from hpctrain.deck.sections.latent import FAMILIES_WITH_LATENTS
 from hpctrain.parallel.fp8.recipes import RECIPES
 from tests.engines import LLAMA, small_deck, trainer
 
 FAMILY_KEYS = {name: (*LLAMA, f"model.family={name}", "model.head_size=8") for name in FAMILIES}
 FAMILY_KEYS["gpt2"] = ()
 LATENT = ("model.latent.key_value_rank=10", "model.latent.rotary_size=4", "model.latent.value_size=6")
-for family in FAMILIES_WITH_LATENTS:
+for family in (name for name, each in FAMILIES.items() if each.has_latents):
     FAMILY_KEYS[family] = (f"model.family={family}", "model.mlp=48", "model.head_size=12", *LATENT)
-KEYS = {name: (*LLAMA, f"model.family={name}", "model.head_size=8") for name in FAMILIES}
-FAMILY_KEYS["gpt2"] = ()
-LATENT = ("model.latent.key_value_rank=10", "model.latent.rotary_size=4", "model.latent.value_size=6")
-for family in ("deepseek-v2", "deepseek-v3"):
-    FAMILY_KEYS[family] += LATENT
 KEYS = {
     **FAMILY_KEYS,
     "normed-heads": (*FAMILY_KEYS["cohere"], "model.query_key_norm=layer_per_head"),

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES
-from hpctrain.checkpoint.exchange.hugging_face import config_of, shape_of
+from hpctrain.checkpoint.exchange.hugging_face.architectures import ARCHITECTURES, LANGUAGE_MODELS
+from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
+from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -30,19 +31,17 @@ SMALL: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
-WINDOWED = [
-    name for name, each in ARCHITECTURES.items() if each.windows is not None and each.head == "vocabulary"
-]
+WINDOWED = [each.name for each in LANGUAGE_MODELS if each.files.windows is not None]
 
 
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_model_without_windows_computes(name: str) -> None:
     architecture = ARCHITECTURES[name]
     small = dict(SMALL)
-    if architecture.local_rope:
+    if architecture.files.local_rope:
         del small["rope_parameters"]
     shape = shape_of({**small, "architectures": [name]}, "config.json")
-    if not (architecture.windows and architecture.windows.rotate):
+    if not (architecture.files.windows and architecture.files.windows.rotate):
         shape = replace(shape, windows=(), rope_local_base=None)
     imported = {"model_type": architecture.model_type}
     config = config_of(shape, "float32", imported)

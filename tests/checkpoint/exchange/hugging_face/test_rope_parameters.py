@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES
-from hpctrain.checkpoint.exchange.hugging_face import config_of, shape_of
+from hpctrain.checkpoint.exchange.hugging_face.architectures import ARCHITECTURES
+from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
+from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
 from hpctrain.checkpoint.exchange.model_files import context_length
 from hpctrain.checkpoint.exchange.source import model_keys
 from hpctrain.data.tokenizer_settings import TokenizerSettings
@@ -153,7 +154,7 @@ def test_configs_that_are_refused(scaling: Any, keys: dict[str, Any], told: str)
 @pytest.mark.parametrize("name", [name for name, each in ARCHITECTURES.items() if each.rotary])
 def test_a_share_of_rotated_features_is_read_or_refused(name: str) -> None:
     config = {"architectures": [name], "id2label": {"0": "LABEL_0"}}
-    if ARCHITECTURES[name].partial:
+    if ARCHITECTURES[name].has_rotary_fraction:
         assert shape_of({**config, "partial_rotary_factor": 0.5}, "config.json").rotary_fraction == 0.5
         return
     assert shape_of({**config, "partial_rotary_factor": 1.0}, "config.json").rotary_fraction == 1

@@ -6,35 +6,36 @@ from typing import Any
 
 import pytest
 
-from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES, HuggingFaceArchitecture
-from hpctrain.checkpoint.exchange.hugging_face import shape_of
+from hpctrain.checkpoint.exchange.hugging_face.architectures import ARCHITECTURES
+from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
+from hpctrain.deck.family import ModelType
 from hpctrain.errors import HpctrainError
 
 LAYERS = 3
 
 
-def lists_of_layers(architecture: HuggingFaceArchitecture) -> dict[str, Any]:
+def lists_of_layers(files: ModelType) -> dict[str, Any]:
     """Return keys of a config.json whose values have an element for each layer."""
-    keys: dict[str, Any] = {key.name: [1, 1, 0] for key in architecture.keys if key.form == "layers"}
-    if architecture.windows is not None and architecture.windows.has_layer_types:
+    keys: dict[str, Any] = {key.name: [1, 1, 0] for key in files.keys if key.form == "layers"}
+    if files.windows is not None and files.windows.has_layer_types:
         keys["layer_types"] = ["full_attention"] * LAYERS
-    if "expert_every" in architecture.mixture:
+    if files.mixture is not None and "expert_every" in files.mixture.sizes:
         keys["mlp_only_layers"] = [1]
     return keys
 
 
 @pytest.mark.parametrize("name", [name for name, each in ARCHITECTURES.items() if each.head == "vocabulary"])
 def test_each_wrong_size_has_one_message(name: str) -> None:
-    architecture = ARCHITECTURES[name]
+    files = ARCHITECTURES[name].files
     config = {
         "architectures": [name],
-        architecture.sizes["layers"][0]: LAYERS,
-        **lists_of_layers(architecture),
+        files.config_sizes["layers"][0]: LAYERS,
+        **lists_of_layers(files),
     }
-    sizes = {**architecture.sizes, **architecture.mixture, **architecture.latent}
-    keys = [key for key, _ in sizes.values()]
-    if architecture.grouped:
-        keys += ["num_key_value_heads", *(() if architecture.latent else ("head_dim",))]
+    further = {**({} if files.mixture is None else files.mixture.sizes), **files.latent}
+    keys = [*files.size_keys, *(key for key, _ in further.values())]
+    if files.grouped:
+        keys += ["num_key_value_heads", *(() if files.latent else ("head_dim",))]
     for key in keys:
         for value in (-1, "many"):
             with pytest.raises(HpctrainError) as caught:

@@ -1,0 +1,6 @@
+"""Models in config.json files of Hugging Face's `transformers`, and the names of their tensors.
+
+`config_reader` turns a config.json into a ModelShape, and `config_writer` turns a shape into a config.json.
+`export_choice` finds the architecture that computes what a shape does, or says why there is none. All read
+`architectures`, which are the rows of the table of families with the names of their tensors.
+"""

@@ -1,0 +1,32 @@
+"""Keys of a config.json that reading and writing have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from hpctrain.deck.family import ConfigKey
+
+Config = Mapping[str, Any]
+"""Content of a config.json."""
+
+NO_CONFIG: Config = MappingProxyType({})
+"""Config of a model that was not imported."""
+
+SLIDING, FULL = LAYER_TYPES = ("sliding_attention", "full_attention")
+"""Values in `layer_types` of a layer with a window, and of one without."""
+
+EXPERTS = ("num_experts", "num_local_experts")
+"""Keys of the number of experts, of which each version of `transformers` writes one."""
+
+
+def deck_value(key: ConfigKey, value: float) -> float:
+    """Return the value of the key of [model] for a number in config.json."""
+    match key.form:
+        case "reciprocal":
+            return 1 / value
+        case "inverse_root":
+            return float(value**-0.5)
+        case _:
+            return value

@@ -1,0 +1,178 @@
+"""The architecture of `transformers` that computes what a model does, or the reason why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpctrain.checkpoint.exchange.hugging_face.architectures import (
+    LANGUAGE_MODELS,
+    SCORED,
+    HuggingFaceArchitecture,
+)
+from hpctrain.checkpoint.exchange.hugging_face.config_keys import NO_CONFIG, Config
+from hpctrain.checkpoint.exchange.hugging_face.yarn_scale import has_default_scale, mscale_of
+from hpctrain.deck.family import MixtureFiles
+from hpctrain.deck.schema import fields
+from hpctrain.deck.sources import toml_value
+from hpctrain.errors import HpctrainError
+from hpctrain.model.shape import EXPERT_KEYS, ModelShape
+from hpctrain.text import either
+
+
+def exported_as(shape: ModelShape, imported: Config = NO_CONFIG) -> HuggingFaceArchitecture:
+    """Return the architecture that computes what a model of this shape does.
+
+    Args:
+        shape: Shape of the model.
+        imported: The config.json that the model was imported with; empty if it was not imported. Of several
+            architectures that compute the same, the result is the one that it names.
+
+    Raises:
+        HpctrainError: `transformers` has no such model.
+    """
+    models = sorted(LANGUAGE_MODELS, key=lambda each: each.family != shape.family)
+    obstacles = {each.name: list(_obstacles(each, shape)) for each in models}
+    possible = [each for each in models if not obstacles[each.name]]
+    if not possible:
+        own = [obstacles[each.name] for each in models if each.family == shape.family]
+        if not own:
+            reason = "transformers has no such model, so this model cannot be exported"
+            raise HpctrainError(f'model.family = "{shape.family}": {reason}')
+        closest = min(own, key=lambda errors: sum(_WEIGHTS.get(key, 1) for key, _ in errors))
+        raise closest[0][1]
+    same = [each for each in possible if each.model_type == imported.get("model_type")]
+    architecture = (same or possible)[0]
+    if shape.head == "vocabulary":
+        return architecture
+    if architecture.name not in SCORED:
+        message = f"transformers has no {_display_name(architecture)} with a scalar head"
+        raise HpctrainError(f'objective.kind = "reward": {message}, so this model cannot be exported')
+    return SCORED[architecture.name]
+
+
+def _display_name(architecture: HuggingFaceArchitecture) -> str:
+    """Return the name of an architecture for messages."""
+    return {"gpt2": "GPT-2", "llama": "Llama"}.get(architecture.model_type, architecture.name)
+
+
+_WEIGHTS = {"latent": 200, "experts": 100, "router": 50, "query_key_norm": 5}
+"""Weights of keys in the difference between a model and an architecture. All other keys count 1."""
+
+
+def _obstacles(
+    architecture: HuggingFaceArchitecture, shape: ModelShape
+) -> Iterator[tuple[str, HpctrainError]]:
+    """Yield the keys that prevent an export as this architecture, each with its error."""
+    for key, requirement in _requirements(architecture, shape):
+        yield key, _export_error(shape, key, requirement, _display_name(architecture))
+
+
+def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> Iterator[tuple[str, str]]:
+    """Yield keys of [model] with values that an architecture lacks, and what it has or requires."""
+    files = architecture.files
+    if (shape.latent is None) == bool(files.latent):
+        yield "latent", f"has {'' if files.latent else 'no '}latent attention"
+    elif shape.latent is not None and not has_default_scale(shape) and mscale_of(shape) is None:
+        supported = 'only with rope_scaling.kind = "yarn", and only a larger one'
+        yield "attention_scale", f"supports a scale other than 1 / sqrt(head_size) {supported}"
+    if bool(shape.experts) != (files.mixture is not None):
+        yield "experts", f"has {'no ' if files.mixture is None else ''}experts"
+    for key, value in architecture.choices(shape.hidden).items():
+        is_default = key == "attention_scale" and value is None and has_default_scale(shape)
+        if getattr(shape, key) != value and not is_default:
+            yield key, f"requires {_value_text(value)}"
+    if shape.activation not in architecture.activations:
+        yield "activation", f"requires {either(map(toml_value, architecture.activations))}"
+    for config_key in files.keys:
+        if (
+            config_key.choices
+            and getattr(shape, config_key.deck_key) not in dict(config_key.choices).values()
+        ):
+            possible = either(toml_value(chosen) for _, chosen in config_key.choices)
+            yield config_key.deck_key, f"requires {possible}"
+    if files.windows is not None:
+        sizes = {shape.window(layer) for layer in range(shape.layers)}
+        if len(sizes - {0}) > 1:
+            yield "windows", "requires windows of one size"
+        elif len(sizes) > 1 and not files.windows.has_layer_types:
+            yield "windows", "requires a window in all layers or in none"
+        rotate_alike = (shape.rotates(layer) == (shape.window(layer) > 0) for layer in range(shape.layers))
+        if files.windows.rotate and not all(rotate_alike):
+            yield "rotation_pattern", "requires rotation in layers with a window alone"
+    if shape.rope_local_base is not None and not files.local_rope:
+        yield "rope_local_base", "requires none"
+    if shape.attention_bias not in files.attention_biases:
+        supported = either(map(toml_value, files.attention_biases))
+        yield "attention_bias", f"requires {supported}"
+    if not files.epsilon[0] and shape.norm_epsilon != files.epsilon[1]:
+        yield "norm_epsilon", f"requires {files.epsilon[1]}"
+    if not files.grouped and shape.key_value_heads != shape.heads:
+        yield "key_value_heads", f"requires as many key-value heads as query heads ({shape.heads})"
+    if not files.grouped and shape.head_size * shape.heads != shape.hidden:
+        yield "head_size", "requires hidden / heads"
+    if shape.experts:
+        yield from _mixture_requirements(architecture, shape)
+
+
+_NO_MIXTURE = MixtureFiles(sizes={}, layers=(), gate_up=(), down="")
+
+
+def _mixture_requirements(
+    architecture: HuggingFaceArchitecture, shape: ModelShape
+) -> Iterator[tuple[str, str]]:
+    """Yield what `_requirements` yields for a model with mixtures of experts."""
+    mixture = architecture.files.mixture or _NO_MIXTURE
+    required: dict[str, object] = {
+        "capacity": None,
+        "router": "softmax",
+        "router_scale": 1.0,
+        "router_groups": 1,
+        "shared_experts": 0,
+        "expert_every": 1,
+        "dense_first": 0,
+        "expert_pattern": (),
+        "shared_gate": False,
+        "router_bias": False,
+        "router_group_best": 2,
+        **architecture.constant_fields,
+    }
+    if shape.router_groups == 1:
+        del required["router_group_best"]
+    required = {key: value for key, value in required.items() if key not in mixture.sizes}
+    if "expert_every" in mixture.sizes:
+        for key in ("dense_first", "expert_pattern"):  # mlp_only_layers replaces them
+            required.pop(key, None)
+    if mixture.scale is not None:
+        del required["router_scale"]
+    if mixture.shared_width is not None:
+        del required["shared_experts"]
+    if mixture.normalizes is None:
+        required.setdefault("router_normalize", True)
+    if not architecture.choice_is_biased and shape.balance == "bias":
+        required["balance"] = "loss"
+    for key, value in required.items():
+        if getattr(shape, key) != value:
+            yield key, f"requires {_value_text(value)}"
+    if shape.query_key_norm == "all" and shape.head_size * shape.heads != shape.hidden:
+        yield "head_size", "requires hidden / heads"
+    if mixture.shared_width is not None and not shape.shared_experts:
+        yield "shared_experts", "requires 1 or more"
+
+
+def _value_text(value: object) -> str:
+    return "none" if value is None else toml_value(value)
+
+
+def _export_error(shape: ModelShape, key: str, has: str, family: str) -> HpctrainError:
+    if key == "latent":
+        has_table = "with" if shape.latent is not None else "without"
+        return HpctrainError(
+            f"a model {has_table} the table [model.latent]: the {family} of transformers {has}, so this "
+            "model cannot be exported"
+        )
+    value = toml_value(getattr(shape, key))
+    is_of_experts = key in EXPERT_KEYS or (key in fields("model.experts") and key != "mlp")
+    name = f"model.experts.{EXPERT_KEYS.get(key, key)}" if is_of_experts else f"model.{key}"
+    return HpctrainError(
+        f"{name} = {value}: the {family} of transformers {has}, so this model cannot be exported"
+    )
