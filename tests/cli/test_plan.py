@@ -13,7 +13,7 @@ from hpctrain.cli.check import command as check
 from hpctrain.cli.plan import command
 from hpctrain.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_USER, HpctrainError
 from hpctrain.plan.rehearse import rehearsal
-from hpctrain.plan.rehearse.matching import MatchResult, match_programmes
+from hpctrain.plan.rehearse.checks.matching import MatchResult, match_programmes
 from hpctrain.plan.rehearse.programme import SEND, Programme, StepProgrammes
 from tests.engines import DECK
 

@@ -27,14 +27,14 @@ class BucketShares:
 
     def __init__(self, step: RankStep, sizes: Mapping[str, int]) -> None:
         self._cut: list[tuple[BucketLayout, Membership]] = []
-        found: dict[str, Membership] = {}
+        memberships: dict[str, Membership] = {}
         for bucket in step.stage.buckets:
             group = bucket.sharding.group
             if group.size > 1:
                 name = step.recorder.groups[group.calls].name
-                if name not in found:
-                    found[name] = membership(name, sizes)
-                self._cut.append((bucket.layout, found[name]))
+                if name not in memberships:
+                    memberships[name] = membership(name, sizes)
+                self._cut.append((bucket.layout, memberships[name]))
 
     def signatures(self, ranks: Numbers) -> Numbers:
         """Return a number for each rank, equal for ranks that own equal numbers of equal blocks, [ranks]."""
@@ -56,12 +56,12 @@ class BucketShares:
 
 def _blocks(layout: BucketLayout) -> list[frozenset[tuple[tuple[int, ...], int]]]:
     """Return the blocks of each share: how many it has of each shape."""
-    found = [Counter[tuple[int, ...]]() for _ in pairwise(layout.borders)]
+    shares = [Counter[tuple[int, ...]]() for _ in pairwise(layout.borders)]
     for segment in layout.segments:
         shard, block = segment.parameter.shard, segment.parameter.update_block
         if block is None:
             continue
         starts = np.arange(segment.start, segment.start + segment.length, block.elements(shard))
         for place in (np.searchsorted(layout.borders, starts, side="right") - 1).tolist():
-            found[place][block.shape] += 1
-    return [frozenset(counts.items()) for counts in found]
+            shares[place][block.shape] += 1
+    return [frozenset(counts.items()) for counts in shares]

@@ -35,7 +35,7 @@ class MemoryPeak:
 
 def find_peaks(programmes: RankProgrammes, memory: MemoryPlan) -> list[MemoryPeak]:
     """Return the memory peak of each stage, by its planned memory."""
-    found = []
+    peaks = []
     for planned in memory.stages:
         stage = programmes.stage_of(planned.stage)
         parts = part_bytes(
@@ -47,12 +47,14 @@ def find_peaks(programmes: RankProgrammes, memory: MemoryPlan) -> list[MemoryPea
         actions = programmes.schedule.stages[planned.stage]
         most = activation_peak(programmes.deck, parts, actions)
 
-        def held(count: int, actions: Sequence[Action] = actions, parts: Sequence[PartBytes] = parts) -> int:
+        def saved_bytes(
+            count: int, actions: Sequence[Action] = actions, parts: Sequence[PartBytes] = parts
+        ) -> int:
             return activation_peak(programmes.deck, parts, actions[:count])
 
-        last = bisect_left(range(len(actions) + 1), most, key=held)
-        found.append(MemoryPeak(planned.stage, actions[max(0, last - 1)], planned.memory.total))
-    return found
+        last = bisect_left(range(len(actions) + 1), most, key=saved_bytes)
+        peaks.append(MemoryPeak(planned.stage, actions[max(0, last - 1)], planned.memory.total))
+    return peaks
 
 
 def memory_faults(memory: MemoryPlan, room: Room | None, peaks: Sequence[MemoryPeak]) -> list[RehearsalFault]:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.comm.planned import META
 
-Made = int | tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+ResultSpec = int | tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a new result; or the index of the argument that an operation returns."""
 
 
@@ -23,7 +23,7 @@ class MetaOpCache:
     """
 
     def __init__(self) -> None:
-        self._known: dict[object, list[Made] | None] = {}
+        self._known: dict[object, list[ResultSpec] | None] = {}
         self._views: dict[Any, bool] = {}
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -32,17 +32,17 @@ class MetaOpCache:
             self._views[func] = _views(func)
         if self._views[func]:
             return func(*args, **kwargs)
-        given = [*args, *kwargs.values()]
-        key = func, *kwargs, *map(_key, given)
-        made = self._known.get(key)
-        if made:
-            found = [given[each] if isinstance(each, int) else _empty(*each) for each in made]
-            return found[0] if len(found) == 1 else tuple(found)
+        inputs = [*args, *kwargs.values()]
+        key = func, *kwargs, *map(_key, inputs)
+        specs = self._known.get(key)
+        if specs:
+            results = [inputs[each] if isinstance(each, int) else _empty(*each) for each in specs]
+            return results[0] if len(results) == 1 else tuple(results)
         result = func(*args, **kwargs)
         if key not in self._known:
             # An operation that changes the shape of an argument is not cached.
-            unchanged = key == (func, *kwargs, *map(_key, given))
-            self._known[key] = _made(result, given) if unchanged else None
+            unchanged = key == (func, *kwargs, *map(_key, inputs))
+            self._known[key] = _result_specs(result, inputs) if unchanged else None
         return result
 
 
@@ -91,16 +91,16 @@ def _key(value: Any) -> Any:
     return type(value), value
 
 
-def _made(result: Any, given: Sequence[Any]) -> list[Made] | None:
-    made: list[Made] = []
+def _result_specs(result: Any, inputs: Sequence[Any]) -> list[ResultSpec] | None:
+    specs: list[ResultSpec] = []
     for each in result if isinstance(result, tuple) else (result,):
         if not isinstance(each, Tensor) or not each.is_meta:
             return None
-        places = [place for place, other in enumerate(given) if other is each]
-        made.append(places[0] if places else (tuple(each.shape), each.stride(), each.dtype))
-    return made
+        places = [place for place, other in enumerate(inputs) if other is each]
+        specs.append(places[0] if places else (tuple(each.shape), each.stride(), each.dtype))
+    return specs
 
 
 def _empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
-    made: Tensor = torch.ops.aten.empty_strided.default(shape, strides, dtype=dtype, device=META)
-    return made
+    empty: Tensor = torch.ops.aten.empty_strided.default(shape, strides, dtype=dtype, device=META)
+    return empty

@@ -112,8 +112,8 @@ class Membership:
 
     def peers(self, ranks: Numbers, step: int) -> Numbers:
         """Return, for each of these ranks, the rank `step` places further in its group, [ranks]."""
-        found: Numbers = self.rows[self.row_of[ranks], (self.place_of[ranks] + step) % self.size]
-        return found
+        peers: Numbers = self.rows[self.row_of[ranks], (self.place_of[ranks] + step) % self.size]
+        return peers
 
 
 @dataclass(frozen=True)

@@ -51,15 +51,15 @@ def folds_of(sizes: Mapping[str, int]) -> list[list[Axis]]:
     """
     along = {**expert_sizes(sizes), **sizes}
     split = along["expert"] * along["expert_tensor"] > 1
-    found = []
+    foldings = []
     for names in (EXPERT_AXES, AXES) if split else (AXES,):
         axes = [
             Axis(name, prod(along[inner] for inner in names[number + 1 :]), along[name])
             for number, name in enumerate(names)
             if name != "pipeline" and along[name] > 1
         ]
-        found.append(sorted(axes, key=lambda axis: axis.size))
-    return found
+        foldings.append(sorted(axes, key=lambda axis: axis.size))
+    return foldings
 
 
 class SignatureSearch:
@@ -67,15 +67,15 @@ class SignatureSearch:
 
     Args:
         folds: Foldings of the places, from `folds_of`.
-        given: Initial signatures, [places].
+        initial: Signatures by what is known beforehand, [places].
         ask: Function that returns a number for the calls of a place, equal for equal calls. It is slow.
     """
 
-    def __init__(self, folds: list[list[Axis]], given: Numbers, ask: Callable[[int], int]) -> None:
+    def __init__(self, folds: list[list[Axis]], initial: Numbers, ask: Callable[[int], int]) -> None:
         self.folds, self.ask = folds, ask
         self.numbers: dict[Axis, Numbers] = {}
-        self._given = given
-        self._places = np.arange(len(given))
+        self._initial = initial
+        self._places = np.arange(len(initial))
 
     def find(self, others: Sequence[int]) -> Numbers:
         """Return the signature of each place, [places]. The places `others` are compared, too."""
@@ -90,15 +90,15 @@ class SignatureSearch:
 
     def by_place(self) -> Numbers:
         """Return the signature of each place by what is known so far, [places]."""
-        keys = [self._given]
+        keys = [self._initial]
         for axis, numbers in self.numbers.items():
             keys.append(numbers[self._places // axis.stride % axis.size])
-        found: Numbers = np.unique(np.stack(keys, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
-        return found
+        signatures: Numbers = np.unique(np.stack(keys, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+        return signatures
 
     def _spread(self) -> Iterator[int]:
         """Yield places that differ from the first or last one along one axis, and some over all axes."""
-        last = len(self._given) - 1
+        last = len(self._initial) - 1
         yield last
         for axis in (axis for fold in self.folds for axis in fold):
             yield axis.moved(0, axis.size // 2)
@@ -106,7 +106,7 @@ class SignatureSearch:
             yield axis.moved(last, axis.size // 2)
             yield axis.moved(last, 0)
         # Multiples of the golden ratio are even over all lengths.
-        yield from (int(len(self._given) * (number * 0.6180339887 % 1)) for number in range(1, SPREAD + 1))
+        yield from (int(len(self._initial) * (number * 0.6180339887 % 1)) for number in range(1, SPREAD + 1))
 
     def _borders(self) -> Iterator[int]:
         """Yield places on both sides of each coordinate at which calls change.
@@ -128,9 +128,9 @@ class SignatureSearch:
             first = int((by_place == by_place[place]).argmax())
             if first == place or self.ask(first) == self.ask(place):
                 return
-            self._tell_apart(first, place)
+            self._split_signature(first, place)
 
-    def _tell_apart(self, first: int, place: int) -> None:
+    def _split_signature(self, first: int, place: int) -> None:
         """Number the coordinates of the shortest axis along which calls change between two places."""
         steps: list[tuple[Axis, int]] = []
         for fold in self.folds:
@@ -142,8 +142,8 @@ class SignatureSearch:
                     break
                 here = there
         axis, here = min(steps, key=lambda step: step[0].size)
-        told = np.array([self.ask(axis.moved(here, coordinate)) for coordinate in range(axis.size)])
-        keys = np.stack([self.numbers.get(axis, np.zeros_like(told)), told], axis=1)
+        calls = np.array([self.ask(axis.moved(here, coordinate)) for coordinate in range(axis.size)])
+        keys = np.stack([self.numbers.get(axis, np.zeros_like(calls)), calls], axis=1)
         self.numbers[axis] = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
 
 

@@ -83,13 +83,13 @@ class RankProgrammes:
     def kinds(self) -> list[object]:
         """Kind of each stage, by its layers. Stages of the same kind make the same calls in an action."""
         layers = [layer.kind for layer in blocks_of(bare_model(self.shape))]
-        found: list[object] = []
+        kinds: list[object] = []
         for number in range(self.schedule.stage_count):
             spans = layer_ranges(self.schedule, self.split, number)
             ends = number in {0, self.schedule.stage_count - 1} or self.deck.model.has_frozen_parameters
             parts = tuple((*layers[s.first : s.last], s.has_embedding, s.has_head) for s in spans)
-            found.append((ends and number, parts))
-        return found
+            kinds.append((ends and number, parts))
+        return kinds
 
     def job(self, progress: Progress = lambda _: None) -> StepProgrammes:
         """Return the programmes of all ranks, generated once for ranks that make the same calls."""
@@ -133,16 +133,16 @@ class RankProgrammes:
 
         They are checked to be those of the meshes of single ranks.
         """
-        found: dict[str, Membership] = {"agreements": membership("agreements", self.sizes)}
+        groups: dict[str, Membership] = {"agreements": membership("agreements", self.sizes)}
         for step in self._steps.values():
             for named in step.recorder.groups.values():
-                if named.name not in found:
-                    found[named.name] = membership(named.name, self.sizes)
-                members = tuple(found[named.name].of(named.ranks[named.rank]).tolist())
+                if named.name not in groups:
+                    groups[named.name] = membership(named.name, self.sizes)
+                members = tuple(groups[named.name].of(named.ranks[named.rank]).tolist())
                 assert members == named.ranks, named
         if self.deck.stability.corruption != "off":
-            found |= {AUDIT + name: group for name, group in found.items()}
-        return found
+            groups |= {AUDIT + name: group for name, group in groups.items()}
+        return groups
 
     def place(self, rank: int) -> str:
         """Return a rank with its coordinates, such as "rank 5 (data 1, tensor 1)"."""
@@ -190,25 +190,25 @@ class RankProgrammes:
         """
         stage, few = self.kinds.index(kind), plain(self.schedule, COMPARED_MICRO_BATCHES)
         known: dict[Programme, int] = {}
-        asked: dict[int, int] = {}
+        numbers: dict[int, int] = {}
 
         def ask(place: int) -> int:
-            if place not in asked:
-                progress(f"place {len(asked) + 1} of stage {stage}")
-                told = self._step(stage, place, kind).programme(few, stage, self._statistics_of_step)
-                asked[place] = known.setdefault(told, len(known))
-            return asked[place]
+            if place not in numbers:
+                progress(f"place {len(numbers) + 1} of stage {stage}")
+                programme = self._step(stage, place, kind).programme(few, stage, self._statistics_of_step)
+                numbers[place] = known.setdefault(programme, len(known))
+            return numbers[place]
 
         ranks = np.arange(stage * self.of_stage, (stage + 1) * self.of_stage)
         shares = BucketShares(self._first_step(kind), self.sizes)
-        given = np.stack([nodes[ranks], shares.signatures(ranks)], axis=1)
-        given = np.unique(given, axis=0, return_inverse=True)[1].reshape(-1)
+        initial = np.stack([nodes[ranks], shares.signatures(ranks)], axis=1)
+        initial = np.unique(initial, axis=0, return_inverse=True)[1].reshape(-1)
         ends = [rank - int(ranks[0]) for rank in shares.ends(int(ranks[0]))]
-        found = SignatureSearch(folds_of(self.sizes), given, ask).find(ends)
-        kept = {0, *np.unique(found, return_index=True)[1].tolist()}
-        for place in asked.keys() - kept:
+        signatures = SignatureSearch(folds_of(self.sizes), initial, ask).find(ends)
+        firsts = {0, *np.unique(signatures, return_index=True)[1].tolist()}
+        for place in numbers.keys() - firsts:
             del self._steps[kind, place]
-        return found
+        return signatures
 
     def _step(self, stage: int, place: int, signature: object) -> RankStep:
         if (signature, place) not in self._steps:

@@ -61,22 +61,22 @@ class Recorder:
 
     def __call__(self, call: Call, _: Traffic) -> TransportWork | None:
         """Record a call, and return its pending work if it is started and recorded."""
-        self._give(call)
+        self._exchange_loads(call)
         if not self.listening:
             return None
         pending = self.note(self.event(call))
         return None if pending is None else _PendingGroupCall(call, pending)
 
-    def _give(self, call: Call) -> None:
+    def _exchange_loads(self, call: Call) -> None:
         """Write the result of a call that exchanges loads of experts in host memory."""
-        given, received = call.tensor, call.output
-        if given is None or received is None or not given.is_cpu or given is received:
+        sent, received = call.tensor, call.output
+        if sent is None or received is None or not sent.is_cpu or sent is received:
             return
         named = self.groups[call.group]
         if call.counts is not None or call.operation not in {"all_to_all", "all_gather"}:
             return
         if self._loads is None:
-            own = given.view(len(named.ranks), -1)[named.rank] if call.operation == "all_to_all" else given
+            own = sent.view(len(named.ranks), -1)[named.rank] if call.operation == "all_to_all" else sent
             received.view(len(named.ranks), -1).copy_(own.reshape(-1))
             return
         here = named.ranks[named.rank]
@@ -85,8 +85,8 @@ class Recorder:
         for number, rank in enumerate(named.ranks):
             # In an all-gather, each rank sends what it has received. Parts of an expert have the same order.
             whose = [rank] if call.operation == "all_to_all" else [each + rank - here for each in sources]
-            told = [self._loads(each).view(len(sources), -1)[place] for each in whose]
-            received.view(len(named.ranks), -1)[number] = torch.cat(told)
+            pieces = [self._loads(each).view(len(sources), -1)[place] for each in whose]
+            received.view(len(named.ranks), -1)[number] = torch.cat(pieces)
 
     def add(self, event: RehearsedCall) -> TransportWork | None:
         """Add an event, and return its pending work if it is started."""

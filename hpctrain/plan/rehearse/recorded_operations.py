@@ -205,9 +205,10 @@ class ReplayedPart:
 
     def __call__(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Tensor:
         """Replay the forward pass, as `ModelPart` computes it. The result of the last part is a scalar."""
-        given = hidden if hidden is not None else self._input if self.trained else self._input.detach()
+        if hidden is None:
+            hidden = self._input if self.trained else self._input.detach()
         shape = () if self.part.span.has_head else self.hidden_shape(inputs.rows)
-        result: Tensor = _ReplayedPartFunction.apply(given, self, shape)
+        result: Tensor = _ReplayedPartFunction.apply(hidden, self, shape)
         return result
 
     def predict(self, hidden: Tensor, compute: object) -> Losses:  # noqa: ARG002
@@ -236,8 +237,8 @@ class _ReplayedPartFunction(torch.autograd.Function):
     """Autograd function of a replayed part, whose results have no memory."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, part: ReplayedPart, shape: Sequence[int]) -> Tensor:
-        ctx.part, ctx.shape = part, given.shape
+    def forward(ctx: Any, hidden: Tensor, part: ReplayedPart, shape: Sequence[int]) -> Tensor:
+        ctx.part, ctx.shape = part, hidden.shape
         part.operations.replay(("F", part.chunk))
         return torch.empty(shape, dtype=part.dtype, device=META)
 

@@ -10,8 +10,8 @@ from hpctrain.deck.sections.rank_partition import require_no_dedicated_ranks
 from hpctrain.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_USER, HpctrainError
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.plan.deck import DeckPlan
+from hpctrain.plan.rehearse.checks.matching import MatchResult, match_programmes
 from hpctrain.plan.rehearse.fault import RehearsalFault
-from hpctrain.plan.rehearse.matching import MatchResult, match_programmes
 from hpctrain.plan.rehearse.memory import MemoryPeak, find_peaks, memory_faults
 from hpctrain.plan.rehearse.ranks import RankProgrammes
 from hpctrain.report.terminal import columns, fit
@@ -90,8 +90,8 @@ def rehearse_deck(
         raise HpctrainError(deck.problem("communication.server.mode", sentence))
     require_no_dedicated_ranks(deck, "is unsupported in a rehearsal")
     machine = deck.machine
-    given = ranks_per_node or deck.communication.ranks_per_node
-    per_node = given or machine.ranks_per_node or machine.gpus_per_node or plan.ranks
+    requested = ranks_per_node or deck.communication.ranks_per_node
+    per_node = requested or machine.ranks_per_node or machine.gpus_per_node or plan.ranks
     assert deck.model.vocabulary is not None
     programmes = RankProgrammes(deck, plan.ranks, deck.model.vocabulary, per_node)
     job = programmes.job(progress)

@@ -109,28 +109,28 @@ class RankStep:
 
     def _record_operations(self, schedule: Schedule) -> RecordedOperations:
         """Record the operations of the layers of the stage in simple schedules."""
-        found, stage = RecordedOperations(), self.stage
+        operations, stage = RecordedOperations(), self.stage
         halved = any(action.kind == "I" for actions in schedule.stages for action in actions)
         for kinds in ("FB", "FIW") if halved else ("FB",):
             steps = plain_of(schedule, RECORDED_MICRO_BATCHES, kinds)
-            notes = OperationRecorder(self.recorder, steps, found)
+            timeline = OperationRecorder(self.recorder, steps, operations)
             executor = self._executor(stage.models, self.mesh, stage.layer_context.statistics)
-            found.forget("F")
+            operations.forget("F")
             with META, self._without_values():
                 stage.synchronizer.start(steps.micro_batches)
-                with stage.pass_context(("noted", kinds)), notes.of(stage), self._timed(notes):
+                with stage.pass_context(("recorded", kinds)), timeline.of(stage), self._timed(timeline):
                     executor.run(steps, [self._batch] * steps.micro_batches)
                 stage.synchronizer.finish()
                 stage.synchronizer.end_step(True, 1.0)
-        return found
+        return operations
 
     def _without_values(self) -> CachedMetaOps:
         return EvenLoads(self.shape, self.cache) if self.shape.experts else CachedMetaOps(self.cache)
 
     def statistics(self) -> dict[Reduction, int]:
         """Return how many statistics the rank records in a step, by reduction."""
-        noted = self.stage.layer_context.statistics
-        return {"max": noted.count("max"), "sum": noted.count("sum")}
+        statistics = self.stage.layer_context.statistics
+        return {"max": statistics.count("max"), "sum": statistics.count("sum")}
 
     def programme(self, schedule: Schedule, number: int, statistics: Mapping[Reduction, int]) -> Programme:
         """Return the programme of the rank in a typical step. If replicas make local steps, they sync in it.
@@ -188,9 +188,9 @@ class RankStep:
             self.weights.publish()
             self.weights.updates += 1
             recorder.action = "replicas"
-            told = stage.replica_sync.after_update(self.weights)
-            if told:
-                everyone.all_reduce(torch.stack(list(told.values())))
+            metrics = stage.replica_sync.after_update(self.weights)
+            if metrics:
+                everyone.all_reduce(torch.stack(list(metrics.values())))
             stage.synchronizer.end_step(True, 1.0)
             self._agree_on_faults("check")
 
@@ -292,4 +292,4 @@ def plain_of(schedule: Schedule, passes: int, kinds: str) -> Schedule:
     actions = [Action("F", micro, chunk) for micro in some for chunk in chunks]
     behind: tuple[Kind, ...] = ("B",) if kinds == "FB" else ("I", "W")
     actions += [Action(kind, micro, chunk) for micro in some for chunk in reversed(chunks) for kind in behind]
-    return Schedule((tuple(actions),) * schedule.stage_count, "noted", schedule.placement)
+    return Schedule((tuple(actions),) * schedule.stage_count, "recorded", schedule.placement)

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.plan.rehearse.matching import match_programmes
+from hpctrain.plan.rehearse.checks.matching import match_programmes
 from hpctrain.plan.rehearse.programme import AUDIT, RECEIVE, SEND, WAIT, Programme, RehearsedCall
 from hpctrain.plan.rehearse.ranks import RankProgrammes
 from tests.engines import small_deck
-from tests.plan.rehearse.test_stream_deadlock import LAYOUTS, SIZES
+from tests.plan.rehearse.checks.test_stream_deadlock import LAYOUTS, SIZES
 
 
 def without(events: Programme, is_left_out: Callable[[RehearsedCall], bool]) -> Programme:

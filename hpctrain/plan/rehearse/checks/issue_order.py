@@ -19,6 +19,7 @@ from itertools import combinations
 
 import numpy as np
 
+from hpctrain.plan.rehearse.checks.rank_classes import RankClasses
 from hpctrain.plan.rehearse.fault import RehearsalFault
 from hpctrain.plan.rehearse.programme import (
     AUDIT,
@@ -29,7 +30,6 @@ from hpctrain.plan.rehearse.programme import (
     RehearsedCall,
     StepProgrammes,
 )
-from hpctrain.plan.rehearse.rank_classes import RankClasses
 
 ON_MPI = frozenset({"world", "agreements"})
 """Names of groups whose calls use MPI even if the ranks compute on GPUs."""

@@ -1,6 +1,7 @@
 """The matcher: planted faults found and named, healthy jobs passed, and every mutation of random ones found.
 
-Tests of plan/rehearse/programme.py, plan/rehearse/rank_classes.py and plan/rehearse/host_deadlock.py too.
+Tests of plan/rehearse/programme.py, plan/rehearse/checks/rank_classes.py and
+plan/rehearse/checks/host_deadlock.py too.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.plan.rehearse.checks.matching import match_programmes
+from hpctrain.plan.rehearse.checks.rank_classes import find_classes
 from hpctrain.plan.rehearse.fault import RehearsalFault
-from hpctrain.plan.rehearse.matching import match_programmes
 from hpctrain.plan.rehearse.programme import (
     RECEIVE,
     SEND,
@@ -25,7 +27,6 @@ from hpctrain.plan.rehearse.programme import (
     RehearsedCall,
     StepProgrammes,
 )
-from hpctrain.plan.rehearse.rank_classes import find_classes
 
 Rows = Sequence[Sequence[int]]
 

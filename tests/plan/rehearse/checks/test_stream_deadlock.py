@@ -1,6 +1,6 @@
 """Rehearsal by NCCL's rules: planted faults are found, and every layout comes to its end.
 
-Tests of plan/rehearse/stream_deadlock.py and plan/rehearse/issue_order.py.
+Tests of plan/rehearse/checks/stream_deadlock.py and plan/rehearse/checks/issue_order.py.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.comm.mesh import AXES, connected_axes
-from hpctrain.plan.rehearse import stream_deadlock
-from hpctrain.plan.rehearse.matching import match_programmes
+from hpctrain.plan.rehearse.checks import stream_deadlock
+from hpctrain.plan.rehearse.checks.matching import match_programmes
 from hpctrain.plan.rehearse.programme import RECEIVE, WAIT, RehearsedCall, StepProgrammes
 from hpctrain.plan.rehearse.ranks import RankProgrammes
 from hpctrain.plan.rehearse.record import RecordedMesh
 from tests.engines import LLAMA, small_deck
-from tests.plan.rehearse.test_matching import PAIR, Rows, job_of, receive, send, total, wait
+from tests.plan.rehearse.checks.test_matching import PAIR, Rows, job_of, receive, send, total, wait
 
 SIZES = ("model.layers=4", "model.heads=4", "batch.global_size=16", "batch.micro_size=1", "run.device=cuda")
 EXPERTS = ("model.experts.count=4", "model.experts.mlp=32", "model.experts.per_token=2")

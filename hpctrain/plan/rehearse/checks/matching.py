@@ -13,12 +13,12 @@ from itertools import zip_longest
 
 import numpy as np
 
+from hpctrain.plan.rehearse.checks.host_deadlock import find_host_deadlock
+from hpctrain.plan.rehearse.checks.issue_order import find_order_faults
+from hpctrain.plan.rehearse.checks.rank_classes import RankClasses, find_classes
+from hpctrain.plan.rehearse.checks.stream_deadlock import find_stream_deadlock, without_tags
 from hpctrain.plan.rehearse.fault import Kind, RehearsalFault
-from hpctrain.plan.rehearse.host_deadlock import find_host_deadlock
-from hpctrain.plan.rehearse.issue_order import find_order_faults
 from hpctrain.plan.rehearse.programme import RECEIVE, SEND, WAIT, Numbers, RehearsedCall, StepProgrammes
-from hpctrain.plan.rehearse.rank_classes import RankClasses, find_classes
-from hpctrain.plan.rehearse.stream_deadlock import find_stream_deadlock, without_tags
 from hpctrain.text import counted
 
 Channel = tuple[str, int, int]
@@ -120,11 +120,11 @@ def _message_faults(job: StepProgrammes, classes: RankClasses) -> Iterator[Rehea
 
 
 def _channels(programme: Sequence[RehearsedCall], operation: str) -> dict[Channel, list[RehearsedCall]]:
-    found: defaultdict[Channel, list[RehearsedCall]] = defaultdict(list)
+    by_channel: defaultdict[Channel, list[RehearsedCall]] = defaultdict(list)
     for event in programme:
         if event.operation == operation:
-            found[event.group, event.step, event.tag].append(event)
-    return found
+            by_channel[event.group, event.step, event.tag].append(event)
+    return by_channel
 
 
 def _channel_faults(
@@ -142,8 +142,8 @@ def _channel_faults(
         return
     there, here = _event_at(sent, number), _event_at(received, number)
     who, whom = _describe(job, classes, sender), _describe(job, classes, receiver)
-    way = f"message {number + 1} along {group} from {who} to {whom}"
-    told = f"is {there or 'nothing'} at the sender, but {here or 'nothing'} at the receiver"
+    message = f"message {number + 1} along {group} from {who} to {whom}"
+    difference = f"is {there or 'nothing'} at the sender, but {here or 'nothing'} at the receiver"
     kind: Kind
     if len(sent) < len(received):
         kind, rank = "missing send", sender
@@ -157,7 +157,8 @@ def _channel_faults(
         assert there is not None and here is not None
         kind, rank = "wrong size" if there.content == here.content else "other operation", sender
         right = f"send {here}"
-    yield RehearsalFault(kind, rank, int(classes.counts[classes.of_rank[rank]]), f"{way} {told} ({right})")
+    count = int(classes.counts[classes.of_rank[rank]])
+    yield RehearsalFault(kind, rank, count, f"{message} {difference} ({right})")
 
 
 def _collective_faults(job: StepProgrammes, classes: RankClasses) -> Iterator[RehearsalFault]:
@@ -191,11 +192,11 @@ def _collective_faults(job: StepProgrammes, classes: RankClasses) -> Iterator[Re
 
 
 def _calls(programme: Sequence[RehearsedCall]) -> dict[str, list[RehearsedCall]]:
-    found: defaultdict[str, list[RehearsedCall]] = defaultdict(list)
+    by_group: defaultdict[str, list[RehearsedCall]] = defaultdict(list)
     for event in programme:
         if event.is_collective:
-            found[event.group].append(event)
-    return found
+            by_group[event.group].append(event)
+    return by_group
 
 
 def _group_faults(
@@ -211,7 +212,7 @@ def _group_faults(
         return
     there, here = _event_at(usual[1], number), _event_at(other[1], number)
     call = f"call {number + 1} of {group}"
-    told = f"is {here or 'missing'} on {_describe(job, classes, other[0])}"
+    difference = f"is {here or 'missing'} on {_describe(job, classes, other[0])}"
     right = f"and {there} on {_describe(job, classes, usual[0])}"
     kind: Kind = "other operation"
     if len(other[1]) < len(usual[1]):
@@ -222,7 +223,7 @@ def _group_faults(
         kind = "wrong size"
     count = int(classes.counts[classes.of_rank[other[0]]])
     yield RehearsalFault(
-        kind, other[0], count, f"{call} {told}, {right}; all ranks of a group must make the same calls"
+        kind, other[0], count, f"{call} {difference}, {right}; all ranks of a group must make the same calls"
     )
 
 

@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from hpctrain.plan.rehearse.checks.rank_classes import ClassRelations, RankClasses
 from hpctrain.plan.rehearse.fault import RehearsalFault
 from hpctrain.plan.rehearse.programme import RECEIVE, SEND, WAIT, Programme, RehearsedCall, StepProgrammes
-from hpctrain.plan.rehearse.rank_classes import ClassRelations, RankClasses
 from hpctrain.text import counted
 
 Channel = tuple[str, int, int]
@@ -70,8 +70,8 @@ def find_host_deadlock(job: StepProgrammes, classes: RankClasses) -> list[Rehear
     parts = [f"{job.place(rank)} is at {run.describe(each)}" for rank, each in zip(ranks, cycle, strict=True)]
     more = [f"and {len(parts) - _RANKS_IN_MESSAGE} more"] if len(parts) > _RANKS_IN_MESSAGE else []
     count = int(sum(classes.counts[each] for each in cycle))
-    told = "; ".join([*parts[:_RANKS_IN_MESSAGE], *more])
-    sentence = f"{counted(len(cycle), 'rank')} wait for each other in a cycle: {told}"
+    waits = "; ".join([*parts[:_RANKS_IN_MESSAGE], *more])
+    sentence = f"{counted(len(cycle), 'rank')} wait for each other in a cycle: {waits}"
     others = count - len(cycle)
     like = f" (and {counted(others, 'rank')} like these)" if others else ""
     return [

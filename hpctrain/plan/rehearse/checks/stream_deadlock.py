@@ -13,6 +13,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from hpctrain.comm.transports.choose import POINT_TO_POINT_AXES
+from hpctrain.plan.rehearse.checks.rank_classes import ClassRelations, RankClasses
 from hpctrain.plan.rehearse.fault import RehearsalFault
 from hpctrain.plan.rehearse.programme import (
     AUDIT,
@@ -23,7 +24,6 @@ from hpctrain.plan.rehearse.programme import (
     RehearsedCall,
     StepProgrammes,
 )
-from hpctrain.plan.rehearse.rank_classes import ClassRelations, RankClasses
 from hpctrain.text import counted
 
 _SHOWN = 8
