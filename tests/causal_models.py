@@ -38,9 +38,8 @@ from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.generate.text import load_module_part
 from hpctrain.train.start import start_from_source
 from tests.engines import Trainer
-from tests.model.modules.test_module_part import plain_loop
+from tests.model.modules.module_decks import OPTIMIZER, STEPS, plain_loop
 
-STEPS = 3
 SEQUENCE = 16
 TOKENS = 5
 MOST_PARAMETERS = 2_000_000
@@ -198,16 +197,7 @@ tokens = "none"
 global_size = 4
 micro_size = 2
 sequence = {SEQUENCE}
-[optimizer]
-clip = 0.7
-weight_decay = 0.1
-[optimizer.adamw]
-epsilon = 3e-5
-[learning_rate]
-peak = 3e-3
-warmup = 2
-[communication]
-bucket_bytes = 20000
+{OPTIMIZER}
 """
     return parse_deck(text, overrides, read_source=settled_keys)
 

@@ -14,7 +14,7 @@ ranks, rank 5 has these groups (the tensor axis is innermost):
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -93,6 +93,10 @@ class LayerContext:
     saved_policy: SavedPolicy = field(default_factory=SavedPolicy)
     weight_gradients: WeightGradientQueue = field(default_factory=WeightGradientQueue)
     statistics: StepStatistics = field(default_factory=StepStatistics)
+
+    def unsplit(self) -> LayerContext:
+        """Return the context of a layer that every tensor rank computes as a whole, without messages."""
+        return replace(self, tensor=_one_rank("tensor"), sequence_parallel=False)
 
     def row_sizes(self, rows: int) -> list[int]:
         """Return how many of `rows` rows each tensor rank has if they are split as evenly as possible."""

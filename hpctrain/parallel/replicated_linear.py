@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.planned import planned_group
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Shard
 from hpctrain.parallel.tensor import ColumnLinear, SplitLinear
@@ -46,10 +44,8 @@ class ReplicatedLinear(ColumnLinear):
         layer_context: LayerContext,
         shared_input: bool = False,
     ) -> None:
-        one_rank = planned_group(("tensor",), 0, 1, Ledger())
         products = replace(layer_context.products, fp8=None)
-        alone = replace(layer_context, tensor=one_rank, sequence_parallel=False, products=products)
-        SplitLinear.__init__(self, alone, shared_input)
+        SplitLinear.__init__(self, replace(layer_context.unsplit(), products=products), shared_input)
         self.split_sizes = [size for _, size in outputs]
         partial = layer_context.sequence_partial
         for name, size in outputs:

@@ -12,7 +12,7 @@ from subprocess import CompletedProcess
 import numpy as np
 import pytest
 
-from tests.train.test_module import hpctrain, losses, tensors
+from tests.train.test_module import RUN_KEYS, hpctrain, losses, tensors
 
 Launch = Callable[..., "CompletedProcess[str]"]
 
@@ -53,7 +53,7 @@ class Names(Noisy):
     def __getitem__(self, index):
         return {"a": torch.zeros(4), "b": torch.zeros(4), "labels": 1}
 """
-DECK = """
+DECK = f"""
 [run]
 title = "mine"
 steps = 9
@@ -66,17 +66,8 @@ validation = 0.15
 [batch]
 global_size = 8
 micro_size = 2
-[optimizer.adamw]
-epsilon = 1e-5
-[learning_rate]
-peak = 1e-2
-warmup = 2
+{RUN_KEYS}
 decay_steps = 9
-[checkpoint]
-every = 3
-keep = 9
-[machine]
-peak_flops = 1e10
 """
 
 

@@ -21,7 +21,20 @@ from tests.warm import Server
 Launch = Callable[..., "CompletedProcess[str]"]
 
 MODELS = Path(__file__).parents[1] / "model/modules/models.py"
-DECK = """
+RUN_KEYS = """
+[checkpoint]
+every = 3
+keep = 9
+[machine]
+peak_flops = 1e10
+[optimizer.adamw]
+epsilon = 1e-5
+[learning_rate]
+peak = 1e-2
+warmup = 2
+"""
+"""Keys of runs that are resumed and compared. Further keys of the learning rate may follow."""
+DECK = f"""
 [run]
 title = "mine"
 steps = 9
@@ -40,16 +53,7 @@ micro_size = 2
 sequence = 32
 [layout]
 zero = 3
-[optimizer.adamw]
-epsilon = 1e-5
-[learning_rate]
-peak = 1e-2
-warmup = 2
-[checkpoint]
-every = 3
-keep = 9
-[machine]
-peak_flops = 1e10
+{RUN_KEYS}
 """
 
 

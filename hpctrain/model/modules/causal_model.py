@@ -126,7 +126,7 @@ def model_title(arguments: Mapping[str, Any]) -> str:
     return str(named[0])
 
 
-def path_notes(module: nn.Module) -> tuple[str, ...]:
+def module_notes(module: nn.Module) -> tuple[str, ...]:
     """Return notes for the start of a run: how the model is computed, and what is unsupported."""
     import transformers
 
@@ -153,6 +153,36 @@ def _build(config: Mapping[str, Any], where: str) -> nn.Module:
     os.environ.setdefault("USE_HUB_KERNELS", "NO")  # kernels from a hub are code that nobody has looked at
     require("transformers", "a model that hpctrain does not have itself")
     import transformers
+
+    model_config = _text_model_config(config, where)
+    with run_user_code(f"{where}: transformers cannot build it"):
+        model_config.use_cache = False
+        verbosity = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()
+        try:
+            model: Any = transformers.AutoModelForCausalLM.from_config(
+                model_config, attn_implementation="eager", dtype=torch.float32
+            )
+        finally:
+            transformers.logging.set_verbosity(verbosity)
+    flags = ("causal",) if config["model_type"] in _ALWAYS_CAUSAL else ("causal", "is_decoder")
+    for name in flags:
+        if getattr(model.config, name, True) is False:
+            raise HpctrainError(
+                f"{where}: {name} = False: this {type(model).__name__} is an encoder, whose predictions "
+                "depend on later tokens"
+            )
+    module: nn.Module = model
+    return module
+
+
+def _text_model_config(config: Mapping[str, Any], where: str) -> Any:
+    """Return the configuration of `transformers` for the content of a config.json.
+
+    Raises:
+        HpctrainError: It is not the configuration of a causal model of text.
+    """
+    import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     kind = config.get("model_type")
@@ -165,34 +195,17 @@ def _build(config: Mapping[str, Any], where: str) -> nn.Module:
     if problem := next(_class_problems(config, known, version), None):
         raise HpctrainError(f"{where}: {problem}")
     with run_user_code(f"{where}: transformers cannot use it"):
-        made = transformers.CONFIG_MAPPING[kind].from_dict(_decode_floats(config_of_model(config)))
-        others = [name for name in getattr(made, "sub_configs", {}) if name.startswith(_MODALITIES)]
-    if others:
+        model_config = transformers.CONFIG_MAPPING[kind].from_dict(_decode_floats(config_of_model(config)))
+        sub_configs = getattr(model_config, "sub_configs", {})
+        modalities = [name for name in sub_configs if name.startswith(_MODALITIES)]
+    if modalities:
         text_class = CLASSES.get(f"{kind}_text")
         remedy = f"; use a folder of its language model alone ({text_class})" if text_class else ""
         message = f"model_type = {kind!r} is a model of images, audio or video, not of text{remedy}"
-        raise HpctrainError(f"{where}: {others[0]}: {message}")
+        raise HpctrainError(f"{where}: {modalities[0]}: {message}")
     if kind in _NOT_CAUSAL:
         raise HpctrainError(f"{where}: model_type = {kind!r}: its predictions depend on later tokens")
-    with run_user_code(f"{where}: transformers cannot build it"):
-        made.use_cache = False
-        verbosity = transformers.logging.get_verbosity()
-        transformers.logging.set_verbosity_error()
-        try:
-            built: Any = transformers.AutoModelForCausalLM.from_config(
-                made, attn_implementation="eager", dtype=torch.float32
-            )
-        finally:
-            transformers.logging.set_verbosity(verbosity)
-    flags = ("causal",) if kind in _ALWAYS_CAUSAL else ("causal", "is_decoder")
-    for name in flags:
-        if getattr(built.config, name, True) is False:
-            raise HpctrainError(
-                f"{where}: {name} = False: this {type(built).__name__} is an encoder, whose predictions "
-                "depend on later tokens"
-            )
-    module: nn.Module = built
-    return module
+    return model_config
 
 
 def _decode_floats(value: Any) -> Any:

@@ -61,7 +61,7 @@ class ModuleForm:
 
     @staticmethod
     def of(module: nn.Module) -> ModuleForm:
-        """Return the form of a module."""
+        """Return the names and shapes of the parameters and buffers of a module."""
         known: dict[nn.Parameter, str] = {}
         named = dict(module.named_parameters(remove_duplicate=False))
         first_names = {name: known.setdefault(each, name) for name, each in named.items()}
@@ -73,7 +73,11 @@ class ModuleForm:
 
 @torch.no_grad()
 def build_initial_module(architecture: ModuleArchitecture, seed: int) -> nn.Module:
-    """Return a module in host memory with its initial values.
+    """Return a module in host memory with the initial values of a run.
+
+    Args:
+        architecture: Architecture of the module.
+        seed: Seed of the run, on which all random numbers of the module's own code depend.
 
     Raises:
         HpctrainError: The module, or the user's function that changes its values, makes other parameters or
@@ -98,14 +102,20 @@ def initialize_module(
 ) -> None:
     """Fill parameters and buffers with the initial values of the module; see `initialize_parts`.
 
-    Parameters that are loaded are set to zero, and only buffers are computed.
+    Parameters that are loaded are set to zero. Then only the buffers are computed, with no more than one
+    parameter of the module in memory at a time.
     """
-    if architecture.loaded and not noise_std:
-        _initialize_buffers(architecture, parts, targets)
-        return
-    module = build_initial_module(architecture, seed)
+    loaded = architecture.loaded and not noise_std
+    if loaded:
+        with _parameters_on_meta():
+            module = architecture.build(HOST)
+    else:
+        module = build_initial_module(architecture, seed)
     values = dict(module.named_parameters(remove_duplicate=False))
     for parameter, target, offset in targets:
+        if loaded:
+            target.zero_()
+            continue
         shard, value = parameter.shard, values[parameter.shard.name]
         local = value.reshape(-1) if shard.local == shard.shape else shard.take(value).reshape(-1)
         piece = local[offset : offset + target.numel()]
@@ -115,24 +125,6 @@ def initialize_module(
         else:
             target.zero_()
             target[: piece.numel()].copy_(piece)
-    for part in parts:
-        assert isinstance(part, ModulePart)
-        part.module_buffers.fill(module)
-
-
-def _initialize_buffers(
-    architecture: ModuleArchitecture,
-    parts: Sequence[ModelPart],
-    targets: Iterable[tuple[Parameter, Tensor, int]],
-) -> None:
-    """Fill buffers with the values that the module computes, and parameters, which are loaded, with zeros.
-
-    No more than one parameter of the module is in memory at a time.
-    """
-    with _parameters_on_meta():
-        module = architecture.build(HOST)
-    for _, target, _ in targets:
-        target.zero_()
     for part in parts:
         assert isinstance(part, ModulePart)
         part.module_buffers.fill(module)

@@ -45,7 +45,7 @@ def build_module(code: NamedCode, arguments: Mapping[str, Any]) -> nn.Module:
     else:
         folder = arguments.pop("config", None)
         if hasattr(config, "to_dict"):
-            unknown = [*unknown_config_names(function, config, arguments, folder)] if arguments else []
+            unknown = [*unknown_argument_problems(function, config, arguments, folder)] if arguments else []
             if unknown:
                 raise HpctrainError(
                     [f"{short}: [model.arguments] does not fit: {sentence}" for sentence in unknown]
@@ -84,7 +84,7 @@ _ATTRIBUTE_ACCESS = (
 """Regular expression for code that reads an attribute or keyword argument of a config."""
 
 
-def unknown_config_names(
+def unknown_argument_problems(
     model: type, config: type, arguments: Mapping[str, Any], folder: str | None = None
 ) -> Iterator[str]:
     """Yield a sentence for each argument that neither a model's code nor its config reads.
@@ -103,7 +103,7 @@ def unknown_config_names(
     for name, value in arguments.items():
         sub_config = getattr(config, "sub_configs", {}).get(name)
         if isinstance(value, Mapping) and isinstance(sub_config, type) and hasattr(sub_config, "to_dict"):
-            yield from (f"{name}: {each}" for each in unknown_config_names(model, sub_config, value))
+            yield from (f"{name}: {each}" for each in unknown_argument_problems(model, sub_config, value))
         elif name not in known and not any(
             re.search(_ATTRIBUTE_ACCESS.format(name=re.escape(name)), text) for text in set(code)
         ):

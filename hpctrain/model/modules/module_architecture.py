@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -22,10 +21,10 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.user_code import import_function
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
-from hpctrain.model.modules.causal_model import model_title, path_notes
+from hpctrain.model.modules.causal_model import model_title, module_notes
 from hpctrain.model.modules.instantiate import build_module
 from hpctrain.model.modules.module_call import ModuleCall, make_call
-from hpctrain.model.modules.tensor_parallel.split_plan import SplitPlan, make_plan
+from hpctrain.model.modules.tensor_parallel.split_plan import SplitPlan, make_plan, matches_pattern
 from hpctrain.model.modules.tensor_parallel.transformers_plan import MODEL_PLAN, transformers_plan
 from hpctrain.model.precision import Precision
 from hpctrain.text import counted, nearest
@@ -41,12 +40,12 @@ class ModuleArchitecture(Architecture):
         code: Function or class that builds the module.
         arguments: Its arguments, as JSON.
         pattern: Pattern of the names of the module's blocks; None if it has none.
-        block_number: Number of blocks.
         sequence: Tokens of a sample.
         buffers: How data ranks agree on persistent buffers after a step: the first one's values, or the mean.
         storage: dtype of parameters and of persistent floating-point buffers.
         fields: Shape and dtype of each field of a sample, by name.
         inputs: Fields that the module is called with; None lets `make_call` choose.
+        block_number: Number of blocks.
         remarks: Notes for the start of a run.
         plan: Tensor-parallel plan of the deck, as JSON.
         gather_logits: True if a user's own loss needs the logits of the whole vocabulary.
@@ -59,12 +58,12 @@ class ModuleArchitecture(Architecture):
     code: NamedCode
     arguments: str
     pattern: str | None
-    block_number: int
     sequence: int
     buffers: Literal["first", "average"] | None
     storage: torch.dtype
     fields: tuple[tuple[str, FieldSpec], ...] = ()
     inputs: tuple[str, ...] | None = None
+    block_number: int = 0
     remarks: tuple[str, ...] = ()
     plan: str = "null"
     gather_logits: bool = False
@@ -82,33 +81,42 @@ class ModuleArchitecture(Architecture):
         """
         keys = deck.model
         assert keys.module is not None
-        arguments = json.dumps(keys.arguments or {}, default=str)
         missing = [deck.problem(key, sentence) for key, sentence in _function_problems(deck)]
         try:
-            read = _field_specs(deck), deck.data.inputs
+            fields = _field_specs(deck)
         except HpctrainError as error:
             raise HpctrainError([*error.problems, *missing]) from error.__cause__
-        rest = deck.batch.sequence, keys.buffers, Precision.of(deck).storage, *read
-        code = deck.code(keys.module)
-        bare = ModuleArchitecture(code, arguments, keys.blocks, 0, *rest)
+        is_causal_model = keys.module == CAUSAL_MODEL
+        architecture = ModuleArchitecture(
+            deck.code(keys.module),
+            json.dumps(keys.arguments or {}, default=str),
+            keys.blocks,
+            deck.batch.sequence,
+            keys.buffers,
+            Precision.of(deck).storage,
+            fields,
+            deck.data.inputs,
+            plan=json.dumps(keys.plan),
+            gather_logits=keys.loss is not None,
+            micro_size=deck.batch.micro_size,
+            cut=deck.layout.pipeline > 1,
+            initial=None if keys.initial is None else deck.code(keys.initial),
+            loaded=is_causal_model and keys.source is not None,
+        )
         try:
-            module = _cached_on_meta(bare)
+            module = architecture.shared_on_meta()
         except HpctrainError as error:
             first, *frames = error.problems
-            remarks = [deck.problem("model.module", first), *frames, *missing]
-            raise HpctrainError(remarks) from error.__cause__
-        found = [*_training_problems(deck, module), *bare.call_problems(module)]
-        problems = [*(deck.problem(key, sentence) for key, sentence in found), *missing]
-        if problems:
-            raise HpctrainError(problems)
-        block_number, notes = len(find_blocks(module, keys.blocks)), _notes(deck, module)
-        if keys.module == CAUSAL_MODEL:
-            notes = (*path_notes(module), *notes)
-        made = ModuleArchitecture(code, arguments, keys.blocks, block_number, *rest, notes)
-        made = replace(made, micro_size=deck.batch.micro_size, cut=deck.layout.pipeline > 1)
-        made = replace(made, loaded=keys.module == CAUSAL_MODEL and keys.source is not None)
-        made = replace(made, initial=None if keys.initial is None else deck.code(keys.initial))
-        return replace(made, plan=json.dumps(keys.plan), gather_logits=keys.loss is not None)
+            raise HpctrainError([deck.problem("model.module", first), *frames, *missing]) from error.__cause__
+        problems = [deck.problem(key, sentence) for key, sentence in _training_problems(deck, module)]
+        try:
+            architecture.call(module)
+        except HpctrainError as error:
+            problems.append(deck.problem("data.inputs", error.problems[0]))
+        if problems or missing:
+            raise HpctrainError([*problems, *missing])
+        remarks = (*(module_notes(module) if is_causal_model else ()), *_notes(deck, module))
+        return replace(architecture, block_number=len(find_blocks(module, keys.blocks)), remarks=remarks)
 
     @property
     @override
@@ -137,13 +145,17 @@ class ModuleArchitecture(Architecture):
         """True, because a stage ends where its last block ends."""
         return True
 
+    def shared_on_meta(self) -> nn.Module:
+        """Return a module on "meta" that is shared by all callers, who must not change it."""
+        return _cached_on_meta(self.code, self.arguments, self.storage)
+
     def copy_on_meta(self) -> nn.Module:
         """Return a new module on "meta", to plan with.
 
         It is a copy if possible, because building takes time and may print warnings.
         """
         try:
-            return deepcopy(_cached_on_meta(replace(self, block_number=0, remarks=())))
+            return deepcopy(self.shared_on_meta())
         except Exception:  # noqa: BLE001  (whatever a module holds that has no copy)
             return self.build(META)
 
@@ -159,38 +171,30 @@ class ModuleArchitecture(Architecture):
         specs = self.example(micro_size).items()
         return {name: torch.ones(field.shape, dtype=field.dtype) for name, field in specs}
 
-    def call_problems(self, module: nn.Module) -> Iterator[tuple[str, str]]:
-        """Yield the key and the message of a problem that prevents a call of the module."""
-        try:
-            self.call(module)
-        except HpctrainError as error:
-            yield "data.inputs", error.problems[0]
-
     def call(self, module: nn.Module) -> ModuleCall:
         """Return how the module is called; see `make_call` for the errors."""
         return make_call(module, dict(self.fields), self.inputs)
 
     def build(self, device: torch.device) -> nn.Module:
         """Build a new module on a device; see `build_module` for the errors."""
-        try:
-            with device:
-                built = build_module(self.code, json.loads(self.arguments))
-            return _prepare_comparison(built) if self.storage == torch.float64 else built
-        except HpctrainError as error:
-            if device != META or not isinstance(error.__cause__, NotImplementedError | RuntimeError):
-                raise
-            first, *frames = error.problems
-            remarks = (
-                f'{first} (a module is first built on the device "meta" of torch, whose tensors '
-                "have no values)"
-            )
-            raise HpctrainError([remarks, *frames]) from error.__cause__
+        return _build_on(device, self.code, self.arguments, self.storage)
 
 
-@lru_cache(maxsize=8)
-def _cached_on_meta(architecture: ModuleArchitecture) -> nn.Module:
-    """Return a module on "meta" that is shared by all callers, who must not change it."""
-    return architecture.build(META)
+def _build_on(device: torch.device, code: NamedCode, arguments: str, storage: torch.dtype) -> nn.Module:
+    """Build a module on a device, in the form for comparisons if its parameters are stored in fp64."""
+    try:
+        with device:
+            built = build_module(code, json.loads(arguments))
+    except HpctrainError as error:
+        if device != META or not isinstance(error.__cause__, NotImplementedError | RuntimeError):
+            raise
+        first, *frames = error.problems
+        reason = 'a module is first built on the device "meta" of torch, whose tensors have no values'
+        raise HpctrainError([f"{first} ({reason})", *frames]) from error.__cause__
+    return _prepare_comparison(built) if storage == torch.float64 else built
+
+
+_cached_on_meta = lru_cache(maxsize=8)(partial(_build_on, META))
 
 
 def _field_specs(deck: Deck) -> tuple[tuple[str, FieldSpec], ...]:
@@ -221,13 +225,7 @@ def find_blocks(module: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
     """Return the submodules whose names match a pattern, by name. `*` stands for one name between dots."""
     if pattern is None:
         return {}
-    wanted = pattern.split(".")
-
-    def has(name: str) -> bool:
-        parts = name.split(".")
-        return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-
-    return {name: each for name, each in module.named_modules() if name and has(name)}
+    return {name: each for name, each in module.named_modules() if name and matches_pattern(pattern, name)}
 
 
 def _prepare_comparison(module: nn.Module) -> nn.Module:
@@ -256,13 +254,13 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _training_problems(deck: Deck, module: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the key and the message of each problem that prevents training."""
-    pattern, kept = deck.model.blocks, persistent_buffers(module)
+    pattern, persistent = deck.model.blocks, persistent_buffers(module)
     if pattern is not None and not find_blocks(module, pattern):
         names = [name for name, _ in module.named_modules() if name]
         lists = [f"{name}.*" for name, each in module.named_modules() if name and _is_module_list(each)]
         near = nearest(pattern, [*lists, *names])
-        shown = ", ".join(lists or names[:8]) or "none"
-        known = f"did you mean {near}?" if near else f"the module has {shown}"
+        choices = ", ".join(lists or names[:8]) or "none"
+        known = f"did you mean {near}?" if near else f"the module has {choices}"
         yield "model.blocks", f"matches no submodule ({known})"
     yield from _stage_problems(deck, len(find_blocks(module, pattern)))
     parameters = list(module.named_parameters())
@@ -278,11 +276,11 @@ def _training_problems(deck: Deck, module: nn.Module) -> Iterator[tuple[str, str
     if layout.tensor > 1 or deck.model.module != CAUSAL_MODEL:  # the key comes from the model itself
         plan = plan_of(module, deck.model.plan, layout.tensor, layout.sequence_parallel)
         yield from (("model.plan", sentence) for sentence in plan.problems)
-    if kept and deck.model.buffers is None:
-        some = ", ".join(list(kept)[:3]) + ", ..." * (len(kept) > 3)
+    if persistent and deck.model.buffers is None:
+        first_names = ", ".join(list(persistent)[:3]) + ", ..." * (len(persistent) > 3)
         yield (
             "model.buffers",
-            f"is required for a module with {counted(len(kept), 'persistent buffer')} ({some}): "
+            f"is required for a module with {counted(len(persistent), 'persistent buffer')} ({first_names}): "
             '"first" keeps '
             'those of the first data rank after each step, "average" the mean over data ranks',
         )
@@ -305,8 +303,8 @@ def _stage_problems(deck: Deck, block_number: int) -> Iterator[tuple[str, str]]:
     if layout.pipeline == 1 or not block_number:
         return
     if block_number < parts - 1:
-        made = f"layout.pipeline x layout.chunks = {layout.pipeline} x {layout.chunks}"
-        yield "layout.pipeline", f"{made} requires {parts - 1} blocks or more, but {blocks}"
+        product = f"layout.pipeline x layout.chunks = {layout.pipeline} x {layout.chunks}"
+        yield "layout.pipeline", f"{product} requires {parts - 1} blocks or more, but {blocks}"
     elif isinstance(layout.split, tuple) and sum(layout.split) != block_number:
         yield "layout.split", f"must add up to the number of blocks, not {sum(layout.split)}: {blocks}"
 
@@ -323,9 +321,9 @@ def _notes(deck: Deck, module: nn.Module) -> tuple[str, ...]:
     others = sorted({str(p.dtype).removeprefix("torch.") for p in names} - {"float32"})
     if not others:
         return tuple(tied)
-    made, here = " and ".join(others), str(storage).removeprefix("torch.")
-    remarks = f"parameters that the module creates in {made} are stored in {here} and updated in float32"
-    return (*tied, remarks)
+    dtypes, stored = " and ".join(others), str(storage).removeprefix("torch.")
+    note = f"parameters that the module creates in {dtypes} are stored in {stored} and updated in float32"
+    return (*tied, note)
 
 
 def _is_module_list(module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any
@@ -13,20 +13,25 @@ from torch import Tensor, nn
 from hpctrain.errors import HpctrainError
 
 
-def find_logits(outputs: Any) -> Tensor | None:
-    """Return the logits in the result of a module, or None.
+def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Let calls of a module run another function. Its class, its parameters and its hooks stay."""
+    vars(module)["forward"] = forward  # an attribute of the instance hides the method of the class
 
-    They are the result itself, its entry or attribute `logits`, or its first element.
+
+def find_logits(outputs: Any) -> Tensor | None:
+    """Return the logits in the result of a module, or None if it has none.
+
+    They are the result itself if it is a tensor, its entry or attribute `logits`, or its first element.
     """
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, Mapping):
-        found = outputs.get("logits")
+        logits = outputs.get("logits")
     elif hasattr(outputs, "logits"):
-        found = outputs.logits
+        logits = outputs.logits
     else:
-        found = outputs[0] if isinstance(outputs, Sequence) and outputs else None
-    return found if isinstance(found, Tensor) else None
+        logits = outputs[0] if isinstance(outputs, Sequence) and outputs else None
+    return logits if isinstance(logits, Tensor) else None
 
 
 TARGET_FIELDS = ("targets", "labels")

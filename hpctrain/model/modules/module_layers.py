@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -30,9 +30,15 @@ if TYPE_CHECKING:
 class ModuleLayer(Layer):
     """A layer of a user's module: parameters that are gathered together.
 
-    Attributes:
-        borrowed: Parameters of another part to whose gradients this layer adds, too.
+    Args:
+        kind: Kind of the layer.
+        parameters: Its parameters.
+        modules: Modules that it computes.
+        replaced: Layers that compute in place of linear layers, by the linear layer.
         sequence: Tokens of a sample.
+        borrowed: Parameters of another part to whose gradients this layer adds, too.
+
+    Attributes:
         keeps: Owner of further state, such as the buffers of the module; None if there is none.
         owner: The part that has the layer, and the layer's index in it.
     """
@@ -44,14 +50,15 @@ class ModuleLayer(Layer):
         kind: str,
         parameters: Sequence[Parameter],
         modules: Sequence[nn.Module],
-        product_layers: Sequence[SplitLinear],
+        replaced: Mapping[nn.Module, SplitLinear],
         sequence: int,
         borrowed: Sequence[Parameter] = (),
     ) -> None:
         super().__init__()
         self.borrowed, self.sequence = tuple(borrowed), sequence
         self.kind, self._matrices = kind, matrices_in(modules)
-        self._product_layers = [*product_layers]  # not as submodules
+        layers = (each if isinstance(each, SplitLinear) else replaced.get(each) for each in modules)
+        self._product_layers = [each for each in layers if each is not None]  # not as submodules
         self.keeps: object = None
         for number, parameter in enumerate(parameters):
             self.register_parameter(str(number), parameter)

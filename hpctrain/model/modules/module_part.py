@@ -18,9 +18,10 @@ from hpctrain.deck.user_code import run_user_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.modules.module_architecture import ModuleArchitecture, plan_of
+from hpctrain.model.modules.module_call import set_forward
 from hpctrain.model.modules.module_layers import BlockRunner, ModuleLayer
 from hpctrain.model.modules.nested_tensors import tensors_of
-from hpctrain.model.modules.part_contents import contents_of_module, contents_of_stage
+from hpctrain.model.modules.part_contents import contents_of_part
 from hpctrain.model.modules.pipeline.call_order import find_call_order
 from hpctrain.model.modules.pipeline.stage_split import StageMessage
 from hpctrain.model.modules.tensor_parallel.apply_plan import SplitOutputs, apply_plan
@@ -67,12 +68,9 @@ class ModulePart(nn.Module):
         table = json.loads(architecture.plan) if tensor > 1 else None
         plan = plan_of(self.module, table, tensor, layer_context.sequence_parallel)
         self.split = apply_plan(self.module, plan, layer_context, architecture.gather_logits)
-        if architecture.cut:
-            contents = contents_of_stage(
-                self.module, architecture, layer_context, self.split.partial, span, shared_parameters
-            )
-        else:
-            contents = contents_of_module(self.module, architecture, layer_context, self.split.partial)
+        contents = contents_of_part(
+            self.module, architecture, layer_context, self.split.partial, span, shared_parameters
+        )
         self.names, self.layers, self.forward_pass = contents.names, contents.layers, contents.forward_pass
         self.module_buffers = contents.buffers
         self.layers[0].keeps = contents.buffers if contents.buffers.persistent else None
@@ -83,8 +81,7 @@ class ModulePart(nn.Module):
             forwards[name] = partial(self._run_block, runner)
         call = self.forward_pass.call_module
         for name, forward in forwards.items():
-            # An instance attribute hides the method of the class.
-            vars(self.module.get_submodule(name))["forward"] = partial(call, name, forward)
+            set_forward(self.module.get_submodule(name), partial(call, name, forward))
         for number, layer in enumerate(self.layers):
             layer.owner = self, number
         self.blocks = tuple(contents.blocks.values())

@@ -1,11 +1,10 @@
-"""Tensors in nested sequences, mappings and dataclasses, and what stands for them without values."""
+"""Tensors in nested sequences, mappings and dataclasses, and placeholders for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -15,49 +14,21 @@ from hpctrain.errors import HpctrainError
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of a tensor that a call returns.
+class TensorPlaceholder:
+    """Placeholder for a tensor in the result of a call, whose structure is stored without values.
 
     Attributes:
-        shape: Shape of the tensor.
-        dtype: Its dtype.
-        requires_gradient: True if a gradient flows back through it.
-        modified: True if it is changed in place after the call.
+        number: Index of the tensor among the new tensors of the result, or among those of the arguments.
+        is_argument: True if the call returns an argument unchanged.
     """
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_gradient: bool
-    modified: bool = False
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of the tensor."""
-        return prod(self.shape)
-
-    @property
-    def sendable(self) -> bool:
-        """True if the tensor can be sent in a buffer of floating-point values."""
-        return self.dtype.is_floating_point
-
-    def matches(self, tensor: Tensor) -> bool:
-        """Return True if a tensor has this shape and dtype."""
-        return tuple(tensor.shape) == self.shape and tensor.dtype == self.dtype
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
-
-
-@dataclass(frozen=True)
-class InputTensor:
-    """A tensor that a call returns unchanged: its index among the tensors of the arguments."""
-
     number: int
+    is_argument: bool
 
 
 def tensor_leaves(value: object) -> Iterator[Any]:
-    """Yield all tensors, TensorSpecs and InputTensors in nested sequences, mappings and dataclasses."""
-    if isinstance(value, Tensor | TensorSpec | InputTensor):
+    """Yield all tensors and TensorPlaceholders in nested sequences, mappings and dataclasses."""
+    if isinstance(value, Tensor | TensorPlaceholder):
         yield value
     else:
         for each in _children(value):
@@ -70,14 +41,14 @@ def tensors_of(value: object) -> Iterator[Tensor]:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return what tensors that are views of one memory have in common."""
+    """Return the address of a tensor's storage, which is equal for all views of the same memory."""
     address: int = tensor.untyped_storage()._cdata
     return address
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return the same structure with a function applied to each of its `tensor_leaves`."""
-    if isinstance(value, Tensor | TensorSpec | InputTensor):
+    if isinstance(value, Tensor | TensorPlaceholder):
         return change(value)
     if isinstance(value, Mapping):
         if type(value) is dict:
@@ -116,7 +87,7 @@ def _children(value: object) -> Iterator[object]:
     elif _is_sequence(value):
         assert isinstance(value, Sequence)
         yield from value
-    elif is_dataclass(value) and not isinstance(value, TensorSpec | InputTensor | type):
+    elif is_dataclass(value) and not isinstance(value, TensorPlaceholder | type):
         yield from (getattr(value, field.name) for field in fields(value))
 
 

@@ -5,9 +5,10 @@ A module's own parameters are replaced by hpctrain's `Parameter`s in place, unde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,9 +21,7 @@ from hpctrain.model.modules.pipeline.stage_forward import ModuleForward, StageFo
 from hpctrain.model.modules.pipeline.stage_split import StageMessage, StageSlice
 from hpctrain.model.modules.tensor_parallel.parallel_layers import LayerGradientParameter
 from hpctrain.model.modules.tensor_parallel.unsplit_linear import (
-    UnsplitLinear,
     linear_parameters,
-    matmul_layers,
     replace_linear_layers,
 )
 from hpctrain.model.part import LayerRange
@@ -54,42 +53,7 @@ class PartContents:
     calls: Mapping[str, nn.Module] = field(default_factory=dict)
 
 
-def contents_of_module(
-    module: nn.Module,
-    architecture: ModuleArchitecture,
-    layer_context: LayerContext,
-    partial_gradients: Collection[nn.Parameter],
-) -> PartContents:
-    """Return the contents of a part that is the whole module.
-
-    Parameters outside of blocks, or in several blocks, belong to the first layer.
-
-    Args:
-        module: The module, on "meta". Its parameters and linear layers are replaced.
-        architecture: Its architecture.
-        layer_context: Process groups and settings of this rank's layers.
-        partial_gradients: Parameters whose gradients are summed over tensor ranks.
-    """
-    replace_one = partial(_replace_parameter, partial_gradients, {*linear_parameters(module)})
-    names = _replace_parameters(module, replace_one)
-    linear_layers = replace_linear_layers(module, layer_context)
-    blocks = find_blocks(module, architecture.pattern)
-    within = [set(block.parameters()) for block in blocks.values()]
-    outer = {p for number, own in enumerate(within) for p in own if any(p in o for o in within[:number])}
-    outside = _modules_outside(module, blocks.values())
-    outer |= {p for each in outside for p in each.parameters(recurse=False)}
-    outer_parameters = [p for p in names if p in outer]
-    make = partial(_make_layer, linear_layers, architecture.sequence)
-    layers = (
-        make(OuterLayer, "outside", outer_parameters, outside),
-        *_block_layers(blocks, block_kinds(blocks), outer, make),
-        make(OuterLayer, "result", (), ()),
-    )
-    buffers = ModuleBuffers(module, layer_context, architecture.buffers, architecture.storage)
-    return PartContents(names, layers, blocks, buffers)
-
-
-def contents_of_stage(
+def contents_of_part(
     module: nn.Module,
     architecture: ModuleArchitecture,
     layer_context: LayerContext,
@@ -97,95 +61,168 @@ def contents_of_stage(
     span: LayerRange,
     shared_parameters: Mapping[str, Parameter],
 ) -> PartContents:
-    """Return the contents of a part that is one pipeline stage of a module.
+    """Return the contents of a part: the whole module, or one pipeline stage of it. Local.
 
-    Parameters that the stage does not use are replaced by zeros without memory.
+    Parameters that the part does not use are replaced by zeros without memory.
 
     Args:
         module: The module, on "meta". Its parameters and linear layers are replaced.
         architecture: Its architecture.
         layer_context: Process groups and settings of this rank's layers.
         partial_gradients: Parameters whose gradients are summed over tensor ranks.
-        span: Blocks of the stage.
+        span: Blocks of the part.
         shared_parameters: Parameters of another part on this rank, by name. Those that this part also uses
             are taken from there.
     """
-    stage = StageSlice(find_call_order(architecture), span)
+    stage = StageSlice(find_call_order(architecture), span) if architecture.cut else None
     placeholder = layer_context.data.empty((), architecture.storage).zero_()
-    kinds = partial_gradients, {*linear_parameters(module)}
-    replace_one = partial(_replace_stage_parameter, stage, *kinds, shared_parameters, placeholder)
-    names = _replace_parameters(module, replace_one)
+    replacement = _ParameterReplacement(
+        stage, partial_gradients, {*linear_parameters(module)}, shared_parameters, placeholder
+    )
+    names = _replace_parameters(module, replacement)
     linear_layers = replace_linear_layers(module, layer_context)
+    all_blocks = find_blocks(module, architecture.pattern)
+    numbered = enumerate(all_blocks.items())
+    blocks = {name: each for number, (name, each) in numbered if span.first <= number < span.last}
     borrowed = tuple(each for each in shared_parameters.values() if each in names)
-    every = find_blocks(module, architecture.pattern)
-    blocks = {name: each for number, (name, each) in enumerate(every.items()) if stage.has_block(number)}
-    before, behind, outer = list[Parameter](), list[Parameter](), set[nn.Parameter](borrowed)
-    for parameter in _outer_parameters(stage, names, blocks):
-        if parameter not in outer:
-            here = set(filter(stage.computes, stage.order.parameters[names[parameter][0]]))
-            (behind if here == {stage.order.end_position} else before).append(parameter)
-    outer |= {*before, *behind}
-    calls = watched_modules(module, every)
-    of_before, of_behind = _outer_modules_of_stage(module, stage, every, calls)
-    make = partial(_make_layer, linear_layers, architecture.sequence)
+    if stage is None:
+        outer = _outer_of_module(module, names, blocks)
+    else:
+        outer = _outer_of_stage(module, stage, names, all_blocks, blocks, borrowed)
+    elsewhere = {*outer.parameters_before, *outer.parameters_after, *borrowed}
+    kinds, further = block_kinds(all_blocks), (linear_layers, architecture.sequence)
+    block_layers = (
+        BlockLayer(kinds[name], _parameters_except(block, elsewhere), [*block.modules()], *further)
+        for name, block in blocks.items()
+    )
     layers = (
-        make(OuterLayer, "outside", before, of_before),
-        *_block_layers(blocks, block_kinds(every), outer, make),
-        make(OuterLayer, "result", behind, of_behind, borrowed),
+        OuterLayer("outside", outer.parameters_before, outer.modules_before, *further),
+        *block_layers,
+        OuterLayer("result", outer.parameters_after, outer.modules_after, *further, borrowed),
     )
     rule = architecture.buffers, architecture.storage
+    if stage is None:
+        return PartContents(names, layers, blocks, ModuleBuffers(module, layer_context, *rule))
     buffers = ModuleBuffers(module, layer_context, *rule, stage.remote_buffers, stage.saved_elsewhere)
     own = [parameter for parameter in names if parameter not in set(borrowed)]
     forward_pass = StageForward(stage, StageMessage.of(stage.order), placeholder.device, own)
-    return PartContents(names, layers, blocks, buffers, forward_pass, calls)
+    return PartContents(names, layers, blocks, buffers, forward_pass, watched_modules(module, all_blocks))
 
 
-def _replace_parameter(
-    partial_gradients: Collection[nn.Parameter],
-    layer_gradients: Collection[nn.Parameter],
-    name: str,
-    original: nn.Parameter,
-) -> nn.Parameter:
-    """Return the Parameter that replaces one of a module: itself if it already is one."""
-    if isinstance(original, Parameter):
-        return original
-    shape, axes = tuple(original.shape), frozenset({"tensor"} if original in partial_gradients else ())
-    kind = LayerGradientParameter if original in layer_gradients else Parameter
-    own = kind(Shard.replicated(name, shape, axes), has_weight_decay=len(shape) > 1)
-    if not original.requires_grad:
-        own.requires_grad_(False)
-        own.has_weight_decay = False
-        return own
-    # The module's own hooks on gradients run for each micro-batch.
-    for hook in (getattr(original, "_backward_hooks", None) or {}).values():
-        own.register_hook(hook)
-    for hook in (getattr(original, "_post_accumulate_grad_hooks", None) or {}).values():
-        own.register_post_accumulate_grad_hook(hook)
-    return own
+def _parameters_except(block: nn.Module, elsewhere: Collection[nn.Parameter]) -> list[Parameter]:
+    return [p for p in block.parameters() if isinstance(p, Parameter) and p not in elsewhere]
 
 
-def _replace_stage_parameter(
+class _OuterContents(NamedTuple):
+    """Parameters and modules of a part that belong to no block, or to several.
+
+    Attributes:
+        parameters_before: Parameters that are used before or between blocks.
+        modules_before: Modules that run before or between blocks.
+        parameters_after: Parameters that are used after all blocks only.
+        modules_after: Modules that run after all blocks only.
+    """
+
+    parameters_before: Sequence[Parameter]
+    modules_before: Sequence[nn.Module]
+    parameters_after: Sequence[Parameter] = ()
+    modules_after: Sequence[nn.Module] = ()
+
+
+def _outer_of_module(module: nn.Module, names: Names, blocks: Mapping[str, nn.Module]) -> _OuterContents:
+    """Return what is outside of the blocks of a whole module, all of it before the blocks."""
+    outside = _modules_outside(module, blocks.values())
+    used_by = Counter(p for block in blocks.values() for p in set(block.parameters()))
+    outer = {p for each in outside for p in each.parameters(recurse=False)}
+    return _OuterContents([p for p in names if p in outer or used_by[p] > 1], outside)
+
+
+def _outer_of_stage(
+    module: nn.Module,
     stage: StageSlice,
-    partial_gradients: Collection[nn.Parameter],
-    layer_gradients: Collection[nn.Parameter],
-    shared_parameters: Mapping[str, Parameter],
-    placeholder: torch.Tensor,
-    name: str,
-    original: nn.Parameter,
-) -> nn.Parameter:
-    """Return the Parameter that replaces one that the stage uses, or zeros without memory."""
-    positions, span = stage.order.parameters[name], stage.span
-    if not stage.needs(positions):
-        return nn.Parameter(placeholder.expand(original.shape), requires_grad=False)
-    if name in shared_parameters:
-        # The schedule decides in which order the two parts of this rank add their gradients.
-        shared_parameters[name].uses, shared_parameters[name].separate_lookups = 2, True
-        return shared_parameters[name]
-    own = _replace_parameter(partial_gradients, layer_gradients, name, original)
-    assert isinstance(own, Parameter)
-    if stage.shares(positions):
-        own.shard = replace(own.shard, stage_copy=span.tied_stage, stage_copies=span.tied_stages)
-    return own
+    names: Names,
+    all_blocks: Mapping[str, nn.Module],
+    blocks: Mapping[str, nn.Module],
+    borrowed: Sequence[Parameter],
+) -> _OuterContents:
+    """Return what a stage uses outside of its blocks, by the positions at which a pass uses it."""
+    order, before, after = stage.order, list[Parameter](), list[Parameter]()
+    block_of = {p: name for name, block in blocks.items() for p in block.parameters()}
+    for parameter, (name, *_) in names.items():
+        positions = order.parameters[name]
+        in_block = parameter in block_of and positions == {order.block_position(block_of[parameter])}
+        if not in_block and parameter not in borrowed:
+            at_end = {*filter(stage.computes, positions)} == {order.end_position}
+            (after if at_end else before).append(parameter)
+    modules_after, remote = set[nn.Module](), set[nn.Module]()
+    for name, each in watched_modules(module, all_blocks).items():
+        if name in all_blocks:
+            continue
+        at = {call.position for call in order.calls if call.name == name}
+        if at == {order.end_position}:
+            modules_after |= set(each.modules())
+        if not any(map(stage.computes, at or {0})):
+            remote |= set(each.modules())
+    here = [each for each in _modules_outside(module, all_blocks.values()) if each not in remote]
+    return _OuterContents(
+        before,
+        [each for each in here if each not in modules_after],
+        after,
+        [each for each in here if each in modules_after],
+    )
+
+
+@dataclass(frozen=True)
+class _ParameterReplacement:
+    """Function from a module's parameters to those that replace them in a part.
+
+    Attributes:
+        stage: The stage; None if the part is the whole module.
+        partial_gradients: Parameters whose gradients are summed over tensor ranks.
+        layer_gradients: Parameters whose gradients their layers add to buffers.
+        shared_parameters: Parameters of another part on this rank, by name.
+        placeholder: Zero of no dimensions, which parameters of other stages expand.
+    """
+
+    stage: StageSlice | None
+    partial_gradients: Collection[nn.Parameter]
+    layer_gradients: Collection[nn.Parameter]
+    shared_parameters: Mapping[str, Parameter]
+    placeholder: torch.Tensor
+
+    def __call__(self, name: str, original: nn.Parameter) -> nn.Parameter:
+        """Return the Parameter that replaces one of a module, or zeros if the stage does not use it."""
+        if self.stage is None:
+            return self._replace(name, original)
+        positions, span = self.stage.order.parameters[name], self.stage.span
+        if not self.stage.needs(positions):
+            return nn.Parameter(self.placeholder.expand(original.shape), requires_grad=False)
+        if name in self.shared_parameters:
+            # The schedule decides in which order the two parts of this rank add their gradients.
+            shared = self.shared_parameters[name]
+            shared.uses, shared.separate_lookups = 2, True
+            return shared
+        own = self._replace(name, original)
+        if self.stage.shares(positions):
+            own.shard = replace(own.shard, stage_copy=span.tied_stage, stage_copies=span.tied_stages)
+        return own
+
+    def _replace(self, name: str, original: nn.Parameter) -> Parameter:
+        """Return the Parameter that replaces one of a module: itself if it already is one."""
+        if isinstance(original, Parameter):
+            return original
+        shape, is_partial = tuple(original.shape), original in self.partial_gradients
+        kind = LayerGradientParameter if original in self.layer_gradients else Parameter
+        shard = Shard.replicated(name, shape, frozenset({"tensor"} if is_partial else ()))
+        own = kind(shard, has_weight_decay=len(shape) > 1 and original.requires_grad)
+        own.requires_grad_(original.requires_grad)
+        if original.requires_grad:
+            # The module's own hooks on gradients run for each micro-batch.
+            for hook in (getattr(original, "_backward_hooks", None) or {}).values():
+                own.register_hook(hook)
+            for hook in (getattr(original, "_post_accumulate_grad_hooks", None) or {}).values():
+                own.register_post_accumulate_grad_hook(hook)
+        return own
 
 
 def _replace_parameters(module: nn.Module, make: Callable[[str, nn.Parameter], nn.Parameter]) -> Names:
@@ -213,17 +250,6 @@ def _modules_outside(module: nn.Module, blocks: Collection[nn.Module]) -> list[n
     return [each for each in module.modules() if each not in inside]
 
 
-def _outer_parameters(
-    stage: StageSlice, names: Names, blocks: Mapping[str, nn.Module]
-) -> Iterator[Parameter]:
-    """Yield the parameters that others than their own block use, or that are in no block."""
-    block_of = {p: name for name, block in blocks.items() for p in block.parameters()}
-    position = {name: 2 * number + 1 for number, name in enumerate(stage.order.blocks)}
-    for parameter, (name, *_) in names.items():
-        if parameter not in block_of or stage.order.parameters[name] != {position[block_of[parameter]]}:
-            yield parameter
-
-
 def block_kinds(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
     """Return the kind of each block: its class, with a number if blocks of one class differ in parameters."""
     kinds: dict[str, str] = {}
@@ -236,48 +262,3 @@ def block_kinds(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
         number = forms.index(form)
         kinds[name] = f"{kind} ({number + 1})" if number else kind
     return kinds
-
-
-def _make_layer(
-    linear_layers: Mapping[nn.Module, UnsplitLinear],
-    sequence: int,
-    make: type[ModuleLayer],
-    kind: str,
-    parameters: Sequence[Parameter],
-    modules: Sequence[nn.Module],
-    borrowed: Sequence[Parameter] = (),
-) -> ModuleLayer:
-    """Return a layer with these parameters, which computes these modules."""
-    return make(kind, parameters, modules, matmul_layers(modules, linear_layers), sequence, borrowed)
-
-
-def _block_layers(
-    blocks: Mapping[str, nn.Module],
-    kinds: Mapping[str, str],
-    outer: Collection[nn.Parameter],
-    make: Callable[..., ModuleLayer],
-) -> Iterator[ModuleLayer]:
-    """Yield the layers of blocks, without parameters that belong to an outer layer."""
-    for name, block in blocks.items():
-        own = [p for p in block.parameters() if isinstance(p, Parameter) and p not in outer]
-        yield make(BlockLayer, kinds[name], own, list(block.modules()))
-
-
-def _outer_modules_of_stage(
-    module: nn.Module, stage: StageSlice, blocks: Mapping[str, nn.Module], calls: Mapping[str, nn.Module]
-) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the modules outside of blocks that a stage computes.
-
-    The first list has those before or between blocks, the second one those that run after all blocks only.
-    """
-    end, behind, others = stage.order.end_position, set[nn.Module](), set[nn.Module]()
-    for name, each in calls.items():
-        if name in blocks:
-            continue
-        at = {call.position for call in stage.order.calls if call.name == name}
-        if at == {end}:
-            behind |= set(each.modules())
-        if not any(map(stage.computes, at or {0})):
-            others |= set(each.modules())
-    here = [each for each in _modules_outside(module, blocks.values()) if each not in others]
-    return [each for each in here if each not in behind], [each for each in here if each in behind]

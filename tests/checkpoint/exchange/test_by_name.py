@@ -14,7 +14,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.train.start import start_from_source
 from tests.engines import trainer
 from tests.model.modules import models
-from tests.model.modules.test_module_part import deck_of, whole_parameters
+from tests.model.modules.module_decks import whole_parameters
+from tests.model.modules.test_module_part import deck_of
 
 
 def stored(world: World, folder: Path, kind: str, change: dict[str, torch.Tensor] | None = None) -> dict:

@@ -153,7 +153,7 @@ def test_experts_of_transformers_are_computed_in_double_precision() -> None:
         "num_key_value_heads": 2,
         "num_local_experts": 2,
     }
-    named = NamedCode("transformers:MixtralForCausalLM"), json.dumps(sizes), None, 0, 4, None
+    named = NamedCode("transformers:MixtralForCausalLM"), json.dumps(sizes), None, 4, None
     tokens = torch.arange(4)[None]
     logits = {}
     for storage in (torch.float64, torch.float32):

@@ -14,7 +14,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from tests.engines import Trainer, trainer
-from tests.model.modules.test_module_part import DECK, plain_loop, whole_parameters
+from tests.model.modules.module_decks import DECK, plain_loop, whole_parameters
 
 HERE, STEPS = Path(__file__), 3
 

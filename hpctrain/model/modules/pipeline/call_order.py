@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +29,12 @@ from hpctrain.model.modules.module_architecture import (
     find_blocks,
     persistent_buffers,
 )
+from hpctrain.model.modules.module_call import set_forward
 from hpctrain.model.modules.nested_tensors import (
-    InputTensor,
-    TensorSpec,
+    TensorPlaceholder,
     map_leaves,
     require_known_structure,
     storage_key,
-    tensor_leaves,
     tensors_of,
 )
 from hpctrain.model.modules.pipeline.meta_products import grouped_products
@@ -53,28 +53,64 @@ class CallResult(NamedTuple):
 
 
 @dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a new tensor that a call returns.
+
+    Attributes:
+        shape: Shape of the tensor.
+        dtype: Its dtype.
+        requires_gradient: True if a gradient flows back through it.
+        modified: True if it is changed in place after the call.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_gradient: bool
+    modified: bool = False
+
+    @staticmethod
+    def of(tensor: Tensor) -> TensorSpec:
+        """Return the spec of a tensor that has not been changed in place."""
+        return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the tensor."""
+        return prod(self.shape)
+
+    @property
+    def sendable(self) -> bool:
+        """True if the tensor can be sent in a buffer of floating-point values."""
+        return self.dtype.is_floating_point
+
+    def matches(self, tensor: Tensor) -> bool:
+        """Return True if a tensor has this shape and dtype."""
+        return tuple(tensor.shape) == self.shape and tensor.dtype == self.dtype
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
 class BlockCall:
     """A call of a block, or of a module outside of blocks.
 
     Attributes:
         name: Name of the module.
         position: Position in the pass.
-        structure: Result of the call, with TensorSpecs and InputTensors in place of tensors.
+        structure: Result of the call, with TensorPlaceholders in place of tensors.
+        specs: Specs of the new tensors in the result.
     """
 
     name: str
     position: int
-    structure: Any
+    structure: Any = None
+    specs: tuple[TensorSpec, ...] = ()
 
     @property
     def is_block(self) -> bool:
         """True for a block, False for a module outside of blocks."""
         return self.position % 2 == 1
-
-    @property
-    def specs(self) -> list[TensorSpec]:
-        """Specs of all new tensors in the result."""
-        return [each for each in tensor_leaves(self.structure) if isinstance(each, TensorSpec)]
 
 
 @dataclass(frozen=True)
@@ -104,6 +140,10 @@ class CallOrder:
         """Position after the last block."""
         return 2 * len(self.blocks)
 
+    def block_position(self, name: str) -> int:
+        """Return the position of a block, given its name."""
+        return 2 * self.blocks.index(name) + 1
+
     def spec(self, source: CallResult) -> TensorSpec:
         """Return the spec of a tensor in a call's result."""
         return self.calls[source.call].specs[source.leaf]
@@ -119,15 +159,18 @@ class CallOrder:
 
 @lru_cache(maxsize=32)
 def find_call_order(architecture: ModuleArchitecture) -> CallOrder:
-    """Return the order of calls in the module of an architecture, for a micro-batch of its deck.
+    """Return the order of calls in a pass of one micro-batch, which is run on "meta". Results are cached.
+
+    Args:
+        architecture: Architecture of the module.
 
     Raises:
         HpctrainError: The module does not run on "meta", or its calls cannot be divided into stages.
     """
     module = architecture.build(META)
-    kept = persistent_buffers(module)
+    persistent = persistent_buffers(module)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_floating_point() and (name in kept or isinstance(tensor, nn.Parameter)):
+        if tensor.is_floating_point() and (name in persistent or isinstance(tensor, nn.Parameter)):
             tensor.data = tensor.data.to(architecture.storage)
     for parameter in module.parameters():
         # Gradients also flow through parameters that are frozen, now or later.
@@ -150,7 +193,7 @@ def trace_call_order(
     """
     trace = _OrderTracer(module.train(), tuple(blocks))
     for name, each in watched_modules(module, blocks).items():
-        vars(each)["forward"] = partial(trace.call_module, name, each.forward)
+        set_forward(each, partial(trace.call_module, name, each.forward))
     with trace:
         outputs = call()
     return trace.order(outputs)
@@ -189,7 +232,12 @@ Origin = CallResult | str
 
 
 class _OrderTracer(TorchDispatchMode):
-    """Dispatch mode that observes the operations of a pass."""
+    """Dispatch mode that observes all operations of a pass, and records the calls of watched modules.
+
+    Args:
+        module: The user's module, on "meta".
+        blocks: Names of its blocks.
+    """
 
     def __init__(self, module: nn.Module, blocks: tuple[str, ...]) -> None:
         super().__init__()
@@ -200,7 +248,7 @@ class _OrderTracer(TorchDispatchMode):
         self.written: set[str] = set()
         self.blocks_done = 0
         self.current_call: int | None = None
-        self._made: dict[CallResult, tuple[Tensor, int]] = {}
+        self._new_tensors: dict[CallResult, tuple[Tensor, int]] = {}
         self._origins: dict[int, set[Origin]] = {}
         self._alive: list[object] = []
         self._buffers: dict[int, str] = {}
@@ -220,34 +268,44 @@ class _OrderTracer(TorchDispatchMode):
         return self.calls[self.current_call].position
 
     def call_module(self, name: str, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Call a watched module. This replaces its forward method."""
+        """Run a watched module and record the call with its result. It is the module's forward method.
+
+        Calls of watched modules inside of other ones are not recorded.
+
+        Args:
+            name: Name of the module.
+            forward: The module's own forward method.
+            arguments: Arguments of the call.
+            keywords: Keyword arguments of the call.
+        """
         if self.current_call is not None:
             return forward(*arguments, **keywords)
-        inputs = list(tensor_leaves((arguments, keywords)))
+        inputs = list(tensors_of((arguments, keywords)))
         versions = [tensor._version for tensor in inputs]
         self.current_call = number = len(self.calls)
-        self.calls.append(BlockCall(name, 2 * self.blocks_done + (name in self.blocks), None))
+        self.calls.append(BlockCall(name, 2 * self.blocks_done + (name in self.blocks)))
         result = forward(*arguments, **keywords)
         self.current_call = None
         require_known_structure(name, result)
-        made = 0
+        specs: list[TensorSpec] = []
 
-        def spec(tensor: Tensor) -> TensorSpec | InputTensor:
-            nonlocal made
+        def placeholder(tensor: Tensor) -> TensorPlaceholder:
             for index, each in enumerate(inputs):
                 if each is tensor and each._version == versions[index]:
-                    return InputTensor(index)
+                    return TensorPlaceholder(index, is_argument=True)
                 if each is tensor:
                     raise HpctrainError(
                         f"{name}: changes its input in place and returns it (return a new "
                         "tensor for pipeline stages)"
                     )
-            source, made = CallResult(number, made), made + 1
-            self._made[source] = tensor, tensor._version
+            source = CallResult(number, len(specs))
+            specs.append(TensorSpec.of(tensor))
+            self._new_tensors[source] = tensor, tensor._version
             self._add(tensor, (self._origins_of(tensor) - {CallResult(number, _SIDE_EFFECT)}) | {source})
-            return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            return TensorPlaceholder(source.leaf, is_argument=False)
 
-        self.calls[number] = replace(self.calls[number], structure=map_leaves(result, spec))
+        structure = map_leaves(result, placeholder)
+        self.calls[number] = replace(self.calls[number], structure=structure, specs=tuple(specs))
         self.blocks_done += name in self.blocks
         return result
 
@@ -291,21 +349,29 @@ class _OrderTracer(TorchDispatchMode):
 
     def order(self, outputs: Any) -> CallOrder:
         """Return the order of calls in a pass that returned `outputs`."""
-        for tensor in tensor_leaves(outputs):
+        for tensor in tensors_of(outputs):
             self._use(self._origins_of(tensor))
         self._require_in_order()
-        changed = {source for source, (tensor, was) in self._made.items() if tensor._version != was}
-        calls = tuple(_with_changes(call, number, changed) for number, call in enumerate(self.calls))
+        for source, (tensor, version) in self._new_tensors.items():
+            if tensor._version != version:
+                self._mark_modified(source)
         parameters = set(self._parameters)
         return CallOrder(
             self.blocks,
-            calls,
+            tuple(self.calls),
             {source: last for source, last in self.last_uses.items() if source.leaf != _SIDE_EFFECT},
             {source.call: last for source, last in self.last_uses.items() if source.leaf == _SIDE_EFFECT},
             {name: self._positions(name) for name in self._parameters},
             {name: self._positions(name) for name in self._buffers.values() if name not in parameters},
             frozenset(self.written),
         )
+
+    def _mark_modified(self, source: CallResult) -> None:
+        """Note that a call's result is changed in place after the call."""
+        call = self.calls[source.call]
+        specs = list(call.specs)
+        specs[source.leaf] = replace(specs[source.leaf], modified=True)
+        self.calls[source.call] = replace(call, specs=tuple(specs))
 
     def _positions(self, name: str) -> frozenset[int]:
         default = next((at for block, at in self._block_positions.items() if name.startswith(block)), 0)
@@ -322,20 +388,6 @@ class _OrderTracer(TorchDispatchMode):
         for name, other in zip(self.blocks, called, strict=True):
             if name != other:
                 raise HpctrainError(f"block {other} is called instead of block {name} ({rule})")
-
-
-def _with_changes(call: BlockCall, number: int, changed: set[CallResult]) -> BlockCall:
-    """Return the call with a mark at each result that is changed in place afterwards."""
-    leaf = -1
-
-    def marked(each: TensorSpec | InputTensor) -> TensorSpec | InputTensor:
-        nonlocal leaf
-        if isinstance(each, InputTensor):
-            return each
-        leaf += 1
-        return replace(each, modified=True) if CallResult(number, leaf) in changed else each
-
-    return replace(call, structure=map_leaves(call.structure, marked))
 
 
 def _run_operation(

@@ -1,4 +1,4 @@
-"""Products of groups of rows on torch's device "meta"."""
+"""Grouped matrix products (`torch._grouped_mm`) on torch's device "meta"."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from torch import Tensor
 
 @contextmanager
 def grouped_products() -> Iterator[None]:
-    """Let products of groups of rows run on "meta" in all dtypes, as they do on a CPU."""
+    """Let grouped matrix products, as of experts, run on "meta" in all dtypes inside the context.
+
+    They run in all dtypes on a CPU, but only in bf16 on "meta".
+    """
     library = torch.library.Library("aten", "IMPL")
     add_grouped_products(library)
     try:
@@ -22,7 +25,7 @@ def grouped_products() -> Iterator[None]:
 
 
 def add_grouped_products(library: torch.library.Library) -> None:
-    """Add the product of groups of rows in all dtypes to a library of implementations."""
+    """Add grouped matrix products on "meta" in all dtypes to a library of implementations."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has a kernel for bf16 there
         library.impl("_grouped_mm", _meta_grouped_product, "Meta", allow_override=True)

@@ -14,8 +14,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpctrain.errors import HpctrainError
-from hpctrain.model.modules.nested_tensors import InputTensor, TensorSpec, map_leaves, tensor_leaves
-from hpctrain.model.modules.pipeline.call_order import BlockCall, CallResult
+from hpctrain.model.modules.nested_tensors import TensorPlaceholder, map_leaves, tensor_leaves, tensors_of
+from hpctrain.model.modules.pipeline.call_order import BlockCall, CallResult, TensorSpec
 from hpctrain.model.modules.pipeline.stage_split import StageMessage, StageSlice
 from hpctrain.parallel.random import DropoutSource, key_of
 from hpctrain.parallel.shards import Parameter
@@ -47,7 +47,14 @@ class ModuleForward:
         return call()
 
     def call_module(self, name: str, compute: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:  # noqa: ARG002
-        """Call a watched module through `compute`, its own forward method."""
+        """Return the result of a watched module, whose forward method this replaces.
+
+        Args:
+            name: Name of the module.
+            compute: Its own forward method, or the one that gathers its parameters first.
+            arguments: Arguments of the call.
+            keywords: Keyword arguments of the call.
+        """
         return compute(*arguments, **keywords)
 
 
@@ -108,7 +115,7 @@ class StageForward(ModuleForward):
             raise HpctrainError(f"{name} is called {at}")
         call = self.calls[number]
         if call.position < 2 * self.stage.span.first:
-            result = self._substitute_result(number, call, list(tensor_leaves((arguments, keywords))))
+            result = self._substitute_result(number, call, list(tensors_of((arguments, keywords))))
         else:
             self._seed(name)
             self._inside = True
@@ -132,34 +139,31 @@ class StageForward(ModuleForward):
 
     def _store_sent(self, number: int, call: BlockCall, result: Any) -> None:
         """Store the tensors in a call's result that are sent to the next stage."""
-        form = zip(tensor_leaves(result), tensor_leaves(call.structure), strict=True)
-        made = [(tensor, spec) for tensor, spec in form if isinstance(spec, TensorSpec)]
-        for leaf, (tensor, spec) in enumerate(made):
-            if (source := CallResult(number, leaf)) not in self.sent:
+        for tensor, place in zip(tensor_leaves(result), tensor_leaves(call.structure), strict=True):
+            source = CallResult(number, place.number)
+            if place.is_argument or source not in self.sent:
                 continue
+            spec = call.specs[place.number]
             if not spec.matches(tensor):
                 raise HpctrainError(
                     f"{call.name}: expected {spec}, as in the forward pass from which stages were derived, "
-                    f"got {TensorSpec(tuple(tensor.shape), tensor.dtype, True)} (tensors between stages must "
+                    f"got {TensorSpec.of(tensor)} (tensors between stages must "
                     "have the same shape and type in all passes, and must not be split over tensor ranks)"
                 )
             self._results[source] = tensor.clone() if spec.modified else tensor
 
     def _substitute_result(self, number: int, call: BlockCall, inputs: Sequence[Tensor]) -> Any:
         """Return the result of a call that an earlier stage computed, with zeros for what was not sent."""
-        leaf = -1
 
-        def tensor(each: TensorSpec | InputTensor) -> Tensor:
-            nonlocal leaf
-            if isinstance(each, InputTensor):
-                return inputs[each.number]
-            leaf += 1
-            arrived = self._results.get(CallResult(number, leaf))
-            if arrived is not None:
-                return arrived.clone() if each.modified else arrived
-            if each not in self._zeros:
-                self._zeros[each] = torch.zeros(each.shape, dtype=each.dtype, device=self.device)
-            return self._zeros[each].detach()
+        def tensor(place: TensorPlaceholder) -> Tensor:
+            if place.is_argument:
+                return inputs[place.number]
+            spec, received = call.specs[place.number], self._results.get(CallResult(number, place.number))
+            if received is not None:
+                return received.clone() if spec.modified else received
+            if spec not in self._zeros:
+                self._zeros[spec] = torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
+            return self._zeros[spec].detach()
 
         return map_leaves(call.structure, tensor)
 
@@ -178,7 +182,11 @@ class StageForward(ModuleForward):
 
 
 class _Unpack(torch.autograd.Function):
-    """Views of the tensors in a flat one, and an empty tensor through which a backward pass always runs."""
+    """Inverse of `StageForward._pack`: the tensors that a stage has received, as views of one flat tensor.
+
+    A further, empty tensor is the anchor: the backward pass of the stage always runs through it, so that the
+    gradient of the flat tensor exists. Backward packs the gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, specs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:

@@ -97,7 +97,15 @@ class StageSlice:
 
 
 def require_call_order(deck: Deck, architecture: ModuleArchitecture) -> None:
-    """Raise HpctrainError if a pipeline divides a module whose calls cannot be divided into stages."""
+    """Check that the calls of a module can be divided into pipeline stages, before a run starts.
+
+    Args:
+        deck: Deck of the run.
+        architecture: Architecture of the module. Without a pipeline, all modules pass.
+
+    Raises:
+        HpctrainError: A block is not called once and in order, or the module does not run on "meta".
+    """
     if not architecture.cut:
         return
     try:
@@ -108,12 +116,17 @@ def require_call_order(deck: Deck, architecture: ModuleArchitecture) -> None:
 
 
 def module_split_problems(architecture: ModuleArchitecture, split: Sequence[int]) -> Iterable[str]:
-    """Return the problems of dividing a module into stages of so many blocks, as ends of sentences."""
+    """Return the problems of a division into pipeline stages, as ends of sentences.
+
+    Args:
+        architecture: Architecture of the module.
+        split: Number of blocks of each stage.
+    """
     return order_problems(find_call_order(architecture), split) if architecture.cut else ()
 
 
 def order_problems(order: CallOrder, split: Sequence[int]) -> Iterator[str]:
-    """Yield the problems of dividing a module into stages of so many blocks, as ends of sentences."""
+    """Yield the problems of a division into stages with `split` blocks each; see `module_split_problems`."""
     ends = list(accumulate(split))
     last = len(ends) - 1
 

@@ -1,7 +1,25 @@
-"""Autograd functions between split and complete activations, batch first [b, s, ...]."""
+"""Autograd functions between split and complete activations, batch first [b, s, ...].
+
+Each function returns one tensor, and its backward pass makes the opposite exchange:
+
+| function | forward pass | backward pass |
+|---|---|---|
+| `enter_split` | gathers sequences, with sequence parallelism | sums the ranks' gradients |
+| `scatter_sequence` | this rank's slice of a sequence | gathers the slices' gradients |
+| `gather_sequence` | gathers slices of a sequence | this rank's slice of the gradient |
+| `split_features` | this rank's slice of the features | gathers the slices' gradients |
+| `gather_features` | gathers slices of the features | this rank's slice of the gradient |
+| `enter_split_pair` | no exchange | sums the ranks' gradients of two tensors |
+| `sum_results` | sums the ranks' tensors | no exchange |
+
+All of them are collective over the tensor ranks, in both passes. Where a backward pass takes a slice, the
+gradient is complete on all ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,41 +30,55 @@ from hpctrain.errors import HpctrainError
 from hpctrain.parallel.layer_context import LayerContext
 
 
-def transpose_sequence(x: Tensor) -> Tensor:
-    """Return x with the batch and sequence dimensions exchanged, contiguous."""
-    if x.dim() < 3:
-        raise HpctrainError(
-            "layout.sequence_parallel: expected activations of shape [batch, sequence, features], got "
-            f"{list(x.shape)}"
-        )
-    return x.transpose(0, 1).contiguous()
-
-
 def enter_split(layer_context: LayerContext, x: Tensor) -> Tensor:
-    """Return the complete x for a layer that splits features.
+    """Return the complete x [b, s, ...] for a layer that splits features.
 
-    Under sequence parallelism, x is a slice of the sequence and is gathered. Backward sums the ranks'
-    gradients.
+    Args:
+        layer_context: Context of the layer.
+        x: Complete activations, or this rank's slice [b, s/t, ...] under sequence parallelism.
     """
-    result: Tensor = _EnterSplit.apply(x, layer_context)
-    return result
-
-
-def enter_split_pair(layer_context: LayerContext, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two complete tensors for layers that are split. Backward sums their gradients in order."""
-    result: tuple[Tensor, Tensor] = _EnterSplitPair.apply(x, y, layer_context)
-    return result
+    if not layer_context.sequence_parallel:
+        return _exchange(
+            x, lambda x: x.view_as(x), lambda gradient: layer_context.reduce_output(_copy(gradient))
+        )
+    return _exchange(
+        x,
+        lambda x: transpose_sequence(layer_context.gather_sequence(transpose_sequence(x))),
+        lambda gradient: transpose_sequence(layer_context.reduce_output(transpose_sequence(gradient))),
+    )
 
 
 def scatter_sequence(tensor: Group, x: Tensor) -> Tensor:
-    """Return this rank's slice of the sequence of a complete x. Backward gathers the slices' gradients."""
-    result: Tensor = _ScatterSequence.apply(x, tensor)
-    return result
+    """Return this rank's slice [b, s/t, ...] of a complete x [b, s, ...]."""
+    return _exchange(x, partial(_own_slice, tensor, 1), partial(_gather_sequence, tensor))
 
 
 def gather_sequence(tensor: Group, x: Tensor) -> Tensor:
-    """Return the complete x from slices of the sequence. Backward slices the gradient, which is complete."""
-    result: Tensor = _GatherSequence.apply(x, tensor)
+    """Return the complete x [b, s, ...] from the ranks' slices [b, s/t, ...]."""
+    return _exchange(x, partial(_gather_sequence, tensor), partial(_own_slice, tensor, 1))
+
+
+def split_features(tensor: Group, x: Tensor) -> Tensor:
+    """Return this rank's slice [..., n/t] of the features of a complete x [..., n]."""
+    return _exchange(x, partial(_own_slice, tensor, -1), partial(_gather_features, tensor))
+
+
+def gather_features(tensor: Group, x: Tensor, size: int) -> Tensor:
+    """Return all features [..., size] from the ranks' slices x [..., n]. The last slice may be padded."""
+    local = x.shape[-1]
+
+    def own_slice(gradient: Tensor) -> Tensor:
+        padded = gradient.new_zeros(*gradient.shape[:-1], local)
+        features = gradient[..., tensor.rank * local : (tensor.rank + 1) * local]
+        padded[..., : features.shape[-1]] = features
+        return padded
+
+    return _exchange(x, lambda x: _gather_features(tensor, x)[..., :size].contiguous(), own_slice)
+
+
+def enter_split_pair(layer_context: LayerContext, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two complete tensors for layers that are split. All ranks sum their gradients in this order."""
+    result: tuple[Tensor, Tensor] = _EnterSplitPair.apply(x, y, layer_context)
     return result
 
 
@@ -59,37 +91,35 @@ def sum_results(tensor: Group, x: Tensor, *dependencies: Tensor) -> Tensor:
     return result
 
 
-def gather_features(tensor: Group, x: Tensor, size: int) -> Tensor:
-    """Return all `size` features from equal slices x [..., n] of all ranks, of which the last may be padded.
+def transpose_sequence(x: Tensor) -> Tensor:
+    """Return x [b, s, ...] as [s, b, ...], or the other way round, contiguous."""
+    if x.dim() < 3:
+        raise HpctrainError(
+            "layout.sequence_parallel: expected activations of shape [batch, sequence, features], got "
+            f"{list(x.shape)}"
+        )
+    return x.transpose(0, 1).contiguous()
 
-    Backward slices the gradient, which is complete on all ranks.
-    """
-    result: Tensor = _GatherFeatures.apply(x, tensor, size)
+
+def _exchange(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `forward(x)`, whose backward pass applies `backward` to the gradient."""
+    result: Tensor = _ActivationExchange.apply(x, forward, backward)
     return result
 
 
-def split_features(tensor: Group, x: Tensor) -> Tensor:
-    """Return this rank's slice of the features of a complete x. Backward gathers the slices' gradients."""
-    result: Tensor = _SplitFeatures.apply(x, tensor)
-    return result
-
-
-class _EnterSplit(torch.autograd.Function):
-    """Input of a split layer: the full sequence in forward, the sum over tensor ranks in backward."""
+class _ActivationExchange(torch.autograd.Function):
+    """Exchange of a tensor among ranks, and the opposite exchange of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer_context: LayerContext) -> Tensor:
-        ctx.layer_context = layer_context
-        if not layer_context.sequence_parallel:
-            return x.view_as(x)
-        return transpose_sequence(layer_context.gather_sequence(transpose_sequence(x)))
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.exchange_gradient = backward
+        return forward(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        layer_context: LayerContext = ctx.layer_context
-        if layer_context.sequence_parallel:
-            return transpose_sequence(layer_context.reduce_output(transpose_sequence(gradient))), None
-        return layer_context.reduce_output(gradient.clone(memory_format=torch.contiguous_format)), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.exchange_gradient(gradient), None, None
 
 
 class _EnterSplitPair(torch.autograd.Function):
@@ -101,36 +131,8 @@ class _EnterSplitPair(torch.autograd.Function):
         return x.view_as(x), y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, of_x: Tensor, of_y: Tensor) -> tuple[Tensor, Tensor, None]:
-        of_both = (each.clone(memory_format=torch.contiguous_format) for each in (of_x, of_y))
-        x, y = map(ctx.layer_context.reduce_output, of_both)
-        return x, y, None
-
-
-class _ScatterSequence(torch.autograd.Function):
-    """Piece of this rank of a sequence [b, s, ...] in forward, all pieces in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tensor: Group) -> Tensor:
-        ctx.tensor = tensor
-        return x.chunk(tensor.size, 1)[tensor.rank].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return transpose_sequence(ctx.tensor.all_gather(transpose_sequence(gradient))), None
-
-
-class _GatherSequence(torch.autograd.Function):
-    """Gather of the pieces of a sequence [b, s/t, ...] in forward, this rank's piece in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tensor: Group) -> Tensor:
-        ctx.tensor = tensor
-        return transpose_sequence(tensor.all_gather(transpose_sequence(x)))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.chunk(ctx.tensor.size, 1)[ctx.tensor.rank].contiguous(), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *(ctx.layer_context.reduce_output(_copy(gradient)) for gradient in gradients), None
 
 
 class _SumResults(torch.autograd.Function):
@@ -139,42 +141,25 @@ class _SumResults(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: Group, *dependencies: Tensor) -> Tensor:
         ctx.dependencies = len(dependencies)
-        return tensor.all_reduce(x.clone(memory_format=torch.contiguous_format))
+        return tensor.all_reduce(_copy(x))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient, None, *(None for _ in range(ctx.dependencies))
 
 
-class _GatherFeatures(torch.autograd.Function):
-    """Features of all tensor ranks in forward, this rank's features in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tensor: Group, size: int) -> Tensor:
-        ctx.tensor, ctx.local = tensor, x.shape[-1]
-        return _gather_last_dim(tensor, x)[..., :size].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        first, local = ctx.tensor.rank * ctx.local, gradient.new_zeros(*gradient.shape[:-1], ctx.local)
-        there = gradient[..., first : first + ctx.local]
-        local[..., : there.shape[-1]] = there
-        return local, None, None
+def _copy(x: Tensor) -> Tensor:
+    """Return a contiguous copy, which a sum over ranks may overwrite."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
-class _SplitFeatures(torch.autograd.Function):
-    """Features of this rank in forward, those of all tensor ranks in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tensor: Group) -> Tensor:
-        ctx.tensor = tensor
-        return x.chunk(tensor.size, -1)[tensor.rank].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gather_last_dim(ctx.tensor, gradient), None
+def _own_slice(tensor: Group, dim: int, x: Tensor) -> Tensor:
+    return x.chunk(tensor.size, dim)[tensor.rank].contiguous()
 
 
-def _gather_last_dim(tensor: Group, x: Tensor) -> Tensor:
-    """Return the features of all ranks."""
+def _gather_sequence(tensor: Group, x: Tensor) -> Tensor:
+    return transpose_sequence(tensor.all_gather(transpose_sequence(x)))
+
+
+def _gather_features(tensor: Group, x: Tensor) -> Tensor:
     return tensor.all_gather(x.movedim(-1, 0).contiguous()).movedim(0, -1).contiguous()

@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.planned import planned_group
 from hpctrain.errors import HpctrainError
+from hpctrain.model.modules.module_call import set_forward
 from hpctrain.model.modules.tensor_parallel.activation_collectives import (
     enter_split,
     gather_sequence,
@@ -29,6 +28,7 @@ from hpctrain.model.modules.tensor_parallel.parallel_layers import (
 )
 from hpctrain.model.modules.tensor_parallel.split_plan import (
     LINEAR,
+    ROW_STYLES,
     SplitPlan,
     SplitRule,
     divisor,
@@ -103,8 +103,7 @@ class _PlanApplication:
         self.module, self.plan, self.layer_context = module, plan, layer_context
         self.gather_logits = gather_logits
         # Layers inside a submodule whose input is gathered leave the sum of gradients to that submodule.
-        one_rank = planned_group(("tensor",), 0, 1, Ledger())
-        self.inner_context = replace(layer_context, tensor=one_rank, sequence_parallel=False)
+        self.inner_context = layer_context.unsplit()
         self.gathered = tuple(f"{name}." for name in plan.names_with_style("gather"))
         self.tables: dict[nn.Parameter, LayerGradientParameter] = {}
         self.names = {each: name for name, each in module.named_parameters()}
@@ -125,7 +124,8 @@ class _PlanApplication:
                 change = scatter_sequence if rule.style == "cut" else gather_sequence
                 self._change_input(name, partial(change, self.layer_context.tensor))
         elif rule.style in LINEAR:
-            self._replace(name, self._linear(name, rule))
+            make = self._row_linear if rule.style in ROW_STYLES else self._column_linear
+            self._replace(name, make(name, rule))
         elif rule.style == "expert":
             part = self.module.get_submodule(name)
             split_experts(part, self.names, self._context_of(name), self.layer_context.tensor)
@@ -141,19 +141,17 @@ class _PlanApplication:
     def _change_input(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a function to the first tensor that a submodule is called with."""
         part = self.module.get_submodule(name)
-        # An instance attribute hides the method of the class.
-        vars(part)["forward"] = partial(_call_with_changed_input, change, part.forward)
+        set_forward(part, partial(_call_with_changed_input, change, part.forward))
 
     def _divide_attribute(self, name: str, rule: SplitRule) -> None:
         place, by = find_attribute(self.module, name), divisor(rule, self.layer_context.tensor.size)
         assert place is not None and by is not None
-        holder, attribute, shared_name = place
-        if shared_name:
+        owner = place.owner
+        if place.object_name:
             # Other modules share this object and need its value unchanged: this module gets a copy.
-            parent = self.module.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
-            holder = copy(holder)
-            setattr(parent, shared_name, holder)
-        setattr(holder, attribute, getattr(holder, attribute) // by)
+            owner = copy(owner)
+            setattr(place.module, place.object_name, owner)
+        setattr(owner, place.attribute, place.value // by)
 
     def _replace(self, name: str, by: nn.Module) -> None:
         """Replace a submodule under all names that it has."""
@@ -166,21 +164,22 @@ class _PlanApplication:
     def _context_of(self, name: str) -> LayerContext:
         return self.inner_context if name.startswith(self.gathered) else self.layer_context
 
-    def _linear(self, name: str, rule: SplitRule) -> nn.Module:
+    def _row_linear(self, name: str, rule: SplitRule) -> nn.Module:
         old = self.module.get_submodule(name)
-        linear, tensor = LinearSizes.of(old), self.layer_context.tensor
-        assert linear is not None
-        if rule.style in {"row", "row of whole input"}:
-            columns = Partition.split(linear.inputs, tensor)
-            shard = rows_shard(self._name(old, "weight"), columns, (linear.outputs,))
-            weight = self._parameter(old, "weight", shard if linear.transposed else _transpose_shard(shard))
-            whole = (linear.outputs,), self.layer_context.sequence_partial
-            bias = None
-            if old.bias is not None:
-                bias = self._parameter(old, "bias", Shard.replicated(self._name(old, "bias"), *whole))
-            return BatchFirstRowLinear(
-                weight, bias, self.layer_context, linear, rule.style == "row of whole input"
-            )
+        linear, layer_context = _sizes_of(old), self.layer_context
+        columns = Partition.split(linear.inputs, layer_context.tensor)
+        shard = rows_shard(self._name(old, "weight"), columns, (linear.outputs,))
+        weight = self._parameter(old, "weight", shard if linear.transposed else _transpose_shard(shard))
+        bias = None
+        if old.bias is not None:
+            partial_axes = layer_context.sequence_partial
+            replicated = Shard.replicated(self._name(old, "bias"), (linear.outputs,), partial_axes)
+            bias = self._parameter(old, "bias", replicated)
+        return BatchFirstRowLinear(layer_context, weight, bias, linear, rule.style == "row of whole input")
+
+    def _column_linear(self, name: str, rule: SplitRule) -> nn.Module:
+        old = self.module.get_submodule(name)
+        linear, tensor = _sizes_of(old), self.layer_context.tensor
         sizes = part_sizes(linear.outputs, rule.parts)
         assert sizes is not None
         weights, biases, start = [], [], 0
@@ -188,53 +187,48 @@ class _PlanApplication:
             part = Partition.split(size, tensor, rule.unit or 1)
             rows = replace(part, size=linear.outputs, start=start + part.start)
             shard = rows_shard(self._name(old, "weight"), rows, (linear.inputs,))
-            weights.append(
-                self._parameter(old, "weight", _transpose_shard(shard) if linear.transposed else shard)
-            )
-            if old.bias is not None:
-                of_bias = rows_shard(self._name(old, "bias"), rows, ())
-                biases.append(self._parameter(old, "bias", of_bias))
+            shard = _transpose_shard(shard) if linear.transposed else shard
+            weights.append(self._parameter(old, "weight", shard))
+            biases += self._biases(old, rows)
             start += size
-        whole_of = linear.outputs if rule.style == "gathered column" else 0
-        return BatchFirstColumnLinear(weights, biases, self._context_of(name), tensor, linear, whole_of)
+        gathers = rule.style == "gathered column"
+        return BatchFirstColumnLinear(self._context_of(name), weights, biases, linear, tensor, gathers)
+
+    def _biases(self, old: nn.Module, rows: Partition) -> list[LayerGradientParameter]:
+        """Return this rank's rows of a layer's bias, or nothing if it has none."""
+        if old._parameters.get("bias") is None:
+            return []
+        return [self._parameter(old, "bias", rows_shard(self._name(old, "bias"), rows, ()))]
 
     def _vocabulary(self, name: str) -> None:
         old = self.module.get_submodule(name)
-        table, linear = self._table(old), LinearSizes.of(old)
+        table, linear, tensor = self._table(old), LinearSizes.of(old), self.layer_context.tensor
         layer_context = self.layer_context if linear is None else self._context_of(name)
         if self.plan.names_with_style("cut" if linear is None else "join"):
-            layer_context = replace(
-                layer_context, sequence_parallel=False
-            )  # activations have complete sequences here
+            # Sequences are complete here: they are cut behind the embedding, or joined before the head.
+            layer_context = replace(layer_context, sequence_parallel=False)
         if linear is None:
             assert isinstance(old, nn.Embedding)
             split_embedding(old, table, layer_context)
             return
-        biases = []
-        if old.bias is not None:
-            shard = table.shard
-            rows = Partition(shard.shape[0], shard.start[0], shard.local[0])
-            biases = [self._parameter(old, "bias", rows_shard(self._name(old, "bias"), rows, ()))]
+        shard = table.shard
+        biases = self._biases(old, Partition(shard.shape[0], shard.start[0], shard.local[0]))
+        for bias in biases:
             for parent in self.module.modules():  # a module around the head may have the bias, too
-                parent._parameters |= {n: biases[0] for n, p in parent._parameters.items() if p is old.bias}
-        whole_of = linear.outputs if self.gather_logits else 0
-        self._replace(
-            name,
-            BatchFirstColumnLinear(
-                [table], biases, layer_context, self.layer_context.tensor, linear, whole_of
-            ),
-        )
+                parent._parameters |= {n: bias for n, p in parent._parameters.items() if p is old.bias}
+        head = BatchFirstColumnLinear(layer_context, [table], biases, linear, tensor, self.gather_logits)
+        self._replace(name, head)
         if not self.gather_logits:
-            self.result.head = SplitHead(self.layer_context, table, table.shard.extent[0])
+            self.result.head = SplitHead(self.layer_context, table, shard.extent[0])
 
     def _table(self, old: nn.Module) -> LayerGradientParameter:
         """Return this rank's rows of the matrix of an embedding or a head; tied ones get the same."""
-        model_plan = old.get_parameter("weight")
-        if model_plan not in self.tables:
-            rows, width = model_plan.shape
+        weight = old.get_parameter("weight")
+        if weight not in self.tables:
+            rows, width = weight.shape
             shard = vocabulary_shard(self._name(old, "weight"), rows, width, self.layer_context)
-            self.tables[model_plan] = self._parameter(old, "weight", shard)
-        return self.tables[model_plan]
+            self.tables[weight] = self._parameter(old, "weight", shard)
+        return self.tables[weight]
 
     def _name(self, old: nn.Module, attribute: str) -> str:
         return self.names[old.get_parameter(attribute)]
@@ -249,6 +243,12 @@ class _PlanApplication:
         own = LayerGradientParameter(shard, has_weight_decay=len(shard.shape) > 1 and trained)
         own.requires_grad_(trained)
         return own
+
+
+def _sizes_of(linear_layer: nn.Module) -> LinearSizes:
+    sizes = LinearSizes.of(linear_layer)
+    assert sizes is not None
+    return sizes
 
 
 def _transpose_shard(shard: Shard) -> Shard:

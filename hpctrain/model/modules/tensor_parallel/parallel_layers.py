@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError
+from hpctrain.model.modules.module_call import set_forward
 from hpctrain.model.modules.tensor_parallel.activation_collectives import (
     enter_split_pair,
     gather_features,
@@ -63,7 +63,11 @@ class LayerGradientParameter(Parameter):
 
 
 class TransposedMatmul(Matmul):
-    """Product Y = X W with weights [k, n], each in memory of its own, as of transformers' Conv1D."""
+    """Product Y = X W with weights [k, n] of transformers' Conv1D, where Matmul takes weights [n, k].
+
+    Several weights [k, n_i] are not neighbors in memory, unlike those of a Matmul. So each of them has a
+    Matmul of its own, whose matrix is W transposed: its input gradient is this product's output.
+    """
 
     def __init__(self, weights: Sequence[Parameter], layer_context: LayerContext) -> None:
         super().__init__(weights, layer_context)
@@ -87,8 +91,8 @@ class TransposedMatmul(Matmul):
 
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return X W, computed as the input gradient of the transposed matrices."""
-        made = [each.input_gradient(inputs) for each in self._products]
-        output = made[0] if len(made) == 1 else torch.cat(made, -1)
+        outputs = [each.input_gradient(inputs) for each in self._products]
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
         return output if bias is None else output.add_(bias)
 
     @override
@@ -107,9 +111,29 @@ class TransposedMatmul(Matmul):
 
 
 class ReplacementLinear(SplitLinear):
-    """Split linear layer that replaces one of a module."""
+    """Base class of linear layers that replace one of a module and have its parameters.
 
-    linear: LinearSizes
+    Args:
+        layer_context: Context of the layer.
+        weights: This rank's piece of each weight: [n/t, k] or [n, k/t], or transposed as the module's own.
+        biases: Bias of each weight, or none.
+        linear: Sizes of the module's layer.
+    """
+
+    def __init__(
+        self,
+        layer_context: LayerContext,
+        weights: Sequence[LayerGradientParameter],
+        biases: Sequence[LayerGradientParameter],
+        linear: LinearSizes,
+    ) -> None:
+        SplitLinear.__init__(self, layer_context, shared_input=False)
+        self.linear, self.weights, self.biases = linear, [*weights], [*biases]
+        for kind, parameters in (("weight", weights), ("bias", biases)):
+            for number, parameter in enumerate(parameters):
+                self.register_parameter(f"{kind}{number}", parameter)
+        make = TransposedMatmul if linear.transposed else make_matmul
+        self.product = make(self.weights, layer_context)
 
     @property
     def weight(self) -> Parameter:
@@ -140,49 +164,72 @@ class ReplacementLinear(SplitLinear):
 
 
 class BatchFirstColumnLinear(ReplacementLinear, ColumnLinear):
-    """ColumnLinear for activations [b, s or s/t, k]. Each part of a packed weight is a weight of its own.
+    """ColumnLinear for activations [b, s, k], or [b, s/t, k] under sequence parallelism.
 
-    If `outputs` is above 0, so many features are gathered over the group `tensor`.
+    Each matrix that is packed into the module's weight is a weight of its own.
+
+    Args:
+        layer_context: Context of the layer. It has one tensor rank if an outer module sums the gradients of
+            inputs.
+        weights: This rank's rows of each packed matrix.
+        biases: Bias of each weight, or none.
+        linear: Sizes of the module's layer.
+        tensor: Ranks that split the layer.
+        gathers_outputs: True if all ranks get the features of all ranks.
     """
 
     def __init__(
         self,
+        layer_context: LayerContext,
         weights: Sequence[LayerGradientParameter],
         biases: Sequence[LayerGradientParameter],
-        layer_context: LayerContext,
-        tensor: Group,
         linear: LinearSizes,
-        outputs: int = 0,
+        tensor: Group,
+        gathers_outputs: bool,
     ) -> None:
-        SplitLinear.__init__(self, layer_context, shared_input=False)
-        set_parameters(self, weights, biases, linear)
+        super().__init__(layer_context, weights, biases, linear)
         self.split_sizes = [weight.shard.local[linear.transposed] for weight in weights]
-        self.tensor, self.outputs, self.linear = tensor, outputs, linear
+        self.tensor, self.gathers_outputs = tensor, gathers_outputs
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [b, s, sum of split_sizes, or outputs] for x [b, s or s/t, k]."""
+        """Return this rank's features [b, s, sum of split_sizes] of X A^T + b, or all of them, [b, s, n].
+
+        Args:
+            x: Input [b, s, k], or [b, s/t, k] under sequence parallelism.
+        """
         _require_features(self, x, self.linear.inputs, "column", 'use "row" for split features')
         y = self.run_batch_first(super().forward, x)
-        return gather_features(self.tensor, y, self.outputs) if self.outputs else y
+        return gather_features(self.tensor, y, self.linear.outputs) if self.gathers_outputs else y
 
 
 class BatchFirstRowLinear(ReplacementLinear, RowLinear):
-    """RowLinear for activations [b, s, k/t], or [b, s, k] if it splits its input."""
+    """RowLinear for activations [b, s, k/t], or [b, s, k] if the layer itself takes this rank's features.
+
+    Args:
+        layer_context: Context of the layer.
+        weight: This rank's columns of the matrix.
+        bias: The complete bias, or None.
+        linear: Sizes of the module's layer.
+        splits_input: True if inputs have all features.
+    """
 
     def __init__(
         self,
+        layer_context: LayerContext,
         weight: LayerGradientParameter,
         bias: LayerGradientParameter | None,
-        layer_context: LayerContext,
         linear: LinearSizes,
         splits_input: bool,
     ) -> None:
-        SplitLinear.__init__(self, layer_context, shared_input=False)
-        set_parameters(self, [weight], [] if bias is None else [bias], linear)
-        self.splits_input, self.linear = splits_input, linear
+        super().__init__(layer_context, [weight], [] if bias is None else [bias], linear)
+        self.splits_input = splits_input
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [b, s or s/t, n] for x [b, s, k/t or k]."""
+        """Return the sum of all ranks' products, [b, s, n], or [b, s/t, n] under sequence parallelism.
+
+        Args:
+            x: Input [b, s, k/t], or [b, s, k] with `splits_input`.
+        """
         features = self.weights[0].shard.local[not self.linear.transposed]
         hint = 'use "row of whole input" for all features, or "column" for the layer before it'
         if self.splits_input:
@@ -202,21 +249,6 @@ def _require_features(layer: SplitLinear, x: Tensor, features: int, style: str, 
         )
 
 
-def set_parameters(
-    layer: SplitLinear,
-    weights: Sequence[LayerGradientParameter],
-    biases: Sequence[LayerGradientParameter],
-    linear: LinearSizes,
-) -> None:
-    """Register the parameters of a layer and make its product."""
-    layer.weights, layer.biases = [*weights], [*biases]
-    for kind, parameters in (("weight", weights), ("bias", biases)):
-        for number, parameter in enumerate(parameters):
-            layer.register_parameter(f"{kind}{number}", parameter)
-    make = TransposedMatmul if linear.transposed else make_matmul
-    layer.product = make(layer.weights, layer.layer_context)
-
-
 class _BatchFirstEmbedding(VocabularyEmbedding):
     """Embedding of tokens [b, s] in rows [b, s or s/t, h]. The row of the token `padding` is not trained."""
 
@@ -228,43 +260,52 @@ class _BatchFirstEmbedding(VocabularyEmbedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the rows [b, s or s/t, h] of tokens [b, s]."""
-        pieces = self.layer_context.sequence_parallel
-        rows = super().forward(tokens.t().contiguous() if pieces else tokens)
-        rows = transpose_sequence(rows) if pieces else rows
+        tensor = self.layer_context.tensor
+        if self.layer_context.sequence_parallel:
+            rows = transpose_sequence(super().forward(tokens.t().contiguous()))
+            tokens = tokens.chunk(tensor.size, 1)[tensor.rank]
+        else:
+            rows = super().forward(tokens)
         if self.padding is None:
             return rows
-        there = (
-            tokens.chunk(self.layer_context.tensor.size, 1)[self.layer_context.tensor.rank]
-            if pieces
-            else tokens
-        )
-        return torch.where((there == self.padding).unsqueeze(-1), rows.detach(), rows)
+        return torch.where((tokens == self.padding).unsqueeze(-1), rows.detach(), rows)
 
     def mark_gradient_added(self) -> None:
         """Do nothing, because autograd reports complete gradients."""
 
 
 class SplitEmbedding(nn.Embedding):
-    """Base class that precedes nn.Embedding in a class whose rows are split."""
+    """Embedding whose table is split by rows. `split_embedding` puts it between a class and nn.Embedding.
 
-    lookup: Any
+    Attributes:
+        lookup: Function from token ids to rows, which is called in place of nn.Embedding's own.
+    """
+
+    lookup: Callable[[Tensor], Tensor]
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Return the rows of token ids, as nn.Embedding does."""
-        rows: Tensor = self.lookup(input)
-        return rows
+        """Return the complete rows [b, s or s/t, h] of token ids [b, s]. Collective over tensor ranks."""
+        return self.lookup(input)
 
 
 def split_embedding(
     embedding: nn.Embedding, table: LayerGradientParameter, layer_context: LayerContext
 ) -> None:
-    """Let an embedding look up in a split table, in place. What its subclass does with the rows stays."""
+    """Let an embedding take its rows from a table that tensor ranks split, in place.
+
+    The class of the embedding changes to SplitEmbedding. If it is a subclass of nn.Embedding, it becomes a
+    class with the same forward method, which gets rows from SplitEmbedding and may scale them, for example.
+
+    Args:
+        embedding: The embedding, on "meta".
+        table: This rank's rows of its table.
+        layer_context: Context of the layer.
+    """
     kind = type(embedding)
     split = SplitEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, SplitEmbedding), {})
     embedding.__class__ = split
-    vars(embedding)["lookup"] = _BatchFirstEmbedding(
-        table, layer_context, embedding.padding_idx
-    )  # not as a submodule
+    lookup = _BatchFirstEmbedding(table, layer_context, embedding.padding_idx)
+    vars(embedding)["lookup"] = lookup  # not as a submodule, whose parameters the module would have, too
     embedding.weight = table
 
 
@@ -290,13 +331,16 @@ def expert_count(module: nn.Module) -> int | None:
 def split_experts(
     module: nn.Module, names: Mapping[nn.Parameter, str], layer_context: LayerContext, tensor: Group
 ) -> None:
-    """Let a rank of `tensor` hold only its experts, in place.
+    """Let each tensor rank hold and compute only its experts, in place.
+
+    Each rank computes its experts' terms of the result for all tokens. The ranks sum them.
 
     Args:
-        module: Experts of `transformers`.
-        names: Names of the module's parameters.
-        layer_context: Group whose tensor ranks sum the gradients of the inputs.
-        tensor: Group that shares the experts and sums their results.
+        module: Experts of `transformers`, whose parameters are [experts, ...], on "meta".
+        names: Name in the user's module of each parameter.
+        layer_context: Context of the layer. It has one tensor rank if an outer module sums the gradients of
+            inputs.
+        tensor: Ranks that split the experts.
     """
     count = expert_count(module)
     assert count is not None
@@ -309,8 +353,7 @@ def split_experts(
         setattr(module, attribute, local)
     setattr(module, _COUNT, rows.local)
     setattr(module, _IS_SPLIT, True)
-    # An instance attribute hides the method of the class.
-    vars(module)["forward"] = _LocalExperts(module, module.forward, rows, layer_context, tensor)
+    set_forward(module, _LocalExperts(module, module.forward, rows, layer_context, tensor))
 
 
 @dataclass(frozen=True)

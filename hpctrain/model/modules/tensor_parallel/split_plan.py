@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -15,6 +15,9 @@ from hpctrain.text import either, nearest
 
 LINEAR = ("column", "row", "gathered column", "row of whole input")
 """Styles of linear layers."""
+
+ROW_STYLES = ("row", "row of whole input")
+"""Styles of linear layers that are split by input features."""
 
 STYLES = (*LINEAR, "vocabulary", "partial", "sequence", "gather", "cut", "join", "divided", "expert")
 
@@ -79,7 +82,7 @@ def make_plan(module: nn.Module, table: Mapping[str, Any], ranks: int, sequence_
         sequence_parallel: True if ranks have slices of sequences between split layers.
     """
     rules: dict[str, SplitRule] = {}
-    by: dict[str, str] = {}
+    patterns: dict[str, str] = {}
     problems: list[str] = []
     parts = _NamedParts(module)
     for pattern, value in table.items():
@@ -87,21 +90,33 @@ def make_plan(module: nn.Module, table: Mapping[str, Any], ranks: int, sequence_
         if isinstance(rule, str):
             problems.append(f'"{pattern}": {rule}')
             continue
-        names = parts.named(pattern, rule.style)
+        names = parts.matching(pattern, rule.style)
         if not names:
-            problems.append(f'"{pattern}": {parts.unknown(pattern, rule.style)}')
+            problems.append(f'"{pattern}": {parts.no_match_message(pattern, rule.style)}')
         for name in names:
             if name in rules:
-                problems.append(f'{name} matches both "{by[name]}" and "{pattern}"')
-            rules[name], by[name] = rule, pattern
+                problems.append(f'{name} matches both "{patterns[name]}" and "{pattern}"')
+            rules[name], patterns[name] = rule, pattern
     return check_plan(module, rules, ranks, sequence_parallel, problems)
 
 
 def check_plan(
-    module: nn.Module, rules: Mapping[str, SplitRule], ranks: int, sequence_parallel: bool, before: list[str]
+    module: nn.Module,
+    rules: Mapping[str, SplitRule],
+    ranks: int,
+    sequence_parallel: bool,
+    problems: Sequence[str],
 ) -> SplitPlan:
-    """Return the plan of these rules with the problems `before` and all that are found here."""
-    problems, parts = [*before], _NamedParts(module)
+    """Check rules against a module and against each other, and return the plan with all problems.
+
+    Args:
+        module: The module as its own code builds it.
+        rules: Rule of each part by its first name.
+        ranks: Number of tensor ranks.
+        sequence_parallel: True if ranks have slices of sequences between split layers.
+        problems: Problems that were found when the rules were read.
+    """
+    problems, parts = [*problems], _NamedParts(module)
     for name, rule in rules.items():
         problems += _rule_problems(parts, name, rule, ranks)
     plan = SplitPlan(dict(rules))
@@ -126,23 +141,42 @@ def check_plan(
     return SplitPlan(plan.rules, tuple(dict.fromkeys(problems)))
 
 
-def find_attribute(module: nn.Module, name: str) -> tuple[object, str, str] | None:
-    """Return where a module has an integer attribute, or None if it has none of this name.
+class AttributePlace(NamedTuple):
+    """Place of an integer attribute, such as a number of heads.
 
-    The result is the owner, the attribute's name, and "" if the owner is a module. If it is another object,
-    such as a config, the third value is the name under which a module refers to it.
+    Attributes:
+        module: Submodule that has the attribute, or an object with the attribute, such as a config.
+        object_name: Name of that object in the submodule; "" if the submodule has the attribute itself.
+        attribute: Name of the attribute.
+        owner: The submodule or the object.
+        value: Value of the attribute.
     """
-    home, _, last = name.rpartition(".")
-    for within in ("", home.rpartition(".")[2]):
-        path = home.removesuffix(within).removesuffix(".") if within else home
+
+    module: nn.Module
+    object_name: str
+    attribute: str
+    owner: object
+    value: int
+
+
+def find_attribute(module: nn.Module, name: str) -> AttributePlace | None:
+    """Return the place of an integer attribute, or None if there is none.
+
+    Args:
+        module: The user's module.
+        name: Name of the attribute with dots, such as "blocks.0.attention.heads" or "blocks.0.config.heads".
+    """
+    home, _, attribute = name.rpartition(".")
+    outer, _, object_name = home.rpartition(".")
+    for path, inner in ((home, ""), (outer, object_name)):
         try:
-            holder: object = module.get_submodule(path)
+            submodule = module.get_submodule(path)
         except AttributeError:
             continue
-        holder = getattr(holder, within, None) if within else holder
-        value = getattr(holder, last, None)
+        owner = getattr(submodule, inner, None) if inner else submodule
+        value = getattr(owner, attribute, None)
         if isinstance(value, int) and not isinstance(value, bool):
-            return holder, last, within
+            return AttributePlace(submodule, inner, attribute, owner, value)
     return None
 
 
@@ -163,7 +197,7 @@ def part_sizes(outputs: int, parts: int | tuple[int, ...]) -> list[int] | None:
 
 
 class _NamedParts:
-    """Submodules and parameters of a module by name. The first name counts if there are several."""
+    """Submodules and parameters of a module by all their names. Rules use the first name of each."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -173,7 +207,7 @@ class _NamedParts:
         for name, each in (*self.modules.items(), *self.parameters.items()):
             self.first.setdefault(id(each), name)
 
-    def named(self, pattern: str, style: str) -> list[str]:
+    def matching(self, pattern: str, style: str) -> list[str]:
         """Return the first names of all parts that match a pattern and that a style may apply to."""
         if style == "divided":
             return self._find_attributes(pattern)
@@ -187,7 +221,7 @@ class _NamedParts:
         home = name.rpartition(".")[0]
         return self.first[id(self.modules[home])] if home else ""
 
-    def unknown(self, pattern: str, style: str) -> str:
+    def no_match_message(self, pattern: str, style: str) -> str:
         """Return the message that nothing matches a pattern, with a suggestion."""
         if style == "divided":
             return "matches no integer attribute of a submodule"
@@ -239,14 +273,14 @@ def _rule_problems(parts: _NamedParts, name: str, rule: SplitRule, ranks: int) -
     if rule.style == "divided":
         yield from _attribute_problems(parts.module, name, rule, ranks)
         return
-    found = parts.modules.get(name)
-    if found is None:
+    part = parts.modules.get(name)
+    if part is None:
         if rule.style not in {"partial", "sequence"}:
             yield f'{name} is a parameter, for which only "partial" and "sequence" are supported'
     elif rule.style in LINEAR:
-        yield from _linear_problems(found, name, rule, ranks)
+        yield from _linear_problems(part, name, rule, ranks)
     elif rule.style == "expert":
-        count, kind = expert_count(found), type(found).__name__
+        count, kind = expert_count(part), type(part).__name__
         if count is None:
             yield (
                 f'{name} has the class {kind}, for which "expert" is unsupported (it supports experts of '
@@ -255,11 +289,11 @@ def _rule_problems(parts: _NamedParts, name: str, rule: SplitRule, ranks: int) -
         elif count % ranks:
             yield f"{name} has {count} experts, which must be a multiple of layout.tensor = {ranks}"
     elif rule.style == "vocabulary":
-        if LinearSizes.of(found) is None and (why := lookup_problem(found)):
+        if LinearSizes.of(part) is None and (why := lookup_problem(part)):
             yield f'{name} does not support "vocabulary": {why}'
-        elif (linear := LinearSizes.of(found)) is not None and linear.transposed:
+        elif (linear := LinearSizes.of(part)) is not None and linear.transposed:
             yield f'{name} is a Conv1D, which does not support "vocabulary" (nn.Linear and nn.Embedding do)'
-    elif rule.style in {"partial", "sequence"} and not any(True for _ in found.parameters()):
+    elif rule.style in {"partial", "sequence"} and not any(True for _ in part.parameters()):
         yield f'{name} has no parameters, which "{rule.style}" requires'
 
 
@@ -272,7 +306,7 @@ def _linear_problems(module: nn.Module, name: str, rule: SplitRule, ranks: int) 
             "`transformers` do)"
         )
         return
-    if rule.style in {"row", "row of whole input"}:
+    if rule.style in ROW_STYLES:
         if linear.inputs % ranks:
             yield f"{name} has {linear.inputs} inputs, which must be a multiple of layout.tensor = {ranks}"
         return
@@ -297,13 +331,12 @@ def _linear_problems(module: nn.Module, name: str, rule: SplitRule, ranks: int) 
 
 
 def _attribute_problems(module: nn.Module, name: str, rule: SplitRule, ranks: int) -> Iterator[str]:
-    found, by = find_attribute(module, name), divisor(rule, ranks)
-    assert found is not None
-    value = getattr(found[0], found[1])
+    place, by = find_attribute(module, name), divisor(rule, ranks)
+    assert place is not None
     if by is None:
         yield f"{name}: units = {rule.units} must be a multiple or a divisor of layout.tensor = {ranks}"
-    elif value % by:
-        yield f"{name} = {value} must be a multiple of {by}"
+    elif place.value % by:
+        yield f"{name} = {place.value} must be a multiple of {by}"
 
 
 def lookup_problem(module: nn.Module) -> str:
@@ -341,11 +374,11 @@ def _tied_problems(parts: _NamedParts, plan: SplitPlan) -> Iterator[str]:
     owners: dict[int, dict[str, None]] = {}
     for name, each in parts.parameters.items():
         owners.setdefault(id(each), {})[parts.owner(name)] = None
-    for parameter, found in owners.items():
-        if len(found) < 2:
+    for parameter, modules in owners.items():
+        if len(modules) < 2:
             continue
-        styles = {each: plan.rules[each].style for each in found if each in plan.rules}
-        every = [each for each in found if not _wraps_head(parts, styles, each, parameter)]
+        styles = {each: plan.rules[each].style for each in modules if each in plan.rules}
+        every = [each for each in modules if not _wraps_head(parts, styles, each, parameter)]
         split = {each for each, style in styles.items() if style in {*LINEAR, "vocabulary", "expert"}}
         if not split or ({*styles.values()} == {"vocabulary"} and len(styles) == len(every)):
             continue

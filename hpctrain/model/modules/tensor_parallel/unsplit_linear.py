@@ -7,23 +7,21 @@ gradient of an energy, torch computes them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.planned import planned_group
+from hpctrain.model.modules.module_call import set_forward
 from hpctrain.model.modules.tensor_parallel.parallel_layers import (
     LayerGradientParameter,
     LinearSizes,
+    ReplacementLinear,
     has_gradient_hooks,
-    set_parameters,
 )
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.tensor import ColumnAutograd, ColumnLinear, SplitLinear
+from hpctrain.parallel.tensor import ColumnAutograd, ColumnLinear
 
 
 def linear_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -34,43 +32,31 @@ def linear_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def replace_linear_layers(module: nn.Module, layer_context: LayerContext) -> dict[nn.Module, UnsplitLinear]:
-    """Let linear layers whose parameters are all LayerGradientParameters compute as UnsplitLinear.
+    """Let linear layers whose parameters are all LayerGradientParameters compute as UnsplitLinear, in place.
 
-    Returns: The UnsplitLinear of each replaced layer.
+    Returns:
+        The UnsplitLinear of each such layer.
     """
-    one_rank = planned_group(("tensor",), 0, 1, Ledger())
-    unsplit_context = replace(layer_context, tensor=one_rank, sequence_parallel=False)
-    layers = {}
+    unsplit_context, layers = layer_context.unsplit(), {}
     for each in module.modules():
         linear = _linear_sizes(each)
         if linear is not None and all(
             isinstance(parameter, LayerGradientParameter) for parameter in each.parameters()
         ):
             layers[each] = UnsplitLinear(each, linear, unsplit_context)
-            # An instance attribute hides the method of the class.
-            vars(each)["forward"] = layers[each].forward
+            set_forward(each, layers[each].forward)
     return layers
 
 
-def matmul_layers(
-    modules: Iterable[nn.Module], replaced: Mapping[nn.Module, UnsplitLinear]
-) -> list[SplitLinear]:
-    """Return the layers among modules that compute with hpctrain's products."""
-    layers = (each if isinstance(each, SplitLinear) else replaced.get(each) for each in modules)
-    return [each for each in layers if each is not None]
-
-
-class UnsplitLinear(ColumnLinear):
+class UnsplitLinear(ReplacementLinear, ColumnLinear):
     """Replacement of a linear layer's forward method, which uses the layer's parameters."""
 
     def __init__(self, module: nn.Module, linear: LinearSizes, layer_context: LayerContext) -> None:
-        SplitLinear.__init__(self, layer_context, shared_input=False)
         weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
-        assert isinstance(weight, LayerGradientParameter) and (
-            bias is None or isinstance(bias, LayerGradientParameter)
-        )
-        set_parameters(self, [weight], [] if bias is None else [bias], linear)
-        self.split_sizes, self.linear, self.original_forward = [linear.outputs], linear, module.forward
+        assert isinstance(weight, LayerGradientParameter)
+        assert bias is None or isinstance(bias, LayerGradientParameter)
+        super().__init__(layer_context, [weight], [] if bias is None else [bias], linear)
+        self.split_sizes, self.original_forward = [linear.outputs], module.forward
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., n] for x [..., k]. The original forward method computes what is unsupported here."""
@@ -93,9 +79,6 @@ class UnsplitLinear(ColumnLinear):
 
     def on_backward(self) -> None:
         """Do nothing: any backward pass may reach this layer."""
-
-    def mark_gradient_added(self, parameters: Collection[Any]) -> None:
-        """Do nothing, because autograd reports complete gradients."""
 
 
 class _UnsplitAutograd(ColumnAutograd):
@@ -124,7 +107,7 @@ class _UnsplitAutograd(ColumnAutograd):
 
 
 def _linear_sizes(module: nn.Module) -> LinearSizes | None:
-    """Return the sizes of a module that is a plain linear layer, or None."""
+    """Return the sizes of a linear layer that can be replaced, or None for other modules."""
     weight = module._parameters.get("weight")  # None for a derived weight, as of weight_norm
     if weight is None or "forward" in vars(module):
         return None

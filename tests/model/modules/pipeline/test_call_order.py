@@ -18,7 +18,7 @@ from hpctrain.comm.planned import META
 from hpctrain.errors import HpctrainError
 from hpctrain.model.modules.module_architecture import find_blocks
 from hpctrain.model.modules.module_call import make_call
-from hpctrain.model.modules.nested_tensors import InputTensor, TensorSpec, map_leaves, tensor_leaves
+from hpctrain.model.modules.nested_tensors import TensorPlaceholder, map_leaves, tensor_leaves
 from hpctrain.model.modules.pipeline.call_order import CallOrder, CallResult, trace_call_order
 from hpctrain.model.modules.pipeline.stage_split import StageMessage, order_problems, tensors_between
 from tests.model.modules import models, staged_models
@@ -65,9 +65,7 @@ def test_of_blocks_that_give_dicts() -> None:
     assert gives(found, "rows.0") == [(x, 3), (moment, 8)]
     assert gives(found, "rows.2") == [(x, 7), (moment, 8)]
     row = found.calls[[call.name for call in found.calls].index("rows.1")]
-    assert isinstance(row.structure["state"].history[0], InputTensor) and isinstance(
-        row.structure["mask"], InputTensor
-    )
+    assert row.structure["state"].history[0].is_argument and row.structure["mask"].is_argument
     assert row.structure["number"] == 3 and row.structure["state"].told == "block"
     assert [spec.modified for spec in row.specs] == [True, True]
     assert gives(found, "embed") == [(x, 8)]
@@ -298,9 +296,9 @@ def test_structures_are_filled_anew() -> None:
         "output": CausalLMOutput(logits=c),
     }
     assert [each.numel() for each in tensor_leaves(arguments)] == [1, 2, 3, 1, 2, 3]
-    specs = map_leaves(arguments, lambda each: TensorSpec(tuple(each.shape), each.dtype, each.requires_grad))
-    assert [each.elements for each in tensor_leaves(specs)] == [1, 2, 3, 1, 2, 3]
-    again = map_leaves(specs, lambda each: torch.zeros(each.shape))
+    places = map_leaves(arguments, lambda each: TensorPlaceholder(each.numel(), is_argument=False))
+    assert [each.number for each in tensor_leaves(places)] == [1, 2, 3, 1, 2, 3]
+    again = map_leaves(places, lambda each: torch.zeros(each.number))
     assert type(again["pair"]) is Pair and again["pair"].other is None and again["row"][1] == "text"
     assert type(again["row"][0]) is OrderedDict and again["row"][0]["n"] == 3
     assert type(again["output"]) is CausalLMOutput and again["output"].logits.shape == (3,)

@@ -28,7 +28,7 @@ from hpctrain.plan.traffic import plan_traffic
 from hpctrain.train.outputs import outputs_of
 from tests.engines import Trainer, by_rank_0, reference, trainer
 from tests.model.modules import staged_models
-from tests.model.modules.test_module_part import DECK, plain_loop, whole_parameters
+from tests.model.modules.module_decks import DECK, GPT2, plain_loop, whole_parameters
 
 STEPS = 3
 MODELS = Path(__file__).parents[1] / "staged_models.py"
@@ -44,12 +44,7 @@ SIZES = {
 SHARED = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
 HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "model.layers.*", SHARED),
-    "gpt-2": (
-        "GPT2LMHeadModel",
-        "transformer.h.*",
-        {"vocab_size": 61, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32}
-        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.1},
-    ),
+    "gpt-2": ("GPT2LMHeadModel", "transformer.h.*", GPT2 | {"n_layer": 4}),
     "qwen 3": ("Qwen3ForCausalLM", "model.layers.*", SHARED),
     "gemma 2": ("Gemma2ForCausalLM", "model.layers.*", SHARED | {"sliding_window": 8}),
     "bert": (

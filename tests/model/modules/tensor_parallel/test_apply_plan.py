@@ -27,33 +27,10 @@ from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.traffic import plan_traffic
 from tests.engines import Trainer, by_rank_0, reference, trainer
 from tests.model.modules import models
-from tests.model.modules.test_module_part import DECK, MODELS, STEPS, loss_of, plain_loop
+from tests.model.modules.module_decks import DECK, GPT2, LLAMA, MODELS, STEPS, loss_of, plain_loop
 from tests.plan.test_traffic import sent
 
-LLAMA = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "initializer_range": 0.1,
-}
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-GPT2 = {
-    "vocab_size": 61,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 32,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "initializer_range": 0.1,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 NEOX = {
     "vocab_size": 61,
     "hidden_size": 32,

@@ -27,8 +27,8 @@ from hpctrain.parallel.kernels.timing import MatmulPass
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
 from tests.engines import by_rank_0, trainer
+from tests.model.modules.module_decks import DECK, loss_of, plain_loop, whole_parameters
 from tests.model.modules.pipeline.test_stage_forward import of_all_stages
-from tests.model.modules.test_module_part import DECK, loss_of, plain_loop, whole_parameters
 
 HERE, STEPS = Path(__file__), 4
 
