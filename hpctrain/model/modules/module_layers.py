@@ -18,7 +18,6 @@ from hpctrain.model.modules.tensor_parallel.parallel_layers import LayerGradient
 from hpctrain.model.part import Layer
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import MatrixSize
-from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.shards import Parameter
 from hpctrain.parallel.tensor import MatmulLayer, SplitLinear
 from hpctrain.parallel.vocabulary import VocabularyHead
@@ -125,18 +124,17 @@ class BlockRunner:
     """Replacement of a block's forward method that gathers parameters and may recompute the block.
 
     It raises HpctrainError if the block changes its inputs in place and they are needed unchanged.
+
+    Args:
+        name: Name of the block.
+        block: The block.
+        layer: Layer with its parameters, which belongs to a part when a pass runs.
+        layer_context: Context of the layer.
     """
 
-    def __init__(
-        self,
-        name: str,
-        block: nn.Module,
-        layer: ModuleLayer,
-        layer_context: LayerContext,
-        residency: Callable[[], ParameterResidency],
-    ) -> None:
+    def __init__(self, name: str, block: nn.Module, layer: ModuleLayer, layer_context: LayerContext) -> None:
         self.name, self.block, self.layer, self.layer_context = name, block, layer, layer_context
-        self.residency, self.forward = residency, block.forward
+        self.forward = block.forward
         self.buffers = [*persistent_buffers(block)] if layer_context.saved_policy.repeats else []
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -144,7 +142,7 @@ class BlockRunner:
         inputs, policy = list(tensors_of((arguments, keywords))), self.layer_context.saved_policy
         forward_once = preserve_buffers(self.block, self.buffers, self.forward)
         compute = partial(policy.call, partial(self._call_alone, forward_once), *arguments, **keywords)
-        residency = self.residency()
+        residency = self.layer.owner[0].residency
         needed = torch.is_grad_enabled() and (policy.repeats or residency.gathers)
         versions = _versions(inputs) if needed else []
         if self.layer.all_parameters:

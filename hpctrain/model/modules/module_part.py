@@ -77,8 +77,7 @@ class ModulePart(nn.Module):
         self._gathered = ExitStack()
         forwards = {name: each.forward for name, each in contents.calls.items()}
         for (name, block), layer in zip(contents.blocks.items(), self.layers[1:-1], strict=True):
-            runner = BlockRunner(name, block, layer, layer_context, self._current_residency)
-            forwards[name] = partial(self._run_block, runner)
+            forwards[name] = partial(self._run_block, BlockRunner(name, block, layer, layer_context))
         call = self.forward_pass.call_module
         for name, forward in forwards.items():
             set_forward(self.module.get_submodule(name), partial(call, name, forward))
@@ -152,10 +151,6 @@ class ModulePart(nn.Module):
         """Keep the parameters of an outer layer gathered until the end of the pass."""
         for parameter in layer.gather_keys:
             self._gathered.enter_context(self.residency.in_memory(parameter))
-
-    def _current_residency(self) -> ParameterResidency:
-        """Return the residency, which is replaced after the part has been built."""
-        return self.residency
 
     def _run_block(self, block: BlockRunner, *arguments: Any, **keywords: Any) -> Any:
         """Run a block. After the last one the parameters of the last layer are gathered."""
