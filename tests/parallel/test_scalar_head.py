@@ -18,7 +18,7 @@ from hpctrain.train.miniature import miniature
 from hpctrain.train.verify import compare
 from tests.engines import LLAMA, small_deck, trainer
 from tests.memory.test_recompute import predicted, saved_bytes
-from tests.plan.rehearse.test_step import listening, of_each, planned, with_waits
+from tests.plan.rehearse.test_rank_step import listening, of_each, planned, with_waits
 from tests.plan.test_memory import held
 from tests.plan.test_traffic import sent
 

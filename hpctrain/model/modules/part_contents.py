@@ -6,7 +6,7 @@ A module's own parameters are replaced by hpctrain's `Parameter`s in place, unde
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -88,7 +88,7 @@ def contents_of_part(
     if stage is None:
         outer = _outer_of_module(module, names, blocks)
     else:
-        outer = _outer_of_stage(module, stage, names, all_blocks, blocks, borrowed)
+        outer = _outer_of_stage(module, stage, names, all_blocks, blocks, {*borrowed})
     elsewhere = {*outer.parameters_before, *outer.parameters_after, *borrowed}
     kinds, further = block_kinds(all_blocks), (linear_layers, architecture.sequence)
     block_layers = (
@@ -143,7 +143,7 @@ def _outer_of_stage(
     names: Names,
     all_blocks: Mapping[str, nn.Module],
     blocks: Mapping[str, nn.Module],
-    borrowed: Sequence[Parameter],
+    borrowed: Set[Parameter],
 ) -> _OuterContents:
     """Return what a stage uses outside of its blocks, by the positions at which a pass uses it."""
     order, before, after = stage.order, list[Parameter](), list[Parameter]()

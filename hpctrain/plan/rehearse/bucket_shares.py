@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from hpctrain.plan.rehearse.call_recorder import membership
 from hpctrain.plan.rehearse.programme import Membership, Numbers
-from hpctrain.plan.rehearse.record import membership
-from hpctrain.plan.rehearse.step import RankStep
+from hpctrain.plan.rehearse.rank_step import RankStep
 from hpctrain.sharding.bucket_layout import BucketLayout
 
 ENDS_OF_BUCKET = 3

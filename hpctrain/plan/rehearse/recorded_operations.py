@@ -27,8 +27,8 @@ from hpctrain.objective.objective import Losses
 from hpctrain.parallel.backward.weight_gradients import WeightGradientQueue
 from hpctrain.parallel.shards import Parameter
 from hpctrain.pipeline.action import Schedule
+from hpctrain.plan.rehearse.call_recorder import Recorder
 from hpctrain.plan.rehearse.programme import RehearsedCall
-from hpctrain.plan.rehearse.record import Recorder
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.gather import Gatherer
 

@@ -12,8 +12,8 @@ from hpctrain.host.device import device_kind, on_host
 from hpctrain.plan.deck import DeckPlan
 from hpctrain.plan.rehearse.checks.matching import MatchResult, match_programmes
 from hpctrain.plan.rehearse.fault import RehearsalFault
-from hpctrain.plan.rehearse.memory import MemoryPeak, find_peaks, memory_faults
-from hpctrain.plan.rehearse.ranks import RankProgrammes
+from hpctrain.plan.rehearse.memory_peaks import MemoryPeak, find_peaks, memory_faults
+from hpctrain.plan.rehearse.rank_programmes import RankProgrammes
 from hpctrain.report.terminal import columns, fit
 from hpctrain.text import counted
 from hpctrain.units import format_bytes, format_seconds

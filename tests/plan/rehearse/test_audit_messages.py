@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.plan.rehearse.checks.matching import match_programmes
 from hpctrain.plan.rehearse.programme import AUDIT, RECEIVE, SEND, WAIT, Programme, RehearsedCall
-from hpctrain.plan.rehearse.ranks import RankProgrammes
+from hpctrain.plan.rehearse.rank_programmes import RankProgrammes
 from tests.engines import small_deck
 from tests.plan.rehearse.checks.test_stream_deadlock import LAYOUTS, SIZES
 

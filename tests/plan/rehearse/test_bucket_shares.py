@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hpctrain.plan.rehearse.bucket_shares import BucketShares
-from hpctrain.plan.rehearse.ranks import RankProgrammes
-from hpctrain.plan.rehearse.step import RankStep
+from hpctrain.plan.rehearse.rank_programmes import RankProgrammes
+from hpctrain.plan.rehearse.rank_step import RankStep
 from tests.engines import small_deck
 
 RANKS, VOCABULARY = 16, 61

@@ -50,30 +50,30 @@ def enter_split(layer_context: LayerContext, x: Tensor) -> Tensor:
 
 def scatter_sequence(tensor: Group, x: Tensor) -> Tensor:
     """Return this rank's slice [b, s/t, ...] of a complete x [b, s, ...]."""
-    return _exchange(x, partial(_own_slice, tensor, 1), partial(_gather_sequence, tensor))
+    return _exchange(x, partial(_local_slice, tensor, 1), partial(_gather_sequence, tensor))
 
 
 def gather_sequence(tensor: Group, x: Tensor) -> Tensor:
     """Return the complete x [b, s, ...] from the ranks' slices [b, s/t, ...]."""
-    return _exchange(x, partial(_gather_sequence, tensor), partial(_own_slice, tensor, 1))
+    return _exchange(x, partial(_gather_sequence, tensor), partial(_local_slice, tensor, 1))
 
 
 def split_features(tensor: Group, x: Tensor) -> Tensor:
     """Return this rank's slice [..., n/t] of the features of a complete x [..., n]."""
-    return _exchange(x, partial(_own_slice, tensor, -1), partial(_gather_features, tensor))
+    return _exchange(x, partial(_local_slice, tensor, -1), partial(_gather_features, tensor))
 
 
 def gather_features(tensor: Group, x: Tensor, size: int) -> Tensor:
     """Return all features [..., size] from the ranks' slices x [..., n]. The last slice may be padded."""
     local = x.shape[-1]
 
-    def own_slice(gradient: Tensor) -> Tensor:
+    def local_slice(gradient: Tensor) -> Tensor:
         padded = gradient.new_zeros(*gradient.shape[:-1], local)
         features = gradient[..., tensor.rank * local : (tensor.rank + 1) * local]
         padded[..., : features.shape[-1]] = features
         return padded
 
-    return _exchange(x, lambda x: _gather_features(tensor, x)[..., :size].contiguous(), own_slice)
+    return _exchange(x, lambda x: _gather_features(tensor, x)[..., :size].contiguous(), local_slice)
 
 
 def enter_split_pair(layer_context: LayerContext, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,7 +153,7 @@ def _copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _own_slice(tensor: Group, dim: int, x: Tensor) -> Tensor:
+def _local_slice(tensor: Group, dim: int, x: Tensor) -> Tensor:
     return x.chunk(tensor.size, dim)[tensor.rank].contiguous()
 
 

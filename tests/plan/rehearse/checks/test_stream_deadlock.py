@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.comm.mesh import AXES, connected_axes
+from hpctrain.plan.rehearse.call_recorder import RecordedMesh
 from hpctrain.plan.rehearse.checks import stream_deadlock
 from hpctrain.plan.rehearse.checks.matching import match_programmes
 from hpctrain.plan.rehearse.programme import RECEIVE, WAIT, RehearsedCall, StepProgrammes
-from hpctrain.plan.rehearse.ranks import RankProgrammes
-from hpctrain.plan.rehearse.record import RecordedMesh
+from hpctrain.plan.rehearse.rank_programmes import RankProgrammes
 from tests.engines import LLAMA, small_deck
 from tests.plan.rehearse.checks.test_matching import PAIR, Rows, job_of, receive, send, total, wait
 

@@ -1,6 +1,6 @@
 """Programmes of a step: event by event what ranks of a run call, and the same told for many as for each.
 
-Tests of plan/rehearse/record.py, plan/rehearse/recorded_operations.py and
+Tests of plan/rehearse/call_recorder.py, plan/rehearse/recorded_operations.py and
 plan/rehearse/audit_messages.py too.
 """
 
@@ -19,7 +19,7 @@ from hpctrain.comm.work import StartedWork
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.plan.rehearse.programme import AUDIT, WAIT, Programme
-from hpctrain.plan.rehearse.ranks import RankProgrammes
+from hpctrain.plan.rehearse.rank_programmes import RankProgrammes
 from tests.engines import LLAMA, small_deck, trainer
 
 VOCABULARY = 61

@@ -1,6 +1,6 @@
 """All ranks of a job: told by those alike as each by itself, and matched; a planted fault is found.
 
-Tests of plan/rehearse/expert_loads.py beside plan/rehearse/ranks.py.
+Tests of plan/rehearse/expert_loads.py beside plan/rehearse/rank_programmes.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.plan.rehearse.checks.matching import match_programmes
 from hpctrain.plan.rehearse.programme import SEND, StepProgrammes
-from hpctrain.plan.rehearse.ranks import RankProgrammes
+from hpctrain.plan.rehearse.rank_programmes import RankProgrammes
 from tests.engines import LLAMA, small_deck
 
 VOCABULARY = 61

@@ -25,10 +25,10 @@ from hpctrain.parallel.step_statistics import Reduction, StepStatistics
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch, messages_between
 from hpctrain.plan.rehearse.audit_messages import AuditMessages
+from hpctrain.plan.rehearse.call_recorder import RecordedMesh, Recorder
 from hpctrain.plan.rehearse.expert_loads import BalancedLoads, EvenLoads
 from hpctrain.plan.rehearse.meta_op_cache import CachedMetaOps, MetaOpCache
 from hpctrain.plan.rehearse.programme import RECEIVE, Programme, RehearsedCall
-from hpctrain.plan.rehearse.record import RecordedMesh, Recorder
 from hpctrain.plan.rehearse.recorded_operations import OperationRecorder, RecordedOperations, ReplayedPart
 from hpctrain.plan.traffic import EVERYONE, PlannedWeights, plain
 from hpctrain.plan.update_messages import send_update_messages
@@ -44,9 +44,7 @@ class RankStep:
         deck: Deck of the job.
         shape: Shape of the model.
         sizes: Size of each axis of the mesh.
-        schedule: Pipeline schedule.
-        split: Number of layers of each part.
-        number: Number of the stage.
+        position: Stage of the rank.
         place: Place of the rank in its stage.
         ranks_per_node: Number of ranks of a node.
         cache: Results of operations, shared by all ranks of the job.
@@ -57,9 +55,7 @@ class RankStep:
         deck: Deck,
         shape: ModelShape,
         sizes: dict[str, int],
-        schedule: Schedule,
-        split: Sequence[int],
-        number: int,
+        position: PipelinePosition,
         place: int,
         ranks_per_node: int,
         cache: MetaOpCache,
@@ -74,11 +70,9 @@ class RankStep:
             BalancedLoads.of_deck(deck, shape).of if shape.experts else None,
             None if corruption == "off" else AuditMessages(corruption),
         )
-        self.mesh = self._mesh(number)
+        self.mesh = self._mesh(position.number)
         self.mesh.record_creation()
-        self.stage = stage = plan_stage(
-            deck, shape, self.mesh, PipelinePosition(schedule, split, number), device
-        )
+        self.stage = stage = plan_stage(deck, shape, self.mesh, position, device)
         self.weights = PlannedWeights(stage)
         self.objective = make_objective(deck)
         with META:
@@ -90,7 +84,7 @@ class RankStep:
             micro = MicroBatch.of_tokens(tokens, tokens)
             self._batch = PreparedBatch.of(micro, self.objective, one, positions, None, one)
             stage.replica_sync.begin(self.weights)
-        self.operations = self._record_operations(schedule)
+        self.operations = self._record_operations(position.schedule)
         self._parts = [
             ReplayedPart(
                 model,

@@ -18,6 +18,7 @@ from hpctrain.comm.mesh import coordinates, expert_sizes, rank_count
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.layer_placement import place_by_flops
 from hpctrain.engine.mesh_sizes import axis_sizes, micro_batches
+from hpctrain.engine.stages.planned_stage import PipelinePosition
 from hpctrain.engine.stages.stage import TrainedStage
 from hpctrain.host.device import device_kind
 from hpctrain.host.topology import ranks_per_node_of
@@ -28,11 +29,11 @@ from hpctrain.parallel.step_statistics import Reduction
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import layer_ranges
 from hpctrain.plan.rehearse.bucket_shares import BucketShares
+from hpctrain.plan.rehearse.call_recorder import NamedGroup, membership
 from hpctrain.plan.rehearse.meta_op_cache import MetaOpCache
 from hpctrain.plan.rehearse.programme import AUDIT, WAIT, Membership, Numbers, Programme, StepProgrammes
 from hpctrain.plan.rehearse.rank_signature import SignatureSearch, folds_of
-from hpctrain.plan.rehearse.record import NamedGroup, membership
-from hpctrain.plan.rehearse.step import RankStep
+from hpctrain.plan.rehearse.rank_step import RankStep
 from hpctrain.plan.traffic import plain, steady
 
 Progress = Callable[[str], None]
@@ -216,14 +217,5 @@ class RankProgrammes:
         return self._steps[signature, place]
 
     def _new_step(self, stage: int, place: int) -> RankStep:
-        return RankStep(
-            self.deck,
-            self.shape,
-            self.sizes,
-            self.schedule,
-            self.split,
-            stage,
-            place,
-            self.ranks_per_node,
-            self._cache,
-        )
+        position = PipelinePosition(self.schedule, self.split, stage)
+        return RankStep(self.deck, self.shape, self.sizes, position, place, self.ranks_per_node, self._cache)

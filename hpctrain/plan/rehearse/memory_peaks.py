@@ -12,7 +12,7 @@ from hpctrain.pipeline.action import Action
 from hpctrain.plan.activations import activation_peak
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.rehearse.fault import RehearsalFault
-from hpctrain.plan.rehearse.ranks import RankProgrammes
+from hpctrain.plan.rehearse.rank_programmes import RankProgrammes
 from hpctrain.plan.room import Room
 from hpctrain.plan.words import KINDS
 from hpctrain.units import format_bytes

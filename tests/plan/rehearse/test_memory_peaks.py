@@ -10,8 +10,8 @@ from dataclasses import replace
 from hpctrain.host.memory import MemoryLimit
 from hpctrain.pipeline.action import live_activations
 from hpctrain.plan.memory import plan_memory
-from hpctrain.plan.rehearse.memory import find_peaks, memory_faults
-from hpctrain.plan.rehearse.ranks import RankProgrammes
+from hpctrain.plan.rehearse.memory_peaks import find_peaks, memory_faults
+from hpctrain.plan.rehearse.rank_programmes import RankProgrammes
 from hpctrain.plan.room import Room
 from tests.engines import small_deck
 
