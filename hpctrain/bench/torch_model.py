@@ -14,7 +14,7 @@ from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.model.part import LayerRange
 from hpctrain.model.rotary import Rotary, RotaryFrequencies
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.kernels.layer_functions import rotate
+from hpctrain.parallel.kernels.attention_inputs import rotate
 
 
 class _Attention(nn.Module):

@@ -7,27 +7,26 @@ this machine, or over the ranks of the context axis. A row-parallel linear layer
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.data.documents import Documents
+from hpctrain.model.block_attention import BlockAttention
 from hpctrain.model.inputs import Cache
 from hpctrain.model.query_key_norm import QueryKeyNorm
 from hpctrain.model.query_key_value_clip import QueryKeyValueClip
 from hpctrain.model.rotary import Rotary
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.attention.core import AttentionCore, attention_core
-from hpctrain.parallel.kernels.attention_tiles import AttentionRule
+from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.operations import AttentionSize, ElementwiseSize
+from hpctrain.parallel.operations import ElementwiseSize
 from hpctrain.parallel.shards import Parameter
 from hpctrain.parallel.tensor import ColumnLinear, Partition, RowLinear, rows_shard
 
 
-class Attention(nn.Module):
+class Attention(BlockAttention):
     """Attention of one block, [s or s/t, b, h] -> the same shape.
 
     Args:
@@ -46,18 +45,8 @@ class Attention(nn.Module):
         block: int,
         shared_input: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(shape, layer_context, block)
         size = shape.head_size
-        self.layer_context, self.head_size, self.block = layer_context, size, block
-        score_factor, given_scale = shape.width_scaling.of_scores, shape.attention_scale
-        self.scale = (
-            None if score_factor == 1 and given_scale is None else score_factor * (given_scale or size**-0.5)
-        )
-        window = shape.window(block) if shape.window(block) < shape.sequence else 0
-        self.rule = AttentionRule(self.scale, window, shape.attention_cap)
-        self.compute_core = attention_core(layer_context, self.rule, shape.attention_sinks)
-        self.core = AttentionSize(shape.heads, shape.key_value_heads, size, shape.sequence, window)
-        self.rotated, self.local = shape.rotates(block), shape.is_local(block)
         queries = Partition.split(shape.heads * size, layer_context.tensor, size)
         keys = Partition.split(shape.key_value_heads * size, layer_context.tensor, size)
         self.inner = ColumnLinear(
@@ -95,11 +84,6 @@ class Attention(nn.Module):
         rotated = [ElementwiseSize("rotation", features, True)] if self.rotated else []
         return [*clipped, *normed, *rotated]
 
-    @property
-    def exchanges(self) -> bool:
-        """True if the core's output is sent back by other ranks, into another tensor."""
-        return self.layer_context.context.size > 1 and self.layer_context.context_form == "all_to_all"
-
     def forward(
         self,
         x: Tensor,
@@ -130,19 +114,12 @@ class Attention(nn.Module):
             cached = cache.attend(self.block, query, key, value, self.rule, self.sinks)
             continued: Tensor = self.output(cached.flatten(2))
             return continued
-        tables: tuple[Tensor, ...] = ()
-        if rotary is not None and self.rotated:
-            tables = rotary.local_tables if self.local else rotary.tables
-        core: Callable[..., Tensor] = partial(self.compute_core, documents=documents)
-        if self.sinks is not None:
-            parts, core = [*parts, self.sinks], partial(_attend_with_sinks, core)
-        attended = self.layer_context.saved_policy.attend(core, parts, tables)
-        output: Tensor = self.output(attended.flatten(2))
+        operands = parts if self.sinks is None else [*parts, self.sinks]
+        output: Tensor = self.output(self.attend(operands, rotary, documents).flatten(2))
         return output
 
-
-def _attend_with_sinks(
-    core: AttentionCore, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *tables: Tensor
-) -> Tensor:
-    """Return the result of a core with sinks among its operands, which the policy of activations keeps."""
-    return core(query, key, value, *tables, sinks=sinks)
+    @override
+    def _attend(self, *operands_and_tables: Tensor, documents: Documents | None) -> Tensor:
+        query, key, value, *others = operands_and_tables
+        sinks = None if self.sinks is None else others.pop(0)
+        return self.compute_core(AttentionInputs(query, key, value, sinks, tuple(others), documents))

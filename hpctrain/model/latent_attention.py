@@ -16,21 +16,21 @@ from hidden states, without a latent.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from hpctrain.data.documents import Documents
+from hpctrain.model.block_attention import BlockAttention
 from hpctrain.model.inputs import Cache
 from hpctrain.model.norm import Norm
 from hpctrain.model.rotary import Rotary
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.attention.core import attention_core
-from hpctrain.parallel.kernels.attention_tiles import AttentionRule
+from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.operations import AttentionSize, ElementwiseSize
+from hpctrain.parallel.operations import ElementwiseSize
 from hpctrain.parallel.replicated_linear import ReplicatedLinear, share_over_heads
 from hpctrain.parallel.tensor import ColumnLinear, Partition, RowLinear
 
@@ -38,7 +38,7 @@ _EPSILON = 1e-6
 """Epsilon of the norms of latents, which is the same in all of DeepSeek's models."""
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(BlockAttention):
     """Latent attention of one block, [s or s/t, b, h] -> the same shape.
 
     Args:
@@ -66,16 +66,10 @@ class LatentAttention(nn.Module):
         block: int,
         shared_input: bool = False,
     ) -> None:
-        super().__init__()
         latent, size = shape.latent, shape.head_size
         assert latent is not None
-        self.layer_context, self.head_size, self.block = layer_context, size, block
+        super().__init__(shape, layer_context, block, latent.value_size)
         self.rotary_size, self.value_size = latent.rotary_size, latent.value_size
-        window = shape.window(block) if shape.window(block) < shape.sequence else 0
-        self.rule = AttentionRule(shape.attention_scale, window, shape.attention_cap)
-        self.compute_core = attention_core(layer_context, self.rule)
-        self.core = AttentionSize(shape.heads, shape.heads, size, shape.sequence, window, self.value_size)
-        self.rotated, self.local = shape.rotates(block), shape.is_local(block)
         tensor = layer_context.tensor
         self.heads = shape.heads // tensor.size
 
@@ -118,11 +112,6 @@ class LatentAttention(nn.Module):
         return self.value_size < self.head_size
 
     @property
-    def exchanges(self) -> bool:
-        """True if the core's output is sent back by other ranks, into another tensor."""
-        return self.layer_context.context.size > 1 and self.layer_context.context_form == "all_to_all"
-
-    @property
     def elementwise(self) -> list[ElementwiseSize]:
         """Elementwise operations before and after the core."""
         features = self.core.heads * self.head_size
@@ -158,25 +147,15 @@ class LatentAttention(nn.Module):
             cached: Tensor = self.output(self._attend_to_latents(query, latent, shared_key, cache).flatten(2))
             return cached
         parts = (query, self.expand(latent), share_over_heads(shared_key, self.layer_context))
-        tables: tuple[Tensor, ...] = ()
-        if rotary is not None and self.rotated:
-            tables = rotary.local_tables if self.local else rotary.tables
-        core = partial(self._attend, documents=documents)
-        attended = self.layer_context.saved_policy.attend(core, parts, tables)
-        output: Tensor = self.output(attended.flatten(2))
+        output: Tensor = self.output(self.attend(parts, rotary, documents).flatten(2))
         return output
 
-    def _attend(
-        self,
-        query: Tensor,
-        expanded: Tensor,
-        shared_key: Tensor,
-        *tables: Tensor,
-        documents: Documents | None,
-    ) -> Tensor:
-        """Return the attention [s, b, heads, v], which "selective" recomputes from these tensors."""
+    @override
+    def _attend(self, *operands_and_tables: Tensor, documents: Documents | None) -> Tensor:
+        query, expanded, shared_key, *tables = operands_and_tables
         key, value = self._keys_and_values(expanded, shared_key)
-        attended = self.compute_core(query, key, value, *tables, documents=documents)
+        inputs = AttentionInputs(query, key, value, tables=tuple(tables), documents=documents)
+        attended = self.compute_core(inputs)
         return attended[..., : self.value_size] if self.pads else attended
 
     def _attend_to_latents(self, query: Tensor, latent: Tensor, shared_key: Tensor, cache: Cache) -> Tensor:
@@ -198,9 +177,7 @@ class LatentAttention(nn.Module):
         query = _join_halves(torch.cat((rotated_1, rotated_2), dim=-1), latent_query)
         key = _join_halves(shared_key, latent)
         value = functional.pad(latent, (0, self.rotary_size))
-        scale = self.head_size**-0.5 if self.rule.scale is None else self.rule.scale
-        rule = replace(self.rule, scale=scale)
-        attended = cache.attend(self.block, query, key.unsqueeze(2), value.unsqueeze(2), rule, None)
+        attended = cache.attend(self.block, query, key.unsqueeze(2), value.unsqueeze(2), self.rule, None)
         return torch.einsum("nbhr,hvr->nbhv", attended[..., : latent.shape[-1]], value_up)
 
     def _keys_and_values(self, expanded: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:

@@ -178,6 +178,12 @@ class ModelShape(Architecture):
         pattern = self.rotation_pattern
         return self.positions == "rotary" and (not pattern or pattern[block % len(pattern)])
 
+    @property
+    def score_scale(self) -> float:
+        """Factor of the products of queries and keys, with that of muP."""
+        scale = self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
+        return self.width_scaling.of_scores * scale
+
     def window(self, block: int) -> int:
         """Return how many keys a query of a block sees, with its own; 0 for all earlier ones."""
         return self.windows[block % len(self.windows)] if self.windows else 0

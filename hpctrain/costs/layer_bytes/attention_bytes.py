@@ -85,7 +85,7 @@ def _saved_by_core(attention: Attention, sizes: ActivationSizes) -> list[SavedSt
         normed = [] if norm is None else [projected, *statistics]
         return [*normed, output, exchanged, exchanged, output, log_sum]
     # The core saves other queries and keys than the projected ones if they are rotated before it.
-    copied = attention.rotated and (norm is not None or not _is_compiled(attention))
+    copied = attention.rotated and (norm is not None or not attention.has_compiled_core)
     rotated = [output, shared] if copied else []
     return [projected, *statistics, *rotated, output, log_sum]
 
@@ -96,7 +96,7 @@ def _attention_workspace(attention: Attention, sizes: ActivationSizes) -> int:
 
     They are the gradients of the output and of the projections, and the kernel's workspace.
     """
-    if not _is_compiled(attention):
+    if not attention.has_compiled_core:
         return 0
     queries, keys, _ = attention.inner.split_sizes
     floats = workspace_floats(sizes.tokens // sizes.micro_size, attention.head_size)
@@ -108,12 +108,7 @@ def _recomputed_by_core(attention: Attention, sizes: ActivationSizes) -> int:
     queries, keys, _ = attention.inner.split_sizes
     known = total(_saved_by_core(attention, replace(sizes, recomputes_core=True)))
     known -= sizes.features(queries).bytes if attention.exchanges else 0
-    if attention.norm is not None and not _is_compiled(attention):
+    if attention.norm is not None and not attention.has_compiled_core:
         # The first ones are normalized queries and keys, the others rotated ones.
         known -= sizes.features(queries + keys).bytes
     return total(_saved_by_core(attention, replace(sizes, recomputes_core=False))) - known
-
-
-def _is_compiled(attention: Attention) -> bool:
-    """Return True if rotation and core are one compiled function."""
-    return attention.layer_context.functions.compiled and attention.layer_context.context.size == 1

@@ -43,7 +43,7 @@ def _saved_by_core(attention: LatentAttention, sizes: ActivationSizes) -> list[S
 def _recomputed_by_core(attention: LatentAttention, sizes: ActivationSizes) -> int:
     # Queries are saved again if they are rotated or exchanged, and values if they are padded or exchanged.
     queries, _, values, *_ = saved = _saved_by_core(attention, replace(sizes, recomputes_core=False))
-    copies_queries = attention.exchanges or (attention.rotated and not _is_compiled(attention))
+    copies_queries = attention.exchanges or (attention.rotated and not attention.has_compiled_core)
     known = 0 if copies_queries else queries.bytes
     known += 0 if attention.pads or attention.exchanges else values.bytes
     return total(saved) - known
@@ -52,13 +52,7 @@ def _recomputed_by_core(attention: LatentAttention, sizes: ActivationSizes) -> i
 @workspace_bytes.register
 def _latent_workspace(attention: LatentAttention, sizes: ActivationSizes) -> int:
     """Return the temporary bytes of the backward pass of a compiled core; 0 for other cores."""
-    if not _is_compiled(attention):
+    if not attention.has_compiled_core:
         return 0
     floats = workspace_floats(sizes.tokens // sizes.micro_size, attention.head_size)
     return sizes.features(4 * attention.heads * attention.head_size).bytes + 4 * floats
-
-
-def _is_compiled(attention: LatentAttention) -> bool:
-    """Return True if rotation and core are one compiled function."""
-    context = attention.layer_context
-    return context.functions.compiled and context.context.size == 1 and not attention.rule.needs_tiles

@@ -8,15 +8,13 @@ way.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
-from hpctrain.data.documents import Documents
-from hpctrain.parallel.kernels.layer_functions import rotate
+from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 
 
 def _heads_to_sequence(x: Tensor, group: Group) -> Tensor:
@@ -49,36 +47,24 @@ class _Exchange(torch.autograd.Function):
 
 
 def all_to_all_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *tables: Tensor,
-    group: Group,
-    attend: Callable[..., Tensor],
-    documents: Documents | None = None,
-    sinks: Tensor | None = None,
+    inputs: AttentionInputs, group: Group, attend: Callable[[AttentionInputs], Tensor]
 ) -> Tensor:
     """Return the attention [s/c, b, heads, d] over the full sequence. Collective over the context ranks.
 
     Keys and values with fewer heads than ranks are repeated until each rank has one.
 
     Args:
-        query: Queries of this rank's piece, [s/c, b, heads, d]. The pieces of the ranks are consecutive.
-        key: Keys of the piece.
-        value: Values of the piece.
-        tables: Tables of a Rotary that rotates queries and keys first, or none.
+        inputs: Queries, keys and values of this rank's piece. The pieces of the ranks are consecutive.
         group: Ranks of the context axis.
-        attend: AttentionCore of one rank, which computes full sequences.
-        documents: Boundaries of documents, which attention does not cross. None for full sequences.
-        sinks: Score of a further key of each head of the piece, whose value is zero; None without one.
+        attend: Attention of full sequences on one rank.
     """
-    if tables:
-        query, key = rotate(query, *tables), rotate(key, *tables)
-    shared = group.size // key.shape[2]
-    if shared > 1:
-        key, value = key.repeat_interleave(shared, dim=2), value.repeat_interleave(shared, dim=2)
+    query, key, value, sinks, _, documents = inputs.rotated()
+    repeats = group.size // key.shape[2]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=2), value.repeat_interleave(repeats, dim=2)
     query, key, value = (_Exchange.apply(x, group, True) for x in (query, key, value))
     if sinks is not None:
-        attend = partial(attend, sinks=sinks.chunk(group.size)[group.rank].clone())
-    result: Tensor = _Exchange.apply(attend(query, key, value, documents=documents), group, False)
+        sinks = sinks.chunk(group.size)[group.rank].clone()
+    output = attend(AttentionInputs(query, key, value, sinks, documents=documents))
+    result: Tensor = _Exchange.apply(output, group, False)
     return result

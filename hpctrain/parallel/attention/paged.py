@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.host.streams import start_copy
+from hpctrain.parallel.kernels.attention_inputs import rotate
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.kernels.function_library import HIGHEST, PAGE, AttentionArguments, Heads, Paged, padded
 from hpctrain.parallel.kernels.layer_functions import (
     CompiledFunctions,
     LayerFunctions,
     attention_arguments,
-    rotate,
 )
 
 
@@ -218,7 +218,7 @@ class LayerPages:
             keys,
             values,
             attn_mask=mask,
-            scale=query.shape[-1] ** -0.5 if rule.scale is None else rule.scale,
+            scale=rule.scale,
             enable_gqa=query.shape[2] != keys.shape[1],
         )
         return output.transpose(1, 2)
@@ -250,7 +250,7 @@ def _attend_by_products(
     """Return the attention of queries [texts, n, heads, d] to the keys [texts, groups, m, d] of a mask."""
     shared = query.shape[2] // keys.shape[1]
     keys, values = (x.repeat_interleave(shared, dim=1).float() for x in (keys, values))
-    scores = (query.transpose(1, 2).float() @ keys.mT) * (rule.scale or query.shape[-1] ** -0.5)
+    scores = (query.transpose(1, 2).float() @ keys.mT) * rule.scale
     if rule.cap:
         scores = rule.cap * (scores / rule.cap).tanh()
     scores = scores.masked_fill(~mask, -torch.inf)

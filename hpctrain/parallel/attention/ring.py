@@ -23,6 +23,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.data.documents import Documents
 from hpctrain.parallel.kernels.attention_block import merge
+from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import (
     AttentionRule,
     Mask,
@@ -30,7 +31,6 @@ from hpctrain.parallel.kernels.attention_tiles import (
     shift_slice,
     sinks_gradient,
 )
-from hpctrain.parallel.kernels.layer_functions import rotate
 
 _KEYS, _GRADIENTS = 1, 2
 """Message tags: keys and values, and their gradients."""
@@ -234,29 +234,14 @@ class _RingAttention(torch.autograd.Function):
         return query_gradient.to(query.dtype), key_gradient, value_gradient, sinks_gradients, None
 
 
-def ring_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *tables: Tensor,
-    group: Group,
-    rule: AttentionRule,
-    documents: Documents | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def ring_attention(inputs: AttentionInputs, group: Group, rule: AttentionRule) -> Tensor:
     """Return the causal attention [s/c, b, heads, d] over the sequence. Collective over the context ranks.
 
     Args:
-        query: Queries of this rank's early and late piece, [s/c, b, heads, d].
-        key: Keys of the pieces.
-        value: Values of the pieces.
-        tables: Tables of a Rotary that rotates queries and keys first, or none.
+        inputs: Queries, keys and values of this rank's early and late piece.
         group: Ranks of the context axis.
         rule: Scale, window and soft cap.
-        documents: Boundaries of documents, which attention does not cross. None for full sequences.
-        sinks: Score of a further key of each head, whose value is zero; None without one.
     """
-    if tables:
-        query, key = rotate(query, *tables), rotate(key, *tables)
+    query, key, value, sinks, _, documents = inputs.rotated()
     result: Tensor = _RingAttention.apply(query, key, value, sinks, _Options(group, rule, documents))
     return result

@@ -22,9 +22,7 @@ HEAD_ALIGNMENT, LOG_SUM_ALIGNMENT = 8, 32
 NO_DROPOUT = 0.0
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
+def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Return the output [s, b, heads, d] and the log-sum-exp [b, heads, s] of one block.
 
     Args:
@@ -32,7 +30,7 @@ def attend(
         key: Keys.
         value: Values.
         causal: True if a query sees only keys at its own and earlier positions.
-        scale: Factor of the products of queries and keys, by default 1 / sqrt(d).
+        scale: Factor of the products of queries and keys.
     """
     q, k, v = (_heads_first(x) for x in (query, key, value))
     output, log_sum = (_on_host if q.is_cpu else _on_gpu)(q, k, v, is_causal=causal, scale=scale)
@@ -45,7 +43,7 @@ def attend_backward(
     output: Tensor,
     log_sum: Tensor,
     causal: bool,
-    scale: float | None = None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value through one block.
 
@@ -55,7 +53,7 @@ def attend_backward(
         output: Output over all keys that the queries attend to.
         log_sum: Log-sum-exp over all these keys.
         causal: True if a query sees only keys at its own and earlier positions.
-        scale: Factor of the products of queries and keys, by default 1 / sqrt(d).
+        scale: Factor of the products of queries and keys.
     """
     g, q, k, v, o = (_heads_first(x) for x in (output_gradient, *operands, output))
     backward = _on_host_backward if q.is_cpu else _on_gpu_backward
@@ -68,10 +66,9 @@ _on_host = aten._scaled_dot_product_flash_attention_for_cpu
 _on_host_backward = partial(aten._scaled_dot_product_flash_attention_for_cpu_backward, dropout_p=NO_DROPOUT)
 
 
-def _on_gpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+def _on_gpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp by torch's kernels for GPUs: flash, or memory-efficient for any dtype."""
     size, rows = q.shape[-1], q.shape[2]
-    scale = size**-0.5 if scale is None else scale
     q, k, v = (_padded(x) for x in (q, _repeated(k, q), _repeated(v, q)))
     if _flash(q, k, v, is_causal):
         kernel = aten._scaled_dot_product_flash_attention
@@ -82,11 +79,10 @@ def _on_gpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | Non
     return output[..., :size], log_sum[..., :rows]
 
 
-def _on_gpu_backward(*tensors: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def _on_gpu_backward(*tensors: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients by torch's kernels for GPUs, for the operands of the CPU's operator."""
     g, q, k, v, o, log_sum = tensors
     size, keys = q.shape[-1], k
-    scale = size**-0.5 if scale is None else scale
     g, q, k, v, o = (_padded(x) for x in (g, q, _repeated(k, q), _repeated(v, q), o))
     rows, columns = q.shape[2], k.shape[2]
     random = [torch.empty(2, dtype=torch.int64, device=q.device)] * 2  # random state, unused without dropout

@@ -97,12 +97,12 @@ class AttentionRule:
     """Rule by which products of queries and keys become weights of attention.
 
     Attributes:
-        scale: Factor of the products, by default 1 / sqrt(d).
+        scale: Factor of the products, 1 / sqrt(d) in most models.
         window: Number of keys that a query sees, with the one at its own position; 0 for all earlier ones.
         cap: Bound c of the scores x, which become c tanh(x / c); 0 for none.
     """
 
-    scale: float | None = None
+    scale: float
     window: int = 0
     cap: float = 0.0
 
@@ -173,7 +173,7 @@ class AttentionRule:
         # -inf where a key is masked; these entries are set to 0 below
         tanh_gradient = 1 - (scores / self.cap).square()
         score_gradient = probabilities * score_gradient * tanh_gradient
-        score_gradient = score_gradient.masked_fill(scores == -torch.inf, 0) * self._scale(query)
+        score_gradient = score_gradient.masked_fill(scores == -torch.inf, 0) * self.scale
         dq = _by_head(score_gradient @ k, query).to(query.dtype)
         dk = _by_head(score_gradient.mT @ q, key).to(query.dtype)
         dv = _by_head(probabilities.mT @ g, value).to(query.dtype)
@@ -181,7 +181,7 @@ class AttentionRule:
 
     def _capped_scores(self, q: Tensor, k: Tensor, query: Tensor, mask: Mask) -> Tensor:
         """Return the scores [b, groups, shared * n, m] with the cap, and -inf where the mask hides a key."""
-        scores = (q @ k.mT).mul_(self._scale(query) / self.cap).tanh_().mul_(self.cap)
+        scores = (q @ k.mT).mul_(self.scale / self.cap).tanh_().mul_(self.cap)
         if mask == "none":
             return scores
         rows, columns = query.shape[0], k.shape[2]
@@ -189,9 +189,6 @@ class AttentionRule:
         hidden = hidden.triu(1) if mask == "causal" else hidden.tril(-1)
         by_row: Tensor = scores.unflatten(2, (-1, rows)).masked_fill_(hidden, -torch.inf)
         return by_row.flatten(2, 3)
-
-    def _scale(self, query: Tensor) -> float:
-        return query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
 def _by_group(x: Tensor, key: Tensor) -> Tensor:

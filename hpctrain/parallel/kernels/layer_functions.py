@@ -24,6 +24,7 @@ from typing_extensions import override
 from hpctrain.data.documents import Documents
 from hpctrain.deck.activations import ACTIVATIONS, Activation, ElementwiseFunction
 from hpctrain.parallel.backward.autograd import apply_function
+from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule, sinks_gradient
 from hpctrain.parallel.kernels.function_library import AttentionArguments, Heads, workspace_floats
 from hpctrain.parallel.kernels.logits import CompiledSoftmaxStatistics, SoftmaxStatistics, SplitLogits
@@ -33,12 +34,6 @@ from hpctrain.parallel.kernels.tiled_attention import tiled_attention
 
 _ROUNDING = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
 """Largest relative and absolute difference of results, by format."""
-
-
-def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Return x [s, b, heads, d] rotated by the tables of a Rotary."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cosine + torch.cat((-right, left), dim=-1) * sine
 
 
 class LayerFunctions:
@@ -92,63 +87,28 @@ class LayerFunctions:
         """Return the softmax statistics of logits, and of the logit at `column` [n] of each row."""
         return SoftmaxStatistics(logits, column)
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *tables: Tensor,
-        scale: float | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
+    def attend(self, inputs: AttentionInputs, rule: AttentionRule) -> Tensor:
         """Return the causal softmax attention [s, b, heads, d] of complete sequences.
 
         Args:
-            query: Queries [s, b, heads, d].
-            key: Keys, which may have fewer heads.
-            value: Values, as many as keys.
-            tables: Tables of a Rotary that rotates queries and keys first, or none.
-            scale: Factor of the products of queries and keys, by default 1 / sqrt(d).
-            documents: Boundaries of documents, which attention does not cross. None for full sequences.
+            inputs: Queries, keys, values, and what else attention depends on.
+            rule: Scale, window and soft cap.
         """
-        if tables:
-            query, key = rotate(query, *tables), rotate(key, *tables)
+        inputs = inputs.rotated()
+        query, key, value, sinks, _, documents = inputs
+        if rule.needs_tiles or sinks is not None:
+            return tiled_attention(inputs, rule)
         if documents is not None:
-            return document_attention(query, key, value, documents, scale)
+            return document_attention(query, key, value, documents, rule.scale)
         output = functional.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
             value.permute(1, 2, 0, 3),
             is_causal=True,
-            scale=scale,
+            scale=rule.scale,
             enable_gqa=query.shape[2] != key.shape[2],
         )
         return output.permute(2, 0, 1, 3)
-
-    def attend_by_rule(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *tables: Tensor,
-        rule: AttentionRule,
-        documents: Documents | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Return the causal attention of complete sequences, as `attend`, with a window, a cap or sinks.
-
-        Args:
-            query: Queries [s, b, heads, d].
-            key: Keys, which may have fewer heads.
-            value: Values, as many as keys.
-            tables: Tables of a Rotary that rotates queries and keys first, or none.
-            rule: Window, cap and scale.
-            documents: Boundaries of documents, which attention does not cross. None for full sequences.
-            sinks: Score [heads] of a further key of each head, whose value is zero; None without one.
-        """
-        if tables:
-            query, key = rotate(query, *tables), rotate(key, *tables)
-        return tiled_attention(query, key, value, rule, documents, sinks)
 
 
 def _elementwise(x: Tensor, function: ElementwiseFunction) -> Tensor:
@@ -259,35 +219,10 @@ class CompiledFunctions(LayerFunctions):
         return CompiledSoftmaxStatistics(logits, column, self.call)
 
     @override
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *tables: Tensor,
-        scale: float | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        rule = AttentionRule(scale)
-        result: Tensor = apply_function(
-            _Attend, query, key, value, None, self, _AttendOptions(tables, rule, documents)
-        )
-        return result
-
-    @override
-    def attend_by_rule(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *tables: Tensor,
-        rule: AttentionRule,
-        documents: Documents | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        result: Tensor = apply_function(
-            _Attend, query, key, value, sinks, self, _AttendOptions(tables, rule, documents)
-        )
+    def attend(self, inputs: AttentionInputs, rule: AttentionRule) -> Tensor:
+        query, key, value, sinks, tables, documents = inputs
+        options = _AttendOptions(tables, rule, documents)
+        result: Tensor = apply_function(_Attend, query, key, value, sinks, self, options)
         return result
 
 
@@ -316,18 +251,27 @@ def agrees(functions: LayerFunctions) -> bool:
         (lambda by: lambda x, *of: by.layer_norm(x, *of, 1e-5), [random(3, 35), random(35), random(35)]),
         (lambda by: lambda x: _CrossEntropyTrial.apply(x, by), [3 * random(4, 1100)]),
         (
-            lambda by: lambda q, k, v: by.attend(q, k, v, *(x.to(q.dtype) for x in tables)),
+            partial(_attention_by, rule=AttentionRule(head**-0.5), tables=tables),
             [random(rows, 2, heads, head) for heads in (4, 2, 2)],
         ),
-        (_bounded_attention_by, [*(random(rows, 2, heads, head) for heads in (4, 2, 2)), random(4)]),
+        (
+            partial(_attention_by, rule=AttentionRule(head**-0.5, 37, 1.5)),
+            [*(random(rows, 2, heads, head) for heads in (4, 2, 2)), random(4)],
+        ),
     ]
     return all(_agree(by(functions), by(TORCH), inputs, form) for by, inputs in cases for form in _ROUNDING)
 
 
-def _bounded_attention_by(by: LayerFunctions) -> Callable[..., Tensor]:
-    """Return attention with a window, a cap and sinks, by some functions."""
-    rule = AttentionRule(None, 37, 1.5)
-    return lambda q, k, v, sinks: by.attend_by_rule(q, k, v, rule=rule, sinks=sinks)
+def _attention_by(
+    by: LayerFunctions, rule: AttentionRule, tables: Sequence[Tensor] = ()
+) -> Callable[..., Tensor]:
+    """Return attention by some functions, of queries, keys, values and maybe sinks."""
+
+    def attend(*operands: Tensor) -> Tensor:
+        converted = tuple(table.to(operands[0].dtype) for table in tables)
+        return by.attend(AttentionInputs(*operands)._replace(tables=converted), rule)
+
+    return attend
 
 
 def _head_norm_by(by: LayerFunctions, x: Tensor, weight: Tensor) -> Tensor:
@@ -539,7 +483,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class _AttendOptions(NamedTuple):
-    """Arguments of `LayerFunctions.attend_by_rule`: rotary tables, the rule of scores, and documents."""
+    """Arguments of `CompiledFunctions.attend`: rotary tables, the rule of scores, and documents."""
 
     tables: Sequence[Tensor]
     rule: AttentionRule
@@ -547,7 +491,7 @@ class _AttendOptions(NamedTuple):
 
 
 class _Attend(torch.autograd.Function):
-    """`LayerFunctions.attend_by_rule` by C functions, of queries, keys and values [s, b, heads, d].
+    """`CompiledFunctions.attend` by C functions, of queries, keys and values [s, b, heads, d].
 
     Rotates queries and keys first if there are tables. Saves the output and log-sum-exps, but no scores.
     """
@@ -636,7 +580,6 @@ def attention_arguments(
     rows, batch, heads, head = query.shape
     addresses: list[int | None] = [table.data_ptr() for table in tables]
     addresses += [] if tables else [None, None]
-    scale = head**-0.5 if rule.scale is None else rule.scale
     sizes = rows, batch, heads, key.shape[2], head, query.element_size()
     at_sinks = None if sinks is None else sinks.data_ptr()
-    return AttentionArguments(*sizes, scale, *addresses, rule.window, rule.cap, at_sinks)
+    return AttentionArguments(*sizes, rule.scale, *addresses, rule.window, rule.cap, at_sinks)

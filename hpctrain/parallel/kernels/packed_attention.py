@@ -20,7 +20,7 @@ class _DocumentAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float | None
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float
     ) -> Tensor:
         rows, batch, heads, _ = query.shape
         output = query.new_empty(query.shape)
@@ -54,7 +54,7 @@ class _DocumentAttention(torch.autograd.Function):
 
 
 def document_attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float
 ) -> Tensor:
     """Return the causal attention of complete sequences within each of their documents.
 
@@ -63,7 +63,7 @@ def document_attention(
         key: Keys, which may have fewer heads.
         value: Values, as many as keys.
         documents: Boundaries of the documents.
-        scale: Factor of the products of queries and keys, by default 1 / sqrt(d).
+        scale: Factor of the products of queries and keys.
     """
     result: Tensor = _DocumentAttention.apply(query, key, value, documents, scale)
     return result

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.documents import Documents
+from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import (
     AttentionRule,
     Mask,
@@ -77,23 +78,13 @@ class _TiledAttention(torch.autograd.Function):
         return dq, dk, dv, sinks_gradients, None, None
 
 
-def tiled_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rule: AttentionRule,
-    documents: Documents | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Return the causal attention [s, b, heads, d] of complete sequences by a rule.
+def tiled_attention(inputs: AttentionInputs, rule: AttentionRule) -> Tensor:
+    """Return the causal attention [s, b, heads, d] of complete sequences, whose queries and keys are rotated.
 
     Args:
-        query: Queries [s, b, heads, d].
-        key: Keys, which may have fewer heads.
-        value: Values, as many as keys.
+        inputs: Queries, keys and values, maybe with sinks and documents.
         rule: Scale, window and soft cap.
-        documents: Boundaries of documents, which attention does not cross. None for full sequences.
-        sinks: Score [heads] of a key with the value zero that all queries of a head see; None without one.
     """
+    query, key, value, sinks, _, documents = inputs
     result: Tensor = _TiledAttention.apply(query, key, value, sinks, rule, documents)
     return result

@@ -23,7 +23,9 @@ from hpctrain.model.rotary import Rotary, RotaryFrequencies
 from hpctrain.model.shape import ModelShape
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.parallel.backward.saved_policy import SavedPolicy
-from hpctrain.parallel.kernels.layer_functions import LayerFunctions, rotate
+from hpctrain.parallel.kernels.attention_inputs import AttentionInputs, rotate
+from hpctrain.parallel.kernels.attention_tiles import AttentionRule
+from hpctrain.parallel.kernels.layer_functions import LayerFunctions
 from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.operations import ElementwiseKind
 from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
@@ -71,7 +73,8 @@ def _attend(
     inner = operands.take(sequence, batch, 3 * heads * size).detach().requires_grad_()
     parts = [part.unflatten(-1, (heads, size)) for part in inner.split(heads * size, dim=-1)]
     gradient = operands.take(*sizes)
-    return _both(lambda: functions.attend(parts[0], parts[1], parts[2]), gradient, clock)
+    inputs, rule = AttentionInputs(*parts), AttentionRule(size**-0.5)
+    return _both(lambda: functions.attend(inputs, rule), gradient, clock)
 
 
 def measure_elementwise(decks: Sequence[Deck], clock: Clock) -> dict[ElementwiseKind, tuple[float, float]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.parallel.attention.paged import LayerPages, PageLayout, TokenPositions
+from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.kernels.function_library import PAGE, open_library
 from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions
@@ -78,8 +79,9 @@ def test_rows_have_the_bits_of_the_whole_text(
         for functions in (compiled, TORCH):
             found = paged(functions, texts, tables, cuts, pages)
             for (query, key, value), output in zip(texts, found, strict=True):
-                turning = [table[: len(query)] for table in tables]
-                expected = functions.attend(query, key, value, *turning, scale=0.3)
+                turning = tuple(table[: len(query)] for table in tables)
+                inputs = AttentionInputs(query, key, value, tables=turning)
+                expected = functions.attend(inputs, AttentionRule(0.3))
                 if functions.compiled:
                     assert torch.equal(output, expected)
                 else:
@@ -106,8 +108,8 @@ def test_rows_of_a_rule_have_the_bits_of_the_whole_text(
         for functions in (compiled, TORCH):
             found = paged(functions, texts, tables, cuts, pages, rule, sinks)
             for (query, key, value), output in zip(texts, found, strict=True):
-                turning = [table[: len(query)] for table in tables]
-                expected = functions.attend_by_rule(query, key, value, *turning, rule=rule, sinks=sinks)
+                turning = tuple(table[: len(query)] for table in tables)
+                expected = functions.attend(AttentionInputs(query, key, value, sinks, turning), rule)
                 if functions.compiled:
                     assert torch.equal(output, expected)
                 else:

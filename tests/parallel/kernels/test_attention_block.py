@@ -13,6 +13,9 @@ from torch.nn import functional
 from hpctrain.parallel.kernels import attention_block
 from hpctrain.parallel.kernels.attention_block import attend, attend_backward, merge
 
+SCALE = 16**-0.5
+"""Factor of the products of queries and keys, which torch's attention has for heads of 16 features."""
+
 
 class WrittenOut:
     """The used part of torch's kernels for GPUs, on the CPU; tensors [b, heads, s, d]."""
@@ -95,10 +98,10 @@ def test_operators_of_gpus_take_what_they_are_given(
     """By torch's own account of their arguments and shapes, on its device without memory."""
     use_gpu_kernels(monkeypatch, flash)
     q, k = (torch.empty(12, 2, heads, size, dtype=torch.bfloat16, device="meta") for heads in (6, 2))
-    output, log_sum = attend(q, k, k, True)
+    output, log_sum = attend(q, k, k, True, SCALE)
     assert (output.shape, output.dtype) == (q.shape, q.dtype)
     assert (log_sum.shape, log_sum.dtype) == ((2, 6, 12), torch.float32)
-    gradients = attend_backward(output, (q, k, k), output, log_sum, True)
+    gradients = attend_backward(output, (q, k, k), output, log_sum, True, SCALE)
     assert [gradient.shape for gradient in gradients] == [q.shape, k.shape, k.shape]
 
 
@@ -119,9 +122,9 @@ def test_output_and_gradients_of_one_block(kernel: str, causal: bool) -> None:
     reference = expected(q, k, v, causal)
     gradient = torch.randn_like(reference)
     reference.backward(gradient)
-    output, log_sum = attend(q.detach(), k.detach(), v.detach(), causal)
+    output, log_sum = attend(q.detach(), k.detach(), v.detach(), causal, SCALE)
     torch.testing.assert_close(output, reference.detach(), rtol=1e-5, atol=1e-6)
-    found = attend_backward(gradient, (q.detach(), k.detach(), v.detach()), output, log_sum, causal)
+    found = attend_backward(gradient, (q.detach(), k.detach(), v.detach()), output, log_sum, causal, SCALE)
     for mine, parameter in zip(found, (q, k, v), strict=True):
         torch.testing.assert_close(mine, parameter.grad, rtol=1e-4, atol=1e-6)
 
@@ -129,8 +132,8 @@ def test_output_and_gradients_of_one_block(kernel: str, causal: bool) -> None:
 def test_two_blocks_merge_to_the_whole(kernel: str) -> None:
     q, k, v = tensors()
     reference = expected(q, k, v, False)
-    first, log_first = attend(q, k[:5], v[:5], False)
-    second, log_second = attend(q, k[5:], v[5:], False)
+    first, log_first = attend(q, k[:5], v[:5], False, SCALE)
+    second, log_second = attend(q, k[5:], v[5:], False, SCALE)
     output, log_sum = first.clone(), log_first.contiguous()
     merge(output, log_sum, second, log_second)
     torch.testing.assert_close(output, reference, rtol=1e-5, atol=1e-6)
@@ -138,6 +141,6 @@ def test_two_blocks_merge_to_the_whole(kernel: str) -> None:
     k.requires_grad_()
     gradient = torch.randn_like(output)
     expected(q, k, v, False).backward(gradient)
-    part = attend_backward(gradient, (q, k.detach()[5:], v[5:]), output, log_sum, False)
+    part = attend_backward(gradient, (q, k.detach()[5:], v[5:]), output, log_sum, False, SCALE)
     assert k.grad is not None
     torch.testing.assert_close(part[1], k.grad[5:], rtol=1e-4, atol=1e-6)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpctrain.data.documents import Documents
 from hpctrain.engine.choices.function_choice import compile_functions
+from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule, band_tiles
 from hpctrain.parallel.kernels.function_library import open_library
 from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions
@@ -37,7 +38,7 @@ def masked_softmax(
 ) -> Tensor:
     """Return what transformers' eager attention computes, with documents that begin at `begins` [b, s]."""
     key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))
-    scores = torch.einsum("ibhd,jbhd->bhij", query, key) * (rule.scale or query.shape[-1] ** -0.5)
+    scores = torch.einsum("ibhd,jbhd->bhij", query, key) * rule.scale
     if rule.cap:
         scores = torch.tanh(scores / rule.cap) * rule.cap
     index = torch.arange(len(query))
@@ -85,7 +86,8 @@ def test_values_and_gradients_are_those_of_softmax(cap: float, has_sinks: bool, 
         query, key, value, sinks = operands(ROWS, SIZE)
         leaves = [query, key, value, *([sinks] if has_sinks else [])]
         expected = masked_softmax(query, key, value, sinks if has_sinks else None, rule, begins)
-        found = tiled_attention(query, key, value, rule, documents, sinks if has_sinks else None)
+        inputs = AttentionInputs(*leaves, documents=documents)
+        found = tiled_attention(inputs, rule)
         torch.testing.assert_close(found, expected)
         direction = random(*expected.shape, seed=7)
         torch.testing.assert_close(
@@ -108,7 +110,7 @@ def test_compiled_functions_compute_the_same(cap: float, packed: bool) -> None:
         rule, sinks = AttentionRule(0.6, window, cap), leaves[3] if window % 2 else None
         results = []
         for by in (functions, TORCH):
-            output = by.attend_by_rule(*leaves[:3], rule=rule, documents=documents, sinks=sinks)
+            output = by.attend(AttentionInputs(*leaves[:3], sinks, documents=documents), rule)
             used = leaves if sinks is not None else leaves[:3]
             results.append([output, *torch.autograd.grad(output, used, direction)])
         torch.testing.assert_close(*results, rtol=2e-5, atol=2e-5)
@@ -116,13 +118,13 @@ def test_compiled_functions_compute_the_same(cap: float, packed: bool) -> None:
 
 def test_long_windows_are_cut_into_rows() -> None:
     query, key, value = (random(300, 1, 2, 2, seed=seed).requires_grad_() for seed in range(3))
-    rule, direction = AttentionRule(None, 150), random(300, 1, 2, 2, seed=7)
+    rule, direction = AttentionRule(0.6, 150), random(300, 1, 2, 2, seed=7)
     assert max(tile.queries.stop - tile.queries.start for tile in rule.tiles(query, 300, 300)) == 128
     assert (
         max(tile.queries.stop - tile.queries.start for tile in rule.tiles(query.bfloat16(), 300, 300)) == 150
     )
     expected = masked_softmax(query, key, value, None, rule, torch.zeros(1, 300))
-    found = tiled_attention(query, key, value, rule)
+    found = tiled_attention(AttentionInputs(query, key, value), rule)
     for one, other in zip(
         torch.autograd.grad(found, (query, key, value), direction),
         torch.autograd.grad(expected, (query, key, value), direction),
@@ -133,7 +135,8 @@ def test_long_windows_are_cut_into_rows() -> None:
 
 def test_long_capped_attention_is_cut_into_pieces() -> None:
     query, key, value = (random(1100, 1, 1, 2, seed=seed).float() for seed in range(3))
-    rule = AttentionRule(None, 0, 2.0)
+    rule = AttentionRule(0.6, 0, 2.0)
     assert max(tile.keys.stop - tile.keys.start for tile in rule.tiles(query, 1100, 1100)) == 512
     expected = masked_softmax(query, key, value, None, rule, torch.zeros(1, 1100))
-    torch.testing.assert_close(tiled_attention(query, key, value, rule), expected, rtol=1e-5, atol=1e-5)
+    found = tiled_attention(AttentionInputs(query, key, value), rule)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -26,6 +26,8 @@ from hpctrain.deck.activations import Activation
 from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.parallel.kernels import compiler
 from hpctrain.parallel.kernels import function_library as library
+from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
+from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.kernels.compiler import (
     CompilerError,
     build_library,
@@ -238,8 +240,10 @@ def test_attention(
             inputs = [random(rows, batch, count, size, seed=count) for count in (heads, groups)]
             inputs = [x.to(form) for x in (*inputs, random(rows, batch, groups, size, seed=9))]
             weight = random(rows, batch, heads, size, seed=1).to(form)
+            by = {"tables": tuple(tables)}
+            rule = AttentionRule(size**-0.5 if scale is None else scale)
             own = derived(
-                lambda *x, by=(tables, scale): compiled.attend(*x, *by[0], scale=by[1]), inputs, weight
+                lambda *x, by=by, rule=rule: compiled.attend(AttentionInputs(*x, **by), rule), inputs, weight
             )
             exact = derived(softmax_attention(tables, scale), [x.double() for x in inputs], weight)
             largest = max(float(x.norm()) for x in exact[1:])
@@ -252,10 +256,12 @@ def test_attention(
 def test_operands_may_lie_anywhere(compiled: CompiledFunctions) -> None:
     inner = random(20, 2, 3 * 4 * 8)
     parts = [part.unflatten(-1, (4, 8)) for part in inner.split(32, -1)]
-    found = compiled.attend(*parts)
-    assert torch.equal(found, compiled.attend(*(part.contiguous() for part in parts)))
+    rule = AttentionRule(0.3)
+    found = compiled.attend(AttentionInputs(*parts), rule)
+    contiguous = AttentionInputs(*(part.contiguous() for part in parts))
+    assert torch.equal(found, compiled.attend(contiguous, rule))
     crosswise = [part.transpose(2, 3).contiguous().transpose(2, 3) for part in parts]
-    assert torch.equal(found, compiled.attend(*crosswise))
+    assert torch.equal(found, compiled.attend(AttentionInputs(*crosswise), rule))
     assert torch.equal(compiled.gelu(inner.transpose(0, 1)), compiled.gelu(inner).transpose(0, 1))
 
 
@@ -264,7 +270,7 @@ def test_what_is_not_finite_stays_so(compiled: CompiledFunctions) -> None:
         for bad in (math.nan, math.inf):
             x = random(40, 1, 1, 8).to(form)
             x[11, 0, 0, 3] = bad
-            assert not compiled.attend(x, x, x)[11].isfinite().all()
+            assert not compiled.attend(AttentionInputs(x, x, x), AttentionRule(0.3))[11].isfinite().all()
             for result in (
                 compiled.rms_norm(x, torch.ones(8, dtype=form), 1e-5),
                 compiled.layer_norm(x, *torch.ones(2, 8, dtype=form), 1e-5),

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from hpctrain.data.documents import Documents
 from hpctrain.engine.choices.function_choice import compile_functions
+from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
+from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.kernels.function_library import open_library
 from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions
 from hpctrain.parallel.kernels.packed_attention import document_attention
@@ -22,6 +24,7 @@ from tests.parallel.kernels.test_attention_block import kernel
 __all__ = ["kernel"]
 
 ROWS, BATCH, HEADS, GROUPS, SIZE = 150, 3, 4, 2, 24
+RULE = AttentionRule(SIZE**-0.5)
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 
@@ -85,13 +88,13 @@ def compare(own: Callable[..., Tensor], form: torch.dtype, tables: Sequence[Tens
 
 def test_in_double_precision() -> None:
     inputs, weight = inputs_of(torch.float64)
-    own = derived(lambda q, k, v: document_attention(q, k, v, documents()), inputs, weight)
+    own = derived(lambda q, k, v: document_attention(q, k, v, documents(), RULE.scale), inputs, weight)
     for found, right in zip(own, derived(masked_softmax(documents(), ()), inputs, weight), strict=True):
         torch.testing.assert_close(found, right, rtol=0, atol=1e-6)
 
 
 def test_by_every_kernel(kernel: str) -> None:
-    compare(lambda q, k, v: document_attention(q, k, v, documents()), torch.float32)
+    compare(lambda q, k, v: document_attention(q, k, v, documents(), RULE.scale), torch.float32)
 
 
 @pytest.mark.parametrize("form", ROUNDING)
@@ -100,8 +103,12 @@ def test_by_every_kernel(kernel: str) -> None:
 def test_by_all_functions(compiled: CompiledFunctions, form: torch.dtype, turns: bool, by: str) -> None:
     functions: LayerFunctions = compiled if by == "compiled" else TORCH
     angles = random(ROWS, 1, 1, SIZE // 2).repeat(1, 1, 1, 2)
-    tables = [x.to(form) for x in (angles.cos(), angles.sin())] if turns else []
-    compare(lambda q, k, v: functions.attend(q, k, v, *tables, documents=documents()), form, tables)
+    tables = tuple(x.to(form) for x in (angles.cos(), angles.sin())) if turns else ()
+
+    def own(*operands: Tensor) -> Tensor:
+        return functions.attend(AttentionInputs(*operands, tables=tables, documents=documents()), RULE)
+
+    compare(own, form, tables)
 
 
 def test_a_document_is_computed_as_one_that_is_alone(compiled: CompiledFunctions) -> None:
@@ -109,10 +116,14 @@ def test_a_document_is_computed_as_one_that_is_alone(compiled: CompiledFunctions
     inputs, weight = inputs_of(torch.float32)
     inputs[1][:40, 0] = math.nan  # the first two and part of the third document
     for functions in (compiled, TORCH):
-        whole = derived(lambda *x, by=functions: by.attend(*x, documents=documents()), inputs, weight)
+        whole = derived(
+            lambda *x, by=functions: by.attend(AttentionInputs(*x, documents=documents()), RULE),
+            inputs,
+            weight,
+        )
         at = slice(41, 101), slice(0, 1)
         alone = derived(
-            lambda *x, by=functions: by.attend(*x, scale=1 / math.sqrt(SIZE)),
+            lambda *x, by=functions: by.attend(AttentionInputs(*x), RULE),
             [x[at] for x in inputs],
             weight[at],
         )

@@ -1,0 +1,43 @@
+"""Inputs of causal attention, and the rotation of queries and keys by their positions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpctrain.data.documents import Documents
+
+
+class AttentionInputs(NamedTuple):
+    """Inputs of causal softmax attention of complete sequences, or of this rank's pieces of them.
+
+    Attributes:
+        query: Queries [s, b, heads, d].
+        key: Keys, which may have fewer heads.
+        value: Values, as many as keys.
+        sinks: Score [heads] of a further key of each head, whose value is zero; None without one.
+        tables: Cosine and sine of a Rotary, by which queries and keys are rotated first, or none.
+        documents: Boundaries of documents, which attention does not cross. None for full sequences.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None = None
+    tables: tuple[Tensor, ...] = ()
+    documents: Documents | None = None
+
+    def rotated(self) -> AttentionInputs:
+        """Return these inputs with rotated queries and keys, and without tables."""
+        if not self.tables:
+            return self
+        query, key = (rotate(x, *self.tables) for x in (self.query, self.key))
+        return self._replace(query=query, key=key, tables=())
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Return x [s, b, heads, d] rotated by the tables of a Rotary."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-right, left), dim=-1) * sine
