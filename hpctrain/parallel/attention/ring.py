@@ -14,6 +14,7 @@ its late queries over all keys of a later rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +23,12 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.data.documents import Documents
-from hpctrain.parallel.kernels.attention_block import merge
-from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
+from hpctrain.parallel.kernels.attention_inputs import AttentionInputs, separate_sequences
 from hpctrain.parallel.kernels.attention_tiles import (
+    AttentionBlock,
     AttentionRule,
     Mask,
     PartialAttention,
-    shift_slice,
     sinks_gradient,
 )
 
@@ -57,85 +57,70 @@ class _Ring:
 
 
 def _visible(source: int, rank: int, half: int) -> tuple[slice, slice, Mask]:
-    """Return which queries see which keys of rank `source`, and the mask between these."""
+    """Return which of this rank's queries see which keys of rank `source`, and the mask between these."""
+    early, late, both = slice(0, half), slice(half, 2 * half), slice(0, 2 * half)
     if source == rank:
-        return slice(None), slice(None), "causal"
-    if source < rank:
-        return slice(None), slice(0, half), "none"
-    return slice(half, None), slice(None), "none"
+        return both, both, "causal"
+    return (both, early, "none") if source < rank else (late, both, "none")
+
+
+def _piece_starts(rank: int, ranks: int, half: int) -> tuple[int, int]:
+    """Return the positions at which the early and the late piece of a rank start."""
+    return rank * half, (2 * ranks - 1 - rank) * half
 
 
 def _rows_before(position: int, rank: int, ranks: int, half: int) -> int:
     """Return how many rows of a rank are before a position of the sequence."""
-    early, late = rank * half, (2 * ranks - 1 - rank) * half
-    return min(max(position - early, 0), half) + min(max(position - late, 0), half)
-
-
-Block = tuple[slice, slice, slice, Mask]
-"""Rows of the batch, of the queries and of the keys, and the mask between these."""
-
-
-def _blocks(source: int, group: Group, half: int, documents: Documents | None) -> Iterator[Block]:
-    """Yield the blocks in which this rank's queries see keys of rank `source`: one, or one for each document.
-
-    The rows that a rank has of a document are consecutive, even if they are of both its pieces.
-    """
-    rank, ranks = group.rank, group.size
-    queries, keys, mask = _visible(source, rank, half)
-    if documents is None:
-        yield slice(None), queries, keys, mask
-        return
-    for row, begin, end in documents.pieces:
-        found = []
-        for holder, visible in ((rank, queries), (source, keys)):
-            first, last, _ = visible.indices(2 * half)
-            own = (_rows_before(place, holder, ranks, half) for place in (begin, end))
-            found.append(slice(*(min(max(place, first), last) for place in own)))
-        if all(each.start < each.stop for each in found):
-            yield slice(row, row + 1), found[0], found[1], mask
-
-
-def _pieces(rank: int, group: Group, half: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (first position, first local row) of the early and the late piece."""
-    return (rank * half, 0), ((2 * group.size - 1 - rank) * half, half)
+    return sum(min(max(position - start, 0), half) for start in _piece_starts(rank, ranks, half))
 
 
 class _Options(NamedTuple):
-    """Non-tensor arguments of ring attention."""
+    """Arguments of ring attention that are no tensors."""
 
     group: Group
     rule: AttentionRule
     documents: Documents | None
 
-    def blocks(self, source: int, query: Tensor) -> Iterator[Block]:
-        """Yield the blocks in which this rank's queries see keys of rank `source`."""
-        if self.rule.needs_tiles:
-            return _tiles(source, query, self)
-        return _blocks(source, self.group, len(query) // 2, self.documents)
+    def blocks(self, source: int, query: Tensor) -> Iterator[AttentionBlock]:
+        """Yield the blocks in which this rank's queries see keys of rank `source`, maybe none."""
+        return self._tiles(source, query) if self.rule.needs_tiles else self._large_blocks(source, query)
 
+    def _sequences(self, query: Tensor) -> Iterator[tuple[slice, int, int]]:
+        return separate_sequences(self.documents, query.shape[1], len(query) * self.group.size)
 
-def _tiles(source: int, query: Tensor, options: _Options) -> Iterator[Block]:
-    """Yield the tiles in which this rank's queries see keys of rank `source` by a rule, maybe none."""
-    group, rule, documents = options
-    half = len(query) // 2
-    sequence_length = 2 * group.size * half
-    pieces: Any = [(None, 0, sequence_length)] if documents is None else documents.pieces
-    for row, begin, end in pieces:
-        batch_rows = slice(None) if row is None else slice(row, row + 1)
-        for first_query, query_at in _pieces(group.rank, group, half):
-            for first_key, key_at in _pieces(source, group, half):
-                queries = range(max(begin, first_query), min(end, first_query + half))
-                keys = range(max(begin, first_key), min(end, first_key + half))
-                if not queries or not keys or keys[0] > queries[-1]:
-                    continue
-                of_queries, of_keys = queries[0] - first_query + query_at, keys[0] - first_key + key_at
-                for tile in rule.tiles(query, len(queries), len(keys), queries[0] - keys[0]):
-                    yield (
-                        batch_rows,
-                        shift_slice(tile.queries, of_queries),
-                        shift_slice(tile.keys, of_keys),
-                        tile.mask,
-                    )
+    def _large_blocks(self, source: int, query: Tensor) -> Iterator[AttentionBlock]:
+        """Yield one block, or one for each document.
+
+        The rows that a rank has of a document are consecutive, even if they are of both its pieces.
+        """
+        rank, half = self.group.rank, len(query) // 2
+        queries, keys, mask = _visible(source, rank, half)
+        for batch, begin, end in self._sequences(query):
+            query_rows = self._rows_between(begin, end, rank, half, queries)
+            key_rows = self._rows_between(begin, end, source, half, keys)
+            if query_rows.start < query_rows.stop and key_rows.start < key_rows.stop:
+                yield AttentionBlock(batch, query_rows, key_rows, mask)
+
+    def _rows_between(self, begin: int, end: int, rank: int, half: int, visible: slice) -> slice:
+        """Return which of the visible rows of a rank have positions from `begin` on and before `end`."""
+        rows = (_rows_before(position, rank, self.group.size, half) for position in (begin, end))
+        return slice(*(min(max(row, visible.start), visible.stop) for row in rows))
+
+    def _tiles(self, source: int, query: Tensor) -> Iterator[AttentionBlock]:
+        """Yield the tiles of the rule between both pieces of this rank and both of rank `source`."""
+        rank, ranks, half = self.group.rank, self.group.size, len(query) // 2
+        starts = [tuple(enumerate(_piece_starts(each, ranks, half))) for each in (rank, source)]
+        for (batch, begin, end), (query_piece, first_query), (key_piece, first_key) in product(
+            self._sequences(query), *starts
+        ):
+            queries = range(max(begin, first_query), min(end, first_query + half))
+            keys = range(max(begin, first_key), min(end, first_key + half))
+            if not queries or not keys or keys[0] > queries[-1]:
+                continue
+            query_row = queries[0] - first_query + query_piece * half
+            key_row = keys[0] - first_key + key_piece * half
+            for tile in self.rule.tiles(query, len(queries), len(keys), queries[0] - keys[0]):
+                yield tile.placed(batch, query_row, key_row)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -152,27 +137,17 @@ class _RingAttention(torch.autograd.Function):
         current_kv = torch.stack((key, value))
         next_kv = torch.empty_like(current_kv)
         ring = _Ring(group, _KEYS)
-        partial = PartialAttention(query, value.shape[-1], initialized=options.rule.needs_tiles)
-        output, log_sum = partial.output, partial.log_sum
+        # Without tiles every query sees some of this rank's own keys, whose results are stored, not merged.
+        stores_first = not options.rule.needs_tiles
+        partial = PartialAttention(query, value.shape[-1], initialized=not stores_first)
         for turn in range(group.size):
             if turn < group.size - 1:
                 ring.start(current_kv, next_kv)
             source = (group.rank - turn) % group.size
-            for batch_rows, queries, keys, mask in options.blocks(source, query):
-                part = options.rule.attend(
-                    query[queries, batch_rows],
-                    current_kv[0][keys, batch_rows],
-                    current_kv[1][keys, batch_rows],
-                    mask,
-                )
-                accumulator = output[queries, batch_rows], log_sum[batch_rows, :, queries]
-                if (
-                    turn == 0 and not options.rule.needs_tiles
-                ):  # with its own keys, of which every query sees some
-                    for target, update in zip(accumulator, part, strict=True):
-                        target.copy_(update)
-                else:
-                    merge(*accumulator, *part)
+            include = partial.store if stores_first and turn == 0 else partial.add
+            for batch, queries, keys, mask in options.blocks(source, query):
+                key_value = current_kv[:, keys, batch]
+                include(queries, batch, *options.rule.attend(query[queries, batch], *key_value, mask))
             if turn < group.size - 1:
                 ring.wait()
                 current_kv, next_kv = next_kv, current_kv
@@ -191,10 +166,10 @@ class _RingAttention(torch.autograd.Function):
         next_kv = torch.empty_like(current_kv)
         keys_ring, gradients_ring = _Ring(group, _KEYS), _Ring(group, _GRADIENTS)
         query_gradient = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-        own = torch.zeros(current_kv.shape, dtype=torch.float32, device=query.device)
+        local_gradient = torch.zeros(current_kv.shape, dtype=torch.float32, device=query.device)
         # The sum for a rank's keys starts at its successor and returns to the rank in the last round.
-        carried = torch.zeros_like(own)
-        incoming = torch.empty_like(own)
+        carried = torch.zeros_like(local_gradient)
+        incoming = torch.empty_like(local_gradient)
         for turn in range(group.size):
             if turn < group.size - 1:
                 keys_ring.start(current_kv, next_kv)
@@ -202,34 +177,30 @@ class _RingAttention(torch.autograd.Function):
             blocks = list(options.blocks(source, query))
             block_gradients = [
                 options.rule.attend_backward(
-                    output_gradient[queries, batch_rows],
-                    (
-                        query[queries, batch_rows],
-                        current_kv[0][keys, batch_rows],
-                        current_kv[1][keys, batch_rows],
-                    ),
-                    output[queries, batch_rows],
-                    log_sum[batch_rows, :, queries],
+                    output_gradient[queries, batch],
+                    (query[queries, batch], *current_kv[:, keys, batch]),
+                    output[queries, batch],
+                    log_sum[batch, :, queries],
                     mask,
                 )
-                for batch_rows, queries, keys, mask in blocks
+                for batch, queries, keys, mask in blocks
             ]
             if turn > 1:
                 gradients_ring.wait()
                 carried, incoming = incoming, carried
-            target = own if turn == 0 else carried
-            for (batch_rows, queries, keys, _), block_gradient in zip(blocks, block_gradients, strict=True):
-                query_gradient[queries, batch_rows] += block_gradient[0]
-                target[0][keys, batch_rows] += block_gradient[1]
-                target[1][keys, batch_rows] += block_gradient[2]
+            key_value_gradient = local_gradient if turn == 0 else carried
+            for (batch, queries, keys, _), (dq, dk, dv) in zip(blocks, block_gradients, strict=True):
+                query_gradient[queries, batch] += dq
+                key_value_gradient[0, keys, batch] += dk
+                key_value_gradient[1, keys, batch] += dv
             if turn > 0:
                 gradients_ring.start(carried, incoming)
             if turn < group.size - 1:
                 keys_ring.wait()
                 current_kv, next_kv = next_kv, current_kv
         gradients_ring.wait()
-        own += incoming
-        key_gradient, value_gradient = own.to(key.dtype)
+        local_gradient += incoming
+        key_gradient, value_gradient = local_gradient.to(key.dtype)
         sinks_gradients = None if sinks is None else sinks_gradient(output_gradient, output, log_sum, sinks)
         return query_gradient.to(query.dtype), key_gradient, value_gradient, sinks_gradients, None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,23 @@ class AttentionInputs(NamedTuple):
             return self
         query, key = (rotate(x, *self.tables) for x in (self.query, self.key))
         return self._replace(query=query, key=key, tables=())
+
+
+def separate_sequences(
+    documents: Documents | None, batch: int, positions: int
+) -> Iterator[tuple[slice, int, int]]:
+    """Yield rows of the batch, and the first and the end position, that attend only to themselves.
+
+    Args:
+        documents: Boundaries of documents, each of which is such a part. None if there is one part.
+        batch: Number of sequences.
+        positions: Number of positions of a sequence.
+    """
+    if documents is None:
+        yield slice(0, batch), 0, positions
+        return
+    for row, begin, end in documents.pieces:
+        yield slice(row, row + 1), begin, end
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -40,12 +40,34 @@ Products in 16 bits are faster in larger tiles.
 """
 
 
+class AttentionBlock(NamedTuple):
+    """Queries and keys of tensors [s, b, heads, d] that a kernel computes together.
+
+    Attributes:
+        batch: Rows of the batch.
+        queries: Rows of the queries.
+        keys: Rows of the keys.
+        mask: Mask between these. With one there are as many queries as keys.
+    """
+
+    batch: slice
+    queries: slice
+    keys: slice
+    mask: Mask
+
+
 class Tile(NamedTuple):
-    """Block of queries and keys. With a mask it has as many queries as keys."""
+    """Part of consecutive queries and consecutive keys. With a mask it has as many queries as keys."""
 
     queries: slice
     keys: slice
     mask: Mask
+
+    def placed(self, batch: slice, first_query: int, first_key: int) -> AttentionBlock:
+        """Return the tile as a block of tensors, in which queries and keys begin at these rows."""
+        queries = slice(first_query + self.queries.start, first_query + self.queries.stop)
+        keys = slice(first_key + self.keys.start, first_key + self.keys.stop)
+        return AttentionBlock(batch, queries, keys, self.mask)
 
 
 def band_tiles(
@@ -85,11 +107,6 @@ def _square(begin: int, count: int, place: int, keys: int, mask: Mask) -> Iterat
     rest = slice(begin + last, begin + count) if mask == "causal" else slice(begin, begin + first)
     if rest.start < rest.stop:
         yield Tile(rest, visible, "none")
-
-
-def shift_slice(rows: slice, offset: int) -> slice:
-    """Return a slice whose start and stop are larger by `offset`."""
-    return slice(rows.start + offset, rows.stop + offset)
 
 
 @dataclass(frozen=True)
@@ -232,9 +249,13 @@ class PartialAttention:
             self.output.zero_()
             self.log_sum.fill_(-torch.inf)
 
-    def add(self, queries: slice, rows: slice, part: tuple[Tensor, Tensor]) -> None:
+    def store(self, queries: slice, batch: slice, output: Tensor, log_sum: Tensor) -> None:
+        """Store the result of some queries and rows of the batch, to which nothing was added yet."""
+        self.output[queries, batch], self.log_sum[batch, :, queries] = output, log_sum
+
+    def add(self, queries: slice, batch: slice, output: Tensor, log_sum: Tensor) -> None:
         """Add the result of some queries and rows of the batch over further keys."""
-        merge(self.output[queries, rows], self.log_sum[rows, :, queries], *part)
+        merge(self.output[queries, batch], self.log_sum[batch, :, queries], output, log_sum)
 
     def add_sinks(self, sinks: Tensor) -> None:
         """Add a key to each head with the value zero, whose score is a sink [heads]."""

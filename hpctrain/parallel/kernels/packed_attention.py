@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpctrain.data.documents import Documents
 from hpctrain.parallel.kernels.attention_block import attend, attend_backward
+from hpctrain.parallel.kernels.attention_inputs import separate_sequences
 
 
 class _DocumentAttention(torch.autograd.Function):
@@ -25,10 +26,10 @@ class _DocumentAttention(torch.autograd.Function):
         rows, batch, heads, _ = query.shape
         output = query.new_empty(query.shape)
         log_sum = query.new_empty(batch, heads, rows, dtype=torch.promote_types(query.dtype, torch.float32))
-        for row, begin, end in documents.pieces:
-            at = slice(begin, end), slice(row, row + 1)
-            output[at], log_sum[row : row + 1, :, begin:end] = attend(
-                query[at], key[at], value[at], True, scale
+        for sequences, begin, end in separate_sequences(documents, batch, rows):
+            document = slice(begin, end), sequences
+            output[document], log_sum[sequences, :, begin:end] = attend(
+                query[document], key[document], value[document], True, scale
             )
         ctx.documents, ctx.scale = documents, scale
         ctx.save_for_backward(query, key, value, output, log_sum)
@@ -38,18 +39,18 @@ class _DocumentAttention(torch.autograd.Function):
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, output, log_sum = ctx.saved_tensors
         gradients = [x.new_empty(x.shape) for x in (query, key, value)]
-        for row, begin, end in ctx.documents.pieces:
-            at = slice(begin, end), slice(row, row + 1)
-            parts = attend_backward(
-                output_gradient[at],
-                (query[at], key[at], value[at]),
-                output[at],
-                log_sum[row : row + 1, :, begin:end],
+        for sequences, begin, end in separate_sequences(ctx.documents, *query.shape[1::-1]):
+            document = slice(begin, end), sequences
+            document_gradients = attend_backward(
+                output_gradient[document],
+                (query[document], key[document], value[document]),
+                output[document],
+                log_sum[sequences, :, begin:end],
                 True,
                 ctx.scale,
             )
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient[at] = part
+            for gradient, document_gradient in zip(gradients, document_gradients, strict=True):
+                gradient[document] = document_gradient
         return gradients[0], gradients[1], gradients[2], None, None
 
 

@@ -9,26 +9,21 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.documents import Documents
-from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
+from hpctrain.parallel.kernels.attention_inputs import AttentionInputs, separate_sequences
 from hpctrain.parallel.kernels.attention_tiles import (
+    AttentionBlock,
     AttentionRule,
-    Mask,
     PartialAttention,
-    shift_slice,
     sinks_gradient,
 )
 
 
-def _blocks(
-    query: Tensor, rule: AttentionRule, documents: Documents | None
-) -> Iterator[tuple[slice, slice, slice, Mask]]:
-    """Yield the rows of the batch, the queries, the keys and the mask of each tile."""
+def _blocks(query: Tensor, rule: AttentionRule, documents: Documents | None) -> Iterator[AttentionBlock]:
+    """Yield the tiles of complete sequences, or of each document."""
     rows, batch = query.shape[:2]
-    pieces: Any = [(None, 0, rows)] if documents is None else documents.pieces
-    for row, begin, end in pieces:
-        batch_rows = slice(0, batch) if row is None else slice(row, row + 1)
-        for queries, keys, mask in rule.tiles(query, end - begin, end - begin):
-            yield batch_rows, shift_slice(queries, begin), shift_slice(keys, begin), mask
+    for sequences, begin, end in separate_sequences(documents, batch, rows):
+        for tile in rule.tiles(query, end - begin, end - begin):
+            yield tile.placed(sequences, begin, begin)
 
 
 class _TiledAttention(torch.autograd.Function):
@@ -45,11 +40,9 @@ class _TiledAttention(torch.autograd.Function):
         documents: Documents | None,
     ) -> Tensor:
         partial = PartialAttention(query, value.shape[-1])
-        for batch_rows, queries, keys, mask in _blocks(query, rule, documents):
-            part = rule.attend(
-                query[queries, batch_rows], key[keys, batch_rows], value[keys, batch_rows], mask
-            )
-            partial.add(queries, batch_rows, part)
+        for batch, queries, keys, mask in _blocks(query, rule, documents):
+            operands = query[queries, batch], key[keys, batch], value[keys, batch]
+            partial.add(queries, batch, *rule.attend(*operands, mask))
         if sinks is not None:
             partial.add_sinks(sinks)
         ctx.rule, ctx.documents = rule, documents
@@ -62,17 +55,17 @@ class _TiledAttention(torch.autograd.Function):
         query, key, value, sinks, output, log_sum = ctx.saved_tensors
         rule: AttentionRule = ctx.rule
         gradients = [torch.zeros_like(x, dtype=log_sum.dtype) for x in (query, key, value)]
-        for batch_rows, queries, keys, mask in _blocks(query, rule, ctx.documents):
-            operands = query[queries, batch_rows], key[keys, batch_rows], value[keys, batch_rows]
+        for batch, queries, keys, mask in _blocks(query, rule, ctx.documents):
+            operands = query[queries, batch], key[keys, batch], value[keys, batch]
             parts = rule.attend_backward(
-                output_gradient[queries, batch_rows],
+                output_gradient[queries, batch],
                 operands,
-                output[queries, batch_rows],
-                log_sum[batch_rows, :, queries],
+                output[queries, batch],
+                log_sum[batch, :, queries],
                 mask,
             )
             for gradient, rows, part in zip(gradients, (queries, keys, keys), parts, strict=True):
-                gradient[rows, batch_rows] += part
+                gradient[rows, batch] += part
         dq, dk, dv = (gradient.to(query.dtype) for gradient in gradients)
         sinks_gradients = None if sinks is None else sinks_gradient(output_gradient, output, log_sum, sinks)
         return dq, dk, dv, sinks_gradients, None, None
