@@ -24,7 +24,7 @@ class Norm(nn.Module):
     def __init__(self, name: str, shape: ModelShape, layer_context: LayerContext) -> None:
         super().__init__()
         self.epsilon, self.size, self.kind = shape.norm_epsilon, (shape.hidden,), shape.norm
-        self.offset = 1.0 if shape.norm_weight == "one_plus" else 0.0
+        self.offset = 1 if shape.norm_weight == "one_plus" else 0
         self.functions, partial = layer_context.functions, layer_context.sequence_partial
         self.weight = (
             Parameter(
@@ -54,10 +54,8 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized over the last dimension."""
-        if self.weight is None or not self.has_fast_function:
-            return normalize(x, self.weight, self.bias, self.kind == "layer", self.epsilon, self.offset)
-        if self.offset:
-            return self.functions.one_plus_rms_norm(x, self.weight, self.epsilon)
-        if self.bias is None:
-            return self.functions.rms_norm(x, self.weight, self.epsilon)
-        return self.functions.layer_norm(x, self.weight, self.bias, self.epsilon)
+        if self.weight is not None and self.kind == "rms":
+            return self.functions.rms_norm(x, self.weight, self.epsilon, self.offset)
+        if self.weight is not None and self.bias is not None:
+            return self.functions.layer_norm(x, self.weight, self.bias, self.epsilon)
+        return normalize(x, self.weight, None, self.kind == "layer", self.epsilon)

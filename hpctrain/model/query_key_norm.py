@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.kernels.layer_functions import CompiledFunctions
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.parallel.tensor import Partition, rows_shard
@@ -41,7 +40,7 @@ class QueryKeyNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.epsilon, self.head_size = shape.norm_epsilon, shape.head_size
-        self.offset = 1.0 if shape.norm_weight == "one_plus" else 0.0
+        self.offset = 1 if shape.norm_weight == "one_plus" else 0
         self.functions = layer_context.functions
         self.tensor, self.joint = layer_context.tensor, shape.query_key_norm == "all"
         self.centered = shape.query_key_norm == "layer_per_head"
@@ -60,19 +59,13 @@ class QueryKeyNorm(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Return normalized queries and keys."""
-        if self.compiled and isinstance(self.functions, CompiledFunctions):
-            options = self.epsilon, self.offset != 0
-            norm = self.functions.head_norm
+        if not self.joint and not self.centered:
+            norm, options = self.functions.head_norm, (self.epsilon, self.offset)
             return norm(query, self.query_weight, *options), norm(key, self.key_weight, *options)
         result: tuple[Tensor, Tensor] = _Normalized.apply(
             query, key, self.query_weight, self.key_weight, self
         )
         return result
-
-    @property
-    def compiled(self) -> bool:
-        """True if a compiled function computes the norm: RMSNorm over each head."""
-        return self.functions.compiled and not self.joint and not self.centered
 
     def means(self, products: list[Tensor], shared: bool) -> list[Tensor]:
         """Return means of [s, b, heads, d] over each head, or over all heads of all ranks.
@@ -96,9 +89,10 @@ class QueryKeyNorm(nn.Module):
 
 
 class _Normalized(torch.autograd.Function):
-    """Product of x^ = x / sqrt(mean x^2 + epsilon) and the weight. Backward recomputes x^ to save memory.
+    """RMSNorm over all heads, or LayerNorm over each head. The backward pass recomputes x^ to save memory.
 
-    LayerNorm has x - mean x for x.
+    The result is the product of x^ = x / sqrt(mean x^2 + epsilon) and the weight, with x - mean x for x in
+    LayerNorm.
     """
 
     @staticmethod
@@ -128,35 +122,31 @@ class _Normalized(torch.autograd.Function):
         if centers:
             both = [x - center for x, center in zip(both, centers, strict=True)]
         normed = [x * inverse for x, inverse in zip(both, inverses, strict=True)]
-        of_weights: list[Tensor | None] = [
-            _sum_to_weight(gradient * x, weight) if needed else None
+        weight_gradients: list[Tensor | None] = [
+            (gradient * x).sum((0, 1)).flatten().to(weight.dtype) if needed else None
             for gradient, x, weight, needed in zip(
                 gradients, normed, weights, ctx.needs_input_grad[2:4], strict=True
             )
         ]
-        of_normed = [
+        normed_gradients = [
             gradient * _weight_factor(weight, gradient, norm.offset)
             for gradient, weight in zip(gradients, weights, strict=True)
         ]
-        means = norm.means([g * x for g, x in zip(of_normed, normed, strict=True)], shared=False)
-        of_inputs = []
-        for g, x, mean, inverse, rows in zip(of_normed, normed, means, inverses, norm.rows, strict=True):
+        means = norm.means([g * x for g, x in zip(normed_gradients, normed, strict=True)], shared=False)
+        x_gradients = []
+        for g, x, mean, inverse, rows in zip(
+            normed_gradients, normed, means, inverses, norm.rows, strict=True
+        ):
             # Gradients of replicas of the same keys are summed later, so each replica computes its share.
             share = mean / rows.replicas if norm.joint else mean
-            of_input = g - x * share
+            x_gradient = g - x * share
             if norm.centered:
-                of_input -= g.mean(-1, keepdim=True)
-            of_inputs.append((inverse * of_input).to(query.dtype))
-        return (*of_inputs, *of_weights, None)
+                x_gradient -= g.mean(-1, keepdim=True)
+            x_gradients.append((inverse * x_gradient).to(query.dtype))
+        return (*x_gradients, *weight_gradients, None)
 
 
-def _weight_factor(weight: Tensor, x: Tensor, offset: float) -> Tensor:
-    """Return a weight [d] or [heads * d] plus `offset` as a factor of x [s, b, heads, d], in fp32."""
+def _weight_factor(weight: Tensor, x: Tensor, offset: int) -> Tensor:
+    """Return a weight [heads * d] plus `offset` as a factor of x [s, b, heads, d], in fp32."""
     factor = weight.float() + offset if offset else weight.float()
     return factor.view(-1, x.shape[-1])
-
-
-def _sum_to_weight(products: Tensor, weight: Tensor) -> Tensor:
-    """Return [s, b, heads, d] summed to the weight's shape, [d] or [heads * d], in its dtype."""
-    sums = products.sum((0, 1))
-    return (sums.sum(0) if weight.numel() != sums.numel() else sums.flatten()).to(weight.dtype)

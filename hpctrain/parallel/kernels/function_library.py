@@ -108,15 +108,11 @@ def call_all(library: ctypes.CDLL) -> None:
         library.gated_gradient(x, x, x, height, width, size)
         library.geglu(x, x, height, width, size)
         library.geglu_gradient(x, x, x, height, width, size)
-        library.rms_norm(x, x, x, memory, height, width, ctypes.c_float(1.0), size)
-        library.rms_norm_gradient(x, x, x, memory, x, memory, height, width, size)
-        library.one_plus_rms_norm(x, x, x, memory, height, width, ctypes.c_float(1.0), size)
-        library.one_plus_rms_norm_gradient(x, x, x, memory, x, memory, height, width, size)
         token, count = ctypes.c_int64(heads * head), ctypes.c_int64(heads)
         for offset in (0, 1):
             of_heads = height, count, width
-            library.head_norm(x, token, x, x, memory, *of_heads, ctypes.c_float(1.0), offset, size)
-            library.head_norm_gradient(x, x, token, x, memory, x, memory, *of_heads, offset, size)
+            library.rms_norm(x, token, x, x, memory, *of_heads, ctypes.c_float(1.0), offset, size)
+            library.rms_norm_gradient(x, x, token, x, memory, x, memory, *of_heads, offset, size)
         library.layer_norm(x, x, x, x, memory, memory, height, width, ctypes.c_float(1.0), size)
         library.layer_norm_gradient(x, x, x, memory, memory, x, memory, memory, height, width, size)
         of_rows = ctypes.c_int64(2), *[ctypes.c_int64(_BLOCK + 8)] * 2, ctypes.c_float(1.0), size

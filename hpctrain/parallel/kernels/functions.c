@@ -217,21 +217,21 @@ INLINE void rms_gradient_of(const char *dy, const char *x, const char *weight, c
     }
 }
 
-/* RMSNorm over each head: x and y are [tokens, heads, width]. Tokens of x are `stride` elements apart. */
-INLINE void head_norm_of(const char *x, size_t stride, const char *weight, char *y, float *inverse, size_t tokens,
-                         size_t heads, size_t width, float epsilon, int offset, int size) {
+/* RMSNorm of x and y [tokens, rows, width], such as those of each head. Tokens of x are `stride` elements apart. */
+INLINE void rms_norm_of(const char *x, size_t stride, const char *weight, char *y, float *inverse, size_t tokens,
+                        size_t rows, size_t width, float epsilon, int offset, int size) {
     for (size_t token = 0; token < tokens; ++token)
-        rms_of(x + token * stride * size, weight, y + token * heads * width * size, inverse + token * heads, heads,
+        rms_of(x + token * stride * size, weight, y + token * rows * width * size, inverse + token * rows, rows,
                width, epsilon, offset, size);
 }
 
-INLINE void head_norm_gradient_of(const char *dy, const char *x, size_t stride, const char *weight,
-                                  const float *inverse, char *dx, float *of_weight, size_t tokens, size_t heads,
-                                  size_t width, int offset, int size) {
+INLINE void rms_norm_gradient_of(const char *dy, const char *x, size_t stride, const char *weight,
+                                 const float *inverse, char *dx, float *of_weight, size_t tokens, size_t rows,
+                                 size_t width, int offset, int size) {
     for (size_t token = 0; token < tokens; ++token) {
-        const size_t at = token * heads * width * size;
-        rms_gradient_of(dy + at, x + token * stride * size, weight, inverse + token * heads, dx + at, of_weight,
-                        heads, width, offset, size);
+        const size_t at = token * rows * width * size;
+        rms_gradient_of(dy + at, x + token * stride * size, weight, inverse + token * rows, dx + at, of_weight,
+                        rows, width, offset, size);
     }
 }
 
@@ -422,51 +422,26 @@ void geglu_gradient(const char *dy, const char *x, char *dx, size_t rows, size_t
     BY_SIZE(size, geglu_gradient_of(dy, x, dx, rows, width, 4), geglu_gradient_of(dy, x, dx, rows, width, 2))
 }
 
-void rms_norm(const char *x, const char *weight, char *y, float *inverse, size_t rows, size_t width, float epsilon,
-              int size) {
-    BY_SIZE(size, rms_of(x, weight, y, inverse, rows, width, epsilon, 0, 4),
-            rms_of(x, weight, y, inverse, rows, width, epsilon, 0, 2))
-}
-
-void rms_norm_gradient(const char *dy, const char *x, const char *weight, const float *inverse, char *dx,
-                       float *of_weight, size_t rows, size_t width, int size) {
-    BY_SIZE(size, rms_gradient_of(dy, x, weight, inverse, dx, of_weight, rows, width, 0, 4),
-            rms_gradient_of(dy, x, weight, inverse, dx, of_weight, rows, width, 0, 2))
-}
-
-/* RMSNorm whose factors are 1 + weight. */
-void one_plus_rms_norm(const char *x, const char *weight, char *y, float *inverse, size_t rows, size_t width,
-                       float epsilon, int size) {
-    BY_SIZE(size, rms_of(x, weight, y, inverse, rows, width, epsilon, 1, 4),
-            rms_of(x, weight, y, inverse, rows, width, epsilon, 1, 2))
-}
-
-void one_plus_rms_norm_gradient(const char *dy, const char *x, const char *weight, const float *inverse, char *dx,
-                                float *of_weight, size_t rows, size_t width, int size) {
-    BY_SIZE(size, rms_gradient_of(dy, x, weight, inverse, dx, of_weight, rows, width, 1, 4),
-            rms_gradient_of(dy, x, weight, inverse, dx, of_weight, rows, width, 1, 2))
-}
-
-void head_norm(const char *x, size_t stride, const char *weight, char *y, float *inverse, size_t tokens, size_t heads,
-               size_t width, float epsilon, int offset, int size) {
+void rms_norm(const char *x, size_t stride, const char *weight, char *y, float *inverse, size_t tokens, size_t rows,
+              size_t width, float epsilon, int offset, int size) {
     if (offset)
-        BY_SIZE(size, head_norm_of(x, stride, weight, y, inverse, tokens, heads, width, epsilon, 1, 4),
-                head_norm_of(x, stride, weight, y, inverse, tokens, heads, width, epsilon, 1, 2))
+        BY_SIZE(size, rms_norm_of(x, stride, weight, y, inverse, tokens, rows, width, epsilon, 1, 4),
+                rms_norm_of(x, stride, weight, y, inverse, tokens, rows, width, epsilon, 1, 2))
     else
-        BY_SIZE(size, head_norm_of(x, stride, weight, y, inverse, tokens, heads, width, epsilon, 0, 4),
-                head_norm_of(x, stride, weight, y, inverse, tokens, heads, width, epsilon, 0, 2))
+        BY_SIZE(size, rms_norm_of(x, stride, weight, y, inverse, tokens, rows, width, epsilon, 0, 4),
+                rms_norm_of(x, stride, weight, y, inverse, tokens, rows, width, epsilon, 0, 2))
 }
 
-void head_norm_gradient(const char *dy, const char *x, size_t stride, const char *weight, const float *inverse,
-                        char *dx, float *of_weight, size_t tokens, size_t heads, size_t width, int offset, int size) {
+void rms_norm_gradient(const char *dy, const char *x, size_t stride, const char *weight, const float *inverse,
+                       char *dx, float *of_weight, size_t tokens, size_t rows, size_t width, int offset, int size) {
     if (offset)
         BY_SIZE(size,
-                head_norm_gradient_of(dy, x, stride, weight, inverse, dx, of_weight, tokens, heads, width, 1, 4),
-                head_norm_gradient_of(dy, x, stride, weight, inverse, dx, of_weight, tokens, heads, width, 1, 2))
+                rms_norm_gradient_of(dy, x, stride, weight, inverse, dx, of_weight, tokens, rows, width, 1, 4),
+                rms_norm_gradient_of(dy, x, stride, weight, inverse, dx, of_weight, tokens, rows, width, 1, 2))
     else
         BY_SIZE(size,
-                head_norm_gradient_of(dy, x, stride, weight, inverse, dx, of_weight, tokens, heads, width, 0, 4),
-                head_norm_gradient_of(dy, x, stride, weight, inverse, dx, of_weight, tokens, heads, width, 0, 2))
+                rms_norm_gradient_of(dy, x, stride, weight, inverse, dx, of_weight, tokens, rows, width, 0, 4),
+                rms_norm_gradient_of(dy, x, stride, weight, inverse, dx, of_weight, tokens, rows, width, 0, 2))
 }
 
 void layer_norm(const char *x, const char *weight, const char *bias, char *y, float *mean, float *inverse, size_t rows,

@@ -71,13 +71,29 @@ class LayerFunctions:
             up = _elementwise(up, activation.up_function)
         return _elementwise(gate, activation.function) * up
 
-    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Return the RMSNorm (arXiv 1910.07467) over the last dim."""
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, offset: int = 0) -> Tensor:
+        """Return the RMSNorm (arXiv 1910.07467) over the last dim.
+
+        Args:
+            x: Features [..., h].
+            weight: Weight [h].
+            epsilon: Number that is added to the mean square.
+            offset: Number that is added to the weight: 0, or 1 in Gemma.
+        """
+        if offset:
+            return normalize(x, weight, None, False, epsilon, offset)
         return functional.rms_norm(x, weight.shape, weight, epsilon)
 
-    def one_plus_rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Return the RMSNorm over the last dim whose factors are one plus the weight (Gemma)."""
-        return normalize(x, weight, None, False, epsilon, 1.0)
+    def head_norm(self, x: Tensor, weight: Tensor, epsilon: float, offset: int = 0) -> Tensor:
+        """Return the RMSNorm of queries or keys [s, b, heads, d] over each head.
+
+        Args:
+            x: Queries or keys.
+            weight: Weight [d] of all heads.
+            epsilon: As in `rms_norm`.
+            offset: As in `rms_norm`.
+        """
+        return normalize(x, weight, None, False, epsilon, offset)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         """Return the LayerNorm (arXiv 1607.06450) over the last dim."""
@@ -186,26 +202,13 @@ class CompiledFunctions(LayerFunctions):
         return result
 
     @override
-    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        result: Tensor = apply_function(_RmsNorm, x, weight, self, epsilon)
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, offset: int = 0) -> Tensor:
+        result: Tensor = apply_function(_RmsNorm, x, weight, self, epsilon, offset)
         return result
 
     @override
-    def one_plus_rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        result: Tensor = apply_function(_RmsNorm, x, weight, self, epsilon, "one_plus_rms_norm")
-        return result
-
-    def head_norm(self, x: Tensor, weight: Tensor, epsilon: float, one_plus: bool) -> Tensor:
-        """Return the RMSNorm of x [s, b, heads, d] over each head.
-
-        Args:
-            x: Queries or keys.
-            weight: Factors [d] of all heads.
-            epsilon: Number that is added to the mean square.
-            one_plus: True if the factors are one plus the weight.
-        """
-        result: Tensor = apply_function(_HeadNorm, x, weight, self, epsilon, one_plus)
-        return result
+    def head_norm(self, x: Tensor, weight: Tensor, epsilon: float, offset: int = 0) -> Tensor:
+        return self.rms_norm(x, weight, epsilon, offset)
 
     @override
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
@@ -243,11 +246,8 @@ def agrees(functions: LayerFunctions) -> bool:
             if each.kernel is not None
         ),
         (lambda by: lambda x, weight: by.rms_norm(x, weight, 1e-5), [random(3, 35), random(35)]),
-        (lambda by: lambda x, weight: by.one_plus_rms_norm(x, weight, 1e-5), [random(3, 35), random(35)]),
-        (
-            lambda by: lambda x, weight: _head_norm_by(by, x, weight),
-            [random(5, 2, 3, 8), random(8)],
-        ),
+        (lambda by: lambda x, weight: by.rms_norm(x, weight, 1e-5, 1), [random(3, 35), random(35)]),
+        (lambda by: lambda x, weight: by.head_norm(x, weight, 1e-5, 1), [random(5, 2, 3, 8), random(8)]),
         (lambda by: lambda x, *of: by.layer_norm(x, *of, 1e-5), [random(3, 35), random(35), random(35)]),
         (lambda by: lambda x: _CrossEntropyTrial.apply(x, by), [3 * random(4, 1100)]),
         (
@@ -272,13 +272,6 @@ def _attention_by(
         return by.attend(AttentionInputs(*operands)._replace(tables=converted), rule)
 
     return attend
-
-
-def _head_norm_by(by: LayerFunctions, x: Tensor, weight: Tensor) -> Tensor:
-    """Return the norm over each head, of which torch's functions have no method."""
-    if isinstance(by, CompiledFunctions):
-        return by.head_norm(x, weight, 1e-5, True)
-    return by.one_plus_rms_norm(x, weight, 1e-5)
 
 
 def _activation_by(by: LayerFunctions, activation: Activation) -> Callable[[Tensor], Tensor]:
@@ -383,49 +376,16 @@ class _Gated(torch.autograd.Function):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """RMSNorm of the last dim of x, by the C function `name`. Saves x and one fp32 number per row."""
+    """RMSNorm of x over the last dim, with factors weight + offset. Saves x and one fp32 number per row."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        functions: CompiledFunctions,
-        epsilon: float,
-        name: str = "rms_norm",
+        ctx: Any, x: Tensor, weight: Tensor, functions: CompiledFunctions, epsilon: float, offset: int
     ) -> Tensor:
-        x = x.contiguous()
-        rows, size = prod(x.shape[:-1]), ctypes.c_int(x.element_size())
-        result, inverse = torch.empty_like(x), torch.empty(rows)
-        functions.call(name, x, weight, result, inverse, rows, x.shape[-1], epsilon, size)
-        ctx.functions, ctx.name = functions, name
-        ctx.save_for_backward(x, weight, inverse)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, inverse = ctx.saved_tensors
-        gradient, result = gradient.contiguous(), torch.empty_like(x)
-        of_weight = torch.zeros(weight.shape)
-        rows, width, size = inverse.numel(), x.shape[-1], ctypes.c_int(x.element_size())
-        ctx.functions.call(
-            f"{ctx.name}_gradient", gradient, x, weight, inverse, result, of_weight, rows, width, size
-        )
-        return result, of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None, None
-
-
-class _HeadNorm(torch.autograd.Function):
-    """RMSNorm of each head of x [s, b, heads, d] with one weight [d], or 1 + weight (`one_plus`)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, functions: CompiledFunctions, epsilon: float, one_plus: bool
-    ) -> Tensor:
-        x = _evenly_spaced(x)
-        sizes = x.shape[0] * x.shape[1], *x.shape[2:]
-        inverse, result = torch.empty(*x.shape[:3], 1), x.new_empty(x.shape)
-        options = ctypes.c_int(one_plus), ctypes.c_int(x.element_size())
-        functions.call("head_norm", x, x.stride(1), weight, result, inverse, *sizes, epsilon, *options)
+        x, stride, sizes = _even_tokens(x)
+        inverse, result = torch.empty(*x.shape[:-1], 1), x.new_empty(x.shape)
+        options = ctypes.c_int(offset), ctypes.c_int(x.element_size())
+        functions.call("rms_norm", x, stride, weight, result, inverse, *sizes, epsilon, *options)
         ctx.functions, ctx.options = functions, options
         ctx.save_for_backward(x, weight, inverse)
         return result
@@ -433,22 +393,25 @@ class _HeadNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
-        x, gradient = _evenly_spaced(x), gradient.contiguous()
+        (x, stride, sizes), gradient = _even_tokens(x), gradient.contiguous()
         result, of_weight = x.new_empty(x.shape), torch.zeros(weight.shape)
-        sizes, stride = (x.shape[0] * x.shape[1], *x.shape[2:]), x.stride(1)
-        ctx.functions.call(
-            "head_norm_gradient",
-            *(gradient, x, stride, weight, inverse, result, of_weight, *sizes, *ctx.options),
-        )
-        needed = ctx.needs_input_grad[1]
-        return result, of_weight.to(weight.dtype) if needed else None, None, None, None
+        operands = gradient, x, stride, weight, inverse, result, of_weight
+        ctx.functions.call("rms_norm_gradient", *operands, *sizes, *ctx.options)
+        return result, of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None, None
 
 
-def _evenly_spaced(x: Tensor) -> Tensor:
-    """Return x [s, b, heads, d] if one stride leads from each token to the next, or else a copy."""
-    _, batch, _, head = x.shape
-    row, token, of_head, feature = x.stride()
-    return x if feature == 1 and of_head == head and row == batch * token else x.contiguous()
+def _even_tokens(x: Tensor) -> tuple[Tensor, int, tuple[int, int, int]]:
+    """Return x, the stride of its tokens, and the numbers of tokens, of rows of each, and of features.
+
+    Heads [s, b, heads, d] may lie between others, if one stride leads from each token to the next. All rows
+    of other tensors are one token, and are copied unless they are contiguous.
+    """
+    if x.dim() == 4:
+        sequence, batch, heads, features = x.shape
+        row, token, head, feature = x.stride()
+        if feature == 1 and head == features and row == batch * token:
+            return x, token, (sequence * batch, heads, features)
+    return x.contiguous(), 0, (1, prod(x.shape[:-1]), x.shape[-1])
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -68,12 +68,11 @@ class _Normalization(torch.autograd.Function):
         x, weight, inverse, mean = ctx.saved_tensors
         wide, normal = gradient.to(inverse.dtype), x.to(inverse.dtype)
         normal = (normal if mean is None else normal - mean) * inverse
-        rows = tuple(range(x.dim() - 1))
         grad_weight = grad_bias = None
         if weight is not None and ctx.needs_input_grad[1]:
-            grad_weight = (wide * normal).sum(rows).to(weight.dtype)
+            grad_weight = _sum_rows(wide * normal).to(weight.dtype)
         if ctx.needs_input_grad[2]:
-            grad_bias = wide.sum(rows).to(gradient.dtype)
+            grad_bias = _sum_rows(wide).to(gradient.dtype)
         if weight is not None:
             wide = wide * (weight.to(wide.dtype) + ctx.settings.offset)
         projection = (wide * normal).mean(-1, keepdim=True)
@@ -81,3 +80,8 @@ class _Normalization(torch.autograd.Function):
         if mean is not None:
             grad_x -= wide.mean(-1, keepdim=True)
         return (grad_x * inverse).to(x.dtype), grad_weight, grad_bias, None
+
+
+def _sum_rows(x: Tensor) -> Tensor:
+    """Return the sum [h] of x [..., h], over sequence and batch first if there are heads."""
+    return x.sum((0, 1)).sum(0) if x.dim() == 4 else x.sum(tuple(range(x.dim() - 1)))

@@ -39,7 +39,8 @@ class _DocumentAttention(torch.autograd.Function):
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, output, log_sum = ctx.saved_tensors
         gradients = [x.new_empty(x.shape) for x in (query, key, value)]
-        for sequences, begin, end in separate_sequences(ctx.documents, *query.shape[1::-1]):
+        rows, batch = query.shape[:2]
+        for sequences, begin, end in separate_sequences(ctx.documents, batch, rows):
             document = slice(begin, end), sequences
             document_gradients = attend_backward(
                 output_gradient[document],

@@ -136,22 +136,22 @@ def test_a_gate_of_gelu(compiled: CompiledFunctions) -> None:
 def test_rms_norm_of_one_plus_the_weight(compiled: CompiledFunctions) -> None:
     for width in (5, 32, 100):
         compare(
-            lambda x, weight: compiled.one_plus_rms_norm(x, weight, 1e-3),
+            lambda x, weight: compiled.rms_norm(x, weight, 1e-3, 1),
             lambda x, weight: x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (1 + weight),
             [random(6, 3, width), random(width, seed=2)],
             (6, 3, width),
         )
 
 
-@pytest.mark.parametrize("one_plus", [False, True])
-def test_norm_of_heads(compiled: CompiledFunctions, one_plus: bool) -> None:
+@pytest.mark.parametrize("offset", [0, 1])
+def test_norm_of_heads(compiled: CompiledFunctions, offset: int) -> None:
     def exact(x: Tensor, weight: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (weight + one_plus)
+        return x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (weight + offset)
 
     for heads, head in ((3, 10), (1, 32), (4, 5)):
         shape = (6, 2, heads, head)
         compare(
-            lambda x, weight: compiled.head_norm(x, weight, 1e-3, one_plus),
+            lambda x, weight: compiled.head_norm(x, weight, 1e-3, offset),
             exact,
             [random(*shape), random(head, seed=2)],
             shape,
@@ -159,11 +159,11 @@ def test_norm_of_heads(compiled: CompiledFunctions, one_plus: bool) -> None:
         # Heads of queries beside those of keys, as one product computes them.
         both, weight = random(6, 2, (heads + 2) * head), random(head, seed=2)
         part = both[..., : heads * head].unflatten(-1, (heads, head))
-        found = compiled.head_norm(part, weight, 1e-3, one_plus)
-        assert torch.equal(found, compiled.head_norm(part.contiguous(), weight, 1e-3, one_plus))
+        found = compiled.head_norm(part, weight, 1e-3, offset)
+        assert torch.equal(found, compiled.head_norm(part.contiguous(), weight, 1e-3, offset))
         turned = part.transpose(0, 1)
-        found = compiled.head_norm(turned, weight, 1e-3, one_plus)
-        assert torch.equal(found, compiled.head_norm(turned.contiguous(), weight, 1e-3, one_plus))
+        found = compiled.head_norm(turned, weight, 1e-3, offset)
+        assert torch.equal(found, compiled.head_norm(turned.contiguous(), weight, 1e-3, offset))
 
 
 def test_rms_norm(compiled: CompiledFunctions) -> None:
@@ -301,8 +301,8 @@ def test_a_library_that_computes_something_else_is_found_out(compiled: CompiledF
     assert not agrees(Wrong())
 
     class WrongInHalf(LayerFunctions):
-        def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-            result = super().rms_norm(x, weight, epsilon)
+        def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, offset: int = 0) -> Tensor:
+            result = super().rms_norm(x, weight, epsilon, offset)
             return 1.05 * result if x.dtype == torch.bfloat16 else result
 
     assert not agrees(WrongInHalf())
