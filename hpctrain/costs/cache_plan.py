@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.attention.paged import PageLayout
-from hpctrain.parallel.kernels.function_library import PAGE
+from hpctrain.parallel.kernels.functions.function_library import PAGE
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ class Activation:
         function: Elementwise function. With a gate, it is applied to the gate.
         up_function: Elementwise function that is applied to `up`. None for `up` itself.
         gated: True if the feed-forward layer has a gate.
-        kernel: Name of the method of `CompiledFunctions` (`parallel/`) that computes the activation as
-            one fused kernel with `machine.compile`. None if no such method exists; then the operations of
+        kernel: Name of the function of `functions.c` (`parallel/kernels/functions/`) that computes the
+            activation with `machine.compile`. None if no such function exists; then the operations of
             torch are used.
     """
 

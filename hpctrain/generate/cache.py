@@ -12,7 +12,7 @@ from hpctrain.model.rotary import Rotary
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.attention.paged import LayerPages, TokenPositions
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
-from hpctrain.parallel.kernels.function_library import PAGE
+from hpctrain.parallel.kernels.functions.function_library import PAGE
 
 
 class KeyValueCache:

@@ -14,7 +14,7 @@ from hpctrain.generate.continuing import Draw, Drawn, GeneratedText, PassTokens
 from hpctrain.generate.stages import Stages
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.kernels.layer_functions import CompiledFunctions
+from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
 from hpctrain.parallel.kernels.matmul_kernels import Fp32Kernel, Pass
 from hpctrain.parallel.kernels.small_batch import SmallBatchKernel, block_of
 from hpctrain.parallel.matmul import Matmul

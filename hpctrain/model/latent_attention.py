@@ -23,7 +23,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from hpctrain.data.documents import Documents
-from hpctrain.model.block_attention import BlockAttention
+from hpctrain.model.attention import BlockAttention
 from hpctrain.model.inputs import Cache
 from hpctrain.model.norm import Norm
 from hpctrain.model.rotary import Rotary

@@ -25,7 +25,7 @@ from hpctrain.comm.planned import planned_group
 from hpctrain.comm.work import Work
 from hpctrain.parallel.backward.saved_policy import SavedPolicy
 from hpctrain.parallel.backward.weight_gradients import WeightGradientQueue
-from hpctrain.parallel.kernels.layer_functions import TORCH, LayerFunctions
+from hpctrain.parallel.kernels.functions.layer_functions import TORCH, LayerFunctions
 from hpctrain.parallel.kernels.matmul_kernels import KernelTable
 from hpctrain.parallel.product_check import ProductCheck
 from hpctrain.parallel.sequence import ContextForm

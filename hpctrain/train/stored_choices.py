@@ -20,7 +20,7 @@ from hpctrain.engine.choices.function_choice import (
 )
 from hpctrain.errors import InputOutputError
 from hpctrain.parallel.kernels.choice_cache import known_kernels
-from hpctrain.parallel.kernels.layer_functions import LayerFunctions
+from hpctrain.parallel.kernels.functions.layer_functions import LayerFunctions
 from hpctrain.parallel.layer_context import LayerContext
 
 

@@ -21,8 +21,9 @@ from hpctrain.generate.passes import CachedPasses, least_rows
 from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.model.part import LayerRange
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.kernels.function_library import open_library
-from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions
+from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
+from hpctrain.parallel.kernels.functions.function_library import open_library
+from hpctrain.parallel.kernels.functions.layer_functions import TORCH, LayerFunctions
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.sharding.replication import Replications
 from tests.checkpoint.exchange.test_families import CASES, copy_router_biases, reference

@@ -22,8 +22,9 @@ from hpctrain.generate.passes import CachedPasses, can_cache, least_rows, tellin
 from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.model.part import logits_of
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.kernels.function_library import open_library
-from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions
+from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
+from hpctrain.parallel.kernels.functions.function_library import open_library
+from hpctrain.parallel.kernels.functions.layer_functions import TORCH, LayerFunctions
 from hpctrain.parallel.kernels.matmul_kernels import Fp32Kernel
 from hpctrain.parallel.kernels.small_batch import SmallBatchKernel
 from tests.engines import LLAMA, small_deck

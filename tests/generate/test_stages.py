@@ -28,8 +28,9 @@ from hpctrain.generate.prompts import PromptOptions
 from hpctrain.generate.sampling import KeyedSampler, Sampling
 from hpctrain.generate.text import TextModel, generate, load_model
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.kernels.function_library import open_library
-from hpctrain.parallel.kernels.layer_functions import CompiledFunctions, LayerFunctions
+from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
+from hpctrain.parallel.kernels.functions.function_library import open_library
+from hpctrain.parallel.kernels.functions.layer_functions import LayerFunctions
 from tests.comm.transports.gloo_as_nccl import use_nccl_rules
 from tests.engines import LLAMA, small_deck
 from tests.generate.test_text import make_checkpoint

@@ -30,7 +30,7 @@ from hpctrain.model.transformer import Transformer
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.parallel.experts.expert_layer import Experts, ExpertSizes
 from hpctrain.parallel.experts.grouped_products import Segments
-from hpctrain.parallel.kernels.layer_functions import TORCH
+from hpctrain.parallel.kernels.functions.layer_functions import TORCH
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.sharding.reducer import ExactReduction, Reducer
 from hpctrain.sharding.replica_sync import SyncEveryStep

@@ -10,7 +10,7 @@ from hpctrain.costs.layer_bytes.linear_bytes import saved_by_adapter, saved_inpu
 from hpctrain.model.attention import Attention
 from hpctrain.model.norm import Norm
 from hpctrain.model.query_key_norm import QueryKeyNorm
-from hpctrain.parallel.kernels.function_library import workspace_floats
+from hpctrain.parallel.kernels.functions.function_library import workspace_floats
 
 
 @saved_storages.register

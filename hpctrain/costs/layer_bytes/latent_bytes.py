@@ -8,7 +8,7 @@ from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedSt
 from hpctrain.costs.layer_bytes.byte_functions import core_recompute_bytes, saved_storages, workspace_bytes
 from hpctrain.costs.layer_bytes.linear_bytes import saved_input
 from hpctrain.model.latent_attention import LatentAttention
-from hpctrain.parallel.kernels.function_library import workspace_floats
+from hpctrain.parallel.kernels.functions.function_library import workspace_floats
 
 
 @saved_storages.register

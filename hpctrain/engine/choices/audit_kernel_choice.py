@@ -14,7 +14,7 @@ from hpctrain.fault_checks.audit_kernels import AuditKernels, CompiledAuditKerne
 from hpctrain.fault_checks.matmul_audit import MatmulAudit
 from hpctrain.host.device import on_host
 from hpctrain.parallel.kernels.compiler import CompilerError, build_packaged_library
-from hpctrain.parallel.kernels.function_library import open_library
+from hpctrain.parallel.kernels.functions.function_library import open_library
 from hpctrain.parallel.layer_context import LayerContext
 
 _PACKAGE = "hpctrain.fault_checks"

@@ -19,8 +19,10 @@ from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import on_host
 from hpctrain.parallel.kernels.compiler import CompilerError, build_packaged_library
-from hpctrain.parallel.kernels.function_library import open_library
-from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions, agrees
+from hpctrain.parallel.kernels.functions.agreement import agrees
+from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
+from hpctrain.parallel.kernels.functions.function_library import open_library
+from hpctrain.parallel.kernels.functions.layer_functions import TORCH, LayerFunctions
 
 RESUMED_RUN_USED = "the resumed run used"
 OTHER_BITS = "from here on losses may differ in their last bits"
@@ -29,14 +31,16 @@ LONGEST_RECORD = 100
 
 
 def compile_functions() -> bytes:
-    """Return the library of `parallel/kernels/functions.c` for this processor. Local.
+    """Return the library of `parallel/kernels/functions/functions.c` for this processor. Local.
 
     A new one is compared with torch, which takes about 50 MB of memory until this process ends.
 
     Raises:
         CompilerError: No compiler makes one that runs here.
     """
-    return build_packaged_library("hpctrain.parallel.kernels", "functions.c", "function_library.py", _agrees)
+    return build_packaged_library(
+        "hpctrain.parallel.kernels.functions", "functions.c", "function_library.py", _agrees
+    )
 
 
 def _agrees(library: bytes) -> bool:

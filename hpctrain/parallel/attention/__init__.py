@@ -1,9 +1,9 @@
 """Causal attention of one rank or of several, which all have the interface `AttentionCore`.
 
 A layer calls `attention_core` once to get its attention function. On one rank this is `LayerFunctions.attend`
-(kernels/layer_functions.py), by torch's kernels or by compiled ones. A ring computes by
-`kernels/attention_block.py`. Windows, soft caps and sinks (`AttentionRule`) are computed by tiles, as
-`kernels/attention_tiles.py` explains, or by compiled functions. The other modules are:
+(kernels/functions/layer_functions.py), by torch's kernels or by compiled ones. All functions receive
+`AttentionInputs` (kernels/attention_inputs.py) and an `AttentionRule`. A rule with a window or a soft cap is
+computed by tiles, as kernels/attention_tiles.py explains, or by compiled functions. The other modules are:
 
 | module | computes |
 |---|---|
@@ -17,10 +17,9 @@ To add a rule by which positions attend to others, such as a window, an engineer
 | place | has |
 |---|---|
 | `ModelShape.window` (model/shape.py) | its numbers for each block, from the deck's [model] |
-| model/attention.py, model/latent_attention.py | the AttentionRule of a layer, from the shape |
+| `BlockAttention` (model/attention.py) | the AttentionRule of a layer, from the shape |
 | `AttentionRule` in kernels/attention_tiles.py | the rule, and the tiles that it keeps |
-| kernels/tiled_attention.py, kernels/functions.c | softmax attention under the rule, by torch and in C |
-| `core.py` | which implementation computes a rule; rules that it cannot compute are refused in the deck |
+| kernels/tiled_attention.py, kernels/functions/functions.c | softmax attention under the rule, by torch and in C |
 | `ring.py`, `paged.py` | the rule over pieces of sequences, and over pages in generation |
 | costs/layer_flops.py, costs/layer_bytes/ | FLOPs and bytes under the rule |
 """

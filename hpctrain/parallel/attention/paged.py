@@ -17,12 +17,20 @@ from torch.nn import functional
 from hpctrain.host.streams import start_copy
 from hpctrain.parallel.kernels.attention_inputs import rotate
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
-from hpctrain.parallel.kernels.function_library import HIGHEST, PAGE, AttentionArguments, Heads, Paged, padded
-from hpctrain.parallel.kernels.layer_functions import (
-    CompiledFunctions,
-    LayerFunctions,
+from hpctrain.parallel.kernels.functions.compiled_attention import (
     attention_arguments,
+    heads_of,
+    with_contiguous_features,
 )
+from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
+from hpctrain.parallel.kernels.functions.function_library import (
+    HIGHEST,
+    PAGE,
+    AttentionArguments,
+    Paged,
+    padded,
+)
+from hpctrain.parallel.kernels.functions.layer_functions import LayerFunctions
 
 
 @dataclass(frozen=True)
@@ -144,7 +152,7 @@ class LayerPages:
         """
         if isinstance(self.functions, CompiledFunctions):
             scores = None if sinks is None else sinks.float()
-            operands = [x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value)]
+            operands = [with_contiguous_features(x) for x in (query, key, value)]
             arguments = attention_arguments(operands[0], operands[1], tables, rule, scores)
             return self._compiled(self.functions, operands, arguments, places)
         if tables:
@@ -239,8 +247,7 @@ class LayerPages:
             *(x.data_ptr() for x in (self.keys, self.values, places.texts, places.positions, places.tables)),
         )
         memory = torch.empty(HIGHEST * (across * PAGE + 2 * self.layout.width))
-        heads_of = [Heads(x.data_ptr(), *x.stride()[:3]) for x in (*operands, output)]
-        functions.call("attend_paged", paged, *heads_of, memory)
+        functions.call("attend_paged", paged, *map(heads_of, (*operands, output)), memory)
         return output
 
 

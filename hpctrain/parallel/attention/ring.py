@@ -146,8 +146,8 @@ class _RingAttention(torch.autograd.Function):
             source = (group.rank - turn) % group.size
             include = partial.store if stores_first and turn == 0 else partial.add
             for batch, queries, keys, mask in options.blocks(source, query):
-                key_value = current_kv[:, keys, batch]
-                include(queries, batch, *options.rule.attend(query[queries, batch], *key_value, mask))
+                operands = query[queries, batch], current_kv[0, keys, batch], current_kv[1, keys, batch]
+                include(queries, batch, *options.rule.attend(*operands, mask))
             if turn < group.size - 1:
                 ring.wait()
                 current_kv, next_kv = next_kv, current_kv
@@ -178,7 +178,7 @@ class _RingAttention(torch.autograd.Function):
             block_gradients = [
                 options.rule.attend_backward(
                     output_gradient[queries, batch],
-                    (query[queries, batch], *current_kv[:, keys, batch]),
+                    (query[queries, batch], current_kv[0, keys, batch], current_kv[1, keys, batch]),
                     output[queries, batch],
                     log_sum[batch, :, queries],
                     mask,

@@ -4,10 +4,9 @@
 |---|---|
 | `matmul_kernels.py` | kernels for matrix products, and the table that says which one computes a product |
 | `timing.py` | measurement of these kernels, by which a run chooses |
-| `functions.c` | attention, norms, activations and softmax for CPUs |
 | `compiler.py` | compilation of C for this processor, and the cache of libraries |
-| `function_library.py` | the compiled library as ctypes calls it, and its trial |
-| `layer_functions.py` | functions of a block by torch or by that library |
+| `functions/` | functions of a block by torch, or by a library that is compiled from `functions.c` |
+| `attention_inputs.py` | inputs of attention, and rotation of queries and keys |
 | `attention_block.py` | attention of one block of queries over one block of keys, with its log-sum-exp |
 | `attention_tiles.py` | tiles of queries and keys, by which windows, soft caps and sinks are computed |
 | `tiled_attention.py` | attention of complete sequences by tiles |

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -123,7 +124,7 @@ class AttentionRule:
     window: int = 0
     cap: float = 0.0
 
-    @property
+    @cached_property
     def needs_tiles(self) -> bool:
         """True if scores have a window or a cap, so that attention is computed by tiles."""
         return bool(self.window or self.cap)

@@ -106,7 +106,7 @@ def build_packaged_library(
     """Return the library of a C file of a package, as `build_library` does.
 
     Args:
-        package: Name of the package, such as "hpctrain.parallel.kernels".
+        package: Name of the package, such as "hpctrain.parallel.kernels.functions".
         source: Name of the C file in the package.
         program: Name of the Python file in the package that tries a library.
         is_correct: As in `build_library`.

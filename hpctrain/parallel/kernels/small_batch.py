@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.parallel.kernels.function_library import few_rows_floats
-from hpctrain.parallel.kernels.layer_functions import CompiledFunctions
+from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
+from hpctrain.parallel.kernels.functions.function_library import few_rows_floats
 from hpctrain.parallel.kernels.matmul_kernels import MatmulKernel
 
 FEW = 48

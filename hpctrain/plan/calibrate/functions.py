@@ -25,7 +25,7 @@ from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.parallel.backward.saved_policy import SavedPolicy
 from hpctrain.parallel.kernels.attention_inputs import AttentionInputs, rotate
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
-from hpctrain.parallel.kernels.layer_functions import LayerFunctions
+from hpctrain.parallel.kernels.functions.layer_functions import LayerFunctions
 from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.operations import ElementwiseKind
 from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows

@@ -31,7 +31,8 @@ from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.parallel.kernels import compiler
 from hpctrain.parallel.kernels.compiler import CompilerError
-from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions
+from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
+from hpctrain.parallel.kernels.functions.layer_functions import TORCH
 from hpctrain.plan.memory import plan_memory
 from hpctrain.train.replay import replay
 from hpctrain.train.run import resume, run_deck
@@ -39,7 +40,7 @@ from hpctrain.train.stored_choices import describe_functions, with_stored_choice
 from hpctrain.train.verify import verify_layout
 from tests.engine.choices.text_runs import TextRuns
 from tests.engines import LLAMA, reference, small_deck, trainer
-from tests.parallel.kernels.test_layer_functions import trapping
+from tests.parallel.kernels.functions.test_layer_functions import trapping
 from tests.plan.test_memory import expect_activations
 from tests.rope_scalings import YARN_KEYS
 from tests.train.test_run import write_deck
@@ -235,12 +236,12 @@ def test_what_would_end_the_job_is_not_called(
 def test_wrong_results_are_not_used(
     world: World, library: bytes, monkeypatch: pytest.MonkeyPatch, mpi_tmp_path: Path
 ) -> None:
-    gelu, deck = CompiledFunctions.gelu, small_deck(AUTO)
+    activate, deck = CompiledFunctions.activate, small_deck(AUTO)
     monkeypatch.setattr(module, "compile_functions", compile_functions)
     monkeypatch.setattr(compiler, "compile_library", lambda _: library)
     monkeypatch.setattr(compiler, "user_cache", lambda: mpi_tmp_path)
     with monkeypatch.context() as wrong:
-        wrong.setattr(CompiledFunctions, "gelu", lambda self, x: gelu(self, x) * 1.1)
+        wrong.setattr(CompiledFunctions, "activate", lambda self, *x: activate(self, *x) * 1.1)
         for _ in range(2):  # Nothing is cached.
             found = functions_of(choose_functions(deck, world), CPU)
             why = "the compiled library does not agree with torch"
@@ -298,9 +299,9 @@ def test_a_run_that_goes_on_computes_as_before(world: World) -> None:
 def test_resumed_runs_have_the_same_bits(
     world: World, mpi_tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gelu = CompiledFunctions.gelu
+    activate = CompiledFunctions.activate
     # So small a model may well have the same losses otherwise.
-    monkeypatch.setattr(CompiledFunctions, "gelu", lambda self, x: gelu(self, x) * 1.001)
+    monkeypatch.setattr(CompiledFunctions, "activate", lambda self, *x: activate(self, *x) * 1.001)
     runs = TextRuns(world, mpi_tmp_path)
     run, losses = runs.run, runs.losses
     run("whole", "run.steps=4", COMPILE)
@@ -326,8 +327,8 @@ def test_resumed_runs_have_the_same_bits(
 def test_what_leaves_the_bits_says_so(
     world: World, mpi_tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gelu = CompiledFunctions.gelu
-    monkeypatch.setattr(CompiledFunctions, "gelu", lambda self, x: gelu(self, x) * 1.0001)
+    activate = CompiledFunctions.activate
+    monkeypatch.setattr(CompiledFunctions, "activate", lambda self, *x: activate(self, *x) * 1.0001)
     deck, folder, shown = write_deck(world, mpi_tmp_path), mpi_tmp_path / "run", list[str]()
     keys = [f"run.dir={folder}", "checkpoint.every=2", "checkpoint.keep=9", COMPILE, "learning_rate.warmup=0"]
     assert run_deck(world, deck, [*keys, "run.steps=4"]) == 0
@@ -380,6 +381,6 @@ def test_nothing_of_it_without_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> Tensor:
         raise AssertionError
 
-    for name in ("gelu", "gated", "rms_norm", "attend"):
+    for name in ("activate", "rms_norm", "attend"):
         monkeypatch.setattr(CompiledFunctions, name, never)
     assert functions_of(small_deck(), CPU) is TORCH

@@ -15,8 +15,9 @@ from hpctrain.data.documents import Documents
 from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule, band_tiles
-from hpctrain.parallel.kernels.function_library import open_library
-from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions
+from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
+from hpctrain.parallel.kernels.functions.function_library import open_library
+from hpctrain.parallel.kernels.functions.layer_functions import TORCH
 from hpctrain.parallel.kernels.tiled_attention import tiled_attention
 
 ROWS, BATCH, HEADS, GROUPS, SIZE = 23, 2, 4, 2, 6

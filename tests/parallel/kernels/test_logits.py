@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.engine.choices.function_choice import compile_functions
-from hpctrain.parallel.kernels.function_library import open_library
-from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions
+from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
+from hpctrain.parallel.kernels.functions.function_library import open_library
+from hpctrain.parallel.kernels.functions.layer_functions import TORCH, LayerFunctions
 from hpctrain.parallel.kernels.logits import SplitLogits
 
 FORMATS = {torch.float32: 3e-6, torch.bfloat16: 4e-3}

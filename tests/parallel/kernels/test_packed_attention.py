@@ -1,6 +1,7 @@
 """Attention within documents beside softmax under a mask, in double precision: values and gradients.
 
-Tests of parallel/kernels/packed_attention.py, and of documents in parallel/kernels/layer_functions.py.
+Tests of parallel/kernels/packed_attention.py, and of documents in
+parallel/kernels/functions/layer_functions.py.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from hpctrain.data.documents import Documents
 from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
-from hpctrain.parallel.kernels.function_library import open_library
-from hpctrain.parallel.kernels.layer_functions import TORCH, CompiledFunctions, LayerFunctions
+from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
+from hpctrain.parallel.kernels.functions.function_library import open_library
+from hpctrain.parallel.kernels.functions.layer_functions import TORCH, LayerFunctions
 from hpctrain.parallel.kernels.packed_attention import document_attention
 from tests.parallel.kernels.test_attention_block import kernel
 

@@ -102,12 +102,9 @@ def call_all(library: ctypes.CDLL) -> None:
     scratch = ctypes.create_string_buffer(4 * HIGHEST * (_PANEL + 2 * padded(head)))
     for size in (4, 2):
         sizes = ctypes.byref(AttentionArguments(rows, 1, heads, 1, head, size, 1.0, address, address))
-        library.gelu(x, x, ctypes.c_int64(rows * head + 1), size)
-        library.gelu_gradient(x, x, x, ctypes.c_int64(rows * head + 1), size)
-        library.gated(x, x, height, width, size)
-        library.gated_gradient(x, x, x, height, width, size)
-        library.geglu(x, x, height, width, size)
-        library.geglu_gradient(x, x, x, height, width, size)
+        for name in ("gelu", "gated", "geglu"):
+            library[name](x, x, height, width, size)
+            library[f"{name}_gradient"](x, x, x, height, width, size)
         token, count = ctypes.c_int64(heads * head), ctypes.c_int64(heads)
         for offset in (0, 1):
             of_heads = height, count, width

@@ -398,12 +398,12 @@ INLINE void softmax_gradient_of(char *x, const int64_t *column, const float *ext
 
 #define BY_SIZE(size, call_4, call_2) if ((size) == 4) { call_4; } else { call_2; }
 
-void gelu(const char *x, char *y, size_t count, int size) {
-    BY_SIZE(size, gelu_of(x, y, count, 4), gelu_of(x, y, count, 2))
+void gelu(const char *x, char *y, size_t rows, size_t width, int size) {
+    BY_SIZE(size, gelu_of(x, y, rows * width, 4), gelu_of(x, y, rows * width, 2))
 }
 
-void gelu_gradient(const char *dy, const char *x, char *dx, size_t count, int size) {
-    BY_SIZE(size, gelu_gradient_of(dy, x, dx, count, 4), gelu_gradient_of(dy, x, dx, count, 2))
+void gelu_gradient(const char *dy, const char *x, char *dx, size_t rows, size_t width, int size) {
+    BY_SIZE(size, gelu_gradient_of(dy, x, dx, rows * width, 4), gelu_gradient_of(dy, x, dx, rows * width, 2))
 }
 
 void gated(const char *x, char *y, size_t rows, size_t width, int size) {

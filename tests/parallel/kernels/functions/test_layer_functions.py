@@ -1,7 +1,8 @@
 """Functions of blocks that are compiled, beside exact ones: values, gradients, formats, shapes; compilers.
 
-Tests of parallel/kernels/layer_functions.py, parallel/kernels/function_library.py and
-parallel/kernels/compiler.py.
+Tests of parallel/kernels/compiler.py, and of parallel/kernels/functions/layer_functions.py,
+parallel/kernels/functions/compiled_functions.py, parallel/kernels/functions/compiled_attention.py,
+parallel/kernels/functions/function_library.py and parallel/kernels/functions/agreement.py.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,10 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpctrain.deck.activations import Activation
+from hpctrain.deck.activations import ACTIVATIONS, Activation
 from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.parallel.kernels import compiler
-from hpctrain.parallel.kernels import function_library as library
 from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.kernels.compiler import (
@@ -35,13 +36,11 @@ from hpctrain.parallel.kernels.compiler import (
     find_compiler,
     try_library,
 )
-from hpctrain.parallel.kernels.function_library import open_library, workspace_floats
-from hpctrain.parallel.kernels.layer_functions import (
-    TORCH,
-    CompiledFunctions,
-    LayerFunctions,
-    agrees,
-)
+from hpctrain.parallel.kernels.functions import function_library as library
+from hpctrain.parallel.kernels.functions.agreement import agrees
+from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
+from hpctrain.parallel.kernels.functions.function_library import open_library, workspace_floats
+from hpctrain.parallel.kernels.functions.layer_functions import TORCH, LayerFunctions
 from hpctrain.parallel.kernels.logits import SoftmaxStatistics, SplitLogits
 
 FORMATS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
@@ -51,6 +50,16 @@ FORMATS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 @pytest.fixture(scope="module")
 def compiled() -> CompiledFunctions:
     return CompiledFunctions(open_library(compile_functions()))
+
+
+@pytest.fixture(scope="module")
+def gelu(compiled: CompiledFunctions) -> Callable[[Tensor], Tensor]:
+    return partial(compiled.activate, activation=ACTIVATIONS["gelu-tanh"], sizes=())
+
+
+def gate_by(compiled: CompiledFunctions, name: str) -> Callable[[Tensor], Tensor]:
+    """A gated activation of features of the gate and others of the same number."""
+    return lambda x: compiled.activate(x, ACTIVATIONS[name], [x.shape[-1] // 2] * 2)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -81,33 +90,36 @@ def compare(
             assert (found.double() - right).norm() <= bound * right.norm()
 
 
-def test_gelu(compiled: CompiledFunctions) -> None:
+def test_gelu(gelu: Callable[[Tensor], Tensor]) -> None:
     for shape in ((3, 5, 7), (2, 1, 64), (1,)):
-        compare(compiled.gelu, lambda x: functional.gelu(x, approximate="tanh"), [4 * random(*shape)], shape)
+        compare(gelu, lambda x: functional.gelu(x, approximate="tanh"), [4 * random(*shape)], shape)
     far = torch.tensor([-1e4, -100.0, -30.0, 0.0, 30.0, 100.0, 1e4], requires_grad=True)
-    result = compiled.gelu(far)
+    result = gelu(far)
     result.sum().backward()
     assert result.tolist() == pytest.approx([0, 0, 0, 0, 30, 100, 1e4], abs=1e-20)
     assert far.grad is not None
     assert far.grad.tolist() == pytest.approx([0, 0, 0, 0.5, 1, 1, 1], abs=1e-20)
 
 
-def test_what_is_huge_has_gates_of_one_and_nought(compiled: CompiledFunctions) -> None:
+def test_what_is_huge_has_gates_of_one_and_nought(
+    compiled: CompiledFunctions, gelu: Callable[[Tensor], Tensor]
+) -> None:
     """As where a run diverges, for which an activation is no reason to say that it is not a number."""
+    gated = gate_by(compiled, "swiglu")
     for form in FORMATS:
         huge = torch.tensor([-1e38, -1e18, -2e13, -1e13, 1e13, 2e13, 1e18, 1e38], dtype=form)
         sides = [0.0] * 4 + [1.0] * 4
         x = huge.clone().requires_grad_()
-        result = compiled.gelu(x)
+        result = gelu(x)
         assert torch.equal(result, huge.relu())
         assert torch.autograd.grad(result[1:-1].sum(), x)[0].tolist()[1:-1] == sides[1:-1]
         both = torch.stack((huge, torch.ones_like(huge)), -1).requires_grad_()
-        result = compiled.gated(both)
+        result = gated(both)
         assert torch.equal(result[:, 0], huge.relu())
         assert torch.autograd.grad(result.sum(), both)[0][:, 0].tolist() == sides
         infinite = torch.tensor([math.inf], dtype=form)
-        assert compiled.gelu(infinite).isposinf()
-        assert compiled.gated(torch.cat((infinite, infinite))).isposinf()
+        assert gelu(infinite).isposinf()
+        assert gated(torch.cat((infinite, infinite))).isposinf()
 
 
 def test_a_gate(compiled: CompiledFunctions) -> None:
@@ -117,7 +129,7 @@ def test_a_gate(compiled: CompiledFunctions) -> None:
             return x[..., :width] * torch.sigmoid(x[..., :width]) * x[..., width:]
 
         compare(
-            compiled.gated,
+            gate_by(compiled, "swiglu"),
             exact,
             [3 * random(4, 2, 2 * width)],
             (4, 2, width),
@@ -130,7 +142,7 @@ def test_a_gate_of_gelu(compiled: CompiledFunctions) -> None:
         def exact(x: Tensor, width: int = width) -> Tensor:
             return functional.gelu(x[..., :width], approximate="tanh") * x[..., width:]
 
-        compare(compiled.geglu, exact, [3 * random(4, 2, 2 * width)], (4, 2, width))
+        compare(gate_by(compiled, "geglu"), exact, [3 * random(4, 2, 2 * width)], (4, 2, width))
 
 
 def test_rms_norm_of_one_plus_the_weight(compiled: CompiledFunctions) -> None:
@@ -253,7 +265,7 @@ def test_attention(
                 assert float((found.double() - right).norm()) <= bound
 
 
-def test_operands_may_lie_anywhere(compiled: CompiledFunctions) -> None:
+def test_operands_may_lie_anywhere(compiled: CompiledFunctions, gelu: Callable[[Tensor], Tensor]) -> None:
     inner = random(20, 2, 3 * 4 * 8)
     parts = [part.unflatten(-1, (4, 8)) for part in inner.split(32, -1)]
     rule = AttentionRule(0.3)
@@ -262,10 +274,10 @@ def test_operands_may_lie_anywhere(compiled: CompiledFunctions) -> None:
     assert torch.equal(found, compiled.attend(contiguous, rule))
     crosswise = [part.transpose(2, 3).contiguous().transpose(2, 3) for part in parts]
     assert torch.equal(found, compiled.attend(AttentionInputs(*crosswise), rule))
-    assert torch.equal(compiled.gelu(inner.transpose(0, 1)), compiled.gelu(inner).transpose(0, 1))
+    assert torch.equal(gelu(inner.transpose(0, 1)), gelu(inner).transpose(0, 1))
 
 
-def test_what_is_not_finite_stays_so(compiled: CompiledFunctions) -> None:
+def test_what_is_not_finite_stays_so(compiled: CompiledFunctions, gelu: Callable[[Tensor], Tensor]) -> None:
     for form in FORMATS:
         for bad in (math.nan, math.inf):
             x = random(40, 1, 1, 8).to(form)
@@ -274,8 +286,8 @@ def test_what_is_not_finite_stays_so(compiled: CompiledFunctions) -> None:
             for result in (
                 compiled.rms_norm(x, torch.ones(8, dtype=form), 1e-5),
                 compiled.layer_norm(x, *torch.ones(2, 8, dtype=form), 1e-5),
-                compiled.gated(torch.cat((x, x), -1)),
-                compiled.gelu(x),
+                gate_by(compiled, "swiglu")(torch.cat((x, x), -1)),
+                gelu(x),
             ):
                 assert not result[11].isfinite().all()
                 assert result[:11].isfinite().all()

@@ -1,0 +1,138 @@
+"""Attention of complete sequences, or of documents packed in them, by the compiled library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import log
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpctrain.data.documents import Documents
+from hpctrain.parallel.backward.autograd import apply_function
+from hpctrain.parallel.kernels.attention_inputs import AttentionInputs, separate_sequences
+from hpctrain.parallel.kernels.attention_tiles import AttentionRule, sinks_gradient
+from hpctrain.parallel.kernels.functions.function_library import AttentionArguments, Heads, workspace_floats
+
+LibraryCall = Callable[..., None]
+"""`CompiledFunctions.call`: it calls the C function of a name with tensors, numbers and structures."""
+
+
+def compiled_attention(call: LibraryCall, inputs: AttentionInputs, rule: AttentionRule) -> Tensor:
+    """Return the causal softmax attention [s, b, heads, d] of complete sequences.
+
+    Args:
+        call: Calls a function of the library.
+        inputs: Queries, keys, values, and what else attention depends on.
+        rule: Scale, window and soft cap.
+    """
+    query, key, value, sinks, tables, documents = inputs
+    options = _Options(call, tables, rule, documents)
+    result: Tensor = apply_function(_CompiledAttention, query, key, value, sinks, options)
+    return result
+
+
+class _Options(NamedTuple):
+    """Arguments of compiled attention that have no gradients."""
+
+    call: LibraryCall
+    tables: Sequence[Tensor]
+    rule: AttentionRule
+    documents: Documents | None
+
+
+class _Sequences(NamedTuple):
+    """Positions and rows of the batch that attend only to themselves: all, or those of a document."""
+
+    positions: slice
+    batch: slice
+
+    @staticmethod
+    def of(query: Tensor, documents: Documents | None) -> Iterator[_Sequences]:
+        """Yield all that are computed for themselves."""
+        length, batch = query.shape[:2]
+        for rows, begin, end in separate_sequences(documents, batch, length):
+            yield _Sequences(slice(begin, end), rows)
+
+    def log_sums(self, memory: Tensor) -> Tensor:
+        """Return the part of the memory [b, heads, s] of log-sum-exps that begins with those of these."""
+        _, heads, length = memory.shape
+        return memory.view(-1)[heads * (self.batch.start * length + self.positions.start) :]
+
+
+class _CompiledAttention(torch.autograd.Function):
+    """`compiled_attention` of queries, keys and values [s, b, heads, d].
+
+    Rotates queries and keys first if there are tables. Saves the output and log-sum-exps, but no scores.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, options: _Options
+    ) -> Tensor:
+        query, key, value = map(with_contiguous_features, (query, key, value))
+        length, batch, heads, features = query.shape
+        output, log_sums = query.new_empty(query.shape), torch.empty(batch, heads, length)
+        memory = torch.empty(workspace_floats(length, features))
+        scores = None if sinks is None else sinks.float()
+        for sequences in _Sequences.of(query, options.documents):
+            operands = [x[sequences] for x in (query, key, value, output)]
+            tables = [table[sequences.positions] for table in options.tables]
+            sizes = attention_arguments(operands[0], operands[1], tables, options.rule, scores)
+            addresses = *map(heads_of, operands), sequences.log_sums(log_sums)
+            options.call("attend", sizes, *addresses, memory, 0, sizes.batch * sizes.groups)
+        ctx.options = options
+        ctx.save_for_backward(query, key, value, sinks, output, log_sums, *options.tables)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, output, log_sums, *all_tables = ctx.saved_tensors
+        options: _Options = ctx.options
+        gradient = with_contiguous_features(gradient)
+        results = [x.new_empty(x.shape) for x in (query, key, value)]
+        memory = torch.empty(workspace_floats(query.shape[0], query.shape[3]))
+        sinks_gradients = []
+        for sequences in _Sequences.of(query, options.documents):
+            operands = [x[sequences] for x in (query, key, value, output, gradient, *results)]
+            tables = [table[sequences.positions] for table in all_tables]
+            sizes = attention_arguments(operands[0], operands[1], tables, options.rule)
+            part = sequences.log_sums(log_sums)
+            addresses = *map(heads_of, operands), part
+            options.call("attend_gradient", sizes, *addresses, memory, 0, sizes.batch * sizes.groups)
+            if sinks is not None:
+                length, batch, heads, _ = operands[3].shape
+                natural = part[: batch * heads * length].view(batch, heads, length) * log(2)
+                sinks_gradients.append(sinks_gradient(operands[4], operands[3], natural, sinks))
+        return *results, torch.stack(sinks_gradients).sum(0) if sinks_gradients else None, None
+
+
+def with_contiguous_features(x: Tensor) -> Tensor:
+    """Return x, or a copy whose last dim is contiguous, as compiled functions require."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def heads_of(x: Tensor) -> Heads:
+    """Return the address and strides of x [s, b, heads, d] for a compiled function."""
+    return Heads(x.data_ptr(), *x.stride()[:3])
+
+
+def attention_arguments(
+    query: Tensor, key: Tensor, tables: Sequence[Tensor], rule: AttentionRule, sinks: Tensor | None = None
+) -> AttentionArguments:
+    """Return the arguments of a compiled function. The tables and sinks must outlive them.
+
+    Args:
+        query: Queries [s, b, heads, d].
+        key: Keys, which may have fewer heads.
+        tables: Tables of a Rotary, or none.
+        rule: Scale, window and soft cap.
+        sinks: Score [heads] of a further key of each head in fp32, contiguous; None without one.
+    """
+    rows, batch, heads, head = query.shape
+    addresses: list[int | None] = [table.data_ptr() for table in tables]
+    addresses += [] if tables else [None, None]
+    sizes = rows, batch, heads, key.shape[2], head, query.element_size()
+    at_sinks = None if sinks is None else sinks.data_ptr()
+    return AttentionArguments(*sizes, rule.scale, *addresses, rule.window, rule.cap, at_sinks)

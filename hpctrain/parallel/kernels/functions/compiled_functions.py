@@ -1,0 +1,182 @@
+"""Functions of a block besides its matrix products, by the library that is compiled from `functions.c`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hpctrain.deck.activations import Activation
+from hpctrain.parallel.backward.autograd import apply_function
+from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
+from hpctrain.parallel.kernels.attention_tiles import AttentionRule
+from hpctrain.parallel.kernels.functions.compiled_attention import LibraryCall, compiled_attention
+from hpctrain.parallel.kernels.functions.layer_functions import LayerFunctions
+from hpctrain.parallel.kernels.logits import CompiledSoftmaxStatistics, SoftmaxStatistics, SplitLogits
+
+
+class CompiledFunctions(LayerFunctions):
+    """Functions of a library that is compiled from `functions.c`.
+
+    They compute in one thread, with tensors in fp32 and bf16.
+
+    Args:
+        library: The library. Without one they can be planned with, but not computed.
+        note: Why these functions are used, or which compiler made the library, for the log of the run.
+        library_checksums: Checksums of the compiled libraries of all nodes, as text; "" without one.
+    """
+
+    compiled = True
+
+    def __init__(
+        self, library: ctypes.CDLL | None = None, note: str = "", library_checksums: str = ""
+    ) -> None:
+        super().__init__(note, library_checksums)
+        self._library = library
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call a function of the library. Tensors are passed by address, and integers as 8 bytes."""
+        assert self._library is not None
+        getattr(self._library, name)(*map(_argument, arguments))
+
+    @override
+    def activate(self, x: Tensor, activation: Activation, sizes: Sequence[int]) -> Tensor:
+        if activation.kernel is None:
+            return super().activate(x, activation, sizes)
+        assert not activation.gated or sizes[0] == sizes[1] == x.shape[-1] // 2
+        result: Tensor = apply_function(_Activation, x, self.call, activation.kernel, activation.gated)
+        return result
+
+    @override
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, offset: int = 0) -> Tensor:
+        result: Tensor = apply_function(_RmsNorm, x, weight, self.call, epsilon, offset)
+        return result
+
+    @override
+    def head_norm(self, x: Tensor, weight: Tensor, epsilon: float, offset: int = 0) -> Tensor:
+        return self.rms_norm(x, weight, epsilon, offset)
+
+    @override
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+        result: Tensor = apply_function(_LayerNorm, x, weight, bias, self.call, epsilon)
+        return result
+
+    @override
+    def softmax_statistics(self, logits: SplitLogits, column: Tensor) -> SoftmaxStatistics:
+        if logits.cap:
+            return super().softmax_statistics(logits, column)
+        return CompiledSoftmaxStatistics(logits, column, self.call)
+
+    @override
+    def attend(self, inputs: AttentionInputs, rule: AttentionRule) -> Tensor:
+        return compiled_attention(self.call, inputs, rule)
+
+
+def _argument(value: object) -> object:
+    match value:
+        case Tensor():
+            return ctypes.c_void_p(value.data_ptr())
+        case ctypes.Structure():
+            return ctypes.byref(value)
+        case float():
+            return ctypes.c_float(value)
+        case _:
+            return ctypes.c_int64(value) if isinstance(value, int) else value
+
+
+class _Activation(torch.autograd.Function):
+    """Activation by a C function and its gradient. Saves x.
+
+    With a gate, rows of x [..., 2 n] have n features of the gate, then n others, and the result is [..., n].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: LibraryCall, name: str, gated: bool) -> Tensor:
+        x = x.contiguous()
+        rows, width = prod(x.shape[:-1]), x.shape[-1] // (2 if gated else 1)
+        sizes = rows, width, ctypes.c_int(x.element_size())
+        result = x.new_empty(*x.shape[:-1], width)
+        call(name, x, result, *sizes)
+        ctx.call, ctx.name, ctx.sizes = call, name, sizes
+        ctx.save_for_backward(x)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        result = torch.empty_like(x)
+        ctx.call(f"{ctx.name}_gradient", gradient.contiguous(), x, result, *ctx.sizes)
+        return result, None, None, None
+
+
+class _RmsNorm(torch.autograd.Function):
+    """RMSNorm of x over the last dim, with factors weight + offset. Saves x and one fp32 number per row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, call: LibraryCall, epsilon: float, offset: int
+    ) -> Tensor:
+        x, stride, sizes = _even_tokens(x)
+        inverse, result = torch.empty(*x.shape[:-1], 1), x.new_empty(x.shape)
+        options = ctypes.c_int(offset), ctypes.c_int(x.element_size())
+        call("rms_norm", x, stride, weight, result, inverse, *sizes, epsilon, *options)
+        ctx.call, ctx.options = call, options
+        ctx.save_for_backward(x, weight, inverse)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, inverse = ctx.saved_tensors
+        (x, stride, sizes), gradient = _even_tokens(x), gradient.contiguous()
+        result, of_weight = x.new_empty(x.shape), torch.zeros(weight.shape)
+        operands = gradient, x, stride, weight, inverse, result, of_weight
+        ctx.call("rms_norm_gradient", *operands, *sizes, *ctx.options)
+        return result, of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None, None
+
+
+def _even_tokens(x: Tensor) -> tuple[Tensor, int, tuple[int, int, int]]:
+    """Return x, the stride of its tokens, and the numbers of tokens, of rows of each, and of features.
+
+    Heads [s, b, heads, d] may lie between others, if one stride leads from each token to the next. All rows
+    of other tensors are one token, and are copied unless they are contiguous.
+    """
+    if x.dim() == 4:
+        sequence, batch, heads, features = x.shape
+        row, token, head, feature = x.stride()
+        if feature == 1 and head == features and row == batch * token:
+            return x, token, (sequence * batch, heads, features)
+    return x.contiguous(), 0, (1, prod(x.shape[:-1]), x.shape[-1])
+
+
+class _LayerNorm(torch.autograd.Function):
+    """LayerNorm of the last dim of x. Saves x and two fp32 numbers per row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, call: LibraryCall, epsilon: float
+    ) -> Tensor:
+        x = x.contiguous()
+        rows, size = prod(x.shape[:-1]), ctypes.c_int(x.element_size())
+        result, mean, inverse = torch.empty_like(x), torch.empty(rows), torch.empty(rows)
+        call("layer_norm", x, weight, bias, result, mean, inverse, rows, x.shape[-1], epsilon, size)
+        ctx.call = call
+        ctx.save_for_backward(x, weight, mean, inverse)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse = ctx.saved_tensors
+        gradient, result = gradient.contiguous(), torch.empty_like(x)
+        sums = torch.zeros(2, *weight.shape)
+        rows, width, size = inverse.numel(), x.shape[-1], ctypes.c_int(x.element_size())
+        ctx.call("layer_norm_gradient", gradient, x, weight, mean, inverse, result, *sums, rows, width, size)
+        of_weight, of_bias = (
+            each.to(weight.dtype) if needed else None
+            for each, needed in zip(sums, ctx.needs_input_grad[1:3], strict=True)
+        )
+        return result, of_weight, of_bias, None, None
