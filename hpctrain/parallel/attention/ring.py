@@ -74,7 +74,7 @@ def _rows_before(position: int, rank: int, ranks: int, half: int) -> int:
     return sum(min(max(position - start, 0), half) for start in _piece_starts(rank, ranks, half))
 
 
-class _Options(NamedTuple):
+class _RingOptions(NamedTuple):
     """Arguments of ring attention that are no tensors."""
 
     group: Group
@@ -131,7 +131,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, options: _Options
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, options: _RingOptions
     ) -> Tensor:
         ctx.options, group = options, options.group
         current_kv = torch.stack((key, value))
@@ -159,7 +159,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        options: _Options = ctx.options
+        options: _RingOptions = ctx.options
         group = options.group
         query, key, value, sinks, output, log_sum = ctx.saved_tensors
         current_kv = torch.stack((key, value))
@@ -214,5 +214,5 @@ def ring_attention(inputs: AttentionInputs, group: Group, rule: AttentionRule) -
         rule: Scale, window and soft cap.
     """
     query, key, value, sinks, _, documents = inputs.rotated()
-    result: Tensor = _RingAttention.apply(query, key, value, sinks, _Options(group, rule, documents))
+    result: Tensor = _RingAttention.apply(query, key, value, sinks, _RingOptions(group, rule, documents))
     return result
