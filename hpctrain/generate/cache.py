@@ -11,6 +11,7 @@ from hpctrain.costs.cache_plan import CachePlan
 from hpctrain.model.rotary import Rotary
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.attention.paged import LayerPages, TokenPositions
+from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.kernels.functions.function_library import PAGE
 
@@ -106,18 +107,10 @@ class CachePass:
     def __init__(self, cache: KeyValueCache, places: TokenPositions) -> None:
         self.cache, self.places = cache, places
 
-    def attend(
-        self,
-        block: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rule: AttentionRule,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, block: int, inputs: AttentionInputs, rule: AttentionRule) -> Tensor:
         """Return the result of attention in a block of the model, with the keys and values in the cache."""
         layer = self.cache.layers[block]
         tables = self.cache.rotary_tables if block in self.cache.rotated_blocks else ()
         if block in self.cache.local_blocks:
             tables = self.cache.local_rotary_tables
-        return layer.attend(query, key, value, *tables, places=self.places, rule=rule, sinks=sinks)
+        return layer.attend(inputs._replace(tables=tables), rule, self.places)

@@ -174,11 +174,11 @@ class Attention(BlockAttention):
             parts[:2] = self.norm(*parts[:2])
         if cache is not None:
             query, key, value = parts
-            cached = cache.attend(self.block, query, key, value, self.rule, self.sinks)
-            continued: Tensor = self.output(cached.flatten(2))
-            return continued
-        operands = parts if self.sinks is None else [*parts, self.sinks]
-        output: Tensor = self.output(self.attend(operands, rotary, documents).flatten(2))
+            attended = cache.attend(self.block, AttentionInputs(query, key, value, self.sinks), self.rule)
+        else:
+            operands = parts if self.sinks is None else [*parts, self.sinks]
+            attended = self.attend(operands, rotary, documents)
+        output: Tensor = self.output(attended.flatten(2))
         return output
 
     @override

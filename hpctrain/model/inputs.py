@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hpctrain.data.documents import Documents
 from hpctrain.data.row_lengths import RowLengths
+from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.random import DropoutSource
 
@@ -108,26 +109,16 @@ class _WithAuxiliaryLoss(torch.autograd.Function):
 class Cache(Protocol):
     """Cache of keys and values of growing texts. A pass adds the keys and values of its rows."""
 
-    def attend(
-        self,
-        block: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rule: AttentionRule,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, block: int, inputs: AttentionInputs, rule: AttentionRule) -> Tensor:
         """Return the result of attention in a block of the model, with the keys and values in the cache.
 
         Each row attends to all earlier tokens of its own text.
 
         Args:
             block: Number of the block.
-            query: Queries [n, 1, heads, d] before the rotary embedding.
-            key: Keys of the same rows.
-            value: Values of the same rows.
+            inputs: Queries, keys and values [n, 1, heads, d] of n rows before rotation, and sinks. The cache
+                has the tables of a Rotary.
             rule: Scale, window and soft cap.
-            sinks: Score [heads] of a further key of each head, whose value is zero; None without one.
         """
 
 

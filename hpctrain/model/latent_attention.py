@@ -177,7 +177,8 @@ class LatentAttention(BlockAttention):
         query = _join_halves(torch.cat((rotated_1, rotated_2), dim=-1), latent_query)
         key = _join_halves(shared_key, latent)
         value = functional.pad(latent, (0, self.rotary_size))
-        attended = cache.attend(self.block, query, key.unsqueeze(2), value.unsqueeze(2), self.rule, None)
+        inputs = AttentionInputs(query, key.unsqueeze(2), value.unsqueeze(2))
+        attended = cache.attend(self.block, inputs, self.rule)
         return torch.einsum("nbhr,hvr->nbhv", attended[..., : latent.shape[-1]], value_up)
 
     def _keys_and_values(self, expanded: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.host.streams import start_copy
-from hpctrain.parallel.kernels.attention_inputs import rotate
+from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
 from hpctrain.parallel.kernels.functions.compiled_attention import (
     attention_arguments,
@@ -26,7 +26,6 @@ from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunct
 from hpctrain.parallel.kernels.functions.function_library import (
     HIGHEST,
     PAGE,
-    AttentionArguments,
     Paged,
     padded,
 )
@@ -126,56 +125,42 @@ class LayerPages:
         """Copy one page to another."""
         self.keys[target], self.values[target] = self.keys[source], self.values[source]
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *tables: Tensor,
-        places: TokenPositions,
-        rule: AttentionRule,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Store new keys and values, and return the attention of each row up to its own position.
+    def attend(self, inputs: AttentionInputs, rule: AttentionRule, places: TokenPositions) -> Tensor:
+        """Store the keys and values of new tokens, and return the attention [n, 1, heads, d] of these.
 
-        A row is a new token of a text, which is one sequence with pages of its own. Queries and keys are
-        rotated here if `tables` are given. The result has the shape of `query`.
+        Each token sees the tokens of its text up to its own position.
 
         Args:
-            query: Queries [n, 1, heads, d] before rotation.
-            key: New keys before rotation, which may have fewer heads.
-            value: New values.
-            tables: Tables of a Rotary for all positions, or none.
-            places: Text of each row, and its position in the text.
+            inputs: Queries, keys and values [n, 1, heads, d] of n tokens before rotation, maybe sinks, and the
+                tables of a Rotary for all positions if queries and keys are rotated.
             rule: Scale, window and soft cap.
-            sinks: Score [heads] of a further key of each head, whose value is zero; None without one.
+            places: Text of each token, and its position in the text.
         """
         if isinstance(self.functions, CompiledFunctions):
-            scores = None if sinks is None else sinks.float()
-            operands = [with_contiguous_features(x) for x in (query, key, value)]
-            arguments = attention_arguments(operands[0], operands[1], tables, rule, scores)
-            return self._compiled(self.functions, operands, arguments, places)
-        if tables:
-            of_rows = [table[places.positions] for table in tables]
-            query, key = rotate(query, *of_rows), rotate(key, *of_rows)
+            return self._attend_compiled(self.functions, inputs, rule, places)
+        if inputs.tables:
+            tables = tuple(table[places.positions] for table in inputs.tables)
+            inputs = inputs._replace(tables=tables).rotated()
+        query, key, value, sinks, _, _ = inputs
         self._store(key.squeeze(1), value.squeeze(1), places)
-        attend = partial(self._attend_to_pages, places=places, rule=rule, sinks=sinks)
+        attend = partial(self._attend_to_pages, page_numbers=places.tables, rule=rule, sinks=sinks)
         output = torch.zeros_like(query)
         singles, row = [], 0
         for text, first, count in places.runs:
             if text >= 0 and count == 1:
-                singles.append((row, text, first))
+                singles.append((row, first))
             elif text >= 0:
-                rows = slice(row, row + count)
-                chosen = torch.full((1,), text, device=query.device)
-                visible = range(rule.first_key(first), first + count)
-                output[rows, 0] = attend(query[rows, 0].unsqueeze(0), chosen, visible)[0]
+                rows, visible = slice(row, row + count), range(rule.first_key(first), first + count)
+                positions = places.positions[rows].unsqueeze(0)
+                one_text = query[rows, 0].unsqueeze(0)
+                output[rows, 0] = attend(one_text, places.texts[row : row + 1], positions, visible)[0]
             row += count
         if singles:
-            rows_of, texts, positions = map(list, zip(*singles, strict=True))
-            visible = range(rule.first_key(min(positions)), max(positions) + 1)
-            at_rows, chosen, at = start_copy(torch.tensor([rows_of, texts, positions]), query.device)
-            output[at_rows] = attend(query[at_rows], chosen, visible, at)
+            single_rows, first_positions = zip(*singles, strict=True)
+            visible = range(rule.first_key(min(first_positions)), max(first_positions) + 1)
+            chosen = start_copy(torch.tensor(single_rows), query.device)
+            positions = places.positions[chosen].unsqueeze(1)
+            output[chosen] = attend(query[chosen], places.texts[chosen], positions, visible)
         return output
 
     def _store(self, key: Tensor, value: Tensor, places: TokenPositions) -> None:
@@ -190,35 +175,35 @@ class LayerPages:
         self,
         query: Tensor,
         texts: Tensor,
+        positions: Tensor,
         visible: range,
-        positions: Tensor | None = None,
-        *,
-        places: TokenPositions,
+        page_numbers: Tensor,
         rule: AttentionRule,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Return the attention of queries [texts, n, heads, d] to the pages of their texts.
+        """Return the attention [texts, n, heads, d] of queries to the pages of their texts, by torch.
 
         Args:
-            query: The last queries before the end of `visible`, or one query of each text at its position.
-            texts: Texts of the queries.
+            query: Queries [texts, n, heads, d].
+            texts: Numbers of the texts, int64 [texts].
+            positions: Positions of the queries, int64 [texts, n].
             visible: Positions of all keys that a query sees.
-            positions: Position of the query of each text. None for the last queries of one text.
-            places: Pages of the texts.
+            page_numbers: Numbers of each text's pages, as `TokenPositions.tables`.
             rule: Scale, window and soft cap.
             sinks: Score [heads] of a further key of each head, whose value is zero; None without one.
         """
         begin = visible.start // PAGE
-        pages = places.tables[texts, begin : -(-visible.stop // PAGE)]
+        pages = page_numbers[texts, begin : -(-visible.stop // PAGE)]
         keys = self.keys[pages].permute(0, 2, 1, 4, 3).flatten(2, 3)
         values = self.values[pages].permute(0, 2, 1, 3, 4).flatten(2, 3)
-        columns = torch.arange(begin * PAGE, begin * PAGE + keys.shape[2], device=query.device)
-        last = columns.new_tensor(range(visible.stop - query.shape[1], visible.stop))
-        last = (last if positions is None else positions).unsqueeze(1)
+        columns, last = (
+            torch.arange(keys.shape[2], device=query.device) + begin * PAGE,
+            positions.unsqueeze(-1),
+        )
         mask = columns <= last
         if rule.window:
             mask &= columns > last - rule.window
-        mask = mask.unsqueeze(0).unsqueeze(0) if positions is None else mask.unsqueeze(1).unsqueeze(1)
+        mask = mask.unsqueeze(1)
         if rule.cap or sinks is not None:
             return _attend_by_products(query, keys, values, mask, rule, sinks)
         output = functional.scaled_dot_product_attention(
@@ -231,30 +216,33 @@ class LayerPages:
         )
         return output.transpose(1, 2)
 
-    def _compiled(
+    def _attend_compiled(
         self,
         functions: CompiledFunctions,
-        operands: Sequence[Tensor],
-        arguments: AttentionArguments,
+        inputs: AttentionInputs,
+        rule: AttentionRule,
         places: TokenPositions,
     ) -> Tensor:
-        output = operands[0].new_empty(operands[0].shape)
-        across = places.tables.shape[1]
+        """Return the result of `attend` by a compiled function, which also stores keys and values."""
+        scores = None if inputs.sinks is None else inputs.sinks.float()
+        query, key, value = (with_contiguous_features(x) for x in (inputs.query, inputs.key, inputs.value))
+        output, across = query.new_empty(query.shape), places.tables.shape[1]
+        stored = self.keys, self.values, places.texts, places.positions, places.tables
         paged = Paged(
-            arguments,
+            attention_arguments(query, key, inputs.tables, rule, scores),
             across,
             self.keys.element_size(),
-            *(x.data_ptr() for x in (self.keys, self.values, places.texts, places.positions, places.tables)),
+            *(x.data_ptr() for x in stored),
         )
         memory = torch.empty(HIGHEST * (across * PAGE + 2 * self.layout.width))
-        functions.call("attend_paged", paged, *map(heads_of, (*operands, output)), memory)
+        functions.call("attend_paged", paged, *map(heads_of, (query, key, value, output)), memory)
         return output
 
 
 def _attend_by_products(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, rule: AttentionRule, sinks: Tensor | None
 ) -> Tensor:
-    """Return the attention of queries [texts, n, heads, d] to the keys [texts, groups, m, d] of a mask."""
+    """Return the attention of queries [texts, n, heads, d] to keys [texts, groups, m, d] with a cap or sinks."""
     shared = query.shape[2] // keys.shape[1]
     keys, values = (x.repeat_interleave(shared, dim=1).float() for x in (keys, values))
     scores = (query.transpose(1, 2).float() @ keys.mT) * rule.scale
@@ -262,8 +250,8 @@ def _attend_by_products(
         scores = rule.cap * (scores / rule.cap).tanh()
     scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
-        of_heads = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        probabilities = torch.cat((scores, of_heads), -1).softmax(-1)[..., :-1]
+        sink_scores = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        probabilities = torch.cat((scores, sink_scores), -1).softmax(-1)[..., :-1]
     else:
         probabilities = scores.softmax(-1)
     return (probabilities @ values).transpose(1, 2).to(query.dtype)

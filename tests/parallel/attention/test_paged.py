@@ -52,7 +52,8 @@ def paged(
         rows = [torch.cat([x[a : a + c] for n, a, c in runs for x in [texts[n][kind]]]) for kind in range(3)]
         idle = [torch.cat((x, x.new_full((3, *x.shape[1:]), 7))) for x in rows]
         places = TokenPositions.of([*runs, (-1, 0, 3)], pages)
-        output = layer.attend(*idle, *tables, places=places, rule=rule, sinks=sinks)
+        inputs = AttentionInputs(*idle, sinks, tuple(tables))
+        output = layer.attend(inputs, rule, places)
         assert output.shape == idle[0].shape
         assert not output[-3:].any()
         for (n, _, _), part in zip(runs, output.split([c for *_, c in runs] + [3]), strict=False):
