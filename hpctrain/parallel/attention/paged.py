@@ -131,8 +131,8 @@ class LayerPages:
         Each token sees the tokens of its text up to its own position.
 
         Args:
-            inputs: Queries, keys and values [n, 1, heads, d] of n tokens before rotation, maybe sinks, and the
-                tables of a Rotary for all positions if queries and keys are rotated.
+            inputs: Queries, keys and values [n, 1, heads, d] of n tokens before rotation, and sinks. Tables are
+                those of a Rotary for all positions.
             rule: Scale, window and soft cap.
             places: Text of each token, and its position in the text.
         """
@@ -242,7 +242,7 @@ class LayerPages:
 def _attend_by_products(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, rule: AttentionRule, sinks: Tensor | None
 ) -> Tensor:
-    """Return the attention of queries [texts, n, heads, d] to keys [texts, groups, m, d] with a cap or sinks."""
+    """Return the result of `LayerPages._attend_to_pages` for keys [texts, groups, m, d], with a cap or sinks."""
     shared = query.shape[2] // keys.shape[1]
     keys, values = (x.repeat_interleave(shared, dim=1).float() for x in (keys, values))
     scores = (query.transpose(1, 2).float() @ keys.mT) * rule.scale
