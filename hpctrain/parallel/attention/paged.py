@@ -131,8 +131,8 @@ class LayerPages:
         Each token sees the tokens of its text up to its own position.
 
         Args:
-            inputs: Queries, keys and values [n, 1, heads, d] of n tokens before rotation, and sinks. Tables are
-                those of a Rotary for all positions.
+            inputs: Queries, keys and values [n, 1, heads, d] of n tokens before rotation, and sinks. The
+                tables are those of a Rotary for all positions.
             rule: Scale, window and soft cap.
             places: Text of each token, and its position in the text.
         """
@@ -196,10 +196,8 @@ class LayerPages:
         pages = page_numbers[texts, begin : -(-visible.stop // PAGE)]
         keys = self.keys[pages].permute(0, 2, 1, 4, 3).flatten(2, 3)
         values = self.values[pages].permute(0, 2, 1, 3, 4).flatten(2, 3)
-        columns, last = (
-            torch.arange(keys.shape[2], device=query.device) + begin * PAGE,
-            positions.unsqueeze(-1),
-        )
+        columns = torch.arange(begin * PAGE, begin * PAGE + keys.shape[2], device=query.device)
+        last = positions.unsqueeze(-1)
         mask = columns <= last
         if rule.window:
             mask &= columns > last - rule.window
@@ -242,7 +240,7 @@ class LayerPages:
 def _attend_by_products(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, rule: AttentionRule, sinks: Tensor | None
 ) -> Tensor:
-    """Return the result of `LayerPages._attend_to_pages` for keys [texts, groups, m, d], with a cap or sinks."""
+    """Return the result of `_attend_to_pages` for keys [texts, groups, m, d] and a cap or sinks."""
     shared = query.shape[2] // keys.shape[1]
     keys, values = (x.repeat_interleave(shared, dim=1).float() for x in (keys, values))
     scores = (query.transpose(1, 2).float() @ keys.mT) * rule.scale
