@@ -139,7 +139,7 @@ class _RingAttention(torch.autograd.Function):
         ring = _Ring(group, _KEYS)
         # Without tiles every query sees some of this rank's own keys, whose results are stored, not merged.
         stores_first = not options.rule.needs_tiles
-        partial = PartialAttention(query, value.shape[-1], initialized=not stores_first)
+        partial = PartialAttention(query, value.shape[-1], not stores_first)
         for turn in range(group.size):
             if turn < group.size - 1:
                 ring.start(current_kv, next_kv)

@@ -9,8 +9,7 @@
 | `attention_inputs.py` | inputs of attention, and rotation of queries and keys |
 | `attention_block.py` | attention of one block of queries over one block of keys, with its log-sum-exp |
 | `attention_tiles.py` | tiles of queries and keys, by which windows, soft caps and sinks are computed |
-| `tiled_attention.py` | attention of complete sequences by tiles |
-| `packed_attention.py` | attention within documents that are packed in a sequence, each as one block |
+| `blockwise_attention.py` | attention of complete sequences, or of documents packed in them, by blocks |
 | `normalization.py` | LayerNorm and RMSNorm by torch, with a backward pass that keeps few tensors |
 | `logits.py` | softmax statistics of logits, for losses |
 | `choice_cache.py` | the cache file of measured kernels, by type of processor |

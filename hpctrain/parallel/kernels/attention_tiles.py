@@ -235,16 +235,17 @@ class PartialAttention:
         query: Queries [s, b, heads, d].
         features: Features of the output.
         initialized: True to start with the values over no keys, False to leave both uninitialized.
+        rounded: True for an output in the format of the queries, which stores results but adds none.
 
     Attributes:
-        output: Output over the keys so far, [s, b, heads, features] in fp32.
+        output: Output over the keys so far, [s, b, heads, features] in fp32 unless it is `rounded`.
         log_sum: Log-sum-exp over them, [b, heads, s].
     """
 
-    def __init__(self, query: Tensor, features: int, initialized: bool = True) -> None:
+    def __init__(self, query: Tensor, features: int, initialized: bool, rounded: bool = False) -> None:
         rows, batch, heads, _ = query.shape
         dtype = torch.promote_types(query.dtype, torch.float32)
-        self.output = query.new_empty(rows, batch, heads, features, dtype=dtype)
+        self.output = query.new_empty(rows, batch, heads, features, dtype=query.dtype if rounded else dtype)
         self.log_sum = query.new_empty(batch, heads, rows, dtype=dtype)
         if initialized:
             self.output.zero_()

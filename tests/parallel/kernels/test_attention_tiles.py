@@ -1,6 +1,6 @@
 """Attention with windows, soft caps and sinks by tiles, beside softmax under a mask: values and gradients.
 
-Tests of parallel/kernels/attention_tiles.py and parallel/kernels/tiled_attention.py.
+Tests of parallel/kernels/attention_tiles.py and parallel/kernels/blockwise_attention.py.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from hpctrain.data.documents import Documents
 from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule, band_tiles
+from hpctrain.parallel.kernels.blockwise_attention import blockwise_attention
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
 from hpctrain.parallel.kernels.functions.function_library import open_library
 from hpctrain.parallel.kernels.functions.layer_functions import TORCH
-from hpctrain.parallel.kernels.tiled_attention import tiled_attention
 
 ROWS, BATCH, HEADS, GROUPS, SIZE = 23, 2, 4, 2, 6
 WINDOWS = (0, 1, 3, 7, 22, 40)
@@ -88,7 +88,7 @@ def test_values_and_gradients_are_those_of_softmax(cap: float, has_sinks: bool, 
         leaves = [query, key, value, *([sinks] if has_sinks else [])]
         expected = masked_softmax(query, key, value, sinks if has_sinks else None, rule, begins)
         inputs = AttentionInputs(*leaves, documents=documents)
-        found = tiled_attention(inputs, rule)
+        found = blockwise_attention(inputs, rule)
         torch.testing.assert_close(found, expected)
         direction = random(*expected.shape, seed=7)
         torch.testing.assert_close(
@@ -125,7 +125,7 @@ def test_long_windows_are_cut_into_rows() -> None:
         max(tile.queries.stop - tile.queries.start for tile in rule.tiles(query.bfloat16(), 300, 300)) == 150
     )
     expected = masked_softmax(query, key, value, None, rule, torch.zeros(1, 300))
-    found = tiled_attention(AttentionInputs(query, key, value), rule)
+    found = blockwise_attention(AttentionInputs(query, key, value), rule)
     for one, other in zip(
         torch.autograd.grad(found, (query, key, value), direction),
         torch.autograd.grad(expected, (query, key, value), direction),
@@ -139,5 +139,5 @@ def test_long_capped_attention_is_cut_into_pieces() -> None:
     rule = AttentionRule(0.6, 0, 2.0)
     assert max(tile.keys.stop - tile.keys.start for tile in rule.tiles(query, 1100, 1100)) == 512
     expected = masked_softmax(query, key, value, None, rule, torch.zeros(1, 1100))
-    found = tiled_attention(AttentionInputs(query, key, value), rule)
+    found = blockwise_attention(AttentionInputs(query, key, value), rule)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -1,6 +1,6 @@
 """Attention within documents beside softmax under a mask, in double precision: values and gradients.
 
-Tests of parallel/kernels/packed_attention.py, and of documents in
+Tests of parallel/kernels/blockwise_attention.py, and of documents in
 parallel/kernels/functions/layer_functions.py.
 """
 
@@ -17,10 +17,10 @@ from hpctrain.data.documents import Documents
 from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
+from hpctrain.parallel.kernels.blockwise_attention import blockwise_attention
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
 from hpctrain.parallel.kernels.functions.function_library import open_library
 from hpctrain.parallel.kernels.functions.layer_functions import TORCH, LayerFunctions
-from hpctrain.parallel.kernels.packed_attention import document_attention
 from tests.parallel.kernels.test_attention_block import kernel
 
 __all__ = ["kernel"]
@@ -45,6 +45,10 @@ def documents() -> Documents:
     for row, ends in enumerate(((0, 1, 40, 100), (63, 64, 149), ())):
         tokens[row, list(ends)] = 0
     return Documents.of(tokens, 0)
+
+
+def within_documents(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return blockwise_attention(AttentionInputs(query, key, value, documents=documents()), RULE)
 
 
 def masked_softmax(among: Documents, tables: Sequence[Tensor]) -> Callable[..., Tensor]:
@@ -90,13 +94,20 @@ def compare(own: Callable[..., Tensor], form: torch.dtype, tables: Sequence[Tens
 
 def test_in_double_precision() -> None:
     inputs, weight = inputs_of(torch.float64)
-    own = derived(lambda q, k, v: document_attention(q, k, v, documents(), RULE.scale), inputs, weight)
+    own = derived(
+        within_documents,
+        inputs,
+        weight,
+    )
     for found, right in zip(own, derived(masked_softmax(documents(), ()), inputs, weight), strict=True):
         torch.testing.assert_close(found, right, rtol=0, atol=1e-6)
 
 
 def test_by_every_kernel(kernel: str) -> None:
-    compare(lambda q, k, v: document_attention(q, k, v, documents(), RULE.scale), torch.float32)
+    compare(
+        within_documents,
+        torch.float32,
+    )
 
 
 @pytest.mark.parametrize("form", ROUNDING)

@@ -13,10 +13,9 @@ from hpctrain.deck.activations import Activation, ElementwiseFunction
 from hpctrain.parallel.backward.autograd import apply_function
 from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
+from hpctrain.parallel.kernels.blockwise_attention import blockwise_attention
 from hpctrain.parallel.kernels.logits import SoftmaxStatistics, SplitLogits
 from hpctrain.parallel.kernels.normalization import normalize
-from hpctrain.parallel.kernels.packed_attention import document_attention
-from hpctrain.parallel.kernels.tiled_attention import tiled_attention
 
 
 class LayerFunctions:
@@ -96,10 +95,8 @@ class LayerFunctions:
         if inputs.tables:
             inputs = inputs.rotated()
         query, key, value, sinks, _, documents = inputs
-        if rule.needs_tiles or sinks is not None:
-            return tiled_attention(inputs, rule)
-        if documents is not None:
-            return document_attention(query, key, value, documents, rule.scale)
+        if rule.needs_tiles or sinks is not None or documents is not None:
+            return blockwise_attention(inputs, rule)
         output = functional.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
