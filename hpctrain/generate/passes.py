@@ -16,7 +16,7 @@ from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
 from hpctrain.parallel.kernels.matmul_kernels import Fp32Kernel, Pass
-from hpctrain.parallel.kernels.small_batch import SmallBatchKernel, block_of
+from hpctrain.parallel.kernels.small_batch import SmallBatchKernel, find_block_size
 from hpctrain.parallel.matmul import Matmul
 from hpctrain.parallel.vocabulary import VocabularyHead
 
@@ -62,14 +62,14 @@ def _multiply_few(model: Transformer, product: Matmul, head: bool) -> None:
     )
     kernel = kernels.kernel_for(kind, *product.shape)
     through = isinstance(kernel, Fp32Kernel)
-    by = kernel.by if isinstance(kernel, Fp32Kernel) else kernel
+    by = kernel.inner if isinstance(kernel, Fp32Kernel) else kernel
     fitting = type(product) is Matmul and (through or model.dtype == torch.float32)
     # It computes by one thread: libraries by all.
     if not fitting or isinstance(by, SmallBatchKernel) or torch.get_num_threads() > 1:
         return
     if not isinstance(functions, CompiledFunctions):
         return
-    block = block_of(by, functions, *product.shape, head)
+    block = find_block_size(by, functions, *product.shape, head)
     if block is not None:
         few = SmallBatchKernel(by, functions, block)
         kernels.choose(kind, *product.shape, Fp32Kernel(kernel.name, few) if through else few)

@@ -107,7 +107,7 @@ def _onednn_workspace(kernel: OneDnn, rows: int, outputs: int, inputs: int, size
 
 @kernel_workspace.register
 def _fp32_workspace(kernel: Fp32Kernel, rows: int, outputs: int, inputs: int, sizes: ActivationSizes) -> int:
-    by = kernel.by if sizes.gradient_itemsize == 4 else LIBRARY
+    by = kernel.inner if sizes.gradient_itemsize == 4 else LIBRARY
     converted = 4 * (rows * outputs + rows * inputs + outputs * inputs)
     return converted + kernel_workspace(by, rows, outputs, inputs, replace(sizes, itemsize=4))
 
@@ -116,7 +116,7 @@ def _fp32_workspace(kernel: Fp32Kernel, rows: int, outputs: int, inputs: int, si
 def _small_batch_workspace(
     kernel: SmallBatchKernel, rows: int, outputs: int, inputs: int, sizes: ActivationSizes
 ) -> int:
-    return kernel_workspace(kernel.by, rows, outputs, inputs, sizes)
+    return kernel_workspace(kernel.inner, rows, outputs, inputs, sizes)
 
 
 def gradient_workspace(elements: int, sizes: ActivationSizes) -> int:

@@ -134,7 +134,14 @@ class AttentionRule:
         return max(0, position - self.window + 1) if self.window else 0
 
     def tiles(self, query: Tensor, queries: int, keys: int, distance: int = 0) -> Iterator[Tile]:
-        """Yield the tiles of a block of a tensor of queries, see `band_tiles`, in sizes that are fast."""
+        """Yield the tiles of `band_tiles` for this rule, in sizes that are fast for a device and format.
+
+        Args:
+            query: Tensor of queries, whose device and format count.
+            queries: Number of consecutive queries.
+            keys: Number of consecutive keys.
+            distance: Position of the first query minus that of the first key.
+        """
         columns = _CAPPED_TILE if self.cap else 0
         by_rows = self.window and not self.cap and query.is_cpu and query.element_size() > 2
         rows = _CPU_TILE_ROWS if by_rows else columns

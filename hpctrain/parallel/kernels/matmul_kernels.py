@@ -42,7 +42,7 @@ PASSES: tuple[Pass, ...] = ("forward", "logits", "input_gradient", "weight_gradi
 
 
 class MatmulKernel:
-    """Kernel of the library that torch chooses, for operands as they are.
+    """Products of a matrix in all passes, by the library that torch chooses; interface of all kernels.
 
     Attributes:
         name: Name in the deck (`machine.products`) and in stored measurements.
@@ -140,38 +140,38 @@ class Fp32Kernel(MatmulKernel):
 
     Args:
         name: Name in the deck.
-        by: Kernel that multiplies in fp32.
+        inner: Kernel that multiplies in fp32.
     """
 
     converts = True
 
-    def __init__(self, name: str, by: MatmulKernel) -> None:
-        self.name, self.by = name, by
+    def __init__(self, name: str, inner: MatmulKernel) -> None:
+        self.name, self.inner = name, inner
 
     @override
     def multiplies(self, storage: torch.dtype) -> bool:
-        return storage in {torch.bfloat16, torch.float16} and self.by.multiplies(torch.float32)
+        return storage in {torch.bfloat16, torch.float16} and self.inner.multiplies(torch.float32)
 
     @override
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        product = self.by.forward(inputs.float(), weight.float(), None if bias is None else bias.float())
+        product = self.inner.forward(inputs.float(), weight.float(), None if bias is None else bias.float())
         return product.to(inputs.dtype)
 
     @override
     def logits(self, inputs: Tensor, table: Tensor) -> Tensor:
-        return self.by.logits(inputs.float(), table.float()).to(inputs.dtype)
+        return self.inner.logits(inputs.float(), table.float()).to(inputs.dtype)
 
     @override
     def input_gradient(self, output_gradient: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        product = self.by.input_gradient(output_gradient.float(), weight.float())
+        product = self.inner.input_gradient(output_gradient.float(), weight.float())
         return product.to(output_gradient.dtype) if out is None else out.copy_(product)
 
     @override
     def add_weight_gradient(
         self, into: Tensor, output_gradient: Tensor, inputs: Tensor, overwrite: bool
     ) -> None:
-        by = self.by if into.dtype == torch.float32 else LIBRARY
-        by.add_weight_gradient(into, output_gradient.float(), inputs.float(), overwrite)
+        kernel = self.inner if into.dtype == torch.float32 else LIBRARY
+        kernel.add_weight_gradient(into, output_gradient.float(), inputs.float(), overwrite)
 
 
 LIBRARY = MatmulKernel()
@@ -231,13 +231,13 @@ class KernelTable:
         self.chosen[kind, outputs, inputs] = kernel
 
     def reuses_converted(self, outputs: int, inputs: int) -> bool:
-        """Return True if a matrix [outputs, inputs] remains in memory in fp32."""
+        """Return True if a 16-bit matrix [outputs, inputs] has an fp32 copy for several products."""
         kinds: tuple[Pass, ...] = ("forward", "logits", "input_gradient")
         return self.reuse_converted and any(self.kernel_for(kind, outputs, inputs).converts for kind in kinds)
 
     @contextmanager
     def constant_matrices(self) -> Iterator[None]:
-        """Return a context within which no matrix changes."""
+        """Return a context in which no matrix changes, so that layers may reuse converted copies."""
         self._periods += 1
         self.constant_period = self._periods if self.reuse_converted else None
         try:

@@ -33,43 +33,44 @@ class SmallBatchKernel(MatmulKernel):
     """Kernel for products of a few rows with a matrix in fp32, which leaves all others to another kernel.
 
     Args:
-        by: The other kernel.
+        inner: The other kernel.
         functions: Compiled functions.
         block: Features that are added one after the other.
     """
 
-    def __init__(self, by: MatmulKernel, functions: CompiledFunctions, block: int) -> None:
-        self.by, self.functions, self.block = by, functions, block
-        self.name, self.converts = by.name, by.converts
+    def __init__(self, inner: MatmulKernel, functions: CompiledFunctions, block: int) -> None:
+        self.inner, self.functions, self.block = inner, functions, block
+        self.name, self.converts = inner.name, inner.converts
 
     @override
     def multiplies(self, storage: torch.dtype) -> bool:
-        return self.by.multiplies(storage)
+        return self.inner.multiplies(storage)
 
     @override
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if _many(inputs, weight):
-            return self.by.forward(inputs, weight, bias)
+        if _is_for_library(inputs, weight):
+            return self.inner.forward(inputs, weight, bias)
         return few_rows(self.functions, inputs, weight, bias, self.block)
 
     @override
     def logits(self, inputs: Tensor, table: Tensor) -> Tensor:
-        if _many(inputs, table):
-            return self.by.logits(inputs, table)
+        if _is_for_library(inputs, table):
+            return self.inner.logits(inputs, table)
         return few_rows(self.functions, inputs, table, None, self.block)
 
     @override
     def input_gradient(self, output_gradient: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.by.input_gradient(output_gradient, weight, out)
+        return self.inner.input_gradient(output_gradient, weight, out)
 
     @override
     def add_weight_gradient(
         self, into: Tensor, output_gradient: Tensor, inputs: Tensor, overwrite: bool
     ) -> None:
-        self.by.add_weight_gradient(into, output_gradient, inputs, overwrite)
+        self.inner.add_weight_gradient(into, output_gradient, inputs, overwrite)
 
 
-def _many(inputs: Tensor, weight: Tensor) -> bool:
+def _is_for_library(inputs: Tensor, weight: Tensor) -> bool:
+    """Return True if there are too many rows, or too few outputs, for the compiled function."""
     fitting = inputs.dtype == weight.dtype == torch.float32 and weight.is_contiguous()
     return not (fitting and len(weight) >= LEAST_OUTPUTS and 0 < inputs.numel() <= FEW * inputs.shape[-1])
 
@@ -95,20 +96,20 @@ def few_rows(
     return result
 
 
-def block_of(
-    by: MatmulKernel, functions: CompiledFunctions, outputs: int, inputs: int, head: bool
+def find_block_size(
+    kernel: MatmulKernel, functions: CompiledFunctions, outputs: int, inputs: int, head: bool
 ) -> int | None:
-    """Return the block with which `few_rows` has the bits of a kernel's products of many rows, in fp32.
+    """Return the `block` with which `few_rows` has the bits of a kernel's products of many rows, in fp32.
 
     Args:
-        by: The kernel.
+        kernel: The kernel.
         functions: Compiled functions.
         outputs: Outputs of the matrix.
         inputs: Inputs of the matrix.
         head: True for a table that `MatmulKernel.logits` multiplies.
 
     Returns:
-        The block, or None if no block has these bits.
+        The number of features that are added one after the other, or None if no number has these bits.
     """
     if outputs < LEAST_OUTPUTS:
         return None
@@ -116,7 +117,7 @@ def block_of(
     outputs = min(outputs, _MOST_OUTPUTS)
     weight, rows = (torch.randn(count, inputs, generator=generator) for count in (outputs, 3 * FEW))
     biases = (None,) if head else (None, torch.randn(outputs, generator=generator))
-    many = [by.logits(rows, weight) if head else by.forward(rows, weight, bias) for bias in biases]
+    many = [kernel.logits(rows, weight) if head else kernel.forward(rows, weight, bias) for bias in biases]
 
     def agrees(block: int) -> bool:
         return all(

@@ -13,7 +13,7 @@ from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
 from hpctrain.parallel.kernels.functions.function_library import open_library
 from hpctrain.parallel.kernels.matmul_kernels import LIBRARY, MatmulKernel
-from hpctrain.parallel.kernels.small_batch import FEW, SmallBatchKernel, block_of, few_rows
+from hpctrain.parallel.kernels.small_batch import FEW, SmallBatchKernel, few_rows, find_block_size
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_sums_are_of_blocks(compiled: CompiledFunctions, block: int) -> None:
 @pytest.mark.parametrize("shape", [(1536, 512), (61, 40), (200, 1000), (77, 203)])
 @pytest.mark.parametrize("head", [False, True])
 def test_bits_are_those_of_many_rows(compiled: CompiledFunctions, shape: tuple[int, int], head: bool) -> None:
-    block = block_of(LIBRARY, compiled, *shape, head)
+    block = find_block_size(LIBRARY, compiled, *shape, head)
     if block is None:
         pytest.skip(f"the library here adds {shape} in another order")
     by = SmallBatchKernel(LIBRARY, compiled, block)
@@ -84,7 +84,7 @@ def test_a_kernel_of_another_order_is_left_alone(compiled: CompiledFunctions) ->
         def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return LIBRARY.forward(inputs.flip(-1), weight.flip(-1), bias)
 
-    assert block_of(Backwards(), compiled, 60, 300, False) is None
+    assert find_block_size(Backwards(), compiled, 60, 300, False) is None
 
 
 def test_another_bias_is_seen(compiled: CompiledFunctions) -> None:
@@ -93,9 +93,9 @@ def test_another_bias_is_seen(compiled: CompiledFunctions) -> None:
             product = LIBRARY.forward(inputs, weight)
             return product if bias is None else product + bias
 
-    if block_of(LIBRARY, compiled, 60, 1000, False) is None:
+    if find_block_size(LIBRARY, compiled, 60, 1000, False) is None:
         pytest.skip("the library here adds in another order")
-    assert block_of(Last(), compiled, 60, 1000, False) is None
+    assert find_block_size(Last(), compiled, 60, 1000, False) is None
 
 
 def test_others_are_the_kernels(compiled: CompiledFunctions) -> None:

@@ -50,13 +50,22 @@ class _Sequences(NamedTuple):
 
     @staticmethod
     def of(query: Tensor, documents: Documents | None) -> Iterator[_Sequences]:
-        """Yield all that are computed for themselves."""
+        """Yield all sequences at once, or each document of packed sequences.
+
+        Args:
+            query: Queries [s, b, heads, d].
+            documents: Boundaries of documents; None without packing.
+        """
         length, batch = query.shape[:2]
         for rows, begin, end in separate_sequences(documents, batch, length):
             yield _Sequences(slice(begin, end), rows)
 
     def log_sums(self, memory: Tensor) -> Tensor:
-        """Return the part of the memory [b, heads, s] of log-sum-exps that begins with those of these."""
+        """Return the memory of the log-sum-exps of these sequences, and of all later ones.
+
+        Args:
+            memory: Memory of all log-sum-exps [b, heads, s], in which each document has [1, heads, length].
+        """
         _, heads, length = memory.shape
         return memory.view(-1)[heads * (self.batch.start * length + self.positions.start) :]
 
