@@ -71,10 +71,13 @@ class BlockAttention(nn.Module):
     def attend(
         self, operands: Sequence[Tensor], rotary: Rotary | None, documents: Documents | None
     ) -> Tensor:
-        """Return `_attend` of tensors, or save only these and compute it again in the backward pass.
+        """Return the output of the core [s, b, heads, v]. Collective over the context axis.
+
+        The policy of activations decides whether the backward pass gets what the core saves, or only the
+        operands, from which it computes the core again.
 
         Args:
-            operands: Tensors from which the core is computed.
+            operands: Operands of the layer's `_attend`.
             rotary: Tables of the positions; None in families without rotation.
             documents: Documents of packed sequences, to which attention is limited; None without packing.
         """
@@ -85,7 +88,12 @@ class BlockAttention(nn.Module):
         return self.layer_context.saved_policy.attend(compute, operands, tables)
 
     def _attend(self, *operands_and_tables: Tensor, documents: Documents | None) -> Tensor:
-        """Return the attention [s, b, heads, v] of the operands, which precede the tables."""
+        """Return the output of the core [s, b, heads, v].
+
+        Args:
+            operands_and_tables: Operands of the layer, then the tables of a Rotary if it rotates.
+            documents: As in `attend`.
+        """
         raise NotImplementedError
 
 

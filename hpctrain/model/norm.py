@@ -43,10 +43,10 @@ class Norm(nn.Module):
 
     @property
     def has_fast_function(self) -> bool:
-        """True if a fast function computes the norm.
+        """True if torch or the compiled library has a kernel of the norm; otherwise `normalize` computes it.
 
-        There are fast functions for RMSNorm with a weight, for LayerNorm with weight and bias, and among the
-        compiled ones for RMSNorm with a weight plus one.
+        There are kernels for RMSNorm with a weight, for LayerNorm with weight and bias, and in the compiled
+        library for RMSNorm with a weight plus one.
         """
         if self.weight is None or (self.offset and not self.functions.compiled):
             return False
