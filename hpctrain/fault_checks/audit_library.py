@@ -1,6 +1,6 @@
 """Trial program of the library that is compiled from `audit.c`: it calls all functions once.
 
-It imports only the standard library, for the same reasons as `kernels/function_library.py`.
+It imports only the standard library, for the same reasons as `kernels/functions/function_library.py`.
 """
 
 from __future__ import annotations
