@@ -289,7 +289,7 @@ def test_a_few_are_multiplied_by_a_compiled_function(
     texts, seen = grown_by(model, places=5, rows=24, order=range(5), tokens=12)
     kernels = model.layer_context.products.kernels.chosen.values()
     few = [
-        isinstance(each.by if isinstance(each, Fp32Kernel) else each, SmallBatchKernel) for each in kernels
+        isinstance(each.inner if isinstance(each, Fp32Kernel) else each, SmallBatchKernel) for each in kernels
     ]
     if not any(few):
         pytest.skip("the library here adds in another order")
