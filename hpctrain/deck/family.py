@@ -120,7 +120,7 @@ class WindowKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureFiles:
-    """Mixtures of experts in the files of a model type.
+    """Mixtures of experts in the files of a model type, where they differ from Qwen3-MoE.
 
     Attributes:
         sizes: Keys of a config.json and their defaults, by the field of a ModelShape.
@@ -140,9 +140,12 @@ class MixtureFiles:
     """
 
     sizes: Mapping[str, tuple[str, int]]
-    layers: tuple[tuple[str, ...], ...]
-    gate_up: tuple[str, ...]
-    down: str
+    layers: tuple[tuple[str, ...], ...] = (("model.layers.{}.mlp.gate", "blocks.{}.feed_forward.router"),)
+    gate_up: tuple[str, ...] = (
+        "model.layers.{}.mlp.experts.{}.gate_proj",
+        "model.layers.{}.mlp.experts.{}.up_proj",
+    )
+    down: str = "model.layers.{}.mlp.experts.{}.down_proj"
     gates: Literal["concatenated", "interleaved", "none"] = "none"
     transposed: bool = False
     suffixes: Mapping[str, str] = field(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 
 from hpctrain.deck.families.preset_keys import model_keys
 from hpctrain.deck.family import ConfigKey, Family, FamilyDefaults, ModelType, WindowKeys
@@ -37,51 +36,49 @@ _COHERE2 = replace(
     ),
 )
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "cohere": Family(
-            defaults=FamilyDefaults(
-                norm="layer", parallel_residual="one_norm", logit_multiplier=0.0625, tied=True
-            ),
-            model_types=(_COHERE,),
-            presets={
-                "command-r-35b": {
-                    "source": "Command R: Cohere 2024, huggingface.co/CohereForAI",
-                    "sequence": 8192,
-                    "model": model_keys(40, 8192, 64, 64, 22528, 256000, 1e-5, rope_base=8e6),
-                },
-                "command-r-plus-104b": {
-                    "source": "Command R+: Cohere 2024, huggingface.co/CohereForAI",
-                    "sequence": 8192,
-                    "model": model_keys(
-                        *(64, 12288, 96, 8, 33792, 256000, 1e-5),
-                        rope_base=7.5e7,
-                        logit_multiplier=5 / 6,
-                        query_key_norm="layer_per_head",
-                    ),
-                },
-            },
+FAMILIES: Mapping[str, Family] = {
+    "cohere": Family(
+        defaults=FamilyDefaults(
+            norm="layer", parallel_residual="one_norm", logit_multiplier=0.0625, tied=True
         ),
-        "cohere2": Family(
-            defaults=FamilyDefaults(
-                norm="layer",
-                parallel_residual="one_norm",
-                logit_multiplier=0.0625,
-                rotation_pattern=(True, True, True, False),
-                windows=(4096, 4096, 4096, 0),
-                tied=True,
-            ),
-            model_types=(_COHERE2,),
-            presets={
-                "command-r7b": {
-                    "source": "Command R7B: Cohere 2024, huggingface.co/CohereForAI",
-                    "sequence": 8192,
-                    "model": model_keys(
-                        *(32, 4096, 32, 8, 14336, 256000, 1e-5), rope_base=5e4, logit_multiplier=0.25
-                    ),
-                },
+        model_types=(_COHERE,),
+        presets={
+            "command-r-35b": {
+                "source": "Command R: Cohere 2024, huggingface.co/CohereForAI",
+                "sequence": 8192,
+                "model": model_keys(40, 8192, 64, 64, 22528, 256000, 1e-5, rope_base=8e6),
             },
+            "command-r-plus-104b": {
+                "source": "Command R+: Cohere 2024, huggingface.co/CohereForAI",
+                "sequence": 8192,
+                "model": model_keys(
+                    *(64, 12288, 96, 8, 33792, 256000, 1e-5),
+                    rope_base=7.5e7,
+                    logit_multiplier=5 / 6,
+                    query_key_norm="layer_per_head",
+                ),
+            },
+        },
+    ),
+    "cohere2": Family(
+        defaults=FamilyDefaults(
+            norm="layer",
+            parallel_residual="one_norm",
+            logit_multiplier=0.0625,
+            rotation_pattern=(True, True, True, False),
+            windows=(4096, 4096, 4096, 0),
+            tied=True,
         ),
-    }
-)
+        model_types=(_COHERE2,),
+        presets={
+            "command-r7b": {
+                "source": "Command R7B: Cohere 2024, huggingface.co/CohereForAI",
+                "sequence": 8192,
+                "model": model_keys(
+                    *(32, 4096, 32, 8, 14336, 256000, 1e-5), rope_base=5e4, logit_multiplier=0.25
+                ),
+            },
+        },
+    ),
+}
 """Families of this module by the value of model.family."""

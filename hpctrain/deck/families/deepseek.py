@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import log
-from types import MappingProxyType
 from typing import Any
 
 from hpctrain.deck.families.preset_keys import model_keys
@@ -39,8 +38,6 @@ def deepseek_mixture(*defaults: int, **further: Any) -> MixtureFiles:
             (f"{module}.gate.e_score_correction_bias", f"router/bias/{own}.router"),
             *((f"{module}.shared_experts.{name}_proj", f"{own}.shared.{name}") for name in _GATE_UP_DOWN),
         ),
-        gate_up=tuple(f"{module}.experts.{{}}.{name}_proj" for name in ("gate", "up")),
-        down=f"{module}.experts.{{}}.down_proj",
         **further,
     )
 
@@ -115,75 +112,73 @@ _DEEPSEEK_YARN = {
     "attention_factor": 1.0,
 }
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "deepseek-v2": Family(
-            defaults=FamilyDefaults(),
-            experts={"router_normalize": False, "router_group_best": 1},
-            model_types=(_DEEPSEEK_V2,),
-            presets={
-                "deepseek-v2-lite": {
-                    "source": _DEEPSEEK_V2_REPORT,
-                    "sequence": 4096,
-                    "model": model_keys(
-                        *(27, 2048, 16, 16, 10944, 102400, 1e-6),
-                        head_size=192,
-                        attention_scale=_deepseek_scale(0.707),
-                    ),
-                    "latent": _latent(None),
-                    "experts": _deepseek_experts(64, 6, 1408, 2, 1, 1.0),
-                    "rope_scaling": _DEEPSEEK_YARN,
-                },
-                "deepseek-v2-236b": {
-                    "source": _DEEPSEEK_V2_REPORT,
-                    "sequence": 4096,
-                    "model": model_keys(
-                        *(60, 5120, 128, 128, 12288, 102400, 1e-6),
-                        head_size=192,
-                        attention_scale=_deepseek_scale(0.707),
-                    ),
-                    "latent": _latent(1536),
-                    "experts": _deepseek_experts(
-                        *(160, 6, 1536, 2, 1, 16.0),
-                        router_groups=8,
-                        router_groups_per_token=3,
-                    ),
-                    "rope_scaling": _DEEPSEEK_YARN,
-                },
+FAMILIES: Mapping[str, Family] = {
+    "deepseek-v2": Family(
+        defaults=FamilyDefaults(),
+        experts={"router_normalize": False, "router_group_best": 1},
+        model_types=(_DEEPSEEK_V2,),
+        presets={
+            "deepseek-v2-lite": {
+                "source": _DEEPSEEK_V2_REPORT,
+                "sequence": 4096,
+                "model": model_keys(
+                    *(27, 2048, 16, 16, 10944, 102400, 1e-6),
+                    head_size=192,
+                    attention_scale=_deepseek_scale(0.707),
+                ),
+                "latent": _latent(None),
+                "experts": _deepseek_experts(64, 6, 1408, 2, 1, 1.0),
+                "rope_scaling": _DEEPSEEK_YARN,
             },
-        ),
-        "deepseek-v3": Family(
-            defaults=FamilyDefaults(),
-            experts={"router": "sigmoid", "balance": "bias"},
-            model_types=(_DEEPSEEK_V3,),
-            presets={
-                "deepseek-v3-671b": {
-                    "source": "DeepSeek-V3: DeepSeek-AI 2024, arXiv 2412.19437",
-                    "sequence": 4096,
-                    "model": model_keys(
-                        *(61, 7168, 128, 128, 18432, 129280, 1e-6),
-                        head_size=192,
-                        attention_scale=_deepseek_scale(1.0),
-                    ),
-                    "latent": _latent(1536),
-                    "experts": _deepseek_experts(
-                        *(256, 8, 2048, 1, 3, 2.5),
-                        router_groups=8,
-                        router_groups_per_token=4,
-                    ),
-                    "rope_scaling": _DEEPSEEK_YARN,
-                },
-                "moonlight-16b-a3b": {
-                    "source": "Moonlight: Liu et al. 2025, arXiv 2502.16982",
-                    "sequence": 8192,
-                    "model": model_keys(
-                        *(27, 2048, 16, 16, 11264, 163840, 1e-5), head_size=192, rope_base=50000.0
-                    ),
-                    "latent": _latent(None),
-                    "experts": _deepseek_experts(64, 6, 1408, 2, 1, 2.446),
-                },
+            "deepseek-v2-236b": {
+                "source": _DEEPSEEK_V2_REPORT,
+                "sequence": 4096,
+                "model": model_keys(
+                    *(60, 5120, 128, 128, 12288, 102400, 1e-6),
+                    head_size=192,
+                    attention_scale=_deepseek_scale(0.707),
+                ),
+                "latent": _latent(1536),
+                "experts": _deepseek_experts(
+                    *(160, 6, 1536, 2, 1, 16.0),
+                    router_groups=8,
+                    router_groups_per_token=3,
+                ),
+                "rope_scaling": _DEEPSEEK_YARN,
             },
-        ),
-    }
-)
+        },
+    ),
+    "deepseek-v3": Family(
+        defaults=FamilyDefaults(),
+        experts={"router": "sigmoid", "balance": "bias"},
+        model_types=(_DEEPSEEK_V3,),
+        presets={
+            "deepseek-v3-671b": {
+                "source": "DeepSeek-V3: DeepSeek-AI 2024, arXiv 2412.19437",
+                "sequence": 4096,
+                "model": model_keys(
+                    *(61, 7168, 128, 128, 18432, 129280, 1e-6),
+                    head_size=192,
+                    attention_scale=_deepseek_scale(1.0),
+                ),
+                "latent": _latent(1536),
+                "experts": _deepseek_experts(
+                    *(256, 8, 2048, 1, 3, 2.5),
+                    router_groups=8,
+                    router_groups_per_token=4,
+                ),
+                "rope_scaling": _DEEPSEEK_YARN,
+            },
+            "moonlight-16b-a3b": {
+                "source": "Moonlight: Liu et al. 2025, arXiv 2502.16982",
+                "sequence": 8192,
+                "model": model_keys(
+                    *(27, 2048, 16, 16, 11264, 163840, 1e-5), head_size=192, rope_base=50000.0
+                ),
+                "latent": _latent(None),
+                "experts": _deepseek_experts(64, 6, 1408, 2, 1, 2.446),
+            },
+        },
+    ),
+}
 """Families of this module by the value of model.family."""

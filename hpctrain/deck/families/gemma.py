@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 
 from hpctrain.deck.families.preset_keys import model_keys
 from hpctrain.deck.family import ConfigKey, Family, FamilyDefaults, ModelType, WindowKeys
@@ -57,86 +56,82 @@ _GEMMA3 = replace(
     reward_architecture="Gemma3TextForSequenceClassification",
 )
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "gemma": Family(
-            defaults=FamilyDefaults(
-                norm_weight="one_plus", activation="geglu", scaled_embedding=True, tied=True
-            ),
-            model_types=(_GEMMA,),
-            presets={
-                "gemma-2b": {
-                    "source": "Gemma: Gemma Team 2024, arXiv 2403.08295",
-                    "sequence": 8192,
-                    "model": model_keys(18, 2048, 8, 1, 16384, 256000, 1e-6, head_size=256),
-                },
-                "gemma-7b": {
-                    "source": "Gemma: Gemma Team 2024, arXiv 2403.08295",
-                    "sequence": 8192,
-                    "model": model_keys(28, 3072, 16, 16, 24576, 256000, 1e-6, head_size=256),
-                },
+FAMILIES: Mapping[str, Family] = {
+    "gemma": Family(
+        defaults=FamilyDefaults(norm_weight="one_plus", activation="geglu", scaled_embedding=True, tied=True),
+        model_types=(_GEMMA,),
+        presets={
+            "gemma-2b": {
+                "source": "Gemma: Gemma Team 2024, arXiv 2403.08295",
+                "sequence": 8192,
+                "model": model_keys(18, 2048, 8, 1, 16384, 256000, 1e-6, head_size=256),
             },
-        ),
-        "gemma2": Family(
-            defaults=FamilyDefaults(
-                norm_weight="one_plus",
-                norm_placement="both",
-                activation="geglu",
-                windows=(4096, 0),
-                attention_cap=50.0,
-                logit_cap=30.0,
-                scaled_embedding=True,
-                tied=True,
-            ),
-            model_types=(_GEMMA2,),
-            presets={
-                f"gemma2-{name}": {
-                    "source": "Gemma 2: Gemma Team 2024, arXiv 2408.00118",
-                    "sequence": 8192,
-                    "model": model_keys(*sizes, 256000, 1e-6, head_size=head, attention_scale=scalar**-0.5),
-                }
-                for name, sizes, head, scalar in (
-                    ("2b", (26, 2304, 8, 4, 9216), 256, 256),
-                    ("9b", (42, 3584, 16, 8, 14336), 256, 256),
-                    ("27b", (46, 4608, 32, 16, 36864), 128, 144),
-                )
+            "gemma-7b": {
+                "source": "Gemma: Gemma Team 2024, arXiv 2403.08295",
+                "sequence": 8192,
+                "model": model_keys(28, 3072, 16, 16, 24576, 256000, 1e-6, head_size=256),
             },
+        },
+    ),
+    "gemma2": Family(
+        defaults=FamilyDefaults(
+            norm_weight="one_plus",
+            norm_placement="both",
+            activation="geglu",
+            windows=(4096, 0),
+            attention_cap=50.0,
+            logit_cap=30.0,
+            scaled_embedding=True,
+            tied=True,
         ),
-        "gemma3": Family(
-            defaults=FamilyDefaults(
-                norm_weight="one_plus",
-                norm_placement="both",
-                query_key_norm="head",
-                activation="geglu",
-                windows=(1024, 1024, 1024, 1024, 1024, 0),
-                scaled_embedding=True,
-                tied=True,
-            ),
-            model_types=(_GEMMA3,),
-            presets={
-                f"gemma3-{name}": {
-                    "source": "Gemma 3: Gemma Team 2025, arXiv 2503.19786",
-                    "sequence": 32768,
-                    "model": model_keys(
-                        *sizes,
-                        vocabulary,
-                        1e-6,
-                        head_size=head,
-                        attention_scale=scalar**-0.5,
-                        windows=(window,) * 5 + (0,),
-                        rope_base=1e6,
-                        rope_local_base=1e4,
-                    ),
-                }
-                for name, sizes, vocabulary, head, scalar, window in (
-                    ("270m", (18, 640, 4, 1, 2048), 262144, 256, 256, 512),
-                    ("1b", (26, 1152, 4, 1, 6912), 262144, 256, 256, 512),
-                    ("4b", (34, 2560, 8, 4, 10240), 262208, 256, 256, 1024),
-                    ("12b", (48, 3840, 16, 8, 15360), 262208, 256, 256, 1024),
-                    ("27b", (62, 5376, 32, 16, 21504), 262208, 128, 168, 1024),
-                )
-            },
+        model_types=(_GEMMA2,),
+        presets={
+            f"gemma2-{name}": {
+                "source": "Gemma 2: Gemma Team 2024, arXiv 2408.00118",
+                "sequence": 8192,
+                "model": model_keys(*sizes, 256000, 1e-6, head_size=head, attention_scale=scalar**-0.5),
+            }
+            for name, sizes, head, scalar in (
+                ("2b", (26, 2304, 8, 4, 9216), 256, 256),
+                ("9b", (42, 3584, 16, 8, 14336), 256, 256),
+                ("27b", (46, 4608, 32, 16, 36864), 128, 144),
+            )
+        },
+    ),
+    "gemma3": Family(
+        defaults=FamilyDefaults(
+            norm_weight="one_plus",
+            norm_placement="both",
+            query_key_norm="head",
+            activation="geglu",
+            windows=(1024, 1024, 1024, 1024, 1024, 0),
+            scaled_embedding=True,
+            tied=True,
         ),
-    }
-)
+        model_types=(_GEMMA3,),
+        presets={
+            f"gemma3-{name}": {
+                "source": "Gemma 3: Gemma Team 2025, arXiv 2503.19786",
+                "sequence": 32768,
+                "model": model_keys(
+                    *sizes,
+                    vocabulary,
+                    1e-6,
+                    head_size=head,
+                    attention_scale=scalar**-0.5,
+                    windows=(window,) * 5 + (0,),
+                    rope_base=1e6,
+                    rope_local_base=1e4,
+                ),
+            }
+            for name, sizes, vocabulary, head, scalar, window in (
+                ("270m", (18, 640, 4, 1, 2048), 262144, 256, 256, 512),
+                ("1b", (26, 1152, 4, 1, 6912), 262144, 256, 256, 512),
+                ("4b", (34, 2560, 8, 4, 10240), 262208, 256, 256, 1024),
+                ("12b", (48, 3840, 16, 8, 15360), 262208, 256, 256, 1024),
+                ("27b", (62, 5376, 32, 16, 21504), 262208, 128, 168, 1024),
+            )
+        },
+    ),
+}
 """Families of this module by the value of model.family."""

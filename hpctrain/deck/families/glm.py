@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 
 from hpctrain.deck.families.preset_keys import model_keys
 from hpctrain.deck.family import ConfigKey, Family, FamilyDefaults, ModelType
@@ -40,25 +39,21 @@ _GLM4 = replace(
     reward_architecture="Glm4ForSequenceClassification",
 )
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "glm": Family(
-            defaults=FamilyDefaults(rotary_fraction=0.5, attention_bias="query_key_value"),
-            model_types=(_GLM,),
-            presets={
-                "glm-4-9b": {
-                    "source": "GLM-4: Team GLM 2024, arXiv 2406.12793",
-                    "sequence": 8192,
-                    "model": model_keys(40, 4096, 32, 2, 13696, 151552, 1.5625e-7, head_size=128),
-                },
+FAMILIES: Mapping[str, Family] = {
+    "glm": Family(
+        defaults=FamilyDefaults(rotary_fraction=0.5, attention_bias="query_key_value"),
+        model_types=(_GLM,),
+        presets={
+            "glm-4-9b": {
+                "source": "GLM-4: Team GLM 2024, arXiv 2406.12793",
+                "sequence": 8192,
+                "model": model_keys(40, 4096, 32, 2, 13696, 151552, 1.5625e-7, head_size=128),
             },
-        ),
-        "glm4": Family(
-            defaults=FamilyDefaults(
-                rotary_fraction=0.5, attention_bias="query_key_value", norm_placement="both"
-            ),
-            model_types=(_GLM4,),
-        ),
-    }
-)
+        },
+    ),
+    "glm4": Family(
+        defaults=FamilyDefaults(rotary_fraction=0.5, attention_bias="query_key_value", norm_placement="both"),
+        model_types=(_GLM4,),
+    ),
+}
 """Families of this module by the value of model.family."""

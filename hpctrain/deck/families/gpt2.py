@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from hpctrain.deck.family import Family, FamilyDefaults, ModelType
 
@@ -42,20 +41,18 @@ _GPT2 = ModelType(
     constants={"attn_pdrop": 0.0},
 )
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "gpt2": Family(
-            defaults=FamilyDefaults(
-                positions="learned",
-                norm="layer",
-                norm_bias=True,
-                attention_bias="all",
-                mlp_bias=True,
-                activation="gelu-tanh",
-                tied=True,
-            ),
-            model_types=(_GPT2,),
+FAMILIES: Mapping[str, Family] = {
+    "gpt2": Family(
+        defaults=FamilyDefaults(
+            positions="learned",
+            norm="layer",
+            norm_bias=True,
+            attention_bias="all",
+            mlp_bias=True,
+            activation="gelu-tanh",
+            tied=True,
         ),
-    }
-)
+        model_types=(_GPT2,),
+    ),
+}
 """Families of this module by the value of model.family."""

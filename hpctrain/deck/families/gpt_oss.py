@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from hpctrain.deck.families.preset_keys import expert_keys, model_keys
 from hpctrain.deck.family import ConfigKey, Family, FamilyDefaults, MixtureFiles, ModelType, WindowKeys
@@ -41,38 +40,36 @@ _GPT_OSS = ModelType(
     quantization="mxfp4",
 )
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "gpt-oss": Family(
-            defaults=FamilyDefaults(
-                windows=(128, 0),
-                attention_sinks=True,
-                attention_bias="all",
-                mlp_bias=True,
-                activation="swiglu-clamped",
-            ),
-            experts={"router_bias": True},
-            model_types=(_GPT_OSS,),
-            presets={
-                f"gpt-oss-{name}": {
-                    "source": "gpt-oss: OpenAI 2025, arXiv 2508.10925",
-                    "sequence": 131072,
-                    "model": model_keys(
-                        layers, 2880, 64, 8, 2880, 201088, 1e-5, head_size=64, rope_base=150_000.0
-                    ),
-                    "experts": expert_keys(count, 4, 2880, True),
-                    "rope_scaling": {
-                        "kind": "yarn",
-                        "factor": 32.0,
-                        "original_sequence": 4096,
-                        "beta_fast": 32.0,
-                        "beta_slow": 1.0,
-                        "truncate": False,
-                    },
-                }
-                for name, layers, count in (("20b", 24, 32), ("120b", 36, 128))
-            },
+FAMILIES: Mapping[str, Family] = {
+    "gpt-oss": Family(
+        defaults=FamilyDefaults(
+            windows=(128, 0),
+            attention_sinks=True,
+            attention_bias="all",
+            mlp_bias=True,
+            activation="swiglu-clamped",
         ),
-    }
-)
+        experts={"router_bias": True},
+        model_types=(_GPT_OSS,),
+        presets={
+            f"gpt-oss-{name}": {
+                "source": "gpt-oss: OpenAI 2025, arXiv 2508.10925",
+                "sequence": 131072,
+                "model": model_keys(
+                    layers, 2880, 64, 8, 2880, 201088, 1e-5, head_size=64, rope_base=150_000.0
+                ),
+                "experts": expert_keys(count, 4, 2880, True),
+                "rope_scaling": {
+                    "kind": "yarn",
+                    "factor": 32.0,
+                    "original_sequence": 4096,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                },
+            }
+            for name, layers, count in (("20b", 24, 32), ("120b", 36, 128))
+        },
+    ),
+}
 """Families of this module by the value of model.family."""

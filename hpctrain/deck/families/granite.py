@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 
 from hpctrain.deck.families.preset_keys import expert_keys, model_keys
 from hpctrain.deck.family import ConfigKey, Family, FamilyDefaults, MixtureFiles, ModelType
@@ -42,44 +41,36 @@ def _granite(attention_scale: float, logit_multiplier: float) -> dict[str, float
     return {**usual, "attention_scale": attention_scale, "logit_multiplier": logit_multiplier}
 
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "granite": Family(
-            defaults=FamilyDefaults(),
-            model_types=(_GRANITE, _GRANITE_MOE),
-            presets={
-                "granite-3-2b": {
-                    "source": "Granite 3.0: IBM 2024, huggingface.co/ibm-granite",
-                    "sequence": 4096,
-                    "model": model_keys(
-                        40, 2048, 32, 8, 8192, 49155, 1e-5, tied=True, **_granite(1 / 64, 1 / 8)
-                    ),
-                },
-                "granite-3-1b-a400m": {
-                    "source": "Granite 3.0: IBM 2024, huggingface.co/ibm-granite",
-                    "sequence": 4096,
-                    "model": model_keys(
-                        24, 1024, 16, 8, 512, 49155, 1e-6, tied=True, **_granite(1 / 64, 1 / 6)
-                    ),
-                    "experts": expert_keys(32, 8, 512, True),
-                },
-                "granite-3-3b-a800m": {
-                    "source": "Granite 3.0: IBM 2024, huggingface.co/ibm-granite",
-                    "sequence": 4096,
-                    "model": model_keys(
-                        32, 1536, 24, 8, 512, 49155, 1e-6, tied=True, **_granite(1 / 64, 1 / 6)
-                    ),
-                    "experts": expert_keys(40, 8, 512, True),
-                },
-                "granite-3-8b": {
-                    "source": "Granite 3.0: IBM 2024, huggingface.co/ibm-granite",
-                    "sequence": 4096,
-                    "model": model_keys(
-                        40, 4096, 32, 8, 12800, 49155, 1e-5, tied=True, **_granite(1 / 128, 1 / 16)
-                    ),
-                },
+FAMILIES: Mapping[str, Family] = {
+    "granite": Family(
+        defaults=FamilyDefaults(),
+        model_types=(_GRANITE, _GRANITE_MOE),
+        presets={
+            "granite-3-2b": {
+                "source": "Granite 3.0: IBM 2024, huggingface.co/ibm-granite",
+                "sequence": 4096,
+                "model": model_keys(40, 2048, 32, 8, 8192, 49155, 1e-5, tied=True, **_granite(1 / 64, 1 / 8)),
             },
-        ),
-    }
-)
+            "granite-3-1b-a400m": {
+                "source": "Granite 3.0: IBM 2024, huggingface.co/ibm-granite",
+                "sequence": 4096,
+                "model": model_keys(24, 1024, 16, 8, 512, 49155, 1e-6, tied=True, **_granite(1 / 64, 1 / 6)),
+                "experts": expert_keys(32, 8, 512, True),
+            },
+            "granite-3-3b-a800m": {
+                "source": "Granite 3.0: IBM 2024, huggingface.co/ibm-granite",
+                "sequence": 4096,
+                "model": model_keys(32, 1536, 24, 8, 512, 49155, 1e-6, tied=True, **_granite(1 / 64, 1 / 6)),
+                "experts": expert_keys(40, 8, 512, True),
+            },
+            "granite-3-8b": {
+                "source": "Granite 3.0: IBM 2024, huggingface.co/ibm-granite",
+                "sequence": 4096,
+                "model": model_keys(
+                    40, 4096, 32, 8, 12800, 49155, 1e-5, tied=True, **_granite(1 / 128, 1 / 16)
+                ),
+            },
+        },
+    ),
+}
 """Families of this module by the value of model.family."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from hpctrain.deck.families.preset_keys import model_keys
 from hpctrain.deck.family import ConfigKey, Family, FamilyDefaults, ModelType, WindowKeys
@@ -81,90 +80,84 @@ _STARCODER2 = ModelType(
     reward_architecture="Starcoder2ForSequenceClassification",
 )
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "neox": Family(
-            defaults=FamilyDefaults(
-                rotary_fraction=0.25,
-                norm="layer",
-                norm_bias=True,
-                parallel_residual="two_norms",
-                attention_bias="all",
-                mlp_bias=True,
-                activation="gelu",
-            ),
-            model_types=(_NEOX,),
-            presets={
-                name: {
-                    "source": "Pythia: Biderman et al. 2023, arXiv 2304.01373",
-                    "sequence": 2048,
-                    "model": model_keys(layers, hidden, heads, heads, 4 * hidden, vocabulary, 1e-5),
-                }
-                for name, (layers, hidden, heads, vocabulary) in {
-                    "pythia-70m": (6, 512, 8, 50304),
-                    "pythia-160m": (12, 768, 12, 50304),
-                    "pythia-410m": (24, 1024, 16, 50304),
-                    "pythia-1b": (16, 2048, 8, 50304),
-                    "pythia-1.4b": (24, 2048, 16, 50304),
-                    "pythia-2.8b": (32, 2560, 32, 50304),
-                    "pythia-6.9b": (32, 4096, 32, 50432),
-                    "pythia-12b": (36, 5120, 40, 50688),
-                    "gpt-neox-20b": (44, 6144, 64, 50432),
-                }.items()
-            },
+FAMILIES: Mapping[str, Family] = {
+    "neox": Family(
+        defaults=FamilyDefaults(
+            rotary_fraction=0.25,
+            norm="layer",
+            norm_bias=True,
+            parallel_residual="two_norms",
+            attention_bias="all",
+            mlp_bias=True,
+            activation="gelu",
         ),
-        "stablelm": Family(
-            defaults=FamilyDefaults(rotary_fraction=0.25, norm="layer", norm_bias=True),
-            model_types=(_STABLELM,),
-            presets={
-                "stablelm-3b": {
-                    "source": "StableLM 3B 4E1T: Tow et al. 2023, huggingface.co/stabilityai",
-                    "sequence": 4096,
-                    "model": model_keys(32, 2560, 32, 32, 6912, 50304, 1e-5),
-                },
-                "stablelm-2-1.6b": {
-                    "source": "Stable LM 2: Bellagente et al. 2024, arXiv 2402.17834",
-                    "sequence": 4096,
-                    "model": model_keys(
-                        24, 2048, 32, 32, 5632, 100352, 1e-5, attention_bias="query_key_value"
-                    ),
-                },
-                "stablelm-2-12b": {
-                    "source": "Stable LM 2 12B: Stability AI 2024, huggingface.co/stabilityai",
-                    "sequence": 4096,
-                    "model": model_keys(
-                        *(40, 5120, 32, 8, 13824, 100352, 1e-5),
-                        query_key_norm="layer_per_head",
-                        parallel_residual="one_norm",
-                    ),
-                },
+        model_types=(_NEOX,),
+        presets={
+            name: {
+                "source": "Pythia: Biderman et al. 2023, arXiv 2304.01373",
+                "sequence": 2048,
+                "model": model_keys(layers, hidden, heads, heads, 4 * hidden, vocabulary, 1e-5),
+            }
+            for name, (layers, hidden, heads, vocabulary) in {
+                "pythia-70m": (6, 512, 8, 50304),
+                "pythia-160m": (12, 768, 12, 50304),
+                "pythia-410m": (24, 1024, 16, 50304),
+                "pythia-1b": (16, 2048, 8, 50304),
+                "pythia-1.4b": (24, 2048, 16, 50304),
+                "pythia-2.8b": (32, 2560, 32, 50304),
+                "pythia-6.9b": (32, 4096, 32, 50432),
+                "pythia-12b": (36, 5120, 40, 50688),
+                "gpt-neox-20b": (44, 6144, 64, 50432),
+            }.items()
+        },
+    ),
+    "stablelm": Family(
+        defaults=FamilyDefaults(rotary_fraction=0.25, norm="layer", norm_bias=True),
+        model_types=(_STABLELM,),
+        presets={
+            "stablelm-3b": {
+                "source": "StableLM 3B 4E1T: Tow et al. 2023, huggingface.co/stabilityai",
+                "sequence": 4096,
+                "model": model_keys(32, 2560, 32, 32, 6912, 50304, 1e-5),
             },
-        ),
-        "starcoder2": Family(
-            defaults=FamilyDefaults(
-                norm="layer",
-                norm_bias=True,
-                attention_bias="all",
-                mlp_bias=True,
-                activation="gelu-tanh",
-                tied=True,
-            ),
-            model_types=(_STARCODER2,),
-            presets={
-                f"starcoder2-{name}": {
-                    "source": "StarCoder 2: Lozhkov et al. 2024, arXiv 2402.19173",
-                    "sequence": 16384,
-                    "model": model_keys(
-                        *sizes, 49152, 1e-5, rope_base=base, windows=(4096,), tied=name != "15b"
-                    ),
-                }
-                for name, sizes, base in (
-                    ("3b", (30, 3072, 24, 2, 12288), 1e6),
-                    ("7b", (32, 4608, 36, 4, 18432), 1e6),
-                    ("15b", (40, 6144, 48, 4, 24576), 1e5),
-                )
+            "stablelm-2-1.6b": {
+                "source": "Stable LM 2: Bellagente et al. 2024, arXiv 2402.17834",
+                "sequence": 4096,
+                "model": model_keys(24, 2048, 32, 32, 5632, 100352, 1e-5, attention_bias="query_key_value"),
             },
+            "stablelm-2-12b": {
+                "source": "Stable LM 2 12B: Stability AI 2024, huggingface.co/stabilityai",
+                "sequence": 4096,
+                "model": model_keys(
+                    *(40, 5120, 32, 8, 13824, 100352, 1e-5),
+                    query_key_norm="layer_per_head",
+                    parallel_residual="one_norm",
+                ),
+            },
+        },
+    ),
+    "starcoder2": Family(
+        defaults=FamilyDefaults(
+            norm="layer",
+            norm_bias=True,
+            attention_bias="all",
+            mlp_bias=True,
+            activation="gelu-tanh",
+            tied=True,
         ),
-    }
-)
+        model_types=(_STARCODER2,),
+        presets={
+            f"starcoder2-{name}": {
+                "source": "StarCoder 2: Lozhkov et al. 2024, arXiv 2402.19173",
+                "sequence": 16384,
+                "model": model_keys(*sizes, 49152, 1e-5, rope_base=base, windows=(4096,), tied=name != "15b"),
+            }
+            for name, sizes, base in (
+                ("3b", (30, 3072, 24, 2, 12288), 1e6),
+                ("7b", (32, 4608, 36, 4, 18432), 1e6),
+                ("15b", (40, 6144, 48, 4, 24576), 1e5),
+            )
+        },
+    ),
+}
 """Families of this module by the value of model.family."""

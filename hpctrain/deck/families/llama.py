@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any
 
 from hpctrain.deck.families.deepseek import deepseek_mixture
 from hpctrain.deck.families.preset_keys import expert_keys, model_keys
@@ -63,25 +61,6 @@ _QWEN3 = replace(
     constant_fields={"query_key_norm": "head"},
     reward_architecture="Qwen3ForSequenceClassification",
 )
-
-
-def _mixture(module: str, gate: str, up: str, down: str, **further: Any) -> MixtureFiles:
-    """Return the mixtures in files of a model type, whose experts are separate layers.
-
-    Args:
-        module: Name of the mixture in a block.
-        gate: Name of the layer of an expert that computes the gate.
-        up: Name of the layer of an expert that computes what the gate is multiplied with.
-        down: Name of the layer of an expert that computes the output.
-        further: Further fields of the result; `sizes` are required.
-    """
-    name = f"model.layers.{{}}.{module}"
-    own = ((f"{name}.gate", "blocks.{}.feed_forward.router"), *further.pop("layers", ()))
-    experts = (f"{name}.experts.{{}}.{layer}" for layer in (gate, up))
-    return MixtureFiles(layers=own, gate_up=tuple(experts), down=f"{name}.experts.{{}}.{down}", **further)
-
-
-_GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 _MIXTRAL = ModelType(
     architecture="MixtralForCausalLM",
     model_type="mixtral",
@@ -91,9 +70,11 @@ _MIXTRAL = ModelType(
     rope_base=1_000_000.0,
     attention_biases=("none",),
     windows=WindowKeys(None),
-    mixture=_mixture(
-        *("block_sparse_moe", "w1", "w3", "w2"),
+    mixture=MixtureFiles(
         sizes={"experts": ("num_local_experts", 8), "experts_per_token": ("num_experts_per_tok", 2)},
+        layers=(("model.layers.{}.block_sparse_moe.gate", "blocks.{}.feed_forward.router"),),
+        gate_up=tuple(f"model.layers.{{}}.block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3")),
+        down="model.layers.{}.block_sparse_moe.experts.{}.w2",
     ),
     reward_architecture="MixtralForSequenceClassification",
 )
@@ -103,8 +84,7 @@ _QWEN3_MOE = ModelType(
     sizes=(151936, 32768, 2048, 24, 32, 6144),
     key_value_heads=4,
     windows=WindowKeys(4096, has_use_flag=True),
-    mixture=_mixture(
-        *("mlp", *_GATE_UP_DOWN),
+    mixture=MixtureFiles(
         sizes={
             "experts": ("num_experts", 128),
             "experts_per_token": ("num_experts_per_tok", 8),
@@ -122,8 +102,7 @@ _OLMOE = ModelType(
     sizes=(50304, 4096, 2048, 16, 16, 2048),
     epsilon=("rms_norm_eps", 1e-5),
     required_values={"clip_qkv": (None, None), "sliding_window": (None, None)},
-    mixture=_mixture(
-        *("mlp", *_GATE_UP_DOWN),
+    mixture=MixtureFiles(
         sizes={"experts": ("num_experts", 64), "experts_per_token": ("num_experts_per_tok", 8)},
         normalizes=False,
     ),
@@ -149,8 +128,7 @@ _QWEN2_MOE = ModelType(
     ),
     attention_biases=("none", "query_key_value"),
     windows=WindowKeys(4096, has_layer_types=True, requires_layer_types=True, has_use_flag=True),
-    mixture=_mixture(
-        *("mlp", *_GATE_UP_DOWN),
+    mixture=MixtureFiles(
         sizes={
             "experts": ("num_experts", 60),
             "experts_per_token": ("num_experts_per_tok", 4),
@@ -158,6 +136,7 @@ _QWEN2_MOE = ModelType(
             "expert_every": ("decoder_sparse_step", 1),
         },
         layers=(
+            ("model.layers.{}.mlp.gate", "blocks.{}.feed_forward.router"),
             *(
                 (
                     f"model.layers.{{}}.mlp.shared_expert.{name}_proj",
@@ -175,52 +154,50 @@ _QWEN2_MOE = ModelType(
 _QWEN2_BIASES = {"attention_bias": "query_key_value"}
 """Biases of the attention of Qwen2 and Qwen2-MoE."""
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "llama": Family(
-            defaults=FamilyDefaults(),
-            model_types=(
-                *(_LLAMA, _ARCEE, _MISTRAL, _MINISTRAL, _QWEN2, _QWEN3),
-                *(_MIXTRAL, _QWEN3_MOE, _OLMOE, _DOTS1, _QWEN2_MOE),
-            ),
-            presets={
-                "mixtral-8x22b": {
-                    "source": "Mixtral 8x22B: Mistral AI 2024, huggingface.co/mistralai",
-                    "sequence": 65536,
-                    "model": model_keys(56, 6144, 48, 8, 16384, 32000, 1e-5, rope_base=1e6),
-                    "experts": expert_keys(8, 2, 16384, True),
-                },
-                "qwen1.5-moe-a2.7b": {
-                    "source": "Qwen1.5-MoE: Qwen Team 2024, qwenlm.github.io/blog/qwen-moe",
-                    "sequence": 8192,
-                    "model": model_keys(24, 2048, 16, 16, 5632, 151936, 1e-6, rope_base=1e6, **_QWEN2_BIASES),
-                    "experts": expert_keys(60, 4, 1408, False, shared=4, shared_gate=True),
-                },
-                "qwen2-57b-a14b": {
-                    "source": "Qwen2: Yang et al. 2024, arXiv 2407.10671",
-                    "sequence": 32768,
-                    "model": model_keys(28, 3584, 28, 4, 18944, 151936, 1e-6, rope_base=1e6, **_QWEN2_BIASES),
-                    "experts": expert_keys(64, 8, 2560, False, shared=8, shared_gate=True),
-                },
-                "qwen3-235b-a22b": {
-                    "source": "Qwen3: Yang et al. 2025, arXiv 2505.09388",
-                    "sequence": 32768,
-                    "model": model_keys(
-                        94,
-                        4096,
-                        64,
-                        4,
-                        12288,
-                        151936,
-                        1e-6,
-                        head_size=128,
-                        query_key_norm="head",
-                        rope_base=1e6,
-                    ),
-                    "experts": expert_keys(128, 8, 1536, True),
-                },
-            },
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(
+        defaults=FamilyDefaults(),
+        model_types=(
+            *(_LLAMA, _ARCEE, _MISTRAL, _MINISTRAL, _QWEN2, _QWEN3),
+            *(_MIXTRAL, _QWEN3_MOE, _OLMOE, _DOTS1, _QWEN2_MOE),
         ),
-    }
-)
+        presets={
+            "mixtral-8x22b": {
+                "source": "Mixtral 8x22B: Mistral AI 2024, huggingface.co/mistralai",
+                "sequence": 65536,
+                "model": model_keys(56, 6144, 48, 8, 16384, 32000, 1e-5, rope_base=1e6),
+                "experts": expert_keys(8, 2, 16384, True),
+            },
+            "qwen1.5-moe-a2.7b": {
+                "source": "Qwen1.5-MoE: Qwen Team 2024, qwenlm.github.io/blog/qwen-moe",
+                "sequence": 8192,
+                "model": model_keys(24, 2048, 16, 16, 5632, 151936, 1e-6, rope_base=1e6, **_QWEN2_BIASES),
+                "experts": expert_keys(60, 4, 1408, False, shared=4, shared_gate=True),
+            },
+            "qwen2-57b-a14b": {
+                "source": "Qwen2: Yang et al. 2024, arXiv 2407.10671",
+                "sequence": 32768,
+                "model": model_keys(28, 3584, 28, 4, 18944, 151936, 1e-6, rope_base=1e6, **_QWEN2_BIASES),
+                "experts": expert_keys(64, 8, 2560, False, shared=8, shared_gate=True),
+            },
+            "qwen3-235b-a22b": {
+                "source": "Qwen3: Yang et al. 2025, arXiv 2505.09388",
+                "sequence": 32768,
+                "model": model_keys(
+                    94,
+                    4096,
+                    64,
+                    4,
+                    12288,
+                    151936,
+                    1e-6,
+                    head_size=128,
+                    query_key_norm="head",
+                    rope_base=1e6,
+                ),
+                "experts": expert_keys(128, 8, 1536, True),
+            },
+        },
+    ),
+}
 """Families of this module by the value of model.family."""

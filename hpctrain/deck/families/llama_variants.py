@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from hpctrain.deck.families.preset_keys import model_keys
 from hpctrain.deck.family import ConfigKey, Family, FamilyDefaults, ModelType, WindowKeys
@@ -56,51 +55,49 @@ _ERNIE = ModelType(
     interleaved=True,
 )
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "phi3": Family(
-            defaults=FamilyDefaults(),
-            model_types=(_PHI3,),
-            presets={
-                "phi-3-mini": {
-                    "source": "Phi-3: Abdin et al. 2024, arXiv 2404.14219",
-                    "sequence": 4096,
-                    "model": model_keys(32, 3072, 32, 32, 8192, 32064, 1e-5, windows=(2047,)),
-                },
-                "phi-3-medium": {
-                    "source": "Phi-3: Abdin et al. 2024, arXiv 2404.14219",
-                    "sequence": 4096,
-                    "model": model_keys(40, 5120, 40, 10, 17920, 32064, 1e-5),
-                },
-                "phi-4": {
-                    "source": "Phi-4: Abdin et al. 2024, arXiv 2412.08905",
-                    "sequence": 16384,
-                    "model": model_keys(40, 5120, 40, 10, 17920, 100352, 1e-5, rope_base=250000.0),
-                },
+FAMILIES: Mapping[str, Family] = {
+    "phi3": Family(
+        defaults=FamilyDefaults(),
+        model_types=(_PHI3,),
+        presets={
+            "phi-3-mini": {
+                "source": "Phi-3: Abdin et al. 2024, arXiv 2404.14219",
+                "sequence": 4096,
+                "model": model_keys(32, 3072, 32, 32, 8192, 32064, 1e-5, windows=(2047,)),
             },
-        ),
-        "smollm3": Family(
-            defaults=FamilyDefaults(rotation_pattern=(True, True, True, False), tied=True),
-            model_types=(_SMOLLM3,),
-            presets={
-                "smollm3-3b": {
-                    "source": "SmolLM3: Bakouch et al. 2025, huggingface.co/blog/smollm3",
-                    "sequence": 4096,
-                    "model": model_keys(36, 2048, 16, 4, 11008, 128256, 1e-6, rope_base=5e6),
-                },
+            "phi-3-medium": {
+                "source": "Phi-3: Abdin et al. 2024, arXiv 2404.14219",
+                "sequence": 4096,
+                "model": model_keys(40, 5120, 40, 10, 17920, 32064, 1e-5),
             },
-        ),
-        "ernie": Family(
-            defaults=FamilyDefaults(tied=True),
-            model_types=(_ERNIE,),
-            presets={
-                "ernie-4.5-0.3b": {
-                    "source": "ERNIE 4.5: Baidu 2025, huggingface.co/baidu",
-                    "sequence": 4096,
-                    "model": model_keys(18, 1024, 16, 2, 3072, 103424, 1e-5, head_size=128, rope_base=5e5),
-                },
+            "phi-4": {
+                "source": "Phi-4: Abdin et al. 2024, arXiv 2412.08905",
+                "sequence": 16384,
+                "model": model_keys(40, 5120, 40, 10, 17920, 100352, 1e-5, rope_base=250000.0),
             },
-        ),
-    }
-)
+        },
+    ),
+    "smollm3": Family(
+        defaults=FamilyDefaults(rotation_pattern=(True, True, True, False), tied=True),
+        model_types=(_SMOLLM3,),
+        presets={
+            "smollm3-3b": {
+                "source": "SmolLM3: Bakouch et al. 2025, huggingface.co/blog/smollm3",
+                "sequence": 4096,
+                "model": model_keys(36, 2048, 16, 4, 11008, 128256, 1e-6, rope_base=5e6),
+            },
+        },
+    ),
+    "ernie": Family(
+        defaults=FamilyDefaults(tied=True),
+        model_types=(_ERNIE,),
+        presets={
+            "ernie-4.5-0.3b": {
+                "source": "ERNIE 4.5: Baidu 2025, huggingface.co/baidu",
+                "sequence": 4096,
+                "model": model_keys(18, 1024, 16, 2, 3072, 103424, 1e-5, head_size=128, rope_base=5e5),
+            },
+        },
+    ),
+}
 """Families of this module by the value of model.family."""

@@ -114,7 +114,7 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
         yield from _mixture_requirements(architecture, shape)
 
 
-_NO_MIXTURE = MixtureFiles(sizes={}, layers=(), gate_up=(), down="")
+_NO_MIXTURE = MixtureFiles(sizes={})
 
 
 def _mixture_requirements(
