@@ -172,6 +172,8 @@ class ModelType:
         tied: Default of `tie_word_embeddings`.
         rope_base: Default of `rope_theta`.
         activation: Key and default of the activation.
+        activation_aliases: Activation that `transformers` computes for a value of this key, where its name is
+            that of another one.
         gated: True if the feed-forward part has a gate; None if the family's default activation says so.
         layers: Names of layers, each followed by the native layers that it holds. {} is the block's number.
         head_norms: Names of the norms of queries and of keys if they have a weight for each head: a row of a
@@ -219,6 +221,7 @@ class ModelType:
     tied: bool = False
     rope_base: float = 10_000.0
     activation: tuple[str, str] = ("hidden_act", "silu")
+    activation_aliases: Mapping[str, str] = field(default_factory=lambda: _NONE)
     gated: bool | None = None
     layers: tuple[tuple[str, ...], ...] = ()
     head_norms: tuple[str, ...] = ()

@@ -16,7 +16,9 @@ _GEMMA = ModelType(
     head_size=256,
     tied=True,
     activation=("hidden_act", "gelu_pytorch_tanh"),
-    required_values={"use_bidirectional_attention": (None, None), "hidden_activation": (None, None)},
+    # The first published files say "gelu" for GELU by tanh, with which Gemma was trained.
+    activation_aliases={"gelu": "gelu_pytorch_tanh"},
+    required_values={"use_bidirectional_attention": (None, None)},
     reward_architecture="GemmaForSequenceClassification",
 )
 _GEMMA2 = ModelType(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hpctrain.checkpoint.entries import model_entries
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
+from hpctrain.checkpoint.exchange.hugging_face.architectures import ARCHITECTURES
 from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.source import open_model, source_shape
 from hpctrain.checkpoint.read import load
@@ -410,3 +411,10 @@ def test_caps_of_gemma3_that_transformers_ignores_are_refused() -> None:
     assert shape_of(config, "config.json").logit_cap == 30.0
     with pytest.raises(HpctrainError, match=r"attn_logit_softcapping = 50\.0: unsupported; expected None"):
         shape_of({**config, "attn_logit_softcapping": 50.0}, "config.json")
+
+
+def test_gelu_of_published_gemma_configs_is_gelu_by_tanh() -> None:
+    config = {"architectures": ["GemmaForCausalLM"], "hidden_act": "gelu", "hidden_activation": None}
+    assert shape_of(config, "config.json").activation == "geglu"
+    assert transformers.GemmaConfig(hidden_act="gelu").hidden_act == "gelu_pytorch_tanh"
+    assert "geglu-exact" not in ARCHITECTURES["GemmaForCausalLM"].activations

@@ -146,12 +146,15 @@ class HuggingFaceArchitecture:
         default_name, native = self.files.activation[1], FAMILIES[self.family].defaults.activation
         if not ACTIVATIONS[native].function.hidden_act:
             return {native: default_name}
+        hf_names = {
+            name: default_name if default_name in each.function.hidden_act else each.function.hidden_act[0]
+            for name, each in ACTIVATIONS.items()
+            if each.gated == self.gated and each.function.hidden_act
+        }
         return {
-            name: default_name
-            if default_name in (hf_names := activation.function.hidden_act)
-            else hf_names[0]
-            for name, activation in ACTIVATIONS.items()
-            if activation.gated == self.gated and activation.function.hidden_act
+            name: hf_name
+            for name, hf_name in hf_names.items()
+            if hf_name not in self.files.activation_aliases
         }
 
     @property

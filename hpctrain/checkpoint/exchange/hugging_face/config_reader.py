@@ -136,6 +136,8 @@ class _ConfigReader:
         """Return the name here of the activation in config.json; report an unsupported one."""
         key, default = self.files.activation
         value = self.config.get(key, default)
+        if isinstance(value, str):
+            value = self.files.activation_aliases.get(value, value)
         name = imported_activation(value, self.architecture.gated)
         by_name = {hf_name: own for own, hf_name in self.architecture.activations.items()}
         if name not in self.architecture.activations:
