@@ -10,8 +10,8 @@ from typing import Any
 from hpctrain.checkpoint.entries import master_entries, training_entries
 from hpctrain.checkpoint.exchange.by_name import load_by_name
 from hpctrain.checkpoint.exchange.convert import MODEL_ONLY
+from hpctrain.checkpoint.exchange.hugging_face.tensor_names import ROUTER_BIAS
 from hpctrain.checkpoint.exchange.module_tensors import ModuleFolder
-from hpctrain.checkpoint.exchange.names import ROUTER_BIAS
 from hpctrain.checkpoint.exchange.safetensors_folder import TensorFolder
 from hpctrain.checkpoint.exchange.source import load_source
 from hpctrain.deck.code import CAUSAL_MODEL

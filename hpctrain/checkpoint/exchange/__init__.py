@@ -1,10 +1,10 @@
 """Models in and out of the formats of others: Hugging Face, safetensors, tokenizer files.
 
 Both directions pass through one piece of a tensor at a time, and ranks share the work: `source` opens what
-`model.from` names, the package `hugging_face` turns a config.json into a ModelShape and back, `names` and
-`convert` rename and cut tensors, and `safetensors_folder`, `model_files` and `tokenizer_files` read and write
-files. `quantization` reads quantized weights as bf16, with `mxfp4` and `fp8_blocks`.
-An imported model is exported again bit for bit. Experts are one tensor here (`experts.gate_up.weight`
+`model.from` names, the package `hugging_face` turns a config.json into a ModelShape and back and names
+tensors, `convert` renames and cuts tensors, and `safetensors_folder`, `model_files` and `tokenizer_files`
+read and write files. `quantization` reads quantized weights as bf16, with `mxfp4` and `fp8_blocks`. An
+imported model is exported again bit for bit. Experts are one tensor here (`experts.gate_up.weight`
 [experts, 2, expert_mlp, hidden]) and separate matrices there. Multipliers of muP are folded into weights.
 
 `upcycle` makes a mixture of experts of a dense model, `merge` and `peft` export adapters, and `by_name` reads

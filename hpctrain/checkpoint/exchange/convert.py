@@ -21,6 +21,12 @@ from hpctrain.checkpoint.agree import combined, together
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex, StoredTensor, examine
 from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.exchange.hugging_face.export_choice import exported_as
+from hpctrain.checkpoint.exchange.hugging_face.tensor_names import (
+    ROUTER_BIAS,
+    Counterpart,
+    TensorPart,
+    counterparts,
+)
 from hpctrain.checkpoint.exchange.merge import Merge
 from hpctrain.checkpoint.exchange.model_files import model_files
 from hpctrain.checkpoint.exchange.module_exchange import (
@@ -30,7 +36,6 @@ from hpctrain.checkpoint.exchange.module_exchange import (
     prepare_module_export,
 )
 from hpctrain.checkpoint.exchange.module_source import folder_module_keys, stored_module_deck
-from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, Counterpart, TensorPart, counterparts
 from hpctrain.checkpoint.exchange.prediction_modules import copied_tensors
 from hpctrain.checkpoint.exchange.prepared_export import PreparedExport, export_dtype, stored_sources
 from hpctrain.checkpoint.exchange.safetensors_folder import (

@@ -19,8 +19,8 @@ from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.checkpoint_index import examine
 from hpctrain.checkpoint.exchange.convert import require_new
 from hpctrain.checkpoint.exchange.hugging_face.export_choice import exported_as
+from hpctrain.checkpoint.exchange.hugging_face.tensor_names import Counterpart, counterparts
 from hpctrain.checkpoint.exchange.merge import Merge
-from hpctrain.checkpoint.exchange.names import Counterpart, counterparts
 from hpctrain.checkpoint.exchange.safetensors_folder import NewTensor, new_file, write_text
 from hpctrain.checkpoint.exchange.source import stored_shape, tensor_shapes
 from hpctrain.checkpoint.extract import TensorSource, opened

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpctrain.checkpoint.exchange.hugging_face.architectures import MTP_LAYERS, HuggingFaceArchitecture
-from hpctrain.checkpoint.exchange.names import Counterpart, TensorPart
+from hpctrain.checkpoint.exchange.hugging_face.tensor_names import Counterpart, TensorPart
 from hpctrain.checkpoint.layout import Index, TensorRange
 from hpctrain.model.shape import ModelShape
 

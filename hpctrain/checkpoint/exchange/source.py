@@ -21,14 +21,14 @@ from hpctrain.checkpoint.exchange.hugging_face.architectures import (
     architecture_of,
 )
 from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
-from hpctrain.checkpoint.exchange.module_source import folder_module_keys, stored_module_keys
-from hpctrain.checkpoint.exchange.names import (
+from hpctrain.checkpoint.exchange.hugging_face.tensor_names import (
     ROUTER_BIAS,
     Counterpart,
     StackRule,
     TensorPart,
     counterparts,
 )
+from hpctrain.checkpoint.exchange.module_source import folder_module_keys, stored_module_keys
 from hpctrain.checkpoint.exchange.prediction_modules import is_copy, with_stored_modules, without_modules
 from hpctrain.checkpoint.exchange.quantization import dequantized
 from hpctrain.checkpoint.exchange.safetensors_folder import (

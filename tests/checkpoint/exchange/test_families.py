@@ -2,7 +2,7 @@
 
 Tests of deck/family.py, of deck/families/deepseek.py, deck/families/gemma.py, deck/families/layer_norms.py
 and deck/families/llama_variants.py, of parallel/kernels/normalization.py, and of
-checkpoint/exchange/hugging_face/architectures.py and checkpoint/exchange/expert_order.py.
+checkpoint/exchange/hugging_face/architectures.py and checkpoint/exchange/hugging_face/expert_order.py.
 """
 
 from __future__ import annotations

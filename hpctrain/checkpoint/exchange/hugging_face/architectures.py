@@ -14,7 +14,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from hpctrain.checkpoint.exchange.names import (
+from hpctrain.checkpoint.exchange.hugging_face.tensor_names import (
     Counterpart,
     HeadOrder,
     HeadRule,

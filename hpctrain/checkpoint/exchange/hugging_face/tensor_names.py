@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.exchange.expert_order import ExpertOrder, GateOrder
+from hpctrain.checkpoint.exchange.hugging_face.expert_order import ExpertOrder, GateOrder
 
 Index = tuple[int, ...]
 
