@@ -11,6 +11,7 @@ from hpctrain.costs.layer_bytes.block_bytes import deferred_by_block, saved_by_b
 from hpctrain.costs.layer_bytes.byte_functions import deferred_bytes, saved_storages, workspace_bytes
 from hpctrain.costs.layer_bytes.matmul_bytes import gradient_workspace
 from hpctrain.model.feed_forward import FeedForward
+from hpctrain.model.part import LayerKind
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import PassContext, TransformerBlock
 from hpctrain.parallel.layer_context import LayerContext
@@ -21,11 +22,10 @@ FACTOR = 3
 class WideBlock(TransformerBlock):
     """A block, and after it a feed-forward of `FACTOR` times its width."""
 
-    kind = "wide block"
-
     def __init__(self, index: int, shape: ModelShape, layer_context: LayerContext) -> None:
         super().__init__(index, shape, layer_context)
         wide = replace(shape, mlp=FACTOR * shape.mlp)
+        self.kind = LayerKind("wide block")
         self.wide = FeedForward(f"blocks.{index}.wide", wide, layer_context)
 
     def forward(self, x: Tensor, context: PassContext) -> Tensor:

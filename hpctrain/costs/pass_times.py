@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hpctrain.model.part import Layer
+from hpctrain.model.part import Layer, LayerKind
 from hpctrain.pipeline.simulate import StageTimes
 
 
@@ -37,7 +37,7 @@ class LayerTimes:
         communication: Seconds of sending hidden states from one stage to the next.
     """
 
-    of_kind: Mapping[str, PassTimes]
+    of_kind: Mapping[LayerKind, PassTimes]
     communication: float
 
     def of_parts(self, parts: Iterable[Sequence[Layer]]) -> StageTimes:

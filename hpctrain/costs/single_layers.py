@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.model.part import LayerRange
+from hpctrain.model.part import LayerKind, LayerRange
 
 
-def single_layers(kinds: Sequence[str], with_block: bool = False) -> dict[str, LayerRange]:
+def single_layers(kinds: Sequence[LayerKind], with_block: bool = False) -> dict[LayerKind, LayerRange]:
     """Return a range of one layer for each kind: blocks, then embedding and output layer.
 
     Args:
         kinds: Kind of each layer of the model, from the embedding to the output layer.
         with_block: True if the embedding and the output layer need the block next to them in their range.
     """
-    spans: dict[str, LayerRange] = {}
+    spans: dict[LayerKind, LayerRange] = {}
     first, *blocks, last = kinds
     for number, kind in enumerate(blocks):
         if not with_block or number or kind not in blocks[1:]:

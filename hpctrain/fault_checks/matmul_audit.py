@@ -194,7 +194,7 @@ class MatmulAudit(ProductCheck):
         output_gradient: Tensor,
         inputs: Tensor,
         into: Tensor,
-        first: bool,
+        overwrite: bool,
         rounded: torch.dtype | None = None,
     ) -> None:
         """Record that a product will be added to a gradient next.
@@ -204,10 +204,10 @@ class MatmulAudit(ProductCheck):
             output_gradient: Gradient of the output [m, n].
             inputs: Input of the layer [m, k].
             into: Gradient [n, k] to which output_gradient^T inputs will be added.
-            first: True if it will be overwritten instead.
+            overwrite: True if it will be overwritten instead.
             rounded: Format to which the product is rounded before it is added, or None.
         """
-        entry = self._sum(target, into, first)
+        entry = self._sum(target, into, overwrite)
         if len(inputs):
             along, squares = self._passes.rows(inputs, self._signs_of(inputs.shape[1], into))
             self._passes.add_columns(output_gradient, along, squares, entry.expected, entry.squares)
@@ -221,12 +221,12 @@ class MatmulAudit(ProductCheck):
         weights: Sequence[Parameter],
         operands: tuple[QuantizedTensor, QuantizedTensor],
         into: Tensor,
-        first: bool,
+        overwrite: bool,
     ) -> None:
         # GPUs accumulate 8-bit products with little more than 16 bits.
         rounded = None if into.is_cpu else torch.bfloat16
         left, right = (operand.dequantized() for operand in operands)
-        self.expect_addition(AuditTarget(weights, weights[0]), left, right, into, first, rounded)
+        self.expect_addition(AuditTarget(weights, weights[0]), left, right, into, overwrite, rounded)
 
     @override
     def finish_addition(self, weights: Sequence[Parameter]) -> None:
@@ -253,23 +253,25 @@ class MatmulAudit(ProductCheck):
         operands: tuple[Tensor, Tensor],
         into: Tensor,
         segments: RowsOfExperts,
-        first: bool,
+        overwrite: bool,
     ) -> None:
         output_gradient, inputs = operands
         rounded = inputs.dtype if inputs.is_cpu and inputs.dtype != into.dtype else _if_16_bits(inputs.dtype)
-        if first:
+        if overwrite:
             for expert in range(len(into)):
-                self._sum(AuditTarget([weight], (weight, expert)), into[expert], first)
+                self._sum(AuditTarget([weight], (weight, expert)), into[expert], overwrite)
         for expert, rows in segments:
             target = AuditTarget([weight], (weight, expert))
-            self.expect_addition(target, output_gradient[rows], inputs[rows], into[expert], first, rounded)
+            self.expect_addition(
+                target, output_gradient[rows], inputs[rows], into[expert], overwrite, rounded
+            )
 
     @override
     @torch.no_grad()
     def expect_lookup(self, table: Parameter, into: Tensor, indices: Tensor, rows: Tensor) -> None:
         if table.uses == 1 or _is_shared([table]):
             return
-        entry = self._sum(AuditTarget([table], table), into, first=False)
+        entry = self._sum(AuditTarget([table], table), into, overwrite=False)
         along, squares = self._passes.rows(rows, self._signs_of(rows.shape[1], rows))
         entry.expected.index_add_(0, indices, along)
         entry.squares.index_add_(0, indices, squares)
@@ -282,13 +284,13 @@ class MatmulAudit(ProductCheck):
         for key in [key for key, each in self._sums.items() if each.weights[0] in complete]:
             self._compare(self._sums.pop(key))
 
-    def _sum(self, target: AuditTarget, into: Tensor, first: bool) -> GradientSum:
+    def _sum(self, target: AuditTarget, into: Tensor, overwrite: bool) -> GradientSum:
         """Return the expected sum of a gradient. A new one starts with what modules may have added."""
         entry = self._sums.get(target.key)
-        if entry is None or first:
+        if entry is None or overwrite:
             expected, squares = torch.zeros(2, len(into), device=into.device)
             entry = self._sums[target.key] = GradientSum(target.weights, into, expected, squares)
-            if not first and _is_shared(target.weights):
+            if not overwrite and _is_shared(target.weights):
                 entry.expected, entry.squares = self._project(into)
                 entry.depth = 1
         return entry

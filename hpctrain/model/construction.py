@@ -21,7 +21,7 @@ from hpctrain.model.modules.module_part import build_module_parts
 from hpctrain.model.modules.pipeline.stage_split import module_split_problems, require_call_order
 from hpctrain.model.parameters.frozen import freeze_all_but_adapters
 from hpctrain.model.parameters.initialize import initialize
-from hpctrain.model.part import LayerRange, ModelPart
+from hpctrain.model.part import LayerKind, LayerRange, ModelPart
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.layer_context import LayerContext
@@ -138,6 +138,6 @@ def bare_model(architecture: Architecture) -> ModelPart:
 
 
 @lru_cache(maxsize=64)
-def layer_kinds(architecture: Architecture) -> tuple[str, ...]:
+def layer_kinds(architecture: Architecture) -> tuple[LayerKind, ...]:
     """Return the kind of each layer: the embedding, all blocks, and the output layer."""
     return tuple(layer.kind for layer in bare_model(architecture).layers)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.parallel.matmul import Matmul
@@ -54,18 +55,44 @@ class LayerRange:
         return self.last - self.first
 
 
+@dataclass(frozen=True)
+class LayerKind:
+    """Kind of a layer. Layers of one kind take the same time and save the same bytes. Its text is printed.
+
+    Attributes:
+        name: "embedding", "block", "mixture" (a block with a mixture of experts) or "head". For a user's
+            module the class of a block, or the name of what is outside of the blocks.
+        window: Keys that a query of the block sees, with its own; 0 for all earlier ones.
+        unrotated: True for a block that does not rotate queries and keys, in a model that rotates others.
+    """
+
+    name: str
+    window: int = 0
+    unrotated: bool = False
+
+    @property
+    def is_mixture(self) -> bool:
+        """True for a block of a transformer with a mixture of experts."""
+        return self.name == "mixture"
+
+    @override
+    def __str__(self) -> str:
+        window = f"window {self.window} " if self.window else ""
+        return f"{window}{'unrotated ' if self.unrotated else ''}{self.name}"
+
+
 class Layer(nn.Module):
     """Layer of a part. All facts about a part are derived from its layers.
 
     Attributes:
-        kind: Kind of the layer. Layers of one kind take the same time and save the same bytes.
+        kind: Kind of the layer.
         is_block: True for layers between the first and the last one, which backward may recompute.
         keeps_gathered: True if gathered parameters of the layer stay gathered until the end of a step.
         core: Sizes of the layer's attention; None if it has none.
         auxiliary_loss_names: Names of the auxiliary losses of the layer.
     """
 
-    kind: str
+    kind: LayerKind
     is_block: ClassVar[bool] = False
     keeps_gathered: ClassVar[bool] = False
     core: AttentionSize | None = None

@@ -39,7 +39,7 @@ from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.latent_attention import LatentAttention
 from hpctrain.model.mixtures.mixture import Mixture
 from hpctrain.model.norm import Norm
-from hpctrain.model.part import Computed, Layer, LayerRange, parameters_by_module, parameters_in
+from hpctrain.model.part import Computed, Layer, LayerKind, LayerRange, parameters_by_module, parameters_in
 from hpctrain.model.rotary import Rotary
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.backward.saved_policy import LayerPass
@@ -100,7 +100,7 @@ class PositionEmbedding(nn.Module):
 class Embedding(TransformerLayer):
     """Embedding of tokens [s, b] -> [s or s/t, b, h], with learned positions if the family has them."""
 
-    kind = "embedding"
+    kind = LayerKind("embedding")
 
     def __init__(self, shape: ModelShape, layer_context: LayerContext, table: Parameter) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class TransformerBlock(TransformerLayer):
     states, and may share the norm of their inputs. Norms that a model does not have are None.
     """
 
-    kind = "block"
+    kind = LayerKind("block")
     is_block = True
 
     def __init__(self, index: int, shape: ModelShape, layer_context: LayerContext) -> None:
@@ -173,17 +173,15 @@ class TransformerBlock(TransformerLayer):
         self.feed_forward_norm = norm("feed_forward_norm", before and not shared)
         self.feed_forward: FeedForward | Mixture
         if shape.is_mixture(index):
-            self.kind = "mixture"
             self.feed_forward = Mixture(f"{name}.feed_forward", shape, layer_context)
             self.auxiliary_loss_names = self.feed_forward.auxiliary_loss_names
         else:
             self.feed_forward = FeedForward(f"{name}.feed_forward", shape, layer_context, shared_input=shared)
         self.feed_forward_output_norm = norm("feed_forward_output_norm", after)
         self.core, self.rotated = self.attention.core, self.attention.rotated
-        if shape.positions == "rotary" and not self.rotated:
-            self.kind = f"unrotated {self.kind}"
-        if shape.window(index):
-            self.kind = f"window {shape.window(index)} {self.kind}"
+        unrotated = shape.positions == "rotary" and not self.rotated
+        name = "mixture" if shape.is_mixture(index) else "block"
+        self.kind = LayerKind(name, shape.window(index), unrotated)
 
     def forward(self, x: Tensor, context: PassContext) -> Tensor:
         """Return hidden states of the shape of x, [s or s/t, b, h]."""
@@ -315,7 +313,7 @@ class Predictor(TransformerLayer):
         lookup: Lookup in the table of the embedding, for modules of multi-token prediction.
     """
 
-    kind = "head"
+    kind = LayerKind("head")
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.parallel.kernels.matmul_kernels import MatmulKernel, Pass
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.shards import Parameter
+from hpctrain.parallel.shards import Parameter, gradients_to_update
 
 
 class QuantizedRows(NamedTuple):
@@ -153,9 +153,8 @@ class Matmul:
 
     def gradient_buffer(self) -> tuple[Tensor, bool]:
         """Return the buffer [n, k] of all weights' gradients, and whether it must be overwritten."""
-        stale = [buffer for w in self.weights if (buffer := w.gradient_to_overwrite()) is not None]
-        assert len(stale) in {0, len(self.weights)}, "fused weights have their gradients added together"
-        return join_neighbors(stale or [gradient_of(weight) for weight in self.weights]), bool(stale)
+        gradients, overwrite = gradients_to_update(self.weights)
+        return join_neighbors(gradients), overwrite
 
     def _kernel(self, kind: Pass) -> MatmulKernel:
         products = self.layer_context.products
@@ -191,9 +190,3 @@ def join_neighbors(tensors: Sequence[Tensor]) -> Tensor:
         end += tensor.numel()
     rows = sum(tensor.shape[0] for tensor in tensors)
     return first.as_strided((rows, *first.shape[1:]), first.stride())
-
-
-def gradient_of(parameter: Parameter) -> Tensor:
-    """Return the gradient buffer of a parameter, which must exist."""
-    assert parameter.gradient is not None, f"{parameter.shard.name} has no gradient buffer"
-    return parameter.gradient

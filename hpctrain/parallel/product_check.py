@@ -67,7 +67,7 @@ class ProductCheck(ABC):
         weights: Sequence[Parameter],
         operands: tuple[QuantizedTensor, QuantizedTensor],
         into: Tensor,
-        first: bool,
+        overwrite: bool,
     ) -> None:
         """Record that a product in 8 bits will be added to a gradient next; `finish_addition` follows.
 
@@ -75,7 +75,7 @@ class ProductCheck(ABC):
             weights: Fused weights.
             operands: Gradient of the output [m, n], and input of the layer [m, k].
             into: Gradient [n, k] to which the product will be added.
-            first: True if the gradient will be overwritten instead.
+            overwrite: True if the gradient will be overwritten instead.
         """
 
     @abstractmethod
@@ -107,7 +107,7 @@ class ProductCheck(ABC):
         operands: tuple[Tensor, Tensor],
         into: Tensor,
         segments: RowsOfExperts,
-        first: bool,
+        overwrite: bool,
     ) -> None:
         """Record that products of each expert's rows will be added to a gradient [e, n, k] next.
 
@@ -116,7 +116,7 @@ class ProductCheck(ABC):
             operands: Gradient of the output [m, n], and inputs [m, k].
             into: The gradient.
             segments: Number and rows of each expert.
-            first: True if the gradient will be overwritten instead.
+            overwrite: True if the gradient will be overwritten instead.
         """
 
     @abstractmethod

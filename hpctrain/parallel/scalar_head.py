@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, MatrixSize
-from hpctrain.parallel.shards import Parameter, Shard
+from hpctrain.parallel.shards import Parameter, Shard, gradient_of
 
 NAME = "score.weight"
 
@@ -91,8 +91,7 @@ class _ScoreLossAutograd(torch.autograd.Function):
             gradient = gradient.chunk(layer_context.tensor.size)[layer_context.tensor.rank]
         local = gradient.reshape(-1) * head.multiplier
         if table.requires_grad:
-            buffer = table.gradient
-            assert buffer is not None
+            buffer = gradient_of(table)
             buffer[0].add_((local @ _rows(hidden)).to(buffer.dtype))
         ctx.save_for_backward(torch.outer(local, table[0].float()).to(hidden.dtype).view_as(hidden))
         return loss.float()

@@ -10,7 +10,7 @@ each, split over 2 tensor ranks, has on rank 1 this shard:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, NamedTuple
@@ -243,3 +243,20 @@ class Parameter(nn.Parameter):
         """Report that one addition to the gradient is complete."""
         if self.on_gradient_added is not None:
             self.on_gradient_added(self)
+
+
+def gradient_of(parameter: Parameter) -> Tensor:
+    """Return the gradient buffer of a parameter, which must exist, to add to."""
+    gradient = parameter.gradient
+    assert gradient is not None, f"{parameter.shard.name} has no gradient buffer"
+    return gradient
+
+
+def gradients_to_update(parameters: Sequence[Parameter]) -> tuple[list[Tensor], bool]:
+    """Return the gradient buffers of parameters that one product adds to, and whether to overwrite them.
+
+    They must be overwritten if nothing was added since `Parameter.reset_gradient`.
+    """
+    stale = [buffer for each in parameters if (buffer := each.gradient_to_overwrite()) is not None]
+    assert len(stale) in {0, len(parameters)}, "fused weights have their gradients added together"
+    return stale or [gradient_of(each) for each in parameters], bool(stale)

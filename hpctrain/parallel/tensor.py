@@ -36,13 +36,12 @@ from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import (
     Matmul,
     Operand,
-    gradient_of,
     join_neighbors,
     operand_from,
     operand_tensors,
 )
 from hpctrain.parallel.operations import Cut, MatrixSize
-from hpctrain.parallel.shards import Initial, Parameter, Shard
+from hpctrain.parallel.shards import Initial, Parameter, Shard, gradient_of
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from hpctrain.parallel.fp8.matmul_choice import make_matmul
 from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, MatrixSize
-from hpctrain.parallel.shards import Parameter, Shard
+from hpctrain.parallel.shards import Parameter, Shard, gradient_of
 
 CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU = 6_500_000, 1 << 26
 """Logits of one chunk on a rank: 26 MB in fp32, on GPUs 268 MB. Each chunk reads the table three times."""
@@ -128,8 +128,7 @@ class _EmbeddingAutograd(torch.autograd.Function):
             return None, None, None
         output_gradient = layer.layer_context.gather_sequence(output_gradient)
         table = layer.table
-        gradient = table.lookups if table.lookups is not None else table.gradient
-        assert gradient is not None
+        gradient = gradient_of(table) if table.lookups is None else table.lookups
         indices, *outside = ctx.saved_tensors
         rows = output_gradient.reshape(-1, output_gradient.shape[-1]).to(gradient.dtype)
         if outside:

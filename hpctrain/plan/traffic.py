@@ -397,9 +397,7 @@ def _exchanges(deck: Deck, stage: TrainedStage, schedule: Schedule, number: int)
     forwards = Counter(action.chunk for action in schedule.stages[number] if action.kind == "F")
     exchanged = sum(count * parts[chunk].exchanged_bytes for chunk, count in forwards.items())
     calls = (
-        4
-        * forwards.total()
-        * sum(layer.kind.endswith("mixture") for part in stage.models for layer in part.layers)
+        4 * forwards.total() * sum(layer.kind.is_mixture for part in stage.models for layer in part.layers)
     )
     return [Moved("expert", exchanged, Traffic(exchanged, exchanged, calls))] if exchanged else []
 

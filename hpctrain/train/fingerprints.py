@@ -363,4 +363,4 @@ def _watched(part: ModelPart) -> Iterator[tuple[str, int, nn.Module]]:
             yield names[block], number, block
         return
     for number, layer in _numbered(part):
-        yield f"blocks.{number - 1}" if layer.is_block else layer.kind, number, layer
+        yield f"blocks.{number - 1}" if layer.is_block else str(layer.kind), number, layer

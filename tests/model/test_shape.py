@@ -1,9 +1,11 @@
-"""Which blocks of a model are mixtures of experts."""
+"""Which blocks of a model are mixtures of experts, and of which kind its layers are."""
 
 from __future__ import annotations
 
 import pytest
 
+from hpctrain.model.construction import layer_kinds
+from hpctrain.model.part import LayerKind
 from hpctrain.model.shape import ModelShape
 from tests.engines import LLAMA, small_deck
 
@@ -25,3 +27,13 @@ def test_a_pattern_names_the_mixtures() -> None:
     keys = "model.layers=7", "model.experts.count=4", "model.experts.pattern=[true,false,false]"
     deck = small_deck(*LLAMA, *keys, "model.experts.mlp=8")
     assert list(filter(ModelShape.of(deck, 61).is_mixture, range(7))) == [0, 3, 6]
+
+
+def test_kinds_of_layers() -> None:
+    experts = "model.experts.count=4", "model.experts.mlp=8", "model.experts.dense_first=3"
+    patterns = "model.windows=[0,4,0,4]", "model.rotation_pattern=[true,false,false,true]"
+    kinds = layer_kinds(ModelShape.of(small_deck(*LLAMA, "model.layers=4", *experts, *patterns), 61))
+    assert list(map(str, kinds)) == [
+        "embedding", "block", "window 4 unrotated block", "unrotated block", "window 4 mixture", "head",
+    ]  # fmt: skip
+    assert kinds[4] == LayerKind("mixture", window=4) and [kind.is_mixture for kind in kinds].index(True) == 4

@@ -19,8 +19,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.backward.autograd import as_features
 from hpctrain.parallel.experts.grouped_products import count_numbers
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.matmul import gradient_of
-from hpctrain.parallel.shards import Parameter, Shard
+from hpctrain.parallel.shards import Parameter, Shard, gradient_of
 
 _SUM_EPSILON = 1e-20
 """Term that keeps a sum of sigmoids from being zero."""
@@ -288,9 +287,7 @@ class _Logits(torch.autograd.Function):
         rows = ctx.saved_tensors[0][0, 0]
         weight = router.weight
         if weight.requires_grad:
-            buffer = weight.gradient
-            assert buffer is not None, f"{weight.shard.name} has no gradient buffer"
-            buffer.add_(gradient.t() @ rows.float())
+            gradient_of(weight).add_(gradient.t() @ rows.float())
             weight.mark_gradient_added()
         if (bias := router.logit_bias) is not None and bias.requires_grad:
             gradient_of(bias).add_(gradient.sum(0))

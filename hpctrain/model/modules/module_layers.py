@@ -15,7 +15,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.modules.module_architecture import persistent_buffers
 from hpctrain.model.modules.nested_tensors import tensors_of
 from hpctrain.model.modules.tensor_parallel.parallel_layers import LayerGradientParameter
-from hpctrain.model.part import Layer
+from hpctrain.model.part import Layer, LayerKind
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import MatrixSize
 from hpctrain.parallel.shards import Parameter
@@ -55,7 +55,7 @@ class ModuleLayer(Layer):
     ) -> None:
         super().__init__()
         self.borrowed, self.sequence = tuple(borrowed), sequence
-        self.kind, self._matrices = kind, matrices_in(modules)
+        self.kind, self._matrices = LayerKind(kind), matrices_in(modules)
         layers = (each if isinstance(each, SplitLinear) else replaced.get(each) for each in modules)
         self._product_layers = [each for each in layers if each is not None]  # not as submodules
         self.keeps: object = None

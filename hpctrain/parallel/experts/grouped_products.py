@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.parallel.product_check import ProductCheck
-from hpctrain.parallel.shards import Parameter
+from hpctrain.parallel.shards import Parameter, gradient_of, gradients_to_update
 
 ROW_UNIT = 64
 """Multiple to which the rows of each expert are padded where a CPU multiplies 16-bit numbers.
@@ -116,23 +116,21 @@ def add_grouped_gradient(
     """
     if not weight.requires_grad:
         return
-    first = weight.gradient_to_overwrite()
-    gradient = weight.gradient if first is None else first
-    assert gradient is not None, f"{weight.shard.name} has no gradient buffer"
+    (gradient,), overwrite = gradients_to_update([weight])
     into = gradient.view(len(gradient), -1, inputs.shape[1])
     if audit is not None and audit.active:
         operands = output_gradient, inputs
-        audit.expect_grouped_addition(weight, operands, into, segments, first is not None)
+        audit.expect_grouped_addition(weight, operands, into, segments, overwrite)
     if not len(inputs):
-        if first is not None:
+        if overwrite:
             into.zero_()
     elif not inputs.is_cpu:
         product = functional.grouped_mm(output_gradient.t(), inputs, offs=segments.ends)
         # Kernels may leave the memory of an expert without rows as it was.
         product.masked_fill_((segments.counts == 0).view(-1, 1, 1), 0.0)
-        into.add_(product) if first is None else into.copy_(product)
+        into.copy_(product) if overwrite else into.add_(product)
     else:
-        if first is not None:
+        if overwrite:
             into.zero_()
         for expert, rows in segments:
             left, right = output_gradient[rows].t(), inputs[rows]
@@ -175,8 +173,7 @@ def add_grouped_bias_gradient(
     """
     if not bias.requires_grad:
         return
-    gradient = bias.gradient
-    assert gradient is not None, f"{bias.shard.name} has no gradient buffer"
+    gradient = gradient_of(bias)
     into = gradient.view(len(gradient), -1)
     source = output_gradient if columns is None else output_gradient[:, columns]
     if output_gradient.is_cpu:

@@ -26,15 +26,17 @@ class AuditMessages:
     """Additional messages of one rank. Methods are local.
 
     Args:
-        depth: Value of `stability.corruption`: "cheap" or "full".
+        depth: Value of `stability.corruption`: "off" (no messages), "cheap" or "full".
 
     Attributes:
+        is_on: True if anything is checked.
+        is_full: True if all messages are checked, not only reductions.
         records: Number of calls of each communicator since its last exchange.
         communicators: Name of the communicator of each group whose name differs from it.
     """
 
     def __init__(self, depth: str) -> None:
-        self.is_full = depth == "full"
+        self.is_on, self.is_full = depth != "off", depth == "full"
         self.records: Counter[str] = Counter()
         self.communicators: dict[str, str] = {}
 
@@ -47,7 +49,7 @@ class AuditMessages:
     def count(self, call: RehearsedCall) -> None:
         """Count a call if it is checked."""
         checks_all = self.is_full and call.is_collective and call.operation not in NOT_CHECKED
-        if checks_all or call.operation in REDUCTIONS:
+        if checks_all or (self.is_on and call.operation in REDUCTIONS):
             self.records[self._communicator(call.group)] += 1
 
     def checksum(self, message: RehearsedCall) -> RehearsedCall | None:

@@ -35,7 +35,7 @@ class Recorder:
 
     Args:
         loads: Function that returns the rows that a rank sends to each expert; None without experts.
-        audit: Additional messages of the check for silent faults; None without it.
+        audit: Additional messages of the check for silent faults.
 
     Attributes:
         events: Recorded events.
@@ -48,9 +48,7 @@ class Recorder:
         done: Action that has just ended, after which that message is sent.
     """
 
-    def __init__(
-        self, loads: Callable[[int], Tensor] | None = None, audit: AuditMessages | None = None
-    ) -> None:
+    def __init__(self, loads: Callable[[int], Tensor] | None, audit: AuditMessages) -> None:
         self._loads, self.audit = loads, audit
         self.events: list[RehearsedCall] = []
         self.note: Callable[[RehearsedCall], TransportWork | None] = self.add
@@ -90,11 +88,9 @@ class Recorder:
 
     def add(self, event: RehearsedCall) -> TransportWork | None:
         """Add an event, and return its pending work if it is started."""
-        checksum = None
-        if self.audit is not None:
-            self.audit.count(event)
-            checksum = self.audit.checksum(event)
-            self.events += [checksum] if checksum is not None else []
+        self.audit.count(event)
+        checksum = self.audit.checksum(event)
+        self.events += [checksum] if checksum is not None else []
         self.events.append(event)
         last = len(self.events) - 1
         awaited = [last] if checksum is None or event.operation == SEND else [last, last - 1]
@@ -106,8 +102,7 @@ class Recorder:
 
     def exchange_records(self, action: str) -> None:
         """Add the exchange of the records of all calls that are checked, and wait for it."""
-        exchanges = [] if self.audit is None else self.audit.exchanges(action)
-        first = len(self.events)
+        exchanges, first = self.audit.exchanges(action), len(self.events)
         self.events += exchanges
         for index in range(first, first + len(exchanges)):
             self.wait(index)
@@ -220,7 +215,7 @@ class RecordedMesh(PlannedMesh):
         group = super().group(*axes)
         name, communicator = group_name(axes), group_name(communicator_axes(self.sizes, axes))
         self.recorder.name(group, name)
-        if self.recorder.audit is not None and communicator != name:
+        if communicator != name:
             self.recorder.audit.communicators[name] = communicator
         return group
 

@@ -65,10 +65,9 @@ class RankStep:
         device = device_kind(deck.run.device)
         transport = deck.communication.requested_transport if on_host(device) else "nccl"
         self._mesh_of = sizes, ranks_per_node, device, place, transport
-        corruption = deck.stability.corruption
         self.recorder = recorder = Recorder(
             BalancedLoads.of_deck(deck, shape).of if shape.experts else None,
-            None if corruption == "off" else AuditMessages(corruption),
+            AuditMessages(deck.stability.corruption),
         )
         self.mesh = self._mesh(position.number)
         self.mesh.record_creation()
@@ -142,8 +141,7 @@ class RankStep:
             self._step(schedule, number, statistics)  # gives the next step the order of gathers
             self.weights.updates -= period > 1
         recorder.events.clear()
-        if recorder.audit is not None:
-            recorder.audit.begin_step()
+        recorder.audit.begin_step()
         recorder.listening = True
         self._step(schedule, number, statistics)
         recorder.listening = False
@@ -190,7 +188,7 @@ class RankStep:
 
     def _agree_on_faults(self, action: str) -> None:
         """Exchange records of calls and faults that ranks have found, if silent faults are checked for."""
-        if self.recorder.audit is None:
+        if not self.recorder.audit.is_on:
             return
         self.recorder.action = action
         everyone = self.mesh.group(*EVERYONE)

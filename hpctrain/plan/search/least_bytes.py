@@ -24,7 +24,7 @@ from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.device_memory import matmul_workspace_bytes
 from hpctrain.memory.recompute import Recompute, segment_size
 from hpctrain.model.construction import build_parts
-from hpctrain.model.part import Layer, LayerRange, ModelPart
+from hpctrain.model.part import Layer, LayerKind, LayerRange, ModelPart
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
@@ -75,7 +75,7 @@ class MicroBytes:
     share the `shared`. Of a model with `frozen` parameters autograd may save nothing.
     """
 
-    of_kinds: Mapping[str, MicroBatchBytes]
+    of_kinds: Mapping[LayerKind, MicroBatchBytes]
     hidden: int
     input_stays: int
     input_present: int
@@ -157,7 +157,7 @@ class LayerBytes:
         self._ranks_per_node = ranks_per_node
         self._parts: dict[object, ModelPart] = {}
         self._found: dict[object, MicroBytes] = {}
-        self._of_kinds: dict[object, dict[str, MicroBatchBytes]] = {}
+        self._of_kinds: dict[object, dict[LayerKind, MicroBatchBytes]] = {}
 
     def of(self, deck: Deck) -> MicroBytes:
         """Of a micro-batch of a deck that says how layers are split and what is computed again."""

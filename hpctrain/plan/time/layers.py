@@ -16,7 +16,7 @@ from hpctrain.costs.layer_bytes.byte_functions import saved_storages
 from hpctrain.errors import HpctrainError
 from hpctrain.model.construction import bare_model
 from hpctrain.model.parameters.frozen import blocks_without_backward, freeze_parameters
-from hpctrain.model.part import Layer
+from hpctrain.model.part import Layer, LayerKind
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.experts.expert_layer import EXPERT_AXES
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize, MatrixSize
@@ -42,7 +42,7 @@ class LayerSizes:
     of the first block and what embeds no gradient of the input is asked for, which is `unasked`.
     """
 
-    kind: str
+    kind: LayerKind
     is_block: bool
     hidden: int
     matrices: tuple[MatrixSize, ...]

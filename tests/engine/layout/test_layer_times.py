@@ -22,6 +22,7 @@ from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.model.construction import bare_model
 from hpctrain.model.feed_forward import FeedForward
+from hpctrain.model.part import LayerKind
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.pipeline.generate import generate_schedule
@@ -31,7 +32,8 @@ from hpctrain.sharding.bucket import Bucket
 from hpctrain.train.run import resume, run_deck
 from tests.engines import LLAMA, small_deck, trainer
 
-KINDS = ("block", "embedding", "head")
+KINDS = tuple(map(LayerKind, ("block", "embedding", "head")))
+BLOCK, EMBEDDING, HEAD = KINDS
 
 
 def times_of(*passes: PassTimes, communication: float = 0.0) -> LayerTimes:
@@ -55,7 +57,7 @@ def test_times_of_parts_are_those_of_their_layers() -> None:
     assert times.weight_gradient == [36, 3, 312]
     assert times.communication == 0.5
     assert given.of_parts([[layers[0], layers[1], layers[-1]]]).forward == [111]
-    assert given.of_kind["head"].total == 600
+    assert given.of_kind[HEAD].total == 600
 
 
 @pytest.fixture
@@ -78,7 +80,7 @@ def by_feed_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_kind_is_measured_and_told(world: World) -> None:
     deck = ("model.layers=4", "model.hidden=256", "batch.micro_size=4")
     times = measure(world.single_rank_world(), *deck)
-    assert list(times.of_kind) == ["block", "wide block", "embedding", "head"]
+    assert list(map(str, times.of_kind)) == ["block", "wide block", "embedding", "head"]
     assert [each.forward for each in times.of_kind.values()] == [1, 2, 0, 0]
     assert "measured per micro-batch: block " in str(
         LayerPlacement(lambda _: generate_schedule("1f1b", 1, 1), (4,), times)
@@ -100,10 +102,10 @@ def test_work_takes_time(world: World, family: tuple[str, ...]) -> None:
         for passes in times.of_kind.values():
             assert passes.forward > 0 and passes.input_gradient > 0 and passes.weight_gradient >= 0
         assert times.communication == 0
-    block = large.of_kind["block"]
-    assert block.total > 2 * small.of_kind["block"].total
+    block = large.of_kind[BLOCK]
+    assert block.total > 2 * small.of_kind[BLOCK].total
     assert block.weight_gradient > block.total / 10
-    assert block.total > large.of_kind["embedding"].total
+    assert block.total > large.of_kind[EMBEDDING].total
 
 
 def test_nothing_is_left(world: World) -> None:
@@ -184,7 +186,7 @@ def test_stages_balance_blocks_of_two_kinds(
     world: World, monkeypatch: pytest.MonkeyPatch, two_kinds: None
 ) -> None:
     seconds = {"block": 1.0, "wide block": 9.0, "embedding": 0.0, "head": 3.0}
-    times = LayerTimes({kind: PassTimes(total, 0.0, 0.0) for kind, total in seconds.items()}, 0.0)
+    times = LayerTimes({LayerKind(kind): PassTimes(total, 0.0, 0.0) for kind, total in seconds.items()}, 0.0)
     monkeypatch.setattr("hpctrain.engine.layout.layer_placement.measure_layers", lambda *_: times)
     run = trainer(world, small_deck("layout.pipeline=2", "model.layers=6", "layout.split=balanced"))
     # 1 9 1 9 and 1 9 3; were all blocks alike, it would be three and three.
@@ -196,7 +198,7 @@ def test_stages_balance_blocks_of_two_kinds(
 def test_with_tensor_ranks(world: World) -> None:
     times = measure(world, f"layout.tensor={world.size}", "layout.sequence_parallel=true")
     assert len(set(world.everyone.all_gather_object(repr(times)))) == 1
-    assert times.of_kind["block"].total > 0
+    assert times.of_kind[BLOCK].total > 0
 
 
 @pytest.mark.mpi(min_size=2)
