@@ -201,8 +201,8 @@ def _variant(
     whole = product.gather_gradient(gradients, None)
     runs: dict[str, Callable[[], object]] = {
         "forward": lambda: product.forward_and_save(inputs, None, None, True),
-        "input gradient": lambda: product.input_gradient_of(product.gather_gradient(gradients, None)),
-        "weight gradient": lambda: product.add_weight_gradient_of(whole, kept),
+        "input gradient": lambda: product.input_gradient(product.gather_gradient(gradients, None)),
+        "weight gradient": lambda: product.add_weight_gradient(whole, kept),
     }
     if recipe is None:
         return runs

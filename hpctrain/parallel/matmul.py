@@ -20,36 +20,25 @@ product (kernels/matmul_kernels.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
+from hpctrain.parallel.fp8.quantize import QuantizedTensor
 from hpctrain.parallel.kernels.matmul_kernels import MatmulKernel, Pass
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter, gradients_to_update
 
-
-class QuantizedRows(NamedTuple):
-    """Rows of tokens in 8 bits: values [m, features], and the scales of blocks of them."""
-
-    values: Tensor
-    scales: Tensor
-
-
-Operand = Tensor | QuantizedRows
-"""Activations, or their gradients, as a Matmul multiplies them: [..., features] as stored, or in 8 bits."""
+Operand = Tensor | QuantizedTensor
+"""Activations, or their gradients, as a Matmul multiplies them: [..., features] as stored, or [m, features]
+in 8 bits, with m tokens.
+"""
 
 
 def operand_tensors(operand: Operand) -> tuple[Tensor, ...]:
-    """Return the tensors of an operand, as autograd saves them."""
-    return tuple(operand) if isinstance(operand, QuantizedRows) else (operand,)
-
-
-def operand_from(tensors: Sequence[Tensor]) -> Operand:
-    """Return the operand whose `operand_tensors` are these."""
-    return QuantizedRows(*tensors) if len(tensors) > 1 else tensors[0]
+    """Return the tensors of an operand, as autograd saves them: `Matmul.saved_operand` is the inverse."""
+    return (operand.values, operand.scales) if isinstance(operand, QuantizedTensor) else (operand,)
 
 
 class Matmul:
@@ -92,18 +81,22 @@ class Matmul:
         kernel = self._kernel("logits")
         return kernel.logits(inputs, self._matrix(kernel))
 
-    def input_gradient(self, output_gradient: Tensor, out: Tensor | None = None) -> Tensor:
+    def input_gradient(self, output_gradient: Operand, out: Tensor | None = None) -> Tensor:
         """Return the gradient [..., k] of the input for an output gradient [..., n], in `out` if given."""
+        assert isinstance(output_gradient, Tensor)
         kernel = self._kernel("input_gradient")
         return kernel.input_gradient(output_gradient, self._matrix(kernel), out)
 
-    def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
-        """Add dY^T X to the gradient of the weights. The caller reports the addition (`Parameter.added`).
+    def add_weight_gradient(self, output_gradient: Operand, inputs: Operand) -> None:
+        """Add dY^T X to the gradient of the weights.
+
+        The caller reports the addition (`Parameter.mark_gradient_added`).
 
         Args:
             output_gradient: Gradient of the output, dY, [..., n].
             inputs: Input of the layer, X, [..., k].
         """
+        assert isinstance(output_gradient, Tensor) and isinstance(inputs, Tensor)
         left, right = (each.reshape(-1, each.shape[-1]) for each in (output_gradient, inputs))
         gradient, overwrite = self.gradient_buffer()
         self._kernel("weight_gradient").add_weight_gradient(gradient, left, right, overwrite)
@@ -128,6 +121,11 @@ class Matmul:
         gathered = inputs if sequence_group is None else sequence_group.all_gather(inputs)
         return self.forward(gathered, bias), inputs
 
+    def saved_operand(self, tensors: Sequence[Tensor]) -> Operand:
+        """Return the result of `forward_and_save` for the backward pass, from its `operand_tensors`."""
+        (saved,) = tensors
+        return saved
+
     def start_gather_saved(
         self, saved: Operand, sequence_group: Group, blocking: bool = False
     ) -> Callable[[], Operand]:
@@ -138,16 +136,6 @@ class Matmul:
     def gather_gradient(self, output_gradient: Tensor, sequence_group: Group | None) -> Operand:
         """Return the output gradient of all tokens as both other products take it. Collective."""
         return output_gradient if sequence_group is None else sequence_group.all_gather(output_gradient)
-
-    def input_gradient_of(self, output_gradient: Operand) -> Tensor:
-        """Return the gradient of the input for a result of `gather_gradient`."""
-        assert isinstance(output_gradient, Tensor)
-        return self.input_gradient(output_gradient)
-
-    def add_weight_gradient_of(self, output_gradient: Operand, saved: Operand) -> None:
-        """Add the weight gradient of a result of `gather_gradient` and of gathered saved inputs."""
-        assert isinstance(output_gradient, Tensor) and isinstance(saved, Tensor)
-        self.add_weight_gradient(output_gradient, saved)
 
     # Buffers and kernels
 

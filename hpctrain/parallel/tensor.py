@@ -37,7 +37,6 @@ from hpctrain.parallel.matmul import (
     Matmul,
     Operand,
     join_neighbors,
-    operand_from,
     operand_tensors,
 )
 from hpctrain.parallel.operations import Cut, MatrixSize
@@ -208,7 +207,7 @@ class SplitLinear(MatmulLayer):
     def _split_saved(self, saved: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Operand]:
         """Return what the forward pass saved, of the adapter and of the input."""
         count = int(self.adapter is not None)
-        return saved[:count], operand_from(saved[count:])
+        return saved[:count], self.product.saved_operand(saved[count:])
 
     def _add_inner_gradient(
         self, output_gradient: Operand, input_gradient: Tensor | None
@@ -225,7 +224,7 @@ class SplitLinear(MatmulLayer):
     def _add_gradients(self, output_gradient: Operand, saved: Operand, inner: Sequence[Tensor]) -> None:
         """Add the gradients of the weights and, of the values `inner` between its factors, the adapter's."""
         if self.weights[0].requires_grad:
-            self.product.add_weight_gradient_of(output_gradient, saved)
+            self.product.add_weight_gradient(output_gradient, saved)
             self.mark_gradient_added(self.weights)
         if self.adapter is not None:
             assert isinstance(output_gradient, Tensor) and isinstance(saved, Tensor)
@@ -380,7 +379,7 @@ class ColumnAutograd(torch.autograd.Function):
         gradient = product.gather_gradient(output_gradient, None)
         reduction, input_gradient = None, None
         if ctx.needs_input_grad[0]:
-            input_gradient = product.input_gradient_of(gradient).view(*output_gradient.shape[:-1], -1)
+            input_gradient = product.input_gradient(gradient).view(*output_gradient.shape[:-1], -1)
         inner = (*inner, *layer._add_inner_gradient(gradient, input_gradient))
         if input_gradient is not None:
             reduction = layer_context.start_reduce_output(input_gradient)
@@ -433,7 +432,7 @@ class _RowAutograd(torch.autograd.Function):
         gathered, result = product.gather_gradient(output_gradient, layer.sequence_group), None
         if ctx.needs_input_grad[0]:
             batch = output_gradient.shape[1:-1]
-            input_gradient = product.input_gradient_of(gathered)
+            input_gradient = product.input_gradient(gathered)
             result = input_gradient.view(-1, *batch, input_gradient.shape[-1])
         inner = (*inner, *layer._add_inner_gradient(gathered, result))
         tensors = (*operand_tensors(gathered), *operand_tensors(saved), *inner)

@@ -83,15 +83,17 @@ class DelayedMatmul(QuantizedMatmul):
         return super().forward(inputs, bias)
 
     @override
-    def input_gradient(self, output_gradient: Tensor, out: Tensor | None = None) -> Tensor:
-        self._record("gradients", output_gradient)
+    def input_gradient(self, output_gradient: Operand, out: Tensor | None = None) -> Tensor:
+        if isinstance(output_gradient, Tensor):
+            self._record("gradients", output_gradient)
         if not self.has_all_scales:
             return Matmul.input_gradient(self, output_gradient, out)
         return super().input_gradient(output_gradient, out)
 
     @override
-    def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
-        self._record("gradients", output_gradient)  # again, unless nothing needs the gradient of the input
+    def add_weight_gradient(self, output_gradient: Operand, inputs: Operand) -> None:
+        if isinstance(output_gradient, Tensor):  # again, unless nothing needs the gradient of the input
+            self._record("gradients", output_gradient)
         if not self.has_all_scales:
             Matmul.add_weight_gradient(self, output_gradient, inputs)
         else:
@@ -115,13 +117,6 @@ class DelayedMatmul(QuantizedMatmul):
             return Matmul.gather_gradient(self, output_gradient, sequence_group)
         self._record("gradients", output_gradient)
         return super().gather_gradient(output_gradient, sequence_group)
-
-    @override
-    def add_weight_gradient_of(self, output_gradient: Operand, saved: Operand) -> None:
-        if not self.has_all_scales:
-            Matmul.add_weight_gradient_of(self, output_gradient, saved)
-        else:
-            super().add_weight_gradient_of(output_gradient, saved)
 
     def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
         """Yield the kind, shard and values of each history, for checkpoints (`KeepsState`)."""

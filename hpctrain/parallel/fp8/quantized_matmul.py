@@ -30,7 +30,7 @@ from hpctrain.parallel.fp8.quantization_loss import operand_name, record_counts,
 from hpctrain.parallel.fp8.quantize import QuantizedTensor, ScaleBlocks, Scaling
 from hpctrain.parallel.fp8.recipes import ScalingRecipe
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.matmul import Matmul, Operand, QuantizedRows
+from hpctrain.parallel.matmul import Matmul, Operand
 from hpctrain.parallel.shards import Parameter
 
 Kind = Literal["inputs", "weights", "gradients"]
@@ -93,15 +93,20 @@ class QuantizedMatmul(Matmul):
         return self._forward(self._quantize("inputs", _rows(inputs), _INPUTS), inputs, bias)
 
     @override
-    def input_gradient(self, output_gradient: Tensor, out: Tensor | None = None) -> Tensor:
+    def input_gradient(self, output_gradient: Operand, out: Tensor | None = None) -> Tensor:
+        if isinstance(output_gradient, QuantizedTensor):
+            return self._input_gradient(output_gradient, self.weights[0].dtype)
         left = self._quantize("gradients", _rows(output_gradient), _GRADIENTS)
         gradient = self._input_gradient(left, output_gradient.dtype).view(*output_gradient.shape[:-1], -1)
         return gradient if out is None else out.copy_(gradient)
 
     @override
-    def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
-        left = self._quantize("gradients", _rows(output_gradient), _GRADIENTS, transposed=True)
-        right = self._quantize("inputs", _rows(inputs), _INPUTS, transposed=True)
+    def add_weight_gradient(self, output_gradient: Operand, inputs: Operand) -> None:
+        left, right = output_gradient, inputs
+        if isinstance(left, Tensor):
+            left = self._quantize("gradients", _rows(left), _GRADIENTS, transposed=True)
+        if isinstance(right, Tensor):
+            right = self._quantize("inputs", _rows(right), _INPUTS, transposed=True)
         self._add(left, right)
 
     @override
@@ -124,7 +129,14 @@ class QuantizedMatmul(Matmul):
             return output, inputs
         if not self.has_one_token_scale:
             local = self._quantize("inputs", rows, dims, sequence_group is not None, transposed=True)
-        return output, QuantizedRows(local.values, local.scales)
+        return output, local
+
+    @override
+    def saved_operand(self, tensors: Sequence[Tensor]) -> Operand:
+        if len(tensors) == 1:
+            return tensors[0]
+        values, scales = tensors
+        return QuantizedTensor(values, scales, self.recipe.tokens.transposed.blocks)
 
     @override
     def start_gather_saved(
@@ -132,13 +144,7 @@ class QuantizedMatmul(Matmul):
     ) -> Callable[[], Operand]:
         if isinstance(saved, Tensor):
             return super().start_gather_saved(saved, sequence_group, blocking)
-        finish = start_gather_rows(self._saved_rows(saved), sequence_group, blocking)
-
-        def wait() -> QuantizedRows:
-            gathered = finish()
-            return QuantizedRows(gathered.values, gathered.scales)
-
-        return wait
+        return start_gather_rows(saved, sequence_group, blocking)
 
     @override
     def gather_gradient(self, output_gradient: Tensor, sequence_group: Group | None) -> Operand:
@@ -147,29 +153,9 @@ class QuantizedMatmul(Matmul):
         # Both products have the same scale, and so the same numbers in 8 bits.
         rows, dims = _rows(output_gradient), _GRADIENTS
         if self.quantize_messages and sequence_group is not None:
-            gathered = gather_rows(self._quantize("gradients", rows, dims, is_piece=True), sequence_group)
-        else:
-            rows = rows if sequence_group is None else sequence_group.all_gather(rows)
-            gathered = self._quantize("gradients", rows, dims)
-        return QuantizedRows(gathered.values, gathered.scales)
-
-    @override
-    def input_gradient_of(self, output_gradient: Operand) -> Tensor:
-        if isinstance(output_gradient, Tensor):
-            return self.input_gradient(output_gradient)
-        return self._input_gradient(QuantizedTensor(*output_gradient, ScaleBlocks()), self.weights[0].dtype)
-
-    @override
-    def add_weight_gradient_of(self, output_gradient: Operand, saved: Operand) -> None:
-        if isinstance(output_gradient, Tensor):
-            left = self._quantize("gradients", _rows(output_gradient), _GRADIENTS, transposed=True)
-        else:
-            left = QuantizedTensor(*output_gradient, ScaleBlocks())
-        if isinstance(saved, Tensor):
-            right = self._quantize("inputs", _rows(saved), _INPUTS, transposed=True)
-        else:
-            right = self._saved_rows(saved)
-        self._add(left, right)
+            return gather_rows(self._quantize("gradients", rows, dims, is_piece=True), sequence_group)
+        rows = rows if sequence_group is None else sequence_group.all_gather(rows)
+        return self._quantize("gradients", rows, dims)
 
     @property
     def has_one_token_scale(self) -> bool:
@@ -277,9 +263,6 @@ class QuantizedMatmul(Matmul):
         """Return True if no block of the saved inputs has rows of two ranks."""
         height = self.recipe.tokens.transposed.blocks.rows
         return sequence_group is None or height is None or rows % height == 0
-
-    def _saved_rows(self, saved: QuantizedRows) -> QuantizedTensor:
-        return QuantizedTensor(*saved, self.recipe.tokens.transposed.blocks)
 
     def _quantize(
         self, kind: Kind, matrix: Tensor, dims: Dims, is_piece: bool = False, transposed: bool = False

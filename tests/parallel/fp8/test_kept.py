@@ -44,8 +44,6 @@ class Unkept(Matmul):
     forward_and_save = Matmul.forward_and_save
     start_gather_saved = Matmul.start_gather_saved
     gather_gradient = Matmul.gather_gradient
-    input_gradient_of = Matmul.input_gradient_of
-    add_weight_gradient_of = Matmul.add_weight_gradient_of
 
 
 class UnkeptProduct(Unkept, QuantizedMatmul):  # type: ignore[misc]

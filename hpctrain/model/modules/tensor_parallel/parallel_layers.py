@@ -25,7 +25,7 @@ from hpctrain.model.modules.tensor_parallel.activation_collectives import (
 )
 from hpctrain.parallel.fp8.matmul_choice import make_matmul
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.matmul import Matmul
+from hpctrain.parallel.matmul import Matmul, Operand
 from hpctrain.parallel.operations import MatrixSize
 from hpctrain.parallel.shards import Parameter
 from hpctrain.parallel.tensor import ColumnLinear, Partition, RowLinear, SplitLinear, rows_shard
@@ -96,7 +96,8 @@ class TransposedMatmul(Matmul):
         return output if bias is None else output.add_(bias)
 
     @override
-    def input_gradient(self, output_gradient: Tensor, out: Tensor | None = None) -> Tensor:
+    def input_gradient(self, output_gradient: Operand, out: Tensor | None = None) -> Tensor:
+        assert isinstance(output_gradient, Tensor)
         pieces = output_gradient.split(self._sizes, -1)
         first, *others = (each.forward(g) for each, g in zip(self._products, pieces, strict=True))
         for other in others:
@@ -104,7 +105,8 @@ class TransposedMatmul(Matmul):
         return first if out is None else out.copy_(first)
 
     @override
-    def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
+    def add_weight_gradient(self, output_gradient: Operand, inputs: Operand) -> None:
+        assert isinstance(output_gradient, Tensor)
         pieces = output_gradient.split(self._sizes, -1)
         for each, piece in zip(self._products, pieces, strict=True):
             each.add_weight_gradient(inputs, piece)
