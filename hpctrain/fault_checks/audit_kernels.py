@@ -1,4 +1,4 @@
-"""Passes over matrices by which an audit judges products: by torch, or on a CPU compiled from `audit.c`.
+"""Sums over matrices by which an audit judges products: by torch, or on a CPU compiled from `audit.c`.
 
 All sums are in fp32.
 """
@@ -96,7 +96,7 @@ class ErrorBounds:
 
 
 class AuditKernels:
-    """Passes by torch."""
+    """Sums over the elements of matrices that an audit needs, by torch. Each method reads a matrix once."""
 
     def __init__(self) -> None:
         self._scratch: Tensor | None = None
@@ -205,7 +205,7 @@ class AuditKernels:
 
 
 class CompiledAuditKernels(AuditKernels):
-    """Passes by the library of `audit.c`, for CPU matrices in fp32 and bf16, and by torch for others.
+    """The same sums by the library of `audit.c`, for CPU matrices in fp32 and bf16, and by torch for others.
 
     Args:
         library: The compiled library.

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.operations import ElementwiseSize, kind_of
+from hpctrain.parallel.operations import ElementwiseSize, elementwise_kind
 from hpctrain.parallel.tensor import ColumnLinear, Partition, RowLinear
 
 
@@ -50,7 +50,7 @@ class FeedForward(nn.Module):
     def elementwise(self) -> list[ElementwiseSize]:
         """Elementwise operations between the two layers."""
         inner = self.down.weights[0].shard.shape[1]
-        return [ElementwiseSize(kind_of(self.activation), inner, True)]
+        return [ElementwiseSize(elementwise_kind(self.activation), inner, True)]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return down(activation(up(x)))."""

@@ -34,8 +34,10 @@ class RoutingChoices:
         self.records, self.prescribed = records, prescribed
         self.recorded_experts: dict[str, Tensor] = {}
 
-    def apply(self, router: str, chosen: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
-        """Return the experts [n, k] that tokens are routed to.
+    def override(self, router: str, chosen: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+        """Return the experts [n, k] that tokens are routed to, and record them if `records`.
+
+        They are the prescribed ones, and those that the router chose where none are prescribed.
 
         Args:
             router: Name of the router.

@@ -21,6 +21,9 @@ from hpctrain.parallel.vocabulary import VocabularyHead
 
 Computed = TypeVar("Computed")
 
+Unit = list[list[Parameter]]
+"""Parameters that ZeRO-3 gathers together: a list for each submodule that has some."""
+
 
 @dataclass(frozen=True)
 class LayerRange:
@@ -98,8 +101,8 @@ class Layer(nn.Module):
     core: AttentionSize | None = None
     auxiliary_loss_names: tuple[str, ...] = ()
 
-    def units(self) -> Iterator[list[list[Parameter]]]:
-        """Yield units that compute together, in the order of the forward pass: each module's parameters."""
+    def units(self) -> Iterator[Unit]:
+        """Yield the units of the layer in the order in which the forward pass needs them; by default one."""
         yield list(parameters_by_module(self))
 
     @cached_property
@@ -121,9 +124,10 @@ class Layer(nn.Module):
         return []
 
     def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
-        """Yield the parameters whose gradients are complete, in the order of the backward pass.
+        """Yield the parameters whose gradients the backward pass completes, in its order, with a gather key.
 
-        Each list comes with the parameter whose unit is gathered meanwhile, in addition to what always is.
+        The key is the first parameter of a unit that is gathered until these gradients are complete. It is
+        None if that is only the first unit of a block, or none.
         """
         yield None if self.is_block else self.gather_keys[0], self.all_parameters[::-1]
 
@@ -174,7 +178,10 @@ class ModelPart(Protocol):
         """
 
     def run_layer(self, layer: Layer, inputs: ModelInputs, x: Tensor) -> Tensor:
-        """Return the output of one layer for the input `x`. The parameters of the layer must be gathered."""
+        """Return the output of one layer for the input `x`. The parameters of the layer must be gathered.
+
+        Measurements and tests call it, since a run calls whole parts.
+        """
 
     def predict(self, last: Any, compute: Callable[..., Computed]) -> Computed:
         """Return the result of `compute` for the output of the last part, with its parameters gathered.
@@ -190,8 +197,8 @@ class ModelPart(Protocol):
     def dtype(self) -> torch.dtype:
         """dtype of the tensors that are sent between parts."""
 
-    def units(self) -> Iterator[list[list[Parameter]]]:
-        """Yield the parameters of each layer in units that are gathered together, each parameter once."""
+    def units(self) -> Iterator[Unit]:
+        """Yield the units of all layers in the order of the forward pass. No parameter is in two of them."""
 
 
 @torch.no_grad()

@@ -39,7 +39,15 @@ from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.latent_attention import LatentAttention
 from hpctrain.model.mixtures.mixture import Mixture
 from hpctrain.model.norm import Norm
-from hpctrain.model.part import Computed, Layer, LayerKind, LayerRange, parameters_by_module, parameters_in
+from hpctrain.model.part import (
+    Computed,
+    Layer,
+    LayerKind,
+    LayerRange,
+    Unit,
+    parameters_by_module,
+    parameters_in,
+)
 from hpctrain.model.rotary import Rotary
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.backward.saved_policy import LayerPass
@@ -210,7 +218,7 @@ class TransformerBlock(TransformerLayer):
         """Return the hidden states with the output of a part added to them."""
         return x + added if self.multiplier == 1 else torch.add(x, added, alpha=self.multiplier)
 
-    def units(self) -> Iterator[list[list[Parameter]]]:
+    def units(self) -> Iterator[Unit]:
         """Yield the units of the block: parameters that ZeRO-3 gathers together.
 
         Experts are a unit of their own, since they are needed later.
@@ -376,7 +384,7 @@ class Predictor(TransformerLayer):
         return torch.cat(hidden, 1)
 
     @override
-    def units(self) -> Iterator[list[list[Parameter]]]:
+    def units(self) -> Iterator[Unit]:
         yield from ([leaf] for leaf in parameters_by_module(self.norm))
         for module in self.modules_of_depths:
             yield from module.units()
@@ -446,9 +454,8 @@ class Transformer(nn.Module):
     Attributes:
         table: Table of the embedding or the output layer; None if this part has neither.
         rotates: True if the family rotates queries and keys by their positions.
-        rotary_positions: Positions [s] int64 for the rotation instead of those of the inputs, None in a run.
-            The
-            layout check rotates a short sequence as if it was near the end of a long one.
+        rotary_positions: Positions [s] int64 for the rotation instead of those of the inputs. None in a run.
+            The layout check rotates a short sequence as if it was near the end of a long one.
     """
 
     def __init__(
@@ -514,8 +521,8 @@ class Transformer(nn.Module):
         assert isinstance(last, Predictor)
         return last
 
-    def units(self) -> Iterator[list[list[Parameter]]]:
-        """Yield the parameters of each layer in units that are gathered together, each parameter once."""
+    def units(self) -> Iterator[Unit]:
+        """Return the units of all layers in the order of the forward pass. No parameter is in two of them."""
         return (unit for layer in self.layers for unit in layer.units())
 
     def forward(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Tensor:

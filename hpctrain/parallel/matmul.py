@@ -77,7 +77,7 @@ class Matmul:
         return kernel.forward(inputs, self._matrix(kernel), bias)
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """Return the product [r, n] of inputs [r, k] with a table of many rows."""
+        """Return the logits [r, n] of inputs [r, k]: the product with a table of many rows n, no bias."""
         kernel = self._kernel("logits")
         return kernel.logits(inputs, self._matrix(kernel))
 
@@ -110,7 +110,7 @@ class Matmul:
         sequence_group: Group | None,
         compact: bool,  # noqa: ARG002
     ) -> tuple[Tensor, Operand]:
-        """Return the product, and what the backward pass needs of the inputs.
+        """Return the product [..., n] with all tokens, and what the backward pass needs of the inputs.
 
         Args:
             inputs: Inputs [..., k], with a `sequence_group` this rank's piece of the tokens.
@@ -129,12 +129,28 @@ class Matmul:
     def start_gather_saved(
         self, saved: Operand, sequence_group: Group, blocking: bool = False
     ) -> Callable[[], Operand]:
-        """Start to gather what each rank has saved, and return a function that waits for it. Collective."""
+        """Start to gather the inputs that ranks saved, and return a function that waits for all tokens.
+
+        Collective.
+
+        Args:
+            saved: Result of `forward_and_save` of this rank's piece of the tokens.
+            sequence_group: Ranks that have the other pieces.
+            blocking: True if the caller waits at once.
+        """
         assert isinstance(saved, Tensor)
         return sequence_group.start_all_gather(saved, blocking=blocking).wait
 
     def gather_gradient(self, output_gradient: Tensor, sequence_group: Group | None) -> Operand:
-        """Return the output gradient of all tokens as both other products take it. Collective."""
+        """Return the output gradient of all tokens, as `input_gradient` and `add_weight_gradient` take it.
+
+        Collective over `sequence_group`.
+
+        Args:
+            output_gradient: Gradient of the output [..., n], with a `sequence_group` this rank's piece of the
+                tokens.
+            sequence_group: Ranks that have the other pieces, or None.
+        """
         return output_gradient if sequence_group is None else sequence_group.all_gather(output_gradient)
 
     # Buffers and kernels

@@ -72,7 +72,10 @@ class AttentionSize(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Keys of a query without regard to the causal mask; with a window, its share of unmasked pairs."""
+        """Keys of a query by which FLOPs are counted: twice the mean number of unmasked ones.
+
+        Without a window it is `sequence`, as if there were no causal mask.
+        """
         window, sequence = self.window or self.sequence, self.sequence
         return sequence if window >= sequence else window * (2 * sequence - window) // sequence
 
@@ -103,6 +106,6 @@ class ElementwiseSize(NamedTuple):
     split: bool = False
 
 
-def kind_of(activation: Activation) -> ElementwiseKind:
+def elementwise_kind(activation: Activation) -> ElementwiseKind:
     """Return the kind by which the time of an activation is planned."""
     return "gate" if activation.gated else "activation"

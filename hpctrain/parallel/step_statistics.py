@@ -41,7 +41,13 @@ class StepStatistics:
         self._agreed_sizes: dict[Reduction, dict[str, int]] | None = None
 
     def begin_action(self, micro_batch: int | None, padding: Tensor | None = None) -> None:
-        """Start an action on a micro-batch of a training step, or on something else if it is None."""
+        """Start an action of the pipeline. All that layers record until the next call belongs to it.
+
+        Args:
+            micro_batch: Number of the micro-batch in a training step. None outside of training steps, as in
+                evaluation, where nothing is recorded.
+            padding: Positions of the micro-batch that are padding, as for the attribute.
+        """
         self._micro_batch, self.padding = micro_batch, padding
         self._calls.clear()
 

@@ -101,9 +101,10 @@ class VocabularyEmbedding(nn.Module):
 
 
 class _EmbeddingAutograd(torch.autograd.Function):
-    """Lookup of token ids in the rows of this rank, summed over tensor ranks.
+    """Lookup of token ids [s, b] in this rank's rows [V/t, h], summed over tensor ranks to [s or s/t, b, h].
 
-    The backward pass adds the gradient of the table to its buffer, and returns none.
+    Ids of other ranks' rows give zeros on this rank. The backward pass adds the gradient of the table to its
+    buffer, and returns none.
     """
 
     @staticmethod

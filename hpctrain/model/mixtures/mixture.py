@@ -25,7 +25,7 @@ from hpctrain.parallel.experts.dispatch import Dispatch
 from hpctrain.parallel.experts.expert_layer import Experts, ExpertSizes
 from hpctrain.parallel.experts.grouped_products import row_unit
 from hpctrain.parallel.layer_context import LayerContext
-from hpctrain.parallel.operations import ElementwiseSize, kind_of
+from hpctrain.parallel.operations import ElementwiseSize, elementwise_kind
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.shards import Parameter, Shard
 
@@ -94,7 +94,11 @@ class Mixture(nn.Module):
         chosen, inner = self.shape.experts_per_token, self.shape.expert_mlp
         moved = ElementwiseSize("add", 2 * chosen * self.shape.hidden)
         shared = self.shared.elementwise if self.shared is not None else []
-        return [moved, ElementwiseSize(kind_of(self.experts.activation), chosen * inner, True), *shared]
+        return [
+            moved,
+            ElementwiseSize(elementwise_kind(self.experts.activation), chosen * inner, True),
+            *shared,
+        ]
 
     @property
     def auxiliary_loss_names(self) -> tuple[str, ...]:

@@ -87,6 +87,14 @@ class Router(nn.Module):
 
     It records a statistic [E + 2] of each step under `statistic_name`: tokens per expert before any is
     dropped, the number of dropped choices, and the sum of the entropies of the probabilities, in nats.
+
+    Attributes:
+        weight: Matrix [E, h].
+        logit_bias: Trained bias [E] of the logits, or None.
+        bias: Numbers fp32 [E] that are added to scores in the choice alone, and that follow the load
+            (`balance = "bias"`). None for other kinds of balance.
+        shares: Each expert's share of the choices in the last step, fp32 [E], by which a balance loss over
+            steps is computed. None if there is none.
     """
 
     def __init__(self, name: str, shape: ModelShape, layer_context: LayerContext) -> None:
@@ -118,7 +126,7 @@ class Router(nn.Module):
         return self.layer_context.tensor.empty((self.shape.experts,), torch.float32).zero_()
 
     def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
-        """Yield the bias of the choice and each expert's share of the last step's tokens, for checkpoints."""
+        """Yield the kind, shard and values of `bias` and `shares`, for checkpoints (`KeepsState`)."""
         shard = Shard.replicated(f"{self.name}.weight", (self.shape.experts,))
         if self.bias is not None:
             yield "router/bias", shard, self.bias
@@ -143,7 +151,7 @@ class Router(nn.Module):
         scores = logits.softmax(1) if shape.router == "softmax" else logits.sigmoid()
         experts = self.choose(scores.detach())
         if inputs.choices is not None:
-            experts = inputs.choices.apply(self.name, experts, tokens.samples, tokens.positions)
+            experts = inputs.choices.override(self.name, experts, tokens.samples, tokens.positions)
         weights = scores.gather(1, experts)
         if shape.router_normalize:
             weights = weights / weights.sum(1, keepdim=True).clamp_min(_SUM_EPSILON)

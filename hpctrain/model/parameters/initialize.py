@@ -23,7 +23,15 @@ _CHUNK = 1 << 16
 
 
 def fill_normal(target: Tensor, offset: int, shard: Shard, seed: int, deviation: float) -> None:
-    """Fill `target` with elements of the local piece of a normal tensor [rows, ...], from `offset` on."""
+    """Fill memory with elements of the local piece of a tensor of normal random numbers.
+
+    Args:
+        target: Flat fp32 tensor to fill. What is beyond the end of the piece becomes zero.
+        offset: Index of its first element in the flat local piece.
+        shard: Shard of the tensor.
+        seed: Seed of the run. An element depends on it, the tensor's name and the global index alone.
+        deviation: Standard deviation.
+    """
     key, width = key_of(seed, shard.name), prod(shard.local[1:])
     strides = [prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))]
     rows, *others = (

@@ -16,7 +16,7 @@ from hpctrain.parallel.shards import Parameter
 
 @dataclass(frozen=True)
 class PatternMatches:
-    """Matches of patterns.
+    """Names of parameters that match any of several patterns of a deck.
 
     Attributes:
         groups: For each group of fused parameters, the names that match and the names that do not.

@@ -15,7 +15,6 @@ between their backward passes in the backward pass, and weight gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +24,8 @@ from typing_extensions import override
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.parallel.backward.autograd import as_features
-from hpctrain.parallel.experts.grouped_products import Segments, compute_deferred, count_numbers
+from hpctrain.parallel.backward.weight_gradients import DeferredGradient, compute_all
+from hpctrain.parallel.experts.grouped_products import Segments, count_numbers
 
 
 class Dispatch:
@@ -42,10 +42,17 @@ class Dispatch:
         expert_tensor: Ranks that split the features of each expert.
         unit: Multiple to which the rows of an expert are padded (`Segments`).
 
+    A copy is the row of a token for one of its experts. Copies that leave this rank are ordered by expert.
+
     Attributes:
+        shape: Rows n, and choices k of each.
+        local: True if all experts are on this rank, so that nothing is exchanged.
         segments: Rows that arrive for this rank's experts.
         copy_count: Number of copies that leave this rank.
-        deferred_work: Computations that the backward pass runs while it waits for an exchange.
+        order: Index r k + c of each copy, of row r and its choice c, int64 [copy_count].
+        slots: Copy of each choice, int64 [n k]; any one for a choice that is not accepted.
+        positions: Place of each arriving copy in `segments`, int64; None if they arrive in that order.
+        deferred_work: Weight gradients that the backward pass computes while it waits for an exchange.
     """
 
     def __init__(
@@ -58,7 +65,7 @@ class Dispatch:
         unit: int,
     ) -> None:
         self.expert, self.expert_tensor = expert, expert_tensor
-        self.deferred_work: list[Callable[[], None]] = []
+        self.deferred_work: list[DeferredGradient] = []
         self._work: Work[Tensor] | None = None
         self.shape = tuple(choices.shape)
         numbers = (
@@ -105,12 +112,23 @@ class Dispatch:
         return result
 
     def receive(self, arriving: Tensor) -> Tensor:
-        """Return the rows [m, h] of this rank's experts, ordered as `segments` says."""
+        """Return the rows [m, h] of this rank's experts, ordered as `segments` says.
+
+        Args:
+            arriving: Result of `send`.
+        """
         result: Tensor = _Receive.apply(arriving, self)
         return result
 
     def send_back(self, results: Tensor) -> Tensor:
-        """Sum results of these rows over `expert_tensor`, start to return them; an argument for `combine`."""
+        """Sum the experts' results over `expert_tensor`, and start to return them to the ranks of the tokens.
+
+        Args:
+            results: This rank's terms [m, h] of the results for the rows of `receive`.
+
+        Returns:
+            Argument for `combine`.
+        """
         result: Tensor = _SendBack.apply(results, self)
         return result
 
@@ -162,17 +180,30 @@ class Dispatch:
         return output
 
     def wait(self) -> Tensor:
-        """Wait for the exchange that was started, and return what arrived."""
+        """Wait for the exchange that `start_to_experts` or `start_return` started, and return what arrived.
+
+        Returns:
+            Copies [rows of all senders, h], ordered by sender.
+        """
         work, self._work = self._work, None
         assert work is not None
         return work.wait()
 
     def gather(self, arrived: Tensor) -> Tensor:
-        """Return what arrived at any rank of `expert_tensor`, ordered as `segments` says."""
+        """Return the copies [m, h] of all ranks of `expert_tensor`, ordered as `segments` says. Collective.
+
+        Args:
+            arrived: Copies that arrived at this rank.
+        """
         return self.arrange(self.expert_tensor.all_gather(arrived, sizes=self.gather_sizes))
 
     def scatter(self, results: Tensor) -> Tensor:
-        """Return the sum over `expert_tensor` of what returns from this rank, in the order of arrival."""
+        """Return the sums over `expert_tensor` of the results of this rank's copies. Collective.
+
+        Args:
+            results: This rank's terms [m, h] for the copies of all ranks of `expert_tensor`, as `segments`
+                says. The sums are in the order in which the copies arrived.
+        """
         assert self.positions is not None
         arrived = results.index_select(0, self.positions)
         return self.expert_tensor.reduce_scatter(arrived, sizes=self.gather_sizes)
@@ -210,7 +241,7 @@ class _Send(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         dispatch: Dispatch = ctx.dispatch
         deferred, dispatch.deferred_work = dispatch.deferred_work, []
-        compute_deferred(deferred)
+        compute_all(deferred)
         if not dispatch.local:
             gradient = dispatch.wait()
         total = dispatch.copies_of_choice(gradient, 0)

@@ -6,7 +6,6 @@ in Megatron-LM's feed-forward layer, by inner features over the `expert_tensor` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from typing_extensions import override
 
 from hpctrain.deck.activations import ACTIVATIONS, Activation
 from hpctrain.parallel.backward.autograd import as_features
+from hpctrain.parallel.backward.weight_gradients import DeferredGradient
 from hpctrain.parallel.experts.grouped_products import (
     Segments,
     add_grouped_bias,
@@ -125,7 +125,7 @@ class Experts(MatmulLayer):
         self.bias_columns = slice(features.start, features.start + features.local)
         return Parameter(first, False, "zeros"), Parameter(second, False, "zeros")
 
-    def forward(self, rows: Tensor, segments: Segments, deferred_work: list[Callable[[], None]]) -> Tensor:
+    def forward(self, rows: Tensor, segments: Segments, deferred_work: list[DeferredGradient]) -> Tensor:
         """Return the results [m, h] of the rows [m, h] of this rank's experts.
 
         They are this rank's term of a sum over `expert_tensor`, which the caller adds.
@@ -133,8 +133,8 @@ class Experts(MatmulLayer):
         Args:
             rows: Tokens of this rank's experts, sorted by expert.
             segments: Range of the rows of each expert.
-            deferred_work: List to which the backward pass appends functions that compute weight gradients.
-                `Dispatch` runs them in the backward pass, while it waits for the exchange of tokens.
+            deferred_work: List to which the backward pass appends the weight gradients, which `Dispatch`
+                computes while it waits for the exchange of tokens. Unused if all weight gradients are queued.
         """
         result: Tensor = _ExpertsAutograd.apply(
             rows, self, segments, deferred_work, *self.deferred_parameters
@@ -210,7 +210,7 @@ class _ExpertsAutograd(torch.autograd.Function):
         rows: Tensor,
         experts: Experts,
         segments: Segments,
-        deferred_work: list[Callable[[], None]],
+        deferred_work: list[DeferredGradient],
         *_: Tensor,
     ) -> Tensor:
         ctx.experts, ctx.segments, ctx.deferred_work = experts, segments, deferred_work
@@ -246,7 +246,7 @@ class _ExpertsAutograd(torch.autograd.Function):
         if queue.deferring:
             queue.submit(compute, output_gradient, inner, inner_gradient, rows)
         else:
-            ctx.deferred_work.append(compute)
+            ctx.deferred_work.append(DeferredGradient(compute))
         return (rows_gradient, *(None for _ in ctx.needs_input_grad[1:]))
 
 

@@ -6,7 +6,7 @@ expert 0 and row 2 of expert 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -185,10 +185,3 @@ def add_grouped_bias_gradient(
         )
         into.index_add_(0, experts, source.to(into.dtype))
     bias.mark_gradient_added()
-
-
-def compute_deferred(deferred: Sequence[Callable[[], None]]) -> None:
-    """Compute what a backward pass has deferred, without a graph."""
-    with torch.no_grad():
-        for compute in deferred:
-            compute()

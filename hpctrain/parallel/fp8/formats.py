@@ -47,7 +47,7 @@ FORMATS = {form.dtype: form for form in (E4M3, E5M2)}
 
 
 def to_format(values: Tensor, form: Fp8Format) -> Tensor:
-    """Return values rounded to the nearest number of a format, ties to even, limited to the largest one.
+    """Return values in an 8-bit format: the nearest numbers, ties to even, none beyond the largest one.
 
     Infinities become NaN and not the largest number, so that an overflow is noticed.
     """

@@ -101,7 +101,7 @@ def loss_metrics(statistics: Mapping[str, Tensor]) -> Row | None:
         what, *others = name.split("/")
         if what in {_LOST, _SCALES}:
             weight, kind, _ = others
-            (counts if what == _LOST else scales)[layer_kind(weight), kind].append(values.cpu())
+            (counts if what == _LOST else scales)[name_without_block(weight), kind].append(values.cpu())
     if not counts:
         return None
     layers = list(dict.fromkeys(layer for layer, _ in counts))
@@ -118,7 +118,7 @@ def loss_metrics(statistics: Mapping[str, Tensor]) -> Row | None:
     return row
 
 
-def layer_kind(weight: str) -> str:
+def name_without_block(weight: str) -> str:
     """Return the part of a weight's name that the layers of all blocks share, such as "attention.query"."""
     parts = weight.removesuffix(".weight").split(".")
     return ".".join(part for part in parts if not part.isdecimal()).removeprefix("blocks.")

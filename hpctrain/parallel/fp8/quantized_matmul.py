@@ -191,18 +191,21 @@ class QuantizedMatmul(Matmul):
         return self._weight_maxima.get(WEIGHTS)
 
     def set_prequantized(self, weights: PrequantizedWeights | None) -> None:
-        """Set the weights to multiply instead of those that this class would quantize, or remove them."""
+        """Set the weights to multiply instead of those that this class would quantize, or remove them.
+
+        A bucket that gathers in 8 bits (`EightBitBucket`) sets and removes them.
+        """
         self._prequantized = weights
 
     def record_weight_maximum(self, largest: Tensor) -> None:
         """Record the largest magnitude [1] of the weights that this rank owns, if later steps need it."""
 
     def local_weight_maxima(self, dims: Dims) -> Tensor:
-        """Return the maxima of this rank's part of the weights, which must be in memory."""
+        """Return the maxima [M, K] of the blocks of this rank's part of the weights, which are in memory."""
         return self.recipe.weights.maxima(self.weight() if dims == WEIGHTS else self.weight().t())
 
     def set_weight_maxima(self, dims: Dims, maxima: Tensor) -> None:
-        """Use the maxima over all ranks until they are cleared."""
+        """Use these maxima [M, K] over all ranks for the weights with `dims` until they are cleared."""
         self._weight_maxima[dims] = maxima
         if self.has_one_token_scale:
             self._weight_maxima[TRANSPOSED_WEIGHTS] = maxima

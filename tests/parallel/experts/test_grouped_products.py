@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.comm.world import World
-from hpctrain.parallel.backward.weight_gradients import compute_all
+from hpctrain.parallel.backward.weight_gradients import DeferredGradient, compute_all
 from hpctrain.parallel.experts.expert_layer import Experts, ExpertSizes
 from hpctrain.parallel.experts.grouped_products import (
     ROW_UNIT,
@@ -152,17 +152,14 @@ def test_gradients_are_those_of_autograd(world: World, deferred: bool) -> None:
     segments = Segments(torch.tensor([2, 0, 4]), 1)
     rows = torch.randn(6, 6).requires_grad_()
     gradient = torch.randn(6, 6)
-    later: list[object] = []
+    later: list[DeferredGradient] = []
     queue = layer_context.weight_gradients
     queue.deferring = deferred
     experts(rows, segments, later).backward(gradient)
     queue.deferring = False
     assert all(not parameter.gradient.any() for parameter in experts.deferred_parameters)
     assert (len(queue), len(later)) == ((1, 0) if deferred else (0, 1))
-    compute_all(queue.take())
-    for compute in later:
-        with torch.no_grad():
-            compute()  # type: ignore[operator]
+    compute_all([*queue.take(), *later])
 
     leaves = [weight.double().requires_grad_() for weight in weights]
     x = rows.detach().double().requires_grad_()

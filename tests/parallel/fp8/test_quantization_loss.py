@@ -11,8 +11,8 @@ from hpctrain.parallel.fp8.formats import E4M3, E5M2, Fp8Format
 from hpctrain.parallel.fp8.quantization_loss import (
     Row,
     count_losses,
-    layer_kind,
     loss_metrics,
+    name_without_block,
     operand_name,
     record_loss,
 )
@@ -93,8 +93,8 @@ def test_a_step_that_nobody_watches_has_no_line() -> None:
 
 
 def test_kinds_of_layers() -> None:
-    assert layer_kind("blocks.12.attention.query.weight") == "attention.query"
-    assert layer_kind("blocks.3.feed_forward.experts.2.down.weight") == "feed_forward.experts.down"
+    assert name_without_block("blocks.12.attention.query.weight") == "attention.query"
+    assert name_without_block("blocks.3.feed_forward.experts.2.down.weight") == "feed_forward.experts.down"
 
 
 KEYS = (*LLAMA, "model.layers=4", "model.tied=false", "layout.schedule=1f1b", "precision.compute=fp8")
