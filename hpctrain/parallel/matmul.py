@@ -20,25 +20,23 @@ product (kernels/matmul_kernels.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
-from hpctrain.parallel.fp8.quantize import QuantizedTensor
 from hpctrain.parallel.kernels.matmul_kernels import MatmulKernel, Pass
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.shards import Parameter, gradients_to_update
 
-Operand = Tensor | QuantizedTensor
+if TYPE_CHECKING:
+    from hpctrain.parallel.fp8.quantize import QuantizedTensor
+
+Operand: TypeAlias = "Tensor | QuantizedTensor"
 """Activations, or their gradients, as a Matmul multiplies them: [..., features] as stored, or [m, features]
 in 8 bits, with m tokens.
 """
-
-
-def operand_tensors(operand: Operand) -> tuple[Tensor, ...]:
-    """Return the tensors of an operand, as autograd saves them: `Matmul.saved_operand` is the inverse."""
-    return (operand.values, operand.scales) if isinstance(operand, QuantizedTensor) else (operand,)
 
 
 class Matmul:
@@ -120,6 +118,11 @@ class Matmul:
         """
         gathered = inputs if sequence_group is None else sequence_group.all_gather(inputs)
         return self.forward(gathered, bias), inputs
+
+    def operand_tensors(self, operand: Operand) -> tuple[Tensor, ...]:
+        """Return the tensors of an operand, as autograd saves them."""
+        assert isinstance(operand, Tensor)
+        return (operand,)
 
     def saved_operand(self, tensors: Sequence[Tensor]) -> Operand:
         """Return the result of `forward_and_save` for the backward pass, from its `operand_tensors`."""

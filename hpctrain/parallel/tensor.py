@@ -37,7 +37,6 @@ from hpctrain.parallel.matmul import (
     Matmul,
     Operand,
     join_neighbors,
-    operand_tensors,
 )
 from hpctrain.parallel.operations import Cut, MatrixSize
 from hpctrain.parallel.shards import Initial, Parameter, Shard, gradient_of
@@ -196,7 +195,14 @@ class SplitLinear(MatmulLayer):
     def _multiply(
         self, x: Tensor, bias: Tensor | None, sequence_group: Group | None, training: bool
     ) -> tuple[Tensor, Operand, tuple[Tensor, ...]]:
-        """Return the product, what backward needs of x, and what the adapter's backward needs."""
+        """Return the product, what backward needs of x, and what the adapter's backward needs.
+
+        Args:
+            x: Inputs [..., k], with a `sequence_group` this rank's piece of the tokens.
+            bias: Bias [n] that is added, or None.
+            sequence_group: Ranks that have the other pieces, or None.
+            training: False if there will be no backward pass.
+        """
         if self.adapter is None:
             compact = training and not self.shared_input
             return *self.product.forward_and_save(x, bias, sequence_group, compact), ()
@@ -362,7 +368,7 @@ class ColumnAutograd(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: ColumnLinear, training: bool, *_: Tensor) -> Tensor:
         ctx.layer = layer
         output, saved, inner = layer._multiply(x, layer.bias(), layer.sequence_group, training)
-        ctx.save_for_backward(*inner, *operand_tensors(saved))
+        ctx.save_for_backward(*inner, *layer.product.operand_tensors(saved))
         return output
 
     @staticmethod
@@ -396,7 +402,7 @@ class ColumnAutograd(torch.autograd.Function):
             if bias_gradient is not None:
                 layer._add_bias_gradients(bias_gradient)
 
-        tensors = [*operand_tensors(saved), *operand_tensors(gradient)]
+        tensors = [*product.operand_tensors(saved), *product.operand_tensors(gradient)]
         if bias_gradient is not None and gradient is not bias_gradient:
             tensors.append(bias_gradient)
         layer_context.weight_gradients.submit(compute, *tensors, *inner)
@@ -414,7 +420,7 @@ class _RowAutograd(torch.autograd.Function):
         layer_context, bias = layer.layer_context, layer.bias()
         alone = layer_context.tensor.size == 1
         output, saved, inner = layer._multiply(x, bias if alone else None, None, training)
-        ctx.save_for_backward(*inner, *operand_tensors(saved))
+        ctx.save_for_backward(*inner, *layer.product.operand_tensors(saved))
         if alone:
             return output
         output = layer_context.reduce_output(output)
@@ -435,6 +441,6 @@ class _RowAutograd(torch.autograd.Function):
             input_gradient = product.input_gradient(gathered)
             result = input_gradient.view(-1, *batch, input_gradient.shape[-1])
         inner = (*inner, *layer._add_inner_gradient(gathered, result))
-        tensors = (*operand_tensors(gathered), *operand_tensors(saved), *inner)
+        tensors = (*product.operand_tensors(gathered), *product.operand_tensors(saved), *inner)
         layer_context.weight_gradients.submit(lambda: layer._add_gradients(gathered, saved, inner), *tensors)
         return (result, None, None, *(None for _ in ctx.needs_input_grad[3:]))

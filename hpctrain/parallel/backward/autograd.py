@@ -75,8 +75,8 @@ class _Begin(torch.autograd.Function):
 
 
 def as_features(rows: Tensor) -> Tensor:
-    """Return rows [m, features] as autograd is to save features: [1, 1, m, features].
+    """Return rows [m, features] as [1, 1, m, features], in which form an ActivationStore compresses them.
 
-    The number of dims distinguishes them from what a router saves of tokens.
+    It leaves what a router saves of tokens, which has fewer dims, as it is.
     """
     return rows[None, None]

@@ -63,6 +63,12 @@ class Experts(MatmulLayer):
         capacity: Limit on the rows of an expert, as a multiple of an even load. None if there is none.
         activation: Activation between the products.
         biased: True if biases are added to both products.
+
+    Attributes:
+        local: Experts of this rank.
+        hidden: Features of a token.
+        inner: This rank's features of a token within an expert, f.
+        bias_columns: Columns of the result to which this rank adds `down_bias`; only with biases.
     """
 
     def __init__(
@@ -142,14 +148,14 @@ class Experts(MatmulLayer):
         return result
 
     def expand(self, rows: Tensor, segments: Segments) -> Tensor:
-        """Return the input of the activation of rows by expert."""
+        """Return the input of the activation, [m, 2 f] or without a gate [m, f], of rows [m, h] by expert."""
         inner = self.multiply(rows, self.gate_up, segments)
         if self.gate_up_bias is not None:
             add_grouped_bias(inner, self.gate_up_bias.detach().flatten(1), segments)
         return inner
 
     def contract(self, activated: Tensor, segments: Segments) -> Tensor:
-        """Return this rank's term of the results for the output of the activation."""
+        """Return this rank's term [m, h] of the results for the output [m, f] of the activation."""
         output = self.multiply(activated, self.down, segments)
         if self.down_bias is not None:
             add_grouped_bias(output, self.down_bias.detach(), segments, self.bias_columns)

@@ -132,6 +132,10 @@ class QuantizedMatmul(Matmul):
         return output, local
 
     @override
+    def operand_tensors(self, operand: Operand) -> tuple[Tensor, ...]:
+        return (operand,) if isinstance(operand, Tensor) else (operand.values, operand.scales)
+
+    @override
     def saved_operand(self, tensors: Sequence[Tensor]) -> Operand:
         if len(tensors) == 1:
             return tensors[0]
