@@ -158,9 +158,19 @@ class TransformerBlock(TransformerLayer):
     Norms are of the inputs of both parts (`attention_norm`, `feed_forward_norm`), of their outputs
     (`attention_output_norm`, `feed_forward_output_norm`), or of both. Parallel parts read the same hidden
     states, and may share the norm of their inputs. Norms that a model does not have are None.
+
+    Args:
+        index: Number of the block, from 0 on.
+        shape: Sizes of the model.
+        layer_context: Process groups and settings of this rank's layers.
+
+    Attributes:
+        site: Number of the first of the two places with dropout, for `DropoutSource`.
+        probability: Probability with which dropout drops an element.
+        parallel: True if both parts read the same hidden states.
+        multiplier: Factor of the outputs of both parts.
     """
 
-    kind = LayerKind("block")
     is_block = True
 
     def __init__(self, index: int, shape: ModelShape, layer_context: LayerContext) -> None:
@@ -193,22 +203,25 @@ class TransformerBlock(TransformerLayer):
 
     def forward(self, x: Tensor, context: PassContext) -> Tensor:
         """Return hidden states of the shape of x, [s or s/t, b, h]."""
-        source, positions = context.inputs.dropout, context.positions
-        inputs = context.inputs
-        first = _normed(self.attention_norm, x)
-        attended = self.attention(first, context.rotary, inputs.documents, inputs.cache)
+        inputs, source, positions = context.inputs, context.inputs.dropout, context.positions
+        attention_input = _normed(self.attention_norm, x)
+        attended = self.attention(attention_input, context.rotary, inputs.documents, inputs.cache)
         attended = _normed(self.attention_output_norm, attended)
         if source is not None:
             attended = dropout(attended, source, self.site, positions, self.probability)
-        entering, x = x, self._sum(x, attended)
-        normal = first
-        if not self.parallel or self.feed_forward_norm is not None:
-            normal = _normed(self.feed_forward_norm, entering if self.parallel else x)
+        block_input, x = x, self._sum(x, attended)
+
+        if not self.parallel:
+            feed_forward_input = _normed(self.feed_forward_norm, x)
+        elif self.feed_forward_norm is not None:
+            feed_forward_input = self.feed_forward_norm(block_input)
+        else:
+            feed_forward_input = attention_input
         expanded: Tensor
         if isinstance(self.feed_forward, Mixture):
-            expanded = self.feed_forward(normal, context.inputs, context.residency)
+            expanded = self.feed_forward(feed_forward_input, inputs, context.residency)
         else:
-            expanded = self.feed_forward(normal)
+            expanded = self.feed_forward(feed_forward_input)
         expanded = _normed(self.feed_forward_output_norm, expanded)
         if source is not None:
             expanded = dropout(expanded, source, self.site + 1, positions, self.probability)
@@ -219,10 +232,7 @@ class TransformerBlock(TransformerLayer):
         return x + added if self.multiplier == 1 else torch.add(x, added, alpha=self.multiplier)
 
     def units(self) -> Iterator[Unit]:
-        """Yield the units of the block: parameters that ZeRO-3 gathers together.
-
-        Experts are a unit of their own, since they are needed later.
-        """
+        """Yield the units of the block. Experts are one of their own, since they are needed later."""
         if isinstance(self.feed_forward, Mixture):
             experts = list(parameters_by_module(self.feed_forward.experts))
             yield [
