@@ -46,6 +46,7 @@ from hpctrain.model.construction import architecture_of
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import blocks_of
 from hpctrain.model.precision import Precision
+from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.report.terminal import stdout_console
@@ -250,6 +251,7 @@ def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
     first part has no block. Collective.
     """
     engine = build_engine(deck, world, mesh)
+    assert isinstance(engine.model, Transformer)
     shape, layer_context, micro, dtype = (
         engine.shape,
         engine.stage.layer_context,

@@ -73,11 +73,6 @@ class LayerKind:
     window: int = 0
     unrotated: bool = False
 
-    @property
-    def is_mixture(self) -> bool:
-        """True for a block of a transformer with a mixture of experts."""
-        return self.name == "mixture"
-
     @override
     def __str__(self) -> str:
         window = f"window {self.window} " if self.window else ""
@@ -175,12 +170,6 @@ class ModelPart(Protocol):
 
         The first part computes them from the tokens, and other parts from `hidden`, the result of the part
         before. The last part returns what its `predict` takes.
-        """
-
-    def run_layer(self, layer: Layer, inputs: ModelInputs, x: Tensor) -> Tensor:
-        """Return the output of one layer for the input `x`. The parameters of the layer must be gathered.
-
-        Measurements and tests call it, since a run calls whole parts.
         """
 
     def predict(self, last: Any, compute: Callable[..., Computed]) -> Computed:

@@ -396,9 +396,8 @@ def _exchanges(deck: Deck, stage: TrainedStage, schedule: Schedule, number: int)
     parts = part_bytes(deck, stage.models, False, deck.memory.recompute)
     forwards = Counter(action.chunk for action in schedule.stages[number] if action.kind == "F")
     exchanged = sum(count * parts[chunk].exchanged_bytes for chunk, count in forwards.items())
-    calls = (
-        4 * forwards.total() * sum(layer.kind.is_mixture for part in stage.models for layer in part.layers)
-    )
+    layers = (layer for part in stage.models for layer in part.layers)
+    calls = 4 * forwards.total() * sum(layer.kind.name == "mixture" for layer in layers)
     return [Moved("expert", exchanged, Traffic(exchanged, exchanged, calls))] if exchanged else []
 
 

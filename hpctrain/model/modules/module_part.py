@@ -26,7 +26,7 @@ from hpctrain.model.modules.pipeline.call_order import find_call_order
 from hpctrain.model.modules.pipeline.stage_split import StageMessage
 from hpctrain.model.modules.tensor_parallel.apply_plan import SplitOutputs, apply_plan
 from hpctrain.model.modules.tensor_parallel.parallel_layers import LayerGradientParameter
-from hpctrain.model.part import Computed, Layer, LayerRange, ModelPart
+from hpctrain.model.part import Computed, LayerRange, ModelPart
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.shards import Parameter
@@ -124,10 +124,6 @@ class ModulePart(nn.Module):
     def computing(self) -> bool:
         """Return True while the module runs code of this part, not code whose results another part sent."""
         return self.forward_pass.computing
-
-    def run_layer(self, layer: Layer, inputs: ModelInputs, x: Tensor) -> Tensor:
-        """Raise NotImplementedError: only the module's own code knows the arguments of a block."""
-        raise NotImplementedError
 
     def predict(self, last: Any, compute: Callable[..., Computed]) -> Computed:
         """Return the result of `compute` for what the module returned."""

@@ -118,7 +118,7 @@ def faults() -> list[LayoutFault]:
         fault(
             "kept inputs of the third micro-batch",
             ROW_SCALES,
-            wrapped(QuantizedMatmul, "_saved_rows", _double_kept_scales, in_third_micro_batch),
+            wrapped(QuantizedMatmul, "saved_operand", _double_kept_scales, in_third_micro_batch),
         ),
     ]
 
@@ -145,9 +145,9 @@ def _keep_local_token_maxima(
     return reducible_maximum(scaling.maxima(matrix))
 
 
-def _double_kept_scales(original: Any, product: QuantizedMatmul, inputs: Any) -> QuantizedTensor:
-    kept = original(product, inputs)
-    return replace(kept, scales=2 * kept.scales)
+def _double_kept_scales(original: Any, product: QuantizedMatmul, tensors: Any) -> Any:
+    kept = original(product, tensors)
+    return replace(kept, scales=2 * kept.scales) if isinstance(kept, QuantizedTensor) else kept
 
 
 def _replace_newest_maximum(original: Any, history: MaximaHistory, maximum: Tensor) -> None:
