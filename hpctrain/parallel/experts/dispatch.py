@@ -159,19 +159,22 @@ class Dispatch:
         if not self.copy_count:
             return copies.new_zeros((n, copies.shape[1]), dtype=torch.float32)
         chosen = copies.index_select(0, self.slots.view(n, k)[:, slot]).float()
-        return (
-            chosen
-            if self.accepted_choices is None
-            else chosen.masked_fill_(~self.accepted_choices[:, slot].unsqueeze(1), 0.0)
-        )
+        if self.accepted_choices is not None:
+            chosen.masked_fill_(~self.accepted_choices[:, slot].unsqueeze(1), 0.0)
+        return chosen
 
     def start_to_experts(self, copies: Tensor) -> Tensor:
-        """Start the exchange to the experts' ranks, and return the memory that receives."""
-        return self._start(copies, self.send_sizes, self.receive_sizes)
+        """Start the exchange of copies [copy_count, h] to the experts' ranks. Collective over `expert`.
+
+        Returns:
+            Memory that receives the copies of this rank's experts; the copies themselves if nothing is
+            exchanged.
+        """
+        return copies if self.local else self._start(copies, self.send_sizes, self.receive_sizes)
 
     def start_return(self, copies: Tensor) -> Tensor:
-        """Start the exchange back, and return the memory that receives."""
-        return self._start(copies, self.receive_sizes, self.send_sizes)
+        """Start the exchange back, in the way of `start_to_experts`. Collective over `expert`."""
+        return copies if self.local else self._start(copies, self.receive_sizes, self.send_sizes)
 
     def _start(self, copies: Tensor, sent: list[int], received: list[int]) -> Tensor:
         assert self._work is None, "one exchange at a time"
@@ -179,15 +182,25 @@ class Dispatch:
         self._work = self.expert.start_all_to_all(copies, output, sent, received)
         return output
 
-    def wait(self) -> Tensor:
-        """Wait for the exchange that `start_to_experts` or `start_return` started, and return what arrived.
+    def wait(self, arriving: Tensor) -> Tensor:
+        """Wait for the exchange that was started, and return what arrived, ordered by sender.
 
-        Returns:
-            Copies [rows of all senders, h], ordered by sender.
+        Args:
+            arriving: Result of `start_to_experts` or `start_return`, or its `placeholder`. It is returned if
+                nothing is exchanged.
         """
+        if self.local:
+            return arriving
         work, self._work = self._work, None
         assert work is not None
         return work.wait()
+
+    def placeholder(self, arriving: Tensor, rows: int) -> Tensor:
+        """Return a tensor without memory, for autograd to pass on while the gradient of so many rows travels.
+
+        If nothing is exchanged, return the gradient itself.
+        """
+        return arriving if self.local else arriving.new_zeros(()).expand(rows, arriving.shape[1])
 
     def gather(self, arrived: Tensor) -> Tensor:
         """Return the copies [m, h] of all ranks of `expert_tensor`, ordered as `segments` says. Collective.
@@ -195,7 +208,9 @@ class Dispatch:
         Args:
             arrived: Copies that arrived at this rank.
         """
-        return self.arrange(self.expert_tensor.all_gather(arrived, sizes=self.gather_sizes))
+        if not self.local:
+            arrived = self.expert_tensor.all_gather(arrived, sizes=self.gather_sizes)
+        return self.arrange(arrived)
 
     def scatter(self, results: Tensor) -> Tensor:
         """Return the sums over `expert_tensor` of the results of this rank's copies. Collective.
@@ -204,9 +219,8 @@ class Dispatch:
             results: This rank's terms [m, h] for the copies of all ranks of `expert_tensor`, as `segments`
                 says. The sums are in the order in which the copies arrived.
         """
-        assert self.positions is not None
-        arrived = results.index_select(0, self.positions)
-        return self.expert_tensor.reduce_scatter(arrived, sizes=self.gather_sizes)
+        arrived = results if self.positions is None else results.index_select(0, self.positions)
+        return arrived if self.local else self.expert_tensor.reduce_scatter(arrived, sizes=self.gather_sizes)
 
     def arrange(self, rows: Tensor) -> Tensor:
         """Return rows in the order of `segments`, padded with zeros."""
@@ -217,10 +231,6 @@ class Dispatch:
             return torch.empty_like(rows).index_copy_(0, self.positions, rows)
         padded = rows.new_zeros(int(self.segments.ends[-1]), rows.shape[1])
         return padded.index_copy_(0, self.positions, rows)
-
-    def restore(self, rows: Tensor) -> Tensor:
-        """Return the rows that `arrange` has arranged, in their original order."""
-        return rows if self.positions is None else rows.index_select(0, self.positions)
 
 
 class _Send(torch.autograd.Function):
@@ -233,8 +243,7 @@ class _Send(torch.autograd.Function):
     @override
     def forward(ctx: Any, rows: Tensor, dispatch: Dispatch) -> Tensor:
         ctx.dispatch = dispatch
-        copies = dispatch.copies(rows)
-        return copies if dispatch.local else dispatch.start_to_experts(copies)
+        return dispatch.start_to_experts(dispatch.copies(rows))
 
     @staticmethod
     @override
@@ -242,8 +251,7 @@ class _Send(torch.autograd.Function):
         dispatch: Dispatch = ctx.dispatch
         deferred, dispatch.deferred_work = dispatch.deferred_work, []
         compute_all(deferred)
-        if not dispatch.local:
-            gradient = dispatch.wait()
+        gradient = dispatch.wait(gradient)
         total = dispatch.copies_of_choice(gradient, 0)
         for slot in range(1, dispatch.shape[1]):
             total.add_(dispatch.copies_of_choice(gradient, slot))
@@ -259,20 +267,16 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, arriving: Tensor, dispatch: Dispatch) -> Tensor:
-        ctx.dispatch = dispatch
-        if dispatch.local:
-            return arriving.view_as(arriving) if dispatch.positions is None else dispatch.arrange(arriving)
-        dispatch.wait()
-        return dispatch.gather(arriving)
+        ctx.dispatch, ctx.count = dispatch, len(arriving)
+        rows = dispatch.gather(dispatch.wait(arriving))
+        return rows.view_as(rows) if rows is arriving else rows
 
     @staticmethod
     @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         dispatch: Dispatch = ctx.dispatch
-        if dispatch.local:
-            return dispatch.restore(gradient), None
         arriving = dispatch.start_return(dispatch.scatter(gradient))
-        return _placeholder(arriving, sum(dispatch.receive_sizes)), None
+        return dispatch.placeholder(arriving, ctx.count), None
 
 
 class _SendBack(torch.autograd.Function):
@@ -285,17 +289,14 @@ class _SendBack(torch.autograd.Function):
     @override
     def forward(ctx: Any, results: Tensor, dispatch: Dispatch) -> Tensor:
         ctx.dispatch = dispatch
-        if dispatch.local:
-            return results.view_as(results) if dispatch.positions is None else dispatch.restore(results)
-        return dispatch.start_return(dispatch.scatter(results))
+        returning = dispatch.start_return(dispatch.scatter(results))
+        return returning.view_as(returning) if returning is results else returning
 
     @staticmethod
     @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         dispatch: Dispatch = ctx.dispatch
-        if dispatch.local:
-            return dispatch.arrange(gradient), None
-        return dispatch.gather(dispatch.wait()), None
+        return dispatch.gather(dispatch.wait(gradient)), None
 
 
 class _Combine(torch.autograd.Function):
@@ -308,8 +309,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, arriving: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
-        if not dispatch.local:
-            dispatch.wait()
+        arriving = dispatch.wait(arriving)
         ctx.dispatch = dispatch
         ctx.save_for_backward(as_features(arriving), weights)
         total = dispatch.copies_of_choice(arriving, 0).mul_(weights[:, :1])
@@ -330,11 +330,5 @@ class _Combine(torch.autograd.Function):
         )
         factors = weights.flatten().index_select(0, dispatch.order)
         copies = row_gradient.index_select(0, dispatch.source).mul_(factors.unsqueeze(1)).to(arriving.dtype)
-        if not dispatch.local:
-            copies = _placeholder(dispatch.start_to_experts(copies), dispatch.copy_count)
+        copies = dispatch.placeholder(dispatch.start_to_experts(copies), dispatch.copy_count)
         return copies, weights_gradient, None
-
-
-def _placeholder(arriving: Tensor, rows: int) -> Tensor:
-    """Return a tensor without memory for autograd to pass on while the gradient of so many rows travels."""
-    return arriving.new_zeros(()).expand(rows, arriving.shape[1])
