@@ -222,7 +222,18 @@ class Router(nn.Module):
         tokens: RoutedTokens,
         inputs: ModelInputs,
     ) -> Tensor:
-        """Return the weights, whose backward pass also adds the gradients of the auxiliary losses."""
+        """Return the weights, whose backward pass also adds the gradients of the auxiliary losses.
+
+        Collective over the micro-batch's ranks if the load is balanced over more than this rank's tokens.
+
+        Args:
+            weights: Weights of the chosen experts, fp32 [n, k].
+            logits: Logits of all experts, fp32 [n, E].
+            scores: Softmax or sigmoid of the logits, fp32 [n, E].
+            experts: Chosen experts, int64 [n, k].
+            tokens: The n tokens.
+            inputs: The micro-batch, which takes the losses.
+        """
         shape = self.shape
         if shape.balance_loss:
             probabilities = scores
@@ -241,7 +252,11 @@ class Router(nn.Module):
         return weights
 
     def _shares(self, experts: Tensor, tokens: RoutedTokens, inputs: ModelInputs) -> Tensor:
-        """Return the fraction of choices of each expert, over the set of `balance_over`: [E], or [n, E]."""
+        """Return the fraction of choices of each expert over the set of `balance_over`.
+
+        Returns:
+            Fractions fp32 [E]; for sequences those of the sequence of each token, [n, E].
+        """
         shape = self.shape
         if self.shares is not None:
             return self.shares

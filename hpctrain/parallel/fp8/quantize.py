@@ -68,7 +68,10 @@ class ScaleBlocks(NamedTuple):
                 blocks.mul_(factors[below, None, beside, None])
 
     def height(self, matrix: Tensor) -> int:
-        """Return the number of rows that the CPU converts at a time: complete blocks, if possible."""
+        """Return the number of rows of a matrix that the CPU converts at a time (`AT_ONCE` elements).
+
+        It is a multiple of the rows of a block, so that no block is in two parts.
+        """
         rows = max(1, AT_ONCE // max(1, matrix.shape[1]))
         return rows if self.rows is None else -(-rows // self.rows) * self.rows
 
