@@ -15,7 +15,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.modules.module_architecture import persistent_buffers
 from hpctrain.model.modules.nested_tensors import tensors_of
 from hpctrain.model.modules.tensor_parallel.parallel_layers import LayerGradientParameter
-from hpctrain.model.part import Layer, LayerKind
+from hpctrain.model.part import Layer, LayerKind, Unit
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import MatrixSize
 from hpctrain.parallel.shards import Parameter
@@ -62,7 +62,7 @@ class ModuleLayer(Layer):
         for number, parameter in enumerate(parameters):
             self.register_parameter(str(number), parameter)
 
-    def units(self) -> Iterator[list[list[Parameter]]]:
+    def units(self) -> Iterator[Unit]:
         """Yield each parameter as a unit of its own. The parts of a packed one stay together."""
         if self.all_parameters:
             yield [

@@ -26,7 +26,7 @@ from hpctrain.model.modules.pipeline.call_order import find_call_order
 from hpctrain.model.modules.pipeline.stage_split import StageMessage
 from hpctrain.model.modules.tensor_parallel.apply_plan import SplitOutputs, apply_plan
 from hpctrain.model.modules.tensor_parallel.parallel_layers import LayerGradientParameter
-from hpctrain.model.part import Computed, LayerRange, ModelPart
+from hpctrain.model.part import Computed, LayerRange, ModelPart, Unit
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.shards import Parameter
@@ -93,7 +93,7 @@ class ModulePart(nn.Module):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
-    def units(self) -> Iterator[list[list[Parameter]]]:
+    def units(self) -> Iterator[Unit]:
         """Yield the parameters of each layer in units that are gathered together, each parameter once."""
         return (unit for layer in self.layers for unit in layer.units())
 
