@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.deck.activations import ACTIVATIONS
+from hpctrain.model.attention.rotary import Rotary, RotaryFrequencies
 from hpctrain.model.part import LayerRange
-from hpctrain.model.rotary import Rotary, RotaryFrequencies
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.kernels.attention_inputs import rotate
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.costs.cache_plan import CachePlan
-from hpctrain.model.rotary import Rotary
+from hpctrain.model.attention.rotary import Rotary
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.attention.paged import LayerPages, TokenPositions
 from hpctrain.parallel.kernels.attention_inputs import AttentionInputs

@@ -33,10 +33,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from hpctrain.model.attention import Attention
+from hpctrain.model.attention.latent_attention import LatentAttention
+from hpctrain.model.attention.rotary import Rotary
+from hpctrain.model.attention.self_attention import Attention
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.inputs import ModelInputs
-from hpctrain.model.latent_attention import LatentAttention
 from hpctrain.model.mixtures.mixture import Mixture
 from hpctrain.model.norm import Norm
 from hpctrain.model.part import (
@@ -48,7 +49,6 @@ from hpctrain.model.part import (
     parameters_by_module,
     parameters_in,
 )
-from hpctrain.model.rotary import Rotary
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.backward.saved_policy import LayerPass
 from hpctrain.parallel.layer_context import LayerContext

@@ -1,8 +1,8 @@
 """Choices of families on every layout: the model of one rank, and memory as planned.
 
-Tests of model/norm.py, model/transformer.py, model/latent_attention.py, parallel/replicated_linear.py,
-parallel/operations.py, costs/layer_bytes/latent_bytes.py and parallel/kernels/normalization.py
-beside model/part.py.
+Tests of model/norm.py, model/transformer.py, model/attention/latent_attention.py,
+parallel/replicated_linear.py, parallel/operations.py, costs/layer_bytes/latent_bytes.py and
+parallel/kernels/normalization.py beside model/part.py.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ from dataclasses import replace
 from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.costs.layer_bytes.byte_functions import core_recompute_bytes, saved_storages, workspace_bytes
 from hpctrain.costs.layer_bytes.linear_bytes import saved_by_adapter, saved_input
-from hpctrain.model.attention import Attention
+from hpctrain.model.attention.query_key_norm import QueryKeyNorm
+from hpctrain.model.attention.self_attention import Attention
 from hpctrain.model.norm import Norm
-from hpctrain.model.query_key_norm import QueryKeyNorm
 from hpctrain.parallel.kernels.functions.function_library import workspace_floats
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
 from hpctrain.costs.layer_bytes.byte_functions import core_recompute_bytes, saved_storages, workspace_bytes
 from hpctrain.costs.layer_bytes.linear_bytes import saved_input
-from hpctrain.model.latent_attention import LatentAttention
+from hpctrain.model.attention.latent_attention import LatentAttention
 from hpctrain.parallel.kernels.functions.function_library import workspace_floats
 
 

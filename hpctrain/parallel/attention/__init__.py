@@ -17,7 +17,7 @@ To add a rule by which positions attend to others, such as a window, an engineer
 | place | has |
 |---|---|
 | `ModelShape.window` (model/shape.py) | its numbers for each block, from the deck's [model] |
-| `BlockAttention` (model/attention.py) | the AttentionRule of a layer, from the shape |
+| `BlockAttention` (model/attention/self_attention.py) | the AttentionRule of a layer, from the shape |
 | `AttentionRule` in kernels/attention_tiles.py | the rule, and the tiles that it keeps |
 | blockwise_attention.py and functions/functions.c in kernels/ | attention under the rule, by torch and in C |
 | `ring.py`, `paged.py` | the rule over pieces of sequences, and over pages in generation |

@@ -16,10 +16,10 @@ from hpctrain.deck.activations import ACTIVATIONS, Activation
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.choices.deck_layer_context import make_layer_context
 from hpctrain.engine.choices.function_choice import choose_functions, functions_of
+from hpctrain.model.attention.rotary import Rotary, RotaryFrequencies
 from hpctrain.model.construction import build_parts
 from hpctrain.model.part import LayerRange
 from hpctrain.model.precision import Precision
-from hpctrain.model.rotary import Rotary, RotaryFrequencies
 from hpctrain.model.shape import ModelShape
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.parallel.backward.saved_policy import SavedPolicy

@@ -15,7 +15,7 @@ from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
 from hpctrain.checkpoint.exchange.source import model_keys
 from hpctrain.deck.presets import presets
-from hpctrain.model.rotary import RotaryFrequencies
+from hpctrain.model.attention.rotary import RotaryFrequencies
 
 transformers = pytest.importorskip("transformers")
 

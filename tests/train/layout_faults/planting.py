@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hpctrain.model.rotary import Rotary
+from hpctrain.model.attention.rotary import Rotary
 from tests.train.layout_faults.scene import Change, Scene, When
 
 Plant = Callable[[Scene], None]

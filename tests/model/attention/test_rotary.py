@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.engine.layout.run_mesh import make_mesh
-from hpctrain.model.rotary import Rotary, RotaryFrequencies
+from hpctrain.model.attention.rotary import Rotary, RotaryFrequencies
 from hpctrain.train.miniature import miniature
 from hpctrain.train.verify import compare
 from tests.engines import LLAMA, small_deck

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hpctrain.data.documents import Documents
+from hpctrain.model.attention.query_key_norm import QueryKeyNorm
+from hpctrain.model.attention.query_key_value_clip import QueryKeyValueClip
+from hpctrain.model.attention.rotary import Rotary
 from hpctrain.model.inputs import Cache
-from hpctrain.model.query_key_norm import QueryKeyNorm
-from hpctrain.model.query_key_value_clip import QueryKeyValueClip
-from hpctrain.model.rotary import Rotary
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.attention.core import attention_core
 from hpctrain.parallel.kernels.attention_inputs import AttentionInputs

@@ -12,7 +12,7 @@ from torch.nn import functional
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.engine.layout.run_mesh import make_mesh
-from hpctrain.model.query_key_norm import QueryKeyNorm
+from hpctrain.model.attention.query_key_norm import QueryKeyNorm
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.tensor import Partition
 from hpctrain.plan.memory import plan_memory

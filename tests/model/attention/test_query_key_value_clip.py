@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hpctrain.memory.compress import ActivationFormat, compress, expand
-from hpctrain.model.query_key_value_clip import QueryKeyValueClip
+from hpctrain.model.attention.query_key_value_clip import QueryKeyValueClip
 
 BOUND = 0.7  # bf16 rounds it down
 

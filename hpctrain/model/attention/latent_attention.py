@@ -23,10 +23,10 @@ from torch.nn import functional
 from typing_extensions import override
 
 from hpctrain.data.documents import Documents
-from hpctrain.model.attention import BlockAttention
+from hpctrain.model.attention.rotary import Rotary
+from hpctrain.model.attention.self_attention import BlockAttention
 from hpctrain.model.inputs import Cache
 from hpctrain.model.norm import Norm
-from hpctrain.model.rotary import Rotary
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.layer_context import LayerContext
