@@ -164,6 +164,8 @@ class ModelType:
     Attributes:
         architecture: Name of the language model, such as "LlamaForCausalLM".
         model_type: Value of `model_type` in a config.json.
+        layered_architecture: Architecture as which `transformers` reads a config.json with `layer_types`;
+            "" for the same.
         sizes: Defaults of vocabulary, positions, width, layers, heads, and width of the feed-forward part.
         size_keys: Keys of these sizes in a config.json.
         key_value_heads: Default of the number of key/value heads; None for as many as heads.
@@ -230,6 +232,7 @@ class ModelType:
     attention_biases: tuple[AttentionBias, ...] = ("none", "all")
     required_values: Mapping[str, tuple[Any, Any]] = field(default_factory=lambda: _NONE)
     reward_architecture: str = ""
+    layered_architecture: str = ""
     prefix: str = "model."
     buffers: str = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
     grouped: bool = True

@@ -70,5 +70,11 @@ def described_defaults(name: str) -> str:
     return "; ".join((_default_text(usual), *others))
 
 
+def described_embedding_multiplier() -> str:
+    """Return the default of model.embedding_multiplier in words for the reference."""
+    scaled = (name for name, family in FAMILIES.items() if family.defaults.scaled_embedding)
+    return f"1.0; the root of hidden ({', '.join(scaled)})"
+
+
 def _default_text(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).lower()

@@ -35,6 +35,7 @@ _MISTRAL = ModelType(
     attention_biases=("none",),
     windows=WindowKeys(4096),
     reward_architecture="MistralForSequenceClassification",
+    layered_architecture="MinistralForCausalLM",
 )
 _MINISTRAL = replace(
     _MISTRAL,
@@ -42,6 +43,7 @@ _MINISTRAL = replace(
     model_type="ministral",
     windows=WindowKeys(4096, has_layer_types=True),
     reward_architecture="MinistralForSequenceClassification",
+    layered_architecture="",
 )
 _QWEN2 = ModelType(
     architecture="Qwen2ForCausalLM",

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.deck.activations import ACTIVATIONS, GATED
-from hpctrain.deck.families import FamilyName, described_defaults
+from hpctrain.deck.families import FamilyName, described_defaults, described_embedding_multiplier
 from hpctrain.deck.family import (
     AttentionBias,
     NormKind,
@@ -145,7 +145,7 @@ class Model(Section):
     )
     embedding_multiplier: float = key(
         "Factor of the embeddings of tokens.",
-        derived="1.0; the root of hidden (gemma, gemma2, gemma3)",
+        derived=described_embedding_multiplier(),
         gt=0,
         le=1e6,
     )

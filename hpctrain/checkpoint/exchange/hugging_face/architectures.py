@@ -274,9 +274,8 @@ def architecture_of(config: Mapping[str, Any], where: str) -> HuggingFaceArchite
         # Older files have only the model type.
         names = [each.name for each in LANGUAGE_MODELS if config.get("model_type") == each.model_type]
     known = [each for name, each in ARCHITECTURES.items() if names == [name]]
-    if "layer_types" in config and known and known[0].model_type == "mistral":
-        # transformers reads such files as those of Ministral.
-        known = [ARCHITECTURES[known[0].name.replace("Mistral", "Ministral")]]
+    if "layer_types" in config and known and (layered := known[0].files.layered_architecture):
+        known = [ARCHITECTURES[layered] if known[0].head == "vocabulary" else SCORED[layered]]
     if not known:
         value = f"architectures = {config.get('architectures')!r}, model_type = {config.get('model_type')!r}"
         raise HpctrainError(f"{where}: {value}: unsupported architecture; expected {either(ARCHITECTURES)}")
