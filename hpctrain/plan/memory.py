@@ -16,6 +16,7 @@ from hpctrain.comm.planned import PlannedCalls, PlannedMesh, ReductionBytes
 from hpctrain.costs.bucket_bytes import gradient_bytes, pool_bytes, state_bytes, value_bytes
 from hpctrain.costs.layer_bytes import byte_functions
 from hpctrain.costs.layer_bytes.linear_bytes import planned_converted_bytes
+from hpctrain.costs.layer_bytes.prepared_products import prepared_bytes
 from hpctrain.costs.memory_account import MemoryAccount
 from hpctrain.costs.part_bytes import PartBytes, part_bytes
 from hpctrain.costs.reduction_bytes import synchronizer_bytes
@@ -237,6 +238,7 @@ def plan_memory(
         if on_host(device):
             placed = [(layer, part.sizes) for part in parts for layer in part.part.layers]
             other += max(byte_functions.allocator_gaps(*each) for each in placed)
+            other += prepared_bytes((layer for layer, _ in placed), parts[0].sizes)
             kept = _snapshot(deck, stage) + held_bytes(deck, stage)
             kept += mirror_bytes(deck, stage) if ranks > per_node else 0
         memory = replace(

@@ -15,6 +15,9 @@ from hpctrain.parallel.experts.expert_layer import Experts
 from hpctrain.parallel.experts.grouped_products import ROW_UNIT
 from hpctrain.parallel.layer_context import LayerContext
 
+_LARGEST_LOAD = 3
+"""Load of an expert that is hardly ever exceeded, in units of an even load."""
+
 
 @saved_storages.register
 def _saved_by_router(router: Router, sizes: ActivationSizes) -> list[SavedStorage]:
@@ -75,6 +78,14 @@ def result_storage(mixture: Mixture, sizes: ActivationSizes) -> SavedStorage:
     """Return the storage of what comes back from the experts."""
     experts = mixture.experts
     return SavedStorage(_dispatched_rows(experts, sizes) * experts.hidden * sizes.itemsize, sizes.itemsize)
+
+
+def padded_row_counts(experts: Experts, sizes: ActivationSizes) -> int:
+    """Return how many different numbers of rows the experts of a rank have in a run, about, with padding."""
+    context = experts.layer_context
+    even = _dispatched_rows(experts, sizes) * context.expert_tensor.size / experts.local
+    most = _local_rows(context, sizes) * context.expert.size * context.expert_tensor.size
+    return -(-min(most, int(_LARGEST_LOAD * even)) // ROW_UNIT)
 
 
 def transient_bytes(mixture: Mixture, sizes: ActivationSizes) -> tuple[int, int]:
