@@ -62,12 +62,11 @@ def log_probabilities(
         targets: Targets [seq, batch]; where they are negative, the result is 0.
         sampling: If given, distribution whose probabilities are used.
     """
-    flat = targets.reshape(-1)
-    result = torch.zeros(flat.shape, device=flat.device)
-    entropy = CrossEntropy(targets, flat.new_zeros(()), sampling=sampling)
+    result = torch.zeros(targets.numel(), device=targets.device)
+    entropy = CrossEntropy(targets, targets.new_zeros(()), sampling=sampling)
 
     def record(logits: SplitLogits, rows: slice, needs_gradient: bool) -> tuple[Tensor, None]:
-        losses, _ = entropy.chunk_losses(head, flat, logits, rows, needs_gradient=needs_gradient)
+        losses, _ = entropy.chunk_losses(head, logits, rows, needs_gradient)
         result[rows] = -losses
         return losses, None
 

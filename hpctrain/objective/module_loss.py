@@ -97,16 +97,15 @@ class _SplitLossAutograd(torch.autograd.Function):
         ctx: Any, logits: Tensor, entropy: CrossEntropy, head: SplitHead, needs_gradient: bool
     ) -> Tensor:
         ctx.save_for_backward(gradient := torch.empty_like(logits, memory_format=torch.contiguous_format))
-        rows, targets = gradient.view(-1, gradient.shape[-1]), entropy.targets.reshape(-1)
+        rows = gradient.view(-1, gradient.shape[-1])
         rows.copy_(logits.reshape(rows.shape))
         loss = torch.zeros((), dtype=torch.float32, device=logits.device)
         count = chunk_rows(len(rows), rows.shape[1], not rows.is_cpu)
         for start in range(0, len(rows), count):
             part = slice(start, start + count)
             # The gradient overwrites the copied logits.
-            losses, _ = entropy.chunk_losses(
-                head, targets, SplitLogits(rows[part], head.rows), part, needs_gradient
-            )
+            chunk = SplitLogits(rows[part], head.rows)
+            losses, _ = entropy.chunk_losses(head, chunk, part, needs_gradient)
             loss += losses.sum()
         return loss
 

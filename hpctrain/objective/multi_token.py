@@ -67,13 +67,12 @@ class _LossOfDepths:
         is_main = functional.pad(is_main, (0, self.objective.depths * targets.shape[1])).flatten()
         scale = torch.where(is_main, self.scale, weight * self.scale)
         entropy = CrossEntropy(self._targets_of_depths(targets), scale, z_loss)
-        flat = entropy.targets.flatten()
         further = torch.zeros((), dtype=torch.float32, device=hidden.device)
 
         def chunk_losses(
             logits: SplitLogits, rows: slice, needs_gradient: bool
         ) -> tuple[Tensor, Tensor | None]:
-            losses, gradient = entropy.chunk_losses(head, flat, logits, rows, needs_gradient)
+            losses, gradient = entropy.chunk_losses(head, logits, rows, needs_gradient)
             further.add_(losses.masked_fill(is_main[rows], 0.0).sum())
             return losses, gradient
 

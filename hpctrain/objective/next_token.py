@@ -9,7 +9,7 @@ gradient is computed together with the loss.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar, Protocol
 
 import torch
@@ -74,34 +74,37 @@ class CrossEntropy:
     z_loss: float = 0.0
     sampling: TokenSampling | None = None
 
+    @cached_property
+    def flat_targets(self) -> Tensor:
+        """Targets of all tokens, [seq * batch]."""
+        return self.targets.reshape(-1)
+
     def __call__(self, head: VocabularyHead, hidden: Tensor) -> Losses:
         """Return the sum of losses over this rank's tokens. Collective over the tensor group.
 
         Its gradient is that of `scale` times the sum, plus that of the z-loss.
         """
-        loss = head(hidden, partial(self.chunk_losses, head, self.targets.reshape(-1)))
+        loss = head(hidden, partial(self.chunk_losses, head))
         return Losses(loss, (loss.detach(),))
 
     def chunk_losses(
-        self,
-        head: SplitVocabularyHead,
-        targets: Tensor,
-        logits: SplitLogits,
-        rows: slice,
-        needs_gradient: bool,
+        self, head: SplitVocabularyHead, logits: SplitLogits, rows: slice, needs_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the losses of a chunk of tokens, and the gradient of their logits.
+        """Return the loss of each token of a chunk, fp32 [rows], and the gradient of the chunk's logits.
 
-        Collective over the tensor group.
+        The head calls it for one chunk after another. Collective over the tensor group.
 
         Args:
             head: Head whose matrix is split over the vocabulary.
-            targets: Targets of all tokens, flat.
-            logits: Logits of the chunk on this rank.
-            rows: Tokens of the chunk.
+            logits: This rank's columns of the chunk's logits [rows, columns].
+            rows: Tokens of the chunk, as a range of `flat_targets`.
             needs_gradient: If False, the gradient is None.
+
+        Returns:
+            Losses, 0 where nothing is predicted. The gradient has the shape of the logits, and may be in
+            their memory.
         """
-        targets = targets[rows]
+        targets = self.flat_targets[rows]
         tensor, first = head.layer_context.tensor, head.table.shard.start[0]
         if self.sampling is not None:
             logits = self.sampling.adjust(logits, first)

@@ -15,18 +15,22 @@ class PairObjective(Objective):
     """Count and metrics of preference pairs.
 
     A pair is two neighbouring rows of a micro-batch, the chosen answer first. Losses and metrics are means
-    over pairs. The count before the passes is that of tokens, since only the passes find pairs with an empty
-    answer.
+    over pairs. Only the forward passes find out which pairs have an empty answer and do not count. So the
+    step first divides by the number of tokens, and `normalize` corrects that afterwards.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "chosen", "rejected", "pairs")
 
     @override
     def normalize(self, metrics: dict[str, float]) -> float:
-        """Correct metrics that were divided by the count of tokens to means over pairs, in place.
+        """Turn metrics per token into means over pairs, in place, and remove the entry "pairs".
+
+        Args:
+            metrics: Sums over all ranks, divided by the number of tokens. "pairs" is the number of pairs
+                divided by that number.
 
         Returns:
-            Number of pairs over that count, by which gradients must still be divided.
+            Value of "pairs", by which gradients must still be divided; 1 if there was no pair.
         """
         pairs = metrics.pop("pairs") or 1.0
         metrics |= {name: value / pairs for name, value in metrics.items() if name in self.metrics}

@@ -26,7 +26,7 @@ def estimates(small: float, big: float, batch: float, ratio: float) -> tuple[flo
 
 
 class NoiseScale:
-    """Exponential averages of |G|^2 and S.
+    """Exponential averages of the estimates of |G|^2 and S, and the noise scale S / |G|^2.
 
     Attributes:
         steps: Number of updates over which the averages extend. With 0 nothing is measured.
@@ -40,7 +40,14 @@ class NoiseScale:
         self.signal = self.noise = self.weight = 0.0
 
     def update(self, small: float, big: float, batch: float, ratio: float) -> None:
-        """Add the norms of an update, as in `estimates`."""
+        """Add an update to the averages. Local; called after each update if `steps` is not 0.
+
+        Args:
+            small: Square norm of the mean gradient over `batch / ratio` sequences.
+            big: Square norm of the mean gradient over `batch` sequences.
+            batch: Number of sequences of the step.
+            ratio: Ratio of the two batch sizes, above 1.
+        """
         signal, noise = estimates(small, big, batch, ratio)
         new = 1 / self.steps
         self.signal += new * (signal - self.signal)

@@ -272,7 +272,13 @@ class ElementRange:
     state: Mapping[str, Tensor]
 
     def batch(self, updates: Tensor) -> ElementBatch:
-        """Return the elements with their gradients in fp32, which are a copy if they have another dtype."""
+        """Return the argument of `UpdateRule.update` for these elements. Local.
+
+        The gradients are a view of the bucket's if these are in fp32, and else a copy in fp32.
+
+        Args:
+            updates: 0-dim tensor with the number of updates before this one; the rule adds 1.
+        """
         gradients = self.bucket.owned_gradients[self.part].float()
         return ElementBatch(self.state, gradients, updates, self.update_settings)
 

@@ -282,11 +282,13 @@ def accumulation(micro_batches: int) -> Schedule:
 
 
 def number_actions(passes: Iterable[str], micro_batches: int) -> tuple[Action, ...]:
-    """Return the actions of some passes, such as "F0", with consecutive micro-batches for each chunk.
+    """Return a stage's actions, given the order of their kinds and chunks, by counting the micro-batches.
+
+    Example: "F0", "F0", "B0" become F0, F1 and B0 of chunk 0.
 
     Args:
-        passes: Kind and chunk of each pass. "I" counts as "B". "W" without a chunk follows the earliest "I"
-            that no such "W" has followed yet.
+        passes: Kind and chunk of each action, such as "F0". "I" counts as "B". "W" without a chunk follows
+            the earliest "I" that no such "W" has followed yet.
         micro_batches: Number of micro-batches; passes of further ones are left out.
     """
     counts: Counter[str] = Counter()

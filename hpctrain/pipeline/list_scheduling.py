@@ -1,10 +1,10 @@
 """List scheduling of V-shaped pipelines: turns priorities of actions into an order that keeps stages busy.
 
-Each stage has four streams of actions, each in the order of the micro-batches: F of chunk 0 and of chunk 1, I
-of chunk 0 and of chunk 1. Each action has a priority; lower numbers come first. Whenever a stage is idle, it
-takes the action with the lowest number that it has not run. If the input of this action has not arrived, it
-takes another one that is ready. Weight gradients (W) fill the gaps, and free memory when the activations are
-at their limit.
+Each stage has four streams of actions, each in the order of the micro-batches: F of chunk 0 is stream 0, F of
+chunk 1 is stream 1, I of chunk 0 is stream 2, and I of chunk 1 is stream 3. Each action has a priority; lower
+numbers come first. Whenever a stage is idle, it takes the action with the lowest number that it has not run.
+If the input of this action has not arrived, it takes another one that is ready. Weight gradients (W) fill the
+gaps, and free memory when the activations are at their limit.
 
 After a send, a stage continues only when the receiver has started to process the message before. So no
 schedule that is made here can deadlock, even if sends block.
@@ -24,7 +24,7 @@ from hpctrain.pipeline.simulate import PartTimes
 
 FORWARD_0, FORWARD_1, GRADIENT_0, GRADIENT_1 = range(4)
 STREAMS = range(4)
-_WEIGHT_GRADIENT = 4
+_WEIGHT_GRADIENT = 4  # choice of the oldest weight gradient (W), in place of a stream
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ListPriorities:
 
 
 class _StageProgress:
-    """Actions that a stage has run, and messages that have arrived.
+    """State of one stage while `list_schedule` simulates all stages: what it has run and what has arrived.
 
     Args:
         durations: Durations as from `PartTimes.stage_durations`.
@@ -73,7 +73,16 @@ class _StageProgress:
         self.actions: list[Action] = []
 
     def choose(self, now: float, limit: int, plan: ListPriorities) -> int | None:
-        """Return the stream whose next action to run, `_WEIGHT_GRADIENT`, or None to wait."""
+        """Return what the idle stage does next.
+
+        Args:
+            now: Time of the simulation.
+            limit: Number of (chunk, micro-batch) pairs whose activations the stage may hold.
+            plan: Priorities of all stages, with the rules for an action that is not ready.
+
+        Returns:
+            Stream whose next action it runs, or `_WEIGHT_GRADIENT`; None if it waits.
+        """
         upcoming, arrivals, heads = self.next, self.arrivals, self.heads
         if not heads:
             return _WEIGHT_GRADIENT if self.weight_gradients else None
@@ -107,7 +116,7 @@ class _StageProgress:
         return None
 
     def _leaves_memory(self, stream: int, priority: float, limit: int) -> bool:
-        """Return True if a forward pass leaves memory for the actions of higher priority.
+        """Return True if a forward pass leaves memory for the actions that come before it by priority.
 
         Args:
             stream: Stream of the forward pass that would run early.
@@ -131,7 +140,12 @@ class _StageProgress:
         return False
 
     def execute(self, choice: int, now: float) -> int:
-        """Record that the stage runs its next action of a stream, and return the micro-batch."""
+        """Record that the stage starts what `choose` returned, and return the action's micro-batch.
+
+        Args:
+            choice: Stream, or `_WEIGHT_GRADIENT`.
+            now: Time of the simulation.
+        """
         if self.start is None:
             self.start = now
         if choice == _WEIGHT_GRADIENT:

@@ -109,7 +109,7 @@ class Simulation:
 def simulate(schedule: Schedule, times: StageTimes) -> Simulation:
     """Simulate a schedule: each stage runs its actions in order, each as soon as its input has arrived.
 
-    Sends never block. The schedule must pass `hpctrain.pipeline.schedule_check.check`.
+    Sends never block. The schedule must pass `check_schedule`.
 
     Raises:
         HpctrainError: The schedule does not complete, or a sequence of times has the wrong length.

@@ -75,9 +75,8 @@ def of_draws(head: VocabularyHead, logits: Tensor, tokens: Tensor, drawing: Toke
     own = logits[:, first : first + columns]
     products = functional.pad(own, (0, shard.local[0] - columns)).contiguous()
     entropy = CrossEntropy(tokens, torch.zeros(()), sampling=drawing)
-    losses, _ = entropy.chunk_losses(
-        head, tokens, SplitLogits(products, columns), slice(0, len(tokens)), needs_gradient=False
-    )
+    every = slice(0, len(tokens))
+    losses, _ = entropy.chunk_losses(head, SplitLogits(products, columns), every, needs_gradient=False)
     return -losses
 
 

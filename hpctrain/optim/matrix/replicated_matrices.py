@@ -44,7 +44,10 @@ class ReplicatedMatrices:
         self._work: Work[Tensor] | None = None
 
     def empty_directions(self) -> Tensor:
-        """Return uninitialized memory for the transformed directions of all matrices, flat."""
+        """Return uninitialized memory for the transformed directions, flat, in the rule's `format`.
+
+        It has one number for each element of all these matrices.
+        """
         group = self.bucket.sharding.group
         return group.empty((self.part.stop - self.part.start,), self.rule.format)
 

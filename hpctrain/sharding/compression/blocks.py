@@ -25,13 +25,13 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class ParameterBlocks:
-    """Elements of a parameter in blocks.
+    """Neighbouring elements of one parameter, and their places in the parameter, bucket and blocks.
 
     Attributes:
-        segment: Segment of the parameter; None if there is no state.
+        segment: Segment of the parameter; None for values that are not in a bucket, and have no state.
         offset: Index of the first element in the parameter.
         start: Index of the first element in the bucket.
-        first: Index of the first element in the blocks.
+        first: Index of the first element in the flat blocks.
         length: Number of elements.
     """
 
@@ -42,7 +42,7 @@ class ParameterBlocks:
     length: int
 
     def within(self, first: int, last: int) -> ParameterBlocks:
-        """Return the part within the elements `first` to `last` of the blocks."""
+        """Return those of the elements whose index in the flat blocks is from `first` to `last - 1`."""
         begin = max(self.first, first)
         length = max(0, min(self.first + self.length, last) - begin)
         skipped = begin - self.first
@@ -93,7 +93,12 @@ class CompressionBlocks:
 
     @staticmethod
     def of_lengths(lengths: Iterable[int], device: torch.device) -> CompressionBlocks:
-        """Return the blocks of adjacent parts with these numbers of elements."""
+        """Return the blocks of flat values that consist of adjacent parts, each of which begins a block.
+
+        Args:
+            lengths: Number of elements of each part, such as a parameter.
+            device: Device of the values.
+        """
         pieces, count, start = [], 0, 0
         for length in lengths:
             pieces.append(ParameterBlocks(None, 0, start, count * BLOCK, length))
@@ -102,7 +107,7 @@ class CompressionBlocks:
         return CompressionBlocks(pieces, count, device)
 
     def part(self, span: Span) -> CompressionBlocks:
-        """Return the blocks of a range as blocks of their own."""
+        """Return only the blocks of a range, counted from its first block."""
         first, last = (block * BLOCK for block in span)
         cut = [piece for each in self.pieces if (piece := each.within(first, last)).length]
         pieces = [ParameterBlocks(p.segment, p.offset, p.start, p.first - first, p.length) for p in cut]
@@ -115,7 +120,7 @@ class CompressionBlocks:
         return list(pairwise(borders))
 
     def span_of(self, part: slice) -> Span:
-        """Return the range of blocks that contain any of the bucket's elements `part`."""
+        """Return the range of blocks that contain an element of `part`, a range of the bucket."""
         pieces = [piece for piece in self.pieces if self._overlap(piece, part)[1]]
         if not pieces:
             return 0, 0
@@ -124,7 +129,9 @@ class CompressionBlocks:
         return begin // BLOCK, -(-(end + length) // BLOCK)
 
     def pairs(self, blocks: Tensor, flat: Tensor, part: slice) -> tuple[list[Tensor], list[Tensor]]:
-        """Return views of flat `blocks`, and the corresponding views of a part of the bucket.
+        """Return views of the elements of each parameter in the blocks, and of the same ones in the bucket.
+
+        The caller copies between them.
 
         Args:
             blocks: Elements of all blocks, flat.
@@ -147,10 +154,15 @@ class CompressionBlocks:
         return blocks
 
     def code_spans(self, width: int, scale: int, span: Span) -> Iterator[Span]:
-        """Yield the ranges of bytes of some blocks in the code of all blocks.
+        """Yield the ranges of bytes that a message with the code of some blocks consists of.
 
         The code has first `width` bytes of each block for its elements, then `scale` bytes of each block.
         Bytes that only fill blocks up are omitted.
+
+        Args:
+            width: Bytes of a block's values.
+            scale: Bytes of a block's scale.
+            span: The blocks.
         """
         begin = end = 0
         for piece in self.pieces:
@@ -170,9 +182,13 @@ class CompressionBlocks:
     def state_of_ranks(
         self, kind: str, blocks: Tensor, bucket: Bucket, owned: bool = False
     ) -> Iterator[StateTensor]:
-        """Yield state of flat `blocks` that each rank has of its own, like `sharding.state.state_of_ranks`.
+        """Yield a residual that each rank has of its own, by parameter: stored as rows [ranks, ...].
 
-        If `owned`, room for one more row is declared, which `state_of_owner` fills.
+        Args:
+            kind: Kind of the state.
+            blocks: The residual, in flat blocks.
+            bucket: The bucket.
+            owned: True if one more row follows for each replica, which `state_of_owner` yields.
         """
         for piece in self.pieces:
             assert piece.segment is not None
@@ -180,9 +196,15 @@ class CompressionBlocks:
             yield rank_state(kind, piece.segment, values, bucket, piece.offset, further_rows=int(owned))
 
     def state_of_owner(self, kind: str, blocks: Tensor, bucket: Bucket) -> Iterator[StateTensor]:
-        """Yield state of flat `blocks` that only their owner has, stored in a row after those of all ranks.
+        """Yield the residual of sums that this rank owns, by parameter: stored as the last row.
 
-        If the number of ranks changes, or sums have no owners, one of the ranks continues with it.
+        If a resumed run has another number of ranks, or sums without owners, one of its ranks adds this row
+        to its own residual.
+
+        Args:
+            kind: Kind of the state, the same as that of `state_of_ranks`.
+            blocks: The residual, in flat blocks; `self` has only the blocks that this rank owns.
+            bucket: The bucket.
         """
         group, replicas = bucket.sharding.group, bucket.sharding.replicas
         rows = group.size + 1
@@ -205,7 +227,7 @@ class CompressionBlocks:
 
 
 def read_spans(code: Tensor, spans: Iterable[Span]) -> Tensor:
-    """Return the bytes of these ranges of a code, concatenated."""
+    """Return the bytes of ranges of a code [bytes], concatenated, such as those of `code_spans`."""
     return torch.cat([code[first:last] for first, last in spans] or [code[:0]])
 
 

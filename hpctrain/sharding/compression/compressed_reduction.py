@@ -77,7 +77,13 @@ class CodedSum:
         self.at_once = AT_ONCE if on_host(group.computes_on) else AT_ONCE_ON_GPU
 
     def operations(self, gradients: Tensor, sums: Tensor) -> Iterator[Work[Any]]:
-        """Yield the operations in order, and compute before, between and after them. Collective."""
+        """Yield the operations in order, for SequentialWork. Encode and decode between them. Collective.
+
+        Args:
+            gradients: Values of this rank [n], such as the gradients of a bucket. If `returns`, they become
+                the sums.
+            sums: Otherwise memory for the sums of the values `sums_slice`.
+        """
         if not self.blocks.count:
             return
         sizes, rank = self._sizes, self.group.rank
@@ -106,21 +112,29 @@ class CodedSum:
         self.decode_into(gradients)
 
     def decode_into(self, flat: Tensor) -> None:
-        """Write the sums of this step into flat values."""
+        """Decode `sum_code` into the places of the parameters. Only after `operations`, and if `returns`.
+
+        Args:
+            flat: Values like those of `operations` [n], in any floating-point dtype. Padding stays as it is.
+        """
         assert self.sum_code is not None
         values = self.blocks.clear_tails(self._sum_codes(self.blocks, [self.sum_code]))
         own, target = self.blocks.pairs(values, flat, slice(0, flat.numel()))
         torch._foreach_copy_(target, own)
 
     def add(self, codes: Sequence[Tensor]) -> Tensor:
-        """Return the sum of the decoded values of codes of the same blocks, by rank, or of a single code."""
+        """Return the sum of decoded values, fp32 [blocks * BLOCK]. MajorityVote overrides it.
+
+        Args:
+            codes: Code of the same blocks by each rank, or the single code of their sums.
+        """
         total = self.codec.decode(codes[0])
         for code in codes[1:]:
             total.add_(self.codec.decode(code))
         return total
 
     def encode_sums(self, sums: Tensor, counts: Tensor) -> Tensor:
-        """Return the code of sums."""
+        """Return the code of the sums of owned blocks, as `Codec.encode`. MajorityVote overrides it."""
         return self.codec.encode(sums, counts)
 
     def _values(self, gradients: Tensor) -> Tensor:
@@ -161,7 +175,12 @@ class CodedSum:
         return code
 
     def _sum_codes(self, blocks: CompressionBlocks, codes: Tensor | Sequence[Tensor]) -> Tensor:
-        """Return the sum of the decoded values of codes of these blocks."""
+        """Return the sum of decoded values, fp32 [blocks.elements], computed some blocks at a time.
+
+        Args:
+            blocks: All blocks, or those of this rank.
+            codes: Code of these blocks by each rank, or the single code of their sums.
+        """
         total = torch.empty(blocks.elements, device=codes[0].device)
         for piece, spans in self._pieces(blocks):
             total[piece.start * BLOCK : piece.stop * BLOCK] = self.add(
@@ -170,7 +189,7 @@ class CodedSum:
         return total
 
     def _pieces(self, blocks: CompressionBlocks) -> Iterator[tuple[slice, list[Span]]]:
-        """Yield some blocks at a time, which fit into a cache, and the ranges of their bytes in the code."""
+        """Yield up to `at_once` of the blocks, and the ranges of their bytes in the code of all of them."""
         width, scale, count = self.codec.width, self.codec.scale, blocks.count
         for first in range(0, count, self.at_once):
             last = min(first + self.at_once, count)
@@ -178,7 +197,7 @@ class CodedSum:
             yield slice(first, last), [(first * width, last * width), *scales]
 
     def code_bytes(self, count: int) -> int:
-        """Return the bytes of the code of so many blocks."""
+        """Return the number of bytes of the code of `count` blocks."""
         return count * (self.codec.width + self.codec.scale)
 
 

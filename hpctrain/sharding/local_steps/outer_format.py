@@ -73,7 +73,15 @@ def start_sum(group: Group, values: Tensor, lengths: Sequence[int], codec: Codec
 
 
 def coded_sum(group: Group, lengths: Sequence[int], codec: Codec | None) -> CodedSum | None:
-    """Return the sum of such values in a codec; None if they are summed in fp32."""
+    """Return the CodedSum that `start_sum` uses for values of these lengths; None if it sums in fp32. Local.
+
+    Plans call it to count bytes.
+
+    Args:
+        group: The replicas.
+        lengths: Number of elements of each parameter.
+        codec: Format; None is fp32.
+    """
     if codec is None or group.size == 1 or sum(lengths) < group.size * BLOCK:
         return None
     blocks = CompressionBlocks.of_lengths(lengths, group.device)
