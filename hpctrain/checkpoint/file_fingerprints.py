@@ -11,7 +11,7 @@ from hpctrain.checkpoint.agree import combined, together
 from hpctrain.checkpoint.checkpoint_index import CheckpointIndex
 from hpctrain.checkpoint.extract import opened
 from hpctrain.comm.group import Group
-from hpctrain.sharding.fingerprint import SUMS, Fingerprint
+from hpctrain.fault_checks.fingerprint import SUMS, Fingerprint
 
 _PIECE = 1 << 16
 """Number of elements that are read at a time."""

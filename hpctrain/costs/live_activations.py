@@ -35,11 +35,7 @@ class LiveActivations:
         save: Function that counts a tensor for as long as its result exists.
     """
 
-    def __init__(
-        self,
-        excluded: Callable[[], Iterable[Tensor]],
-        *keepers: ActivationKeeper | None,
-    ) -> None:
+    def __init__(self, excluded: Callable[[], Iterable[Tensor]], *keepers: ActivationKeeper | None) -> None:
         self.bytes = self.peak = 0
         self._excluded = excluded
         self._watched = [each for each in keepers if each is not None]

@@ -55,11 +55,7 @@ def assemble(
         build: Function that builds the stage.
     """
     setup = make_setup(deck, world, mesh, spec)
-    layer_context, architecture, schedule = (
-        spec.layer_context,
-        spec.architecture,
-        spec.schedule,
-    )
+    layer_context, architecture, schedule = spec.layer_context, spec.architecture, spec.schedule
     with world.agreement():
         objective = make_objective(deck)
         stage = build(deck, setup)

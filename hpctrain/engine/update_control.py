@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.deck.schema import Deck
+from hpctrain.fault_checks.spikes import SpikeDetector
 from hpctrain.model.precision import Precision
 from hpctrain.optim.loss_scale import LossScale
 from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.optim.schedule import LearningRate
-from hpctrain.optim.spikes import SpikeDetector
 
 
 @dataclass

@@ -95,12 +95,8 @@ class Recompute(SavedPolicy):
             )
         # Meta tensors of a plan report another device in the backward pass, which the check would refuse.
         check = "none" if any(each.is_meta for each in tensors_of((arguments, options))) else "default"
-        checkpoint_options: dict[str, Any] = {
-            "use_reentrant": False,
-            "context_fn": contexts,
-            "determinism_check": check,
-        }
-        return checkpoint(compute, *arguments, **checkpoint_options, **options)
+        run = partial(checkpoint, use_reentrant=False, context_fn=contexts, determinism_check=check)
+        return run(compute, *arguments, **options)
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:

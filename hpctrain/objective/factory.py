@@ -5,10 +5,11 @@ from __future__ import annotations
 from hpctrain.data.dataset import dataset_of
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import POLICY_KINDS
+from hpctrain.deck.user_code import import_function
 from hpctrain.errors import HpctrainError
 from hpctrain.model.modules.module_call import TARGET_FIELDS
 from hpctrain.objective.dpo import DirectPreference
-from hpctrain.objective.module_loss import ModuleClassification, ModuleNextToken, load_user_loss
+from hpctrain.objective.module_loss import ModuleClassification, ModuleNextToken, UserLoss
 from hpctrain.objective.multi_token import MultiToken
 from hpctrain.objective.next_token import NextToken
 from hpctrain.objective.objective import Objective
@@ -25,7 +26,8 @@ def make_objective(deck: Deck) -> Objective:
     """
     if deck.model.loss is not None:
         try:
-            return load_user_loss(deck.code(deck.model.loss), of_samples=deck.data.dataset is not None)
+            function = import_function(deck.code(deck.model.loss))
+            return UserLoss(function, of_samples=deck.data.dataset is not None)
         except HpctrainError as error:
             first, *frames = error.problems
             raise HpctrainError([deck.problem("model.loss", first), *frames]) from error

@@ -14,8 +14,7 @@ from typing_extensions import override
 
 from hpctrain.data.batches import MicroBatch
 from hpctrain.data.items import FieldSpec
-from hpctrain.deck.code import NamedCode
-from hpctrain.deck.user_code import import_function, run_user_code
+from hpctrain.deck.user_code import run_user_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.modules.module_call import find_logits
@@ -168,11 +167,6 @@ class UserLoss(Objective):
             return Losses(loss * scale, (loss.detach(), weighted_count))
 
         return losses
-
-
-def load_user_loss(code: NamedCode, of_samples: bool = False) -> UserLoss:
-    """Return the objective that calls the function of a deck. Errors are those of `import_function`."""
-    return UserLoss(import_function(code), of_samples)
 
 
 def _sum_and_count(made: Any) -> tuple[Tensor, Tensor]:

@@ -40,10 +40,9 @@ class AdamW:
     def update(self, parts: Sequence[ElementBatch], learning_rate: float, gradient_divisor: float) -> None:
         """Update the elements in place, those with the same settings in one call of the kernel."""
         if self.momentum_after is not None and parts and parts[0].updates.item() >= self.momentum_after:
+            correction = 1 - self.betas[1] ** self.momentum_after
             for part in parts:
-                self._apply_momentum(
-                    part, learning_rate, gradient_divisor, 1 - self.betas[1] ** self.momentum_after
-                )
+                self._apply_momentum(part, learning_rate, gradient_divisor, correction)
             return
         for (decayed, factor, _), group in group_by_settings(parts).items():
             device = group[0].gradients.device

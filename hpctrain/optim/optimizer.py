@@ -77,11 +77,9 @@ class ElementBatch:
 def group_by_settings(parts: Sequence[ElementBatch]) -> dict[UpdateSettings, list[ElementBatch]]:
     """Return the batches by their update settings, those with weight decay first."""
     groups: dict[UpdateSettings, list[ElementBatch]] = {}
-    for part in sorted(
-        parts, key=lambda part: (not part.update_settings.has_weight_decay, part.update_settings.rate)
-    ):
+    for part in parts:
         groups.setdefault(part.update_settings, []).append(part)
-    return groups
+    return dict(sorted(groups.items(), key=lambda group: (not group[0].has_weight_decay, group[0].rate)))
 
 
 class UpdateRule(Protocol):
@@ -201,9 +199,8 @@ class Optimizer(ABC):
         for bucket, state in zip(self.buckets, self.states, strict=True):
             single = bucket.dtype == torch.float32 or self._averaged_rule is not None or not bucket.trained
             if not single:
-                yield from owned_state(
-                    MODEL, bucket.owned_values, bucket, replace(UPDATED, resume_mode="never")
-                )
+                options = replace(UPDATED, resume_mode="never")
+                yield from owned_state(MODEL, bucket.owned_values, bucket, options)
             for name, flat in state.items():
                 weights = MODEL if single else MASTER
                 kind = weights if name == MASTER else f"{OPTIMIZER}{name}"
@@ -324,6 +321,27 @@ class ResidentOptimizer(Optimizer):
             del elements
         self._updates += 1
         self.publish(trained_only=True)
+
+
+class IdleOptimizer(Optimizer):
+    """Optimizer that never updates, because a model is only evaluated, or other ranks update it.
+
+    It may hold the weights in `states` while they are initialized.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket] = (),
+        states: Sequence[BucketState] = (),
+        agreement: Agreement = nullcontext,
+        rule: UpdateRule | None = None,
+    ) -> None:
+        super().__init__(rule, buckets, states, agreement)
+        self.updates = 0
+
+    @override
+    def step(self, learning_rate: float, gradient_divisor: float) -> None:
+        raise AssertionError("this rank updates no parameters")
 
 
 def gather_updated(buckets: Sequence[Bucket]) -> None:

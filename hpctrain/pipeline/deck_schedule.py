@@ -108,12 +108,8 @@ def _from_file(deck: Deck, micro_batches: int) -> Schedule:
         if actual != expected
     ]
     if deck.batch.ramp_from:
-        differing.append(
-            deck.problem(
-                "layout.schedule",
-                "conflicts with batch.ramp_from: a schedule file has a fixed number of micro-batches",
-            )
-        )
+        sentence = "conflicts with batch.ramp_from: a schedule file has a fixed number of micro-batches"
+        differing.append(deck.problem("layout.schedule", sentence))
     if differing:
         raise HpctrainError(differing)
     problems = check_schedule(schedule)

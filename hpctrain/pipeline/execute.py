@@ -79,15 +79,10 @@ class PreparedBatch:
             fields = {name: start_copy(field, device) for name, field in fields.items()}
         if micro_batch.sequences:
             fields = {name: context_piece(field, positions).t() for name, field in fields.items()}
+        auxiliary, samples = AuxiliaryLosses(auxiliary_loss_scale), micro_batch.samples
+        documents, lengths = micro_batch.documents, micro_batch.row_lengths
         inputs = ModelInputs(
-            fields,
-            positions,
-            dropout,
-            AuxiliaryLosses(auxiliary_loss_scale),
-            micro_batch.samples,
-            choices,
-            micro_batch.documents,
-            lengths=micro_batch.row_lengths,
+            fields, positions, dropout, auxiliary, samples, choices, documents, lengths=lengths
         )
         return PreparedBatch(inputs, objective.losses(inputs, scale))
 

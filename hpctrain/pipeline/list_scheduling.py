@@ -108,12 +108,10 @@ class _StageProgress:
                 return stream
             if self._leaves_memory(stream, rank, limit):
                 return stream if self.live < limit else _WEIGHT_GRADIENT
-        if (
-            self.weight_gradients
-            and wait > plan.patience * self.durations[_WEIGHT_GRADIENT + self.weight_gradients[0][0]]
-        ):
-            return _WEIGHT_GRADIENT
-        return None
+        if not self.weight_gradients:
+            return None
+        duration = self.durations[_WEIGHT_GRADIENT + self.weight_gradients[0][0]]
+        return _WEIGHT_GRADIENT if wait > plan.patience * duration else None
 
     def _leaves_memory(self, stream: int, priority: float, limit: int) -> bool:
         """Return True if a forward pass leaves memory for the actions that come before it by priority.

@@ -47,13 +47,10 @@ def check_schedule(schedule: Schedule, limit: float | None = None) -> list[Sched
         limit: If given, number of micro-batches whose activations a stage may hold at once, in the unit of
             `hpctrain.pipeline.simulate.peak_activations`.
     """
-    problems = [
-        problem for stage in range(schedule.stage_count) for problem in _check_completeness(schedule, stage)
-    ]
+    stages = range(schedule.stage_count)
+    problems = [problem for stage in stages for problem in _check_completeness(schedule, stage)]
     if not problems:
-        problems = [
-            problem for stage in range(schedule.stage_count) for problem in _check_order(schedule, stage)
-        ]
+        problems = [problem for stage in stages for problem in _check_order(schedule, stage)]
     if not problems:
         problems = _check_deadlock(schedule, blocking=False) or _check_deadlock(schedule, blocking=True)
     if limit is not None:
@@ -182,9 +179,8 @@ class _ScheduleRun:
         self.positions = [0] * schedule.stage_count
         self.blocked: dict[int, _BlockedAction] = {}
         computed = [False] * schedule.stage_count  # True if only the send of the current action remains
-        waiting: dict[
-            tuple[_Channel, bool], int
-        ] = {}  # stage that waits to receive (False) or to send (True)
+        # Stage that waits to receive (False) or to send (True).
+        waiting: dict[tuple[_Channel, bool], int] = {}
         runnable = list(range(schedule.stage_count))
         while runnable:
             stage = runnable.pop()

@@ -170,18 +170,12 @@ def _perturb(generator: random.Random, block: _BuildingBlock) -> _BuildingBlock:
         draw = generator.random()
         return value if draw < 0.4 else max(0.0, value + width * (generator.random() - 0.5))
 
+    lifetime, forward, idle = block.lifetime_share, block.forward_share, block.idle_times
     return replace(
         block,
-        lifetime_share=(perturb(block.lifetime_share[0], 0.3), perturb(block.lifetime_share[1], 0.3)),
-        forward_share=(
-            min(1.0, perturb(block.forward_share[0], 0.5)),
-            min(1.0, perturb(block.forward_share[1], 0.5)),
-        ),
-        idle_times=(
-            perturb(block.idle_times[0], 0.2),
-            perturb(block.idle_times[1], 0.3),
-            perturb(block.idle_times[2], 0.2),
-        ),
+        lifetime_share=(perturb(lifetime[0], 0.3), perturb(lifetime[1], 0.3)),
+        forward_share=(min(1.0, perturb(forward[0], 0.5)), min(1.0, perturb(forward[1], 0.5))),
+        idle_times=(perturb(idle[0], 0.2), perturb(idle[1], 0.3), perturb(idle[2], 0.2)),
         patience=min(1.0, perturb(block.patience, 0.3)),
     )
 

@@ -20,7 +20,7 @@ from hpctrain.deck.code import CodeTrust
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.errors import HpctrainError
-from hpctrain.optim.spikes import Spike, recorded_spikes
+from hpctrain.fault_checks.spikes import Spike, recorded_spikes
 from hpctrain.report.terminal import fit
 from hpctrain.text import counted, escaped
 

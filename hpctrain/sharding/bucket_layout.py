@@ -130,15 +130,7 @@ class BucketLayout:
             loads: Work that the ranks already have from earlier buckets; it is updated. None means no work.
         """
         by_kind = sorted(leaves, key=lambda leaf: all(parameter.shard.partial for parameter in leaf))
-        parameters = sorted(
-            (parameter for leaf in by_kind for parameter in leaf),
-            key=lambda parameter: (
-                not parameter.has_weight_decay,
-                parameter.rate,
-                parameter.update_block is None,
-                parameter.dim() < 2,
-            ),
-        )
+        parameters = sorted((parameter for leaf in by_kind for parameter in leaf), key=_order)
         segments: list[BucketSegment] = []
         borders: list[int] = []
         all_settings: list[UpdateSettings] = []
@@ -158,6 +150,12 @@ class BucketLayout:
         ranks = sharding.group.size
         shares = (loads or UpdateLoads(ranks)).cut(_update_units(segments, length, ranks), length)
         return BucketLayout(sharding, tuple(segments), ranges, length, used, shares)
+
+
+def _order(parameter: Parameter) -> tuple[bool, float, bool, bool]:
+    """Return the key by which parameters are sorted in a bucket, see `BucketLayout.of`."""
+    decays, in_block = parameter.has_weight_decay, parameter.update_block is not None
+    return not decays, parameter.rate, not in_block, parameter.dim() < 2
 
 
 def overlap(part: slice, within: slice) -> slice:

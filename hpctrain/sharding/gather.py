@@ -174,22 +174,17 @@ class Gatherer(ParameterResidency):
     def leave(self, bucket: Bucket) -> None:
         """Free the bucket, unless it is in use, needed next, or kept until the end of the step. Local."""
         self._holds[bucket] -= 1
-        if (
-            not self._holds[bucket]
-            and bucket not in self._persistent_buckets
-            and self._bucket_after() is not bucket
-        ):
+        if self._holds[bucket] or bucket in self._persistent_buckets:
+            return
+        if self._bucket_after() is not bucket:
             bucket.release_values()
 
     def _bucket_after(self, skipped: int = 0) -> Bucket | None:
         """Return the bucket that is needed after `skipped` others, or None if the order is unknown."""
-        index = len(self._used_order)
-        if (
-            index + skipped >= len(self._known_order)
-            or self._known_order[index - 1] is not self._used_order[-1]
-        ):
+        index, known = len(self._used_order), self._known_order
+        if index + skipped >= len(known) or known[index - 1] is not self._used_order[-1]:
             return None
-        return self._known_order[index + skipped]
+        return known[index + skipped]
 
 
 @dataclass(frozen=True)

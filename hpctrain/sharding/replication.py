@@ -219,15 +219,11 @@ class Replications:
             if shard.copies not in self._holder_groups:
                 self._holder_groups[shard.copies] = self._mesh.new_subgroup(SAME_TOKENS, shard.copies)
             holders = self._holder_groups[shard.copies]
-        return Replication(
-            sharding,
-            holders,
-            SAME_TOKENS in shard.partial,
-            self._mesh.group(SAME_TOKENS) if SAME_TOKENS in shard.split else None,
-            self._mesh.group("pipeline") if shard.stage_copies > 1 else None,
-            shard.stage_copy,
-            shard.stage_copies,
-        )
+        partial = SAME_TOKENS in shard.partial
+        pieces = self._mesh.group(SAME_TOKENS) if SAME_TOKENS in shard.split else None
+        pipeline = self._mesh.group("pipeline") if shard.stage_copies > 1 else None
+        copy = shard.stage_copy, shard.stage_copies
+        return Replication(sharding, holders, partial, pieces, pipeline, *copy)
 
     def _sharding(self, group: Group, zero_exempt: bool) -> ZeroSharding:
         """Return the ZeroSharding of ranks, made once. Tensors that stay whole have at most stage 2."""

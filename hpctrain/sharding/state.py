@@ -133,12 +133,7 @@ def owned_state(kind: str, flat: Flat, bucket: Bucket, options: StateOptions) ->
 
 
 def segment_state(
-    kind: str,
-    segment: BucketSegment,
-    values: Flat,
-    offset: int,
-    bucket: Bucket,
-    options: StateOptions,
+    kind: str, segment: BucketSegment, values: Flat, offset: int, bucket: Bucket, options: StateOptions
 ) -> StateTensor:
     """Return state of one parameter: its elements from index `offset` on."""
     replicas = bucket.sharding.replicas
@@ -149,23 +144,14 @@ def segment_state(
     if diverging:
         shard = shard.stacked(replicas.rank, replicas.size)
     different = (replicas,) if diverging else ()
-    holders = (
-        ()
-        if options.owned_only
-        else tuple(each for each in replication.replica_groups if each not in different)
-    )
+    groups = () if options.owned_only else replication.replica_groups
+    holders = tuple(group for group in groups if group not in different)
+    position = replication.holder_position(options.owned_only, *different)
+    writes = replication.writes_checkpoint or not options.owned_only
     is_resumed = kind in {MODEL, MASTER} or segment.parameter.requires_grad
+    mode, changes = options.resume_mode if is_resumed else "never", options.changes_in_step
     return StateTensor(
-        kind,
-        shard,
-        values,
-        offset,
-        replication.holder_position(options.owned_only, *different),
-        replication.writes_checkpoint or not options.owned_only,
-        options.resume_mode if is_resumed else "never",
-        options.changes_in_step,
-        diverging,
-        holders=holders,
+        kind, shard, values, offset, position, writes, mode, changes, diverging, holders=holders
     )
 
 
@@ -200,15 +186,8 @@ def rank_state(
     group, replicas = bucket.sharding.group, bucket.sharding.replicas
     rows = group.size + further_rows
     shard = segment.parameter.shard.stacked(replicas.rank * rows + group.rank, replicas.size * rows)
-    return StateTensor(
-        kind,
-        shard,
-        values,
-        offset,
-        segment.replication.holder_position(False, group, replicas),
-        True,
-        "as a sum",
-    )
+    position = segment.replication.holder_position(False, group, replicas)
+    return StateTensor(kind, shard, values, offset, position, True, "as a sum")
 
 
 @runtime_checkable

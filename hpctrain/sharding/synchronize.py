@@ -55,11 +55,8 @@ class GradientSynchronizer:
         in_order: bool = False,
     ) -> None:
         self.buckets = buckets = [reducer.bucket for reducer in reducers]
-        self.replica_sync, self._reduce_each_micro_batch, self.noise_norm = (
-            replica_sync,
-            reduce_each_micro_batch,
-            noise_norm,
-        )
+        self.replica_sync, self.noise_norm = replica_sync, noise_norm
+        self._reduce_each_micro_batch = reduce_each_micro_batch
         self.before_reduction: Callable[[Bucket], None] = lambda _: None
         self.after_reduction: Callable[[Bucket], None] = lambda _: None
         self.before_accumulation: Callable[[Bucket], None] = lambda _: None
@@ -100,10 +97,8 @@ class GradientSynchronizer:
             self.noise_norm.begin()
         for bucket, reducer in self.reducers.items():
             reducer.begin(updates)
-            bucket.start_step(
-                micro_batches,
-                self._reduce_each_micro_batch and reducer.repeats and not self._tied_segments[bucket],
-            )
+            can_repeat = reducer.repeats and not self._tied_segments[bucket]
+            bucket.start_step(micro_batches, self._reduce_each_micro_batch and can_repeat)
         self._to_come = [bucket for bucket in self.buckets if not bucket.is_final] if self._in_order else []
 
     def finish(self) -> None:

@@ -9,7 +9,7 @@ from hpctrain.checkpoint.file_fingerprints import file_fingerprints
 from hpctrain.comm.world import World
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.errors import HpctrainError
-from hpctrain.sharding.fingerprint import Fingerprint
+from hpctrain.fault_checks.fingerprint import Fingerprint
 from hpctrain.sharding.state import MODEL
 from hpctrain.train.compared_run import ComparedRun, part_at
 from hpctrain.train.divergence import Apart, Rounding, StepComparison

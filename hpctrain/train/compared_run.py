@@ -18,8 +18,8 @@ from hpctrain.deck.code import CodeTrust
 from hpctrain.deck.read import read_stored_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError, require_exists
+from hpctrain.fault_checks.spikes import Spike, recorded_spikes
 from hpctrain.hdf5 import format_of
-from hpctrain.optim.spikes import Spike, recorded_spikes
 from hpctrain.report.rows import METRICS_FILE, Row, read_metrics
 from hpctrain.train.rollback_history import find_rollback, rollback_steps
 

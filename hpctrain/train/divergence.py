@@ -14,8 +14,8 @@ from statistics import median
 from typing import NamedTuple
 
 from hpctrain.deck.schema import Deck
+from hpctrain.fault_checks.fingerprint import sketch_norm
 from hpctrain.objective.dpo import REFERENCE
-from hpctrain.sharding.fingerprint import sketch_norm
 from hpctrain.train.fingerprints import AS_COMPUTED, NORM, RATE, Print, StepPrints
 
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from hpctrain.checkpoint.entries import training_entries
 from hpctrain.data.batches import MicroBatch
+from hpctrain.fault_checks.fingerprint import SUMS, Fingerprint, Indices, Sums
 from hpctrain.memory.scratch import Flat
 from hpctrain.model.modules.module_part import ModulePart
 from hpctrain.model.modules.nested_tensors import tensors_of
 from hpctrain.model.part import Layer, ModelPart
 from hpctrain.parallel.shards import Shard
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.fingerprint import SUMS, Fingerprint, Indices, Sums
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.outputs import in_backward
 from hpctrain.train.trainer import Trainer

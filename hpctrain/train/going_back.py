@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from hpctrain.optim.spikes import Spike, SpikeDetector
+from hpctrain.fault_checks.spikes import Spike, SpikeDetector
 from hpctrain.text import counted
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.trainer import Trainer

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from hpctrain.optim.spikes import Spike
+from hpctrain.fault_checks.spikes import Spike
 from hpctrain.train.control import StepDecision
 from hpctrain.train.step import StepResult, TrainState
 

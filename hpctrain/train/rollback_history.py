@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hpctrain.optim.spikes import Spike, recorded_spikes
+from hpctrain.fault_checks.spikes import Spike, recorded_spikes
 
 
 def rollback_steps(spikes: Iterable[Spike]) -> list[int]:

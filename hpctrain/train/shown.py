@@ -25,7 +25,7 @@ from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import bare_model
 from hpctrain.model.part import parameter_list
 from hpctrain.model.precision import Precision
-from hpctrain.optim.inference_optimizer import InferenceOptimizer
+from hpctrain.optim.optimizer import IdleOptimizer
 from hpctrain.plan.room import demand_room
 from hpctrain.train.origin import require_same_source
 from hpctrain.train.start import start_from_source
@@ -66,7 +66,7 @@ def initial_engine(path: Path, state: Mapping[str, Any], deck: Deck, world: Worl
     engine = _assemble_within_memory(path, deck, world, size, build_initial_stage)
     if deck.model.source is not None:
         start_from_source(deck, engine)
-    engine.stage.optimizer = InferenceOptimizer()
+    engine.stage.optimizer = IdleOptimizer()
     return engine
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.engine.built_engine import Engine
+from hpctrain.fault_checks.spikes import Spike
 from hpctrain.model.inputs import RoutingChoices
 from hpctrain.optim.clip import clip_coefficient, local_square_norm
-from hpctrain.optim.spikes import Spike
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.pipeline.execute import Executor, PreparedBatch, forward_only
 

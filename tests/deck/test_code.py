@@ -21,7 +21,7 @@ from hpctrain.deck.read import changed_deck, parse_deck, read_code_entries, read
 from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.user_code import import_function
 from hpctrain.errors import EXIT_DONE, HpctrainError
-from hpctrain.optim.spikes import Spike
+from hpctrain.fault_checks.spikes import Spike
 from hpctrain.post.rewards.in_processes import UsersReward
 from hpctrain.post.rewards.rewards import parse_reward
 from hpctrain.report.bad_samples import bad_samples

@@ -1,6 +1,6 @@
 """Two trainers with one planted difference: the step, phase and tensor in which they part.
 
-Tests of train/divergence.py, train/fingerprints.py and sharding/fingerprint.py as a run uses it.
+Tests of train/divergence.py, train/fingerprints.py and fault_checks/fingerprint.py as a run uses it.
 """
 
 from __future__ import annotations

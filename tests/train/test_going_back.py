@@ -1,6 +1,6 @@
 """What a run does about spikes: updates left out, and ways back, beside runs that never met them.
 
-Tests of train/going_back.py, checkpoint/snapshots.py and what optim/spikes.py tells of whole runs.
+Tests of train/going_back.py, checkpoint/snapshots.py and what fault_checks/spikes.py tells of whole runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
-from hpctrain.optim.spikes import recorded_spikes
+from hpctrain.fault_checks.spikes import recorded_spikes
 from hpctrain.plan.memory import held_bytes
 from hpctrain.report.rows import read_metrics
 from hpctrain.train.compared_run import load_run

@@ -25,12 +25,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.host.device import device_kind, on_host
 from hpctrain.host.processor import processor_identity
 from hpctrain.model.precision import Precision
-from hpctrain.parallel.kernels.choice_cache import (
-    cache_file,
-    known_kernels,
-    read_cache,
-    write_cache,
-)
+from hpctrain.parallel.kernels.choice_cache import cache_file, known_kernels, read_cache, write_cache
 from hpctrain.parallel.kernels.matmul_kernels import KERNELS
 from hpctrain.parallel.kernels.timing import MatmulPass, candidates, measure, quickest
 

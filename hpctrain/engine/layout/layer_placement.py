@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hpctrain.comm.mesh import Mesh
+from hpctrain.costs.balanced_split import balanced_split
 from hpctrain.costs.layer_flops import layer_flops
 from hpctrain.costs.pass_times import LayerTimes, times_of_parts
 from hpctrain.deck.schema import Deck
@@ -21,7 +22,7 @@ from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.deck_schedule import make_schedule, outline_schedule
 from hpctrain.pipeline.generate import SEARCHED_SCHEDULES
-from hpctrain.pipeline.split import balanced_split, split_layers
+from hpctrain.pipeline.split import split_layers
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from typing_extensions import override
-
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
@@ -24,24 +22,10 @@ from hpctrain.engine.stages.stage import (
 )
 from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
-from hpctrain.optim.optimizer import Optimizer
+from hpctrain.optim.optimizer import IdleOptimizer
 from hpctrain.sharding.reducer import Reducer, UnreducedGradients
 from hpctrain.sharding.replica_sync import SyncEveryStep
 from hpctrain.sharding.synchronize import GradientSynchronizer
-
-
-class RemoteOptimizer(Optimizer):
-    """Optimizer of a worker, which has neither state nor updates, because servers have them."""
-
-    def __init__(self, deck: Deck) -> None:
-        rule = RULES[deck.optimizer.name](deck)
-        assert not isinstance(rule, MatrixRules)
-        super().__init__(rule, [], [])
-        self.updates = 0
-
-    @override
-    def step(self, learning_rate: float, gradient_divisor: float) -> None:
-        raise AssertionError("servers update the parameters")
 
 
 def build_worker_stage(deck: Deck, setup: StageSetup) -> TrainedStage:
@@ -50,11 +34,13 @@ def build_worker_stage(deck: Deck, setup: StageSetup) -> TrainedStage:
     replica_sync = SyncEveryStep()
     reducers = [Reducer(bucket, UnreducedGradients()) for bucket in stage.buckets]
     synchronizer = GradientSynchronizer(reducers, replica_sync)
+    rule = RULES[deck.optimizer.name](deck)
+    assert not isinstance(rule, MatrixRules)
     return TrainedStage(
         **vars(stage),
         synchronizer=synchronizer,
         replica_sync=replica_sync,
-        optimizer=RemoteOptimizer(deck),
+        optimizer=IdleOptimizer(rule=rule),
         state_owners=[],
     )
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.stages.stage import StageSetup, TrainedStage, build_stage
-from hpctrain.optim.inference_optimizer import InferenceOptimizer
+from hpctrain.optim.optimizer import IdleOptimizer
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.replica_sync import SyncEveryStep
 from hpctrain.sharding.state import MASTER
@@ -22,7 +22,7 @@ def build_inference_stage(deck: Deck, setup: StageSetup) -> TrainedStage:
         **vars(stage),
         synchronizer=GradientSynchronizer([], replica_sync),
         replica_sync=replica_sync,
-        optimizer=InferenceOptimizer(),
+        optimizer=IdleOptimizer(),
         state_owners=[stage.module_state],
     )
 
@@ -31,12 +31,12 @@ def build_initial_stage(deck: Deck, setup: StageSetup) -> TrainedStage:
     """Build a stage without gradients whose weights are initialized as those of a new run.
 
     Its optimizer holds the weights in the dtype in which the run initializes them, so that both round them in
-    the same way. Replace it by `InferenceOptimizer()` once the weights are published, to free that memory.
+    the same way. Replace it by `IdleOptimizer()` once the weights are published, to free that memory.
     """
     stage = build_inference_stage(deck, setup)
     has_adapters = deck.model.adapters is not None
     states = [{MASTER: _initial_weights(bucket, has_adapters)} for bucket in stage.buckets]
-    stage.optimizer = InferenceOptimizer(stage.buckets, states, setup.agreement)
+    stage.optimizer = IdleOptimizer(stage.buckets, states, setup.agreement)
     return stage
 
 

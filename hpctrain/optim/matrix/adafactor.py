@@ -74,12 +74,7 @@ class Adafactor:
         means: dict[str, Sequence[int] | None] = {MEAN: None} if self.momentum else {}
         if len(shape) < 2:
             return {**means, SQUARE: (1,) * len(shape), UPDATES: block}
-        return {
-            **means,
-            ROW: (*leading, 1, shape[-1]),
-            COLUMN: (*leading, shape[-2], 1),
-            UPDATES: block,
-        }
+        return {**means, ROW: (*leading, 1, shape[-1]), COLUMN: (*leading, shape[-2], 1), UPDATES: block}
 
     @torch.no_grad()
     def direction(self, part: ElementBatch, gradient_divisor: float) -> Tensor:

@@ -73,17 +73,8 @@ class LocalMatrices:
                 cells[name] = CellLayout.of(shard, block, cell)
                 numbers = prod(cells[name].block_shape)
             state[name] = torch.zeros(count * numbers, device=master.device)
-        return LocalMatrices(
-            bucket,
-            segment,
-            span,
-            (start - segment.start) // elements if count else 0,
-            count,
-            block.local(shard),
-            state,
-            cells,
-            SplitMatrix.of(segment, block),
-        )
+        first, split = (start - segment.start) // elements if count else 0, SplitMatrix.of(segment, block)
+        return LocalMatrices(bucket, segment, span, first, count, block.local(shard), state, cells, split)
 
     @property
     def is_exchanged(self) -> bool:
@@ -155,17 +146,14 @@ class LocalMatrices:
             number: Number of the matrix among these.
             updates: Number of updates before this one.
         """
-        gradients = self.bucket.owned_gradients[self.span]
+        gradients, parameter = self.bucket.owned_gradients[self.span], self.segment.parameter
+        flats = {name: flat for name, flat in self.state.items() if name not in self.cells}
         return ElementBatch(
-            {
-                name: self._view(flat, number, self.local)
-                for name, flat in self.state.items()
-                if name not in self.cells
-            },
+            {name: self._view(flat, number, self.local) for name, flat in flats.items()},
             self._view(gradients, number, self.local),
             torch.full((), updates, device=gradients.device),
-            self.segment.parameter.update_settings,
-            self.segment.parameter.shard,
+            parameter.update_settings,
+            parameter.shard,
         )
 
     def state_tensors(self) -> Iterator[StateTensor]:
@@ -174,19 +162,12 @@ class LocalMatrices:
         for name, flat in self.state.items():
             if name == MASTER:
                 continue
-            kind, in_cells = f"{OPTIMIZER}{name}", name in self.cells
-            each = prod(self._state_shape(name))
+            in_cells, split = name in self.cells, self.split_matrix
+            offset = self.first * prod(self._state_shape(name))
             shape = self.cells[name].shard if in_cells else shard
-            split = self.split_matrix
             joined = split.group if in_cells and split is not None else None
-            yield segment_state(
-                kind,
-                self.segment,
-                flat,
-                self.first * each,
-                self.bucket,
-                replace(UPDATED, shape=shape, same_values_group=joined),
-            )
+            options = replace(UPDATED, shape=shape, same_values_group=joined)
+            yield segment_state(f"{OPTIMIZER}{name}", self.segment, flat, offset, self.bucket, options)
 
     def _state_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a state of one matrix."""

@@ -13,7 +13,7 @@ from hpctrain.optim.matrix.matrix_rule import MatrixRules
 from hpctrain.optim.matrix.replicated_matrices import ReplicatedMatrices
 from hpctrain.optim.optimizer import ElementRange, Optimizer, UpdateRule, resident_master
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.bucket_layout import BucketSegment, UpdateRange, overlap
+from hpctrain.sharding.bucket_layout import overlap
 from hpctrain.sharding.state import MASTER, OPTIMIZER, UPDATED, StateTensor, segment_state
 
 
@@ -48,9 +48,10 @@ class MatrixOptimizer(Optimizer):
                     state = {MASTER: master[part]} | state
                     self.ranges.append(ElementRange(bucket, part, each.update_settings, state))
                     continue
-                segments = _segments_within(bucket, each)
                 parameters = [
-                    LocalMatrices.of(rules.matrix_rule, bucket, segment, master) for segment in segments
+                    LocalMatrices.of(rules.matrix_rule, bucket, segment, master)
+                    for segment in bucket.segments
+                    if each.part.start <= segment.start < each.part.stop
                 ]
                 self.parameters += parameters
                 trained = [every for every in parameters if every.segment.parameter.requires_grad]
@@ -117,8 +118,3 @@ class MatrixOptimizer(Optimizer):
                         yield segment_state(kind, segment, values, offset, each.bucket, UPDATED)
         for parameter in self.parameters:
             yield from parameter.state_tensors()
-
-
-def _segments_within(bucket: Bucket, update_range: UpdateRange) -> list[BucketSegment]:
-    part = update_range.part
-    return [segment for segment in bucket.segments if part.start <= segment.start < part.stop]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
+from hpctrain.costs.balanced_split import split_by_stage_times
 from hpctrain.deck.problem import DeckProblem
 from hpctrain.deck.schedules import SCHEDULE_NAMES
 from hpctrain.deck.schema import Deck
@@ -14,7 +15,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.deck_schedule import make_schedule, outline_schedule, read_schedule_file
-from hpctrain.pipeline.split import split_by_stage_times, split_layers
+from hpctrain.pipeline.split import split_layers
 from hpctrain.plan.search.form import Form
 from hpctrain.plan.search.nodes import Fell, SplitLayers, Staged
 from hpctrain.plan.search.search_space import SearchSpace, Values, with_values

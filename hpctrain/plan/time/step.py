@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from hpctrain.costs.balanced_split import split_by_stage_times
 from hpctrain.costs.layer_flops import model_flops
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.layer_placement import place_by_flops
@@ -19,7 +20,6 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.simulate import Simulation, StageTimes, simulate
-from hpctrain.pipeline.split import split_by_stage_times
 from hpctrain.plan.time.arrangement import LayoutSizes
 from hpctrain.plan.time.ground import Ground, ranks_of_kinds
 from hpctrain.plan.time.layers import LayerSeconds, LayerSizes, added, layer_sizes, times

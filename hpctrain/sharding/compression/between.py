@@ -46,12 +46,8 @@ class HierarchicalReduction(GradientReduction):
         self, bucket: Bucket, inside: Group, exchanging_rank: int, between: GradientReduction | None
     ) -> None:
         assert (between is not None) == (inside.rank == exchanging_rank)
-        self.bucket, self.inside, self.exchanging_rank, self.between = (
-            bucket,
-            inside,
-            exchanging_rank,
-            between,
-        )
+        self.bucket, self.inside = bucket, inside
+        self.exchanging_rank, self.between = exchanging_rank, between
 
     @override
     def begin(self, updates: int) -> None:

@@ -121,12 +121,10 @@ class CompressionBlocks:
 
     def span_of(self, part: slice) -> Span:
         """Return the range of blocks that contain an element of `part`, a range of the bucket."""
-        pieces = [piece for piece in self.pieces if self._overlap(piece, part)[1]]
+        pieces = list(self._pieces_in(part))
         if not pieces:
             return 0, 0
-        begin, _ = self._overlap(pieces[0], part)
-        end, length = self._overlap(pieces[-1], part)
-        return begin // BLOCK, -(-(end + length) // BLOCK)
+        return pieces[0].first // BLOCK, -(-(pieces[-1].first + pieces[-1].length) // BLOCK)
 
     def pairs(self, blocks: Tensor, flat: Tensor, part: slice) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of the elements of each parameter in the blocks, and of the same ones in the bucket.
@@ -139,12 +137,10 @@ class CompressionBlocks:
             part: Part of the bucket.
         """
         of_blocks, of_flat = [], []
-        for piece in self.pieces:
-            first, length = self._overlap(piece, part)
-            if length:
-                begin = piece.start + first - piece.first - part.start
-                of_blocks.append(blocks[first : first + length])
-                of_flat.append(flat[begin : begin + length])
+        for piece in self._pieces_in(part):
+            begin = piece.start - part.start
+            of_blocks.append(blocks[piece.first : piece.first + piece.length])
+            of_flat.append(flat[begin : begin + piece.length])
         return of_blocks, of_flat
 
     def clear_tails(self, blocks: Tensor) -> Tensor:
@@ -218,12 +214,13 @@ class CompressionBlocks:
             written, copy = replication.stage_copy == 0, (replication.holders.rank, replication.holders.size)
             yield StateTensor(kind, shard, values, piece.offset, copy, written, "as a sum")
 
-    @staticmethod
-    def _overlap(piece: ParameterBlocks, part: slice) -> Span:
-        """Return the first index in the blocks, and the number, of a piece's elements in a part."""
-        begin = max(piece.start, part.start)
-        length = max(0, min(piece.start + piece.length, part.stop) - begin)
-        return piece.first + begin - piece.start, length
+    def _pieces_in(self, part: slice) -> Iterator[ParameterBlocks]:
+        """Yield the elements of each parameter that are in `part`, a range of the bucket."""
+        for piece in self.pieces:
+            distance = piece.first - piece.start
+            cut = piece.within(part.start + distance, part.stop + distance)
+            if cut.length:
+                yield cut
 
 
 def read_spans(code: Tensor, spans: Iterable[Span]) -> Tensor:

@@ -178,9 +178,8 @@ class PowerSgd(GradientReduction):
         self.stacks = [MatrixStack(members, feedback, seed, device) for members in batches.values()]
         self._exact = [each for each in trained if not each.rank]
         # Nonzero only if a checkpoint has residuals of them, for example if it sent them as factors.
-        self._owed = torch.zeros(
-            sum(each.segment.length for each in self._exact) if feedback else 0, device=device
-        )
+        owed = sum(each.segment.length for each in self._exact) if feedback else 0
+        self._owed = torch.zeros(owed, device=device)
         self._next: list[Tensor] = []
         most, longest = (max((s.factor.shape[d] for s in self.stacks), default=0) for d in (1, 2))
         self.fresh = torch.zeros(most, longest, device=device)

@@ -130,8 +130,6 @@ def _norm_slices(bucket: Bucket, segments: Sequence[BucketSegment]) -> Iterator[
     for segment in segments:
         first = max(segment.start, share.start)
         last = min(segment.start + segment.length, share.stop)
-        if (
-            first < last
-            and segment.replication.holder_position(False, sharding.group, sharding.replicas)[0] == 0
-        ):
+        position, _ = segment.replication.holder_position(False, sharding.group, sharding.replicas)
+        if first < last and position == 0:
             yield slice(first - owned.start, last - owned.start)

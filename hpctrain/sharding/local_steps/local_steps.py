@@ -245,11 +245,8 @@ class LocalSteps(ReplicaSync):
         if self._sums:
             return self._sums[piece.bucket][piece.span]
         gradients = self.buckets[piece.bucket].owned_gradients[piece.span]
-        return (
-            gradients
-            if gradients.dtype == torch.float32
-            else torch.empty_like(gradients, dtype=torch.float32)
-        )
+        in_fp32 = gradients.dtype == torch.float32
+        return gradients if in_fp32 else torch.empty_like(gradients, dtype=torch.float32)
 
     def _follow(self, weights: Weights) -> None:
         """Copy the weights, which are equal in all replicas, into the outer model."""
@@ -270,9 +267,8 @@ class LocalSteps(ReplicaSync):
 
 def _zeros(bucket: Bucket) -> Tensor:
     """Return fp32 zeros, one for each element of the bucket that this rank owns."""
-    return bucket.sharding.group.empty(
-        (bucket.owned_slice.stop - bucket.owned_slice.start,), torch.float32
-    ).zero_()
+    owned = bucket.owned_slice
+    return bucket.sharding.group.empty((owned.stop - owned.start,), torch.float32).zero_()
 
 
 def _read(flat: Flat, like: Tensor) -> Tensor:

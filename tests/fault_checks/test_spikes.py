@@ -8,7 +8,7 @@ from math import inf, nan
 
 import pytest
 
-from hpctrain.optim.spikes import (
+from hpctrain.fault_checks.spikes import (
     LEAST_DEVIATION,
     Spike,
     SpikeDetector,
