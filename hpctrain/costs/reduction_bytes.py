@@ -14,14 +14,14 @@ from hpctrain.comm.group import Group
 from hpctrain.costs.compressed_bytes import compress_peak
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.compression.between import HierarchicalReduction
-from hpctrain.sharding.compression.codecs import Codec, RoundedCodec, SignCodec
+from hpctrain.sharding.compression.codecs import Codec, Int4Codec, RoundedCodec, SignCodec
 from hpctrain.sharding.compression.compressed_reduction import CodedSum
 from hpctrain.sharding.compression.one_bit import OneBitMomentum
 from hpctrain.sharding.compression.power import PowerSgd, block_elements
 from hpctrain.sharding.compression.top_k import TopK
 from hpctrain.sharding.compression.warmed import WarmedUpReduction
 from hpctrain.sharding.local_steps.local_steps import LocalSteps
-from hpctrain.sharding.local_steps.outer_format import Int4Codec, coded_sum
+from hpctrain.sharding.local_steps.outer_format import coded_sum
 from hpctrain.sharding.reducer import ExactReduction, GradientReduction, UnreducedGradients
 from hpctrain.sharding.replica_sync import ReplicaSync
 from hpctrain.sharding.synchronize import GradientSynchronizer
@@ -47,7 +47,7 @@ def _replica_bytes(replica_sync: ReplicaSync) -> int:
 
 
 def _difference_bytes(group: Group, lengths: Sequence[int], codec: Codec | None) -> int:
-    """Return the bytes of `outer_format.start_sum` of such values."""
+    """Return the bytes of `outer_format.start_sum` of values with `lengths` elements of each parameter."""
     coded = coded_sum(group, lengths, codec)
     if coded is None:
         return group.host.scratch_bytes(sum(lengths), torch.float32.itemsize)

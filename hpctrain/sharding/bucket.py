@@ -181,11 +181,10 @@ class Bucket:
         """
         if isinstance(self.owned_values, ScratchTensor) and self._fetched_values is None:
             length, device = self.owned_values.numel(), self.sharding.group.device
-            memory = (
-                self.sharding.pool.take(length, self.dtype)
-                if on_host(device)
-                else empty_host_tensor((length,), self.dtype, device)
-            )
+            if on_host(device):
+                memory = self.sharding.pool.take(length, self.dtype)
+            else:
+                memory = empty_host_tensor((length,), self.dtype, device)
             self._fetched_values = memory, self.owned_values.start_read(memory)
 
     def drop_fetched(self) -> None:
@@ -227,9 +226,8 @@ class Bucket:
         if self.sharding.zero in (0, 3) or self.sharding.group.size == 1:
             return None
         assert self.values is not None
-        return self.sharding.group.start_all_gather(
-            self.values[self.owned_slice], self.values, self.layout.sizes
-        )
+        owned = self.values[self.owned_slice]
+        return self.sharding.group.start_all_gather(owned, self.values, self.layout.sizes)
 
     def _set_views(self, full: Tensor) -> None:
         for segment in self.segments:
@@ -319,9 +317,8 @@ class Bucket:
                 if self._rounds:
                     # Some parameters may already have additions of the next pass.
                     self._passes += 1
-                    self._incomplete = {
-                        p for p, n in self._addition_counts.items() if n < self._passes * p.uses
-                    }
+                    counts = self._addition_counts.items()
+                    self._incomplete = {p for p, n in counts if n < self._passes * p.uses}
                     assert self._incomplete, "a layer added twice before the others added once"
                 return True
         return False

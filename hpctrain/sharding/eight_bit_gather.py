@@ -99,6 +99,8 @@ class EightBitBucket(Bucket):
         self._rest = _Packed(layout, rest)
         self._prequantized: list[PrequantizedWeights] = []  # of the current gather, without values
         super().__init__(layout, *arguments)
+        self._rest_begins = -(-self._matrices.length // UNIT) * UNIT
+        self._bytes = self._rest_begins + self._rest.length * self.dtype.itemsize
 
     @override
     def start_gather(self) -> Work[Tensor]:
@@ -149,14 +151,6 @@ class EightBitBucket(Bucket):
         if any(product.recipe.delayed for product in self.products):
             return self.sharding.pool.take(self.length, self.dtype)
         return self.sharding.pool.take(self._bytes, torch.uint8)
-
-    @property
-    def _bytes(self) -> int:
-        return self._rest_begins + self._rest.length * self.dtype.itemsize
-
-    @property
-    def _rest_begins(self) -> int:
-        return -(-self._matrices.length // UNIT) * UNIT
 
     def _parts(self, gathered: Tensor) -> tuple[tuple[_Packed, Tensor], tuple[_Packed, Tensor]]:
         """Return the matrices (as bytes) and the rest, as views of the memory of gathered values."""

@@ -44,23 +44,28 @@ class ReplicaSync(Protocol):
     "always", and readers of a checkpoint take it for the model.
     """
 
-    def begin(self, weights: Weights) -> None:
-        """Use the initial weights of a run, or those of another model. A resume loads the state later."""
+    def begin(self, weights: Weights) -> None:  # noqa: ARG002
+        """Use the initial weights of a run, or those of another model. A resume loads the state later.
+
+        By default nothing happens.
+        """
+        return
 
     @property
     def in_flight(self) -> dict[str, int]:
         """State of transfers between replicas for a checkpoint, the same on all ranks."""
 
-    def resume(self, weights: Weights, replicas: int, in_flight: Mapping[str, int]) -> None:
+    def resume(self, weights: Weights, replicas: int, in_flight: Mapping[str, int]) -> None:  # noqa: ARG002
         """Continue with weights, updates and state that were loaded from a checkpoint.
 
-        Collective over each bucket's own group.
+        By default nothing happens. Collective over each bucket's own group.
 
         Args:
             weights: The weights.
             replicas: Number of diverging replicas in the checkpoint; 0 if they did not diverge.
             in_flight: Value of `in_flight` in the checkpoint.
         """
+        return
 
     def before_update(self, buckets: Sequence[Bucket]) -> None:
         """Synchronize gradients, if replicas do so, before the update. Collective over the replicas.
@@ -95,14 +100,6 @@ class SyncEveryStep(ReplicaSync):
 
     common_model_differs = False
     in_flight: ClassVar[dict[str, int]] = {}
-
-    @override
-    def begin(self, weights: Weights) -> None:
-        """Do nothing: all replicas are equal."""
-
-    @override
-    def resume(self, weights: Weights, replicas: int, in_flight: Mapping[str, int]) -> None:
-        """Do nothing: all replicas are equal."""
 
     @override
     def before_update(self, buckets: Sequence[Bucket]) -> None:

@@ -187,7 +187,6 @@ class Replications:
         self._mesh, self._shard = mesh, shard
         self._shardings: dict[tuple[Group, bool], ZeroSharding] = {}
         self._holder_groups: dict[int, Group] = {}
-        self._cached_expert_replication: Replication | None = None
 
     @staticmethod
     def unsharded(mesh: MeshQueries) -> Replications:
@@ -211,7 +210,7 @@ class Replications:
         stage.
         """
         if EXPERTS[0] in shard.split:
-            return self._expert_replication()
+            return self._expert_replication
         data_group = self._mesh.group(*(axis for axis in OTHER_TOKENS if axis not in shard.split))
         sharding = self._sharding(data_group, shard.zero_exempt)
         holders = self._mesh.group(SAME_TOKENS)
@@ -235,16 +234,12 @@ class Replications:
             self._shardings[key] = sharding
         return self._shardings[key]
 
+    @cached_property
     def _expert_replication(self) -> Replication:
-        """Return the Replication of experts, which are all split alike."""
-        if self._cached_expert_replication is None:
-            data_group = self._mesh.group("expert_data")
-            alone = self._mesh.new_subgroup("expert_data", 1)
-            pieces = self._mesh.group(EXPERTS[1])
-            self._cached_expert_replication = Replication(
-                self._shard(data_group), alone, False, pieces, None, 0, 1
-            )
-        return self._cached_expert_replication
+        """Replication of experts, which are all split alike."""
+        data_group, alone = self._mesh.group("expert_data"), self._mesh.new_subgroup("expert_data", 1)
+        pieces = self._mesh.group(EXPERTS[1])
+        return Replication(self._shard(data_group), alone, False, pieces, None, 0, 1)
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def test_experts_summed_over_the_ranks_of_dense_parameters(
         everyone, alone = self._mesh.group("data", "context"), self._mesh.new_subgroup("data", 1)
         return Replication(self._sharding(everyone, False), alone, False, None, None, 0, 1)
 
-    monkeypatch.setattr(Replications, "_expert_replication", as_dense)
+    monkeypatch.setattr(Replications, "_expert_replication", property(as_dense))
     with pytest.raises(
         LayoutError, match=r"experts.*a sum over the expert_data axis \(2 ranks\) is likely mis"
     ):

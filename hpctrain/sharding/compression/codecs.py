@@ -1,8 +1,7 @@
-"""Codecs of gradients, which encode blocks of BLOCK elements with 16, 8 or 1 bits per element."""
+"""Codecs, which encode blocks of BLOCK elements of gradients or weights in 16, 8, 4 or 1 bits per element."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -21,15 +20,15 @@ _BIT_OF_BYTE = 0x8040201008040201 - 2**64
 
 
 class Codec(Protocol):
-    """Encoding of n blocks as bytes: first `width` bytes of each block, then `scale` bytes of each block."""
+    """Encoding of n blocks as bytes: first `width` bytes of each block, then `scale` bytes of each block.
 
-    @property
-    def width(self) -> int:
-        """Number of bytes of a block's values."""
+    Attributes:
+        width: Number of bytes of a block's values.
+        scale: Number of bytes of a block's scale.
+    """
 
-    @property
-    def scale(self) -> int:
-        """Number of bytes of a block's scale."""
+    width: int
+    scale: int
 
     def encode(self, values: Tensor, counts: Tensor) -> Tensor:
         """Return the code, uint8 [n (width + scale)], of `values`, fp32 [n BLOCK].
@@ -43,21 +42,12 @@ class Codec(Protocol):
         """Return the approximate values, fp32 [n BLOCK]. A block that was not finite is not finite again."""
 
 
-@dataclass(frozen=True)
 class RoundedCodec(Codec):
     """Codec that rounds to bf16, or to int8 with a scale for each block, like activations that are stored."""
 
-    form: Literal["bf16", "int8"]
-
-    @property
-    @override
-    def width(self) -> int:
-        return 2 * BLOCK if self.form == "bf16" else BLOCK
-
-    @property
-    @override
-    def scale(self) -> int:
-        return 0 if self.form == "bf16" else 4
+    def __init__(self, form: Literal["bf16", "int8"]) -> None:
+        self.form = form
+        self.width, self.scale = (2 * BLOCK, 0) if form == "bf16" else (BLOCK, 4)
 
     @override
     def encode(self, values: Tensor, counts: Tensor) -> Tensor:
@@ -69,7 +59,29 @@ class RoundedCodec(Codec):
         return expand(code, self.form, elements, torch.float32)
 
 
-@dataclass(frozen=True)
+class Int4Codec(Codec):
+    """Codec with four bits per element: -7 to 7 times the block's scale, two to a byte."""
+
+    width = BLOCK // 2
+    scale = 4
+
+    @override
+    def encode(self, values: Tensor, counts: Tensor) -> Tensor:
+        blocks = values.view(-1, BLOCK)
+        scales = blocks.abs().amax(1, keepdim=True) / 7
+        numbers = (blocks / scales.masked_fill(scales == 0, 1)).round_().add_(8).to(torch.uint8)
+        # The first of two elements is in the lower half of a byte.
+        pairs = numbers[:, ::2] | numbers[:, 1::2] << 4
+        return torch.cat((pairs.view(-1), scales.view(-1).view(torch.uint8)))
+
+    @override
+    def decode(self, code: Tensor) -> Tensor:
+        count = code.numel() // (self.width + self.scale)
+        pairs, scales = code.split((count * self.width, count * self.scale))
+        numbers = torch.stack((pairs & 15, pairs >> 4), 1).view(count, BLOCK).float()
+        return numbers.sub_(8).mul_(scales.view(torch.float32).unsqueeze(1)).view(-1)
+
+
 class SignCodec(Codec):
     """Codec with one bit per element, which is the block's scale or minus that.
 

@@ -64,12 +64,10 @@ class CodedSum:
     ) -> None:
         self.blocks, self.group, self.codec = blocks, group, codec
         self.returns, self._sums_slice = returns, sums_slice
-        self.owned_blocks = blocks.part(owned[group.rank])
+        own = self.owned_blocks = blocks.part(owned[group.rank])
         of_owners = [list(blocks.code_spans(codec.width, codec.scale, span)) for span in owned]
         self._spans = [span for spans in of_owners for span in spans]
-        self._owner_spans = list(
-            self.owned_blocks.code_spans(codec.width, codec.scale, (0, self.owned_blocks.count))
-        )
+        self._owner_spans = list(own.code_spans(codec.width, codec.scale, (0, own.count)))
         self._sizes = [sum(last - first for first, last in spans) for spans in of_owners]
         self.residual: Tensor | None = None
         self.owner_residual: Tensor | None = None
@@ -153,11 +151,10 @@ class CodedSum:
         Args:
             codes: Codes of these blocks by all ranks, uint8 [ranks, bytes].
         """
-        total = self.owned_blocks.clear_tails(self._sum_codes(self.owned_blocks, codes))
-        values = total if self.owner_residual is None else self.owner_residual.add_(total)
-        return self._encode_pieces(
-            self.owned_blocks, values, self.encode_sums, self.owner_residual is not None
-        )
+        blocks, residual = self.owned_blocks, self.owner_residual
+        total = blocks.clear_tails(self._sum_codes(blocks, codes))
+        values = total if residual is None else residual.add_(total)
+        return self._encode_pieces(blocks, values, self.encode_sums, residual is not None)
 
     def _encode_pieces(
         self, blocks: CompressionBlocks, values: Tensor, encode: Encode, feedback: bool
@@ -183,9 +180,8 @@ class CodedSum:
         """
         total = torch.empty(blocks.elements, device=codes[0].device)
         for piece, spans in self._pieces(blocks):
-            total[piece.start * BLOCK : piece.stop * BLOCK] = self.add(
-                [read_spans(code, spans) for code in codes]
-            )
+            parts = [read_spans(code, spans) for code in codes]
+            total[piece.start * BLOCK : piece.stop * BLOCK] = self.add(parts)
         return total
 
     def _pieces(self, blocks: CompressionBlocks) -> Iterator[tuple[slice, list[Span]]]:

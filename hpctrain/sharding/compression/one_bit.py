@@ -30,11 +30,8 @@ class OneBitMomentum(GradientReduction):
     def __init__(self, bucket: Bucket, beta: float, warmup: int) -> None:
         self.bucket, self.beta, self.warmup = bucket, beta, warmup
         self.exact = ExactReduction(bucket)
-        self.signs = (
-            CompressedReduction(bucket, SignCodec(), True, replicate=True)
-            if bucket.sharding.group.size > 1
-            else None
-        )
+        alone = bucket.sharding.group.size == 1
+        self.signs = None if alone else CompressedReduction(bucket, SignCodec(), True, replicate=True)
         self.part = torch.zeros(bucket.length, device=bucket.sharding.group.device)
         self._warm = True
 

@@ -11,40 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
-from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import SequentialWork, Work
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.compression.blocks import CompressionBlocks
-from hpctrain.sharding.compression.codecs import Codec, RoundedCodec
+from hpctrain.sharding.compression.codecs import Codec, Int4Codec, RoundedCodec
 from hpctrain.sharding.compression.compressed_reduction import CodedSum
-
-
-class Int4Codec(Codec):
-    """Codec with four bits per element: -7 to 7 times the block's scale, two to a byte."""
-
-    width = BLOCK // 2
-    scale = 4
-
-    @override
-    def encode(self, values: Tensor, counts: Tensor) -> Tensor:
-        blocks = values.view(-1, BLOCK)
-        scales = blocks.abs().amax(1, keepdim=True) / 7
-        numbers = (blocks / scales.masked_fill(scales == 0, 1)).round_().add_(8).to(torch.uint8)
-        # The first of two elements is in the lower half of a byte.
-        pairs = numbers[:, ::2] | numbers[:, 1::2] << 4
-        return torch.cat((pairs.view(-1), scales.view(-1).view(torch.uint8)))
-
-    @override
-    def decode(self, code: Tensor) -> Tensor:
-        count = code.numel() // (self.width + self.scale)
-        pairs, scales = code.split((count * self.width, count * self.scale))
-        numbers = torch.stack((pairs & 15, pairs >> 4), 1).view(count, BLOCK).float()
-        return numbers.sub_(8).mul_(scales.view(torch.float32).unsqueeze(1)).view(-1)
-
 
 FORMATS: Mapping[str, Codec | None] = {
     "fp32": None,
