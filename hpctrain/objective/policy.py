@@ -134,7 +134,12 @@ class PolicyOptimization(Objective):
     def token_losses(
         self, log_probabilities: Tensor, fields: Mapping[str, Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the losses of tokens, and the other metrics of each, in the order of `metrics`."""
+        """Return the loss of each token, and its metrics other than the loss, in the order of `metrics`.
+
+        Args:
+            log_probabilities: Log-probabilities of the sampled tokens by the policy [s/c, b].
+            fields: Fields of the micro-batch, each [s/c, b], after `with_defaults`.
+        """
         log_ratio = log_probabilities - fields[OLD]
         ratio, advantages = log_ratio.exp(), fields[ADVANTAGES]
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages

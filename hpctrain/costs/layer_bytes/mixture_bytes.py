@@ -89,7 +89,11 @@ def padded_row_counts(experts: Experts, sizes: ActivationSizes) -> int:
 
 
 def transient_bytes(mixture: Mixture, sizes: ActivationSizes) -> tuple[int, int]:
-    """Return the bytes beside what is saved if weight gradients are deferred, as of a feed-forward layer."""
+    """Return the bytes beside what is saved if weight gradients are deferred.
+
+    The first number is the peak during the backward pass of the mixture, the second one what remains
+    after it.
+    """
     shape, results = mixture.shape, result_storage(mixture, sizes).bytes
     held = total(saved_storages(mixture.experts, sizes)) - results
     weights = 4 * _local_rows(mixture.layer_context, sizes) * shape.experts_per_token

@@ -58,7 +58,7 @@ class Matrices:
 
     @property
     def batch_key(self) -> tuple[int, int, int, str]:
-        """Properties that matrices share which are multiplied in one batch.
+        """Key of the MatrixStack in which the matrices are multiplied, with others that have the same key.
 
         The last bits of a product may depend on the other matrices in its batch. Tied embeddings must get the
         same bits on both ends of the pipeline, next to other parameters, so each of them is a batch of its
@@ -69,7 +69,7 @@ class Matrices:
 
     @property
     def first_factor(self) -> Shard:
-        """Shard of Q' [count, rank, m] in the global factor, by which its initial values are drawn."""
+        """Shard of Q' [count, rank, m], by whose name and places the initial values are drawn at random."""
         shard, dim = self.segment.parameter.shard, self.dim
 
         def as_rows(sizes: tuple[int, ...], rows: int) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class Matrices:
 
     @property
     def stored_factor(self) -> Shard:
-        """Shard of Q' in a checkpoint.
+        """Shard of Q' in a checkpoint, [..., pieces, rank, m].
 
         The factors of the pieces of a parameter are stacked, because each belongs to one piece.
         """

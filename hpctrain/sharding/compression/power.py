@@ -107,7 +107,7 @@ class MatrixStack:
                 fill_normal(values, 0, each.first_factor, seed, 1.0)
 
     def of_members(self, values: Tensor) -> Iterator[tuple[Matrices, Tensor]]:
-        """Yield the flat elements of each parameter, given values of all matrices [k, ...]."""
+        """Yield the matrices of each parameter with their flat part of `values`, which has shape [k, ...]."""
         first = 0
         for each in self.members:
             yield each, values[first : first + each.count].view(-1)

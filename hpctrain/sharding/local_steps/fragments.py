@@ -65,7 +65,14 @@ class FragmentSchedule:
         return self.begin(updates - self.delay)
 
     def updates_since_sync(self, updates: int) -> list[int]:
-        """Return, for each fragment, the number of updates that no completed synchronization includes."""
+        """Return, for each fragment, the number of updates since the one that was synchronized last.
+
+        A synchronization counts if it has taken effect. If any number is positive at the end of a run, the
+        replicas still differ.
+
+        Args:
+            updates: Number of updates of the run so far.
+        """
         last = updates - self.delay
         firsts = (fragment * self.local_steps // self.fragments for fragment in range(self.fragments))
         met = (last - (last - first) % self.local_steps for first in firsts)
