@@ -55,7 +55,7 @@ def _saved_by_query_key_norm(norm: QueryKeyNorm, sizes: ActivationSizes) -> list
 @saved_storages.register
 def _saved_by_attention(attention: Attention, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return the input, what the core saves, and its output if the core does not save it."""
-    alone = sizes.recomputes_core or attention.exchanges
+    saves_output = sizes.recomputes_core or attention.exchanges
     # The result of the clamp, unless the core or the norm saves it.
     clipped = attention.clip is not None and attention.norm is None
     clipped = clipped and attention.exchanges and not sizes.recomputes_core
@@ -64,7 +64,7 @@ def _saved_by_attention(attention: Attention, sizes: ActivationSizes) -> list[Sa
         *saved_by_adapter(attention.inner, sizes),
         *([sizes.features(sum(attention.inner.split_sizes))] if clipped else []),
         *_saved_by_core(attention, sizes),
-        *(saved_input(attention.output, sizes) if alone else []),
+        *(saved_input(attention.output, sizes) if saves_output else []),
         *saved_by_adapter(attention.output, sizes),
     ]
 

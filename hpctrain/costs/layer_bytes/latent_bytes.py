@@ -14,7 +14,7 @@ from hpctrain.parallel.kernels.functions.function_library import workspace_float
 @saved_storages.register
 def _saved_by_latent_attention(attention: LatentAttention, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return the input, what norms and the core save, and the output if the core does not save it."""
-    alone = sizes.recomputes_core or attention.exchanges or attention.pads
+    saves_output = sizes.recomputes_core or attention.exchanges or attention.pads
     queries: list[SavedStorage] = []
     if attention.query_norm is not None:
         queries = [*saved_storages(attention.query_norm, sizes), *saved_input(attention.query, sizes)]
@@ -24,7 +24,7 @@ def _saved_by_latent_attention(attention: LatentAttention, sizes: ActivationSize
         *saved_storages(attention.latent_norm, sizes),
         *saved_input(attention.expand, sizes),
         *_saved_by_core(attention, sizes),
-        *(saved_input(attention.output, sizes) if alone else []),
+        *(saved_input(attention.output, sizes) if saves_output else []),
     ]
 
 

@@ -24,13 +24,13 @@ from hpctrain.parallel.kernels.matmul_kernels import (
 from hpctrain.parallel.kernels.timing import MatmulPass
 from hpctrain.parallel.vocabulary import chunk_rows
 
-_WORDS: Mapping[Pass, str] = {
+_PASS_NAMES: Mapping[Pass, str] = {
     "forward": "forward",
     "logits": "logits",
     "input_gradient": "input gradients",
     "weight_gradient": "weight gradients",
 }
-_PASSES = {words: kind for kind, words in _WORDS.items()}
+_PASSES = {words: kind for kind, words in _PASS_NAMES.items()}
 _NAME = re.compile(r"([a-z ]{1,30}), (\w{1,10}), (\d{1,12}) x (\d{1,12}) x (\d{1,12})", re.ASCII)
 _IN_16_BITS = " in 16 bits"
 
@@ -38,7 +38,7 @@ _IN_16_BITS = " in 16 bits"
 def matmul_name(measured: MatmulPass, deck: Deck) -> str:
     """Return the name of a measured product: everything that decides which kernel is the fastest."""
     size = f"{measured.rows} x {measured.outputs} x {measured.inputs}"
-    return f"{_WORDS[measured.kind]}{_sum_suffix(deck)}, {deck.precision.compute}, {size}"
+    return f"{_PASS_NAMES[measured.kind]}{_sum_suffix(deck)}, {deck.precision.compute}, {size}"
 
 
 def measures_kernels(deck: Deck, device: torch.device) -> bool:
@@ -120,7 +120,7 @@ def describe_kernels(deck: Deck, kernels: KernelTable) -> list[str]:
     if not kernels.chosen:
         return []
     passes = []
-    for kind, words in _WORDS.items():
+    for kind, words in _PASS_NAMES.items():
         counts = Counter(kernel.name for (each, *_), kernel in kernels.chosen.items() if each == kind)
         if counts:
             by = (f"{name}" + (f" ({count})" if len(counts) > 1 else "") for name, count in counts.items())

@@ -76,9 +76,9 @@ def measure_layers(
     (longest,) = slowest_ranks(world, [perf_counter() - start])
     count = max(2, min(_MOST_REPETITIONS, int(_SECONDS / max(longest, 1e-6))))
     measured = replay.run(repeated(count))
-    figures = [measured[kind, chunk] for chunk in chunks for kind in ("F", "I", "W")]
+    medians = [measured[kind, chunk] for chunk in chunks for kind in ("F", "I", "W")]
     *slowest, communication = slowest_ranks(
-        world, [*figures, message_seconds(mesh.group("pipeline"), replay.hidden)]
+        world, [*medians, message_seconds(mesh.group("pipeline"), replay.hidden)]
     )
     passes = (PassTimes(*slowest[3 * chunk : 3 * chunk + 3]) for chunk in chunks)
     of_kind = dict(zip(spans, passes, strict=True))
@@ -129,7 +129,7 @@ def message_seconds(pipeline: Group, hidden: Tensor) -> float:
     return max(seconds)
 
 
-def slowest_ranks(world: World, figures: Sequence[float]) -> list[float]:
-    """Return the largest value of each figure over all ranks. Collective."""
-    slowest = world.everyone.all_reduce(torch.tensor(figures, dtype=torch.float64), "max")
-    return [float(seconds) for seconds in slowest]
+def slowest_ranks(world: World, seconds: Sequence[float]) -> list[float]:
+    """Return the largest of each number of seconds over all ranks. Collective."""
+    slowest = world.everyone.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max")
+    return [float(each) for each in slowest]

@@ -64,8 +64,8 @@ class Matrices:
         same bits on both ends of the pipeline, next to other parameters, so each of them is a batch of its
         own.
         """
-        alone = self.segment.parameter.shard.name if self.segment.replication.tied_pipeline else ""
-        return self.n, self.m, self.rank, alone
+        tied_name = self.segment.parameter.shard.name if self.segment.replication.tied_pipeline else ""
+        return self.n, self.m, self.rank, tied_name
 
     @property
     def first_factor(self) -> Shard:

@@ -1,4 +1,4 @@
-"""Replicas that train apart for some steps, and the exchange of their weights.
+"""Replicas that diverge for some steps, and the exchange of their weights.
 
 With `layout.local_steps`, replicas sum no gradients. Each makes optimizer steps of its own, and every few
 steps `LocalSteps` (`local_steps.py`) brings their weights together: Local SGD, post-local SGD or DiLoCo.
