@@ -24,8 +24,8 @@ from hpctrain.plan.search.tree import Tree
 from hpctrain.plan.time.layers import LayerSizes, layer_seconds
 from hpctrain.plan.time.machine_rates import MachineRates, ProductRates
 from hpctrain.plan.time.step import plan_step, step_seconds
+from tests.costs.test_balanced_split import ways
 from tests.engines import small_deck
-from tests.pipeline.test_split import ways
 from tests.plan.time.test_ground import FAST, ONE, SEVERAL, kinds
 
 KEYS = ("batch.global_size=16", "memory.recompute=none", "layout.context=1", "layout.zero=1")
