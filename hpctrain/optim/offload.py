@@ -148,12 +148,15 @@ class OffloadedOptimizer(Optimizer):
                 following.wait()
                 following.read(self._pieces[index + 1])
             slot.wait()
-            updates = torch.tensor(float(self.updates))
-            elements = ElementBatch(slot.state, slot.gradients(), updates, piece.update_settings)
-            self.rule.update([elements], learning_rate, divisor)
+            self._update(piece, slot, learning_rate, divisor)
             slot.write(piece, training_weights(self._averaged_rule, slot.state))
         for slot in slots:
             slot.wait()
+
+    def _update(self, piece: OffloadSlice, slot: _Slot, learning_rate: float, divisor: float) -> None:
+        updates = torch.tensor(float(self.updates))
+        elements = ElementBatch(slot.state, slot.gradients(), updates, piece.update_settings)
+        self.rule.update([elements], learning_rate, divisor)
 
 
 class _Slot:
