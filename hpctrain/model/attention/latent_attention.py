@@ -73,9 +73,9 @@ class LatentAttention(BlockAttention):
         tensor = layer_context.tensor
         self.heads = shape.heads // tensor.size
 
-        def rows(of_head: int) -> Partition:
-            split = Partition.split(shape.heads * of_head, tensor, of_head)
-            return replace(split, unit=of_head)
+        def rows(head_rows: int) -> Partition:
+            split = Partition.split(shape.heads * head_rows, tensor, head_rows)
+            return replace(split, unit=head_rows)
 
         compressed = [
             (f"{name}.latent_down", latent.key_value_rank),

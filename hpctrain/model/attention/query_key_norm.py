@@ -84,8 +84,8 @@ class QueryKeyNorm(nn.Module):
             if shared and self.tensor.rank % self.rows[1].replicas:
                 sums[..., 1] = 0
             self.tensor.all_reduce(sums)
-        of_each = sums.split(1, -1)
-        return [part / rows.size for part, rows in zip(of_each, self.rows, strict=True)]
+        summed_parts = sums.split(1, -1)
+        return [part / rows.size for part, rows in zip(summed_parts, self.rows, strict=True)]
 
 
 class _Normalized(torch.autograd.Function):

@@ -52,11 +52,11 @@ def write_cache(identity: str, choices: Mapping[str, str]) -> None:
         choices: Kernel by name of the product.
     """
     path, cached, key = cache_file(), _read_all(), f"{identity}; {MEASUREMENT}"
-    of_processor = {**cached.pop(key, {})}
+    processor_choices = {**cached.pop(key, {})}
     for name, choice in choices.items():
-        of_processor.pop(name, None)
-        of_processor[name] = choice
-    cached[key] = dict(list(of_processor.items())[-MOST_KNOWN:])
+        processor_choices.pop(name, None)
+        processor_choices[name] = choice
+    cached[key] = dict(list(processor_choices.items())[-MOST_KNOWN:])
     text = json.dumps(dict(list(cached.items())[-_MOST_PROCESSORS:]), indent=1)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     with suppress(OSError):

@@ -71,19 +71,19 @@ class SoftmaxStatistics:
         self._exponentials = x.sub_(self.maximum.unsqueeze(1)).exp_()
         self.total = x.sum(1)
 
-    def gradient(self, weight: Tensor, of_column: Tensor) -> Tensor:
+    def gradient(self, weight: Tensor, column_weight: Tensor) -> Tensor:
         """Return the gradient [n, V/t] of the products, in their memory. May be called once.
 
-        The gradient of the logits is their exponentials, as in `total`, times `weight`, minus `of_column` at
-        the column.
+        The gradient of the logits is their exponentials, as in `total`, times `weight`, minus `column_weight`
+        at the column.
 
         Args:
             weight: Factors [n] of the exponentials.
-            of_column: Values [n] that are subtracted at the column, zero where that is negative.
+            column_weight: Values [n] that are subtracted at the column, zero where that is negative.
         """
         products, x = self._logits.products, self._exponentials
         x.mul_(weight.unsqueeze(1))
-        x.scatter_add_(1, self._column.clamp_min(0).unsqueeze(1), -of_column.unsqueeze(1))
+        x.scatter_add_(1, self._column.clamp_min(0).unsqueeze(1), -column_weight.unsqueeze(1))
         if self._slopes is not None:
             x.mul_(self._slopes)
         if self._logits.multiplier != 1:
@@ -114,8 +114,8 @@ class CompiledSoftmaxStatistics(SoftmaxStatistics):
         self.maximum = largest.clamp_min_(torch.finfo(torch.float32).min)
 
     @override
-    def gradient(self, weight: Tensor, of_column: Tensor) -> Tensor:
-        x, weights = self._logits.products, (weight.contiguous(), of_column.contiguous())
+    def gradient(self, weight: Tensor, column_weight: Tensor) -> Tensor:
+        x, weights = self._logits.products, (weight.contiguous(), column_weight.contiguous())
         assert all(each.dtype == torch.float32 for each in weights)
         self._call("softmax_gradient", x, self._column, self._extreme, *weights, *self._sizes())
         return x

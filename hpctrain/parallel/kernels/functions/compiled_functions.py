@@ -133,10 +133,10 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
         (x, stride, sizes), gradient = _even_tokens(x), gradient.contiguous()
-        result, of_weight = x.new_empty(x.shape), torch.zeros(weight.shape)
-        operands = gradient, x, stride, weight, inverse, result, of_weight
+        result, weight_gradient = x.new_empty(x.shape), torch.zeros(weight.shape)
+        operands = gradient, x, stride, weight, inverse, result, weight_gradient
         ctx.call("rms_norm_gradient", *operands, *sizes, *ctx.options)
-        return result, of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None, None
+        return result, weight_gradient.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None, None
 
 
 def _even_tokens(x: Tensor) -> tuple[Tensor, int, tuple[int, int, int]]:
@@ -175,8 +175,8 @@ class _LayerNorm(torch.autograd.Function):
         sums = torch.zeros(2, *weight.shape)
         rows, width, size = inverse.numel(), x.shape[-1], ctypes.c_int(x.element_size())
         ctx.call("layer_norm_gradient", gradient, x, weight, mean, inverse, result, *sums, rows, width, size)
-        of_weight, of_bias = (
+        weight_gradient, bias_gradient = (
             each.to(weight.dtype) if needed else None
             for each, needed in zip(sums, ctx.needs_input_grad[1:3], strict=True)
         )
-        return result, of_weight, of_bias, None, None
+        return result, weight_gradient, bias_gradient, None, None

@@ -107,14 +107,14 @@ def call_all(library: ctypes.CDLL) -> None:
             library[f"{name}_gradient"](x, x, x, height, width, size)
         token, count = ctypes.c_int64(heads * head), ctypes.c_int64(heads)
         for offset in (0, 1):
-            of_heads = height, count, width
-            library.rms_norm(x, token, x, x, memory, *of_heads, ctypes.c_float(1.0), offset, size)
-            library.rms_norm_gradient(x, x, token, x, memory, x, memory, *of_heads, offset, size)
+            head_sizes = height, count, width
+            library.rms_norm(x, token, x, x, memory, *head_sizes, ctypes.c_float(1.0), offset, size)
+            library.rms_norm_gradient(x, x, token, x, memory, x, memory, *head_sizes, offset, size)
         library.layer_norm(x, x, x, x, memory, memory, height, width, ctypes.c_float(1.0), size)
         library.layer_norm_gradient(x, x, x, memory, memory, x, memory, memory, height, width, size)
-        of_rows = ctypes.c_int64(2), *[ctypes.c_int64(_BLOCK + 8)] * 2, ctypes.c_float(1.0), size
-        library.softmax_statistics(memory, column, x, x, x, *of_rows)
-        library.softmax_gradient(memory, column, x, x, x, *of_rows)
+        row_sizes = ctypes.c_int64(2), *[ctypes.c_int64(_BLOCK + 8)] * 2, ctypes.c_float(1.0), size
+        library.softmax_statistics(memory, column, x, x, x, *row_sizes)
+        library.softmax_gradient(memory, column, x, x, x, *row_sizes)
         bounds = 3, 1.0, address
         bounded = ctypes.byref(
             AttentionArguments(rows, 1, heads, 1, head, size, 1.0, address, address, *bounds)

@@ -196,16 +196,16 @@ INLINE void rms_of(const char *x, const char *weight, char *y, float *inverse, s
     }
 }
 
-/* Gradients of RMSNorm. `dx` is overwritten; the gradient of the weight is added to `of_weight` [width], fp32. */
+/* Gradients of RMSNorm. `dx` is overwritten; the gradient of the weight is added to `dweight` [width], fp32. */
 INLINE void rms_gradient_of(const char *dy, const char *x, const char *weight, const float *inverse, char *dx,
-                            float *of_weight, size_t rows, size_t width, int offset, int size) {
+                            float *dweight, size_t rows, size_t width, int offset, int size) {
     for (size_t row = 0; row < rows; ++row, dy += width * size, x += width * size, dx += width * size) {
         const float root = inverse[row];
         Sum sum = {0};
         SUMMED(width, {
             const Floats a = load_within(x + i * size, size, some), d = load_within(dy + i * size, size, some);
             sum.part[part] += a * d * factors(weight + i * size, offset, size, some);
-            char *to = (char *)(of_weight + i);
+            char *to = (char *)(dweight + i);
             store_within(to, 4, some, load_within(to, 4, some) + a * root * d);
         })
         const float mean = total(sum) * root * root / width;
@@ -226,11 +226,11 @@ INLINE void rms_norm_of(const char *x, size_t stride, const char *weight, char *
 }
 
 INLINE void rms_norm_gradient_of(const char *dy, const char *x, size_t stride, const char *weight,
-                                 const float *inverse, char *dx, float *of_weight, size_t tokens, size_t rows,
+                                 const float *inverse, char *dx, float *dweight, size_t tokens, size_t rows,
                                  size_t width, int offset, int size) {
     for (size_t token = 0; token < tokens; ++token) {
         const size_t at = token * rows * width * size;
-        rms_gradient_of(dy + at, x + token * stride * size, weight, inverse + token * rows, dx + at, of_weight,
+        rms_gradient_of(dy + at, x + token * stride * size, weight, inverse + token * rows, dx + at, dweight,
                         rows, width, offset, size);
     }
 }
@@ -262,10 +262,10 @@ INLINE void layer_norm_of(const char *x, const char *weight, const char *bias, c
     }
 }
 
-/* Gradients of LayerNorm. `dx` is overwritten; those of weight and bias are added to `of_weight` and `of_bias`
+/* Gradients of LayerNorm. `dx` is overwritten; those of weight and bias are added to `dweight` and `dbias`
  * [width], fp32. */
 INLINE void layer_norm_gradient_of(const char *dy, const char *x, const char *weight, const float *mean,
-                                   const float *inverse, char *dx, float *of_weight, float *of_bias, size_t rows,
+                                   const float *inverse, char *dx, float *dweight, float *dbias, size_t rows,
                                    size_t width, int size) {
     for (size_t row = 0; row < rows; ++row, dy += width * size, x += width * size, dx += width * size) {
         const float root = inverse[row], middle = mean[row];
@@ -276,7 +276,7 @@ INLINE void layer_norm_gradient_of(const char *dy, const char *x, const char *we
             const Floats normal = (a - middle) * root, add = normal * d;
             sum.part[part] += d * w;
             along.part[part] += add * w;
-            char *to = (char *)(of_weight + i), *beside = (char *)(of_bias + i);
+            char *to = (char *)(dweight + i), *beside = (char *)(dbias + i);
             store_within(to, 4, some, load_within(to, 4, some) + add);
             store_within(beside, 4, some, load_within(beside, 4, some) + d);
         })
@@ -373,10 +373,10 @@ INLINE void softmax_statistics_of(const char *x, const int64_t *column, float *e
     }
 }
 
-/* Overwrite x with its gradient: factor * (weight * exp(logit - largest logit) - of_column, the latter only at
- * `column`). `weight` and `of_column` are [rows]. The padding of each row becomes 0. */
+/* Overwrite x with its gradient: factor * (weight * exp(logit - largest logit) - column_weight, the latter only at
+ * `column`). `weight` and `column_weight` are [rows]. The padding of each row becomes 0. */
 INLINE void softmax_gradient_of(char *x, const int64_t *column, const float *extreme, const float *weight,
-                                  const float *of_column, size_t rows, size_t columns, size_t width, float factor,
+                                  const float *column_weight, size_t rows, size_t columns, size_t width, float factor,
                                   int size) {
     const float sign = copysignf(1, factor), scale = fabsf(factor);
     for (size_t row = 0; row < rows; ++row, x += width * size) {
@@ -385,7 +385,7 @@ INLINE void softmax_gradient_of(char *x, const int64_t *column, const float *ext
         Floats there = all(0);
         if (at) {
             const Floats a = (load_some(at, size, 1) * sign - largest) * scale;
-            there = exponential(a) * times - of_column[row] * factor;
+            there = exponential(a) * times - column_weight[row] * factor;
         }
         ELEMENTS(columns, {
             const Floats a = (load_within(x + i * size, size, some) * sign - largest) * scale;
@@ -433,15 +433,15 @@ void rms_norm(const char *x, size_t stride, const char *weight, char *y, float *
 }
 
 void rms_norm_gradient(const char *dy, const char *x, size_t stride, const char *weight, const float *inverse,
-                       char *dx, float *of_weight, size_t tokens, size_t rows, size_t width, int offset, int size) {
+                       char *dx, float *dweight, size_t tokens, size_t rows, size_t width, int offset, int size) {
     if (offset)
         BY_SIZE(size,
-                rms_norm_gradient_of(dy, x, stride, weight, inverse, dx, of_weight, tokens, rows, width, 1, 4),
-                rms_norm_gradient_of(dy, x, stride, weight, inverse, dx, of_weight, tokens, rows, width, 1, 2))
+                rms_norm_gradient_of(dy, x, stride, weight, inverse, dx, dweight, tokens, rows, width, 1, 4),
+                rms_norm_gradient_of(dy, x, stride, weight, inverse, dx, dweight, tokens, rows, width, 1, 2))
     else
         BY_SIZE(size,
-                rms_norm_gradient_of(dy, x, stride, weight, inverse, dx, of_weight, tokens, rows, width, 0, 4),
-                rms_norm_gradient_of(dy, x, stride, weight, inverse, dx, of_weight, tokens, rows, width, 0, 2))
+                rms_norm_gradient_of(dy, x, stride, weight, inverse, dx, dweight, tokens, rows, width, 0, 4),
+                rms_norm_gradient_of(dy, x, stride, weight, inverse, dx, dweight, tokens, rows, width, 0, 2))
 }
 
 void layer_norm(const char *x, const char *weight, const char *bias, char *y, float *mean, float *inverse, size_t rows,
@@ -451,9 +451,9 @@ void layer_norm(const char *x, const char *weight, const char *bias, char *y, fl
 }
 
 void layer_norm_gradient(const char *dy, const char *x, const char *weight, const float *mean, const float *inverse,
-                         char *dx, float *of_weight, float *of_bias, size_t rows, size_t width, int size) {
-    BY_SIZE(size, layer_norm_gradient_of(dy, x, weight, mean, inverse, dx, of_weight, of_bias, rows, width, 4),
-            layer_norm_gradient_of(dy, x, weight, mean, inverse, dx, of_weight, of_bias, rows, width, 2))
+                         char *dx, float *dweight, float *dbias, size_t rows, size_t width, int size) {
+    BY_SIZE(size, layer_norm_gradient_of(dy, x, weight, mean, inverse, dx, dweight, dbias, rows, width, 4),
+            layer_norm_gradient_of(dy, x, weight, mean, inverse, dx, dweight, dbias, rows, width, 2))
 }
 
 void softmax_statistics(const char *x, const int64_t *column, float *extreme, float *sum, float *at_column,
@@ -463,9 +463,9 @@ void softmax_statistics(const char *x, const int64_t *column, float *extreme, fl
 }
 
 void softmax_gradient(char *x, const int64_t *column, const float *extreme, const float *weight,
-                        const float *of_column, size_t rows, size_t columns, size_t width, float factor, int size) {
-    BY_SIZE(size, softmax_gradient_of(x, column, extreme, weight, of_column, rows, columns, width, factor, 4),
-            softmax_gradient_of(x, column, extreme, weight, of_column, rows, columns, width, factor, 2))
+                        const float *column_weight, size_t rows, size_t columns, size_t width, float factor, int size) {
+    BY_SIZE(size, softmax_gradient_of(x, column, extreme, weight, column_weight, rows, columns, width, factor, 4),
+            softmax_gradient_of(x, column, extreme, weight, column_weight, rows, columns, width, factor, 2))
 }
 
 /* Tile of a matrix product: C [HIGH, wide * LANES] = A B, or C += A B if `add`.
