@@ -224,15 +224,15 @@ class LayerPages:
         """Return the result of `attend` by a compiled function, which also stores keys and values."""
         scores = None if inputs.sinks is None else inputs.sinks.float()
         query, key, value = (with_contiguous_features(x) for x in (inputs.query, inputs.key, inputs.value))
-        output, across = query.new_empty(query.shape), places.tables.shape[1]
+        output, text_pages = query.new_empty(query.shape), places.tables.shape[1]
         stored = self.keys, self.values, places.texts, places.positions, places.tables
         paged = Paged(
             attention_arguments(query, key, inputs.tables, rule, scores),
-            across,
+            text_pages,
             self.keys.element_size(),
             *(x.data_ptr() for x in stored),
         )
-        memory = torch.empty(HIGHEST * (across * PAGE + 2 * self.layout.width))
+        memory = torch.empty(HIGHEST * (text_pages * PAGE + 2 * self.layout.width))
         functions.call("attend_paged", paged, *map(heads_of, (query, key, value, output)), memory)
         return output
 

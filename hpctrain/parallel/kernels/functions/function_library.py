@@ -46,8 +46,8 @@ class Paged(ctypes.Structure):
     """Pages of keys and values, and the positions of rows, in `functions.c`."""
 
     _fields_ = (
-        ("of", AttentionArguments),
-        ("across", ctypes.c_int64),
+        ("attention", AttentionArguments),
+        ("text_pages", ctypes.c_int64),
         ("key_element", ctypes.c_int),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "texts", "positions", "tables")),
     )
@@ -127,10 +127,10 @@ def call_all(library: ctypes.CDLL) -> None:
         library.attend_gradient(bounded, *[tensor] * 8, x, memory, first, last)
         # All rows belong to text 0 at its first position, in page 0.
         none = ctypes.addressof(texts)
-        of = AttentionArguments(HIGHEST + 1, 1, heads, 1, head, size, 1.0, address, address)
+        attention = AttentionArguments(HIGHEST + 1, 1, heads, 1, head, size, 1.0, address, address)
         for key_size in (4, size):
             pages = Paged(
-                of, 1, key_size, ctypes.addressof(memory), ctypes.addressof(memory), none, none, none
+                attention, 1, key_size, ctypes.addressof(memory), ctypes.addressof(memory), none, none, none
             )
             library.attend_paged(ctypes.byref(pages), *[tensor] * 4, scratch)
 

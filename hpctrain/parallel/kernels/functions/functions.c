@@ -796,17 +796,18 @@ void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const H
  *
  * A page holds for each group the keys [width, PANEL] after the rotary embedding, with `key_element` bytes each, and
  * the values [PANEL, width] in the type of `of`. Row i of a forward pass is the token at `positions[i]` of the text
- * `texts[i]`; it is unused if that is negative. `tables` [texts, across] lists the pages of each text. */
+ * `texts[i]`; it is unused if that is negative. `tables` [texts, text_pages] lists the pages of each text. */
 typedef struct {
-    Attention of;
-    int64_t across;
+    Attention attention;
+    int64_t text_pages;
     int key_element;
     char *keys, *values;
     const int64_t *texts, *positions, *tables;
 } Paged;
 
 INLINE size_t page_of(const Paged *p, int64_t text, int64_t number, int64_t group) {
-    return (p->tables[text * p->across + number] * p->of.groups + group) * PANEL * up_to(p->of.head, LANES);
+    const int64_t page = p->tables[text * p->text_pages + number];
+    return (page * p->attention.groups + group) * PANEL * up_to(p->attention.head, LANES);
 }
 
 /* Scores of `high` queries with all keys of a page, computed as in `tile`. */
@@ -832,7 +833,7 @@ INLINE void page_scores(int high, int wide, int size, int width, const float *qu
 /* Products of the probabilities with the values of a text from `begin` to `ends`: wide * LANES columns from `column`. */
 INLINE void page_values(int high, int wide, const Paged *p, int64_t text, int64_t group, int column, int begin, int ends,
                         const float *chance, int keys, float *output) {
-    const int width = up_to(p->of.head, LANES), size = p->of.element, parts = wide * PARTS;
+    const int width = up_to(p->attention.head, LANES), size = p->attention.element, parts = wide * PARTS;
     Floats sum[HIGH][4 * PARTS];
     for (int i = 0; i < high; ++i)
         for (int j = 0; j < parts; ++j) sum[i][j] = all(0);
@@ -856,8 +857,8 @@ INLINE void page_values(int high, int wide, const Paged *p, int64_t text, int64_
  * largest. */
 INLINE void attend_some(int high, const Paged *p, int64_t text, int64_t group, const float *query,
                         const int64_t *positions, const int64_t *heads, float *chance, float *output, float *inverse) {
-    const int width = up_to(p->of.head, LANES), ends = (int)positions[high - 1] + 1, keys = up_to(ends, PANEL);
-    const int size = p->key_element, begin = (int)first_key(&p->of, positions[0]) / PANEL * PANEL;
+    const int width = up_to(p->attention.head, LANES), ends = (int)positions[high - 1] + 1, keys = up_to(ends, PANEL);
+    const int size = p->key_element, begin = (int)first_key(&p->attention, positions[0]) / PANEL * PANEL;
     for (int first = begin; first < ends; first += PANEL) {
         const char *page = p->keys + page_of(p, text, first / PANEL, group) * size;
         if (size == 4) page_scores(high, high == 1 ? 2 : WIDE, 4, width, query, page, chance + first, keys);
@@ -865,11 +866,11 @@ INLINE void attend_some(int high, const Paged *p, int64_t text, int64_t group, c
     }
     for (int i = 0; i < high; ++i) {
         float largest, *row = chance + (size_t)i * keys;
-        const int64_t lowest = first_key(&p->of, positions[i]);
-        if (p->of.cap) cap_scores(row, begin, keys, p->of.cap);
+        const int64_t lowest = first_key(&p->attention, positions[i]);
+        if (p->attention.cap) cap_scores(row, begin, keys, p->attention.cap);
         const float whole = powers(row, begin, keys, lowest, positions[0], positions[i], &largest);
         float log_sum;
-        inverse[i] = inverse_sum(&p->of, heads[i], whole, largest, &log_sum);
+        inverse[i] = inverse_sum(&p->attention, heads[i], whole, largest, &log_sum);
     }
     int column = 0;
     if (high == 1)
@@ -880,9 +881,9 @@ INLINE void attend_some(int high, const Paged *p, int64_t text, int64_t group, c
 
 /* Store keys and values of all rows in their pages. Then each row attends to the tokens of its text up to itself.
  *
- * Rows of a text are adjacent and in order. `memory` holds HIGH * (across * PANEL + 2 * width) floats. */
+ * Rows of a text are adjacent and in order. `memory` holds HIGH * (text_pages * PANEL + 2 * width) floats. */
 void attend_paged(const Paged *p, const Heads *q, const Heads *k, const Heads *v, const Heads *o, float *memory) {
-    const Attention *a = &p->of;
+    const Attention *a = &p->attention;
     const int width = up_to(a->head, LANES), size = a->element, key_size = p->key_element;
     const int64_t shared = a->heads / a->groups;
     float *query = memory, *output = query + HIGH * width, *chance = output + HIGH * width;
