@@ -34,13 +34,15 @@ from hpctrain.parallel.kernels.functions.layer_functions import LayerFunctions
 
 @dataclass(frozen=True)
 class TokenPositions:
-    """Texts and positions of the rows of a pass. The rows of a text are consecutive and in order.
+    """Texts and positions of the new tokens of a forward pass, with one row each.
+
+    The rows of a text are consecutive and in order.
 
     Attributes:
-        runs: Text, first position and number of rows of each text in the pass. Text -1 is padding, whose
-            rows are all at the first position.
-        texts: Text of each row, int64 [n].
-        positions: Position of each row, int64 [n].
+        runs: Number, first new position and number of new tokens of each text. Text -1 is padding, whose
+            tokens are all at the first position.
+        texts: Number of each row's text, int64 [n].
+        positions: Position of each row in its text, int64 [n].
         tables: Numbers of each text's pages, [texts, pages].
         real: Rows that are not padding, int64 [m].
     """
@@ -53,7 +55,12 @@ class TokenPositions:
 
     @staticmethod
     def of(runs: Sequence[tuple[int, int, int]], tables: Tensor) -> TokenPositions:
-        """Return the positions of some runs, on the device of the tables."""
+        """Return the positions of new tokens, on the device of the tables.
+
+        Args:
+            runs: Number, first new position and number of new tokens of each text.
+            tables: Numbers of each text's pages, [texts, pages].
+        """
         texts = torch.tensor([text for text, _, count in runs for _ in range(count)])
         positions = torch.tensor(
             [first + (n if text >= 0 else 0) for text, first, count in runs for n in range(count)]
