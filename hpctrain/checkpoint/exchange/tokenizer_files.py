@@ -91,7 +91,7 @@ def special_ids(tokenizer: Tokenizer | None) -> Mapping[str, int]:
 
 
 def folder_tokenizer(folder: Path) -> tuple[str | None, str]:
-    """The tokenizer file of a folder as text, whatever it says; or None and, in words, why there is none."""
+    """Return the text of the tokenizer file of a folder, whatever it is; or None and the reason, in words."""
     path = folder / TOKENIZER_FILE
     if not path.is_file():
         return None, f"it has no {TOKENIZER_FILE}"

@@ -156,6 +156,7 @@ class _ConfigReader:
         return "all" if self.flag("attention_bias", False) else "none"
 
     def problem(self, key: str, value: object, message: str) -> None:
+        """Add a problem of a key, so that values that depend on it are not checked."""
         self.problems.append(f"{self.where}: {key} = {value!r}: {message}")
         self.invalid_keys.add(key)
 
@@ -164,6 +165,7 @@ class _ConfigReader:
         return self.invalid_keys.isdisjoint(self.files.config_sizes[name][0] for name in names)
 
     def size(self, key: str, default: int, least: int = 1) -> int:
+        """Return the whole number of a key; its default if the key is missing, null or wrong."""
         value = self.config.get(key)
         if value is None:
             return default
@@ -173,6 +175,7 @@ class _ConfigReader:
         return value
 
     def number(self, key: str, default: float) -> float:
+        """Return the number above 0 of a key; its default if the key is missing or wrong."""
         value = self.config.get(key, default) if key else default
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             self.problem(key, value, "must be a number above 0")
@@ -197,6 +200,7 @@ class _ConfigReader:
         return deck_value(key, self.number(key.name, key.default))
 
     def flag(self, key: str, default: bool) -> bool:
+        """Return the true or false of a key; its default if the key is missing or wrong."""
         value = self.config.get(key, default)
         if not isinstance(value, bool):
             self.problem(key, value, "must be true or false")

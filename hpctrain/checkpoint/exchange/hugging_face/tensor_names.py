@@ -7,7 +7,7 @@ layers, and a native tensor may hold several Hugging Face tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Protocol
@@ -273,43 +273,63 @@ def counterparts(
     by_layer = {layer: rule for rule in rules for layer in _layers(rule)}
     tensors: dict[str, Counterpart] = {}
     for dataset, shape in shapes.items():
-        if dataset.startswith(f"/{ROUTER_BIAS}/"):
-            layer, kind = dataset.removeprefix("/").removesuffix(".weight"), ""
-        else:
-            layer, _, kind = dataset.removeprefix("/model/").rpartition(".")
-        block = re.fullmatch(r"(.*)\bblocks\.(\d+)\.(.*)", layer)
-        number = block[2] if block else ""
-        rule = by_layer[f"{block[1]}blocks.{{}}.{block[3]}" if block else layer]
-        if isinstance(rule, PackedRule):
-            expert_order = ExpertOrder(shape, rule.gates, rule.transposed, kind == "weight")
-            name = rule.hf_name.format(number) + rule.suffixes[kind]
-            part = TensorPart(dataset, shape, expert_order=expert_order)
-            tensors[name] = Counterpart(name, expert_order.file_shape, False, (part,))
-            continue
-        if isinstance(rule, StackRule):
-            stacked = _stacked(rule, number, kind, dataset, shape)
-            tensors.update((each.name, each) for each in stacked)
-            continue
-        if isinstance(rule, HeadRule):
-            assert heads is not None, rule
-            of_heads = _of_heads(rule, number, kind, TensorPart(dataset, shape), heads)
-            tensors.update((each.name, each) for each in of_heads)
-            continue
-        hf_name = rule.hf_name.format(number) + (f".{kind}" if kind else "")
-        if hf_name in tensors:
-            continue
-        parts, rows = [], 0
-        for place, native_name in enumerate(rule.native_names):
-            name = f"/model/{native_name.format(number)}.{kind}" if kind else dataset
-            layers = len(rule.native_names) if rule.interleaved else 1
-            order = None if heads is None else heads.order(native_name, layers, place)
-            parts.append(TensorPart(name, shapes[name], 0 if rule.interleaved else rows, order=order))
-            rows += shapes[name][0]
-        hf_shape = (rows, *parts[0].shape[1:])
-        transposed = rule.transposed and len(hf_shape) == 2
-        hf_shape = hf_shape[::-1] if transposed else hf_shape
-        tensors[hf_name] = Counterpart(hf_name, hf_shape, transposed, tuple(parts))
+        layer, number, kind = _place(dataset)
+        found: Iterable[Counterpart]
+        match by_layer[layer]:
+            case PackedRule() as rule:
+                found = [_packed(rule, number, kind, dataset, shape)]
+            case StackRule() as rule:
+                found = _stacked(rule, number, kind, dataset, shape)
+            case HeadRule() as rule:
+                assert heads is not None, rule
+                found = _of_heads(rule, number, kind, TensorPart(dataset, shape), heads)
+            case NameRule() as rule:
+                found = [_concatenated(rule, number, kind, dataset, shapes, heads)]
+        for each in found:
+            tensors.setdefault(each.name, each)
     return list(tensors.values())
+
+
+def _place(dataset: str) -> tuple[str, str, str]:
+    """Return where a native tensor is: layer as rules name it, number of its block, and "weight" or "bias".
+
+    The last one is "" for the bias of a router's choice, which is a layer of its own.
+    """
+    if dataset.startswith(f"/{ROUTER_BIAS}/"):
+        layer, kind = dataset.removeprefix("/").removesuffix(".weight"), ""
+    else:
+        layer, _, kind = dataset.removeprefix("/model/").rpartition(".")
+    block = re.fullmatch(r"(.*)\bblocks\.(\d+)\.(.*)", layer)
+    return (f"{block[1]}blocks.{{}}.{block[3]}", block[2], kind) if block else (layer, "", kind)
+
+
+def _concatenated(
+    rule: NameRule,
+    number: str,
+    kind: str,
+    dataset: str,
+    shapes: Mapping[str, Index],
+    heads: LayerOrders | None,
+) -> Counterpart:
+    """Return the Hugging Face tensor that holds a native tensor and those that are concatenated with it."""
+    parts, rows = [], 0
+    for place, native_name in enumerate(rule.native_names):
+        name = f"/model/{native_name.format(number)}.{kind}" if kind else dataset
+        layers = len(rule.native_names) if rule.interleaved else 1
+        order = None if heads is None else heads.order(native_name, layers, place)
+        parts.append(TensorPart(name, shapes[name], 0 if rule.interleaved else rows, order=order))
+        rows += shapes[name][0]
+    shape = (rows, *parts[0].shape[1:])
+    transposed = rule.transposed and len(shape) == 2
+    hf_name = rule.hf_name.format(number) + (f".{kind}" if kind else "")
+    return Counterpart(hf_name, shape[::-1] if transposed else shape, transposed, tuple(parts))
+
+
+def _packed(rule: PackedRule, number: str, kind: str, dataset: str, shape: Index) -> Counterpart:
+    """Return the Hugging Face tensor of all experts that holds a native one."""
+    order = ExpertOrder(shape, rule.gates, rule.transposed, kind == "weight")
+    part = TensorPart(dataset, shape, expert_order=order)
+    return Counterpart(rule.hf_name.format(number) + rule.suffixes[kind], order.file_shape, False, (part,))
 
 
 _ROTATED = ("query", "key", "query_norm", "key_norm")
@@ -338,6 +358,7 @@ def _of_heads(
 
 
 def _stacked(rule: StackRule, number: str, kind: str, dataset: str, shape: Index) -> Iterator[Counterpart]:
+    """Yield the Hugging Face tensors of single experts that a native tensor stacks."""
     several = len(rule.hf_names) > 1
     inner = shape[2 if several else 1 :]
     for expert, (place, name) in product(range(shape[0]), enumerate(rule.hf_names)):
