@@ -35,7 +35,7 @@ class CachePlan:
         shape, layer_context = model.shape, model.layer_context
         heads, size = max(1, shape.key_value_heads // layer_context.tensor.size), shape.head_size
         if (latent := shape.latent) is not None:  # a latent, with the features of keys that heads share
-            heads, size = 1, latent.key_value_rank + latent.rotary_size
+            heads, size = 1, latent.key_value_rank + latent.key_value_rank % 2 + latent.rotary_size
         compiled, has_rotary = layer_context.functions.compiled, shape.positions == "rotary"
         layout = PageLayout(heads, size, model.dtype, has_rotary, compiled)
         tables = 1 if shape.rope_local_base is None else 2

@@ -87,9 +87,6 @@ def latent_problems(deck: Deck) -> Iterator[DeckProblem]:
             yield DeckProblem("model.family", sentence, (_TABLE,))
         return
     plain = model.head_size - latent.rotary_size
-    if latent.key_value_rank % 2:
-        sentence = f"must be even (use {latent.key_value_rank + 1})"
-        yield DeckProblem(_KEY, sentence)
     if latent.rotary_size % 2:
         sentence = f"must be even, since features are rotated in pairs (use {latent.rotary_size + 1})"
         yield DeckProblem(f"{_TABLE}.rotary_size", sentence)

@@ -176,7 +176,7 @@ class LatentAttention(BlockAttention):
         latent_query = torch.einsum("nbhp,hpr->nbhr", torch.cat((unrotated_1, unrotated_2), dim=-1), key_up)
         query = _join_halves(torch.cat((rotated_1, rotated_2), dim=-1), latent_query)
         key = _join_halves(shared_key, latent)
-        value = functional.pad(latent, (0, self.rotary_size))
+        value = functional.pad(latent, (0, key.shape[-1] - latent.shape[-1]))
         inputs = AttentionInputs(query, key.unsqueeze(2), value.unsqueeze(2))
         attended = cache.attend(self.block, inputs, self.rule)
         return torch.einsum("nbhr,hvr->nbhv", attended[..., : latent.shape[-1]], value_up)
@@ -194,7 +194,12 @@ class LatentAttention(BlockAttention):
 
 
 def _join_halves(rotated: Tensor, unrotated: Tensor) -> Tensor:
-    """Return features in the order of `Rotary`: rotated features come first in both halves."""
+    """Return features in the order of `Rotary`: rotated features come first in both halves.
+
+    An odd number of features has a zero at the end, so that halves have one size.
+    """
+    if unrotated.shape[-1] % 2:
+        unrotated = functional.pad(unrotated, (0, 1))
     halves = zip(rotated.chunk(2, dim=-1), unrotated.chunk(2, dim=-1), strict=True)
     return torch.cat([part for half in halves for part in half], dim=-1)
 

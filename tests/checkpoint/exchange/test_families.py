@@ -105,6 +105,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **LATENT,
             "q_lora_rank": None,
+            "kv_lora_rank": 9,
             "rope_parameters": {**YARN, "mscale": None, "mscale_all_dim": 1.0},
             "norm_topk_prob": False,
             "tie_word_embeddings": True,

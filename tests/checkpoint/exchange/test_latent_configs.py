@@ -76,7 +76,6 @@ def test_a_default_scale_that_is_written_out_needs_no_key(
         ({"num_key_value_heads": 3}, "num_key_value_heads = 3: must be num_attention_heads = 6"),
         ({"qk_rope_head_dim": 5}, "qk_rope_head_dim = 5: must be even"),
         ({"qk_nope_head_dim": 7}, "qk_nope_head_dim = 7: must be even"),
-        ({"kv_lora_rank": 9}, "kv_lora_rank = 9: must be even"),
         ({"v_head_dim": 16}, "v_head_dim = 16: must be at most qk_nope_head_dim + qk_rope_head_dim"),
         ({"kv_lora_rank": "many"}, "kv_lora_rank = 'many': must be a whole number"),
         ({"attention_bias": True}, "attention_bias = True: unsupported; expected False"),

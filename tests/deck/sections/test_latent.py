@@ -22,7 +22,6 @@ def test_values_are_as_wide_as_heads_and_queries_have_no_latent_by_default() -> 
         ((f"{TABLE}.rotary_size=3",), "rotary_size=3: must be even, since features are rotated"),
         ((f"{TABLE}.rotary_size=12",), "must leave at least 2 unrotated features, and an even number"),
         (("model.head_size=11",), "model.head_size=11: must be even for rotary positions (use 12)"),
-        ((f"{TABLE}.key_value_rank=9",), f"{TABLE}.key_value_rank=9: must be even (use 10)"),
         ((f"{TABLE}.value_size=14",), f"{TABLE}.value_size=14: must be at most model.head_size = 12"),
         (("model.key_value_heads=4",), "key_value_heads=4: must be model.heads = 8 with [model.latent]"),
         (("model.rotary_fraction=0.5",), "model.rotary_fraction=0.5: must be 1 with [model.latent]"),

@@ -221,7 +221,7 @@ class _ConfigReader:
         plain = fields_read.pop("plain_size")
         names = self.files.latent
         for own, size in {"plain_size": plain, **fields_read}.items():
-            if size is not None and size % 2 and own in {"plain_size", "rotary_size", "key_value_rank"}:
+            if size is not None and size % 2 and own in {"plain_size", "rotary_size"}:
                 self.problem(names[own][0], size, "must be even")
         are_valid = self.invalid_keys.isdisjoint(key for key, _ in names.values())
         if are_valid and fields_read["value_size"] > plain + fields_read["rotary_size"]:
