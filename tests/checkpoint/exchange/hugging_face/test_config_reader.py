@@ -50,3 +50,12 @@ def test_latent_attention_rotates_at_least_two_features() -> None:
     assert caught.value.problems == (
         "config.json: qk_rope_head_dim = 1: must be a whole number from 2 to 10000000",
     )
+
+
+def test_heads_of_olmoe_have_the_width_that_its_norms_need() -> None:
+    config = {"architectures": ["OlmoeForCausalLM"], "head_dim": 64}
+    with pytest.raises(HpctrainError) as caught:
+        shape_of(config, "config.json")
+    message = "config.json: head_dim = 64: must be hidden_size / num_attention_heads"
+    assert caught.value.problems == (message,)
+    assert shape_of({**config, "head_dim": 128}, "config.json").head_size == 128
