@@ -94,12 +94,23 @@ MODEL_ONLY = "model_only"  # in the state of a checkpoint that holds no training
 
 
 def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None, most: int) -> str:
-    """Write the model of a checkpoint as a Hugging Face folder, complete or not there; collective.
+    """Write the model of a checkpoint as a Hugging Face folder, completely or not at all. Collective.
 
-    `dtype` is "fp32", "bf16", "fp16" or None, that of the checkpoint; files have at most `most` bytes of
-    tensors each, unless one tensor is larger. Ranks write whole files in turn. Checksums are compared.
-    Returns what was written, in words. HpctrainError where `transformers` has no such model or the folder
-    has files, InputOutputError where something cannot be read or written.
+    Ranks write whole files in turn. Checksums of the checkpoint are compared.
+
+    Args:
+        world: The ranks.
+        checkpoint: The checkpoint.
+        folder: The new folder.
+        dtype: "fp32", "bf16" or "fp16"; None for that of the checkpoint.
+        most: Bytes of tensors that a file may have, unless one tensor has more.
+
+    Returns:
+        What was written, in words.
+
+    Raises:
+        HpctrainError: `transformers` has no such model, or the folder has files.
+        InputOutputError: A file cannot be read or written.
     """
     group = world.everyone
     world.ledger.activity = "examining the checkpoint"
@@ -180,7 +191,7 @@ def _prepare_export(structure: CheckpointIndex, dtype: str | None) -> PreparedEx
 
 
 def require_new(folder: Path) -> None:
-    """Raise HpctrainError where no new folder could be."""
+    """Raise HpctrainError if a path cannot become a new folder."""
     problem = control_problem(str(folder))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         problem = "is not empty; name a new folder, or empty this one"
@@ -191,10 +202,21 @@ def require_new(folder: Path) -> None:
 
 
 def import_model(world: World, folder: Path, out: Path, replace: bool = False) -> str:
-    """Write the model of a Hugging Face folder as a checkpoint of a model alone; collective.
+    """Write the model of a Hugging Face folder as a checkpoint of a model alone. Collective.
 
-    Returns what was written, in words, below lines about special tokens that are ignored. Errors as in
-    `open_model` and `checkpoint.write.save`; HpctrainError where the file exists and may not be replaced.
+    Args:
+        world: The ranks.
+        folder: The Hugging Face folder.
+        out: The checkpoint.
+        replace: True if the checkpoint may replace a file.
+
+    Returns:
+        What was written, in words, after lines about special tokens that are ignored.
+
+    Raises:
+        HpctrainError: The folder has no model or a damaged tokenizer, or the file exists and may not be
+            replaced. Among others as in `open_model` and `checkpoint.write.save`.
+        InputOutputError: A file cannot be read or written.
     """
     group = world.everyone
     world.ledger.activity = "importing the model"
@@ -238,7 +260,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
 
 @dataclass(frozen=True)
 class FolderTensor(ScratchSlice):
-    """The flat elements `first` to `first + length` of one of our tensors, in a Hugging Face folder."""
+    """Flat elements `first` to `first + length` of one of our tensors in a Hugging Face folder."""
 
     model: ModelFolder | ModuleSource
     dataset: str
@@ -265,7 +287,7 @@ def _described(shape: ModelShape) -> str:
 
 
 def _delete_left(temporary: Path) -> None:
-    """Delete what an export that did not end has written; HpctrainError where something else is with it."""
+    """Delete what an interrupted export has written. Raise HpctrainError if there are other files."""
     if temporary.exists():
         others = delete_folder(temporary, _OWN_FILE)
         if others:
@@ -353,7 +375,7 @@ def _pieces(part: TensorPart, stored: StoredTensor) -> Iterator[tuple[Shard, int
 
 
 def _compare(structure: CheckpointIndex, read: Iterable[StoredTensor], totals: Sums) -> None:
-    """Compare what all ranks have read with its checksums; InputOutputError where it differs."""
+    """Raise InputOutputError if what all ranks have read differs from its checksums."""
     for stored in read:
         at = stored.pieces
         sums = totals[at] + checksum.seeds(stored.dataset, stored.kind, stored.shape)
@@ -363,7 +385,7 @@ def _compare(structure: CheckpointIndex, read: Iterable[StoredTensor], totals: S
 
 
 def _model_deck(shape: ModelShape, out: Path, folder: Path) -> Deck:
-    """A deck of a model alone: what a deck needs besides is there in form only."""
+    """Return a deck of a model alone, with placeholders for other required keys."""
     lines = ["[run]", f"title = {toml_value(out.stem or 'model')}", "steps = 1", "[model]"]
     lines += [f"{name} = {toml_value(value)}" for name, value in model_keys(shape).items()]
     lines += [f"mtp_layers = {shape.mtp_layers}"] if shape.mtp_layers else []

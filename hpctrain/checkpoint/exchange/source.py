@@ -79,11 +79,14 @@ EMBEDDING = "/model/embedding.tokens.weight"
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """The tensors of a Hugging Face folder in our names and our orientation, as fp32.
+    """Tensors of a Hugging Face folder in our names and our orientation, as fp32.
 
-    `parts` are what each of our datasets is made of, by the leading index of the piece: () is all of it. The
-    pieces of a vector are by their first element.
-    `shapes` are those of the datasets.
+    Attributes:
+        folder: The folder.
+        shape: Shape of its model.
+        shapes: Global shapes of our datasets.
+        parts: Parts of tensors of the folder that make up each dataset, by the leading index of the piece: ()
+            is the complete dataset. The pieces of a vector are by their first element.
     """
 
     folder: TensorFolder
@@ -165,12 +168,16 @@ class ModelFolder:
 
 
 class SourceReader(EpochReader):
-    """What the deck's reader asks of files that it names."""
+    """Reader of the models that decks name in `model.from`."""
 
     def __call__(self, path: str) -> dict[str, object]:
-        """The keys of a deck that the model at `path` settles; see `causal_model_keys` for those of a module.
+        """Return the keys of a deck that the model at `path` determines, by full name.
 
-        HpctrainError, InputOutputError where there is no such model, or none that can be trained.
+        `causal_model_keys` explains those of a module.
+
+        Raises:
+            HpctrainError: There is no model that can be trained.
+            InputOutputError: A file cannot be read.
         """
         source = Path(path)
         if _is_checkpoint(source) and source.suffix != ".safetensors":
@@ -190,7 +197,7 @@ settled_keys = SourceReader()
 
 
 def model_keys(shape: ModelShape) -> dict[str, object]:
-    """The keys of a deck's [model] that say a shape."""
+    """Return the keys of [model] that describe a shape, by name."""
     names = ["family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "tied"]
     names += ["head_size", *CHOICES, "embedding_multiplier", "norm_epsilon"]
     names += [name for name in ("attention_scale", "rope_local_base") if getattr(shape, name) is not None]
@@ -210,9 +217,11 @@ def model_keys(shape: ModelShape) -> dict[str, object]:
 
 
 def source_tokenizer(path: Path) -> tuple[str | None, str]:
-    """The text of the tokenizer of a model to start from; or None and, in words, why it is not known.
+    """Return the text of the tokenizer of a model to start from; or None and the reason, in words.
 
-    HpctrainError, InputOutputError where there is no such model.
+    Raises:
+        HpctrainError: There is no such model.
+        InputOutputError: A file cannot be read.
     """
     if not _is_checkpoint(path):
         return folder_tokenizer(path)
@@ -242,14 +251,14 @@ _MOST_TOKENS = 1 << 32
 
 
 def source_shape(path: Path) -> ModelShape:
-    """The shape of the model in a Hugging Face folder or a checkpoint; touches no tensor."""
+    """Return the shape of the model in a Hugging Face folder or a checkpoint, without reading a tensor."""
     if path.suffix == ".safetensors":
         raise HpctrainError(f"{path}: contains only tensors; give its folder, which must contain a {CONFIG}")
     return stored_shape(examine(path)) if _is_checkpoint(path) else _folder_shape(path)
 
 
 def stored_shape(structure: CheckpointIndex) -> ModelShape:
-    """The shape that the deck of a checkpoint describes."""
+    """Return the shape that the deck of a checkpoint describes."""
     path = structure.path
     deck = stored_deck(structure.state, path)
     if deck.model.vocabulary is None:
@@ -261,10 +270,11 @@ def stored_shape(structure: CheckpointIndex) -> ModelShape:
 
 
 def open_model(path: Path) -> ModelFolder:
-    """Open a Hugging Face folder whose tensors are those that its config describes; this rank alone.
+    """Open a Hugging Face folder whose tensors are those that its config describes. A local call.
 
-    Errors as in `open_folder` and `shape_of`; HpctrainError for tensors that are missing, too many, or of
-    another shape or type.
+    Raises:
+        HpctrainError: Tensors are missing, too many, or of another shape or type, among others as in
+            `open_folder` and `shape_of`.
     """
     shape = _folder_shape(path)
     config = read_json(path / CONFIG)
@@ -297,7 +307,7 @@ def open_model(path: Path) -> ModelFolder:
 
 
 def tensor_shapes(shape: ModelShape) -> dict[str, Index]:
-    """Datasets and global shapes of all tensors of a model, in its order; behind them, biases of routers."""
+    """Return the global shapes of all tensors of a model by dataset, in its order, then biases of routers."""
     parameters = parameter_list(bare_model(shape))
     shapes = {f"/model/{each.shard.name}": each.shard.shape for each in parameters}
     if shape.balance == "bias":
@@ -313,18 +323,27 @@ def load_source(
     head: Head = "vocabulary",
     adapters: Adapters | None = None,
 ) -> ModelShape:
-    """Fill entries `/model/<name>` of a model, perhaps with `adapters`, from the weights at `path`, each rank
-    its pieces; collective.
+    """Fill entries of a model from other weights, each rank its pieces. Collective.
 
-    Where the source has no experts, they are copies of its feed-forward parts, see `upcycle`. Biases of
-    routers may be entries, too, which stay as they are where the source has none.
+    If the source has no experts, they are copies of its feed-forward parts (see `upcycle`). Entries stay as
+    they are if the source does not have them: rows of a larger vocabulary, padding, biases of routers,
+    adapters, and a scalar head that replaces the head of a language model. Positions of the source beyond
+    those of the entries are left out. Checksums of a checkpoint are compared.
 
-    Rows that the source does not have (of a larger vocabulary) and padding stay as they are; positions
-    beyond the entries' are left out. So is the source's head where the entries have a scalar `head` in its
-    place, which stays as it is; a reward model has none for a language model. Adapters stay as they are where
-    the source has none. Checksums of a checkpoint are compared. Returns the source's shape. Errors, the same
-    on all ranks, as in `source_shape`, `open_model` and `checkpoint.read.load`; InputOutputError for weights
-    that are not finite.
+    Args:
+        path: Hugging Face folder or checkpoint.
+        world: The ranks.
+        entries: Entries `/model/<name>`, and perhaps biases of routers.
+        head: Kind of output layer of the model.
+        adapters: Adapters of the model; None without them.
+
+    Returns:
+        Shape of the source.
+
+    Raises:
+        HpctrainError: The source does not fit, as in `source_shape`, `open_model` and `checkpoint.read.load`.
+            All ranks raise the same error.
+        InputOutputError: Weights cannot be read or are not finite.
     """
     group = world.everyone
     if not _is_checkpoint(path):
@@ -352,13 +371,13 @@ def load_source(
 
 
 def _stored(entry: TensorRange, structure: CheckpointIndex) -> TensorRange:
-    """The entry by the name of what is most exact of it in a checkpoint."""
+    """Return an entry whose dataset is the most exact one that a checkpoint has of it."""
     exact = entry.dataset.replace(f"/{MODEL}/", f"/{MASTER}/", 1)
     return replace(entry, dataset=exact) if exact in structure.datasets else entry
 
 
 def _require_head(path: Path, shape: ModelShape, head: Head) -> None:
-    """HpctrainError where a model that has no logits is to be one that has."""
+    """Raise HpctrainError if a model without logits is the start of one with them."""
     if shape.head == "scalar" and head == "vocabulary":
         raise HpctrainError(
             f"{path}: is a reward model, whose head computes scores instead of logits; start from the "
@@ -367,7 +386,7 @@ def _require_head(path: Path, shape: ModelShape, head: Head) -> None:
 
 
 def _require_adapters(path: Path, shape: ModelShape, adapters: Adapters | None) -> None:
-    """HpctrainError where a source has others than a run."""
+    """Raise HpctrainError if a source has other adapters than a run."""
     if shape.adapters is not None and shape.adapters != adapters:
         here = "this run has none" if adapters is None else f"this run has adapters of {_told(adapters)}"
         merged = "`hpctrain export` merges them into the weights"
@@ -379,7 +398,7 @@ def _told(adapters: Adapters) -> str:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether a path means a file of ours; else it means a folder."""
+    """Return True if a path names a checkpoint of ours, False if it names a folder."""
     return not path.is_dir() and (path.is_file() or path.suffix == ".h5") and path.suffix not in PICKLES
 
 
@@ -393,7 +412,7 @@ def _folder_shape(path: Path) -> ModelShape:
 
 
 def _known(entries: Sequence[TensorRange], shape: ModelShape) -> list[TensorRange]:
-    """The entries that a source of this shape has, of experts those of its feed-forward parts."""
+    """Return the entries that a source of this shape has; for experts, those of its feed-forward parts."""
     if shape.head == "vocabulary":
         entries = [entry for entry in entries if entry.dataset != f"/model/{SCORE}"]
     if shape.adapters is None:
@@ -430,7 +449,7 @@ def _differences(
 
 
 def _fitted(entry: TensorRange, shape: ModelShape) -> TensorRange:
-    """The entry as a piece of the source's tensor: what lies beyond that is padding to it."""
+    """Return an entry as a piece of the source's tensor. Rows beyond that tensor count as padding."""
     shard = entry.shard
     if shard.name not in _ROWS:
         return entry
@@ -439,7 +458,7 @@ def _fitted(entry: TensorRange, shape: ModelShape) -> TensorRange:
 
 
 def _fill(entry: TensorRange, model: ModelFolder) -> None:
-    """Read an entry's values; padding stays as it is."""
+    """Read the values of an entry; padding stays as it is."""
     assert entry.kind == "float32", entry.kind
     for rectangle in rectangles_of(entry):
         for chunk in rectangle.cut(BUFFER_BYTES // 4):
