@@ -28,7 +28,10 @@ from hpctrain.sharding.synchronize import GradientSynchronizer
 
 
 def synchronizer_bytes(synchronizer: GradientSynchronizer) -> int:
-    """Return the bytes of two reductions, which are in flight at the same time, and of those of replicas."""
+    """Return the bytes of temporary memory of a GradientSynchronizer on this rank.
+
+    At most two reductions are in flight at the same time. Transfers between replicas may be in flight, too.
+    """
     two = sorted(reduction_bytes(each.reduction) for each in synchronizer.reducers.values())[-2:]
     return sum(two) + _replica_bytes(synchronizer.replica_sync)
 

@@ -159,7 +159,10 @@ def _order(parameter: Parameter) -> tuple[bool, float, bool, bool]:
 
 
 def overlap(part: slice, within: slice) -> slice:
-    """Return the elements of a part that another part contains, counted from the first of the latter."""
+    """Return the elements that are in both ranges, with indices that count from the first one of `within`.
+
+    Example: elements 10 to 29 within 20 to 39 are 0 to 9. The result may be empty.
+    """
     first = min(max(part.start, within.start), within.stop)
     return slice(first - within.start, max(first, min(part.stop, within.stop)) - within.start)
 

@@ -54,8 +54,11 @@ class ReplicatedMatrices:
     def start_gather(self, flat: Tensor) -> None:
         """Start to send this rank's share of the transformed directions to all ranks of the group.
 
-        Collective over the bucket's group. The shares of the other ranks arrive in `flat`. `finish`
-        has to follow.
+        Collective over the bucket's group. `finish` has to follow.
+
+        Args:
+            flat: Transformed directions of all matrices, as from `empty_directions`, of which this rank's
+                share is set. The shares of the other ranks arrive in it.
         """
         group = self.bucket.sharding.group
         self._work = group.start_all_gather(flat[self._share], flat, self._sizes)
