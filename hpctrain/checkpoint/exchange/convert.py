@@ -180,11 +180,12 @@ def _prepare_export(structure: CheckpointIndex, dtype: str | None) -> PreparedEx
     copies = {each.name: each for each in copied_tensors(shape, shapes)}
     tensors_to_write += [*copies.values(), *architecture.empty_tensors(shape)]
     by_name = {each.name: each for each in tensors_to_write}
+    exported = _ExportedTensors(merge, sources, wanted, folded)
 
     def copy(source: TensorSource, name: str, view: NDArray[Any], sums: Sums) -> None:
         if name in copies:
             sums = np.zeros_like(sums)  # what is read twice counts once
-        _copy(source, merge, sources, by_name[name], view, wanted, sums, folded)
+        exported.copy(source, by_name[name], view, sums)
 
     tensors = [NewTensor(each.name, NAMES[_kept_type(each, wanted)], each.shape) for each in tensors_to_write]
     return PreparedExport(tensors, texts, sources, copy, _described(shape), wanted)
@@ -323,41 +324,48 @@ def _folded(shape: ModelShape, datasets: Iterable[str]) -> dict[str, float]:
     return {dataset: ends[layer] for dataset, layer in layers.items() if ends.get(layer, 1.0) != 1}
 
 
-def _copy(
-    source: TensorSource,
-    merge: Merge,
-    sources: Mapping[str, StoredTensor],
-    counterpart: Counterpart,
-    view: NDArray[Any],
-    wanted: torch.dtype,
-    sums: Sums,
-    folded: Mapping[str, float],
-) -> None:
-    """Fill the bits of one tensor of a file, and update checksums with the data that was read."""
-    wanted, structure = _kept_type(counterpart, wanted), merge.structure
-    target = view.T if counterpart.transposed else view.reshape(-1) if counterpart.flattened else view
-    bits = {2: torch.int16, 4: torch.int32}[wanted.itemsize]
-    for part in counterpart.parts:
-        if part.expert_order is not None:
-            target = part.expert_order.in_our_order(view)
-        stored = sources[part.dataset]
-        factors = merge.factors(source, part.dataset)
-        for piece, first in _pieces(part, stored):
-            values = torch.empty(piece.elements, dtype=getattr(torch, stored.kind))
-            source.fill(
-                [ReadRequest(TensorRange(stored.dataset, piece, values), stored, sums[stored.pieces])]
-            )
-            if part.dataset in folded:
-                values = values.float() * folded[part.dataset]
-            if factors is not None:
-                values = merge.merged(values, first - part.first, factors)
-            converted = values.to(wanted)
-            if wanted == torch.float16 and not torch.equal(converted.isfinite(), values.isfinite()):
-                beyond = "has values beyond the range of fp16; use --dtype bf16 or fp32"
-                raise HpctrainError(f"{structure.path}: {stored.dataset}: {beyond}")
-            shape = piece.local[len(part.index) :]
-            words = converted.view(bits).numpy().view(view.dtype).reshape(shape)
-            target[part.rows(first - part.first, shape[0])] = words
+@dataclass(frozen=True)
+class _ExportedTensors:
+    """Tensors of an export, which are computed from those of a checkpoint.
+
+    Attributes:
+        merge: The checkpoint, with adapters that are merged into weights.
+        sources: Dataset that is read for each native tensor.
+        dtype: dtype of exported weights.
+        factors: Factors of weights by dataset, as `_folded` returns them.
+    """
+
+    merge: Merge
+    sources: Mapping[str, StoredTensor]
+    dtype: torch.dtype
+    factors: Mapping[str, float]
+
+    def copy(self, source: TensorSource, counterpart: Counterpart, view: NDArray[Any], sums: Sums) -> None:
+        """Fill the bits of one tensor of a file, and update checksums with the data that was read."""
+        dtype, structure = _kept_type(counterpart, self.dtype), self.merge.structure
+        target = view.T if counterpart.transposed else view.reshape(-1) if counterpart.flattened else view
+        bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+        for part in counterpart.parts:
+            if part.expert_order is not None:
+                target = part.expert_order.in_our_order(view)
+            stored = self.sources[part.dataset]
+            adapter = self.merge.factors(source, part.dataset)
+            for piece, first in _pieces(part, stored):
+                values = torch.empty(piece.elements, dtype=getattr(torch, stored.kind))
+                source.fill(
+                    [ReadRequest(TensorRange(stored.dataset, piece, values), stored, sums[stored.pieces])]
+                )
+                if part.dataset in self.factors:
+                    values = values.float() * self.factors[part.dataset]
+                if adapter is not None:
+                    values = self.merge.merged(values, first - part.first, adapter)
+                converted = values.to(dtype)
+                if dtype == torch.float16 and not torch.equal(converted.isfinite(), values.isfinite()):
+                    beyond = "has values beyond the range of fp16; use --dtype bf16 or fp32"
+                    raise HpctrainError(f"{structure.path}: {stored.dataset}: {beyond}")
+                shape = piece.local[len(part.index) :]
+                words = converted.view(bits).numpy().view(view.dtype).reshape(shape)
+                target[part.rows(first - part.first, shape[0])] = words
 
 
 def _pieces(part: TensorPart, stored: StoredTensor) -> Iterator[tuple[Shard, int]]:
