@@ -15,8 +15,8 @@ from hpctrain.parallel.experts.expert_layer import Experts
 from hpctrain.parallel.experts.grouped_products import ROW_UNIT
 from hpctrain.parallel.layer_context import LayerContext
 
-_LARGEST_LOAD = 3
-"""Load of an expert that is hardly ever exceeded, in units of an even load."""
+_LARGEST_LOAD = 4
+"""Load that experts of random weights reach in the first steps, in units of an even load."""
 
 
 @saved_storages.register

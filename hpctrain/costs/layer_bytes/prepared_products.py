@@ -21,6 +21,12 @@ PREPARED_BYTES = 570_000
 _MOST_PRODUCTS = 1024
 """Number of products that oneDNN keeps by default."""
 
+_GAPS = 1.45
+"""Bytes that products of experts take, with gaps between tensors, in units of their own.
+
+Experts get new numbers of rows for many steps, so what is compiled for them lies between tensors of steps.
+"""
+
 _PASSES: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
 
 
@@ -34,7 +40,9 @@ def prepared_bytes(layers: Iterable[Layer], sizes: ActivationSizes) -> int:
     if sizes.gpu or sizes.itemsize > 2:
         return 0
     products = {each for layer in layers for each in _prepared_products(layer, sizes)}
-    return PREPARED_BYTES * min(len(products), _MOST_PRODUCTS)
+    of_experts = sum(1 for *_, row_count in products if row_count)
+    others = len(products) - of_experts
+    return PREPARED_BYTES * (others + int(_GAPS * min(of_experts, _MOST_PRODUCTS)))
 
 
 def _prepared_products(layer: Layer, sizes: ActivationSizes) -> Iterator[tuple[Pass, int, int, int]]:
