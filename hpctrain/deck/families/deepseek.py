@@ -20,7 +20,12 @@ _GATE_UP_DOWN = ("gate", "up", "down")
 
 
 def deepseek_mixture(*defaults: int, **further: Any) -> MixtureFiles:
-    """Return the mixtures in files of DeepSeek, with the defaults of their sizes."""
+    """Return the mixtures in files of DeepSeek, and of models with the same names.
+
+    Args:
+        defaults: Default of each size, in the order of `names`.
+        further: Further fields of the result.
+    """
     names = {
         "experts": "n_routed_experts",
         "experts_per_token": "num_experts_per_tok",
