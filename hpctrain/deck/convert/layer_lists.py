@@ -7,7 +7,9 @@ import ast
 from hpctrain.deck.convert.option_values import UnsupportedOptionError
 
 _LONGEST_TEXT = 10_000
-_MOST_LAYERS = 10_000
+MOST_LAYERS = 10_000
+"""Largest number of layers of a list."""
+
 _REASON = "must be a number or a list of 0 and 1 for all layers, such as [0]*3+[1]*58"
 
 
@@ -46,11 +48,11 @@ def _evaluate(node: ast.expr) -> list[bool]:
             | ast.BinOp(left=ast.Constant(value=int(times)), op=ast.Mult(), right=of)
         ):
             repeated = _evaluate(of)
-            if len(repeated) * times > _MOST_LAYERS:
+            if len(repeated) * times > MOST_LAYERS:
                 raise ValueError(times)
             flags = repeated * times
         case _:
             raise ValueError(node)
-    if len(flags) > _MOST_LAYERS:
+    if len(flags) > MOST_LAYERS:
         raise ValueError(len(flags))
     return flags

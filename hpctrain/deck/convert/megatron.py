@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from math import log
 
-from hpctrain.deck.convert.layer_lists import layer_flags
+from hpctrain.deck.convert.layer_lists import MOST_LAYERS, layer_flags
 from hpctrain.deck.convert.option_values import UnsupportedOptionError, integer, number, switch
 from hpctrain.deck.convert.rule_table import Conversion, RuleTable, SourceOptions, apply_rules, load_table
 from hpctrain.deck.convert.shell_script import parse_arguments
@@ -191,14 +191,14 @@ def _shared_experts(value: object, options: SourceOptions) -> int:
 
 
 def _flags_of_layers(value: object, options: SourceOptions, last_differs: bool) -> list[bool]:
-    """Return flags of layers: a list of all, or a pattern in which one of `value` layers is different.
+    """Return a flag for each layer, or those of a pattern that is repeated.
 
-    A pattern is at most as long as the model, which Megatron-LM does not require.
+    A pattern has at most as many layers as the model, which Megatron-LM does not require.
 
     Args:
-        value: List of flags in Python's notation, or a number of layers.
+        value: List of flags in Python's notation, or the number of layers of a pattern.
         options: All options.
-        last_differs: True if the last layer of a pattern has the flag False and the others True, False if the
+        last_differs: True if the last layer of a pattern has the flag False, the others True. Otherwise the
             first one has True and the others False.
     """
     try:
@@ -208,12 +208,12 @@ def _flags_of_layers(value: object, options: SourceOptions, last_differs: bool) 
     if every < 1:
         raise UnsupportedOptionError("must be above 0")
     different = every - 1 if last_differs else 0
-    flags = [(layer == different) != last_differs for layer in range(every)]
-    return flags[: options.read("--num-layers", integer) or every]
+    layers = min(every, options.read("--num-layers", integer) or MOST_LAYERS)
+    return [(layer == different) != last_differs for layer in range(layers)]
 
 
 def _blocks_with_experts(value: object, options: SourceOptions) -> object:
-    """Return the number of dense blocks at the start and the pattern of blocks; None for what is usual."""
+    """Return the number of dense blocks at the start and the pattern of blocks; None for defaults."""
     flags = _flags_of_layers(value, options, last_differs=False)
     if not any(flags):
         raise UnsupportedOptionError("has no layer with experts")
