@@ -34,8 +34,8 @@ class AttentionInputs(NamedTuple):
         """Return these inputs with rotated queries and keys, and without tables."""
         if not self.tables:
             return self
-        query, key = (rotate(x, *self.tables) for x in (self.query, self.key))
-        return self._replace(query=query, key=key, tables=())
+        query, key = rotate(self.query, *self.tables), rotate(self.key, *self.tables)
+        return AttentionInputs(query, key, self.value, self.sinks, (), self.documents)
 
 
 def separate_sequences(

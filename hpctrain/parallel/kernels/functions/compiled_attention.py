@@ -82,7 +82,7 @@ class _CompiledAttention(torch.autograd.Function):
     ) -> Tensor:
         query, key, value = map(with_contiguous_features, (query, key, value))
         length, batch, heads, features = query.shape
-        output, log_sums = query.new_empty(query.shape), torch.empty(batch, heads, length)
+        output, log_sums = empty_contiguous(query), torch.empty(batch, heads, length)
         memory = torch.empty(workspace_floats(length, features))
         scores = None if sinks is None else sinks.float()
         for sequences in _Sequences.of(query, options.documents):
@@ -100,7 +100,7 @@ class _CompiledAttention(torch.autograd.Function):
         query, key, value, sinks, output, log_sums, *all_tables = ctx.saved_tensors
         options: _Options = ctx.options
         gradient = with_contiguous_features(gradient)
-        results = [x.new_empty(x.shape) for x in (query, key, value)]
+        results = [empty_contiguous(x) for x in (query, key, value)]
         memory = torch.empty(workspace_floats(query.shape[0], query.shape[3]))
         sinks_gradients = []
         for sequences in _Sequences.of(query, options.documents):
@@ -115,6 +115,11 @@ class _CompiledAttention(torch.autograd.Function):
                 natural = part[: batch * heads * length].view(batch, heads, length) * log(2)
                 sinks_gradients.append(sinks_gradient(operands[4], operands[3], natural, sinks))
         return *results, torch.stack(sinks_gradients).sum(0) if sinks_gradients else None, None
+
+
+def empty_contiguous(x: Tensor) -> Tensor:
+    """Return an uninitialized contiguous tensor of the shape, format and device of x."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def with_contiguous_features(x: Tensor) -> Tensor:

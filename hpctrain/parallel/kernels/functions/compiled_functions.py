@@ -15,7 +15,11 @@ from hpctrain.deck.activations import Activation
 from hpctrain.parallel.backward.autograd import apply_function
 from hpctrain.parallel.kernels.attention_inputs import AttentionInputs
 from hpctrain.parallel.kernels.attention_tiles import AttentionRule
-from hpctrain.parallel.kernels.functions.compiled_attention import LibraryCall, compiled_attention
+from hpctrain.parallel.kernels.functions.compiled_attention import (
+    LibraryCall,
+    compiled_attention,
+    empty_contiguous,
+)
 from hpctrain.parallel.kernels.functions.layer_functions import LayerFunctions
 from hpctrain.parallel.kernels.logits import CompiledSoftmaxStatistics, SoftmaxStatistics, SplitLogits
 
@@ -78,15 +82,13 @@ class CompiledFunctions(LayerFunctions):
 
 
 def _argument(value: object) -> object:
-    match value:
-        case Tensor():
-            return ctypes.c_void_p(value.data_ptr())
-        case ctypes.Structure():
-            return ctypes.byref(value)
-        case float():
-            return ctypes.c_float(value)
-        case _:
-            return ctypes.c_int64(value) if isinstance(value, int) else value
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if isinstance(value, int):
+        return ctypes.c_int64(value)
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    return ctypes.byref(value) if isinstance(value, ctypes.Structure) else value
 
 
 class _Activation(torch.autograd.Function):
@@ -98,9 +100,9 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: LibraryCall, name: str, gated: bool) -> Tensor:
         x = x.contiguous()
-        rows, width = prod(x.shape[:-1]), x.shape[-1] // (2 if gated else 1)
-        sizes = rows, width, ctypes.c_int(x.element_size())
-        result = x.new_empty(*x.shape[:-1], width)
+        width = x.shape[-1] // 2 if gated else x.shape[-1]
+        sizes = x.numel() // x.shape[-1], width, ctypes.c_int(x.element_size())
+        result = x.new_empty(*x.shape[:-1], width) if gated else torch.empty_like(x)
         call(name, x, result, *sizes)
         ctx.call, ctx.name, ctx.sizes = call, name, sizes
         ctx.save_for_backward(x)
@@ -122,7 +124,7 @@ class _RmsNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, call: LibraryCall, epsilon: float, offset: int
     ) -> Tensor:
         x, stride, sizes = _even_tokens(x)
-        inverse, result = torch.empty(*x.shape[:-1], 1), x.new_empty(x.shape)
+        inverse, result = torch.empty(sizes[0] * sizes[1]), empty_contiguous(x)
         options = ctypes.c_int(offset), ctypes.c_int(x.element_size())
         call("rms_norm", x, stride, weight, result, inverse, *sizes, epsilon, *options)
         ctx.call, ctx.options = call, options
@@ -133,7 +135,7 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
         (x, stride, sizes), gradient = _even_tokens(x), gradient.contiguous()
-        result, weight_gradient = x.new_empty(x.shape), torch.zeros(weight.shape)
+        result, weight_gradient = empty_contiguous(x), torch.zeros(weight.shape)
         operands = gradient, x, stride, weight, inverse, result, weight_gradient
         ctx.call("rms_norm_gradient", *operands, *sizes, *ctx.options)
         return result, weight_gradient.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None, None
@@ -150,7 +152,8 @@ def _even_tokens(x: Tensor) -> tuple[Tensor, int, tuple[int, int, int]]:
         row, token, head, feature = x.stride()
         if feature == 1 and head == features and row == batch * token:
             return x, token, (sequence * batch, heads, features)
-    return x.contiguous(), 0, (1, prod(x.shape[:-1]), x.shape[-1])
+    width = x.shape[-1]
+    return x.contiguous(), 0, (1, x.numel() // width, width)
 
 
 class _LayerNorm(torch.autograd.Function):
