@@ -241,7 +241,7 @@ def test_wrong_results_are_not_used(
     monkeypatch.setattr(compiler, "compile_library", lambda _: library)
     monkeypatch.setattr(compiler, "user_cache", lambda: mpi_tmp_path)
     with monkeypatch.context() as wrong:
-        wrong.setattr(CompiledFunctions, "activate", lambda self, *x: activate(self, *x) * 1.1)
+        wrong.setattr(CompiledFunctions, "activate", lambda *x, **named: activate(*x, **named) * 1.1)
         for _ in range(2):  # Nothing is cached.
             found = functions_of(choose_functions(deck, world), CPU)
             why = "the compiled library does not agree with torch"
@@ -301,7 +301,7 @@ def test_resumed_runs_have_the_same_bits(
 ) -> None:
     activate = CompiledFunctions.activate
     # So small a model may well have the same losses otherwise.
-    monkeypatch.setattr(CompiledFunctions, "activate", lambda self, *x: activate(self, *x) * 1.001)
+    monkeypatch.setattr(CompiledFunctions, "activate", lambda *x, **named: activate(*x, **named) * 1.001)
     runs = TextRuns(world, mpi_tmp_path)
     run, losses = runs.run, runs.losses
     run("whole", "run.steps=4", COMPILE)
@@ -328,7 +328,7 @@ def test_what_leaves_the_bits_says_so(
     world: World, mpi_tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     activate = CompiledFunctions.activate
-    monkeypatch.setattr(CompiledFunctions, "activate", lambda self, *x: activate(self, *x) * 1.0001)
+    monkeypatch.setattr(CompiledFunctions, "activate", lambda *x, **named: activate(*x, **named) * 1.0001)
     deck, folder, shown = write_deck(world, mpi_tmp_path), mpi_tmp_path / "run", list[str]()
     keys = [f"run.dir={folder}", "checkpoint.every=2", "checkpoint.keep=9", COMPILE, "learning_rate.warmup=0"]
     assert run_deck(world, deck, [*keys, "run.steps=4"]) == 0
