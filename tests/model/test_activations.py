@@ -28,6 +28,7 @@ from hpctrain.model.part import logits_of, parameter_list
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.next_token import CrossEntropy
+from hpctrain.parallel.backward.weight_gradients import DeferredGradient
 from hpctrain.parallel.experts.expert_layer import Experts, ExpertSizes
 from hpctrain.parallel.experts.grouped_products import Segments
 from hpctrain.parallel.kernels.functions.layer_functions import TORCH
@@ -192,12 +193,12 @@ def test_experts(name: str, world: World) -> None:
     for parameter, weight in zip(experts.deferred_parameters, weights, strict=True):
         parameter.data = weight.view(parameter.shape).clone()
         parameter.gradient = torch.zeros_like(parameter)
-    segments, later = Segments(torch.tensor([2, 0, 4]), 1), list[Callable[[], None]]()
+    segments, later = Segments(torch.tensor([2, 0, 4]), 1), list[DeferredGradient]()
     rows, gradient = torch.randn(6, 6).requires_grad_(), torch.randn(6, 6)
     result = experts(rows, segments, later)
     result.backward(gradient)
     with torch.no_grad():
-        later.pop()()
+        later.pop().compute()
     leaves = [weight.double().requires_grad_() for weight in weights]
     x = rows.detach().double().requires_grad_()
     owners = torch.arange(3).repeat_interleave(segments.counts)
