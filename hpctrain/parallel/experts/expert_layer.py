@@ -108,9 +108,10 @@ class Experts(MatmulLayer):
             ),
             initial="residual",
         )
-        biases = self._biases() if biased else None
-        self.gate_up_bias = None if biases is None else biases[0]
-        self.down_bias = None if biases is None else biases[1]
+        self.gate_up_bias: Parameter | None = None
+        self.down_bias: Parameter | None = None
+        if biased:
+            self.gate_up_bias, self.down_bias = self._biases()
 
     def _biases(self) -> tuple[Parameter, Parameter]:
         """Return the biases of both products, split like the outputs, the second one over `expert_tensor`."""
@@ -172,10 +173,8 @@ class Experts(MatmulLayer):
             segments: Rows of each expert.
             transposed: True for the gradient of the input.
         """
-        matrices, audit = (
-            weight.detach().view(len(weight), -1, weight.shape[-1]),
-            self.layer_context.products.audit,
-        )
+        audit = self.layer_context.products.audit
+        matrices = weight.detach().view(len(weight), -1, weight.shape[-1])
         output = grouped_product(rows, matrices.transpose(1, 2) if transposed else matrices, segments)
         if audit is not None and audit.active:
             audit.check_grouped_product(weight, (rows, matrices, output), segments, transposed)
@@ -185,18 +184,10 @@ class Experts(MatmulLayer):
     @override
     def matrices(self) -> list[MatrixSize]:
         count, hidden, inner = self.down.shard.shape
+        outputs, biased = self.activation.input_projections * inner, self.gate_up_bias is not None
         return [
-            MatrixSize(
-                self.activation.input_projections * inner,
-                hidden,
-                "outputs",
-                self.experts_per_token,
-                count,
-                biased=self.gate_up_bias is not None,
-            ),
-            MatrixSize(
-                hidden, inner, "inputs", self.experts_per_token, count, biased=self.gate_up_bias is not None
-            ),
+            MatrixSize(outputs, hidden, "outputs", self.experts_per_token, count, biased=biased),
+            MatrixSize(hidden, inner, "inputs", self.experts_per_token, count, biased=biased),
         ]
 
     @property
