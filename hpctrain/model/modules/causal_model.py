@@ -61,7 +61,7 @@ def build_causal_model(arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def causal_model_keys(config: Mapping[str, Any], where: str) -> dict[str, object]:
-    """Return the keys of a deck with the model that a config.json describes, by full name.
+    """Return the keys of a deck for the model that a config.json describes, such as "model.blocks".
 
     Args:
         config: Content of the file.

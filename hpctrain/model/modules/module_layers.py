@@ -171,9 +171,15 @@ def _versions(tensors: list[Tensor]) -> list[int]:
 def preserve_buffers(
     block: nn.Module, names: Collection[str], forward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a forward method for one pass of a block that may be recomputed.
+    """Return a forward method for one pass of a block, during which backward may call it again.
 
-    Each further call starts with the buffers that the first call found, and leaves them unchanged.
+    Each further call starts with the buffers that the first call found, and leaves them unchanged. So running
+    statistics, for example, are updated once.
+
+    Args:
+        block: The block.
+        names: Names of its persistent buffers.
+        forward: Its own forward method.
     """
     first_values: list[Tensor] = []
 

@@ -187,7 +187,7 @@ def trace_call_order(
     """Return the order of calls in a pass of a module on "meta"; see `find_call_order` for the errors.
 
     Args:
-        module: The module, which is useless afterwards.
+        module: The module, whose forward methods are replaced, so that it cannot be used afterwards.
         call: Function that calls the module.
         blocks: Its blocks by name.
     """

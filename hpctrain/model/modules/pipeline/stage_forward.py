@@ -65,6 +65,9 @@ class _StageDone(BaseException):
 class StageForward(ModuleForward):
     """Passes through one pipeline stage of a module.
 
+    `call_module` returns what the stage before has sent for a call that an earlier stage computes, and runs
+    a module that this stage computes. It ends the pass after the last block of the stage.
+
     Random numbers that a call draws depend on its name, and so do those that are drawn after it. So no stage
     depends on what others draw.
 

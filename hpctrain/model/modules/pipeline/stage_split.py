@@ -17,7 +17,14 @@ from hpctrain.model.part import LayerRange
 
 
 def tensors_between(order: CallOrder, block: int) -> list[CallResult]:
-    """Return the tensors that are made before a block, given by its number, and used from there on."""
+    """Return the tensors that a stage sends to the next one if a boundary is before a block.
+
+    They are results of calls before the block that are used in it or after it.
+
+    Args:
+        order: Order of calls in a pass.
+        block: Number of the block.
+    """
     uses = order.last_uses.items()
     return sorted(each for each, last in uses if order.calls[each.call].position < 2 * block <= last)
 

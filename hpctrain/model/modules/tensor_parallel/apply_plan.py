@@ -31,7 +31,7 @@ from hpctrain.model.modules.tensor_parallel.split_plan import (
     ROW_STYLES,
     SplitPlan,
     SplitRule,
-    divisor,
+    attribute_divisor,
     find_attribute,
     part_sizes,
 )
@@ -144,7 +144,8 @@ class _PlanApplication:
         set_forward(part, partial(_call_with_changed_input, change, part.forward))
 
     def _divide_attribute(self, name: str, rule: SplitRule) -> None:
-        place, by = find_attribute(self.module, name), divisor(rule, self.layer_context.tensor.size)
+        place = find_attribute(self.module, name)
+        by = attribute_divisor(rule, self.layer_context.tensor.size)
         assert place is not None and by is not None
         owner = place.owner
         if place.object_name:

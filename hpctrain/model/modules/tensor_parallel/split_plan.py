@@ -180,8 +180,16 @@ def find_attribute(module: nn.Module, name: str) -> AttributePlace | None:
     return None
 
 
-def divisor(rule: SplitRule, ranks: int) -> int | None:
-    """Return the number that an attribute is divided by, or None if ranks cannot share units evenly."""
+def attribute_divisor(rule: SplitRule, ranks: int) -> int | None:
+    """Return the number that an attribute, such as a number of heads, is divided by on each tensor rank.
+
+    Args:
+        rule: Rule of the style "divided".
+        ranks: Number of tensor ranks.
+
+    Returns:
+        The divisor; None if ranks cannot share the attribute's units evenly.
+    """
     if rule.units is None:
         return ranks
     if rule.units % ranks == 0:
@@ -331,7 +339,7 @@ def _linear_problems(module: nn.Module, name: str, rule: SplitRule, ranks: int) 
 
 
 def _attribute_problems(module: nn.Module, name: str, rule: SplitRule, ranks: int) -> Iterator[str]:
-    place, by = find_attribute(module, name), divisor(rule, ranks)
+    place, by = find_attribute(module, name), attribute_divisor(rule, ranks)
     assert place is not None
     if by is None:
         yield f"{name}: units = {rule.units} must be a multiple or a divisor of layout.tensor = {ranks}"

@@ -59,7 +59,11 @@ class UnsplitLinear(ReplacementLinear, ColumnLinear):
         self.split_sizes, self.original_forward = [linear.outputs], module.forward
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [..., n] for x [..., k]. The original forward method computes what is unsupported here."""
+        """Return [..., n] for x [..., k].
+
+        The original forward method computes what hpctrain's products do not support: other dtypes than that
+        of the weights, vectors, autocast, torch.compile and torch.func.
+        """
         if not self._supports(x):
             output: Tensor = self.original_forward(x)
             return output
