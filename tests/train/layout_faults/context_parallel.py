@@ -10,6 +10,7 @@ from torch import Tensor
 import hpctrain.model.transformer as transformer
 import hpctrain.parallel.attention.ring as ring
 import hpctrain.pipeline.execute as execute
+from hpctrain.parallel.kernels.attention_tiles import PartialAttention
 from tests.train.layout_faults.deck_keys import CONTEXT, GPT2, ULYSSES
 from tests.train.layout_faults.fault import LayoutFault
 from tests.train.layout_faults.planting import (
@@ -49,7 +50,7 @@ def faults() -> list[LayoutFault]:
             ),
         ),
         fault("keys that come later", CONTEXT, wrapped(ring, "_visible", _show_all_keys)),
-        fault("parts that are not merged", CONTEXT, skipped_calls(ring, "merge")),
+        fault("parts that are not merged", CONTEXT, skipped_calls(PartialAttention, "add")),
         fault("heads in another order", ULYSSES, changed_results("context", "all_to_all", swap_halves)),
         fault(
             "heads of the third micro-batch",
@@ -64,7 +65,7 @@ def faults() -> list[LayoutFault]:
         fault(
             "windows of other positions",
             (*CONTEXT, "model.windows=[3, 0]"),
-            wrapped(ring, "_pieces", _shift_late_piece),
+            wrapped(ring, "_piece_starts", _shift_late_piece),
         ),
         fault(
             "tokens in another order", CONTEXT, wrapped(execute, "context_piece", _reverse_tokens, on_rank_1)
@@ -77,9 +78,9 @@ def faults() -> list[LayoutFault]:
     ]
 
 
-def _shift_late_piece(original: Any, *arguments: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    early, (position, row) = original(*arguments)
-    return early, (position + 1, row)
+def _shift_late_piece(original: Any, *arguments: Any) -> tuple[int, int]:
+    early, late = original(*arguments)
+    return early, late + 1
 
 
 def _reverse_tokens(original: Any, tokens: Tensor, positions: Tensor) -> Tensor:
