@@ -22,7 +22,8 @@ def value_bytes(buckets: Sequence[Bucket]) -> int:
 
 def gradient_bytes(buckets: Sequence[Bucket]) -> int:
     """Return the bytes of the gradients that these buckets always hold."""
-    lookups = (segment.parameter.lookups for bucket in buckets for segment in bucket.segments)
+    segments = (segment for bucket in buckets for segment in bucket.segments)
+    lookups = (each for segment in segments for each in segment.parameter.lookups)
     return storage_bytes([*(bucket.owned_gradients for bucket in buckets), *lookups])
 
 

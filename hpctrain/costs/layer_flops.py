@@ -15,6 +15,7 @@ from hpctrain.model.modules.module_layers import ModuleLayer
 from hpctrain.model.parameters.frozen import blocks_without_backward, freeze_parameters
 from hpctrain.model.part import Layer
 from hpctrain.model.shape import Recomputed
+from hpctrain.model.transformer import PredictionModule, Predictor
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class ModelFlops:
 def model_flops(architecture: Architecture) -> ModelFlops:
     """Return the FLOPs of a model."""
     layers = _count_flops(architecture, ())
-    forward = sum(products + core for _, _, products, core, _ in layers)
-    of_blocks = [(products, core) for is_block, _, products, core, _ in layers if is_block]
+    forward = sum(products + core for _, _, products, core, *_ in layers)
+    of_blocks = [(products, core) for is_block, _, products, core, *_ in layers if is_block]
     core_forward = sum(core for _, core in of_blocks)
     return ModelFlops(3.0 * forward, float(sum(map(sum, of_blocks))), float(core_forward))
 
@@ -60,8 +61,8 @@ def layer_flops(deck: Deck, architecture: Architecture) -> tuple[PassTimes, ...]
     A matrix has 2 FLOPs per element in the forward pass, in the input gradient and in the weight gradient.
     Products of queries, keys and values have two input gradients. Frozen matrices have no weight gradient,
     and blocks that the backward pass does not reach have no gradients. Recomputation counts as input
-    gradient. All passes of the output layer count as forward, where they are computed. An embedding has 0
-    FLOPs.
+    gradient. All passes of the output layer count as forward, where they are computed, but for those of
+    modules of multi-token prediction. An embedding has 0 FLOPs.
     """
     return _cached_layer_flops(architecture, deck.memory.recompute, tuple(deck.model.frozen))
 
@@ -71,9 +72,12 @@ def _cached_layer_flops(
     architecture: Architecture, recompute: Recomputed, frozen: tuple[str, ...]
 ) -> tuple[PassTimes, ...]:
     flops = []
-    for is_block, silent, products, core, weight in _count_flops(architecture, frozen):
+    for is_block, silent, products, core, weight, modules in _count_flops(architecture, frozen):
         forward, gradient = products + core, products + 2 * core
-        if not is_block:
+        if modules:
+            late, again = modules + 2 * core, core if recompute == "selective" else 0
+            flops.append(PassTimes(forward + gradient + weight - late - modules, late + again, modules))
+        elif not is_block:
             flops.append(PassTimes(forward + gradient + weight, 0, 0))
         elif silent:
             flops.append(PassTimes(forward, 0, 0))
@@ -86,20 +90,29 @@ def _cached_layer_flops(
 @lru_cache
 def _count_flops(
     architecture: Architecture, frozen: tuple[str, ...]
-) -> tuple[tuple[bool, bool, int, int, int], ...]:
-    """Return for each layer a row of five: two answers, and three numbers of FLOPs of a token.
+) -> tuple[tuple[bool, bool, int, int, int, int], ...]:
+    """Return for each layer a row of six: two answers, and four numbers of FLOPs of a token.
 
     The answers are whether it is a block, and whether no gradient reaches it. The FLOPs are those of the
-    products with its matrices, of its attention, and of its weight gradients.
+    products with its matrices, of its attention, of its weight gradients, and, among the first ones, of
+    modules of multi-token prediction without the output layer.
     """
     model = bare_model(architecture)
     freeze_parameters([model], frozen)
     silent = blocks_without_backward(model)
     counted = ((layer, number <= silent, *_products(layer)) for number, layer in enumerate(model.layers))
     return tuple(
-        (layer.is_block, is_silent, 2 * elements, core, _weight_gradient(layer, elements))
+        (
+            *(layer.is_block, is_silent, 2 * elements, core, _weight_gradient(layer, elements)),
+            2 * sum(matrix.elements for module in _modules_of(layer) for matrix in module.matrices),
+        )
         for layer, is_silent, elements, core in counted
     )
+
+
+def _modules_of(layer: Layer) -> list[PredictionModule]:
+    """Return the modules of multi-token prediction of a layer."""
+    return layer.modules_of_depths if isinstance(layer, Predictor) else []
 
 
 def _products(layer: Layer) -> tuple[int, int]:

@@ -108,6 +108,15 @@ class _WithAuxiliaryLoss(torch.autograd.Function):
         return gradient, ctx.scale, None
 
 
+def field_ahead(name: str, depth: int) -> str:
+    """Return the name of the field whose values are those of another one `depth` positions further ahead.
+
+    Modules of multi-token prediction need the tokens and the targets that follow. Such fields are made of
+    whole sequences, since a context rank does not have the tokens after its pieces.
+    """
+    return f"{name}+{depth}"
+
+
 class Cache(Protocol):
     """Cache of keys and values of growing texts. A pass adds the keys and values of its rows."""
 
@@ -129,7 +138,8 @@ class ModelInputs:
     """One micro-batch as this rank's model sees it.
 
     Attributes:
-        fields: Fields of the micro-batch by name, each [b, ...]; of sequences this rank's piece [b, s].
+        fields: Fields by name that the objective takes from the micro-batch, each [b, ...]; of sequences this
+            rank's piece [b, s].
         positions: Global positions of the local piece of the sequence, int64 [s]. With a `cache`, those of
             each row in its own text.
         dropout: Source of dropout masks. None if nothing is dropped.

@@ -36,7 +36,8 @@ class LayerRange:
         last: Block after the last one.
         has_embedding: True for the first part.
         has_head: True for the last part.
-        tied_stage: Index of this stage among those that hold tied embeddings.
+        tied_stage: Index of this stage among those that hold the table of the embedding, if the last layer
+            uses it too.
         tied_stages: Number of these stages.
     """
 

@@ -210,6 +210,11 @@ class ModelShape(Architecture):
         return tuple(filter(self.is_mixture, range(self.layers + self.mtp_layers)))
 
     @property
+    def table_uses_at_end(self) -> int:
+        """Number of uses of the embedding's table in the last layer: tied output layer, and MTP modules."""
+        return int(self.tied) + int(self.mtp_layers > 0)
+
+    @property
     @override
     def title(self) -> str:
         return self.family

@@ -37,7 +37,7 @@ from hpctrain.model.attention.latent_attention import LatentAttention
 from hpctrain.model.attention.rotary import Rotary
 from hpctrain.model.attention.self_attention import Attention
 from hpctrain.model.feed_forward import FeedForward
-from hpctrain.model.inputs import ModelInputs
+from hpctrain.model.inputs import ModelInputs, field_ahead
 from hpctrain.model.mixtures.mixture import Mixture
 from hpctrain.model.norm import Norm
 from hpctrain.model.part import (
@@ -285,6 +285,10 @@ class PredictionModule(TransformerBlock):
         x = projection([embedding_norm(embedding), hidden_norm(hidden)])
         hidden of this depth = final_norm(block(x))
 
+    The next depth reads the hidden states after `final_norm`, as depth 1 reads those after the final norm of
+    the model. The paper leaves this open, and the published weights have one depth. Megatron-LM's
+    MultiTokenPredictionLayer, MtpModel of transformers, vLLM and SGLang do the same.
+
     Args:
         depth: The depth, from 1 on.
         shape: Sizes of the model.
@@ -327,8 +331,8 @@ class Predictor(TransformerLayer):
         shape: Sizes of the model.
         layer_context: Process groups and settings of this rank's layers.
         table: Matrix of the output layer, which has one row per token; None for a scalar output.
-        owns_table: True if `table` belongs to this layer and not to the embedding.
         lookup: Lookup in the table of the embedding, for modules of multi-token prediction.
+        owned: Tables that belong to this layer and not to an embedding on this rank.
     """
 
     kind = LayerKind("head")
@@ -338,12 +342,13 @@ class Predictor(TransformerLayer):
         shape: ModelShape,
         layer_context: LayerContext,
         table: Parameter | None,
-        owns_table: bool = False,
         lookup: VocabularyEmbedding | None = None,
+        owned: Sequence[Parameter] = (),
     ) -> None:
         super().__init__()
         self.norm = Norm("final_norm", shape, layer_context)
-        self.lookup, self.multiplier = (lookup,), shape.embedding_multiplier  # registered by the embedding
+        # In a tuple, so that the table is registered once, by its owner.
+        self.lookup, self.multiplier = (lookup,), shape.embedding_multiplier
         self.prediction_modules = nn.ModuleList()
         if lookup is not None:
             depths = range(1, shape.mtp_layers + 1)
@@ -359,9 +364,7 @@ class Predictor(TransformerLayer):
             self.head = ScalarHead(shape.hidden, layer_context, multiplier)
         else:
             self.head = VocabularyHead(table, layer_context, multiplier, cap)
-        self.owned = nn.Module() if owns_table else None
-        if self.owned is not None:
-            self.owned.register_parameter("table", table)
+        self.owned = nn.ParameterList(owned)
 
     @property
     def modules_of_depths(self) -> list[PredictionModule]:
@@ -380,12 +383,12 @@ class Predictor(TransformerLayer):
 
     def _predict_further(self, x: Tensor, context: PassContext) -> Tensor:
         """Return the hidden states with those of all modules of multi-token prediction beside them."""
-        (lookup,), tokens, residency = self.lookup, context.inputs.tokens, context.residency
+        (lookup,), fields, residency = self.lookup, context.inputs.fields, context.residency
         assert lookup is not None
         depths = range(1, len(self.prediction_modules) + 1)
-        shifted = [torch.cat((tokens[k:], torch.zeros_like(tokens[:k]))) for k in depths]
+        tokens = torch.cat([fields[field_ahead("tokens", depth)].t() for depth in depths], 1)
         with residency.in_memory(lookup.table):
-            embedded: Tensor = lookup(torch.cat(shifted, 1))
+            embedded: Tensor = lookup(tokens)
         if self.multiplier != 1:
             embedded = embedded * self.multiplier
         hidden = [x]
@@ -398,15 +401,16 @@ class Predictor(TransformerLayer):
         yield from ([leaf] for leaf in parameters_by_module(self.norm))
         for module in self.modules_of_depths:
             yield from module.units()
-        own = [self.head] if self.owned is None else [self.head, self.owned]
-        yield from ([leaf] for each in own for leaf in parameters_by_module(each))
+        yield from ([leaf] for leaf in parameters_by_module(self.head))
+        yield from ([[table]] for table in self.owned if isinstance(table, Parameter))
 
     @cached_property
     @override
     def gather_keys(self) -> list[Parameter]:
         of_modules = [key for module in self.modules_of_depths for key in module.gather_keys]
         norm = [] if self.norm.weight is None else [self.norm.weight]
-        return [*norm, *of_modules, self.head.table]
+        looked_up = [lookup.table for lookup in self.lookup if lookup is not None]
+        return [*norm, *looked_up, *of_modules, self.head.table]
 
     @override
     def run(self, x: Tensor, context: PassContext, residency: ParameterResidency) -> Tensor:
@@ -459,10 +463,10 @@ class Transformer(nn.Module):
         shape: Sizes of the model.
         layer_context: Process groups and settings of this rank's layers.
         span: Blocks of this part; None for the whole model.
-        table: Table of the embedding if it is tied and another part on this rank holds it; None otherwise.
+        table: Table of the embedding if another part on this rank holds it; None otherwise.
 
     Attributes:
-        table: Table of the embedding or the output layer; None if this part has neither.
+        table: Table of the embedding if this part or an earlier one on this rank holds it; None otherwise.
         rotates: True if the family rotates queries and keys by their positions.
         rotary_positions: Positions [s] int64 for the rotation instead of those of the inputs. None in a run.
             The layout check rotates a short sequence as if it was near the end of a long one.
@@ -482,47 +486,56 @@ class Transformer(nn.Module):
         self.span = span if span is not None else LayerRange.all_of(shape.layers)
         layers: list[TransformerLayer] = []
         if self.span.has_embedding:
-            table = self._table("embedding.tokens.weight", shape.tied)
+            table = self._embedding_table()
             layers.append(Embedding(shape, layer_context, table))
         layers += [
             TransformerBlock(index, shape, layer_context) for index in range(self.span.first, self.span.last)
         ]
-        if self.span.has_head and shape.head == "scalar":
-            layers.append(Predictor(shape, layer_context, None))
-        elif self.span.has_head:
-            owns_table = not shape.tied or table is None
-            if owns_table or table is None:
-                name = "embedding.tokens.weight" if shape.tied else "head.weight"
-                table = self._table(name, shape.tied)
-            else:
-                table.uses = 2
-                # The schedule decides in which order embedding and output layer add their gradients.
-                table.separate_lookups = not self.span.has_embedding
-            lookup = None
-            if shape.mtp_layers:
-                lookup = self._lookup_of_modules(layers)
-            layers.append(Predictor(shape, layer_context, table, owns_table, lookup))
+        if self.span.has_head:
+            layers.append(self._last_layer(table))
         self.table = table
         self.layers = tuple(layers)
         for index, layer in enumerate(layers):
             self.add_module(str(index), layer)
 
-    def _table(self, name: str, tied: bool) -> Parameter:
-        """Return a table [V, h]. If it is tied and on two stages, its shard says so."""
-        shard = vocabulary_shard(name, self.shape.vocabulary, self.shape.hidden, self.layer_context)
-        if tied:
+    def _embedding_table(self) -> Parameter:
+        """Return the table [V, h] of the embedding. If two stages hold it, its shard says so."""
+        shape, name = self.shape, "embedding.tokens.weight"
+        shard = vocabulary_shard(name, shape.vocabulary, shape.hidden, self.layer_context)
+        if shape.table_uses_at_end:
             shard = replace(shard, stage_copy=self.span.tied_stage, stage_copies=self.span.tied_stages)
         return Parameter(shard, initial="table")
 
-    def _lookup_of_modules(self, layers: Sequence[TransformerLayer]) -> VocabularyEmbedding:
-        """Return the lookup that modules of multi-token prediction share with the embedding.
+    def _last_layer(self, embedding: Parameter | None) -> Predictor:
+        """Return the last layer, which may use the table of the embedding.
 
-        A deck with modules has no pipeline, so only plans and measurements build a part without embedding.
+        Args:
+            embedding: The table of the embedding if a part on this rank has it. Otherwise the last layer has
+                a copy of it, if it needs one.
         """
-        if layers and isinstance(embedding := layers[0], Embedding):
-            embedding.table.uses += 1
-            return embedding.tokens
-        return VocabularyEmbedding(self._table("embedding.tokens.weight", False), self.layer_context)
+        shape, layer_context, uses = self.shape, self.layer_context, self.shape.table_uses_at_end
+        if shape.head == "scalar":
+            return Predictor(shape, layer_context, None)
+        in_other_part = embedding is not None and not self.span.has_embedding
+        owned: list[Parameter] = []
+        if embedding is None and uses:
+            embedding = self._embedding_table()
+            embedding.uses = uses
+            owned.append(embedding)
+        elif embedding is not None:
+            embedding.uses += uses
+            # The schedule decides in which order the layers of two parts add their gradients.
+            embedding.separate_lookups = uses if in_other_part else 0
+        if shape.tied:
+            table = embedding
+        else:
+            shard = vocabulary_shard("head.weight", shape.vocabulary, shape.hidden, layer_context)
+            table = Parameter(shard, initial="table")
+            owned.append(table)
+        lookup = None
+        if shape.mtp_layers and embedding is not None:
+            lookup = VocabularyEmbedding(embedding, layer_context, number=int(in_other_part))
+        return Predictor(shape, layer_context, table, lookup, owned)
 
     @property
     def predictor(self) -> Predictor:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from hpctrain.model.inputs import ModelInputs
+from hpctrain.data.batches import MASKED, MicroBatch
+from hpctrain.model.inputs import ModelInputs, field_ahead
 from hpctrain.objective.next_token import CrossEntropy, NextToken
 from hpctrain.objective.objective import Losses, LossFunction
 from hpctrain.parallel.kernels.logits import SplitLogits
@@ -44,6 +45,23 @@ class MultiToken(NextToken):
         return 1.0
 
     @override
+    def fields_of(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """Return the fields of the micro-batch, and the tokens and targets that follow, for each depth.
+
+        Nothing is predicted beyond the end of a sequence or, if attention stays within documents, of a
+        document.
+        """
+        fields = dict(micro_batch.fields)
+        tokens, targets, documents = fields["tokens"], fields["targets"], micro_batch.documents
+        for depth in range(1, self.depths + 1):
+            further = targets[:, depth:]
+            if documents is not None:
+                further = further.masked_fill(documents.places[:, depth:] < depth, MASKED)
+            fields[field_ahead("tokens", depth)] = functional.pad(tokens[:, depth:], (0, depth))
+            fields[field_ahead("targets", depth)] = functional.pad(further, (0, depth), value=MASKED)
+        return fields
+
+    @override
     def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         return _LossOfDepths(inputs, scale, self)
 
@@ -58,15 +76,17 @@ class _LossOfDepths:
 
     def __call__(self, head: VocabularyHead, hidden: Tensor) -> Losses:
         """Return the sums over this rank's tokens. Collective over the tensor group."""
-        targets, z_loss = self.inputs.fields["targets"].t(), self.objective.z_loss
+        fields, z_loss, depths = self.inputs.fields, self.objective.z_loss, self.objective.depths
+        targets = fields["targets"].t()
         if hidden.shape[1] == targets.shape[1]:
             total = CrossEntropy(targets, self.scale, z_loss)(head, hidden).total
             return Losses(total, (total.detach(), torch.zeros_like(total)))
-        weight = self.objective.weight / self.objective.depths
+        weight = self.objective.weight / depths
         is_main = torch.ones_like(targets, dtype=torch.bool)
-        is_main = functional.pad(is_main, (0, self.objective.depths * targets.shape[1])).flatten()
+        is_main = functional.pad(is_main, (0, depths * targets.shape[1])).flatten()
         scale = torch.where(is_main, self.scale, weight * self.scale)
-        entropy = CrossEntropy(self._targets_of_depths(targets), scale, z_loss)
+        further_targets = (fields[field_ahead("targets", depth)].t() for depth in range(1, depths + 1))
+        entropy = CrossEntropy(torch.cat((targets, *further_targets), 1), scale, z_loss)
         further = torch.zeros((), dtype=torch.float32, device=hidden.device)
 
         def chunk_losses(
@@ -77,19 +97,4 @@ class _LossOfDepths:
             return losses, gradient
 
         total = head(hidden, chunk_losses)
-        return Losses(total, (total.detach() - further, further / self.objective.depths))
-
-    def _targets_of_depths(self, targets: Tensor) -> Tensor:
-        """Return the targets of all depths side by side, [s, (1 + depths) b].
-
-        Nothing is predicted beyond the end of a sequence or, if attention stays within documents, of a
-        document.
-        """
-        documents, found = self.inputs.documents, [targets]
-        places = None if documents is None else documents.at(self.inputs.positions)
-        for depth in range(1, self.objective.depths + 1):
-            shifted = targets[depth:]
-            if places is not None:
-                shifted = shifted.masked_fill(places[depth:] < depth, -1)
-            found.append(torch.cat((shifted, torch.full_like(targets[:depth], -1))))
-        return torch.cat(found, 1)
+        return Losses(total, (total.detach() - further, further / depths))

@@ -8,7 +8,7 @@ losses of layers, such as load balancing, are not part of the objective: they tr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,6 +76,15 @@ class Objective(Protocol):
             are divided already. It is 1 if the count was right, as by default.
         """
         return 1.0
+
+    def fields_of(self, micro_batch: MicroBatch) -> Mapping[str, Tensor]:
+        """Return the fields that become a model's inputs: those of the micro-batch, and any others.
+
+        Args:
+            micro_batch: The micro-batch in host memory. Its sequences are whole, also if context ranks split
+                them.
+        """
+        return micro_batch.fields
 
     def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         """Return the function that computes the losses of a micro-batch.

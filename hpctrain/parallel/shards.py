@@ -42,7 +42,8 @@ class Shard:
             the parameter is replicated there, such as norms under sequence parallelism.
         copies: Number of neighbors along the split axes that hold the same piece, such as key and value heads
             that several tensor ranks share.
-        stage_copy: Number of this pipeline stage among those that hold the piece (tied embeddings).
+        stage_copy: Number of this pipeline stage among those that hold the piece. Two stages hold the table
+            of the embedding if embeddings are tied, or for multi-token prediction.
         stage_copies: Number of pipeline stages that hold the piece.
         unit: Rows that belong together, such as those of one head of queries or keys.
         zero_exempt: True if ZeRO does not split the tensor where it splits parameters, because it is small.
@@ -165,9 +166,10 @@ class Parameter(nn.Parameter):
         rate: Factor of the learning rate.
         update_block: Part that is updated as one. None if each element is updated by itself.
         uses: Number of additions to the gradient in the backward pass of one micro-batch.
-        separate_lookups: True for a table whose two uses add in an order that depends on the schedule. Its
-            bucket then provides `lookups`.
-        lookups: Second gradient buffer, for lookups in the table.
+        separate_lookups: Number of further buffers of a table whose uses add in an order that depends on the
+            schedule.
+        lookups: These further buffers, which its bucket provides. Layer n of those that look up rows adds to
+            number n, or to `gradient` if there are not as many.
         open_gradient: Allocates the gradient buffer if it exists only while it is used.
         on_gradient_added: Called with the parameter after each addition.
     """
@@ -178,8 +180,8 @@ class Parameter(nn.Parameter):
     rate: float = 1.0
     update_block: UpdateBlock | None = None
     uses: int = 1
-    separate_lookups: bool = False
-    lookups: Tensor | None = None
+    separate_lookups: int = 0
+    lookups: tuple[Tensor, ...] = ()
     open_gradient: Callable[[], None] | None = None
     on_gradient_added: Callable[[Parameter], None] | None = None
     _gradient: Tensor | None = None
@@ -211,6 +213,12 @@ class Parameter(nn.Parameter):
     @gradient.setter
     def gradient(self, buffer: Tensor | None) -> None:
         self._gradient = buffer
+
+    def lookup_gradient(self, number: int) -> Tensor:
+        """Return the buffer to which layer `number` of those that look up rows of this table adds."""
+        if number < len(self.lookups):
+            return self.lookups[number]
+        return gradient_of(self)
 
     def zero_stale_gradient(self) -> None:
         """Fill the buffer with zeros if nothing was added since `reset_gradient`."""

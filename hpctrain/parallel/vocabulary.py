@@ -24,7 +24,7 @@ from hpctrain.parallel.fp8.matmul_choice import make_matmul
 from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, MatrixSize
-from hpctrain.parallel.shards import Parameter, Shard, gradient_of
+from hpctrain.parallel.shards import Parameter, Shard
 
 CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU = 6_500_000, 1 << 26
 """Logits of one chunk on a rank: 26 MB in fp32, on GPUs 268 MB. Each chunk reads the table three times."""
@@ -79,11 +79,12 @@ class VocabularyEmbedding(nn.Module):
     Args:
         table: Table of this rank, with a shard of `vocabulary_shard`.
         layer_context: Context of the layer.
+        number: Number of this layer among those of this rank that look up rows of the table.
     """
 
-    def __init__(self, table: Parameter, layer_context: LayerContext) -> None:
+    def __init__(self, table: Parameter, layer_context: LayerContext, number: int = 0) -> None:
         super().__init__()
-        self.layer_context = layer_context
+        self.layer_context, self.number = layer_context, number
         self.shard = table.shard
         self.table = table
 
@@ -129,13 +130,13 @@ class _EmbeddingAutograd(torch.autograd.Function):
             return None, None, None
         output_gradient = layer.layer_context.gather_sequence(output_gradient)
         table = layer.table
-        gradient = gradient_of(table) if table.lookups is None else table.lookups
+        gradient = table.lookup_gradient(layer.number)
         indices, *outside = ctx.saved_tensors
         rows = output_gradient.reshape(-1, output_gradient.shape[-1]).to(gradient.dtype)
         if outside:
             rows = rows.masked_fill(outside[0].reshape(-1, 1), 0)
         audit = layer.layer_context.products.audit
-        if audit is not None and audit.active and table.lookups is None:
+        if audit is not None and audit.active and layer.number >= len(table.lookups):
             audit.expect_lookup(table, gradient, indices.reshape(-1), rows)
         gradient.index_add_(0, indices.reshape(-1), rows)
         layer.mark_gradient_added()

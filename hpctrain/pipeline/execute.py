@@ -66,7 +66,7 @@ class PreparedBatch:
 
         Args:
             micro_batch: The micro-batch, with whole sequences.
-            objective: Objective that computes the losses.
+            objective: Objective that chooses the fields and computes the losses.
             scale: Factor of the objective's losses in the gradient, 0-dim.
             positions: Positions [s/c] of this rank's piece of the sequences, on its device.
             dropout: Source of dropout masks; None for no dropout.
@@ -74,7 +74,7 @@ class PreparedBatch:
             choices: Recorded choices of experts for the routers, or None.
         """
         device = positions.device
-        fields = dict(micro_batch.fields)
+        fields = dict(objective.fields_of(micro_batch))
         if not on_host(device):
             fields = {name: start_copy(field, device) for name, field in fields.items()}
         if micro_batch.sequences:

@@ -90,9 +90,10 @@ class Bucket:
                 parameter.requires_grad_(False)
                 continue
             parameter.open_gradient = self.open_gradients if self.sharding.zero > 1 else None
-            if parameter.separate_lookups:
-                device = self.sharding.group.device
-                parameter.lookups = torch.zeros(parameter.shape, dtype=gradient_dtype, device=device)
+            parameter.lookups = tuple(
+                torch.zeros(parameter.shape, dtype=gradient_dtype, device=self.sharding.group.device)
+                for _ in range(parameter.separate_lookups)
+            )
         self._gaps = layout.gaps
         self._addition_counts: dict[Parameter, int] = {}
         self._incomplete: set[Parameter] = set()
@@ -270,13 +271,13 @@ class Bucket:
     def merge_lookups(self) -> None:
         """Add the gradients of embedding lookups, which tied parameters accumulate separately.
 
-        So the result does not depend on the order in which the two uses of a parameter add theirs. Local.
+        So the result does not depend on the order in which the uses of a parameter add theirs. Local.
         """
         for segment in self.segments:
-            lookups = segment.parameter.lookups
-            if lookups is not None and not lookups.is_meta:  # in plans they have no values
-                segment.view(self.gradients).add_(lookups)
-                lookups.zero_()
+            for lookups in segment.parameter.lookups:
+                if not lookups.is_meta:  # in plans they have no values
+                    segment.view(self.gradients).add_(lookups)
+                    lookups.zero_()
 
     def _set_gradient_views(self, full: Tensor | None) -> None:
         for segment in self.segments:
@@ -297,8 +298,8 @@ class Bucket:
                 self._gradients[gap].zero_()
         for segment in self.segments:
             segment.parameter.reset_gradient()
-            if segment.parameter.lookups is not None:
-                segment.parameter.lookups.zero_()
+            for lookups in segment.parameter.lookups:
+                lookups.zero_()
         self._addition_counts = {s.parameter: 0 for s in self.segments if s.parameter.requires_grad}
         self._rounds, self._passes = (passes, 1) if each_pass else (1, passes)
         self._incomplete = set(self._addition_counts)

@@ -83,8 +83,8 @@ class FirstMicroBatchNorm:
         assert gradient is not None
         if additions != parameter.uses or gradient.is_meta:
             return
-        if lookups is None:
+        if not lookups:
             self.squares += square_sum([gradient.flatten()], gradient.device)
             return
-        for piece, other in zip(gradient.split(_ROWS), lookups.split(_ROWS), strict=True):
-            self.squares += square_sum([(piece + other).flatten()], gradient.device)
+        for pieces in zip(*(each.split(_ROWS) for each in (gradient, *lookups)), strict=True):
+            self.squares += square_sum([sum(pieces[1:], pieces[0]).flatten()], gradient.device)

@@ -9,7 +9,8 @@ not split the tensor:
   same slice.
 - The tensor axis. These ranks compute on the same tokens. Their gradients are equal, or partial (for example
   of norms under sequence parallelism) and summed over the axis.
-- The pipeline axis, for tied embeddings: the first and the last stage hold them.
+- The pipeline axis, for the table of the embedding if the last layer uses it too, because embeddings are tied
+  or for multi-token prediction: the first and the last stage hold it.
 
 Example: data parallelism over 8 ranks on 2 nodes with groups of 4. Rank 5 owns slice 1 of 4 in the group of
 the ranks 4 to 7, and its replicas are the ranks 1 and 5. Gradients are reduced over the group to slice

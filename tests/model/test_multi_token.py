@@ -6,6 +6,8 @@ Tests of objective/multi_token.py beside model/transformer.py.
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +15,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.comm.world import World
-from hpctrain.costs.layer_flops import model_flops
+from hpctrain.costs.layer_flops import layer_flops, model_flops
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.layout.layer_placement import place_by_flops
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.plan.memory import plan_memory
-from hpctrain.train.miniature import miniature
+from hpctrain.plan.time.arrangement import LayoutSizes
+from hpctrain.plan.time.layers import layer_seconds, layer_sizes
+from hpctrain.plan.time.machine_rates import parse_machine
+from hpctrain.train.checkpoints import Checkpoints
+from hpctrain.train.miniature import miniature, with_fp8_products
+from hpctrain.train.step import StepResult
 from hpctrain.train.verify import compare
-from tests.engines import LLAMA, small_deck, trainer
+from tests.engines import LLAMA, by_rank_0, reference, small_deck, trainer
+from tests.plan.test_memory import held
+from tests.plan.time.test_machine_rates import FILE
 
 MODULES = (*LLAMA, "model.mtp_layers=2", "objective.mtp_weight=0.4")
 HEADS, KEY_VALUE_HEADS, SIZE, LAYERS, DEPTHS, WEIGHT = 8, 2, 4, 2, 2, 0.4
@@ -100,37 +111,142 @@ CASES: dict[str, tuple[str, ...]] = {
     "tied-zero": (*MODULES, "model.tied=true", "layout.zero=2"),
     "tensor": (*MODULES, "layout.tensor=2", "model.tied=true", "memory.recompute=selective"),
     "sequence": (*MODULES, "layout.tensor=2", "layout.sequence_parallel=true", "data.document_mask=true"),
+    "ring": (*MODULES, "layout.context=2", "layout.context_form=ring"),
+    "ring-documents": (*MODULES, "layout.context=2", "data.document_mask=true", "layout.zero=3"),
+    "all-to-all": (*MODULES, "layout.context=2", "layout.context_form=all_to_all", "data.document_mask=true"),
+    "ring-experts": (*DEEPSEEK, "layout.context=2", "memory.recompute=selective"),
     "experts": (*DEEPSEEK, "layout.expert=2", "layout.zero=3"),
     "experts-tensor": (*DEEPSEEK, "layout.tensor=2", "layout.sequence_parallel=true"),
+    "pipeline": (*MODULES, "layout.pipeline=2", "layout.schedule=1f1b"),
+    "pipeline-tied": (*MODULES, "layout.pipeline=2", "layout.schedule=zb-h1", "model.tied=true"),
+    "interleaved": (*MODULES, "model.layers=4", "layout.pipeline=2", "layout.schedule=interleaved"),
+    "v": (*MODULES, "model.layers=4", "layout.pipeline=2", "layout.schedule=zb-v", "model.tied=false"),
+    "v-tied": (*MODULES, "model.layers=4", "layout.pipeline=2", "layout.schedule=zb-v", "model.tied=true"),
+    "pipeline-experts": (*DEEPSEEK, "layout.pipeline=2", "memory.recompute=full"),
 }
 """Decks on 2 ranks, by name."""
+FP8: dict[str, tuple[str, ...]] = {
+    "tensor": (*MODULES, "layout.tensor=2", "layout.sequence_parallel=true", "precision.fp8=row"),
+    "zero": (*MODULES, "layout.zero=3", "memory.recompute=selective", "precision.fp8=tensor"),
+    "pipeline": (*MODULES, "layout.pipeline=2", "layout.schedule=zb-h1", "precision.fp8=tensor"),
+}
+"""Decks on 2 ranks with products in 8 bits, by name."""
+CASES_OF_4: dict[str, tuple[str, ...]] = {
+    "zero": (*MODULES, "layout.pipeline=2", "layout.zero=3", "data.document_mask=true"),
+    "zero-tied": (*MODULES, "layout.pipeline=2", "layout.zero=3", "model.tied=true"),
+    "v-zero": (*MODULES, "model.layers=4", "layout.pipeline=2", "layout.schedule=zb-v", "layout.zero=3"),
+    "v-zero-2-tied": (
+        *(*MODULES, "model.layers=4", "layout.pipeline=2", "layout.schedule=zb-v"),
+        *("layout.zero=2", "model.tied=true"),
+    ),
+    "tensor": (*MODULES, "layout.pipeline=2", "layout.tensor=2", "layout.sequence_parallel=true"),
+    "ring": (*MODULES, "layout.pipeline=2", "layout.context=2", "data.document_mask=true"),
+    "ring-tensor": (*MODULES, "layout.context=2", "layout.tensor=2", "layout.sequence_parallel=true"),
+}
+"""Decks on 4 ranks, by name."""
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize("name", CASES)
-def test_first_steps_are_those_of_one_rank(world: World, name: str) -> None:
-    deck = small_deck("batch.global_size=4", *CASES[name])
+def check_first_steps(world: World, deck: Deck) -> None:
+    """Compare the first steps with those of one rank. Parameters begin with the same bits."""
     for difference in compare(miniature(deck), world, make_mesh(deck, world)):
         bound = 0.0 if re.fullmatch(r"parameter \S+", difference.name) else 1e-5
         assert difference.error <= bound, difference
 
 
 @pytest.mark.sampled(4)
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("name", CASES)
+def test_first_steps_are_those_of_one_rank(world: World, name: str) -> None:
+    check_first_steps(world, small_deck("batch.global_size=4", *CASES[name]))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("name", FP8)
+def test_first_steps_in_8_bits_are_those_of_one_rank(world: World, name: str) -> None:
+    deck = small_deck("batch.global_size=4", "precision.compute=fp8", *FP8[name])
+    for difference in compare(with_fp8_products(deck, miniature(deck)), world, make_mesh(deck, world)):
+        bound = 0.0 if re.fullmatch(r"parameter \S+", difference.name) else 1e-5
+        assert difference.error <= bound, difference
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.mpi(min_size=4, max_size=4)
+@pytest.mark.parametrize("name", CASES_OF_4)
+def test_first_steps_of_two_axes_are_those_of_one_rank(world: World, name: str) -> None:
+    check_first_steps(world, small_deck("batch.global_size=8", *CASES_OF_4[name]))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("tied", ["false", "true"])
+def test_five_steps_and_a_checkpoint_of_a_pipeline_are_those_of_one_rank(
+    world: World, mpi_tmp_path: Path, tied: str
+) -> None:
+    """Continue the run of a pipeline on other layouts: a file has the table of both stages once."""
+    keys = (*MODULES, f"model.tied={tied}", "model.layers=4", "learning_rate.decay=constant")
+    expected = by_rank_0(
+        world, lambda: [losses_of(step) for step in reference(world, small_deck(*keys)).train(7)]
+    )
+    first = ("layout.pipeline=2", "layout.zero=1")
+    others = (("layout.pipeline=2", "layout.schedule=zb-v"), ("layout.context=2", "layout.zero=3"))
+    path = mpi_tmp_path / "checkpoints/step-00000005.h5"
+    for layout in (first, *others):
+        deck = small_deck(
+            *keys, *layout, f"run.dir={mpi_tmp_path if layout is first else mpi_tmp_path / 'other'}"
+        )
+        training = trainer(world, deck)
+        checkpoints = Checkpoints(deck, training.engine, {})
+        if layout is first:
+            assert [losses_of(step) for step in training.train(5)] == [near(each) for each in expected[:5]]
+            checkpoints.save(training.state)
+            checkpoints.finish()
+        else:
+            training.state = checkpoints.restore(path)
+        assert [losses_of(step) for step in training.train(2)] == [near(each) for each in expected[5:]]
+
+
+def losses_of(step: StepResult) -> tuple[float, float]:
+    """Return the losses of the next token and of further ones."""
+    return step.loss, step.figures["mtp_loss"]
+
+
+def near(losses: tuple[float, float]) -> Any:
+    """Return what equals these losses up to rounding."""
+    return pytest.approx(losses, rel=1e-5)
+
+
+SPLITS: dict[str, tuple[str, ...]] = {
+    "plain": ("layout.tensor=2",),
+    "sequence": ("layout.tensor=2", "layout.sequence_parallel=true"),
+    "pipeline": ("layout.pipeline=2",),
+    "v": ("layout.pipeline=2", "layout.schedule=zb-v", "model.layers=4", "layout.zero=2"),
+    "ring": ("layout.context=2",),
+}
+"""Layouts of 2 ranks, by name."""
+
+
+@pytest.mark.sampled(4)
 @pytest.mark.mpi(max_size=2)
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-@pytest.mark.parametrize("tensor", ["plain", "sequence"])
-def test_activations_are_those_that_are_kept(world: World, recompute: str, compute: str, tensor: str) -> None:
-    split = (f"layout.tensor={world.size}", f"layout.sequence_parallel={str(tensor == 'sequence').lower()}")
-    layout = split if world.size > 1 else ()
+@pytest.mark.parametrize("tied", ["false", "true"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_memory_is_that_which_is_planned(
+    world: World, recompute: str, compute: str, tied: str, split: str
+) -> None:
+    """Compare activations, gradients, optimizer state and parameters of each stage."""
+    layout = SPLITS[split] if world.size > 1 else ()
     more = (f"memory.recompute={recompute}", f"precision.compute={compute}", "batch.global_size=16")
-    deck = small_deck(*MODULES, *layout, *more)
+    deck = small_deck(*MODULES, f"model.tied={tied}", *layout, *more)
     training = trainer(world, deck)
-    (planned,) = plan_memory(deck, world.size, 61, schedule=training.engine.schedule).stages
+    stages = plan_memory(deck, world.size, 61, schedule=training.engine.schedule).stages
+    planned = stages[training.engine.mesh.coordinate("pipeline")].memory
     training.train(1)
     training.engine.close()
-    assert training.activations.bytes == pytest.approx(planned.memory.activation, rel=0.01)
+    assert training.activations.bytes == pytest.approx(planned.activation, rel=0.01)
+    if compute == "fp32":
+        assert (planned.parameter, planned.gradient, planned.optimizer) == held(training)[:3]
 
 
 def test_an_evaluation_reports_the_loss_of_the_next_token(world: World) -> None:
@@ -153,12 +269,53 @@ def test_count() -> None:
     assert added == 3 * 2 * (2 * (matrices + for_logits) + core)
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_flops_of_modules_are_in_the_pass_that_computes_them(recompute: str) -> None:
+    """Compute the output layer and its gradients forward, the gradients of modules backward."""
+    deck = small_deck(*MODULES, f"memory.recompute={recompute}")
+    *_, block, last = layer_flops(deck, ModelShape.of(deck, 61))
+    plain = small_deck(*LLAMA, f"memory.recompute={recompute}")
+    head = layer_flops(plain, ModelShape.of(plain, 61))[-1].forward
+    core, projections = 4 * 32 * 32, DEPTHS * 2 * 32 * 64
+    forward = DEPTHS * block.forward + projections
+    again = DEPTHS * core if recompute == "selective" else 0
+    assert last == (
+        (1 + DEPTHS) * head + forward,
+        forward + DEPTHS * core + again,
+        forward - DEPTHS * core,
+    )
+
+
+def test_planned_seconds_of_modules_are_in_the_pass_that_computes_them() -> None:
+    """With equal rates a module takes as long as a block, its projection and its three further norms."""
+    machine, decks = parse_machine(FILE, ""), [small_deck(*LLAMA), small_deck(*MODULES)]
+    at = LayoutSizes.of(decks[0], 1, 8)
+    plain, training = (
+        [layer_seconds(each, at, machine) for each in layer_sizes(ModelShape.of(deck, 61))] for deck in decks
+    )
+    block, head, last = training[1], plain[-1], training[-1]
+    assert not head.weight_gradient and last.forward["products"] > head.forward["products"]
+    for found, of_block in (
+        (last.input_gradient, block.input_gradient),
+        (last.weight_gradient, block.weight_gradient),
+    ):
+        share = 1 + 32 * 64 / (2 * 32 * 32 + 2 * 32 * 8 + 3 * 32 * 48)
+        assert found["products"] == pytest.approx(DEPTHS * share * of_block["products"], rel=0.15)
+    assert last.input_gradient["attention"] == pytest.approx(DEPTHS * block.input_gradient["attention"])
+
+
+@pytest.mark.parametrize(("modules", "split"), [(0, (4, 4)), (1, (5, 3)), (3, (6, 2))])
+def test_the_last_stage_has_fewer_blocks_with_modules(modules: int, split: tuple[int, ...]) -> None:
+    deck = small_deck(*LLAMA, "layout.pipeline=2", "model.layers=8", f"model.mtp_layers={modules}")
+    assert place_by_flops(deck, ModelShape.of(deck, 61), 1).split == split
+
+
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        (("layout.pipeline=2",), "layout.pipeline = 2: the modules use both the embedding"),
-        (("layout.context=2",), "layout.context = 2: a rank does not have the tokens"),
-        (("precision.compute=fp8",), 'precision.compute = "fp8"'),
+        (("model.parametrization=mup",), 'model.parametrization = "mup": scales of the modules'),
+        (("model.adapters.rank=2",), "[model.adapters]: adapters train a model whose weights exist"),
+        (("model.dropout=0.1",), "model.dropout = 0.1: the modules' embeddings have no dropout"),
         (("objective.kind=reward",), 'objective.kind = "next-token" or "sft"'),
         (("model.positions=learned",), 'model.positions = "rotary" or "none"'),
         (("model.mtp_layers=17",), "16"),

@@ -51,6 +51,8 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
         ("layout.context=2", "layout.context_form=all_to_all", *LLAMA, "layout.zero=2"),
         ("layout.pipeline=2", "model.tied=true"),
         ("layout.pipeline=2", "layout.schedule=zb-h1", "batch.global_size=16", "batch.micro_size=1"),
+        ("layout.pipeline=2", *LLAMA, "model.mtp_layers=2", "model.tied=false"),
+        ("layout.context=2", *LLAMA, "model.mtp_layers=1"),
         ("layout.pipeline=2", "precision.compute=fp8", 'model.frozen=["embedding.*", "blocks.0.*"]'),
         ("model.adapters.rank=3", "layout.zero=1", "precision.compute=bf16"),
         ("model.adapters.rank=3", "layout.zero=3", "memory.recompute=full"),

@@ -22,7 +22,6 @@ from hpctrain.deck.presets import PresetName
 from hpctrain.deck.problem import DeckProblem, divisors, must_divide, nearest_numbers
 from hpctrain.deck.relations import (
     GIVEN,
-    Above,
     Conflicts,
     Divides,
     HasEffectWith,
@@ -416,13 +415,6 @@ TRANSFORMER_RELATIONS: Relations = (
             hint=f"leave {name} out",
         )
         for name, values, because in (
-            (
-                "layout.pipeline",
-                Above(1),
-                "the modules use both the embedding and the output layer, which stages hold apart",
-            ),
-            ("layout.context", Above(1), "a rank does not have the tokens after its piece of a sequence"),
-            ("precision.compute", ("fp8",), "products of the modules in 8 bits are not supported"),
             ("model.parametrization", ("mup",), "scales of the modules have no known rule"),
             ("model.adapters", GIVEN, "adapters train a model whose weights exist"),
             ("model.frozen", None, "the modules train all that is before them"),

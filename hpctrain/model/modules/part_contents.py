@@ -200,7 +200,7 @@ class _ParameterReplacement:
         if name in self.shared_parameters:
             # The schedule decides in which order the two parts of this rank add their gradients.
             shared = self.shared_parameters[name]
-            shared.uses, shared.separate_lookups = 2, True
+            shared.uses, shared.separate_lookups = 2, 1
             return shared
         own = self._replace(name, original)
         if self.stage.shares(positions):

@@ -73,7 +73,8 @@ def measure_products(decks: Sequence[Deck], clock: Clock) -> list[ProductTime]:
 def shapes_of(deck: Deck, tokens: int, tensor: int, host: bool) -> Iterator[ProductShape]:
     """The different matrices of a deck, as so many tensor ranks have them."""
     assert deck.model.vocabulary is not None
-    layers = layer_sizes(ModelShape.of(deck, deck.model.vocabulary))
+    of_model = layer_sizes(ModelShape.of(deck, deck.model.vocabulary))
+    layers = (each for layer in of_model for each in (layer, *layer.modules))
     for layer in dict.fromkeys(layers):
         for matrix in dict.fromkeys(layer.matrices):
             outputs = matrix.outputs // (tensor if matrix.cut == "outputs" else 1)

@@ -84,7 +84,8 @@ class StageForm:
         tied = sum(count * layer.tied_elements for layer, count in self.alike) / at.tensor
         apart = 0.0
         if tied and len(self.parts) > 1 and any(layer.is_first for layer, _ in self.alike):
-            apart = tied / 2 if any(layer.is_last for layer, _ in self.alike) else 0.0
+            uses = [layer.tied_uses for layer, _ in self.alike if layer.is_last]
+            apart = sum(tied / 2 * number for number in uses)
         elif tied and at.pipeline > 1 and any(layer.is_last for layer, _ in self.alike):
             others += tied  # the table that it has of its own
         gathered = max(kinds[part].gathered(at) for part in set(self.parts))

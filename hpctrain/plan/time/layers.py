@@ -7,7 +7,7 @@ Causes: `products` with the layer's matrices, the core of `attention`, what is d
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isfinite, prod
 
@@ -17,7 +17,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.construction import bare_model
 from hpctrain.model.parameters.frozen import blocks_without_backward, freeze_parameters
 from hpctrain.model.part import Layer, LayerKind
-from hpctrain.model.shape import ModelShape
+from hpctrain.model.shape import ModelShape, Recomputed
+from hpctrain.model.transformer import Predictor
 from hpctrain.parallel.experts.expert_layer import EXPERT_AXES
 from hpctrain.parallel.operations import AttentionSize, ElementwiseSize, MatrixSize
 from hpctrain.plan.time.arrangement import LayoutSizes
@@ -37,9 +38,11 @@ class LayerSizes:
     parameters that tensor ranks split, that experts' ranks split, and that all ranks have whole, and `shapes`
     of these matrices, experts' or not; `trained` is the share of its matrices that has gradients, and no
     gradient comes to one that is `silent`. `saved` are bytes that autograd saves of a token, see `_saved`;
-    `tied_elements` are those of the table that the first and the last layer have in common. Where adapters
-    are trained alone, they have `adapting` elements that tensor ranks split, and so many that all ranks have;
-    of the first block and what embeds no gradient of the input is asked for, which is `unasked`.
+    `tied_elements` are those of the table that the first and the last layer have in common, which the last
+    one uses `tied_uses` times. Where adapters are trained alone, they have `adapting` elements that tensor
+    ranks split, and so many that all ranks have; of the first block and what embeds no gradient of the input
+    is asked for, which is `unasked`. What the last one computes is without its `modules` of multi-token
+    prediction, its elements and bytes are with them.
     """
 
     kind: LayerKind
@@ -56,8 +59,10 @@ class LayerSizes:
     silent: bool
     saved: tuple[tuple[float, float], ...]
     tied_elements: int
+    tied_uses: int
     adapting: tuple[int, int] | None = None
     unasked: bool = False
+    modules: tuple[LayerSizes, ...] = ()
 
     @property
     def is_first(self) -> bool:
@@ -118,6 +123,7 @@ def layer_sizes(shape: ModelShape, frozen: tuple[str, ...] = ()) -> tuple[LayerS
 
 
 def _sizes(layer: Layer, shape: ModelShape, silent: bool, unasked: bool) -> LayerSizes:
+    modules = layer.modules_of_depths if isinstance(layer, Predictor) else []
     of_axes = {"tensor": 0, "expert": 0, "none": 0}
     shapes = []
     for parameter in layer.all_parameters:
@@ -132,9 +138,9 @@ def _sizes(layer: Layer, shape: ModelShape, silent: bool, unasked: bool) -> Laye
         layer.kind,
         layer.is_block,
         shape.hidden,
-        tuple(layer.matrices),
-        layer.core,
-        tuple(layer.elementwise),
+        tuple(layer.matrices[sum(len(each.matrices) for each in modules) :]),
+        None if modules else layer.core,
+        tuple(layer.elementwise[sum(len(each.elementwise) for each in modules) :]),
         of_axes["tensor"],
         of_axes["expert"],
         of_axes["none"],
@@ -142,9 +148,11 @@ def _sizes(layer: Layer, shape: ModelShape, silent: bool, unasked: bool) -> Laye
         trained / max(1, sum(prod(p.shard.shape) for p in weights)),
         layer.is_block and silent,
         tuple(_saved(layer, itemsize, selective) for itemsize in (2, 4) for selective in (False, True)),
-        shape.vocabulary * shape.hidden if shape.tied and not layer.is_block else 0,
+        shape.vocabulary * shape.hidden if shape.table_uses_at_end and not layer.is_block else 0,
+        shape.table_uses_at_end,
         None if shape.adapters is None else _adapting(layer),
         unasked,
+        tuple(_sizes(each, shape, False, False) for each in modules),
     )
 
 
@@ -181,7 +189,14 @@ def layer_seconds(layer: LayerSizes, at: LayoutSizes, machine: MachineRates) -> 
     gradient, weight = of_layer.input_gradient(), of_layer.weight_gradient()
     _require_finite(machine, gradient | weight)
     if layer.is_last:  # the head's gradients are computed with its losses
-        return LayerSeconds(added(forward, gradient, weight), {}, {})
+        recompute: Recomputed = "selective" if at.recompute == "selective" else "none"
+        kept = replace(at, recompute=recompute, activations_home="device")
+        passes = [layer_seconds(each, kept, machine) for each in layer.modules]
+        return LayerSeconds(
+            added(forward, gradient, weight, *(each.forward for each in passes)),
+            added(*(each.input_gradient for each in passes)),
+            added(*(each.weight_gradient for each in passes)),
+        )
     if layer.is_block and at.recompute != "none":
         again = of_layer.core("forward") if at.recompute == "selective" else _sum(forward, of_layer.COMPUTED)
         messages = {} if at.recompute == "selective" else _without(forward, of_layer.COMPUTED)

@@ -92,6 +92,7 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
         ("layout.context=2", "layout.context_form=all_to_all"),
         ("layout.pipeline=2", "model.tied=true"),
         ("layout.pipeline=2", "layout.schedule=zb-h1", "batch.global_size=16", "batch.micro_size=1"),
+        ("layout.pipeline=2", *LLAMA, "model.mtp_layers=1", "model.tied=false"),
         ("layout.pipeline=2", 'model.frozen=["embedding.*", "blocks.0.*"]'),
         ("communication.compress=powersgd",),
         ("layout.local_steps.replicas=2", "layout.local_steps.steps=2", "layout.local_steps.outer=diloco"),
