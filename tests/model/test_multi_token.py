@@ -122,6 +122,13 @@ CASES: dict[str, tuple[str, ...]] = {
     "interleaved": (*MODULES, "model.layers=4", "layout.pipeline=2", "layout.schedule=interleaved"),
     "v": (*MODULES, "model.layers=4", "layout.pipeline=2", "layout.schedule=zb-v", "model.tied=false"),
     "v-tied": (*MODULES, "model.layers=4", "layout.pipeline=2", "layout.schedule=zb-v", "model.tied=true"),
+    "dual": (
+        *MODULES,
+        "model.layers=4",
+        "layout.pipeline=2",
+        "layout.schedule=dualpipe-v",
+        "model.tied=true",
+    ),
     "pipeline-experts": (*DEEPSEEK, "layout.pipeline=2", "memory.recompute=full"),
 }
 """Decks on 2 ranks, by name."""
