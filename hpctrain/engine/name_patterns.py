@@ -40,9 +40,9 @@ def check_patterns(deck: Deck, architecture: Architecture) -> None:
 def pattern_problems(deck: Deck, architecture: Architecture) -> Iterator[DeckProblem]:
     """Yield the problems of patterns of frozen parameters, adapters, Muon's matrices and layers without fp8.
 
-    A pattern must match something, must not match only some of several fused parameters. Frozen
-    parameters may not be all parameters, and layers without fp8 may not be all layers. The result does not
-    depend on the layout.
+    A pattern must match something, and all or none of the parameters that are fused. Frozen parameters may
+    not be all parameters, and layers without fp8 may not be all layers. The result does not depend on the
+    layout.
     """
     updates, how = deck.optimizer.rule, Precision.of(deck).fp8
     if deck.model.frozen:

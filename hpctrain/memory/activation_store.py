@@ -228,7 +228,8 @@ class ActivationStore:
         """Store what autograd saves in this context, which surrounds the forward pass of one segment.
 
         Yield the segment, which is `previous` of the next call. At the end of the context, the tensors are
-        compressed and start to be offloaded.
+        compressed and start to be offloaded. The end may wait until the segment that is SEGMENTS_IN_FLIGHT
+        before this one is stored.
 
         Args:
             x: Input of the segment [seq, batch, hidden].

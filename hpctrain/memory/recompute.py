@@ -2,7 +2,8 @@
 
 Instead of all intermediate tensors, only the inputs of segments of layers are kept. The backward pass of a
 segment first repeats its forward pass. "full" has segments of one layer, "sqrt" of sqrt(layers) layers.
-"selective" repeats only the core of attention, which saves much memory for few FLOPs.
+"selective" repeats only the core of attention (rotation, softmax and its products), of which it keeps the
+operands and the rotary tables. This saves much memory for few FLOPs.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class CrossEntropy:
     def chunk_losses(
         self, head: SplitVocabularyHead, logits: SplitLogits, rows: slice, needs_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of each token of a chunk, fp32 [rows], and the gradient of the chunk's logits.
+        """Return the loss of each token of a chunk, and the gradient of `logits.products`.
 
         The head calls it for one chunk after another. Collective over the tensor group.
 
@@ -101,8 +101,9 @@ class CrossEntropy:
             needs_gradient: If False, the gradient is None.
 
         Returns:
-            Losses, 0 where nothing is predicted. The gradient has the shape of the logits, and may be in
-            their memory.
+            Losses, fp32 [rows], without `scale` and z-loss; 0 where nothing is predicted. The gradient is
+            that of the sum of `scale` times each loss with its z-loss, with respect to `logits.products`, and
+            is in their memory.
         """
         targets = self.flat_targets[rows]
         tensor, first = head.layer_context.tensor, head.table.shard.start[0]

@@ -207,14 +207,14 @@ class Optimizer(ABC):
                 yield from owned_state(kind, flat, bucket, UPDATED)
 
     def publish(self, trained_only: bool = False, averages: bool = False) -> None:
-        """Copy the master weights, or the training weights of an AveragedRule, into the parameters.
+        """Round the master weights, or the training weights of an AveragedRule, into the parameters.
 
         Then gather the parameters that other ranks have updated. Collective over the ranks that share
-        buckets.
+        buckets. `OffloadedOptimizer.step` does this itself, piece by piece.
 
         Args:
             trained_only: True to gather only the buckets that are trained.
-            averages: True to copy the master weights also if an AveragedRule trains with others.
+            averages: True to use the master weights also if an AveragedRule trains with others.
         """
         averaged = None if averages else self._averaged_rule
         with self._agreement():

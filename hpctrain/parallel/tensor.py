@@ -1,7 +1,8 @@
 """Tensor parallelism: linear layers split by output or input features (Megatron-LM, arXiv 1909.08053).
 
-A `ColumnLinear` splits its matrix by output features, a `RowLinear` by input features. Behind each other they
-need one sum over tensor ranks. With 2 ranks, X [s, b, h], A [4h, h] and B [h, 4h]:
+A `ColumnLinear` splits its matrix by output features, a `RowLinear` by input features. One after the other
+they need one sum over tensor ranks in the forward pass, for which the row layer waits. With 2 ranks,
+X [s, b, h], A [4h, h] and B [h, 4h]:
 
     rank 0:  X ── A[:2h] ── activation ── B[:, :2h] ──┐
                                                       (+) all-reduce ── Y on both ranks
@@ -11,9 +12,9 @@ In the backward pass the gradient of X is summed instead. Under sequence paralle
 Y are pieces [s/2, b, h] of the sequence: the first layer gathers X, and the sum of the second is a
 reduce-scatter. What is saved for the backward pass is the piece, which is gathered again.
 
-One autograd function for each layer makes these calls. It starts the sum of the input gradient before it
-computes the weight gradient, which it adds to the gradient buffer of the bucket. Activations are sequence
-first, so that pieces of a sequence are contiguous.
+One autograd function for each layer makes these calls. Of the sums, only that of the column layer's input
+gradient overlaps with computation: it starts before the weight gradient is computed and added to the gradient
+buffer of the bucket. Activations are sequence first, so that pieces of a sequence are contiguous.
 """
 
 from __future__ import annotations

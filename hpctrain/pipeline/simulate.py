@@ -71,7 +71,11 @@ class PartTimes:
         return len(self.forward) // 2
 
     def stage_durations(self, stage: int) -> tuple[float, ...]:
-        """Return the durations of one action of each of the four streams, then of W of chunks 0 and 1."""
+        """Return the durations of F of chunks 0 and 1, of I of chunks 0 and 1, and of W of chunks 0 and 1.
+
+        F and I of the two chunks are the four streams of `list_schedule`. This is for a V placement: stage s
+        of S holds the parts s and 2 S - 1 - s of the model.
+        """
         parts = stage, 2 * self.stages - 1 - stage  # on the way down and up
         kinds = self.forward, self.input_gradient, self.weight_gradient
         return tuple(times[part] for times in kinds for part in parts)

@@ -1,6 +1,6 @@
 """Update of matrices that tensor ranks hold in pieces, each of which is transformed by one rank.
 
-The head of the package explains which rank transforms which matrix.
+`optim/matrix/__init__.py` explains which rank transforms which matrix.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Optimizer whose rule needs whole matrices, for all layouts. The head of the package explains these."""
+"""Optimizer whose rule needs whole matrices, for all layouts. `optim/matrix/__init__.py` explains these."""
 
 from __future__ import annotations
 
@@ -77,10 +77,14 @@ class MatrixOptimizer(Optimizer):
         self.publish()
 
     def update_replicated(self, start: Callable[[ReplicatedMatrices], None], learning_rate: float) -> None:
-        """Transform the matrices of one bucket while the results of the one before are sent.
+        """Update the matrices of `replicated`, one bucket after another.
+
+        For each bucket, `start` transforms matrices and starts to send the results. Then `finish` of the
+        bucket before it waits for the results and applies them. Collective over each bucket's group and the
+        ranks that hold pieces.
 
         Args:
-            start: Function that transforms the matrices and starts to send the results.
+            start: Function that calls `ReplicatedMatrices.start`. A plan passes one that only sends.
             learning_rate: Learning rate of the step.
         """
         in_flight: ReplicatedMatrices | None = None

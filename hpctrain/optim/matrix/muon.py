@@ -5,9 +5,9 @@ replaces M by the nearest matrix with orthonormal rows (or columns), whose singu
 approximates that by five iterations of Newton and Schulz, which consist of matrix products only and are
 exact enough in bf16.
 
-This needs the whole matrix. The head of the package explains how matrices are distributed among ranks. Each
-expert is a matrix of its own. Parameters that are not matrices are updated by another rule (`MatrixRules`).
-If tensor ranks do not split a matrix, its update has the bits of `torch.optim.Muon`.
+This needs the whole matrix. `optim/matrix/__init__.py` explains how matrices are distributed among ranks.
+Each expert is a matrix of its own. Parameters that are not matrices are updated by another rule
+(`MatrixRules`). If tensor ranks do not split a matrix, its update has the bits of `torch.optim.Muon`.
 """
 
 from __future__ import annotations

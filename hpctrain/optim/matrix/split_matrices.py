@@ -1,7 +1,8 @@
 """Transformation of matrices that are split between ranks: each rank transforms some of them as a whole.
 
 Gathering each matrix on all ranks would repeat the same work on each of them. Instead, each matrix is sent to
-one rank, which transforms it and sends the pieces of the result back. The head of the package has an example.
+one rank, which transforms it and sends the pieces of the result back. `optim/matrix/__init__.py` has an
+example.
 """
 
 from __future__ import annotations

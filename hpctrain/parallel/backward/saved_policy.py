@@ -28,8 +28,8 @@ class SavedPolicy:
     """Policy that saves all that autograd saves. Subclasses save less, or save it elsewhere.
 
     Attributes:
-        keeps_core: False if `attend` computes the core of attention (softmax and its products) again in the
-            backward pass, and so saves only queries, keys and values.
+        keeps_core: False if `attend` computes the core of attention (rotation, softmax and its products)
+            again in the backward pass, and so saves only the core's operands and the rotary tables.
         repeats: True if `call` computes its function again in the backward pass.
         rounds: True if activations are saved in a format that rounds them.
     """
@@ -57,5 +57,12 @@ class SavedPolicy:
     def attend(
         self, compute: Callable[..., Tensor], inputs: Sequence[Tensor], shared: Sequence[Tensor] = ()
     ) -> Tensor:
-        """Return `compute(*inputs, *shared)` for the core of attention, which has no parameters."""
+        """Return `compute(*inputs, *shared)`, the output of the core of attention.
+
+        Args:
+            compute: Function of the core. It uses no parameters except those in `inputs`.
+            inputs: Operands of the core: queries, keys and values, or what they are computed from, and the
+                sinks if the model has any. Gradients flow to them.
+            shared: Rotary tables, which need no gradient; empty without rotation.
+        """
         return compute(*inputs, *shared)

@@ -148,7 +148,17 @@ class AttentionRule:
         return band_tiles(queries, keys, distance, self.window, rows, columns)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        """Return the output and the log-sum-exp of a tile."""
+        """Return the output [s, b, heads, d] and the log-sum-exp [b, heads, s] of one tile of `tiles`.
+
+        This applies the scale, the cap and the mask. The window has no effect here: it decides which tiles
+        `tiles` yields.
+
+        Args:
+            query: Queries of the tile, cut out of those of the sequence.
+            key: Keys of the tile, also cut out.
+            value: Values of these keys.
+            mask: Mask of the tile.
+        """
         if self.cap:
             return self._capped(query, key, value, mask)
         if mask != "reversed":
@@ -164,7 +174,15 @@ class AttentionRule:
         log_sum: Tensor,
         mask: Mask,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value through a tile, as `attend_backward` does."""
+        """Return the gradients of the query, key and value of one tile, as `attend_backward` does.
+
+        Args:
+            output_gradient: Gradient of the output of the tile's queries.
+            operands: Queries, keys and values of the tile, already cut out.
+            output: Output of these queries over all keys, not only those of the tile.
+            log_sum: Log-sum-exp of these queries over all keys.
+            mask: Mask of the tile.
+        """
         if self.cap:
             return self._capped_backward(output_gradient, operands, output, log_sum, mask)
         if mask != "reversed":

@@ -112,7 +112,7 @@ def build_packaged_library(
         is_correct: As in `build_library`.
 
     Raises:
-        CompilerError: No compiler makes one that runs here.
+        CompilerError: There is no compiler, it fails, or the library does not run or compute correctly.
     """
     folder = files(package)
     with as_file(folder / source) as source_path, as_file(folder / program) as program_path:

@@ -82,7 +82,7 @@ class Matrices:
     def stored_factor(self) -> Shard:
         """Shard of Q' in a checkpoint, [..., pieces, rank, m].
 
-        The factors of the pieces of a parameter are stacked, because each belongs to one piece.
+        Each tensor or expert rank's piece of a parameter has a factor of its own; dim `pieces` counts them.
         """
         shard, dim, replication = self.segment.parameter.shard, self.dim, self.segment.replication
         number, pieces = 0, 1
