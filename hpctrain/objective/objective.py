@@ -36,8 +36,8 @@ class Losses:
 LossFunction = Callable[..., Losses]
 """Computes the losses of one micro-batch. `ModelPart.predict` of the last part calls it.
 
-A transformer passes its output layer and the last hidden states [seq, batch, hidden], a user's module its
-outputs.
+Its arguments are `(head, hidden)` for a transformer: the output layer and the last hidden states [seq, batch,
+hidden]. They are `(outputs)` for a user's module.
 """
 
 LossGradient = Callable[[Tensor, Group], tuple[Tensor, tuple[Tensor, ...]]]

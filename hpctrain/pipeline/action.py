@@ -167,7 +167,7 @@ class Schedule:
         return ScheduleDependencies(tuple(stages), nothing + 1, nothing)
 
     def part(self, stage: int, chunk: int) -> int:
-        """Return the index in the model, from the input on, of the part that a stage holds as a chunk."""
+        """Return which part of the model (0 is the input's) is chunk `chunk` of `stage`."""
         is_reversed = self.placement == "v" and chunk % 2 == 1
         return chunk * self.stage_count + (self.stage_count - 1 - stage if is_reversed else stage)
 

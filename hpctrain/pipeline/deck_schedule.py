@@ -36,6 +36,8 @@ def outline_schedule(deck: Deck) -> Schedule:
 def make_schedule(deck: Deck, data_ranks: int, times: StageTimes | None = None) -> Callable[[int], Schedule]:
     """Return a function that builds the deck's schedule for a number of micro-batches.
 
+    A schedule from a file is returned whatever the number.
+
     Args:
         deck: The deck.
         data_ranks: Number of data-parallel ranks.

@@ -14,10 +14,12 @@ from hpctrain.pipeline.action import Schedule, number_actions
 def dual_pipe_v(stages: int, micro_batches: int) -> Schedule:
     """Return the DualPipe-V schedule. A stage holds the activations of at most 2 p + 1 passes.
 
-    With F, I and W the times of a chunk, I = F, and B = I + W, the bubble is (p - 1)(F + B - 2 W). It is (p -
-    1)(F&B + B - 3 W), where F&B is the time of a forward and a backward pass that overlap. A pass is one
-    micro-batch in one chunk. The schedule is meant for
-    at least 2 p micro-batches. With fewer, it is the order for 2 p without the missing ones.
+    A pass is one micro-batch in one chunk. F, I and W are the times of passes, and B = I + W. Without overlap
+    and with I = F the bubble is (p - 1)(F + B - 2 W). If each F and the B after it run as one action of time
+    F&B, whose two results are ready only at its end, it is (p - 1)(F&B + B - 3 W) (DeepSeek's formula).
+
+    The schedule is meant for at least 2 p micro-batches. With fewer, it is the order for 2 p without the
+    missing ones.
 
     Args:
         stages: Number of stages, p.

@@ -62,7 +62,7 @@ class QueryKeyNorm(nn.Module):
         if not self.joint and not self.centered:
             norm, options = self.functions.head_norm, (self.epsilon, self.offset)
             return norm(query, self.query_weight, *options), norm(key, self.key_weight, *options)
-        result: tuple[Tensor, Tensor] = _Normalized.apply(
+        result: tuple[Tensor, Tensor] = _QueryKeyNormAutograd.apply(
             query, key, self.query_weight, self.key_weight, self
         )
         return result
@@ -88,11 +88,12 @@ class QueryKeyNorm(nn.Module):
         return [part / rows.size for part, rows in zip(summed_parts, self.rows, strict=True)]
 
 
-class _Normalized(torch.autograd.Function):
-    """RMSNorm over all heads, or LayerNorm over each head. The backward pass recomputes x^ to save memory.
+class _QueryKeyNormAutograd(torch.autograd.Function):
+    """RMSNorm over all heads of all tensor ranks, or LayerNorm over each head.
 
-    The result is the product of x^ = x / sqrt(mean x^2 + epsilon) and the weight, with x - mean x for x in
-    LayerNorm.
+    The former is collective in both passes, the latter is local. The result is the weight times the
+    normalized x: x / sqrt(mean x^2 + epsilon), in LayerNorm with x - mean x for x. The backward pass
+    recomputes the normalized values instead of saving them.
     """
 
     @staticmethod

@@ -1,5 +1,7 @@
 """Recipes: which elements of the operands share a scale, and from which maxima it comes.
 
+`formats.py` has the rule by which a scale follows from a maximum.
+
 A product sums over the last dim of both operands, [m, k] and [n, k], and blocks are described for such
 operands. The three products of a layer need inputs, weights and output gradients twice each, once transposed.
 Unless blocks are square, the transposed operand is quantized again from high precision

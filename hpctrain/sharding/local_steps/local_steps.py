@@ -126,6 +126,7 @@ class LocalSteps(ReplicaSync):
                 work.test()
         if self.replicas > 1:
             for bucket in buckets:
+                # The loss was divided by the tokens of all replicas.
                 bucket.owned_gradients.mul_(self.replicas)
 
     @override
