@@ -34,7 +34,7 @@ class HierarchicalReduction(GradientReduction):
 
     For each bucket, one rank inside exchanges the node's sums with other nodes, and returns the results to
     the ranks inside. The ranks take turns from bucket to bucket, so that each of them uses the link.
-    `start` blocks until the sum over the ranks inside is complete. `wait` of its result is collective over them.
+    `start` waits for the sum inside the node. `wait` of its result is collective over the ranks inside.
 
     Args:
         bucket: The bucket.
