@@ -30,7 +30,7 @@ def update_bytes(optimizer: Optimizer) -> int:  # noqa: ARG001
 
 @update_bytes.register
 def _offloaded_bytes(optimizer: OffloadedOptimizer) -> int:
-    return sum(copy.nbytes for slot in optimizer.slots for copy in slot.memory.values())
+    return sum(copy.nbytes for buffer in optimizer.piece_buffers for copy in buffer.memory.values())
 
 
 @update_bytes.register

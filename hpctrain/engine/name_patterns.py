@@ -19,7 +19,7 @@ from hpctrain.engine.stages.update_rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import bare_model
-from hpctrain.model.parameters.pattern_matches import PatternMatches
+from hpctrain.model.parameters.pattern_check import PatternCheck
 from hpctrain.model.part import ModelPart, parameter_list
 from hpctrain.model.precision import Precision
 from hpctrain.optim.matrix.matrix_rule import MatrixRules
@@ -64,10 +64,10 @@ def pattern_problems(deck: Deck, architecture: Architecture) -> Iterator[DeckPro
 
 
 def _frozen_problems(model: ModelPart, patterns: Sequence[str]) -> list[str]:
-    leaves = (leaf for unit in model.units() for leaf in unit)
-    fused = (list(each) for leaf in leaves for _, each in groupby(sorted(leaf, key=Tensor.dim), Tensor.dim))
+    layers = (layer for unit in model.units() for layer in unit)
+    fused = (list(each) for layer in layers for _, each in groupby(sorted(layer, key=Tensor.dim), Tensor.dim))
     example = parameter_list(model)[0].shard.name
-    return PatternMatches.of(patterns, fused).problems(
+    return PatternCheck.compare(patterns, fused).problems(
         "freezes {}, but not {}, which is fused with it (name both or neither)",
         f"no parameter matches {{}} (an example of a name is {example})",
         all_match="leaves nothing to train (leave out a pattern)",
@@ -93,10 +93,10 @@ def _linear_layers(model: ModelPart) -> list[SplitLinear]:
 
 
 def _muon_problems(model: ModelPart, rule: MatrixRules) -> list[str]:
-    leaves = (leaf for unit in model.units() for leaf in unit)
-    matrices = ([p for p in leaf if rule.matrix_rule.update_block(p.shard) is not None] for leaf in leaves)
+    layers = (layer for unit in model.units() for layer in unit)
+    matrices = ([p for p in layer if rule.matrix_rule.update_block(p.shard) is not None] for layer in layers)
     further = (parameter.shard.name for parameter in parameter_list(model))
-    return PatternMatches.of(rule.patterns, matrices, further).problems(
+    return PatternCheck.compare(rule.patterns, matrices, further).problems(
         "names {}, but not {}, which is stored with it (name both or neither)",
         "no parameter matches {}",
         none="names no matrix",
@@ -105,7 +105,7 @@ def _muon_problems(model: ModelPart, rule: MatrixRules) -> list[str]:
 
 def _fp8_problems(model: ModelPart, patterns: Sequence[str]) -> list[str]:
     fused = (layer.weights for layer in _linear_layers(model))
-    return PatternMatches.of(patterns, fused, _NEVER_IN_8_BITS, matches_parameter).problems(
+    return PatternCheck.compare(patterns, fused, _NEVER_IN_8_BITS, matches_parameter).problems(
         "excludes {}, but not {}, which is fused with it (name both or neither)",
         "no linear layer matches {}",
         all_match='excludes all layers (precision.compute = "bf16" is equivalent)',

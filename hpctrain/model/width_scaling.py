@@ -61,9 +61,9 @@ class WidthScaling:
             return 1 / sqrt(self.width)
         return 1 / self.width if initial == "router" else 1.0
 
-    def rate(self, initial: Initial, optimizer: str) -> float:
+    def learning_rate_factor(self, initial: Initial, optimizer: str) -> float:
         """Return the factor of the learning rate of weights with a role."""
-        return RATES[optimizer](self, initial)
+        return LEARNING_RATE_FACTORS[optimizer](self, initial)
 
 
 STANDARD = WidthScaling()
@@ -99,7 +99,7 @@ def _muon_rms_rate_factor(scaling: WidthScaling, initial: Initial) -> float:
     return _muon_rate_factor(scaling, initial) / sqrt(scaling.width)
 
 
-RATES: Mapping[str, Callable[[WidthScaling, Initial], float]] = {
+LEARNING_RATE_FACTORS: Mapping[str, Callable[[WidthScaling, Initial], float]] = {
     "adamw": _adam_rate_factor,
     "adafactor": _adam_rate_factor,
     "adam-mini": _adam_rate_factor,
@@ -115,8 +115,8 @@ For matrices that Muon updates, the key is `optimizer.match`.
 """
 
 
-def set_rates(parts: Iterable[ModelPart], deck: Deck) -> None:
-    """Set `Parameter.rate`, the factor of the learning rate, by the width (muP). Do nothing without muP."""
+def set_learning_rate_factors(parts: Iterable[ModelPart], deck: Deck) -> None:
+    """Set the `learning_rate_factor` of parameters by the width (muP). Do nothing without muP."""
     width_scaling = WidthScaling.of(deck)
     if width_scaling == STANDARD:
         return
@@ -126,4 +126,4 @@ def set_rates(parts: Iterable[ModelPart], deck: Deck) -> None:
         if isinstance(rule, MuonTable):
             named = any(fnmatchcase(parameter.shard.name, each) for each in rule.matrices)
             name = rule.match if named and parameter.dim() > 1 else "adamw"
-        parameter.rate = width_scaling.rate(parameter.initial, name)
+        parameter.learning_rate_factor = width_scaling.learning_rate_factor(parameter.initial, name)

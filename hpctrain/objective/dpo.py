@@ -45,7 +45,7 @@ class DirectPreference(PairObjective):
     smoothing: float = 0.0
 
     @override
-    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
+    def loss_function(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         targets = inputs.fields["targets"].t()
         stored = inputs.fields.get(REFERENCE)
         reference = torch.zeros(targets.shape, device=targets.device) if stored is None else stored.t()

@@ -35,7 +35,7 @@ class ModuleNextToken(NextToken):
     """
 
     @override
-    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
+    def loss_function(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         targets = inputs.fields["targets"]
 
         def losses(outputs: Any) -> Losses:
@@ -66,7 +66,7 @@ class ModuleClassification(Objective):
         return int((micro_batch.fields[self.name][: micro_batch.present] >= 0).sum())
 
     @override
-    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
+    def loss_function(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         targets = inputs.fields[self.name].long()
         if inputs.present < inputs.rows:
             targets = targets.clone()
@@ -154,7 +154,7 @@ class UserLoss(Objective):
         return share or 1.0
 
     @override
-    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
+    def loss_function(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         batch = {name: field.contiguous() for name, field in inputs.fields.items()}
         # If no row is a sample of the dataset, one row only keeps ranks in step, and is not counted.
         weight = 0.0 if self.of_samples and not inputs.present else 1.0

@@ -62,7 +62,7 @@ class MultiToken(NextToken):
         return fields
 
     @override
-    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
+    def loss_function(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         return _LossOfDepths(inputs, scale, self)
 
 

@@ -54,7 +54,7 @@ class NextToken(Objective):
     metrics: ClassVar[tuple[str, ...]] = ("loss",)
 
     @override
-    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
+    def loss_function(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         return CrossEntropy(inputs.fields["targets"].t(), scale, self.z_loss)
 
 

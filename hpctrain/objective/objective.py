@@ -86,7 +86,7 @@ class Objective(Protocol):
         """
         return micro_batch.fields
 
-    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
+    def loss_function(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         """Return the function that computes the losses of a micro-batch.
 
         Args:

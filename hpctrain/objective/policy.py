@@ -95,7 +95,7 @@ class PolicyOptimization(Objective):
         return divisor
 
     @override
-    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
+    def loss_function(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         names = (name for name in (OLD, ADVANTAGES, REFERENCE) if name in inputs.fields)
         fields = {name: inputs.fields[name].t() for name in names}
         targets = inputs.fields["targets"].t()

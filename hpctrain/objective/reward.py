@@ -40,7 +40,7 @@ class PairwiseReward(PairObjective):
     centering: float = 0.0
 
     @override
-    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
+    def loss_function(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         targets, margins = inputs.fields["targets"].t(), inputs.fields.get(MARGIN)
         extra_margins = None if margins is None else margins[0::2, 0]  # all positions of a row have the same
 

@@ -77,4 +77,4 @@ class AdamW:
             weights, mean, square = (piece.state[name] for name in (MASTER, *self.names))
             size = (square / second_correction).sqrt_().add_(self.epsilon).mul_(first_correction)
             size.masked_fill_(square == 0, inf)
-            weights.addcdiv_(mean, size, value=-learning_rate * part.update_settings.rate)
+            weights.addcdiv_(mean, size, value=-learning_rate * part.update_settings.learning_rate_factor)

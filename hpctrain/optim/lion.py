@@ -41,7 +41,7 @@ class Lion:
         first, second = self.betas
         for part in parts:
             part.updates.add_(1)
-            rate = learning_rate * part.update_settings.rate
+            rate = learning_rate * part.update_settings.learning_rate_factor
             part.gradients.div_(gradient_divisor)
             part.decay_weights(learning_rate * self.weight_decay)
             for piece in part.pieces():

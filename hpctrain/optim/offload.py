@@ -38,7 +38,7 @@ from hpctrain.sharding.state import MASTER
 MemoryLocation = Literal["gpu", "host", "disk"]
 """Memory of a GPU or the host, or files."""
 
-SLOTS = 3
+PIECE_BUFFERS = 3
 """Number of pieces in memory: one is read, one is updated, one is written."""
 
 _VALUES, _GRADIENTS = "values", "gradients"
@@ -75,7 +75,7 @@ class OffloadedOptimizer(Optimizer):
     If the CPU computes the gradients, its results have the bits of ResidentOptimizer.
 
     Attributes:
-        slots: Memory of the pieces that are read, updated and written.
+        piece_buffers: Memory of the pieces that are read, updated and written.
     """
 
     def __init__(
@@ -114,7 +114,10 @@ class OffloadedOptimizer(Optimizer):
             for part, update_settings in bucket.layout.owned_update_ranges
             for first in range(part.start, part.stop, most)
         ]
-        self.slots = [_Slot(self._pieces[first::SLOTS], location, streams) for first in range(SLOTS)]
+        self.piece_buffers = [
+            _PieceBuffer(self._pieces[first::PIECE_BUFFERS], location, streams)
+            for first in range(PIECE_BUFFERS)
+        ]
 
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
         """Update the parameters. Collective over the ranks that share buckets.
@@ -128,9 +131,9 @@ class OffloadedOptimizer(Optimizer):
             try:
                 self._update_all(learning_rate, gradient_divisor)
             except HpctrainError:
-                for slot in self.slots:
+                for buffer in self.piece_buffers:
                     with suppress(HpctrainError):
-                        slot.wait()  # no transfer may be in progress after the error
+                        buffer.wait_for_files()  # no transfer may be in progress after the error
                 raise
         self.updates += 1
         if self._streams is not None:
@@ -138,28 +141,30 @@ class OffloadedOptimizer(Optimizer):
         gather_updated(self.buckets)
 
     def _update_all(self, learning_rate: float, divisor: float) -> None:
-        slots = self.slots
+        buffers = self.piece_buffers
         for index, piece in enumerate(self._pieces):
-            slot = slots[index % SLOTS]
+            buffer = buffers[index % PIECE_BUFFERS]
             if index == 0:
-                slot.read(piece)
+                buffer.read(piece)
             if index + 1 < len(self._pieces):
-                following = slots[(index + 1) % SLOTS]
-                following.wait()
+                following = buffers[(index + 1) % PIECE_BUFFERS]
+                following.wait_for_files()
                 following.read(self._pieces[index + 1])
-            slot.wait()
-            self._update(piece, slot, learning_rate, divisor)
-            slot.write(piece, training_weights(self._averaged_rule, slot.state))
-        for slot in slots:
-            slot.wait()
+            buffer.wait_for_files()
+            self._update(piece, buffer, learning_rate, divisor)
+            buffer.write(piece, training_weights(self._averaged_rule, buffer.state))
+        for buffer in buffers:
+            buffer.wait_for_files()
 
-    def _update(self, piece: OffloadSlice, slot: _Slot, learning_rate: float, divisor: float) -> None:
+    def _update(
+        self, piece: OffloadSlice, buffer: _PieceBuffer, learning_rate: float, divisor: float
+    ) -> None:
         updates = torch.tensor(float(self.updates))
-        elements = ElementBatch(slot.state, slot.gradients(), updates, piece.update_settings)
+        elements = ElementBatch(buffer.state, buffer.gradients(), updates, piece.update_settings)
         self.rule.update([elements], learning_rate, divisor)
 
 
-class _Slot:
+class _PieceBuffer:
     """Memory for one piece at a time.
 
     It has views of state that is in host memory, and copies of all that is in files or on a GPU.
@@ -195,7 +200,7 @@ class _Slot:
         self._return: StreamWork | None = None
 
     def read(self, piece: OffloadSlice) -> None:
-        """Start to read a piece. `wait` waits for its state, and `gradients` for its gradients."""
+        """Start to read a piece. `wait_for_files` waits for its state, and `gradients` for its gradients."""
         self.state = {name: self._start_read(name, flat[piece.part]) for name, flat in piece.state.items()}
         self._gradients = part = piece.bucket.owned_gradients[piece.part]
         if self._streams is not None:
@@ -229,8 +234,8 @@ class _Slot:
             assert self._streams is not None
             self._return = self._streams.to_device.start(lambda: _copy(part, rounded), [part])
 
-    def wait(self) -> None:
-        """Wait for all transfers of files.
+    def wait_for_files(self) -> None:
+        """Wait until all files are read or written.
 
         Raises:
             InputOutputError: If a transfer has failed: the error of the first of them.
@@ -266,7 +271,7 @@ def _state(rule: UpdateRule, bucket: Bucket, store: Store, location: MemoryLocat
 
 
 def piece_elements(element_bytes: int, buffer_bytes: int) -> int:
-    """Return the elements of a piece, so that SLOTS of them fit into the buffer.
+    """Return the elements of a piece, so that PIECE_BUFFERS of them fit into the buffer.
 
     They are a multiple of ALIGNMENT, so that vector instructions start at the same elements in any piece.
 
@@ -274,4 +279,4 @@ def piece_elements(element_bytes: int, buffer_bytes: int) -> int:
         element_bytes: Bytes of all state and copies of one element.
         buffer_bytes: Bytes of the buffer.
     """
-    return max(ALIGNMENT, buffer_bytes // (SLOTS * element_bytes) // ALIGNMENT * ALIGNMENT)
+    return max(ALIGNMENT, buffer_bytes // (PIECE_BUFFERS * element_bytes) // ALIGNMENT * ALIGNMENT)

@@ -50,8 +50,8 @@ class ElementBatch:
         state: State by name, among it the master weights. The rule changes it in place.
         gradients: Reduced gradients, not yet divided by the gradient divisor.
         updates: Scalar tensor with the number of updates before this one. An elementwise rule adds 1.
-        update_settings: The learning rate is multiplied by its `rate`. Weight decay, if they have it, takes
-            the learning rate without this factor.
+        update_settings: The learning rate is multiplied by its `learning_rate_factor`. Weight decay, if they
+            have it, takes the learning rate without this factor.
         shard: Shard of the parameter of a block; None for flat elements.
     """
 
@@ -79,7 +79,11 @@ def group_by_settings(parts: Sequence[ElementBatch]) -> dict[UpdateSettings, lis
     groups: dict[UpdateSettings, list[ElementBatch]] = {}
     for part in parts:
         groups.setdefault(part.update_settings, []).append(part)
-    return dict(sorted(groups.items(), key=lambda group: (not group[0].has_weight_decay, group[0].rate)))
+    return dict(
+        sorted(
+            groups.items(), key=lambda group: (not group[0].has_weight_decay, group[0].learning_rate_factor)
+        )
+    )
 
 
 class UpdateRule(Protocol):

@@ -62,7 +62,7 @@ class ScheduleFree:
         """Update the elements in place. The gradients are divided by `gradient_divisor` in place."""
         share, decay = 1 / self.totals["weights"], self.betas[1]
         for part in parts:
-            decayed, factor = part.update_settings.has_weight_decay, part.update_settings.rate
+            decayed, factor = part.update_settings.has_weight_decay, part.update_settings.learning_rate_factor
             correction = 1 - decay ** part.updates.add_(1).double()
             part.gradients.div_(gradient_divisor)
             for piece in part.pieces():

@@ -48,7 +48,7 @@ class SGD:
         """Update the elements in place. The gradients are divided by `gradient_divisor` in place."""
         for part in parts:
             part.updates.add_(1)
-            rate = learning_rate * part.update_settings.rate
+            rate = learning_rate * part.update_settings.learning_rate_factor
             weights, gradients = part.state[MASTER], part.gradients.div_(gradient_divisor)
             part.decay_weights(learning_rate * self.weight_decay)
             uses_velocity = self.momentum and (

@@ -111,8 +111,10 @@ class LayerContext:
         """
         return self.tensor.all_gather(x) if self.sequence_parallel else x
 
-    def start_reduce_output(self, x: Tensor, blocking: bool = False) -> Work[Tensor]:
-        """Start the sum of partial results over tensor ranks. Collective over `tensor`.
+    def start_tensor_sum(self, x: Tensor, blocking: bool = False) -> Work[Tensor]:
+        """Start to sum partial results over tensor ranks. Collective over `tensor`.
+
+        Examples are the output of a row-parallel layer and the input gradient of a column-parallel one.
 
         Args:
             x: This rank's term [s, ...]; the sum may overwrite it.
@@ -127,9 +129,9 @@ class LayerContext:
         start = self.tensor.start_reduce_scatter if self.sequence_parallel else self.tensor.start_all_reduce
         return start(x, blocking=blocking)
 
-    def reduce_output(self, x: Tensor) -> Tensor:
-        """Return the result of `start_reduce_output`. Collective over `tensor`."""
-        return self.start_reduce_output(x, True).wait()
+    def tensor_sum(self, x: Tensor) -> Tensor:
+        """Sum partial results over tensor ranks, as `start_tensor_sum` does. Collective over `tensor`."""
+        return self.start_tensor_sum(x, True).wait()
 
     @property
     def sequence_partial(self) -> frozenset[str]:

@@ -84,4 +84,4 @@ class _SharedOverHeads(torch.autograd.Function):
     @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         # The sum may overwrite its operand, which other functions may have received, too.
-        return ctx.layer_context.reduce_output(gradient.clone()), None
+        return ctx.layer_context.tensor_sum(gradient.clone()), None

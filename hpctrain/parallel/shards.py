@@ -121,13 +121,13 @@ class UpdateSettings(NamedTuple):
     """Settings with which the optimizer updates elements.
 
     Attributes:
-        has_weight_decay: True if weight decay applies. It uses the learning rate without `rate`.
-        rate: Factor of the learning rate.
+        has_weight_decay: True if weight decay applies. It uses the learning rate without the factor.
+        learning_rate_factor: Factor of the learning rate.
         in_blocks: True if elements are updated in blocks (`UpdateBlock`).
     """
 
     has_weight_decay: bool = True
-    rate: float = 1.0
+    learning_rate_factor: float = 1.0
     in_blocks: bool = False
 
 
@@ -163,7 +163,7 @@ class Parameter(nn.Parameter):
         shard: Place in the global tensor.
         has_weight_decay: True if weight decay applies.
         initial: Initial values.
-        rate: Factor of the learning rate.
+        learning_rate_factor: Factor of the learning rate.
         update_block: Part that is updated as one. None if each element is updated by itself.
         uses: Number of additions to the gradient in the backward pass of one micro-batch.
         separate_lookups: Number of further buffers of a table whose uses add in an order that depends on the
@@ -177,7 +177,7 @@ class Parameter(nn.Parameter):
     shard: Shard
     has_weight_decay: bool
     initial: Initial
-    rate: float = 1.0
+    learning_rate_factor: float = 1.0
     update_block: UpdateBlock | None = None
     uses: int = 1
     separate_lookups: int = 0
@@ -199,7 +199,7 @@ class Parameter(nn.Parameter):
     @property
     def update_settings(self) -> UpdateSettings:
         """Settings with which the optimizer updates the parameter."""
-        return UpdateSettings(self.has_weight_decay, self.rate, self.update_block is not None)
+        return UpdateSettings(self.has_weight_decay, self.learning_rate_factor, self.update_block is not None)
 
     @property
     def gradient(self) -> Tensor | None:

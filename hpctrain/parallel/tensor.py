@@ -389,7 +389,7 @@ class ColumnAutograd(torch.autograd.Function):
             input_gradient = product.input_gradient(gradient).view(*output_gradient.shape[:-1], -1)
         inner = (*inner, *layer._add_inner_gradient(gradient, input_gradient))
         if input_gradient is not None:
-            reduction = layer_context.start_reduce_output(input_gradient)
+            reduction = layer_context.start_tensor_sum(input_gradient)
 
         bias_gradient = output_gradient if layer.biases else None
 
@@ -424,7 +424,7 @@ class _RowAutograd(torch.autograd.Function):
         ctx.save_for_backward(*inner, *layer.product.operand_tensors(saved))
         if alone:
             return output
-        output = layer_context.reduce_output(output)
+        output = layer_context.tensor_sum(output)
         return output if bias is None else output.add_(bias)
 
     @staticmethod

@@ -120,7 +120,7 @@ class _EmbeddingAutograd(torch.autograd.Function):
         local = local.masked_fill(outside, 0)
         ctx.save_for_backward(local, outside)
         output = functional.embedding(local, weight).masked_fill_(outside.unsqueeze(-1), 0)
-        return layer.layer_context.reduce_output(output)
+        return layer.layer_context.tensor_sum(output)
 
     @staticmethod
     @override
@@ -261,7 +261,7 @@ class _HeadLossAutograd(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         head: VocabularyHead = ctx.head
         (gradient,) = ctx.saved_tensors
-        gradient = head.layer_context.reduce_output(gradient)
+        gradient = head.layer_context.tensor_sum(gradient)
         if head.table.requires_grad:
             head.table.mark_gradient_added()
         return gradient, None, None, None, None

@@ -33,7 +33,9 @@ def outline_schedule(deck: Deck) -> Schedule:
     return Schedule((forward,) * layout.pipeline, "outline", placement)
 
 
-def make_schedule(deck: Deck, data_ranks: int, times: StageTimes | None = None) -> Callable[[int], Schedule]:
+def schedule_builder(
+    deck: Deck, data_ranks: int, times: StageTimes | None = None
+) -> Callable[[int], Schedule]:
     """Return a function that builds the deck's schedule for a number of micro-batches.
 
     A schedule from a file is returned whatever the number.

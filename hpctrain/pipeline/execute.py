@@ -84,7 +84,7 @@ class PreparedBatch:
         inputs = ModelInputs(
             fields, positions, dropout, auxiliary, samples, choices, documents, lengths=lengths
         )
-        return PreparedBatch(inputs, objective.losses(inputs, scale))
+        return PreparedBatch(inputs, objective.loss_function(inputs, scale))
 
 
 def context_piece(tokens: Tensor, positions: Tensor) -> Tensor:

@@ -109,14 +109,14 @@ def _patterns(deck: Deck) -> Iterator[DeckProblem]:
 
 
 def _schedule(deck: Deck, ranks: int | None) -> Iterator[DeckProblem]:
-    from hpctrain.pipeline.deck_schedule import make_schedule, read_schedule_file
+    from hpctrain.pipeline.deck_schedule import read_schedule_file, schedule_builder
 
     named = deck.problem("layout.schedule", "")
     try:
         if ranks is None or world_problems(deck, ranks):
             read_schedule_file(deck)
         else:
-            make_schedule(deck, data_ranks(deck, ranks))
+            schedule_builder(deck, data_ranks(deck, ranks))
     except HpctrainError as error:
         yield from (DeckProblem("layout.schedule", problem.removeprefix(named)) for problem in error.problems)
 

@@ -359,7 +359,7 @@ def _run(
         running: AbstractContextManager[object] = META
         if isinstance(architecture, ModuleArchitecture):
             inputs = example_inputs(architecture, deck.batch.micro_size)
-            batch, running = PreparedBatch(inputs, objective.losses(inputs, one)), simulated_host()
+            batch, running = PreparedBatch(inputs, objective.loss_function(inputs, one)), simulated_host()
         stage.synchronizer.start(passes)
     with running, stage.pass_context(("rehearsed", passes)):
         executor.run(schedule, [batch] * passes)

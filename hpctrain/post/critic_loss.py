@@ -35,7 +35,7 @@ class ClippedValue(Objective):
     metrics: ClassVar[tuple[str, ...]] = ("loss", "value", "clip_share")
 
     @override
-    def losses(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
+    def loss_function(self, inputs: ModelInputs, scale: Tensor) -> LossFunction:
         predicted = inputs.fields["targets"].t() >= 0
         # Passes that only compute scores have no returns yet.
         zeros = torch.zeros(predicted.shape, device=predicted.device).t()

@@ -111,7 +111,7 @@ class BucketLayout:
 
     @staticmethod
     def of(
-        leaves: Sequence[Sequence[Parameter]],
+        layers: Sequence[Sequence[Parameter]],
         sharding: ZeroSharding,
         replications: Replications,
         loads: UpdateLoads | None = None,
@@ -124,13 +124,13 @@ class BucketLayout:
         fused, stay adjacent.
 
         Args:
-            leaves: Parameters of each layer.
+            layers: Of each layer, its parameters.
             sharding: How the bucket is split among ranks.
             replications: Replications of this rank.
             loads: Work that the ranks already have from earlier buckets; it is updated. None means no work.
         """
-        by_kind = sorted(leaves, key=lambda leaf: all(parameter.shard.partial for parameter in leaf))
-        parameters = sorted((parameter for leaf in by_kind for parameter in leaf), key=_order)
+        by_kind = sorted(layers, key=lambda layer: all(parameter.shard.partial for parameter in layer))
+        parameters = sorted((parameter for layer in by_kind for parameter in layer), key=_order)
         segments: list[BucketSegment] = []
         borders: list[int] = []
         all_settings: list[UpdateSettings] = []
@@ -155,7 +155,7 @@ class BucketLayout:
 def _order(parameter: Parameter) -> tuple[bool, float, bool, bool]:
     """Return the key by which parameters are sorted in a bucket, see `BucketLayout.of`."""
     decays, in_block = parameter.has_weight_decay, parameter.update_block is not None
-    return not decays, parameter.rate, not in_block, parameter.dim() < 2
+    return not decays, parameter.learning_rate_factor, not in_block, parameter.dim() < 2
 
 
 def overlap(part: slice, within: slice) -> slice:
@@ -203,8 +203,8 @@ def _runs(start: int, stop: int, ranks: int) -> list[UpdateUnit]:
     ]
 
 
-def _round_up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
+def _round_up(number: int, multiple_of: int) -> int:
+    return -(-number // multiple_of) * multiple_of
 
 
 def bucket_layouts(
@@ -220,7 +220,8 @@ def bucket_layouts(
     ZeroShardings are in different buckets.
 
     Args:
-        units: Layers that compute together (a block, the embedding); of each layer, its parameters.
+        units: Of each unit, which is the layers that ZeRO-3 gathers together (a block, the embedding), the
+            layers; of each layer, its parameters.
         replications: Replications of this rank.
         bucket_bytes: Largest size of the fp32 gradients of joined layers.
         separate_frozen: True if parameters that are not trained are in buckets of their own.
@@ -228,23 +229,23 @@ def bucket_layouts(
     pending: dict[_BucketKey, list[Sequence[Parameter]]] = {}
     loads: dict[ZeroSharding, UpdateLoads] = {}
 
-    def layout(leaves: Sequence[Sequence[Parameter]], sharding: ZeroSharding) -> BucketLayout:
+    def layout(layers: Sequence[Sequence[Parameter]], sharding: ZeroSharding) -> BucketLayout:
         load = loads.setdefault(sharding, UpdateLoads(sharding.group.size))
-        return BucketLayout.of(leaves, sharding, replications, load)
+        return BucketLayout.of(layers, sharding, replications, load)
 
     for unit in units:
-        for key, leaves in _by_sharding(unit, replications, separate_frozen).items():
+        for key, layers in _by_sharding(unit, replications, separate_frozen).items():
             sharding, _ = key
             if sharding.zero == 3:
-                yield layout(leaves, sharding)
+                yield layout(layers, sharding)
                 continue
             joined = pending.setdefault(key, [])
-            for leaf in leaves:
-                elements = sum(parameter.shard.elements for each in (*joined, leaf) for parameter in each)
+            for layer in layers:
+                elements = sum(parameter.shard.elements for each in (*joined, layer) for parameter in each)
                 if joined and 4 * elements > bucket_bytes:
                     yield layout(joined, sharding)
                     joined.clear()
-                joined.append(leaf)
+                joined.append(layer)
     for (sharding, _), joined in pending.items():
         yield layout(joined, sharding)
 
@@ -260,16 +261,16 @@ def _by_sharding(
 ) -> dict[_BucketKey, list[Sequence[Parameter]]]:
     """Return the layers of a unit by the properties that the parameters of a bucket share.
 
-    A unit is a list of layers whose parameters ZeRO-3 gathers together.
+    A unit is the layers that ZeRO-3 gathers together.
     """
-    layers: dict[_BucketKey, list[Sequence[Parameter]]] = {}
-    for leaf in unit:
+    layers_by_key: dict[_BucketKey, list[Sequence[Parameter]]] = {}
+    for layer in unit:
         by_key: dict[_BucketKey, list[Parameter]] = {}
-        for parameter in leaf:
+        for parameter in layer:
             sharding = replications.of(parameter.shard).sharding
             by_key.setdefault((sharding, parameter.requires_grad or not separate_frozen), []).append(
                 parameter
             )
         for key, parameters in by_key.items():
-            layers.setdefault(key, []).append(parameters)
-    return layers
+            layers_by_key.setdefault(key, []).append(parameters)
+    return layers_by_key

@@ -181,11 +181,11 @@ class Replications:
 
     Args:
         mesh: Mesh of the ranks.
-        shard: Function that returns the ZeroSharding of a group of ranks that train on different tokens.
+        make_sharding: Makes the ZeroSharding of a group of ranks that train on different tokens.
     """
 
-    def __init__(self, mesh: MeshQueries, shard: Callable[[Group], ZeroSharding]) -> None:
-        self._mesh, self._shard = mesh, shard
+    def __init__(self, mesh: MeshQueries, make_sharding: Callable[[Group], ZeroSharding]) -> None:
+        self._mesh, self._make_sharding = mesh, make_sharding
         self._shardings: dict[tuple[Group, bool], ZeroSharding] = {}
         self._holder_groups: dict[int, Group] = {}
 
@@ -229,7 +229,7 @@ class Replications:
         """Return the ZeroSharding of ranks, made once. Tensors that stay whole have at most stage 2."""
         key = group, zero_exempt
         if key not in self._shardings:
-            sharding = self._sharding(group, False) if zero_exempt else self._shard(group)
+            sharding = self._sharding(group, False) if zero_exempt else self._make_sharding(group)
             if zero_exempt and sharding.zero == 3:
                 sharding = replace(sharding, zero=2)
             self._shardings[key] = sharding
@@ -240,7 +240,7 @@ class Replications:
         """Replication of experts, which are all split alike."""
         data_group, alone = self._mesh.group("expert_data"), self._mesh.new_subgroup("expert_data", 1)
         pieces = self._mesh.group(EXPERTS[1])
-        return Replication(self._shard(data_group), alone, False, pieces, None, 0, 1)
+        return Replication(self._make_sharding(data_group), alone, False, pieces, None, 0, 1)
 
 
 @dataclass(frozen=True)

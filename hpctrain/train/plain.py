@@ -95,4 +95,4 @@ def call_in(engine: Engine, module: nn.Module) -> ModuleCall:
 
 def losses_of(engine: Engine, micro: MicroBatch) -> LossFunction:
     """The sums of a micro-batch, of what a module gives."""
-    return engine.objective.losses(ModelInputs(micro.fields, engine.positions), torch.ones(()))
+    return engine.objective.loss_function(ModelInputs(micro.fields, engine.positions), torch.ones(()))

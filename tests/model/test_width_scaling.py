@@ -24,7 +24,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.parameters.initialize import deviation
 from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import ModelShape
-from hpctrain.model.width_scaling import RATES, WidthScaling
+from hpctrain.model.width_scaling import LEARNING_RATE_FACTORS, WidthScaling
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.miniature import miniature
 from hpctrain.train.verify import verify_layout
@@ -60,14 +60,14 @@ def test_what_a_width_changes_is_what_the_table_says(width: int) -> None:
     by = WidthScaling.of(deck)
     of_size = dict.fromkeys(("adamw", "adafactor", "adam-mini", "lion", "schedule-free"), adam)
     for optimizer, rates in {**of_size, "sgd": sgd, **muon}.items():
-        assert {initial: by.rate(initial, optimizer) for initial in rates} == rates  # type: ignore[arg-type]
+        assert {initial: by.learning_rate_factor(initial, optimizer) for initial in rates} == rates  # type: ignore[arg-type]
     assert by.of_logits == 1 / m
     # 1 / d, and at the base's d of 4 as usual: a constant of sqrt(4).
     assert by.of_scores / sqrt(width // 4) == pytest.approx(2 / (width // 4), rel=1e-12)
 
 
 def test_every_optimizer_that_is_allowed_has_rates() -> None:
-    assert {*MUP_OPTIMIZERS, "original", "adamw-rms"} == {*RATES, "muon"}
+    assert {*MUP_OPTIMIZERS, "original", "adamw-rms"} == {*LEARNING_RATE_FACTORS, "muon"}
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "adam-mini"])
@@ -102,7 +102,7 @@ def test_parameters_begin_and_are_updated_by_their_role(world: World, family: tu
         matrix = parameter.dim() > 1 and not name.startswith(("embedding", "head"))
         factor = 0.25 if name.endswith("router.weight") else 0.5 if matrix else 1.0
         assert torch.allclose(parameter, usual[name] * factor, rtol=1e-6, atol=0), name
-        assert parameter.rate == (0.25 if matrix else 1.0), name
+        assert parameter.learning_rate_factor == (0.25 if matrix else 1.0), name
         hidden += matrix
     assert hidden == (2 * (4 + 3) if family else 2 * 6)
 
@@ -118,7 +118,7 @@ def test_what_muon_leaves_to_adamw_has_the_rates_of_that(world: World) -> None:
         name = parameter.shard.name
         hidden = parameter.dim() > 1 and name.startswith("blocks")
         expected = 0.5 if hidden and ".attention." in name else 0.25 if hidden else 1.0
-        assert parameter.rate == expected, name
+        assert parameter.learning_rate_factor == expected, name
 
 
 @pytest.mark.parametrize("family", [(), EXPERTS, (*LLAMA, "model.query_key_norm=head")], ids=str)

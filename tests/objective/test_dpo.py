@@ -83,7 +83,7 @@ def test_losses_and_gradients(
 
     layer, mine = head(world, weight), hidden.clone().requires_grad_()
     objective = DirectPreference(BETA, form, smoothing)
-    found = objective.losses(inputs_of(targets, reference), torch.tensor(0.25))(layer, mine)
+    found = objective.loss_function(inputs_of(targets, reference), torch.tensor(0.25))(layer, mine)
     found.total.backward()
     metrics = dict(zip(objective.metrics, map(float, found.metrics), strict=True))
     assert metrics["loss"] == pytest.approx(float(total), rel=1e-6)
@@ -107,7 +107,7 @@ def test_an_unchanged_model_equals_its_reference(world: World, form: torch.dtype
     layer, hidden = head(world, weight.to(form)), hidden.to(form)
     reference = log_probabilities(layer, hidden, targets)
     objective = DirectPreference(BETA)
-    losses = objective.losses(inputs_of(targets, reference), torch.tensor(1.0))
+    losses = objective.loss_function(inputs_of(targets, reference), torch.tensor(1.0))
     with torch.no_grad():
         watched = dict(zip(objective.metrics, map(float, losses(layer, hidden).metrics), strict=True))
     trained = losses(layer, hidden.clone().requires_grad_())

@@ -20,7 +20,7 @@ OUTPUTS = torch.tensor([0.5, -1.5], requires_grad=True)
 
 def losses_of(made: Any) -> Losses:
     inputs = ModelInputs.of_tokens(torch.zeros(3, 2, dtype=torch.int64), torch.arange(3), None)
-    return UserLoss(lambda *_: made).losses(inputs, torch.tensor(0.25))(OUTPUTS)
+    return UserLoss(lambda *_: made).loss_function(inputs, torch.tensor(0.25))(OUTPUTS)
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_losses_and_gradients(
     )
     inputs = ModelInputs({name: each.t() for name, each in fields.items()}, torch.arange(len(hidden)))
     tokens = int((fields["targets"] >= 0).sum())
-    found = objective.losses(inputs, torch.tensor(1 / tokens))(layer, mine)
+    found = objective.loss_function(inputs, torch.tensor(1 / tokens))(layer, mine)
     found.total.backward()
     metrics = {
         name: float(each) / tokens for name, each in zip(objective.metrics, found.metrics, strict=True)
@@ -145,7 +145,7 @@ def test_a_policy_that_was_just_sampled_has_not_moved(world: World, of: str) -> 
     torch.testing.assert_close(fields[OLD][there].double(), exact, rtol=1e-6, atol=1e-6)
     inputs = ModelInputs({name: each.t() for name, each in fields.items()}, torch.arange(len(hidden)))
     objective = PolicyOptimization(sampling=drawing)
-    found = objective.losses(inputs, torch.tensor(1.0))(layer, hidden.clone().requires_grad_())
+    found = objective.loss_function(inputs, torch.tensor(1.0))(layer, hidden.clone().requires_grad_())
     metrics = dict(zip(objective.metrics, map(float, found.metrics), strict=True))
     assert (metrics["moved"], metrics["clip_share"]) == (0.0, 0.0)
     assert metrics["loss"] == pytest.approx(

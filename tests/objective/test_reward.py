@@ -97,7 +97,7 @@ def test_only_last_tokens_have_gradients(world: World) -> None:
     targets[0, 1:4] = targets[1, 2:6] = 1
     hidden = torch.randn(LENGTH, 2, HIDDEN, generator=torch.Generator().manual_seed(2)).requires_grad_()
     fields = {"tokens": torch.zeros_like(targets), "targets": targets}
-    losses = PairwiseReward().losses(ModelInputs(fields, torch.arange(LENGTH)), torch.tensor(0.5))(
+    losses = PairwiseReward().loss_function(ModelInputs(fields, torch.arange(LENGTH)), torch.tensor(0.5))(
         head, hidden
     )
     losses.total.backward()

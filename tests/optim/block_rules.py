@@ -32,7 +32,7 @@ def ten_updates(world: World, dtype: torch.dtype, rules: MatrixRules, expected: 
     parameters = {
         name: Parameter(shard, has_weight_decay=len(shard.shape) > 1) for name, shard in shards.items()
     }
-    parameters["matrix"].rate = 0.25
+    parameters["matrix"].learning_rate_factor = 0.25
     rules.assign(list(parameters.values()))
     leaves = [[[parameter]] for parameter in parameters.values()]
     buckets = make_buckets(leaves, Replications.of_one_rank(alone(world).tensor), dtype, 200)
@@ -53,7 +53,7 @@ def ten_updates(world: World, dtype: torch.dtype, rules: MatrixRules, expected: 
             parameter.gradient.copy_(torch.from_numpy(gradient * 4))
             decayed = weights[name] * (1 - DECAY * rate * parameter.update_settings.has_weight_decay)
             whole = expected(name, weights[name], gradient.astype(np.float64), step + 1, rate)
-            weights[name] = decayed + (whole - decayed) * parameter.rate
+            weights[name] = decayed + (whole - decayed) * parameter.learning_rate_factor
         optimizer.step(rate, 4.0)
         for bucket, master in zip(optimizer.buckets, optimizer.masters, strict=True):
             assert isinstance(master, torch.Tensor)

@@ -21,7 +21,7 @@ from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
 from hpctrain.engine.stages.stage import Stage
 from hpctrain.errors import EXIT_INPUT_OUTPUT, EXIT_USER, HpctrainError, InputOutputError
 from hpctrain.memory.scratch import Flat, ScratchTensor
-from hpctrain.optim.offload import SLOTS, CopyStreams, OffloadedOptimizer, piece_elements
+from hpctrain.optim.offload import PIECE_BUFFERS, CopyStreams, OffloadedOptimizer, piece_elements
 from hpctrain.optim.optimizer import ResidentOptimizer
 from hpctrain.sharding.state import MASTER
 from tests.device_double import LateStream
@@ -174,7 +174,7 @@ def planned(deck: Deck, training: Trainer) -> Stage:
 def test_pieces_fit_into_the_buffer_and_begin_where_vector_instructions_do() -> None:
     elements = piece_elements(14, 1_000_000)
     assert elements % 64 == 0
-    assert 1_000_000 - SLOTS * 64 * 14 < SLOTS * elements * 14 <= 1_000_000
+    assert 1_000_000 - PIECE_BUFFERS * 64 * 14 < PIECE_BUFFERS * elements * 14 <= 1_000_000
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -252,7 +252,7 @@ def test_pieces_of_a_gpu_are_copied_while_others_are_updated(world: World, gradi
     assert [step.loss for step in one.train(3)] == [step.loss for step in other.train(3)]
     assert_same_state(one, other)
     pieces = len(offloaded._pieces)
-    assert pieces > 2 * SLOTS and len(to_host.started) == len(to_device.started) == 3 * pieces
+    assert pieces > 2 * PIECE_BUFFERS and len(to_host.started) == len(to_device.started) == 3 * pieces
     last = len(events) - 1 - events[::-1].index("start gradients")
     assert events[last + 1] == "wait gradients", (
         "the last piece's gradients come while the one before is updated"

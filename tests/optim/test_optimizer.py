@@ -36,7 +36,9 @@ class Momentum:
             part.state["velocity"].add_(part.gradients)
             if part.update_settings.has_weight_decay:
                 part.state[MASTER].mul_(0.5)
-            part.state[MASTER].sub_(learning_rate * part.update_settings.rate * part.state["velocity"])
+            part.state[MASTER].sub_(
+                learning_rate * part.update_settings.learning_rate_factor * part.state["velocity"]
+            )
             part.updates.add_(1)
 
 
@@ -97,7 +99,7 @@ def test_elements_with_equal_settings_are_neighbours() -> None:
     sizes = {"a": (70, 0.5), "b": (3, 1.0), "c": (60, 0.5), "d": (5, 2.0)}
     parameters = [Parameter(Shard.replicated(name, (size, 1))) for name, (size, _) in sizes.items()]
     for parameter, (_, rate) in zip(parameters, sizes.values(), strict=True):
-        parameter.rate = rate
+        parameter.learning_rate_factor = rate
     group = planned_group(("data",), 1, 2, Ledger())
     sharding = ZeroSharding(1, group, group)
     layout = BucketLayout.of([[each] for each in parameters], sharding, Replications.of_one_rank(group))
@@ -106,13 +108,15 @@ def test_elements_with_equal_settings_are_neighbours() -> None:
         {"a": 0, "c": 70, "b": 192, "d": 256},
         384,
     )
-    assert [(each.part, each.update_settings.rate) for each in layout.update_ranges] == [
+    assert [(each.part, each.update_settings.learning_rate_factor) for each in layout.update_ranges] == [
         (slice(0, 192), 0.5),
         (slice(192, 256), 1.0),
         (slice(256, 384), 2.0),
     ]
     assert layout.owned_slice == slice(192, 384)
-    assert [(each.part, each.update_settings.rate) for each in layout.owned_update_ranges] == [
+    assert [
+        (each.part, each.update_settings.learning_rate_factor) for each in layout.owned_update_ranges
+    ] == [
         (slice(0, 64), 1.0),
         (slice(64, 192), 2.0),
     ]
@@ -138,7 +142,7 @@ def test_a_parameter_has_its_own_rate(world: World, make: Callable[[float], Upda
             Parameter(Shard.replicated("w", (6, 3))),
             Parameter(Shard.replicated("b", (6,)), has_weight_decay=False),
         )
-        weight.rate = factor
+        weight.learning_rate_factor = factor
         buckets = make_buckets(
             [[[weight], [bias]]], Replications.of_one_rank(alone(world).tensor), torch.float32, 10_000
         )

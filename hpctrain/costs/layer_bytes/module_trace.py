@@ -296,7 +296,7 @@ def _trace_part(
     inputs = example_inputs(architecture, sizes.micro_size)
 
     def loss(outputs: Any) -> Any:
-        return part.predict(outputs, sizes.objective.losses(inputs, torch.ones(())))
+        return part.predict(outputs, sizes.objective.loss_function(inputs, torch.ones(())))
 
     hidden = None
     if not span.has_embedding:

@@ -17,8 +17,8 @@ from hpctrain.parallel.kernels.matmul_kernels import (
     LIBRARY,
     KernelTable,
     MatmulKernel,
-    Matrix,
     Pass,
+    PassShape,
     kernel_named,
 )
 from hpctrain.parallel.kernels.timing import MatmulPass
@@ -73,13 +73,13 @@ def kernels_of(deck: Deck, device: torch.device, data: int) -> KernelTable:
     )
 
 
-def _measured_kernels(deck: Deck, storage: torch.dtype) -> dict[Matrix, MatmulKernel]:
-    """Return the measured kernels for the deck's formats, by pass and matrix.
+def _measured_kernels(deck: Deck, storage: torch.dtype) -> dict[PassShape, MatmulKernel]:
+    """Return the measured kernels for the deck's formats, by pass and sizes.
 
     If there are several numbers of rows, as in a plan, the nearest one counts.
     """
     tokens = micro_batch_tokens(deck)
-    nearest: dict[Matrix, tuple[int, MatmulKernel]] = {}
+    nearest: dict[PassShape, tuple[int, MatmulKernel]] = {}
     for name, how in deck.runtime_choices.kernels.items():
         read, kernel = _parse_name(name, deck), KERNELS[how]
         if read is None or not kernel.multiplies(storage):
@@ -87,15 +87,15 @@ def _measured_kernels(deck: Deck, storage: torch.dtype) -> dict[Matrix, MatmulKe
         difference = min(
             abs(read.rows - each) for each in (tokens, chunk_rows(tokens, read.outputs, gpu=False))
         )
-        if read.matrix not in nearest or difference < nearest[read.matrix][0]:
-            nearest[read.matrix] = difference, kernel
-    return {matrix: kernel for matrix, (_, kernel) in nearest.items()}
+        if read.shape not in nearest or difference < nearest[read.shape][0]:
+            nearest[read.shape] = difference, kernel
+    return {shape: kernel for shape, (_, kernel) in nearest.items()}
 
 
-def matrix_of(name: str, deck: Deck) -> Matrix | None:
-    """Return the pass and the matrix of a measurement's name, or None if it has other formats."""
+def pass_shape_of_name(name: str, deck: Deck) -> PassShape | None:
+    """Return the pass and the sizes of a measurement's name; None if it does not have the deck's formats."""
     read = _parse_name(name, deck)
-    return None if read is None else read.matrix
+    return None if read is None else read.shape
 
 
 def _parse_name(name: str, deck: Deck) -> MatmulPass | None:

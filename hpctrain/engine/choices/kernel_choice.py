@@ -17,7 +17,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.choices.deck_kernels import matmul_name, matrix_of, measures_kernels
+from hpctrain.engine.choices.deck_kernels import matmul_name, measures_kernels, pass_shape_of_name
 from hpctrain.engine.choices.function_choice import choose_functions
 from hpctrain.engine.choices.measured_products import products_of
 from hpctrain.engine.mesh_sizes import axis_sizes
@@ -92,13 +92,13 @@ def with_cached_kernels(deck: Deck, ranks: int) -> Deck:
     if not measures_kernels(deck, device):
         return deck
     mesh = PlannedMesh(axis_sizes(deck, ranks), 0, ranks, device=device)
-    needed = {each.matrix for each in products_of(deck, mesh, device)}
+    needed = {each.shape for each in products_of(deck, mesh, device)}
     cached = {
         name: kernel
         for name, kernel in read_cache().get(processor_identity(deck.run.threads), {}).items()
-        if matrix_of(name, deck) in needed
+        if pass_shape_of_name(name, deck) in needed
     }
-    missing = needed - {matrix_of(name, deck) for name in cached}
+    missing = needed - {pass_shape_of_name(name, deck) for name in cached}
     origins = [f"from {cache_file()}"] if cached else []
     origins += ["assumed to use the library until a run has measured them"] if missing else []
     return deck.with_runtime_choices(

@@ -20,7 +20,7 @@ from hpctrain.model.architecture import Architecture
 from hpctrain.model.construction import bare_model, split_problems
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.deck_schedule import make_schedule, outline_schedule
+from hpctrain.pipeline.deck_schedule import outline_schedule, schedule_builder
 from hpctrain.pipeline.generate import SEARCHED_SCHEDULES
 from hpctrain.pipeline.split import split_layers
 
@@ -59,7 +59,7 @@ def place_by_flops(deck: Deck, architecture: Architecture, data: int) -> LayerPl
     """Return the deck's schedule and split without measuring. Local.
 
     Without a split in the deck, the result minimizes the FLOPs of the largest stage, and then of the largest
-    part. It also replaces a split that a run would measure. It raises what `make_schedule` raises.
+    part. It also replaces a split that a run would measure. It raises what `schedule_builder` raises.
 
     Args:
         deck: The deck.
@@ -70,7 +70,7 @@ def place_by_flops(deck: Deck, architecture: Architecture, data: int) -> LayerPl
     split = split_by_flops(deck, architecture, schedule_without_search(deck, data))
     times = times_of_parts(split_layers(flops, split)) if _needs_search(deck) else None
     _require_parts(deck, architecture, split)
-    return LayerPlacement(make_schedule(deck, data, times), split)
+    return LayerPlacement(schedule_builder(deck, data, times), split)
 
 
 def split_by_flops(deck: Deck, architecture: Architecture, form: Schedule) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ def place_layers(
 
     It measures layers for `layout.split = "balanced"` and for schedules that a search finds. The order of
     actions of the latter may then differ between runs, but not what they compute. It raises what
-    `make_schedule` raises.
+    `schedule_builder` raises.
     """
     layout, data = deck.layout, mesh.size("data")
     form = schedule_without_search(deck, data)
@@ -106,7 +106,7 @@ def place_layers(
         split = split_by_flops(deck, architecture, form)
     _require_parts(deck, architecture, split)
     of_parts = times.of_parts(split_layers(layers, split)) if _needs_search(deck) else None
-    return LayerPlacement(make_schedule(deck, data, of_parts), split, times)
+    return LayerPlacement(schedule_builder(deck, data, of_parts), split, times)
 
 
 def _balance_split(times: Sequence[float], architecture: Architecture, form: Schedule) -> tuple[int, ...]:
@@ -131,7 +131,7 @@ def schedule_without_search(deck: Deck, data: int) -> Schedule:
     return (
         outline_schedule(deck)
         if _needs_search(deck)
-        else make_schedule(deck, data)(micro_batches(deck, data))
+        else schedule_builder(deck, data)(micro_batches(deck, data))
     )
 
 

@@ -18,7 +18,7 @@ from hpctrain.deck.sections.optimizer import (
 )
 from hpctrain.host.device import on_host
 from hpctrain.model.part import ModelPart, parameter_list
-from hpctrain.model.width_scaling import set_rates
+from hpctrain.model.width_scaling import set_learning_rate_factors
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.lion import Lion
 from hpctrain.optim.matrix.adafactor import Adafactor
@@ -101,7 +101,7 @@ RULES: Mapping[str, Callable[[Deck], UpdateRule | MatrixRules]] = {
 
 def assign_settings(deck: Deck, models: Sequence[ModelPart]) -> None:
     """Set how each parameter of the model parts is updated, before they are in buckets. Local."""
-    set_rates(models, deck)
+    set_learning_rate_factors(models, deck)
     rule = RULES[deck.optimizer.name](deck)
     if isinstance(rule, MatrixRules):
         rule.assign([parameter for model in models for parameter in parameter_list(model)])

@@ -34,49 +34,51 @@ def make_replications(deck: Deck, mesh: NodeMesh) -> Replications:
     dense, make_peers = mesh.group("data", "context"), node_peers_factory(deck, mesh)
     diverging = ReplicaSyncChoice.of(deck).diverging
 
-    def shard(everyone: Group) -> ZeroSharding:
+    def make_sharding(data_group: Group) -> ZeroSharding:
         has_outer = has_outer_model(deck)
-        size = everyone.size // deck.layout.replicas if has_outer else zero_group_size(deck, mesh, everyone)
+        size = (
+            data_group.size // deck.layout.replicas if has_outer else zero_group_size(deck, mesh, data_group)
+        )
         # Experts that no other rank of the group holds are neither sharded nor gathered.
-        is_unsharded = size == 1 and everyone is not dense and deck.memory.parameters == "device"
+        is_unsharded = size == 1 and data_group is not dense and deck.memory.parameters == "device"
         if has_outer:
             return ZeroSharding(
                 0 if is_unsharded else deck.layout.zero,
-                *mesh.split_group(everyone, size),
+                *mesh.split_group(data_group, size),
                 diverging,
-                make_peers(everyone),
+                make_peers(data_group),
             )
         if is_unsharded:
-            return ZeroSharding(0, everyone, mesh.new_subgroup("data", 1))
-        if size == everyone.size:
+            return ZeroSharding(0, data_group, mesh.new_subgroup("data", 1))
+        if size == data_group.size:
             return ZeroSharding(
-                deck.layout.zero, everyone, mesh.new_subgroup("data", 1), nodes=make_peers(everyone)
+                deck.layout.zero, data_group, mesh.new_subgroup("data", 1), nodes=make_peers(data_group)
             )
-        return ZeroSharding(deck.layout.zero, *mesh.split_group(everyone, size), diverging)
+        return ZeroSharding(deck.layout.zero, *mesh.split_group(data_group, size), diverging)
 
-    return Replications(mesh, shard)
+    return Replications(mesh, make_sharding)
 
 
-def zero_group_size(deck: Deck, mesh: NodeMesh, everyone: Group) -> int:
-    """Return the number of ranks over which ZeRO shards. Collective over `everyone`.
+def zero_group_size(deck: Deck, mesh: NodeMesh, data_group: Group) -> int:
+    """Return the number of ranks over which ZeRO shards. Collective over `data_group`.
 
     Args:
         deck: The deck.
         mesh: Arrangement of the ranks.
-        everyone: All ranks that hold the same parameters and train on different tokens.
+        data_group: All ranks that hold the same parameters and train on different tokens.
 
     Raises:
         HpctrainError: On all ranks if `layout.zero_group = "node"` and nodes have different numbers of them.
     """
     requested = deck.layout.zero_group
     if deck.layout.zero == 0 or requested is None:
-        return everyone.size
+        return data_group.size
     if requested != "node":
-        assert everyone.size % requested == 0, (requested, everyone.size)
+        assert data_group.size % requested == 0, (requested, data_group.size)
         return requested
-    size = ranks_of_node(mesh, everyone)
+    size = ranks_of_node(mesh, data_group)
     if not size:
-        among = everyone.name.replace("_", " ")
+        among = data_group.name.replace("_", " ")
         sentence = f"requires the same number of {among} ranks on every node"
         raise HpctrainError(deck.problem("layout.zero_group", sentence))
     return size

@@ -100,7 +100,7 @@ class Adafactor:
     def apply(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
         """Update the weights of a piece of a block with its transformed directions."""
         part.decay_weights(learning_rate * self.weight_decay)
-        weights, rate = part.state[MASTER], learning_rate * part.update_settings.rate
+        weights, rate = part.state[MASTER], learning_rate * part.update_settings.learning_rate_factor
         if self.momentum:
             mean = part.state[MEAN].mul_(self.momentum).add_(directions, alpha=(1 - self.momentum) * rate)
             weights.sub_(mean)

@@ -86,7 +86,11 @@ class AdamMini:
     def apply(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
         """Update the weights of a piece of a block with its transformed directions."""
         part.decay_weights(learning_rate * self.weight_decay)
-        weights, rate, count = part.state[MASTER], part.update_settings.rate, part.updates.double() + 1
+        weights, rate, count = (
+            part.state[MASTER],
+            part.update_settings.learning_rate_factor,
+            part.updates.double() + 1,
+        )
         first, second = (1 - beta**count for beta in self.betas)
         size = directions.div_(second.sqrt()).add_(max(self.epsilon, _SMALLEST)).mul_(first)
         weights.addcdiv_(part.state[MEAN], size, value=-learning_rate * rate)

@@ -101,7 +101,9 @@ class Muon:
         part.decay_weights(learning_rate * self.weight_decay)
         rows, columns = part.shard.shape[-2:]
         scale = sqrt(max(1.0, rows / columns)) if self.match == "original" else 0.2 * sqrt(max(rows, columns))
-        part.state[MASTER].add_(directions, alpha=-learning_rate * part.update_settings.rate * scale)
+        part.state[MASTER].add_(
+            directions, alpha=-learning_rate * part.update_settings.learning_rate_factor * scale
+        )
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:

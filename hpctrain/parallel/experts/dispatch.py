@@ -37,7 +37,7 @@ class Dispatch:
     Args:
         choices: Experts of each row, int64 [n, k].
         accepted_choices: True for choices within the capacity of the expert, bool [n, k]. None for all.
-        count: Number of experts.
+        expert_count: Number of experts.
         expert: Ranks that split the experts.
         expert_tensor: Ranks that split the features of each expert.
         unit: Multiple to which the rows of an expert are padded (`Segments`).
@@ -50,7 +50,7 @@ class Dispatch:
         segments: Rows that arrive for this rank's experts.
         copy_count: Number of copies that leave this rank.
         order: Index r k + c of each copy, of row r and its choice c, int64 [copy_count].
-        slots: Copy of each choice, int64 [n k]; any one for a choice that is not accepted.
+        copy_of_choice: Copy of each choice, int64 [n k]; any one for a choice that is not accepted.
         positions: Place of each arriving copy in `segments`, int64; None if they arrive in that order.
         deferred_work: Weight gradients that the backward pass computes while it waits for an exchange.
     """
@@ -59,7 +59,7 @@ class Dispatch:
         self,
         choices: Tensor,
         accepted_choices: Tensor | None,
-        count: int,
+        expert_count: int,
         expert: Group,
         expert_tensor: Group,
         unit: int,
@@ -69,10 +69,10 @@ class Dispatch:
         self._work: Work[Tensor] | None = None
         self.shape = tuple(choices.shape)
         numbers = (
-            choices if accepted_choices is None else choices.masked_fill(~accepted_choices, count)
+            choices if accepted_choices is None else choices.masked_fill(~accepted_choices, expert_count)
         ).flatten()
         order = numbers.argsort(stable=True)
-        counts = count_numbers(numbers, count + 1)[:count]
+        counts = count_numbers(numbers, expert_count + 1)[:expert_count]
         self.accepted_choices = accepted_choices
         self.local = expert.size == expert_tensor.size == 1
         if self.local:
@@ -84,7 +84,7 @@ class Dispatch:
             self._exchange_counts(counts.view(expert.size, -1), unit)
         self.order = order[: self.copy_count]
         # Copies that are not accepted read the first one, and are masked afterwards.
-        self.slots = torch.zeros_like(numbers).index_copy_(
+        self.copy_of_choice = torch.zeros_like(numbers).index_copy_(
             0, self.order, torch.arange(self.copy_count, device=order.device)
         )
 
@@ -153,14 +153,14 @@ class Dispatch:
         """Row of each copy, int64 [copy_count]."""
         return self.order // self.shape[1]
 
-    def copies_of_choice(self, copies: Tensor, slot: int) -> Tensor:
-        """Return every row's copy for one choice, fp32 [n, h], zero if it was not accepted."""
+    def copies_of_choice(self, copies: Tensor, choice: int) -> Tensor:
+        """Return the copy of each row for choice `choice`, fp32 [n, h], zero if it was not accepted."""
         n, k = self.shape
         if not self.copy_count:
             return copies.new_zeros((n, copies.shape[1]), dtype=torch.float32)
-        chosen = copies.index_select(0, self.slots.view(n, k)[:, slot]).float()
+        chosen = copies.index_select(0, self.copy_of_choice.view(n, k)[:, choice]).float()
         if self.accepted_choices is not None:
-            chosen.masked_fill_(~self.accepted_choices[:, slot].unsqueeze(1), 0.0)
+            chosen.masked_fill_(~self.accepted_choices[:, choice].unsqueeze(1), 0.0)
         return chosen
 
     def start_to_experts(self, copies: Tensor) -> Tensor:
@@ -253,8 +253,8 @@ class _Send(torch.autograd.Function):
         compute_all(deferred)
         gradient = dispatch.wait(gradient)
         total = dispatch.copies_of_choice(gradient, 0)
-        for slot in range(1, dispatch.shape[1]):
-            total.add_(dispatch.copies_of_choice(gradient, slot))
+        for choice in range(1, dispatch.shape[1]):
+            total.add_(dispatch.copies_of_choice(gradient, choice))
         return total.to(gradient.dtype), None
 
 
@@ -313,8 +313,8 @@ class _Combine(torch.autograd.Function):
         ctx.dispatch = dispatch
         ctx.save_for_backward(as_features(arriving), weights)
         total = dispatch.copies_of_choice(arriving, 0).mul_(weights[:, :1])
-        for slot in range(1, weights.shape[1]):
-            total.addcmul_(dispatch.copies_of_choice(arriving, slot), weights[:, slot : slot + 1])
+        for choice in range(1, weights.shape[1]):
+            total.addcmul_(dispatch.copies_of_choice(arriving, choice), weights[:, choice : choice + 1])
         return total.to(arriving.dtype)
 
     @staticmethod
@@ -326,7 +326,8 @@ class _Combine(torch.autograd.Function):
         k = dispatch.shape[1]
         row_gradient = gradient.float()
         weights_gradient = torch.stack(
-            [(dispatch.copies_of_choice(arriving, slot) * row_gradient).sum(1) for slot in range(k)], dim=1
+            [(dispatch.copies_of_choice(arriving, choice) * row_gradient).sum(1) for choice in range(k)],
+            dim=1,
         )
         factors = weights.flatten().index_select(0, dispatch.order)
         copies = row_gradient.index_select(0, dispatch.source).mul_(factors.unsqueeze(1)).to(arriving.dtype)

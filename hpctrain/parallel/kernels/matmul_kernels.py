@@ -35,8 +35,8 @@ BLOCK_ROWS = 2048
 
 Pass = Literal["forward", "logits", "input_gradient", "weight_gradient"]
 
-Matrix = tuple[Pass, int, int]
-"""A pass, and the outputs and inputs of its matrix."""
+PassShape = tuple[Pass, int, int]
+"""A pass, and the numbers of outputs and inputs of its matrix."""
 
 PASSES: tuple[Pass, ...] = ("forward", "logits", "input_gradient", "weight_gradient")
 
@@ -211,7 +211,7 @@ class KernelTable:
         self,
         default: MatmulKernel = LIBRARY,
         reuse_converted: bool = False,
-        chosen: Mapping[Matrix, MatmulKernel] | None = None,
+        chosen: Mapping[PassShape, MatmulKernel] | None = None,
         stored_choices: Mapping[str, str] | None = None,
         note: str = "",
     ) -> None:

@@ -10,7 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.parallel.kernels.matmul_kernels import BLOCK_ROWS, KERNELS, LIBRARY, MatmulKernel, Matrix, Pass
+from hpctrain.parallel.kernels.matmul_kernels import (
+    BLOCK_ROWS,
+    KERNELS,
+    LIBRARY,
+    MatmulKernel,
+    Pass,
+    PassShape,
+)
 
 FLOPS = 1 << 29
 """Most FLOPs per thread of a measured product: some milliseconds.
@@ -56,8 +63,8 @@ class MatmulPass(NamedTuple):
         return 2.0 * self.rows * self.outputs * self.inputs
 
     @property
-    def matrix(self) -> Matrix:
-        """Pass and matrix, without the number of rows."""
+    def shape(self) -> PassShape:
+        """Pass and sizes of its matrix, without the number of rows."""
         return self.kind, self.outputs, self.inputs
 
     def shortened(self, most: float) -> MatmulPass:

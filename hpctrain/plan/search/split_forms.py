@@ -14,7 +14,7 @@ from hpctrain.engine.layout.layer_placement import split_by_flops
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.deck_schedule import make_schedule, outline_schedule, read_schedule_file
+from hpctrain.pipeline.deck_schedule import outline_schedule, read_schedule_file, schedule_builder
 from hpctrain.pipeline.split import split_layers
 from hpctrain.plan.search.form import Form
 from hpctrain.plan.search.nodes import Fell, SplitLayers, Staged
@@ -93,7 +93,7 @@ class SplitForms:
             problem = f"has {stages} stages, expected layout.pipeline = 1"
             return not self._fell.cannot_be([DeckProblem("layout.schedule", problem)], deck)
         try:
-            make_schedule(deck, node.at.data)
+            schedule_builder(deck, node.at.data)
         except HpctrainError as error:
             return not self._fell.cannot_be(
                 [DeckProblem("layout.schedule", error.problems[0].split(": ", 2)[-1])], deck

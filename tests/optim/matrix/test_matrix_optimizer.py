@@ -68,7 +68,9 @@ class Orthogonalized:
 
     def apply(self, part: ElementBatch, directions: Tensor, learning_rate: float) -> None:
         decayed = 1 - 0.1 * learning_rate * part.update_settings.has_weight_decay
-        part.state[MASTER].mul_(decayed).sub_(learning_rate * part.update_settings.rate * directions)
+        part.state[MASTER].mul_(decayed).sub_(
+            learning_rate * part.update_settings.learning_rate_factor * directions
+        )
 
 
 ELEMENTS = AdamW((0.9, 0.95), 1e-3, 0.1)

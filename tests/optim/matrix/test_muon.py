@@ -47,7 +47,7 @@ def test_updates_are_those_of_torch(world: World, match: Match, theirs: str, nes
         Parameter(Shard.replicated(name, (30, 50)), has_weight_decay=name == "slow")
         for name in ("slow", "bare")
     )
-    parameters["slow"].rate = 0.5
+    parameters["slow"].learning_rate_factor = 0.5
     parameters["v"] = Parameter(Shard.replicated("v", (33,)), has_weight_decay=False)
     rules = MatrixRules(
         Muon(0.95, nesterov, 0.1, 5, torch.bfloat16, match), ("*",), AdamW((0.9, 0.95), 1e-8, 0.1), 0.25

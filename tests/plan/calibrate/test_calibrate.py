@@ -20,7 +20,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.pipeline.deck_schedule import make_schedule
+from hpctrain.pipeline.deck_schedule import schedule_builder
 from hpctrain.plan.calibrate.calibrate import CalibrateOptions, calibrate, measure_machine
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.decks import measured_decks, on_data_ranks, variants
@@ -159,7 +159,7 @@ def test_decks_are_laid_out_anew(keys: tuple[str, ...]) -> None:
     for ranks in (1, 3):
         deck = on_data_ranks(small_deck(*keys), ranks)
         assert axis_sizes(deck, ranks)["data"] == ranks
-        assert make_schedule(deck, ranks)(1).stage_count == 1
+        assert schedule_builder(deck, ranks)(1).stage_count == 1
         assert deck.batch.micro_size == 2
 
 

@@ -39,12 +39,12 @@ def enter_split(layer_context: LayerContext, x: Tensor) -> Tensor:
     """
     if not layer_context.sequence_parallel:
         return _exchange(
-            x, lambda x: x.view_as(x), lambda gradient: layer_context.reduce_output(_copy(gradient))
+            x, lambda x: x.view_as(x), lambda gradient: layer_context.tensor_sum(_copy(gradient))
         )
     return _exchange(
         x,
         lambda x: transpose_sequence(layer_context.gather_sequence(transpose_sequence(x))),
-        lambda gradient: transpose_sequence(layer_context.reduce_output(transpose_sequence(gradient))),
+        lambda gradient: transpose_sequence(layer_context.tensor_sum(transpose_sequence(gradient))),
     )
 
 
@@ -132,7 +132,7 @@ class _EnterSplitPair(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *(ctx.layer_context.reduce_output(_copy(gradient)) for gradient in gradients), None
+        return *(ctx.layer_context.tensor_sum(_copy(gradient)) for gradient in gradients), None
 
 
 class _SumResults(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Matches of patterns of parameter names.
+"""Check of patterns of parameter names.
 
 Some parameters are fused into one matrix or vector in memory. A pattern has to match all or none of them.
 """
@@ -15,8 +15,10 @@ from hpctrain.parallel.shards import Parameter
 
 
 @dataclass(frozen=True)
-class PatternMatches:
-    """Names of parameters that match any of several patterns of a deck.
+class PatternCheck:
+    """Checks patterns of parameter names that a deck has.
+
+    Each must match something, and all or none of the parameters that are fused.
 
     Attributes:
         groups: For each group of fused parameters, the names that match and the names that do not.
@@ -27,24 +29,28 @@ class PatternMatches:
     unknown: Sequence[str]
 
     @staticmethod
-    def of(
+    def compare(
         patterns: Sequence[str],
         groups: Iterable[Iterable[Parameter]],
         further: Iterable[str] = (),
         matches: Callable[[str, str], bool] = lambda pattern, name: fnmatchcase(name, pattern),
-    ) -> PatternMatches:
-        """Return the matches of patterns.
+    ) -> PatternCheck:
+        """Compare patterns with the names of parameters.
 
         Args:
             patterns: The patterns.
             groups: Groups of fused parameters.
-            further: Further names that a pattern may match.
+            further: Further names. A pattern that matches only these is not unknown.
             matches: Returns True if a pattern matches a name.
+
+        Returns:
+            For each group, the names that match any pattern and those that do not; and the patterns that
+            match nothing.
         """
         known = [[parameter.shard.name for parameter in group] for group in groups]
         every = [*chain(*known), *further]
         named = {name for name in every if any(matches(pattern, name) for pattern in patterns)}
-        return PatternMatches(
+        return PatternCheck(
             [([n for n in group if n in named], [n for n in group if n not in named]) for group in known],
             [pattern for pattern in patterns if not any(matches(pattern, name) for name in named)],
         )
