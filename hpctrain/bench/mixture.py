@@ -24,7 +24,7 @@ from hpctrain.deck.one_rank import on_one_rank
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.run_mesh import make_mesh
-from hpctrain.engine.mesh_sizes import expert_sizes
+from hpctrain.engine.mesh_sizes import expert_split
 from hpctrain.errors import HpctrainError
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.inputs import ModelInputs
@@ -87,7 +87,7 @@ def _measure(world: World, deck: Deck, steps: int, rounds: int) -> MixtureFigure
     whole = None
     if world.size > 1:
         plain = on_one_rank(deck)
-        copies = Mesh(world, {"data": world.size} | expert_sizes(plain))
+        copies = Mesh(world, {"data": world.size} | expert_split(plain))
         whole = own_variant(layout_name(copies), plain, world, copies).step
     passes = deck.batch.global_size // (deck.batch.micro_size * mesh.size("data"))
     routed = sum(shape.is_mixture(index) for index in range(shape.layers))

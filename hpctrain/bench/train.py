@@ -36,7 +36,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.objective import POLICY_KINDS
 from hpctrain.engine.build import build_engine
 from hpctrain.engine.layout.run_mesh import make_mesh
-from hpctrain.engine.mesh_sizes import expert_sizes
+from hpctrain.engine.mesh_sizes import expert_split
 from hpctrain.errors import HpctrainError
 from hpctrain.host.device import gpu_name, on_host
 from hpctrain.host.device_memory import peak_bytes
@@ -127,7 +127,7 @@ def bench_train(
                 variants.append(own_variant(name, plain, alone, Mesh(alone, {}), world.size, alike=False))
             elif name == "data-parallel":
                 plain = on_one_rank(deck)
-                copies = Mesh(world, {"data": world.size} | expert_sizes(plain))
+                copies = Mesh(world, {"data": world.size} | expert_split(plain))
                 variants.append(own_variant(layout_name(copies), plain, world, copies))
             elif name in changed:
                 other = changed[name]

@@ -13,7 +13,7 @@ from hpctrain.deck.generation_deck import generation_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.choices.deck_layer_context import make_layer_context
 from hpctrain.engine.choices.function_choice import choose_functions, with_planned_functions
-from hpctrain.engine.mesh_sizes import expert_sizes
+from hpctrain.engine.mesh_sizes import expert_split
 from hpctrain.engine.stages.stage import Stage, build_stage
 from hpctrain.host.device import on_host
 from hpctrain.model.construction import build_parts, initialize_parts
@@ -98,7 +98,7 @@ def _mesh(deck: Deck, world: World, tensor: int, pipeline: int) -> Mesh:
 
 def _sizes(deck: Deck, ranks: int, tensor: int, pipeline: int) -> dict[str, int]:
     sizes = {"pipeline": pipeline, "data": ranks // (pipeline * tensor), "context": 1, "tensor": tensor}
-    return sizes | expert_sizes(deck)
+    return sizes | expert_split(deck)
 
 
 def _stage(

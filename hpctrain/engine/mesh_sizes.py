@@ -21,11 +21,14 @@ def axis_sizes(deck: Deck, ranks: int) -> dict[str, int]:
             deck.problem("layout.auto", "is supported by run, resume, plan, deck and job only")
         )
     sizes = {axis: getattr(deck.layout, axis) for axis in AXES}
-    return sizes | {"data": data_ranks(deck, ranks)} | expert_sizes(deck)
+    return sizes | {"data": data_ranks(deck, ranks)} | expert_split(deck)
 
 
-def expert_sizes(deck: Deck) -> dict[str, int]:
-    """Return the number of ranks of the axes of experts; empty if the model has none."""
+def expert_split(deck: Deck) -> dict[str, int]:
+    """Return the numbers of ranks over which experts are spread, and that split each expert.
+
+    The keys are "expert" and "expert_tensor", as in the `sizes` of a Mesh; empty if the model has no experts.
+    """
     if not deck.model.experts:
         return {}
     return {"expert": deck.layout.expert, "expert_tensor": deck.layout.expert_tensor}

@@ -196,8 +196,8 @@ class TransformerBlock(TransformerLayer):
         else:
             self.feed_forward = FeedForward(f"{name}.feed_forward", shape, layer_context, shared_input=shared)
         self.feed_forward_output_norm = norm("feed_forward_output_norm", after)
-        self.core, self.rotated = self.attention.core, self.attention.rotated
-        unrotated = shape.positions == "rotary" and not self.rotated
+        self.core, self.uses_rotary = self.attention.core, self.attention.uses_rotary
+        unrotated = shape.positions == "rotary" and not self.uses_rotary
         name = "mixture" if shape.is_mixture(index) else "block"
         self.kind = LayerKind(name, shape.window(index), unrotated)
 

@@ -31,7 +31,7 @@ from hpctrain.optim.optimizer import (
     training_weights,
 )
 from hpctrain.parallel.shards import UpdateSettings
-from hpctrain.sharding.bucket import Bucket, Store
+from hpctrain.sharding.bucket import Bucket, FlatAllocator
 from hpctrain.sharding.bucket_layout import ALIGNMENT
 from hpctrain.sharding.state import MASTER
 
@@ -82,7 +82,7 @@ class OffloadedOptimizer(Optimizer):
         self,
         rule: UpdateRule,
         buckets: Sequence[Bucket],
-        store: Store,
+        allocate: FlatAllocator,
         buffer_bytes: int,
         agreement: Agreement = nullcontext,
         location: MemoryLocation = "host",
@@ -93,7 +93,7 @@ class OffloadedOptimizer(Optimizer):
         Args:
             rule: Elementwise update rule.
             buckets: Buckets whose parameters are updated.
-            store: Makes flat memory for the state.
+            allocate: Makes flat memory for the state.
             buffer_bytes: Largest number of bytes of state that is processed at a time.
             agreement: Context of operations that may fail on one rank alone.
             location: Location of the parameters that this rank updates. A plan, which has no memory, passes
@@ -102,7 +102,7 @@ class OffloadedOptimizer(Optimizer):
                 "gpu" requires them.
         """
         assert location != "gpu" or streams is not None
-        states = [_state(rule, bucket, store, location) for bucket in buckets]
+        states = [_state(rule, bucket, allocate, location) for bucket in buckets]
         super().__init__(rule, buckets, states, agreement)
         self.rule, self.updates, self._streams = rule, 0, streams
         state_bytes = max(sum(flat.element_size() for flat in state.values()) for state in states)
@@ -262,10 +262,12 @@ def _copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def _state(rule: UpdateRule, bucket: Bucket, store: Store, location: MemoryLocation) -> BucketState:
+def _state(
+    rule: UpdateRule, bucket: Bucket, allocate: FlatAllocator, location: MemoryLocation
+) -> BucketState:
     elements, values = bucket.owned_slice.stop - bucket.owned_slice.start, bucket.owned_values
     names = [*rule.names, *([] if are_masters(bucket.dtype, location != "gpu", rule) else [MASTER])]
-    memory = store(len(names) * elements, torch.float32)
+    memory = allocate(len(names) * elements, torch.float32)
     state = {name: memory[index * elements : (index + 1) * elements] for index, name in enumerate(names)}
     return {MASTER: values} | state
 

@@ -177,7 +177,7 @@ class _ScheduleExecution:
         self.deferred: dict[ChunkMicroBatch, list[DeferredGradient]] = {}
         self.local: dict[BoundaryMessage, Tensor] = {}
         self.sends: list[tuple[Work[None], Tensor]] = []
-        self.mailbox = _Mailbox(executor.group, schedule, self._empty_hidden)
+        self.inbox = _BoundaryInbox(executor.group, schedule, self._empty_hidden)
         device = micro_batches[0].inputs.positions.device
         self.metrics = torch.zeros(len(executor.metrics), dtype=torch.float64, device=device)
 
@@ -269,7 +269,7 @@ class _ScheduleExecution:
             return None
         message = BoundaryMessage("F" if action.kind == "F" else "B", action.micro_batch, action.chunk)
         local_result = self.local.pop(message, None)
-        return local_result if local_result is not None else self.mailbox.take(message)
+        return local_result if local_result is not None else self.inbox.take(message)
 
     def _empty_hidden(self) -> Tensor:
         """Return new memory for hidden states or their gradient, whose shape is the same everywhere."""
@@ -277,7 +277,7 @@ class _ScheduleExecution:
         return self.executor.group.empty(model.hidden_shape(inputs.rows), model.dtype)
 
 
-class _Mailbox:
+class _BoundaryInbox:
     """Receives this stage's messages, from each other stage in the order in which it sends them.
 
     Args:

@@ -36,7 +36,7 @@ from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer
 from hpctrain.parallel.shards import Parameter
 from hpctrain.sharding.bucket_layout import BucketLayout, BucketSegment
 
-Store = Callable[[int, torch.dtype], Flat]
+FlatAllocator = Callable[[int, torch.dtype], Flat]
 """Function that allocates a flat buffer of zeros with this number of elements and dtype, in memory or in a
 file.
 """
@@ -52,7 +52,7 @@ class Bucket:
         dtype: Format of the parameters.
         gradient_dtype: Format in which gradients are accumulated.
         trained: False if no parameter is trained: then there are no gradients.
-        store: Function that allocates `owned_values` with ZeRO-3: on the device, on the host or in a file.
+        allocate: Function that allocates `owned_values` with ZeRO-3: on the device, on the host or in a file.
             None allocates on the device.
 
     Attributes:
@@ -71,7 +71,7 @@ class Bucket:
         dtype: torch.dtype,
         gradient_dtype: torch.dtype = torch.float32,
         trained: bool = True,
-        store: Store | None = None,
+        allocate: FlatAllocator | None = None,
     ) -> None:
         self.layout, self.sharding, self.dtype, self.trained = layout, layout.sharding, dtype, trained
         self.gradient_dtype = gradient_dtype
@@ -79,9 +79,9 @@ class Bucket:
         self.slice, self.owned_slice = layout.share, layout.owned_slice
         self.values: Tensor | None = None
         self._fetched_values: tuple[Tensor, Transfer] | None = None
-        self._common = self._common_memory() if store is None else None
+        self._common = self._common_memory() if allocate is None else None
         self.sharers = 1 if self._common is None else self.sharding.group.sharers
-        self.owned_values: Flat = self._allocate_values(store)
+        self.owned_values: Flat = self._allocate_values(allocate)
         self._gradients: Tensor | None = None
         self.owned_gradients = self._allocate_gradients()
         for segment in self.segments:
@@ -109,7 +109,7 @@ class Bucket:
             return None
         return group.common_zeros(self.length, self.dtype)
 
-    def _allocate_values(self, store: Store | None) -> Flat:
+    def _allocate_values(self, allocate: FlatAllocator | None) -> Flat:
         """Allocate the parameters that this rank always holds, and return those that it owns."""
         if self.sharding.zero < 3:
             self.values = self._zeros(self.length, self.dtype) if self._common is None else self._common
@@ -119,7 +119,7 @@ class Bucket:
         if self._common is not None:
             return self._common[self.slice]
         share = self.slice.stop - self.slice.start
-        return store(share, self.dtype) if store else self._zeros(share, self.dtype)
+        return allocate(share, self.dtype) if allocate else self._zeros(share, self.dtype)
 
     def _allocate_gradients(self) -> Tensor:
         """Allocate the gradients that this rank always holds, and return those that it owns."""

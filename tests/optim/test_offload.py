@@ -16,7 +16,7 @@ from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.costs.update_bytes import update_bytes
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.choices.offload_allocators import host_store
+from hpctrain.engine.choices.offload_allocators import host_allocator
 from hpctrain.engine.stages.planned_stage import PipelinePosition, plan_stage
 from hpctrain.engine.stages.stage import Stage
 from hpctrain.errors import EXIT_INPUT_OUTPUT, EXIT_USER, HpctrainError, InputOutputError
@@ -154,7 +154,7 @@ def test_state_in_host_memory_gives_the_same_bits(world: World, compute: str) ->
     other = trainer(world, small_deck(f"precision.compute={compute}"))
     plain = one.engine.stage.optimizer
     assert isinstance(plain, ResidentOptimizer)
-    hosted = OffloadedOptimizer(plain.rule, other.engine.stage.buckets, host_store, 40_000)
+    hosted = OffloadedOptimizer(plain.rule, other.engine.stage.buckets, host_allocator, 40_000)
     for moments, bucket, start in zip(hosted.states, other.engine.stage.buckets, plain.states, strict=True):
         if moments[MASTER] is not bucket.owned_values:
             contents(moments[MASTER]).copy_(start[MASTER])
@@ -245,7 +245,9 @@ def test_pieces_of_a_gpu_are_copied_while_others_are_updated(world: World, gradi
     events: list[str] = []
     to_host, to_device = LateStream("gradients", events), LateStream("parameters", events)
     streams = CopyStreams(to_host, to_device)  # type: ignore[arg-type]
-    offloaded = OffloadedOptimizer(plain.rule, buckets, host_store, 40_000, location="gpu", streams=streams)
+    offloaded = OffloadedOptimizer(
+        plain.rule, buckets, host_allocator, 40_000, location="gpu", streams=streams
+    )
     for state, start in zip(offloaded.states, plain.states, strict=True):
         contents(state[MASTER]).copy_(start[MASTER])
     other.engine.stage.optimizer = offloaded

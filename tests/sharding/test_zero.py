@@ -254,7 +254,7 @@ def test_slices_of_the_host_come_to_a_gpu_and_are_gathered_beside_its_stream(
     made = BufferPool(lambda shape, dtype: on_gpu(torch.full(tuple(shape), torch.nan, dtype=dtype)))
     sharding.__dict__.update(pool=made, uploads=stream)
     layout = replace(layout, sharding=sharding)
-    bucket = Bucket(layout, torch.float32, store=lambda length, dtype: torch.ones(length, dtype=dtype))
+    bucket = Bucket(layout, torch.float32, allocate=lambda length, dtype: torch.ones(length, dtype=dtype))
     assert isinstance(bucket.owned_values, Tensor)
     bucket.owned_values += world.rank
     work = bucket.start_gather()

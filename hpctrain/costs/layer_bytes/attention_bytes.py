@@ -55,10 +55,10 @@ def _saved_by_query_key_norm(norm: QueryKeyNorm, sizes: ActivationSizes) -> list
 @saved_storages.register
 def _saved_by_attention(attention: Attention, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return the input, what the core saves, and its output if the core does not save it."""
-    saves_output = sizes.recomputes_core or attention.exchanges
+    saves_output = sizes.recomputes_core or attention.sends_heads
     # The result of the clamp, unless the core or the norm saves it.
     clipped = attention.clip is not None and attention.norm is None
-    clipped = clipped and attention.exchanges and not sizes.recomputes_core
+    clipped = clipped and attention.sends_heads and not sizes.recomputes_core
     return [
         *saved_input(attention.inner, sizes),
         *saved_by_adapter(attention.inner, sizes),
@@ -79,13 +79,13 @@ def _saved_by_core(attention: Attention, sizes: ActivationSizes) -> list[SavedSt
         normed = [] if norm is None else [output, shared]
         return [projected, *statistics, *normed]
     log_sum = replace(sizes.features(queries // size, 4), features=False)
-    if attention.exchanges:
+    if attention.sends_heads:
         # The queries, keys, values and output after the exchange.
         exchanged = sizes.features(max(keys, attention.layer_context.context.size * size))
         normed = [] if norm is None else [projected, *statistics]
         return [*normed, output, exchanged, exchanged, output, log_sum]
     # The core saves other queries and keys than the projected ones if they are rotated before it.
-    copied = attention.rotated and (norm is not None or not attention.has_compiled_core)
+    copied = attention.uses_rotary and (norm is not None or not attention.has_compiled_core)
     rotated = [output, shared] if copied else []
     return [projected, *statistics, *rotated, output, log_sum]
 
@@ -107,7 +107,7 @@ def _attention_workspace(attention: Attention, sizes: ActivationSizes) -> int:
 def _recomputed_by_core(attention: Attention, sizes: ActivationSizes) -> int:
     queries, keys, _ = attention.inner.split_sizes
     known = total(_saved_by_core(attention, replace(sizes, recomputes_core=True)))
-    known -= sizes.features(queries).bytes if attention.exchanges else 0
+    known -= sizes.features(queries).bytes if attention.sends_heads else 0
     if attention.norm is not None and not attention.has_compiled_core:
         # The first ones are normalized queries and keys, the others rotated ones.
         known -= sizes.features(queries + keys).bytes

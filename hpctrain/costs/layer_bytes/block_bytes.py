@@ -146,7 +146,7 @@ def _exchanged_by_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
 
 @allocator_gaps.register
 def _gaps_of_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
-    return int((_ROTATED_GAPS if block.rotated else _GAPS) * total(saved_storages(block, sizes)))
+    return int((_ROTATED_GAPS if block.uses_rotary else _GAPS) * total(saved_storages(block, sizes)))
 
 
 @shared_bytes.register
@@ -157,6 +157,6 @@ def _rotary_bytes(part: Transformer, sizes: ActivationSizes) -> int:
     rotary = 2 * sizes.itemsize * sizes.tokens // sizes.micro_size * part.shape.head_size
     kinds = 1 if part.shape.rope_local_base is None else 2
     if not sizes.recomputes_blocks:
-        rotated = (each for each in part.layers if isinstance(each, TransformerBlock) and each.rotated)
-        kinds = min(kinds, len({block.attention.local for block in rotated}))
+        rotated = (each for each in part.layers if isinstance(each, TransformerBlock) and each.uses_rotary)
+        kinds = min(kinds, len({block.attention.uses_local_tables for block in rotated}))
     return kinds * rotary

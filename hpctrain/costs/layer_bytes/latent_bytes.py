@@ -14,7 +14,7 @@ from hpctrain.parallel.kernels.functions.function_library import workspace_float
 @saved_storages.register
 def _saved_by_latent_attention(attention: LatentAttention, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return the input, what norms and the core save, and the output if the core does not save it."""
-    saves_output = sizes.recomputes_core or attention.exchanges or attention.pads
+    saves_output = sizes.recomputes_core or attention.sends_heads or attention.pads
     queries: list[SavedStorage] = []
     if attention.query_norm is not None:
         queries = [*saved_storages(attention.query_norm, sizes), *saved_input(attention.query, sizes)]
@@ -35,7 +35,7 @@ def _saved_by_core(attention: LatentAttention, sizes: ActivationSizes) -> list[S
     if sizes.recomputes_core:
         return [heads, expanded, sizes.features(attention.rotary_size)]
     log_sum = replace(sizes.features(attention.heads, 4), features=False)
-    values = heads if attention.pads or attention.exchanges else expanded
+    values = heads if attention.pads or attention.sends_heads else expanded
     return [heads, heads, values, heads, log_sum]
 
 
@@ -43,9 +43,9 @@ def _saved_by_core(attention: LatentAttention, sizes: ActivationSizes) -> list[S
 def _recomputed_by_core(attention: LatentAttention, sizes: ActivationSizes) -> int:
     # Queries are saved again if they are rotated or exchanged, and values if they are padded or exchanged.
     queries, _, values, *_ = saved = _saved_by_core(attention, replace(sizes, recomputes_core=False))
-    copies_queries = attention.exchanges or (attention.rotated and not attention.has_compiled_core)
+    copies_queries = attention.sends_heads or (attention.uses_rotary and not attention.has_compiled_core)
     known = 0 if copies_queries else queries.bytes
-    known += 0 if attention.pads or attention.exchanges else values.bytes
+    known += 0 if attention.pads or attention.sends_heads else values.bytes
     return total(saved) - known
 
 

@@ -18,7 +18,7 @@ from hpctrain.host.device import choose_device, on_host, visible_gpus
 from hpctrain.host.streams import empty_host_tensor
 from hpctrain.memory.offload_folder import check_disk_space
 from hpctrain.memory.scratch import Flat, ScratchFile, ScratchFiles, ScratchTensor
-from hpctrain.sharding.bucket import Store
+from hpctrain.sharding.bucket import FlatAllocator
 from hpctrain.units import format_bytes
 
 
@@ -36,8 +36,8 @@ class OffloadAllocators:
         description: Description for the log.
     """
 
-    optimizer: Store | None = None
-    parameters: Store | None = None
+    optimizer: FlatAllocator | None = None
+    parameters: FlatAllocator | None = None
     scratch: ScratchFiles | None = None
     description: str = ""
 
@@ -60,16 +60,20 @@ def open_offload(deck: Deck, world: World, sizes: Mapping[str, int]) -> OffloadA
             raise HpctrainError([deck.problem(f"memory.{key}", HOST_REFUSAL) for key in refused])
     on_disk = [key for key in location if location[key] == "disk"]
     scratch = open_scratch(deck, world, sum(sizes[key] for key in on_disk)) if on_disk else None
-    stores: dict[str, Store] = {key: host_store for key in location if location[key] == "host"}
+    allocators: dict[str, FlatAllocator] = {
+        key: host_allocator for key in location if location[key] == "host"
+    }
     if scratch is not None:
-        stores |= {key: file_store(scratch, key) for key in on_disk}
+        allocators |= {key: file_allocator(scratch, key) for key in on_disk}
     words = {"optimizer": "optimizer state", "disk": str(offload_folder(deck)), "host": "host memory"}
     lines = [
         f"{words.get(key, key)} ({format_bytes(sizes[key])} per rank) in {words[location[key]]}"
         for key in location
-        if key in stores
+        if key in allocators
     ]
-    return OffloadAllocators(stores.get("optimizer"), stores.get("parameters"), scratch, ", ".join(lines))
+    return OffloadAllocators(
+        allocators.get("optimizer"), allocators.get("parameters"), scratch, ", ".join(lines)
+    )
 
 
 def offload_folder(deck: Deck) -> Path:
@@ -98,7 +102,7 @@ def open_scratch(deck: Deck, world: World, need: int) -> ScratchFiles:
         return ScratchFiles(folder, world.rank)
 
 
-def file_store(scratch: ScratchFiles, name: str) -> Store:
+def file_allocator(scratch: ScratchFiles, name: str) -> FlatAllocator:
     """Return a function that makes flat tensors of zeros in new files, whose names start with `name`."""
     numbers = count()
 
@@ -109,7 +113,7 @@ def file_store(scratch: ScratchFiles, name: str) -> Store:
     return make
 
 
-def host_store(length: int, dtype: torch.dtype) -> Flat:
+def host_allocator(length: int, dtype: torch.dtype) -> Flat:
     """Return a flat tensor of zeros in host memory that a GPU reads and writes directly. Local."""
     return empty_host_tensor((length,), dtype, choose_device("auto", 0, visible_gpus())).zero_()
 

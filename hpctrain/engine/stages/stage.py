@@ -22,7 +22,7 @@ from hpctrain.optim.optimizer import Agreement, Optimizer
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.step_statistics import StepStatistics
-from hpctrain.sharding.bucket import Bucket, Store
+from hpctrain.sharding.bucket import Bucket, FlatAllocator
 from hpctrain.sharding.bucket_layout import BucketLayout, bucket_layouts
 from hpctrain.sharding.eight_bit_gather import make_bucket
 from hpctrain.sharding.replica_sync import ReplicaSync
@@ -137,7 +137,7 @@ def build_stage(
     layer_context: LayerContext,
     models: Sequence[ModelPart],
     replications: Replications,
-    store: Store | None = None,
+    allocate: FlatAllocator | None = None,
     has_gradients: bool = False,
 ) -> Stage:
     """Return a stage of model parts whose parameters are in buckets, which allocates their memory.
@@ -150,7 +150,7 @@ def build_stage(
         layer_context: Context of the layers.
         models: Model parts by chunk, without memory.
         replications: Ranks that hold each shard.
-        store: Makes the memory of ZeRO slices outside the device; None for the device.
+        allocate: Makes the memory of ZeRO slices outside the device; None for the device.
         has_gradients: True to allocate memory for gradients, too.
     """
     size, precision = deck.communication.bucket_bytes, Precision.of(deck)
@@ -160,11 +160,11 @@ def build_stage(
     layers = [layer for model in models for layer in model.layers]
     products = products_in_8_bits(layers)
 
-    def allocate(layout: BucketLayout) -> Bucket:
+    def allocate_bucket(layout: BucketLayout) -> Bucket:
         is_trained = has_gradients and (layout.trained or not separate)
-        return make_bucket(products, layout, precision.storage, precision.gradient, is_trained, store)
+        return make_bucket(products, layout, precision.storage, precision.gradient, is_trained, allocate)
 
-    buckets = list(map(allocate, layouts))
+    buckets = list(map(allocate_bucket, layouts))
     stage = Stage(layer_context, list(models), replications, buckets, ModuleState(layers, replications))
     attach_features(stage, deck)
     return stage

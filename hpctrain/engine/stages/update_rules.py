@@ -30,7 +30,7 @@ from hpctrain.optim.offload import CopyStreams, MemoryLocation, OffloadedOptimiz
 from hpctrain.optim.optimizer import Agreement, Optimizer, ResidentOptimizer, UpdateRule
 from hpctrain.optim.schedule_free import ScheduleFree
 from hpctrain.optim.sgd import SGD
-from hpctrain.sharding.bucket import Bucket, Store
+from hpctrain.sharding.bucket import Bucket, FlatAllocator
 from hpctrain.sharding.compression.methods import CompressionSettings
 
 
@@ -108,24 +108,28 @@ def assign_settings(deck: Deck, models: Sequence[ModelPart]) -> None:
 
 
 def make_optimizer(
-    deck: Deck, buckets: Sequence[Bucket], store: Store | None, device: torch.device, agreement: Agreement
+    deck: Deck,
+    buckets: Sequence[Bucket],
+    allocate: FlatAllocator | None,
+    device: torch.device,
+    agreement: Agreement,
 ) -> Optimizer:
     """Return the deck's optimizer. Collective over the ranks of the mesh.
 
     Args:
         deck: The deck.
         buckets: Buckets whose parameters are updated.
-        store: Makes the memory of the state; None for the device.
+        allocate: Makes the memory of the state; None for the device.
         device: Device of the run, also in a plan, whose buckets have no device.
         agreement: Context of operations that may fail on one rank alone.
     """
     rule, memory = RULES[deck.optimizer.name](deck), deck.memory
-    if store is None and isinstance(rule, MatrixRules):
+    if allocate is None and isinstance(rule, MatrixRules):
         return MatrixOptimizer(rule, buckets)
     assert not isinstance(rule, MatrixRules)  # the check of the deck refuses it
-    if store is None:
+    if allocate is None:
         return ResidentOptimizer(rule, buckets)
     streams = None if on_host(device) else CopyStreams()
     computing: MemoryLocation = "gpu" if streams else "host"
     location = computing if memory.parameters == "device" else memory.parameters
-    return OffloadedOptimizer(rule, buckets, store, memory.offload_buffer, agreement, location, streams)
+    return OffloadedOptimizer(rule, buckets, allocate, memory.offload_buffer, agreement, location, streams)

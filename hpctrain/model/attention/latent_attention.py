@@ -103,7 +103,7 @@ class LatentAttention(BlockAttention):
             layer_context,
         )
         sizes = shape.heads * latent.value_size, shape.hidden
-        shares = not self.pads and layer_context.saved_policy.keeps_core and not self.exchanges
+        shares = not self.pads and layer_context.saved_policy.keeps_core and not self.sends_heads
         self.output = RowLinear(f"{name}.output", *sizes, False, layer_context, shares)
 
     @property
@@ -116,7 +116,7 @@ class LatentAttention(BlockAttention):
         """Elementwise operations before and after the core."""
         features = self.core.heads * self.head_size
         normed = sum(norm.size[0] for norm in (self.query_norm, self.latent_norm) if norm is not None)
-        rotated = [ElementwiseSize("rotation", 2 * features, True)] if self.rotated else []
+        rotated = [ElementwiseSize("rotation", 2 * features, True)] if self.uses_rotary else []
         # Keys and values are copied to heads of one size, and the output is copied back to heads of size v.
         return [ElementwiseSize("norm", normed), *rotated, ElementwiseSize("add", 3 * features, True)]
 

@@ -42,8 +42,8 @@ class BlockAttention(nn.Module):
         rule: Scale, window and soft cap of the block.
         compute_core: Softmax attention of this rank's heads, over the ranks of the context axis.
         core: Sizes of the core.
-        rotated: True if queries and keys are rotated.
-        local: True if they are rotated by the angles of layers with windows.
+        uses_rotary: True if queries and keys are rotated.
+        uses_local_tables: True if they are rotated by the angles of layers with windows.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class BlockAttention(nn.Module):
         self.compute_core = attention_core(layer_context, self.rule)
         heads = shape.heads, shape.key_value_heads
         self.core = AttentionSize(*heads, shape.head_size, shape.sequence, window, value_size)
-        self.rotated, self.local = shape.rotates(block), shape.is_local(block)
+        self.uses_rotary, self.uses_local_tables = shape.rotates(block), shape.is_local(block)
 
     @property
-    def exchanges(self) -> bool:
+    def sends_heads(self) -> bool:
         """True if the core's output is sent back by other ranks, into another tensor."""
         return self.layer_context.context.size > 1 and self.layer_context.context_form == "all_to_all"
 
@@ -82,8 +82,8 @@ class BlockAttention(nn.Module):
             documents: Documents of packed sequences, to which attention is limited; None without packing.
         """
         tables: tuple[Tensor, ...] = ()
-        if rotary is not None and self.rotated:
-            tables = rotary.local_tables if self.local else rotary.tables
+        if rotary is not None and self.uses_rotary:
+            tables = rotary.local_tables if self.uses_local_tables else rotary.tables
         compute = partial(self._attend, documents=documents)
         return self.layer_context.saved_policy.attend(compute, operands, tables)
 
@@ -141,7 +141,7 @@ class Attention(BlockAttention):
         normed = shape.query_key_norm != "none"
         self.norm = QueryKeyNorm(name, shape, layer_context, queries, keys) if normed else None
         sizes = shape.heads * size, shape.hidden
-        shared = layer_context.saved_policy.keeps_core and not self.exchanges
+        shared = layer_context.saved_policy.keeps_core and not self.sends_heads
         biased = shape.attention_bias == "all"
         self.output = RowLinear(f"{name}.output", *sizes, biased, layer_context, shared, shape.adapters)
 
@@ -152,7 +152,7 @@ class Attention(BlockAttention):
         normed = [ElementwiseSize("norm", features, True)] if self.norm is not None else []
         values = self.core.key_value_heads * self.head_size
         clipped = [ElementwiseSize("activation", features + values, True)] if self.clip is not None else []
-        rotated = [ElementwiseSize("rotation", features, True)] if self.rotated else []
+        rotated = [ElementwiseSize("rotation", features, True)] if self.uses_rotary else []
         return [*clipped, *normed, *rotated]
 
     def forward(

@@ -147,7 +147,7 @@ class _RingAttention(torch.autograd.Function):
             include = partial.store if stores_first and turn == 0 else partial.add
             for batch, queries, keys, mask in options.blocks(source, query):
                 operands = query[queries, batch], current_kv[0, keys, batch], current_kv[1, keys, batch]
-                include(queries, batch, *options.rule.attend(*operands, mask))
+                include(queries, batch, *options.rule.attend_tile(*operands, mask))
             if turn < group.size - 1:
                 ring.wait()
                 current_kv, next_kv = next_kv, current_kv
@@ -176,7 +176,7 @@ class _RingAttention(torch.autograd.Function):
             source = (group.rank - turn) % group.size
             blocks = list(options.blocks(source, query))
             block_gradients = [
-                options.rule.attend_backward(
+                options.rule.attend_tile_backward(
                     output_gradient[queries, batch],
                     (query[queries, batch], current_kv[0, keys, batch], current_kv[1, keys, batch]),
                     output[queries, batch],

@@ -147,7 +147,7 @@ class AttentionRule:
         rows = _CPU_TILE_ROWS if by_rows else columns
         return band_tiles(queries, keys, distance, self.window, rows, columns)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    def attend_tile(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         """Return the output [s, b, heads, d] and the log-sum-exp [b, heads, s] of one tile of `tiles`.
 
         This applies the scale, the cap and the mask. The window has no effect here: it decides which tiles
@@ -166,7 +166,7 @@ class AttentionRule:
         output, log_sum = attend(query.flip(0), key.flip(0), value.flip(0), True, self.scale)
         return output.flip(0), log_sum.flip(-1)
 
-    def attend_backward(
+    def attend_tile_backward(
         self,
         output_gradient: Tensor,
         operands: tuple[Tensor, Tensor, Tensor],

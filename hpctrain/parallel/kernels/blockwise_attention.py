@@ -68,7 +68,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         include = partial.add if blocks.merges else partial.store
         for batch, queries, keys, mask in blocks.of(query):
             operands = query[queries, batch], key[keys, batch], value[keys, batch]
-            include(queries, batch, *blocks.rule.attend(*operands, mask))
+            include(queries, batch, *blocks.rule.attend_tile(*operands, mask))
         if sinks is not None:
             partial.add_sinks(sinks)
         output = partial.output.to(query.dtype)
@@ -85,7 +85,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         else:
             gradients = [x.new_empty(x.shape) for x in (query, key, value)]
         for batch, queries, keys, mask in blocks.of(query):
-            block_gradients = blocks.rule.attend_backward(
+            block_gradients = blocks.rule.attend_tile_backward(
                 output_gradient[queries, batch],
                 (query[queries, batch], key[keys, batch], value[keys, batch]),
                 output[queries, batch],

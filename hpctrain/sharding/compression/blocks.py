@@ -126,15 +126,18 @@ class CompressionBlocks:
             return 0, 0
         return pieces[0].first // BLOCK, -(-(pieces[-1].first + pieces[-1].length) // BLOCK)
 
-    def pairs(self, blocks: Tensor, flat: Tensor, part: slice) -> tuple[list[Tensor], list[Tensor]]:
-        """Return views of the elements of each parameter in the blocks, and of the same ones in the bucket.
+    def matching_views(self, blocks: Tensor, flat: Tensor, part: slice) -> tuple[list[Tensor], list[Tensor]]:
+        """Return, for each parameter in `part`, views of its elements in `blocks` and in `flat`.
 
-        The caller copies between them.
+        Both views have the same elements in the same order. The caller copies or adds between them.
 
         Args:
             blocks: Elements of all blocks, flat.
             flat: Elements of `part`, flat.
             part: Part of the bucket.
+
+        Returns:
+            The views in `blocks`, and the views in `flat`.
         """
         of_blocks, of_flat = [], []
         for piece in self._pieces_in(part):

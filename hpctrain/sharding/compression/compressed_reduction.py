@@ -97,7 +97,7 @@ class CodedSum:
         del sent, received
         if not self.returns:
             total = self.owned_blocks.clear_tails(self._sum_codes(self.owned_blocks, codes))
-            own, target = self.owned_blocks.pairs(total, sums, self._sums_slice)
+            own, target = self.owned_blocks.matching_views(total, sums, self._sums_slice)
             if own:
                 torch._foreach_copy_(target, own)
             return
@@ -117,7 +117,7 @@ class CodedSum:
         """
         assert self.sum_code is not None
         values = self.blocks.clear_tails(self._sum_codes(self.blocks, [self.sum_code]))
-        own, target = self.blocks.pairs(values, flat, slice(0, flat.numel()))
+        own, target = self.blocks.matching_views(values, flat, slice(0, flat.numel()))
         torch._foreach_copy_(target, own)
 
     def add(self, codes: Sequence[Tensor]) -> Tensor:
@@ -140,9 +140,9 @@ class CodedSum:
         everything = slice(0, gradients.numel())
         if self.residual is None:
             values = torch.zeros(self.blocks.elements, device=gradients.device)
-            torch._foreach_copy_(*self.blocks.pairs(values, gradients, everything))
+            torch._foreach_copy_(*self.blocks.matching_views(values, gradients, everything))
             return values
-        torch._foreach_add_(*self.blocks.pairs(self.residual, gradients, everything))
+        torch._foreach_add_(*self.blocks.matching_views(self.residual, gradients, everything))
         return self.residual
 
     def _code_of_total(self, codes: Tensor) -> Tensor:

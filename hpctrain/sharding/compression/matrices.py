@@ -33,7 +33,7 @@ class Matrices:
         count: Number of matrices.
         n: Number of rows.
         m: Number of columns.
-        rank: Number of columns of the factors; 0 if gradients are sent in full.
+        factor_columns: Number of columns of the factors; 0 if gradients are sent in full.
     """
 
     segment: BucketSegment
@@ -41,15 +41,16 @@ class Matrices:
     count: int
     n: int
     m: int
-    rank: int
+    factor_columns: int
 
     @staticmethod
-    def of(segment: BucketSegment, rank: int) -> Matrices:
-        """Return the matrices of a parameter, with factors of at most `rank` columns."""
+    def of(segment: BucketSegment, most_columns: int) -> Matrices:
+        """Return the matrices of a parameter, with factors of at most `most_columns` columns."""
         shard = segment.parameter.shard
         dim = len(shard.local) - 2 if EXPERTS[0] in shard.split and len(shard.local) > 2 else 0
         count, n, m = prod(shard.local[:dim]), shard.local[dim], prod(shard.local[dim + 1 :])
-        return Matrices(segment, dim, count, n, m, factor_rank(n, m, rank) if len(shard.local) > 1 else 0)
+        columns = factor_rank(n, m, most_columns) if len(shard.local) > 1 else 0
+        return Matrices(segment, dim, count, n, m, columns)
 
     @property
     def elements(self) -> slice:
@@ -65,22 +66,22 @@ class Matrices:
         own.
         """
         tied_name = self.segment.parameter.shard.name if self.segment.replication.tied_pipeline else ""
-        return self.n, self.m, self.rank, tied_name
+        return self.n, self.m, self.factor_columns, tied_name
 
     @property
     def first_factor(self) -> Shard:
-        """Shard of Q' [count, rank, m], by whose name and places the initial values are drawn at random."""
+        """Shard of Q' [count, factor_columns, m], by whose name and places initial values are drawn."""
         shard, dim = self.segment.parameter.shard, self.dim
 
         def as_rows(sizes: tuple[int, ...], rows: int) -> tuple[int, ...]:
             return (*sizes[:dim], rows, *sizes[dim + 1 :])
 
-        shape, local = as_rows(shard.shape, self.rank), as_rows(shard.local, self.rank)
+        shape, local = as_rows(shard.shape, self.factor_columns), as_rows(shard.local, self.factor_columns)
         return Shard(f"{shard.name} {FACTOR}", shape, as_rows(shard.start, 0), local)
 
     @property
     def stored_factor(self) -> Shard:
-        """Shard of Q' in a checkpoint, [..., pieces, rank, m].
+        """Shard of Q' in a checkpoint, [..., pieces, factor_columns, m].
 
         Each tensor or expert rank's piece of a parameter has a factor of its own; dim `pieces` counts them.
         """
@@ -94,7 +95,7 @@ class Matrices:
             number, pieces = replication.pieces.rank // shard.copies, replication.pieces.size // shard.copies
         return Shard(
             shard.name,
-            (*shard.shape[:dim], pieces, self.rank, self.m),
+            (*shard.shape[:dim], pieces, self.factor_columns, self.m),
             (*shard.start[:dim], number, 0, 0),
-            (*shard.local[:dim], 1, self.rank, self.m),
+            (*shard.local[:dim], 1, self.factor_columns, self.m),
         )

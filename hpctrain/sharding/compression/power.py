@@ -96,12 +96,13 @@ class MatrixStack:
     def __init__(self, members: Sequence[Matrices], feedback: bool, seed: int, device: torch.device) -> None:
         self.members, self.device = members, device
         first = members[0]
-        self.count, self.n, self.m, self.rank = sum(m.count for m in members), first.n, first.m, first.rank
+        self.count, self.n, self.m = sum(m.count for m in members), first.n, first.m
+        self.factor_columns = first.factor_columns
         self.elements = self.count * self.n * self.m
         shape = (self.count, self.n, self.m)
         self.residual = torch.zeros(shape, device=device) if feedback else None
         self.sums = torch.zeros(0, device=device)
-        self.factor = torch.zeros(self.count, self.rank, self.m, device=device)
+        self.factor = torch.zeros(self.count, self.factor_columns, self.m, device=device)
         for each, values in self.of_members(self.factor):
             if not values.is_meta:
                 fill_normal(values, 0, each.first_factor, seed, 1.0)
@@ -113,8 +114,11 @@ class MatrixStack:
             yield each, values[first : first + each.count].view(-1)
             first += each.count
 
-    def add(self, gradients: Tensor) -> Tensor:
-        """Add the gradients of a bucket to the residuals, and return `sums`."""
+    def add_to_residuals(self, gradients: Tensor) -> Tensor:
+        """Set `sums` to the residuals plus the gradients of a bucket, and return it.
+
+        The residuals share this memory, so they change, too. Without `feedback` the sums are the gradients.
+        """
         views = self._views(gradients)
         if self.residual is None:
             self.sums = torch.stack(views).float()
@@ -124,7 +128,7 @@ class MatrixStack:
                 residual.add_(view)
         return self.sums
 
-    def subtract(self, left: Tensor, right: Tensor, gradients: Tensor, share: float) -> None:
+    def store_products(self, left: Tensor, right: Tensor, gradients: Tensor, share: float) -> None:
         """Replace the bucket's gradients by the products of the factors, and update the residuals.
 
         Args:
@@ -173,10 +177,10 @@ class PowerSgd(GradientReduction):
         trained = [Matrices.of(each, rank) for each in bucket.segments if each.parameter.requires_grad]
         batches: dict[object, list[Matrices]] = {}
         for each in trained:
-            if each.rank:
+            if each.factor_columns:
                 batches.setdefault(each.batch_key, []).append(each)
         self.stacks = [MatrixStack(members, feedback, seed, device) for members in batches.values()]
-        self._exact = [each for each in trained if not each.rank]
+        self._exact = [each for each in trained if not each.factor_columns]
         # Nonzero only if a checkpoint has residuals of them, for example if it sent them as factors.
         owed = sum(each.segment.length for each in self._exact) if feedback else 0
         self._owed = torch.zeros(owed, device=device)
@@ -190,7 +194,7 @@ class PowerSgd(GradientReduction):
     def messages(self) -> tuple[int, int]:
         """Number of fp32 elements of each of the two all-reduces."""
         exact = sum(each.segment.length for each in self._exact)
-        first = sum(stack.count * stack.n * stack.rank for stack in self.stacks)
+        first = sum(stack.count * stack.n * stack.factor_columns for stack in self.stacks)
         return exact + first, sum(stack.factor.numel() for stack in self.stacks)
 
     @override
@@ -199,7 +203,7 @@ class PowerSgd(GradientReduction):
 
     def _steps(self, gradients: Tensor, sums: Tensor) -> Iterator[Work[Tensor]]:
         exact = [gradients[each.elements] for each in self._exact]
-        left = [torch.bmm(stack.add(gradients), stack.factor.mT) for stack in self.stacks]
+        left = [torch.bmm(stack.add_to_residuals(gradients), stack.factor.mT) for stack in self.stacks]
         message, parts = self._message([*left, *exact])
         message[message.numel() - self._owed.numel() :].add_(self._owed)
         self._owed.zero_()
@@ -214,7 +218,7 @@ class PowerSgd(GradientReduction):
             # Copy them: the last bits of products may depend on the alignment of memory.
             self._next = [part.clone() for part in parts]
             for stack, p, q in zip(self.stacks, left, self._next, strict=True):
-                stack.subtract(p, q, gradients, 1 / self.group.size)
+                stack.store_products(p, q, gradients, 1 / self.group.size)
         if sums is not gradients:
             owned = gradients[self.bucket.slice]
             if owned.data_ptr() != sums.data_ptr():
@@ -238,7 +242,7 @@ class PowerSgd(GradientReduction):
                 # Unit columns prevent tiny gradients from vanishing in products. Columns that became zero
                 # continue with new random directions: otherwise they would remain zero for ever.
                 lengths = torch.linalg.vector_norm(sums, dim=2, keepdim=True)
-                fresh = self.fresh[: stack.rank, : stack.m]
+                fresh = self.fresh[: stack.factor_columns, : stack.m]
                 stack.factor.copy_(torch.where(lengths > 0, sums / lengths, fresh))
         self._next = []
 

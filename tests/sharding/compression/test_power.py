@@ -148,9 +148,9 @@ def test_factors_of_full_rank_are_exact(world: World) -> None:
     bucket = bucket_of(world, shapes)
     summation = PowerSgd(bucket, 4, SEED)
     for stack in summation.stacks:
-        stack.rank = min(stack.n, stack.m)
+        stack.factor_columns = min(stack.n, stack.m)
         stack.factor = torch.from_numpy(
-            np.random.default_rng(3).normal(size=(1, stack.rank, stack.m))
+            np.random.default_rng(3).normal(size=(1, stack.factor_columns, stack.m))
         ).float()
     given = [gradients_of(0, rank, shapes) for rank in range(world.size)]
     fill(bucket, given[world.rank])

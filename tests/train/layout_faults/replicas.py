@@ -45,7 +45,9 @@ def faults() -> list[LayoutFault]:
         fault("signs that are added", ("communication.compress=sign",), scaled_result(CodedSum, "add", 0.9)),
         fault("what is not sent", TOP_K, wrapped(TopK, "_largest", _lose_part_of_remainder)),
         fault(
-            "shares of a residual", POWER_SGD, wrapped(power.MatrixStack, "subtract", _subtract_everything)
+            "shares of a residual",
+            POWER_SGD,
+            wrapped(power.MatrixStack, "store_products", _subtract_everything),
         ),
         fault(
             "factors that are not orthogonal",
