@@ -29,7 +29,7 @@ from hpctrain.plan.deck import plan_deck
 from hpctrain.sharding.state import MASTER
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.start import start_from_source
-from tests.checkpoint.exchange.test_prediction_modules import save_with_module
+from tests.checkpoint.exchange.test_prediction_modules import save_with_modules
 from tests.model.test_against_transformers import gpt2_reference, llama_reference
 from tests.train.test_run import contents, write_deck
 
@@ -292,7 +292,7 @@ def test_another_optimizer_begins_anew_where_it_is_asked_to(world: World, mpi_tm
 def test_a_start_says_which_modules_of_the_source_are_left_out(
     world: World, tmp_path: Path, modules: int, told: str
 ) -> None:
-    save_with_module(tmp_path / "theirs")
+    save_with_modules(tmp_path / "theirs")
     text = DECK.format(folder=tmp_path, source=tmp_path / "theirs", sequence=24)
     before, after, sentence = started(world, text, [f"model.mtp_layers={modules}"])
     assert sentence == f"initialized from the weights of {tmp_path / 'theirs'}{told}"
