@@ -214,12 +214,6 @@ class Parameter(nn.Parameter):
     def gradient(self, buffer: Tensor | None) -> None:
         self._gradient = buffer
 
-    def lookup_gradient(self, number: int) -> Tensor:
-        """Return the buffer to which layer `number` of those that look up rows of this table adds."""
-        if number < len(self.lookups):
-            return self.lookups[number]
-        return gradient_of(self)
-
     def zero_stale_gradient(self) -> None:
         """Fill the buffer with zeros if nothing was added since `reset_gradient`."""
         if self._stale and (buffer := self._buffer()) is not None:

@@ -24,7 +24,7 @@ from hpctrain.parallel.fp8.matmul_choice import make_matmul
 from hpctrain.parallel.kernels.logits import SplitLogits
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, MatrixSize
-from hpctrain.parallel.shards import Parameter, Shard
+from hpctrain.parallel.shards import Parameter, Shard, gradient_of
 
 CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU = 6_500_000, 1 << 26
 """Logits of one chunk on a rank: 26 MB in fp32, on GPUs 268 MB. Each chunk reads the table three times."""
@@ -130,13 +130,14 @@ class _EmbeddingAutograd(torch.autograd.Function):
             return None, None, None
         output_gradient = layer.layer_context.gather_sequence(output_gradient)
         table = layer.table
-        gradient = table.lookup_gradient(layer.number)
+        has_own_buffer = layer.number < len(table.lookups)
+        gradient = table.lookups[layer.number] if has_own_buffer else gradient_of(table)
         indices, *outside = ctx.saved_tensors
         rows = output_gradient.reshape(-1, output_gradient.shape[-1]).to(gradient.dtype)
         if outside:
             rows = rows.masked_fill(outside[0].reshape(-1, 1), 0)
         audit = layer.layer_context.products.audit
-        if audit is not None and audit.active and layer.number >= len(table.lookups):
+        if audit is not None and audit.active and not has_own_buffer:
             audit.expect_lookup(table, gradient, indices.reshape(-1), rows)
         gradient.index_add_(0, indices.reshape(-1), rows)
         layer.mark_gradient_added()
