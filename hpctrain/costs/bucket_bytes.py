@@ -23,7 +23,7 @@ def value_bytes(buckets: Sequence[Bucket]) -> int:
 def gradient_bytes(buckets: Sequence[Bucket]) -> int:
     """Return the bytes of the gradients that these buckets always hold."""
     segments = (segment for bucket in buckets for segment in bucket.segments)
-    lookups = (each for segment in segments for each in segment.parameter.lookups)
+    lookups = (each for segment in segments for each in segment.parameter.lookup_gradients)
     return storage_bytes([*(bucket.owned_gradients for bucket in buckets), *lookups])
 
 

@@ -168,8 +168,8 @@ class Parameter(nn.Parameter):
         uses: Number of additions to the gradient in the backward pass of one micro-batch.
         separate_lookups: Number of further buffers of a table whose uses add in an order that depends on the
             schedule.
-        lookups: These further buffers, which its bucket provides. Layer n of those that look up rows adds to
-            number n, or to `gradient` if there are not as many.
+        lookup_gradients: These further buffers, which its bucket provides. Layer n of those that look up rows
+            adds to number n, or to `gradient` if there are not as many.
         open_gradient: Allocates the gradient buffer if it exists only while it is used.
         on_gradient_added: Called with the parameter after each addition.
     """
@@ -181,7 +181,7 @@ class Parameter(nn.Parameter):
     update_block: UpdateBlock | None = None
     uses: int = 1
     separate_lookups: int = 0
-    lookups: tuple[Tensor, ...] = ()
+    lookup_gradients: tuple[Tensor, ...] = ()
     open_gradient: Callable[[], None] | None = None
     on_gradient_added: Callable[[Parameter], None] | None = None
     _gradient: Tensor | None = None

@@ -130,8 +130,8 @@ class _EmbeddingAutograd(torch.autograd.Function):
             return None, None, None
         output_gradient = layer.layer_context.gather_sequence(output_gradient)
         table = layer.table
-        has_own_buffer = layer.number < len(table.lookups)
-        gradient = table.lookups[layer.number] if has_own_buffer else gradient_of(table)
+        has_own_buffer = layer.number < len(table.lookup_gradients)
+        gradient = table.lookup_gradients[layer.number] if has_own_buffer else gradient_of(table)
         indices, *outside = ctx.saved_tensors
         rows = output_gradient.reshape(-1, output_gradient.shape[-1]).to(gradient.dtype)
         if outside:

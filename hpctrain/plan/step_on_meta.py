@@ -142,5 +142,5 @@ def add(parameters: Iterable[Parameter]) -> None:
     """One addition to each gradient."""
     for parameter in parameters:
         if parameter.requires_grad:
-            assert parameter.lookups or parameter.gradient is not None
+            assert parameter.lookup_gradients or parameter.gradient is not None
             parameter.mark_gradient_added()

@@ -90,7 +90,7 @@ class Bucket:
                 parameter.requires_grad_(False)
                 continue
             parameter.open_gradient = self.open_gradients if self.sharding.zero > 1 else None
-            parameter.lookups = tuple(
+            parameter.lookup_gradients = tuple(
                 torch.zeros(parameter.shape, dtype=gradient_dtype, device=self.sharding.group.device)
                 for _ in range(parameter.separate_lookups)
             )
@@ -274,7 +274,7 @@ class Bucket:
         So the result does not depend on the order in which the uses of a parameter add theirs. Local.
         """
         for segment in self.segments:
-            for lookups in segment.parameter.lookups:
+            for lookups in segment.parameter.lookup_gradients:
                 if not lookups.is_meta:  # in plans they have no values
                     segment.view(self.gradients).add_(lookups)
                     lookups.zero_()
@@ -298,7 +298,7 @@ class Bucket:
                 self._gradients[gap].zero_()
         for segment in self.segments:
             segment.parameter.reset_gradient()
-            for lookups in segment.parameter.lookups:
+            for lookups in segment.parameter.lookup_gradients:
                 lookups.zero_()
         self._addition_counts = {s.parameter: 0 for s in self.segments if s.parameter.requires_grad}
         self._rounds, self._passes = (passes, 1) if each_pass else (1, passes)

@@ -79,7 +79,7 @@ class FirstMicroBatchNorm:
         The last one is addition number `parameter.uses` of the micro-batch. Then the gradient is complete.
         """
         additions = self._additions[parameter] = self._additions.get(parameter, 0) + 1
-        gradient, lookups = parameter.gradient, parameter.lookups
+        gradient, lookups = parameter.gradient, parameter.lookup_gradients
         assert gradient is not None
         if additions != parameter.uses or gradient.is_meta:
             return

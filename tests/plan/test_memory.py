@@ -87,7 +87,7 @@ def held(training: Trainer) -> tuple[int, int, int, int]:
     values = [bucket.owned_values for bucket in buckets]
     gradients = [bucket.owned_gradients for bucket in buckets]
     segments = [segment for bucket in buckets for segment in bucket.segments]
-    lookups = [each for segment in segments for each in segment.parameter.lookups]
+    lookups = [each for segment in segments for each in segment.parameter.lookup_gradients]
     optimizer = [tensor for m in moments for name, tensor in m.items() if name != MASTER]
     if values[0].dtype != torch.float32:
         optimizer += [m[MASTER] for bucket, m in zip(buckets, moments, strict=True) if bucket.trained]

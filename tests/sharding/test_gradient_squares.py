@@ -139,8 +139,8 @@ def test_measuring_changes_no_bit_of_a_step(world: World) -> None:
 def test_a_table_with_two_buffers_counts_once_as_their_sum() -> None:
     """Count it after both additions of the first micro-batch, and before those of the next one."""
     table = Parameter(Shard.replicated("table", (2500, 3)))
-    table.uses, table.gradient, table.lookups = 2, torch.randn(2500, 3), (torch.randn(2500, 3),)
-    expected = float((table.gradient + table.lookups[0]).double().square().sum())
+    table.uses, table.gradient, table.lookup_gradients = 2, torch.randn(2500, 3), (torch.randn(2500, 3),)
+    expected = float((table.gradient + table.lookup_gradients[0]).double().square().sum())
     first = FirstMicroBatchNorm(torch.device("cpu"))
     for _ in range(2):
         first.begin()

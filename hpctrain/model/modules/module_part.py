@@ -180,7 +180,7 @@ class ModulePart(nn.Module):
         if (
             parameter.grad is not None
             and isinstance(parameter, LayerGradientParameter)
-            and not parameter.lookups
+            and not parameter.lookup_gradients
         ):
             # This gradient comes from uses outside of linear layers, which report when theirs is complete.
             assert parameter.gradient is not None
@@ -188,9 +188,9 @@ class ModulePart(nn.Module):
             parameter.grad = None
         if parameter.grad is None:
             self.layer_context.weight_gradients.submit(parameter.mark_gradient_added)
-        elif parameter.lookups and self.span.has_embedding:
+        elif parameter.lookup_gradients and self.span.has_embedding:
             assert parameter.gradient is not None
-            parameter.lookups[0].add_(parameter.grad)
+            parameter.lookup_gradients[0].add_(parameter.grad)
             parameter.grad = None
             parameter.mark_gradient_added()
 

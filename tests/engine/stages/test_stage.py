@@ -113,7 +113,9 @@ def test_a_model_that_is_not_trained_stands_beside_one_that_is(
         for segment in bucket.segments:
             parameter = segment.parameter
             assert not parameter.requires_grad
-            assert parameter.gradient is parameter.on_gradient_added is None and not parameter.lookups
+            assert (
+                parameter.gradient is parameter.on_gradient_added is None and not parameter.lookup_gradients
+            )
     assert gradient_bytes(stage.buckets) == 0
     whole = sum(bucket.length * 4 for bucket in stage.buckets)
     assert value_bytes(stage.buckets) == (whole // 2 if zero else whole)
