@@ -326,6 +326,10 @@ def test_the_last_stage_has_fewer_blocks_with_modules(modules: int, split: tuple
         (("objective.kind=reward",), 'objective.kind = "next-token" or "sft"'),
         (("model.positions=learned",), 'model.positions = "rotary" or "none"'),
         (("model.mtp_layers=17",), "16"),
+        (
+            ("batch.sequence=2", "model.mtp_layers=2"),
+            "model.mtp_layers = 2: must be below batch.sequence = 2",
+        ),
         (('model.frozen=["embedding.*"]',), "model.frozen"),
         (("model.mtp_layers=0",), "has no effect"),
     ],

@@ -228,7 +228,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
         if isinstance(model, ModuleSource):
             deck, described = module_deck(keys, out, folder), model.described
         else:
-            model.require_tied_head(group.rank, group.size)
+            model.require_equal_copies(group.rank, group.size)
             deck, described = _model_deck(model.shape, out, folder), _described(model.shape)
         text, settings, missing = tokenizer_of_folder(folder, deck.model.vocabulary or _MOST_TOKENS)
         if text is None:

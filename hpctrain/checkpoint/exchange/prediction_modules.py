@@ -67,6 +67,11 @@ def without_modules(entries: Sequence[TensorRange], shape: ModelShape) -> list[T
     return [entry for entry in entries if _block_of(entry.dataset) < shape.layers + shape.mtp_layers]
 
 
+def has_entries_of_modules(entries: Sequence[TensorRange], shape: ModelShape) -> bool:
+    """Return True if entries of a model are of modules, which follow the layers of `shape`."""
+    return any(_block_of(entry.dataset) >= shape.layers for entry in entries)
+
+
 def _block_of(dataset: str) -> int:
     """Return the number of the block that a tensor belongs to; 0 if it belongs to none."""
     found = re.search(r"/blocks\.(\d+)\.", dataset)

@@ -29,7 +29,13 @@ from hpctrain.checkpoint.exchange.hugging_face.tensor_names import (
     counterparts,
 )
 from hpctrain.checkpoint.exchange.module_source import folder_module_keys, stored_module_keys
-from hpctrain.checkpoint.exchange.prediction_modules import is_copy, with_stored_modules, without_modules
+from hpctrain.checkpoint.exchange.prediction_modules import (
+    copied_tensors,
+    has_entries_of_modules,
+    is_copy,
+    with_stored_modules,
+    without_modules,
+)
 from hpctrain.checkpoint.exchange.quantization import dequantized
 from hpctrain.checkpoint.exchange.safetensors_folder import (
     CONFIG,
@@ -113,33 +119,46 @@ class ModelFolder:
             values[place] = self._read(*parts[index], start[depth:], shape[depth:])
         return values
 
-    def require_tied_head(self, rank: int, ranks: int) -> None:
-        """Compare the output layer in the files, if there is one, with the embedding of a tied model.
+    def require_equal_copies(self, rank: int, ranks: int, modules: bool = True) -> None:
+        """Compare the copies of embedding and output layer in the files, if there are any, with these.
 
         Args:
             rank: Rank that calls this, which compares every `ranks`-th piece.
             ranks: Number of ranks that call this.
+            modules: True to compare also the copies that modules of multi-token prediction have.
 
         Raises:
-            HpctrainError: They differ.
+            HpctrainError: A copy differs.
         """
-        held = self.folder.tensors.get(HEAD)
-        if not self.shape.tied or held is None:
-            return
-        rows, width = size = self.shapes[EMBEDDING]
-        equal = held.shape == size and held.kind in TYPES
-        step = max(1, BUFFER_BYTES // 4 // width)
-        for first in range(rank * step, rows, ranks * step) if equal else ():
-            start, piece = (first, 0), (min(step, rows - first), width)
-            head = self.folder.read_finite(HEAD, start, piece).float()
-            if not torch.equal(head, self.read(EMBEDDING, start, piece)):
-                equal = False
-                break
-        if not equal:
+        if self.shape.tied and not self._is_copy_of(HEAD, EMBEDDING, rank, ranks):
             raise HpctrainError(
-                f"{self.folder.path / held.file}: {HEAD}: differs from the embedding that {CONFIG} "
-                "ties it to; set tie_word_embeddings to false there, or remove the tensor"
+                f"{self.folder.path / self.folder.tensors[HEAD].file}: {HEAD}: differs from the embedding "
+                f"that {CONFIG} ties it to; set tie_word_embeddings to false there, or remove the tensor"
             )
+        for copy in copied_tensors(self.shape, self.shapes) if modules else ():
+            dataset = copy.parts[0].dataset
+            if not self._is_copy_of(copy.name, dataset, rank, ranks):
+                layer = "embedding" if dataset == EMBEDDING else "output layer"
+                raise HpctrainError(
+                    f"{self.folder.path / self.folder.tensors[copy.name].file}: {copy.name}: differs from "
+                    f"the {layer} of the model, which modules of multi-token prediction share"
+                )
+
+    def _is_copy_of(self, name: str, dataset: str, rank: int, ranks: int) -> bool:
+        """Return True if no file has a tensor `name`, or this rank's pieces of it equal `dataset`'s."""
+        copy = self.folder.tensors.get(name)
+        if copy is None:
+            return True
+        rows, width = size = self.shapes[dataset]
+        if copy.shape != size or copy.kind not in TYPES:
+            return False
+        step = max(1, BUFFER_BYTES // 4 // width)
+        for first in range(rank * step, rows, ranks * step):
+            start, piece = (first, 0), (min(step, rows - first), width)
+            values = self.folder.read_finite(name, start, piece).float()
+            if not torch.equal(values, self.read(dataset, start, piece)):
+                return False
+        return True
 
     def _read(self, counterpart: Counterpart, part: TensorPart, start: Index, shape: Index) -> Tensor:
         if part.expert_order is not None:
@@ -350,7 +369,8 @@ def load_source(
         with together(group):
             model = open_model(path)
             _require_head(path, model.shape, head)
-            model.require_tied_head(group.rank, group.size)
+            modules = has_entries_of_modules(entries, model.shape)
+            model.require_equal_copies(group.rank, group.size, modules)
             with in_types(_known(entries, model.shape), lambda _: "float32") as wanted:
                 for entry in wanted:
                     _fill(_fitted(entry, model.shape), model)

@@ -230,7 +230,10 @@ def _windows(value: object, options: SourceOptions) -> object:
         raise UnsupportedOptionError("must be N,0: the N tokens before each token, and none after it")
     window = int(sides[1]) + 1  # -1 is all tokens
     skipped = options.get("--window-attn-skip-freq")
-    flags = [True] if skipped is None else _flags_of_layers(skipped, options, last_differs=True)
+    try:
+        flags = [True] if skipped is None else _flags_of_layers(skipped, options, last_differs=True)
+    except UnsupportedOptionError as error:
+        raise UnsupportedOptionError(f"--window-attn-skip-freq {skipped} {error}") from None
     # The list is the value of one key.
     return ([window if flag else 0 for flag in ([True] if all(flags) else flags)],) if window else None
 

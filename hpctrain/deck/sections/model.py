@@ -22,6 +22,7 @@ from hpctrain.deck.presets import PresetName
 from hpctrain.deck.problem import DeckProblem, divisors, must_divide, nearest_numbers
 from hpctrain.deck.relations import (
     GIVEN,
+    AtMost,
     Conflicts,
     Divides,
     HasEffectWith,
@@ -404,6 +405,7 @@ TRANSFORMER_RELATIONS: Relations = (
     Conflicts(
         "model.tied", "objective.kind", (True,), SCORE_KINDS, because="a reward model has its own output row"
     ),
+    AtMost("model.mtp_layers", "batch.sequence", below=True, because="module k predicts token k + 1 ahead"),
     Requires("model.mtp_layers", "model.positions", ("rotary", "none")),
     Requires("model.mtp_layers", "objective.kind", LANGUAGE_KINDS),
     *(

@@ -16,6 +16,7 @@ from hpctrain.checkpoint.exchange.source import load_source, open_model, source_
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MicroBatch
+from hpctrain.errors import HpctrainError
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import ModelShape
@@ -120,3 +121,19 @@ def test_states_of_two_depths_are_those_of_transformers(world: World, tmp_path: 
     found = ours(ModelInputs(MultiToken(depths=2).fields_of(micro), torch.arange(7))).detach().chunk(3, 1)
     for depth, (state, expected) in enumerate(zip(found, states, strict=True)):
         torch.testing.assert_close(state.transpose(0, 1)[:, : 7 - depth], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("copy", "layer"), [("embed_tokens", "embedding"), ("shared_head.head", "output layer")]
+)
+def test_modules_with_other_tables_are_refused(world: World, tmp_path: Path, copy: str, layer: str) -> None:
+    save_with_modules(tmp_path / "theirs")
+    name = f"model.layers.{LAYERS}.{copy}.weight"
+    tensors = tensors_of(tmp_path / "theirs")
+    tensors[name][5, 3] += 1
+    safetensors.save_file(tensors, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(HpctrainError, match=rf"{name}: differs from the {layer} of the model") as caught:
+        import_model(world, tmp_path / "theirs", tmp_path / "model.h5")
+    assert caught.value.exit_code == 2
+    shape = replace(open_model(tmp_path / "theirs").shape, mtp_layers=0)
+    transformer_of(world, tmp_path / "theirs", shape)  # modules that are not used are not compared

@@ -416,7 +416,10 @@ def test_steps_and_layouts(arguments: str, expected: dict[str, object]) -> None:
         ("--qk-layernorm", "--qk-layernorm: is supported with --normalization RMSNorm only"),
         ("--apply-layernorm-1p", "--apply-layernorm-1p: is supported with --normalization RMSNorm only"),
         ("--window-size 7,7", "--window-size = 7,7: must be N,0: the N tokens before each token"),
-        ("--window-size 7,0 --window-attn-skip-freq 0", "--window-size = 7,0: must be above 0"),
+        (
+            "--window-size 7,0 --window-attn-skip-freq 0",
+            "--window-size = 7,0: --window-attn-skip-freq 0 must be above 0",
+        ),
         ("--softmax-type off-by-one", 'is not supported (supported: "learnable" or "vanilla")'),
         ("--quick-geglu", "requires --glu-linear-offset 1 and --activation-func-clamp-value 7"),
         ("--glu-linear-offset 1.0", "is supported with --quick-geglu only"),
