@@ -328,7 +328,7 @@ def test_the_last_stage_has_fewer_blocks_with_modules(modules: int, split: tuple
         (("model.mtp_layers=17",), "16"),
         (
             ("batch.sequence=2", "model.mtp_layers=2"),
-            "model.mtp_layers = 2: must be below batch.sequence = 2",
+            "model.mtp_layers=2: must be below batch.sequence = 2",
         ),
         (('model.frozen=["embedding.*"]',), "model.frozen"),
         (("model.mtp_layers=0",), "has no effect"),

@@ -405,7 +405,12 @@ TRANSFORMER_RELATIONS: Relations = (
     Conflicts(
         "model.tied", "objective.kind", (True,), SCORE_KINDS, because="a reward model has its own output row"
     ),
-    AtMost("model.mtp_layers", "batch.sequence", below=True, because="module k predicts token k + 1 ahead"),
+    AtMost(
+        "model.mtp_layers",
+        "batch.sequence",
+        below=True,
+        because="module k predicts the token k + 1 positions ahead",
+    ),
     Requires("model.mtp_layers", "model.positions", ("rotary", "none")),
     Requires("model.mtp_layers", "objective.kind", LANGUAGE_KINDS),
     *(
