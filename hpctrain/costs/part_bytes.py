@@ -17,6 +17,7 @@ from hpctrain.model.parameters.frozen import blocks_without_backward, embedding_
 from hpctrain.model.part import Layer, ModelPart, blocks_of
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
+from hpctrain.model.transformer import Predictor
 from hpctrain.objective.factory import make_objective
 
 
@@ -95,6 +96,12 @@ class PartBytes:
         """
         is_end = is_end if len(self.part.layers) == 1 else not layer.is_block
         return total(byte_functions.saved_storages(layer, self.sizes)) if is_end else 0
+
+    @property
+    def head_deferred(self) -> int:
+        """Bytes that deferred weight gradients keep after the blocks: those of MTP modules."""
+        last = self.part.layers[-1]
+        return byte_functions.deferred_bytes(last, self.sizes).deferred if isinstance(last, Predictor) else 0
 
     @property
     def shared(self) -> int:

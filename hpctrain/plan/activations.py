@@ -106,8 +106,8 @@ def _figures(deck: Deck, part: PartBytes) -> _PartFigures:
         present=max(presents, default=0),
         moving=max((computed if exact else packed for _, packed, computed in segments), default=0),
         again=max(most, cores),
-        deferred=sum(held),
-        coming=max(coming),
+        deferred=sum(held) + part.head_deferred,
+        coming=max(coming) + part.head_deferred,
     )
 
 

@@ -228,6 +228,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "sequence": ("layout.tensor=2", "layout.sequence_parallel=true"),
     "pipeline": ("layout.pipeline=2",),
     "v": ("layout.pipeline=2", "layout.schedule=zb-v", "model.layers=4", "layout.zero=2"),
+    "deferred": ("layout.pipeline=2", "layout.schedule=zb-h1"),
     "ring": ("layout.context=2",),
 }
 """Layouts of 2 ranks, by name."""

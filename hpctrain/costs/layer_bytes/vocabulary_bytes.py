@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage
-from hpctrain.costs.layer_bytes.byte_functions import saved_storages, workspace_bytes
+from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, DeferredBytes, SavedStorage
+from hpctrain.costs.layer_bytes.byte_functions import deferred_bytes, saved_storages, workspace_bytes
 from hpctrain.costs.layer_bytes.linear_bytes import saved_input
 from hpctrain.costs.layer_bytes.matmul_bytes import product_workspace
 from hpctrain.model.transformer import Embedding, PredictionModule, Predictor, TransformerBlock
@@ -55,6 +55,15 @@ def _saved_by_prediction_module(module: PredictionModule, sizes: ActivationSizes
         *saved_storages.dispatch(TransformerBlock)(module, sizes),
         *saved_storages(module.final_norm, sizes),
     ]
+
+
+@deferred_bytes.register
+def _deferred_by_predictor(layer: Predictor, sizes: ActivationSizes) -> DeferredBytes:
+    """Return the bytes for the weight gradients of modules. The head's own gradient is computed at once."""
+    of_modules = [deferred_bytes(module, sizes) for module in layer.modules_of_depths]
+    return DeferredBytes(
+        sum(each.deferred for each in of_modules), max((each.transient for each in of_modules), default=0)
+    )
 
 
 @workspace_bytes.register
