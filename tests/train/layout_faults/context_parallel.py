@@ -89,7 +89,7 @@ def _reverse_tokens(original: Any, tokens: Tensor, positions: Tensor) -> Tensor:
 
 def _show_all_keys(original: Any, source: int, rank: int, half: int) -> Any:
     queries, keys, causal = original(source, rank, half)
-    return queries, slice(None) if source < rank else keys, causal
+    return queries, slice(0, 2 * half) if source < rank else keys, causal
 
 
 def _shift_document_start(original: Any, place: int, *rest: int) -> int:
