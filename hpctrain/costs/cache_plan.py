@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hpctrain.model.attention.rotary import RotaryFrequencies
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.attention.paged import PageLayout
 from hpctrain.parallel.kernels.functions.function_library import PAGE
@@ -19,7 +20,7 @@ class CachePlan:
         blocks: Number of blocks of the model on this rank.
         layout: Layout of a page.
         window: Number of positions of the model, for which there are shared tables of rotary embeddings.
-        rotary_tables: Number of pairs of such tables.
+        rotary_tables: Number of pairs of such tables; 0 if each pass computes the rows that it needs.
     """
 
     sequences: int
@@ -30,8 +31,16 @@ class CachePlan:
     rotary_tables: int = 1
 
     @staticmethod
-    def of(model: Transformer, sequences: int, tokens: int) -> CachePlan:
-        """Return a model's cache for sequences of at most `tokens` tokens, limited by its window."""
+    def of(model: Transformer, sequences: int, tokens: int, as_in_training: bool = False) -> CachePlan:
+        """Return a model's cache.
+
+        Args:
+            model: The model, or this rank's part of it.
+            sequences: Number of sequences that have space in the cache.
+            tokens: Largest number of tokens of each. The model's window limits it.
+            as_in_training: True if scaled rotary positions depend on the length of the model's sequences,
+                as in training. False if they depend on the length of each text.
+        """
         shape, layer_context = model.shape, model.layer_context
         heads, size = max(1, shape.key_value_heads // layer_context.tensor.size), shape.head_size
         if (latent := shape.latent) is not None:  # a latent, with the features of keys that heads share
@@ -39,6 +48,8 @@ class CachePlan:
         compiled, has_rotary = layer_context.functions.compiled, shape.positions == "rotary"
         layout = PageLayout(heads, size, model.dtype, has_rotary, compiled)
         tables = 1 if shape.rope_local_base is None else 2
+        if has_rotary and not as_in_training and RotaryFrequencies.of(shape).depend_on_length:
+            tables = 0
         return CachePlan(
             sequences, min(tokens, shape.sequence), model.span.blocks, layout, shape.sequence, tables
         )

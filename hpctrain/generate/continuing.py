@@ -54,14 +54,21 @@ Grown = Callable[[GeneratedText, int], bool]
 
 
 class PassTokens(NamedTuple):
-    """Tokens of the text in a `place` of the cache, from the `first` position on; those before it are there.
-    `predicts` says that logits of the token behind them are wanted.
+    """Tokens of one text that a pass with the cache computes.
+
+    Attributes:
+        place: Place of the text in the cache, which has the tokens before these.
+        first: Position of the first token.
+        tokens: The tokens.
+        predicts: True if the logits after the last token are needed.
+        text_length: Number of tokens that the text has, on which scaled rotary positions may depend.
     """
 
     place: int
     first: int
     tokens: Sequence[int]
     predicts: bool
+    text_length: int
 
 
 class ForwardPasses(Protocol):
@@ -77,6 +84,8 @@ class ForwardPasses(Protocol):
         places: Number of texts that fit into the cache.
         turns: Number of groups of texts. Each group has its pass before the next tokens of the other groups
             are known.
+        longest_short_text: Number of tokens after which all positions of a text rotate otherwise, so that its
+            cached keys have to be computed again. None if there is no such number.
     """
 
     window: int
@@ -84,6 +93,7 @@ class ForwardPasses(Protocol):
     rows: int
     places: int
     turns: int
+    longest_short_text: int | None
 
     def open(self) -> int:
         """Reserve a place in the cache for a text, and return it."""
@@ -170,7 +180,7 @@ def _grow(
         while len(growing) < places and (coming := next(waiting, None)) is not None:
             each = _Growing(coming, None)
             if coming.given <= passes.reach:
-                each.source = _with_its_beginning(growing, coming)
+                each.source = _with_its_beginning(passes, growing, coming)
                 each.place = passes.open()
                 _share(passes, each)
             growing.append(each)
@@ -183,9 +193,14 @@ def _grow(
             text = each.text
             text.tokens.append(token)
             text.ended = grown(text, token) or len(text.tokens) == text.longest
-            if each.place is not None and (text.ended or len(text.tokens) > passes.reach):
+            if each.place is None:
+                continue
+            if text.ended or len(text.tokens) > passes.reach:
                 passes.close(each.place)
                 each.place = None
+            elif _is_long(passes, len(text.tokens)) and not _is_long(passes, len(text.tokens) - 1):
+                passes.close(each.place)  # other texts may share its pages
+                each.place, each.done = passes.open(), 0
         growing = [each for each in growing if not each.text.ended]
         if ready:
             yield [each.text for each in ready]
@@ -203,7 +218,7 @@ def _pass(passes: ForwardPasses, growing: Sequence[_Growing]) -> tuple[list[_Gro
             break
         assert each.place is not None
         predicts = each.done + len(tokens) == len(each.text.tokens)
-        pieces.append(PassTokens(each.place, each.done, tokens, predicts))
+        pieces.append(PassTokens(each.place, each.done, tokens, predicts, len(each.text.tokens)))
         each.done += len(tokens)
         rows -= len(tokens)
         if predicts:
@@ -218,10 +233,18 @@ def _pass(passes: ForwardPasses, growing: Sequence[_Growing]) -> tuple[list[_Gro
     return ready, torch.cat(found)
 
 
-def _with_its_beginning(growing: Sequence[_Growing], text: GeneratedText) -> _Growing | None:
-    """One with a place that was given the same tokens, if there are several of these."""
+def _is_long(passes: ForwardPasses, length: int) -> bool:
+    """Return True if a text of so many tokens has the rotations of long texts."""
+    return passes.longest_short_text is not None and length > passes.longest_short_text
+
+
+def _with_its_beginning(
+    passes: ForwardPasses, growing: Sequence[_Growing], text: GeneratedText
+) -> _Growing | None:
+    """Return a text whose cached keys the same prompt can take; None if there is none."""
     for each in growing:
         there = each.place is not None and each.source is None
+        there = there and _is_long(passes, len(each.text.tokens)) == _is_long(passes, text.given)
         if there and 1 < each.text.given == text.given and each.text.tokens[: text.given] == text.tokens:
             return each
     return None

@@ -40,6 +40,7 @@ class ModulePasses:
     reach = 0
     rows = 1
     turns = 1
+    longest_short_text: int | None = None
 
     def __init__(self, part: ModulePart, places: int) -> None:
         self.part, self.places = part, places

@@ -12,6 +12,7 @@ from hpctrain.costs.cache_plan import CachePlan
 from hpctrain.generate.cache import KeyValueCache
 from hpctrain.generate.continuing import Draw, Drawn, GeneratedText, PassTokens
 from hpctrain.generate.stages import Stages
+from hpctrain.model.attention.rotary import RotaryFrequencies
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
@@ -133,6 +134,9 @@ class CachedPasses:
         self.turns = self.stages.count
         self.window, self.places = model.shape.sequence, plan.sequences
         self.reach = self.window if can_cache(model) else 0
+        self.longest_short_text = None
+        if plan.layout.rotated and not plan.rotary_tables:
+            self.longest_short_text = RotaryFrequencies.of(model.shape).longest_short_text
 
     def open(self) -> int:
         """Reserve a place in the cache for a text, and return it."""
@@ -153,9 +157,11 @@ class CachedPasses:
         runs = [(piece.place, piece.first, len(piece.tokens)) for piece in pieces]
         tokens = [token for piece in pieces for token in piece.tokens]
         idle = max(0, self.least - len(tokens))
+        text_lengths = [piece.text_length for piece in pieces]
         if idle:
             runs.append((-1, 0, idle))
-        attending = self.cache.begin(runs)
+            text_lengths.append(1)
+        attending = self.cache.begin(runs, text_lengths)
         device = self.model.layer_context.tensor.device
         given = torch.tensor([tokens + [0] * idle], device=device)
         inputs = ModelInputs({"tokens": given}, attending.places.positions, cache=attending)
@@ -173,8 +179,7 @@ class CachedPasses:
     def windowed(self, tokens: Tensor) -> Tensor:
         """Return the logits [b, V] of the tokens after windows, int64 [b, s], without the cache."""
         given = tokens.to(self.model.layer_context.tensor.device)
-        positions = torch.arange(given.shape[1], device=given.device)
-        hidden = self.stages.through(ModelInputs.of_tokens(given.t().contiguous(), positions))
+        hidden = self.stages.through(ModelInputs.of_texts(given))
         if not self.model.span.has_head:
             return hidden.new_empty(len(given), 0)
         logits: Tensor = self.model.predict(hidden[-self.least :], VocabularyHead.logits)[-1]

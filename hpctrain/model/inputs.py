@@ -150,6 +150,8 @@ class ModelInputs:
             from its beginning. None if each sequence is one document.
         cache: Keys and values of texts that are continued. Then b is 1, and s is any rows of any texts.
         lengths: Numbers of real tokens of whole sequences. None if there is no padding.
+        text_length: Number of tokens of each text, on which scaled rotary positions may depend. None for the
+            length of the model's sequences, as in training.
     """
 
     fields: Mapping[str, Tensor]
@@ -161,6 +163,7 @@ class ModelInputs:
     documents: Documents | None = None
     cache: Cache | None = None
     lengths: RowLengths | None = None
+    text_length: int | None = None
     _real_rows: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
@@ -177,6 +180,12 @@ class ModelInputs:
             dropout,
             AuxiliaryLosses() if auxiliary_losses is None else auxiliary_losses,
         )
+
+    @staticmethod
+    def of_texts(tokens: Tensor) -> ModelInputs:
+        """Return inputs of complete texts [b, s] of the same length, outside of training."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return ModelInputs({"tokens": tokens.t().contiguous().t()}, positions, text_length=len(positions))
 
     @property
     def tokens(self) -> Tensor:

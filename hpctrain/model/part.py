@@ -200,8 +200,7 @@ def logits_of(model: ModelPart, tokens: Tensor, last: int = 0) -> Tensor:
         tokens: Token ids.
         last: Number of positions at the end of the sequences to return; 0 for all.
     """
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
-    hidden = model(ModelInputs.of_tokens(tokens.t().contiguous(), positions))
+    hidden = model(ModelInputs.of_texts(tokens))
     logits: Tensor = model.predict(hidden[-last:], VocabularyHead.logits)
     return logits.transpose(0, 1)
 

@@ -579,7 +579,7 @@ class Transformer(nn.Module):
             rows = rows.chunk(tensor.size)[tensor.rank]
         if self.rotates and inputs.cache is None:
             positions = inputs.positions if self.rotary_positions is None else self.rotary_positions
-            rotary = Rotary.of(self.shape, positions, self.dtype)
+            rotary = Rotary.of(self.shape, positions, self.dtype, text_length=inputs.text_length)
         return PassContext(inputs, rows, rotary, self.residency)
 
     def predict(self, hidden: Tensor, compute: Callable[[Any, Tensor], Computed]) -> Computed:

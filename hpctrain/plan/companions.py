@@ -95,7 +95,8 @@ def plan_run_memory(
     if not generates_itself(deck):
         beside.append(_Beside(COPY, [_held(stage)]))
     texts, longest = concurrent_texts(deck, len(first.ranks) // tensor), deck.batch.sequence
-    cache, least = (CachePlan.of(model, places, longest).bytes for places in (texts, 1))
+    plans = (CachePlan.of(model, places, longest, as_in_training=True) for places in (texts, 1))
+    cache, least = (plan.bytes for plan in plans)
     stages = []
     for each in plan.stages:
         joined = replace(each, memory=replace(each.memory, cache=cache), least_cache=least)

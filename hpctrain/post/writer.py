@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from hpctrain.comm.world import World
@@ -100,9 +100,12 @@ class AnswerWriter:
         longest = max(len(each.ids) for each in prompts) + sampling.tokens
         shares = -(-len(prompts) // self.copies) * sampling.samples
         count, room = min(self.places, max(1, shares)), share_of_memory(self.world)
-        while count > 1 and room is not None and CachePlan.of(self.part, count, longest).bytes > room // 2:
+        # The training pass over an answer rotates by the length of the sequences, and the answer has to be
+        # drawn from the same policy.
+        plan_of = partial(CachePlan.of, self.part, tokens=longest, as_in_training=True)
+        while count > 1 and room is not None and plan_of(sequences=count).bytes > room // 2:
             count //= 2
-        plan = CachePlan.of(self.part, count, longest)
+        plan = plan_of(sequences=count)
         advice = "a smaller policy.tokens needs a smaller key and value cache"
         demand_room(self.world, Machine(), self.name, resident_bytes() + plan.bytes, lambda _: advice)
         self.cache = max(self.cache, plan.bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hpctrain.engine.choices.function_choice import compile_functions
 from hpctrain.generate.continuing import GeneratedText, continue_texts
 from hpctrain.generate.passes import CachedPasses, least_rows
 from hpctrain.generate.sampling import KeyedSampler, Sampling
-from hpctrain.model.part import LayerRange
+from hpctrain.model.part import LayerRange, logits_of
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
 from hpctrain.parallel.kernels.functions.function_library import open_library
@@ -34,8 +35,6 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 TOKENS, VOCABULARY = 16, 61
-LONG = "phi3-partial"
-"""Family whose frequencies `transformers` changes while a text grows; ours are those of the sequence."""
 PROMPTS = [
     torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for length in (1, 7, 20, 3, 13)
@@ -52,14 +51,15 @@ def of_transformers(family: str, tied: bool = False) -> torch.nn.Module:
         model = transformers.GPT2LMHeadModel(config)
     else:
         kind = "Qwen2" if family == "qwen2-yarn" else "Llama"
+        scaling = {"qwen2-yarn": "yarn", "llama-dynamic": "dynamic"}.get(family)
         config = getattr(transformers, f"{kind}Config")(
             num_hidden_layers=2,
             hidden_size=32,
             intermediate_size=48,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=40,
-            rope_parameters=hf_rope_parameters(SCALINGS["yarn"] if kind == "Qwen2" else None, 10000.0),
+            max_position_embeddings=12 if scaling == "dynamic" else 40,
+            rope_parameters=hf_rope_parameters(SCALINGS[scaling] if scaling else None, 10000.0),
             **sizes,
         )
         model = getattr(transformers, f"{kind}ForCausalLM")(config)
@@ -80,7 +80,7 @@ def test_greedy_text_is_that_of_transformers(world: World, mpi_tmp_path: Path, f
 
 @pytest.mark.sampled(4)
 @pytest.mark.mpi(min_size=1, max_size=2)
-@pytest.mark.parametrize("family", sorted(set(CASES) - {LONG}))
+@pytest.mark.parametrize("family", sorted(CASES))
 @pytest.mark.parametrize("by", ["torch", "compiled"])
 def test_greedy_text_of_families_is_that_of_transformers(
     world: World, mpi_tmp_path: Path, family: str, by: str
@@ -95,6 +95,15 @@ def test_greedy_text_of_families_is_that_of_transformers(
     compare(world, mpi_tmp_path, model, functions, {"tensor": world.size})
 
 
+@pytest.mark.mpi(min_size=1, max_size=1)
+@pytest.mark.parametrize("by", ["torch", "compiled"])
+def test_dynamic_frequencies_follow_each_text(world: World, mpi_tmp_path: Path, by: str) -> None:
+    functions = TORCH if by == "torch" else CompiledFunctions(open_library(compile_functions()))
+    theirs = of_transformers("llama-dynamic")
+    # With a cache, keys of a prompt keep the frequencies of the prompt's length.
+    compare(world, mpi_tmp_path, theirs, functions, {"tensor": 1}, uses_cache=(True,), sequence=40)
+
+
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("tied", [True, False])
@@ -104,8 +113,26 @@ def test_text_of_stages_is_that_of_transformers(
     compare(world, mpi_tmp_path, of_transformers(family, tied), TORCH, {"pipeline": world.size})
 
 
-def compare(world: World, path: Path, theirs: Any, functions: LayerFunctions, sizes: dict[str, int]) -> None:
-    """Greedy text of a model on a mesh of these sizes."""
+def compare(
+    world: World,
+    path: Path,
+    theirs: Any,
+    functions: LayerFunctions,
+    sizes: dict[str, int],
+    uses_cache: tuple[bool, ...] = (True, False),
+    sequence: int | None = None,
+) -> None:
+    """Compare greedy text of a model on a mesh of these sizes with that of `transformers`.
+
+    Args:
+        world: World of this test.
+        path: Folder for files, the same on all ranks.
+        theirs: Model of `transformers`.
+        functions: Functions that compute attention and norms.
+        sizes: Sizes of the mesh.
+        uses_cache: Settings of `use_cache` that are compared with.
+        sequence: Longest sequence of the model if it is not that of the folder.
+    """
     if world.rank == 0:
         theirs.save_pretrained(path / "theirs")
         import_model(world.single_rank_world(), path / "theirs", path / "model.h5")
@@ -114,6 +141,7 @@ def compare(world: World, path: Path, theirs: Any, functions: LayerFunctions, si
     pipeline, tensor = mesh.group("pipeline"), mesh.group("tensor")
     layer_context = LayerContext(tensor, mesh.group("context"), functions=functions, pipeline=pipeline)
     shape, stage, stages = source_shape(path / "model.h5"), pipeline.rank, pipeline.size
+    shape = replace(shape, sequence=sequence or shape.sequence)
     ends = shape.layers * stage // stages, shape.layers * (stage + 1) // stages
     tied = int(stage > 0), min(2, stages)
     model = Transformer(shape, layer_context, LayerRange(*ends, stage == 0, stage == stages - 1, *tied))
@@ -127,7 +155,13 @@ def compare(world: World, path: Path, theirs: Any, functions: LayerFunctions, si
     for _ in continue_texts(passes, texts, draw, lambda *_: False):
         pass
     for text, prompt in zip(texts, PROMPTS, strict=True):
-        for cached in (True, False):
+        with torch.no_grad():
+            theirs(torch.tensor([[1]]))  # a short text resets the frequencies of "dynamic"
+            expected_logits = theirs(torch.tensor([prompt])).logits
+            if stages == 1:
+                logits = logits_of(model, torch.tensor([prompt]))
+                torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
+        for cached in uses_cache:
             expected = theirs.generate(
                 torch.tensor([prompt]),
                 attention_mask=torch.ones(1, len(prompt)),

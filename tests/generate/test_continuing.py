@@ -48,6 +48,7 @@ class Recorded:
     """Passes with a cache, whose logits say that what comes behind a text is its length; what came when."""
 
     turns = 1
+    longest_short_text: int | None = None
     start_draw = staticmethod(at_once)
 
     def __init__(self, window: int, rows: int, places: int) -> None:
@@ -263,6 +264,21 @@ def test_who_comes_later_takes_what_is_there() -> None:
     greedy(passes, texts)
     assert [text.tokens[9:] for text in texts] == [list(range(9, 9 + length)) for length in lengths]
     assert passes.shared == 3 * 8
+
+
+def test_a_text_with_other_rotations_is_computed_again() -> None:
+    lengths = (3, 8, 2)  # the second text is long when the third one takes the place of the first one
+    texts = [GeneratedText(list(range(9)), length, 0, sample) for sample, length in enumerate(lengths)]
+    passes = Recorded(window=64, rows=64, places=2)
+    passes.longest_short_text = 9
+    greedy(passes, texts)
+    assert [text.tokens for text in texts] == [list(range(9 + length)) for length in lengths]
+    counts = [[(len(piece.tokens), piece.text_length) for piece in each] for each in passes.passes]
+    assert counts == [
+        [(9, 9)], [(1, 9), (10, 10)], [(1, 11), (10, 10)], [(1, 11), (9, 9)], [(1, 12), (10, 10)],
+        *[[(1, length)] for length in (13, 14, 15, 16)],
+    ]  # fmt: skip
+    assert passes.shared == 8
 
 
 @pytest.mark.parametrize("long_first", [False, True])

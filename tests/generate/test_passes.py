@@ -271,10 +271,12 @@ def test_more_rows_are_filled_up_than_there_are_positions(
         passes = CachedPasses(model, CachePlan.of(model, 2, 8), least)
         places = passes.open(), passes.open()
         tokens = [3, 7, 5], [1, 2]
-        pieces = [PassTokens(place, 0, each, True) for place, each in zip(places, tokens, strict=True)]
+        pieces = [
+            PassTokens(place, 0, each, True, len(each)) for place, each in zip(places, tokens, strict=True)
+        ]
         found.append(passes.cached(pieces))
     assert torch.allclose(*found, rtol=1e-5, atol=1e-5)
-    positions = passes.cache.begin([(places[0], 3, 2), (-1, 0, 60)]).places.positions
+    positions = passes.cache.begin([(places[0], 3, 2), (-1, 0, 60)], [5, 1]).places.positions
     assert positions.tolist() == [3, 4, *[0] * 60]
 
 

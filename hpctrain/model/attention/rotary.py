@@ -21,8 +21,7 @@ class RotaryFrequencies:
         head_size: Number of features of an attention head that are rotated in pairs.
         base: Base of the frequencies: that of pair i is base ** (-2 i / head_size) before scaling.
         scaling: Scaling of the frequencies for sequences that got longer; None for none.
-        sequence: Length of the model's sequences, in tokens, on which "dynamic" and "longrope" depend. It is
-            the same for shorter texts.
+        sequence: Number of tokens of the text, on which "dynamic" and "longrope" depend.
         unrotated: Number of further features of a head, which are not rotated.
     """
 
@@ -33,11 +32,16 @@ class RotaryFrequencies:
     unrotated: int = 0
 
     @staticmethod
-    def of(shape: ModelShape) -> RotaryFrequencies:
-        """Return the frequencies of a model whose family has rotary positions."""
+    def of(shape: ModelShape, text_length: int | None = None) -> RotaryFrequencies:
+        """Return the frequencies of a model whose family has rotary positions.
+
+        Args:
+            shape: Shape of the model.
+            text_length: Number of tokens of the text; None for the length of the model's sequences.
+        """
         rotated = shape.rotated_features
-        unrotated = shape.head_size - rotated
-        return RotaryFrequencies(rotated, shape.rope_base, shape.rope_scaling, shape.sequence, unrotated)
+        unrotated, length = shape.head_size - rotated, text_length or shape.sequence
+        return RotaryFrequencies(rotated, shape.rope_base, shape.rope_scaling, length, unrotated)
 
     @staticmethod
     def local(shape: ModelShape) -> RotaryFrequencies | None:
@@ -63,6 +67,17 @@ class RotaryFrequencies:
                 is_longer = self.sequence > _original(scaling)
                 divisors = scaling.long_factors if is_longer else scaling.short_factors
                 return self._powers(self.base, exponents) / exponents.new_tensor(divisors)
+
+    @property
+    def depend_on_length(self) -> bool:
+        """True if texts of different lengths may have different frequencies."""
+        return self.scaling is not None and self.scaling.kind in {"dynamic", "longrope"}
+
+    @property
+    def longest_short_text(self) -> int | None:
+        """Number of tokens up to which texts have the short factors of "longrope"; None for other kinds."""
+        scaling = self.scaling
+        return scaling.original_sequence if scaling is not None and scaling.kind == "longrope" else None
 
     @property
     def attention_factor(self) -> float:
@@ -120,7 +135,13 @@ class Rotary:
         self.tables = self.local_tables = cosine.to(dtype), sine.to(dtype)
 
     @staticmethod
-    def of(shape: ModelShape, positions: Tensor, dtype: torch.dtype, head_size: int | None = None) -> Rotary:
+    def of(
+        shape: ModelShape,
+        positions: Tensor,
+        dtype: torch.dtype,
+        head_size: int | None = None,
+        text_length: int | None = None,
+    ) -> Rotary:
         """Return the rotary positions of a model at some positions.
 
         Args:
@@ -129,8 +150,9 @@ class Rotary:
             dtype: Type of the tables.
             head_size: Features of heads that have more of them that are not rotated; None for those of the
                 model.
+            text_length: Number of tokens of the text; None for the length of the model's sequences.
         """
-        frequencies, local = RotaryFrequencies.of(shape), RotaryFrequencies.local(shape)
+        frequencies, local = RotaryFrequencies.of(shape, text_length), RotaryFrequencies.local(shape)
         if head_size is not None:
             unrotated = head_size - frequencies.head_size
             frequencies = replace(frequencies, unrotated=unrotated)

@@ -44,6 +44,7 @@ class TokenPositions:
         texts: Number of each row's text, int64 [n].
         positions: Position of each row in its text, int64 [n].
         tables: Numbers of each text's pages, [texts, pages].
+        rotations: Row of each token in the rotary tables, int64 [n].
         real: Rows that are not padding, int64 [m].
     """
 
@@ -51,15 +52,20 @@ class TokenPositions:
     texts: Tensor
     positions: Tensor
     tables: Tensor
+    rotations: Tensor
     real: Tensor
 
     @staticmethod
-    def of(runs: Sequence[tuple[int, int, int]], tables: Tensor) -> TokenPositions:
+    def of(
+        runs: Sequence[tuple[int, int, int]], tables: Tensor, rotated_by_row: bool = False
+    ) -> TokenPositions:
         """Return the positions of new tokens, on the device of the tables.
 
         Args:
             runs: Number, first new position and number of new tokens of each text.
             tables: Numbers of each text's pages, [texts, pages].
+            rotated_by_row: True if the rotary tables have a row for each token of the pass. False if they
+                have one for each position.
         """
         texts = torch.tensor([text for text, _, count in runs for _ in range(count)])
         positions = torch.tensor(
@@ -67,7 +73,8 @@ class TokenPositions:
         )
         device, real = tables.device, (texts >= 0).nonzero().flatten()  # on the host
         texts, positions, real = (start_copy(each, device) for each in (texts, positions, real))
-        return TokenPositions(runs, texts, positions, tables, real)
+        rotations = torch.arange(len(positions), device=device) if rotated_by_row else positions
+        return TokenPositions(runs, texts, positions, tables, rotations, real)
 
 
 @dataclass(frozen=True)
@@ -139,14 +146,14 @@ class LayerPages:
 
         Args:
             inputs: Queries, keys and values [n, 1, heads, d] of n tokens before rotation, and sinks. The
-                tables are those of a Rotary for all positions.
+                tables are those of a Rotary, see `TokenPositions.rotations`.
             rule: Scale, window and soft cap.
             places: Text of each token, and its position in the text.
         """
         if isinstance(self.functions, CompiledFunctions):
             return self._attend_compiled(self.functions, inputs, rule, places)
         if inputs.tables:
-            tables = tuple(table[places.positions] for table in inputs.tables)
+            tables = tuple(table[places.rotations] for table in inputs.tables)
             inputs = inputs._replace(tables=tables).rotated()
         query, key, value, sinks, _, _ = inputs
         self._store(key.squeeze(1), value.squeeze(1), places)
@@ -232,7 +239,14 @@ class LayerPages:
         scores = None if inputs.sinks is None else inputs.sinks.float()
         query, key, value = (with_contiguous_features(x) for x in (inputs.query, inputs.key, inputs.value))
         output, text_pages = query.new_empty(query.shape), places.tables.shape[1]
-        stored = self.keys, self.values, places.texts, places.positions, places.tables
+        stored = (
+            self.keys,
+            self.values,
+            places.texts,
+            places.positions,
+            places.rotations,
+            places.tables,
+        )
         paged = Paged(
             attention_arguments(query, key, inputs.tables, rule, scores),
             text_pages,

@@ -49,7 +49,10 @@ class Paged(ctypes.Structure):
         ("attention", AttentionArguments),
         ("text_pages", ctypes.c_int64),
         ("key_element", ctypes.c_int),
-        *((name, ctypes.c_void_p) for name in ("keys", "values", "texts", "positions", "tables")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("keys", "values", "texts", "positions", "rotations", "tables")
+        ),
     )
 
 
@@ -130,7 +133,7 @@ def call_all(library: ctypes.CDLL) -> None:
         attention = AttentionArguments(HIGHEST + 1, 1, heads, 1, head, size, 1.0, address, address)
         for key_size in (4, size):
             pages = Paged(
-                attention, 1, key_size, ctypes.addressof(memory), ctypes.addressof(memory), none, none, none
+                attention, 1, key_size, ctypes.addressof(memory), ctypes.addressof(memory), *[none] * 4
             )
             library.attend_paged(ctypes.byref(pages), *[tensor] * 4, scratch)
 

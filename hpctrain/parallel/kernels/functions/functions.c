@@ -796,13 +796,13 @@ void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const H
  *
  * A page holds for each group the keys [width, PANEL] after the rotary embedding, with `key_element` bytes each, and
  * the values [PANEL, width] in the type of `of`. Row i of a forward pass is the token at `positions[i]` of the text
- * `texts[i]`; it is unused if that is negative. `tables` [texts, text_pages] lists the pages of each text. */
+ * `texts[i]`; it is unused if that is negative. `rotations[i]` is its row in the tables of the rotary embedding. `tables` [texts, text_pages] lists the pages of each text. */
 typedef struct {
     Attention attention;
     int64_t text_pages;
     int key_element;
     char *keys, *values;
-    const int64_t *texts, *positions, *tables;
+    const int64_t *texts, *positions, *rotations, *tables;
 } Paged;
 
 INLINE size_t page_of(const Paged *p, int64_t text, int64_t number, int64_t group) {
@@ -891,7 +891,7 @@ void attend_paged(const Paged *p, const Heads *q, const Heads *k, const Heads *v
         for (int64_t group = 0; p->texts[row] >= 0 && group < a->groups; ++group) {
             const int64_t position = p->positions[row], lane = position % PANEL;
             const size_t page = page_of(p, p->texts[row], position / PANEL, group);
-            read_row(a, k->at + (row * k->row + group * k->head) * size, position, query, 1, 1);
+            read_row(a, k->at + (row * k->row + group * k->head) * size, p->rotations[row], query, 1, 1);
             for (int i = 0; i < width; ++i)
                 store_some(p->keys + (page + (size_t)i * PANEL + lane) * key_size, key_size, 1, all(query[i]));
             read_row(a, v->at + (row * v->row + group * v->head) * size, position, query, 0, 1);
@@ -911,7 +911,7 @@ void attend_paged(const Paged *p, const Heads *q, const Heads *k, const Heads *v
                     const int64_t row = first + (next + i) / shared, head = group * shared + (next + i) % shared;
                     positions[i] = p->positions[row];
                     heads[i] = head;
-                    read_row(a, q->at + (row * q->row + head * q->head) * size, positions[i], query + i * width, 1, a->scale * LOG2_E);
+                    read_row(a, q->at + (row * q->row + head * q->head) * size, p->rotations[row], query + i * width, 1, a->scale * LOG2_E);
                 }
                 if (some == HIGH) attend_some(HIGH, p, text, group, query, positions, heads, chance, output, inverse);
                 else attend_some(1, p, text, group, query, positions, heads, chance, output, inverse);
