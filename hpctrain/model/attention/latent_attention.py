@@ -15,6 +15,7 @@ from hidden states, without a latent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -23,7 +24,6 @@ from torch.nn import functional
 from typing_extensions import override
 
 from hpctrain.data.documents import Documents
-from hpctrain.model.attention.rotary import Rotary
 from hpctrain.model.attention.self_attention import BlockAttention
 from hpctrain.model.inputs import Cache
 from hpctrain.model.norm import Norm
@@ -120,56 +120,34 @@ class LatentAttention(BlockAttention):
         # Keys and values are copied to heads of one size, and the output is copied back to heads of size v.
         return [ElementwiseSize("norm", normed), *rotated, ElementwiseSize("add", 3 * features, True)]
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary: Rotary | None,
-        documents: Documents | None = None,
-        cache: Cache | None = None,
-    ) -> Tensor:
-        """Return the attention output for x. Collective over the context and tensor axes.
-
-        Each position attends to all earlier ones of its sequence.
-
-        Args:
-            x: Normalized hidden states.
-            rotary: Tables of the positions.
-            documents: Documents of packed sequences, to which attention is limited; None without packing.
-            cache: Keys and values of texts that are continued, which replace the sequence; None in training.
-        """
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [s, b, heads, d], normalized latents [s, b, rank] and shared features [s, b, r]."""
         # Contiguous copies, so that autograd does not keep the joint tensor of all parts.
         *query_latent, latent, shared_key = (
             part.contiguous() for part in self.compress(x).split(self.compress.split_sizes, dim=-1)
         )
         query = self.query(x if self.query_norm is None else self.query_norm(*query_latent))
-        query, latent = query.unflatten(-1, (self.heads, self.head_size)), self.latent_norm(latent)
-        if cache is not None:
-            cached: Tensor = self.output(self._attend_to_latents(query, latent, shared_key, cache).flatten(2))
-            return cached
-        parts = (query, self.expand(latent), share_over_heads(shared_key, self.layer_context))
-        output: Tensor = self.output(self.attend(parts, rotary, documents).flatten(2))
-        return output
+        return query.unflatten(-1, (self.heads, self.head_size)), self.latent_norm(latent), shared_key
 
     @override
-    def _attend(self, *operands_and_tables: Tensor, documents: Documents | None) -> Tensor:
+    def operands(self, x: Tensor) -> Sequence[Tensor]:
+        query, latent, shared_key = self._project(x)
+        return query, self.expand(latent), share_over_heads(shared_key, self.layer_context)
+
+    @override
+    def attend(self, *operands_and_tables: Tensor, documents: Documents | None) -> Tensor:
         query, expanded, shared_key, *tables = operands_and_tables
         key, value = self._keys_and_values(expanded, shared_key)
         inputs = AttentionInputs(query, key, value, tables=tuple(tables), documents=documents)
         attended = self.compute_core(inputs)
         return attended[..., : self.value_size] if self.pads else attended
 
-    def _attend_to_latents(self, query: Tensor, latent: Tensor, shared_key: Tensor, cache: Cache) -> Tensor:
-        """Return the attention [n, 1, heads, v] of queries to the latents in a cache, which all heads share.
-
-        Weight absorption (DeepSeek-V2, sec. 2.1.2): key_up is multiplied into the queries and value_up into
-        the outputs, so the cache stores one latent per token.
-
-        Args:
-            query: Queries [n, 1, heads, d].
-            latent: Normalized latents [n, 1, rank].
-            shared_key: Shared features of keys [n, 1, r].
-            cache: Cache of keys, which are latents with shared features, and of values, which are latents.
-        """
+    @override
+    def attend_to_cache(self, x: Tensor, cache: Cache) -> Tensor:
+        # Weight absorption (DeepSeek-V2, sec. 2.1.2): key_up is multiplied into the queries and value_up into
+        # the outputs, so the cache stores one latent per token. Its keys are latents with shared features,
+        # and its values are latents, which all heads share.
+        query, latent, shared_key = self._project(x)
         key_up, value_up = (weight.detach().unflatten(0, (self.heads, -1)) for weight in self.expand.weights)
         sizes = [self.rotary_size // 2, (self.head_size - self.rotary_size) // 2]
         rotated_1, unrotated_1, rotated_2, unrotated_2 = query.split(2 * sizes, dim=-1)

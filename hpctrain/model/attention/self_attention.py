@@ -7,6 +7,7 @@ this machine, or over the ranks of the context axis. A row-parallel linear layer
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,7 +30,7 @@ from hpctrain.parallel.shards import Parameter
 from hpctrain.parallel.tensor import ColumnLinear, Partition, RowLinear, rows_shard
 
 
-class BlockAttention(nn.Module):
+class BlockAttention(nn.Module, ABC):
     """Attention of one block, with the rule and the sizes of the core that a shape gives the block.
 
     Args:
@@ -44,7 +45,10 @@ class BlockAttention(nn.Module):
         core: Sizes of the core.
         uses_rotary: True if queries and keys are rotated.
         uses_local_tables: True if they are rotated by the angles of layers with windows.
+        output: Last layer, which a subclass builds.
     """
+
+    output: RowLinear
 
     def __init__(
         self, shape: ModelShape, layer_context: LayerContext, block: int, value_size: int | None = None
@@ -68,33 +72,52 @@ class BlockAttention(nn.Module):
         """True if one compiled function rotates and attends."""
         return self.layer_context.functions.compiled and self.layer_context.context.size == 1
 
-    def attend(
-        self, operands: Sequence[Tensor], rotary: Rotary | None, documents: Documents | None
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        documents: Documents | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
-        """Return the output of the core [s, b, heads, v]. Collective over the context axis.
+        """Return the attention output for x. Collective over the context and tensor axes.
 
-        The policy of activations decides whether the backward pass gets what the core saves, or only the
-        operands, from which it computes the core again.
+        Each position attends to all earlier ones of its sequence. The policy of activations decides whether
+        the backward pass gets what the core saves, or only its operands, from which it computes the core
+        again.
 
         Args:
-            operands: Operands of the layer's `_attend`.
+            x: Normalized hidden states.
             rotary: Tables of the positions; None in families without rotation.
             documents: Documents of packed sequences, to which attention is limited; None without packing.
+            cache: Keys and values of texts that are continued, which replace the sequence; None in training.
         """
-        tables: tuple[Tensor, ...] = ()
-        if rotary is not None and self.uses_rotary:
-            tables = rotary.local_tables if self.uses_local_tables else rotary.tables
-        compute = partial(self._attend, documents=documents)
-        return self.layer_context.saved_policy.attend(compute, operands, tables)
+        if cache is not None:
+            attended = self.attend_to_cache(x, cache)
+        else:
+            tables: tuple[Tensor, ...] = ()
+            if rotary is not None and self.uses_rotary:
+                tables = rotary.local_tables if self.uses_local_tables else rotary.tables
+            compute = partial(self.attend, documents=documents)
+            attended = self.layer_context.saved_policy.attend(compute, self.operands(x), tables)
+        output: Tensor = self.output(attended.flatten(2))
+        return output
 
-    def _attend(self, *operands_and_tables: Tensor, documents: Documents | None) -> Tensor:
-        """Return the output of the core [s, b, heads, v].
+    @abstractmethod
+    def operands(self, x: Tensor) -> Sequence[Tensor]:
+        """Return the operands of `attend`, which are computed from normalized hidden states."""
+
+    @abstractmethod
+    def attend(self, *operands_and_tables: Tensor, documents: Documents | None) -> Tensor:
+        """Return the output of the core [s, b, heads, v]. Collective over the context axis.
 
         Args:
             operands_and_tables: Operands of the layer, then the tables of a Rotary if it rotates.
-            documents: As in `attend`.
+            documents: As in `forward`.
         """
-        raise NotImplementedError
+
+    @abstractmethod
+    def attend_to_cache(self, x: Tensor, cache: Cache) -> Tensor:
+        """Return the attention [n, 1, heads, v] of rows x [n, 1, h] to the texts in a cache."""
 
 
 class Attention(BlockAttention):
@@ -155,23 +178,8 @@ class Attention(BlockAttention):
         rotated = [ElementwiseSize("rotation", features, True)] if self.uses_rotary else []
         return [*clipped, *normed, *rotated]
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary: Rotary | None,
-        documents: Documents | None = None,
-        cache: Cache | None = None,
-    ) -> Tensor:
-        """Return the attention output for x. Collective over the context and tensor axes.
-
-        Each position attends to all earlier ones of its sequence.
-
-        Args:
-            x: Normalized hidden states.
-            rotary: Tables of the positions; None in families without rotation.
-            documents: Documents of packed sequences, to which attention is limited; None without packing.
-            cache: Keys and values of texts that are continued, which replace the sequence; None in training.
-        """
+    @override
+    def operands(self, x: Tensor) -> Sequence[Tensor]:
         inner = self.inner(x)
         if self.clip is not None:
             inner = self.clip(inner)
@@ -180,17 +188,14 @@ class Attention(BlockAttention):
         ]
         if self.norm is not None:
             parts[:2] = self.norm(*parts[:2])
-        if cache is not None:
-            query, key, value = parts
-            attended = cache.attend(self.block, AttentionInputs(query, key, value, self.sinks), self.rule)
-        else:
-            operands = parts if self.sinks is None else [*parts, self.sinks]
-            attended = self.attend(operands, rotary, documents)
-        output: Tensor = self.output(attended.flatten(2))
-        return output
+        return parts if self.sinks is None else [*parts, self.sinks]
 
     @override
-    def _attend(self, *operands_and_tables: Tensor, documents: Documents | None) -> Tensor:
+    def attend(self, *operands_and_tables: Tensor, documents: Documents | None) -> Tensor:
         query, key, value, *others = operands_and_tables
         sinks = None if self.sinks is None else others.pop(0)
         return self.compute_core(AttentionInputs(query, key, value, sinks, tuple(others), documents))
+
+    @override
+    def attend_to_cache(self, x: Tensor, cache: Cache) -> Tensor:
+        return cache.attend(self.block, AttentionInputs(*self.operands(x)), self.rule)
