@@ -24,7 +24,8 @@ from hpctrain.model.architecture import Architecture
 from hpctrain.model.modules.causal_model import model_title, module_notes
 from hpctrain.model.modules.instantiate import build_module
 from hpctrain.model.modules.module_call import ModuleCall, make_call
-from hpctrain.model.modules.tensor_parallel.split_plan import SplitPlan, make_plan, matches_pattern
+from hpctrain.model.modules.tensor_parallel.module_names import matches_pattern
+from hpctrain.model.modules.tensor_parallel.split_plan import SplitPlan, make_plan
 from hpctrain.model.modules.tensor_parallel.transformers_plan import MODEL_PLAN, transformers_plan
 from hpctrain.model.precision import Precision
 from hpctrain.text import counted, nearest

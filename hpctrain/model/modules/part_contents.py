@@ -19,7 +19,7 @@ from hpctrain.model.modules.module_layers import BlockLayer, ModuleLayer, OuterL
 from hpctrain.model.modules.pipeline.call_order import find_call_order, watched_modules
 from hpctrain.model.modules.pipeline.stage_forward import ModuleForward, StageForward
 from hpctrain.model.modules.pipeline.stage_split import StageMessage, StageSlice
-from hpctrain.model.modules.tensor_parallel.parallel_layers import LayerGradientParameter
+from hpctrain.model.modules.tensor_parallel.parallel_layers import LayerGradientParameter, replacement
 from hpctrain.model.modules.tensor_parallel.unsplit_linear import (
     linear_parameters,
     replace_linear_layers,
@@ -211,11 +211,10 @@ class _ParameterReplacement:
         """Return the Parameter that replaces one of a module: itself if it already is one."""
         if isinstance(original, Parameter):
             return original
-        shape, is_partial = tuple(original.shape), original in self.partial_gradients
         kind = LayerGradientParameter if original in self.layer_gradients else Parameter
-        shard = Shard.replicated(name, shape, frozenset({"tensor"} if is_partial else ()))
-        own = kind(shard, has_weight_decay=len(shape) > 1 and original.requires_grad)
-        own.requires_grad_(original.requires_grad)
+        partial_axes = frozenset({"tensor"} if original in self.partial_gradients else ())
+        shard = Shard.replicated(name, tuple(original.shape), partial_axes)
+        own = replacement(kind, original, shard)
         if original.requires_grad:
             # The module's own hooks on gradients run for each micro-batch.
             for hook in (getattr(original, "_backward_hooks", None) or {}).values():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from hpctrain.parallel.fp8.matmul_choice import make_matmul
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul, Operand
 from hpctrain.parallel.operations import MatrixSize
-from hpctrain.parallel.shards import Parameter
+from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.parallel.tensor import ColumnLinear, Partition, RowLinear, SplitLinear, rows_shard
 from hpctrain.parallel.vocabulary import VocabularyEmbedding
 
@@ -60,6 +61,19 @@ class LinearSizes:
 
 class LayerGradientParameter(Parameter):
     """Parameter whose gradient its layer adds to the buffer, perhaps several times in a pass or after it."""
+
+
+_Replacement = TypeVar("_Replacement", bound=Parameter)
+
+
+def replacement(kind: type[_Replacement], original: nn.Parameter, shard: Shard) -> _Replacement:
+    """Return the Parameter of a kind that replaces a module's own parameter.
+
+    It has weight decay if it is trained and not a vector.
+    """
+    new = kind(shard, has_weight_decay=len(shard.shape) > 1 and original.requires_grad)
+    new.requires_grad_(original.requires_grad)
+    return new
 
 
 class TransposedMatmul(Matmul):
@@ -348,11 +362,8 @@ def split_experts(
     assert count is not None
     rows = Partition.split(count, tensor)
     for attribute, original in list(module.named_parameters(recurse=False)):
-        local = Parameter(
-            rows_shard(names[original], rows, tuple(original.shape[1:])), has_weight_decay=original.dim() > 1
-        )
-        local.requires_grad_(original.requires_grad)
-        setattr(module, attribute, local)
+        shard = rows_shard(names[original], rows, tuple(original.shape[1:]))
+        setattr(module, attribute, replacement(Parameter, original, shard))
     setattr(module, _COUNT, rows.local)
     setattr(module, _IS_SPLIT, True)
     set_forward(module, _LocalExperts(module, module.forward, rows, layer_context, tensor))

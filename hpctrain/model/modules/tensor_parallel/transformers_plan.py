@@ -6,28 +6,35 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
+from hpctrain.model.modules.tensor_parallel.module_names import matches_pattern
 from hpctrain.model.modules.tensor_parallel.parallel_layers import LinearSizes
-from hpctrain.model.modules.tensor_parallel.split_plan import (
-    SplitPlan,
-    SplitRule,
-    check_plan,
-    matches_pattern,
+from hpctrain.model.modules.tensor_parallel.split_plan import SplitPlan, check_plan
+from hpctrain.model.modules.tensor_parallel.split_styles import (
+    Column,
+    Divided,
+    GatheredColumn,
+    Partial,
+    Row,
+    RowOfWholeInput,
+    SplitExperts,
+    SplitStyle,
+    Vocabulary,
 )
 
 MODEL_PLAN = "its own"
 """Value of `model.plan` for the plan that a model has itself."""
 
-_STYLES: Mapping[str, str] = {
-    "colwise": "column",
-    "rowwise": "row",
-    "colwise_gather_output": "gathered column",
-    "colwise_rep": "gathered column",
-    "rowwise_split_input": "row of whole input",
-    "rowwise_rep": "row of whole input",
-    "embedding_rowwise": "vocabulary",
-    "packed_colwise": "column",
-    "replicated_with_grad_allreduce": "partial",
-    "moe_tp_experts": "expert",
+_STYLES: Mapping[str, type[SplitStyle]] = {
+    "colwise": Column,
+    "rowwise": Row,
+    "colwise_gather_output": GatheredColumn,
+    "colwise_rep": GatheredColumn,
+    "rowwise_split_input": RowOfWholeInput,
+    "rowwise_rep": RowOfWholeInput,
+    "embedding_rowwise": Vocabulary,
+    "packed_colwise": Column,
+    "replicated_with_grad_allreduce": Partial,
+    "moe_tp_experts": SplitExperts,
 }
 _REPLICATED = frozenset({"replicate", "replicated"})
 
@@ -55,9 +62,9 @@ def transformers_plan(module: nn.Module, ranks: int, sequence_parallel: bool) ->
         return SplitPlan({}, (f"the plan of {kind} {reason}",))
     modules = {name: each for name, each in module.named_modules() if name}
     parameters = dict(module.named_parameters())
-    rules: dict[str, SplitRule] = {}
+    styles: dict[str, SplitStyle] = {}
     problems: list[str] = []
-    experts = [pattern for pattern, style in model_plan.items() if _STYLES.get(style) == "expert"]
+    experts = [pattern for pattern, style in model_plan.items() if _STYLES.get(style) is SplitExperts]
     for pattern, style in model_plan.items():
         if pattern.rpartition(".")[0] in experts:
             continue  # such plans split each expert; here each expert is on one rank
@@ -69,73 +76,69 @@ def transformers_plan(module: nn.Module, ranks: int, sequence_parallel: bool) ->
             problems.append(f'{kind} has the unsupported style "{style}" for {pattern} in its plan')
             continue
         for name in names:
-            rules[name] = _make_rule(module, modules, name, _STYLES[style], style.startswith("packed"))
+            styles[name] = _make_style(module, modules, name, _STYLES[style], style.startswith("packed"))
     if not problems:
-        rules |= dict(_shared_head_rules(rules, modules, ranks))
-        rules |= dict(_tied_embedding_rules(rules, modules))
-        rules |= dict(_activation_rules(rules, modules))
-    return check_plan(module, rules, ranks, sequence_parallel, problems)
+        styles |= dict(_shared_head_styles(styles, modules, ranks))
+        styles |= dict(_tied_embedding_styles(styles, modules))
+        styles |= dict(_activation_styles(styles, modules))
+    return check_plan(module, styles, ranks, sequence_parallel, problems)
 
 
-def _make_rule(
-    module: nn.Module, modules: Mapping[str, nn.Module], name: str, style: str, packed: bool
-) -> SplitRule:
-    """Return the rule for one part. Logits stay split, and attention heads are not divided."""
+def _make_style(
+    module: nn.Module, modules: Mapping[str, nn.Module], name: str, style: type[SplitStyle], packed: bool
+) -> SplitStyle:
+    """Return the style of one part. Logits stay split, and attention heads are not divided."""
     part = modules.get(name)
     head = getattr(module, "get_output_embeddings", lambda: None)()
-    if style == "gathered column" and part is head:
-        return SplitRule("vocabulary")
-    if style != "column" or part is None or (linear := LinearSizes.of(part)) is None:
-        return SplitRule(style)
+    if style is GatheredColumn and part is head:
+        return Vocabulary()
+    if style is not Column or part is None or (linear := LinearSizes.of(part)) is None:
+        return style()
     parent, _, last = name.rpartition(".")
     sizes = (getattr(modules.get(parent), each, None) for each in _HEAD_SIZES)
     size = next((each for each in sizes if isinstance(each, int)), None)
     if size is not None and "query_key_value" in last:
         size *= 3  # query, key and value of a head are adjacent
     unit = size if size is not None and linear.outputs % size == 0 else None
-    return SplitRule(style, parts=2 if packed else 1, unit=unit)
+    return Column(parts=2 if packed else 1, unit=unit)
 
 
-def _shared_head_rules(
-    rules: Mapping[str, SplitRule], modules: Mapping[str, nn.Module], ranks: int
-) -> Iterator[tuple[str, SplitRule]]:
-    """Yield rules for the number of query heads of each key head, if ranks share key heads."""
-    for name, rule in rules.items():
+def _shared_head_styles(
+    styles: Mapping[str, SplitStyle], modules: Mapping[str, nn.Module], ranks: int
+) -> Iterator[tuple[str, SplitStyle]]:
+    """Yield styles of the number of query heads of each key head, if ranks share key heads."""
+    for name, style in styles.items():
         parent, _, last = name.rpartition(".")
-        if (
-            last != "k_proj"
-            or rule.unit is None
-            or not isinstance(getattr(modules[parent], _HEAD_GROUPS, None), int)
-        ):
+        if last != "k_proj" or not isinstance(style, Column) or style.unit is None:
             continue
         linear = LinearSizes.of(modules[name])
         assert linear is not None
-        units = linear.outputs // rule.unit
-        if units < ranks:
-            yield f"{parent}.{_HEAD_GROUPS}", SplitRule("divided", units=units)
+        units = linear.outputs // style.unit
+        if units < ranks and isinstance(getattr(modules[parent], _HEAD_GROUPS, None), int):
+            yield f"{parent}.{_HEAD_GROUPS}", Divided(units=units)
 
 
-def _tied_embedding_rules(
-    rules: Mapping[str, SplitRule], modules: Mapping[str, nn.Module]
-) -> Iterator[tuple[str, SplitRule]]:
-    """Yield rules for embeddings that share the matrix of a split head."""
-    split = {name for name, rule in rules.items() if rule.style == "vocabulary"}
+def _tied_embedding_styles(
+    styles: Mapping[str, SplitStyle], modules: Mapping[str, nn.Module]
+) -> Iterator[tuple[str, SplitStyle]]:
+    """Yield styles of embeddings that share the matrix of a split head."""
+    split = {name for name, style in styles.items() if isinstance(style, Vocabulary)}
     tables = [getattr(modules[name], "weight", None) for name in split]
     for name, each in modules.items():
         weight = getattr(each, "weight", None)
-        if name not in rules and weight is not None and any(weight is table for table in tables):
-            yield name, SplitRule("vocabulary")
+        if name not in styles and weight is not None and any(weight is table for table in tables):
+            yield name, Vocabulary()
 
 
-def _activation_rules(
-    rules: Mapping[str, SplitRule], modules: Mapping[str, nn.Module]
-) -> Iterator[tuple[str, SplitRule]]:
-    """Yield rules for activations with parameters before split layers, which plans do not name.
+def _activation_styles(
+    styles: Mapping[str, SplitStyle], modules: Mapping[str, nn.Module]
+) -> Iterator[tuple[str, SplitStyle]]:
+    """Yield styles of activations with parameters before split layers, which plans do not name.
 
     Their gradients are those of a rank's part of the features.
     """
-    for name, rule in rules.items():
+    for name, style in styles.items():
         activation = f"{name.rpartition('.')[0]}.act_fn"
         each = modules.get(activation)
-        if rule.style == "row" and activation not in rules and each is not None and [*each.parameters()]:
-            yield activation, SplitRule("partial")
+        if type(style) is Row and activation not in styles and each is not None and [*each.parameters()]:
+            yield activation, Partial()

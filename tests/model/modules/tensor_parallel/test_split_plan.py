@@ -1,6 +1,6 @@
 """Plans that split a module over tensor ranks: what patterns match, and refused plans.
 
-Also model/modules/tensor_parallel/transformers_plan.py.
+Also model/modules/tensor_parallel/split_styles.py and model/modules/tensor_parallel/transformers_plan.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpctrain.model.modules.tensor_parallel.split_plan import SplitPlan, SplitRule, make_plan
+from hpctrain.model.modules.tensor_parallel.split_plan import SplitPlan, make_plan
+from hpctrain.model.modules.tensor_parallel.split_styles import (
+    Column,
+    Divided,
+    Partial,
+    Row,
+    SplitExperts,
+    Vocabulary,
+)
 from hpctrain.model.modules.tensor_parallel.transformers_plan import transformers_plan
 from tests.model.modules import models
 
@@ -58,14 +66,14 @@ def test_patterns_are_within_names_and_parts_have_their_first_name() -> None:
     given = {"layers.*.mlp.0": "column", "layers.[12].attention.heads": "divided", "scale": "sequence"}
     made = make_plan(gpt, given, 2, False)
     assert made.problems == ()
-    assert list(made.rules) == [
+    assert list(made.styles) == [
         *(f"layers.{number}.mlp.0" for number in range(3)),
         *(f"layers.{number}.attention.heads" for number in (1, 2)),
         "scale",
     ]
-    assert list(plan({"same": {"split": "column", "parts": 3}}).rules) == ["packed"]
-    assert plan({"pack*": {"split": "column", "parts": [16, 4, 4], "unit": 2}}).rules["packed"] == SplitRule(
-        "column", (16, 4, 4), 2
+    assert list(plan({"same": {"split": "column", "parts": 3}}).styles) == ["packed"]
+    assert plan({"pack*": {"split": "column", "parts": [16, 4, 4], "unit": 2}}).styles["packed"] == Column(
+        (16, 4, 4), 2
     )
 
 
@@ -191,14 +199,14 @@ def test_a_modules_own_plan_is_read() -> None:
     made = plan_of_transformers("LlamaForCausalLM", HEADS)
     attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
     assert made.problems == ()
-    assert made.rules == {
-        "model.embed_tokens": SplitRule("vocabulary"),
-        "lm_head": SplitRule("vocabulary"),
-        **{f"{attention}.{name}_proj": SplitRule("column", unit=4) for name in "qkv"},
-        f"{attention}.o_proj": SplitRule("row"),
-        f"{mlp}.gate_proj": SplitRule("column"),
-        f"{mlp}.up_proj": SplitRule("column"),
-        f"{mlp}.down_proj": SplitRule("row"),
+    assert made.styles == {
+        "model.embed_tokens": Vocabulary(),
+        "lm_head": Vocabulary(),
+        **{f"{attention}.{name}_proj": Column(unit=4) for name in "qkv"},
+        f"{attention}.o_proj": Row(),
+        f"{mlp}.gate_proj": Column(),
+        f"{mlp}.up_proj": Column(),
+        f"{mlp}.down_proj": Row(),
     }
 
 
@@ -206,9 +214,9 @@ def test_experts_are_spread() -> None:
     sizes = {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8}
     made = plan_of_transformers("Qwen3MoeForCausalLM", HEADS | sizes)
     assert made.problems == ()
-    assert made.rules["model.layers.0.mlp.experts"] == SplitRule("expert")
-    assert made.rules["model.layers.0.self_attn.q_norm"] == SplitRule("partial")
-    assert not any("gate_up_proj" in name for name in made.rules)
+    assert made.styles["model.layers.0.mlp.experts"] == SplitExperts()
+    assert made.styles["model.layers.0.self_attn.q_norm"] == Partial()
+    assert not any("gate_up_proj" in name for name in made.styles)
     (told,) = plan_of_transformers("Qwen3MoeForCausalLM", HEADS | sizes | {"num_experts": 5}).problems
     assert told == ("model.layers.0.mlp.experts has 5 experts, which must be a multiple of layout.tensor = 2")
 
@@ -216,14 +224,14 @@ def test_experts_are_spread() -> None:
 def test_ranks_that_share_keys_have_fewer_queries_of_each() -> None:
     made = plan_of_transformers("LlamaForCausalLM", HEADS, ranks=4)
     assert made.problems == ()
-    assert made.rules["model.layers.0.self_attn.num_key_value_groups"] == SplitRule("divided", units=2)
+    assert made.styles["model.layers.0.self_attn.num_key_value_groups"] == Divided(units=2)
 
 
 def test_queries_keys_and_values_of_a_head_stay_together() -> None:
     """In GPT-NeoX those of head 0 come first, then those of head 1: head of 8 features, 24 outputs."""
     name = "gpt_neox.layers.0.attention.query_key_value"
     made = plan_of_transformers("GPTNeoXForCausalLM", {"num_attention_heads": 4})
-    assert made.problems == () and made.rules[name] == SplitRule("column", unit=3 * 8)
+    assert made.problems == () and made.styles[name] == Column(unit=3 * 8)
 
 
 def test_what_is_not_read_of_an_own_plan_is_told() -> None:
