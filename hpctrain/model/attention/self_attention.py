@@ -198,4 +198,5 @@ class Attention(BlockAttention):
 
     @override
     def attend_to_cache(self, x: Tensor, cache: Cache) -> Tensor:
-        return cache.attend(self.block, AttentionInputs(*self.operands(x)), self.rule)
+        query, key, value, *_ = self.operands(x)
+        return cache.attend(self.block, AttentionInputs(query, key, value, self.sinks), self.rule)

@@ -142,7 +142,8 @@ class ModuleSplit:
         """Return this rank's rows of the matrix of an embedding or a head; tied ones get the same."""
         weight = old.get_parameter("weight")
         if weight not in self._tables:
-            shard = vocabulary_shard(self.names[weight], *weight.shape, self.layer_context)
+            rows, width = weight.shape
+            shard = vocabulary_shard(self.names[weight], rows, width, self.layer_context)
             self._tables[weight] = self.parameter(old, "weight", shard)
         return self._tables[weight]
 

@@ -18,16 +18,15 @@ applied to (`problems`), and how it changes the module (`apply`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
-from hpctrain.comm.group import Group
 from hpctrain.model.modules.tensor_parallel.activation_collectives import (
     enter_split,
     gather_sequence,
@@ -129,7 +128,7 @@ class Column(LinearStyle):
     """
 
     name = "column"
-    options = ("parts", "unit")
+    options: ClassVar[tuple[str, ...]] = ("parts", "unit")
     gathers: ClassVar[bool] = False
 
     parts: int | tuple[int, ...] = 1
@@ -334,18 +333,19 @@ class Cut(SplitStyle):
     """Submodule before which, with sequence parallelism, each rank takes its slice of sequences."""
 
     name = "cut"
-    exchange: ClassVar[Callable[[Group, Tensor], Tensor]] = staticmethod(scatter_sequence)
+    joins: ClassVar[bool] = False
 
     @override
     def apply(self, split: ModuleSplit, name: str) -> None:
         if split.layer_context.sequence_parallel:
-            split.change_input(name, partial(self.exchange, split.layer_context.tensor))
+            exchange = gather_sequence if self.joins else scatter_sequence
+            split.change_input(name, partial(exchange, split.layer_context.tensor))
 
 
 class Join(Cut):
     """Submodule before which, with sequence parallelism, the slices of sequences are gathered."""
 
-    name, exchange = "join", staticmethod(gather_sequence)
+    name, joins = "join", True
 
 
 @dataclass(frozen=True)
