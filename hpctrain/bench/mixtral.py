@@ -17,14 +17,18 @@ from hpctrain.model.shape import ModelShape
 MIXTRAL_RIVALS = {"transformers-eager": "eager", "transformers-grouped": "grouped_mm"}
 """How each computes its experts, as transformers calls it."""
 
-DIFFERENT: dict[str, object] = {
+EXPERT_KEYS: dict[str, object] = {
     "router": "softmax",
     "router_normalize": True,
     "router_scale": 1.0,
-    "shared_experts": 0,
-    "expert_every": 1,
+    "shared": 0,
+    "every": 1,
     "dense_first": 0,
     "capacity": None,
+}
+"""Keys of [model.experts] with the values that Mixtral has."""
+
+DIFFERENT: dict[str, object] = {
     "dropout": 0.0,
     "rope_scaling": None,
     "attention_scale": None,
@@ -38,18 +42,20 @@ def mixtral(shape: ModelShape, experts: str) -> Any:
     """MixtralForCausalLM of these sizes in fp32; HpctrainError where it has no such model."""
     import transformers
 
-    if not shape.experts:
+    table = shape.experts
+    if table is None:
         raise HpctrainError("--against transformers: requires a mixture of experts (model.experts)")
-    for key, value in DIFFERENT.items():
-        if getattr(shape, key) != value:
-            told = f"{getattr(shape, key)!r}: must be {value!r}, as in Mixtral"
-            raise HpctrainError(f"--against transformers: model.{key} = {told}")
+    for owner, values, place in ((table, EXPERT_KEYS, "model.experts"), (shape, DIFFERENT, "model")):
+        for key, value in values.items():
+            if getattr(owner, key) != value:
+                told = f"{getattr(owner, key)!r}: must be {value!r}, as in Mixtral"
+                raise HpctrainError(f"--against transformers: {place}.{key} = {told}")
     base = {"rope_theta": shape.rope_base}
     rotary: dict[str, Any] = {**base, "rope_parameters": {**base, "rope_type": "default"}}  # of two versions
     config = transformers.MixtralConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
-        intermediate_size=shape.expert_mlp,
+        intermediate_size=table.mlp,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.key_value_heads,
@@ -57,12 +63,12 @@ def mixtral(shape: ModelShape, experts: str) -> Any:
         max_position_embeddings=shape.sequence,
         rms_norm_eps=shape.norm_epsilon,
         **rotary,
-        num_local_experts=shape.experts,
-        num_experts_per_tok=shape.experts_per_token,
+        num_local_experts=table.count,
+        num_experts_per_tok=table.per_token,
         tie_word_embeddings=shape.tied,
-        output_router_logits=bool(shape.balance_loss),
+        output_router_logits=bool(table.balance_loss),
         # Its shares of the experts add up to the experts of a token, ours to one; it averages layers, we add.
-        router_aux_loss_coef=shape.balance_loss * shape.layers / shape.experts_per_token,
+        router_aux_loss_coef=table.balance_loss * shape.layers / table.per_token,
         use_cache=False,
         pad_token_id=None,
         eos_token_id=None,
@@ -88,7 +94,7 @@ def peer(name: str, deck: Deck, place: PeerRank, split: Sequence[int]) -> PeerSt
             output = model(micro.tokens)
             loss = loss_of(output.logits, micro.targets) / training.count
             total += loss.detach()
-            if training.shape.balance_loss:
+            if model.config.output_router_logits:
                 # Without labels transformers computes the balance loss, but adds it to nothing.
                 loss = loss + model.router_aux_loss_coef * output.aux_loss / training.count
             loss.backward()

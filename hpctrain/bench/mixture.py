@@ -137,12 +137,14 @@ class _Layers:
     ) -> None:
         formats, micro = Precision.of(deck), deck.batch.micro_size
         self._mixture = Mixture("mixture", shape, layer_context)
-        inner = (shape.experts_per_token + shape.shared_experts) * shape.expert_mlp
+        table = shape.experts
+        assert table is not None
+        inner = (table.per_token + table.shared) * table.mlp
         self._dense = FeedForward("dense", shape, layer_context, inner)
         for layer in (self._mixture, self._dense):
             _fill(layer, formats.storage, formats.gradient, device)
         elements = [_elements(layer) for layer in (self._mixture, self._dense)]
-        elements[0] += shape.experts * shape.hidden  # the router's
+        elements[0] += table.count * shape.hidden  # the router's
         self.flops_ratio = elements[0] / elements[1]
         self._x = torch.randn(shape.sequence, micro, shape.hidden, dtype=formats.storage, device=device)
         tokens = torch.zeros(shape.sequence, micro, dtype=torch.int64, device=device)
@@ -189,14 +191,16 @@ def _exchange(deck: Deck, shape: ModelShape, mesh: Mesh, device: torch.device) -
     """One micro-batch's dispatch and combination in one layer, and of backward, without experts."""
     dtype, rows = Precision.of(deck).storage, shape.sequence * deck.batch.micro_size
     x = torch.randn(rows, shape.hidden, dtype=dtype, device=device)
-    chosen = torch.rand(rows, shape.experts, device=device).topk(shape.experts_per_token).indices
-    values = torch.rand(rows, shape.experts_per_token, device=device)
+    table = shape.experts
+    assert table is not None
+    chosen = torch.rand(rows, table.count, device=device).topk(table.per_token).indices
+    values = torch.rand(rows, table.per_token, device=device)
     unit = row_unit(dtype, device)
     groups = mesh.group("expert"), mesh.group("expert_tensor")
 
     def once() -> None:
         leaf, weights = x.detach().requires_grad_(), values.detach().requires_grad_()
-        dispatch = Dispatch(chosen, None, shape.experts, *groups, unit)
+        dispatch = Dispatch(chosen, None, table.count, *groups, unit)
         arrived = dispatch.receive(dispatch.send(leaf))
         dispatch.combine(dispatch.send_back(arrived), weights).backward(x)
 

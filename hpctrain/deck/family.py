@@ -123,7 +123,8 @@ class MixtureFiles:
     """Mixtures of experts in the files of a model type, where they differ from Qwen3-MoE.
 
     Attributes:
-        sizes: Keys of a config.json and their defaults, by the field of a ModelShape.
+        sizes: Keys of a config.json and their defaults, by the key of [model.experts].
+        constants: Keys of [model.experts] with one value in all models, beside defaults of the family.
         layers: Names of layers, each followed by those of native layers, like `ModelType.layers`.
         gate_up: Names of the layers of an expert that compute gate and up, or of one tensor of all experts.
             The first {} is the number of the block, the second one that of the expert.
@@ -140,6 +141,7 @@ class MixtureFiles:
     """
 
     sizes: Mapping[str, tuple[str, int]]
+    constants: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     layers: tuple[tuple[str, ...], ...] = (("model.layers.{}.mlp.gate", "blocks.{}.feed_forward.router"),)
     gate_up: tuple[str, ...] = (
         "model.layers.{}.mlp.experts.{}.gate_proj",

@@ -118,7 +118,8 @@ def can_cache(model: Transformer) -> bool:
     """Whether a token's hidden states depend on those before it in its text alone: not where experts that
     have a capacity drop tokens for the sake of others.
     """
-    return model.shape.capacity is None
+    experts = model.shape.experts
+    return experts is None or experts.capacity is None
 
 
 class CachedPasses:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from hpctrain.deck.family import (
 )
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sections.adapters import Adapters
-from hpctrain.deck.sections.experts import ExpertsTable, has_experts
+from hpctrain.deck.sections.experts import ExpertsTable
 from hpctrain.deck.sections.latent import LatentTable
 from hpctrain.deck.sections.objective import SCORE_KINDS
 from hpctrain.deck.sections.rope_scaling import RopeScaling, rotated_features
@@ -38,37 +37,19 @@ Recomputed = int | Literal["none", "full", "selective", "sqrt"]
 _FAMILY: Any = None
 """Default of fields whose value is that of the family."""
 
-EXPERT_KEYS: Mapping[str, str] = {
-    "experts": "count",
-    "experts_per_token": "per_token",
-    "expert_mlp": "mlp",
-    "shared_experts": "shared",
-    "expert_every": "every",
-    "dense_first": "dense_first",
-    "expert_pattern": "pattern",
-    "shared_gate": "shared_gate",
-    "router_bias": "router_bias",
-    "router": "router",
-    "router_normalize": "router_normalize",
-    "router_scale": "router_scale",
-    "router_groups": "router_groups",
-    "router_groups_per_token": "router_groups_per_token",
-    "router_group_best": "router_group_best",
-}
-"""Keys of [model.experts] by the field of a ModelShape."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape(Architecture):
     """Sizes that define a decoder-only transformer.
 
-    Most fields are keys of `[model]` and `[model.experts]` under the same or a similar name; the deck's help
-    explains them. Fields that are left out or None have the default of the family.
+    Most fields are keys of `[model]` under the same name; the deck's help explains them. Fields that are left
+    out or None have the default of the family.
 
     Attributes:
         attention_scale: Factor of the products of queries and keys; None for 1 / sqrt(head size).
         head_size: Features of an attention head; 0 is replaced by hidden / heads.
         latent: Sizes of latent attention; None for attention without latents.
+        experts: Mixtures of experts; None for a model without them.
         width_scaling: Scaling with the width (muP).
         packed: True if attention is limited to documents within a sequence.
         head: Kind of output layer. A scalar one has its own weight even if embeddings are `tied`.
@@ -104,21 +85,7 @@ class ModelShape(Architecture):
     attention_scale: float | None = None
     logit_multiplier: float = _FAMILY
     logit_cap: float = _FAMILY
-    experts: int = 0
-    experts_per_token: int = 2
-    expert_mlp: int = 0
-    shared_experts: int = 0
-    expert_every: int = 1
-    dense_first: int = 0
-    expert_pattern: tuple[bool, ...] = ()
-    shared_gate: bool = False
-    router_bias: bool = False
-    router: Literal["softmax", "sigmoid"] = "softmax"
-    router_normalize: bool = True
-    router_scale: float = 1.0
-    router_groups: int = 1
-    router_groups_per_token: int = 1
-    router_group_best: int = 2
+    experts: ExpertsTable | None = None
     sequence: int
     tied: bool
     attention_bias: AttentionBias = _FAMILY
@@ -130,13 +97,6 @@ class ModelShape(Architecture):
     rope_scaling: RopeScaling | None = None
     norm_epsilon: float = 1e-5
     initial_std: float = 0.02
-    router_dtype: Literal["fp32", "compute"] = "fp32"
-    router_z_loss: float = 0.0
-    balance: Literal["loss", "bias", "none"] = "loss"
-    balance_loss: float = 0.01
-    balance_over: Literal["micro_batch", "sequence", "step"] = "micro_batch"
-    balance_rate: float = 0.001
-    capacity: float | None = None
     width_scaling: WidthScaling = STANDARD
     packed: bool = False
     head: Head = "vocabulary"
@@ -169,7 +129,6 @@ class ModelShape(Architecture):
         settled["packed"] = deck.data.document_mask
         settled["head"] = "scalar" if deck.objective.kind in SCORE_KINDS else "vocabulary"
         settled["tied"] = deck.model.tied and settled["head"] == "vocabulary"
-        settled |= _mixture(deck)
         names = {field.name for field in fields(ModelShape)} - settled.keys()
         return ModelShape(**{name: getattr(deck.model, name) for name in names}, **settled)
 
@@ -201,8 +160,7 @@ class ModelShape(Architecture):
 
     def is_mixture(self, block: int) -> bool:
         """Return True if a block has a mixture of experts."""
-        choice = self.expert_every, self.dense_first, self.expert_pattern
-        return self.experts > 0 and has_experts(block, *choice)
+        return self.experts is not None and self.experts.has_experts(block)
 
     @property
     def mixture_blocks(self) -> tuple[int, ...]:
@@ -228,18 +186,3 @@ class ModelShape(Architecture):
     @override
     def block_count(self) -> int:
         return self.layers
-
-
-def _mixture(deck: Deck) -> dict[str, Any]:
-    """Return the fields of a shape that describe mixtures of experts."""
-    experts = deck.model.experts
-    names = {field.name for field in fields(ModelShape)}
-    if experts is None:
-        usual = {
-            field.name: field.default
-            for field in fields(ModelShape)
-            if field.name in {*EXPERT_KEYS, *ExpertsTable.model_fields} - {"mlp"}
-        }
-        return {**usual, "expert_mlp": deck.model.mlp}
-    own = {name: getattr(experts, key) for name, key in EXPERT_KEYS.items()}
-    return own | {name: getattr(experts, name) for name in names & ExpertsTable.model_fields.keys() - {"mlp"}}

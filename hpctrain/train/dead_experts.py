@@ -20,8 +20,8 @@ class DeadExperts(Hook):
 
     def __init__(self, shape: ModelShape, rank: int) -> None:
         self.shape, self.rank = shape, rank
-        mixtures = len(shape.mixture_blocks)
-        self.idle = torch.zeros(mixtures, shape.experts, dtype=torch.int64)
+        size = len(shape.mixture_blocks), 0 if shape.experts is None else shape.experts.count
+        self.idle = torch.zeros(size, dtype=torch.int64)
         self.told = torch.zeros_like(self.idle, dtype=torch.bool)
 
     def after_step(self, done: StepDone) -> None:

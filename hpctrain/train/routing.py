@@ -115,9 +115,10 @@ class RoutingRecorder(Hook):
         self._done = True
         assert self.path is not None
         world, shape = self.engine.world, self.engine.shape
+        assert shape.experts is not None
         blocks = list(shape.mixture_blocks)
         samples = np.arange(self.first, self._end(self.state))
-        size = (len(samples), shape.sequence, shape.experts_per_token)
+        size = (len(samples), shape.sequence, shape.experts.per_token)
         choices = np.zeros((len(blocks), *size) if world.rank == 0 else 0, dtype=np.int32)
         for index, block in enumerate(blocks):
             # Every token is one rank's, and one after another fits into memory.
@@ -130,7 +131,7 @@ class RoutingRecorder(Hook):
                 choices[index] = of_block.cpu().numpy()
         with world.agreement():
             if world.rank == 0:
-                found = RoutingFile(shape.experts, np.array(blocks, np.int32), samples, choices)
+                found = RoutingFile(shape.experts.count, np.array(blocks, np.int32), samples, choices)
                 self._with_earlier(found).write(self.path)
 
     def _with_earlier(self, found: RoutingFile) -> RoutingFile:

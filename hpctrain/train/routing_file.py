@@ -103,13 +103,13 @@ class RoutingFile:
     def require_fit(self, path: Path, shape: ModelShape) -> None:
         """HpctrainError where the choices are not those of such a model, or none at all."""
         blocks = list(shape.mixture_blocks)
-        if not blocks:
+        if shape.experts is None or not blocks:
             raise HpctrainError(f"{path}: requires a model with experts ([model.experts])")
         mixtures, samples, sequence, chosen = self.choices.shape
         for what, here, there in (
             ("choices of the blocks", blocks, self.blocks.tolist()),
-            ("model.experts.count", shape.experts, self.experts),
-            ("model.experts.per_token", shape.experts_per_token, chosen),
+            ("model.experts.count", shape.experts.count, self.experts),
+            ("model.experts.per_token", shape.experts.per_token, chosen),
             ("batch.sequence", shape.sequence, sequence),
         ):
             if here != there:

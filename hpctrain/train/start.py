@@ -48,8 +48,8 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
     sentence = f"initialized from the weights of {path}"
     if shape.vocabulary > source.vocabulary:
         sentence += f", {shape.vocabulary - source.vocabulary} tokens added to its {source.vocabulary}"
-    if shape.experts and not source.experts:
-        sentence += f", its feed-forward layers copied to {shape.experts} experts, routers new"
+    if shape.experts is not None and source.experts is None:
+        sentence += f", its feed-forward layers copied to {shape.experts.count} experts, routers new"
     if shape.head != source.head:
         sentence += ", with a new head for scores"
     sentence += _modules_note(shape, source)

@@ -45,7 +45,7 @@ def test_its_step_trains_every_tensor(world: World, rival: str, monkeypatch: pyt
     ("changes", "told"),
     [
         (LLAMA, "requires a mixture"),
-        ((*MIXTURE, "model.experts.shared=1"), r"shared_experts = 1: must be 0"),
+        ((*MIXTURE, "model.experts.shared=1"), r"model.experts.shared = 1: must be 0"),
         ((*MIXTURE, "model.experts.router=sigmoid"), "router = 'sigmoid'"),
     ],
 )

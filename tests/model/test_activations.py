@@ -21,6 +21,7 @@ from hpctrain.comm.world import World
 from hpctrain.costs.live_activations import LiveActivations
 from hpctrain.deck.activations import ACTIVATIONS, GELU
 from hpctrain.deck.families import FAMILIES
+from hpctrain.deck.sections.experts import ExpertsTable
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.model.inputs import ModelInputs
@@ -267,7 +268,11 @@ def test_fp8(world: World, name: str) -> None:
             '"geglu-exact" or "gated-relu2", so this model cannot be exported',
         ),
         (
-            replace(dense.LLAMA, activation="relu2", experts=4, expert_mlp=80, balance="none"),
+            replace(
+                dense.LLAMA,
+                activation="relu2",
+                experts=ExpertsTable(count=4, mlp=80, balance="none", balance_loss=0.0),
+            ),
             'model.activation = "relu2": the MixtralForCausalLM of transformers requires "swiglu", "geglu", '
             '"geglu-exact" or "gated-relu2", so this model cannot be exported',
         ),

@@ -7,7 +7,6 @@ it depends on the layout.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,10 +75,10 @@ def test_a_balance_loss_multiplied_by_the_tensor_size(
     add_auxiliary_losses = Router.add_auxiliary_losses
 
     def multiplied(router: Router, *arguments: Any) -> Tensor:
-        shape, ranks = router.shape, router.layer_context.tensor.size
-        router.shape = replace(shape, balance_loss=shape.balance_loss * ranks)
+        table, ranks = router.table, router.layer_context.tensor.size
+        router.table = table.model_copy(update={"balance_loss": table.balance_loss * ranks})
         weights = add_auxiliary_losses(router, *arguments)
-        router.shape = shape
+        router.table = table
         return weights
 
     monkeypatch.setattr(Router, "add_auxiliary_losses", multiplied)

@@ -64,7 +64,7 @@ from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, require_exists
 from hpctrain.model.construction import bare_model
 from hpctrain.model.part import parameter_list
-from hpctrain.model.shape import EXPERT_KEYS, Head, ModelShape
+from hpctrain.model.shape import Head, ModelShape
 from hpctrain.model.width_scaling import STANDARD
 from hpctrain.parallel.adapter import is_adapter
 from hpctrain.parallel.scalar_head import NAME as SCORE
@@ -215,6 +215,14 @@ class SourceReader(EpochReader):
 settled_keys = SourceReader()
 
 
+_EXPERT_KEYS = (
+    *("count", "per_token", "mlp", "shared", "every", "dense_first", "pattern", "shared_gate", "router_bias"),
+    *("router", "router_normalize", "router_scale"),
+    *("router_groups", "router_groups_per_token", "router_group_best"),
+)
+"""Keys of [model.experts] on which what a model computes depends."""
+
+
 def model_keys(shape: ModelShape) -> dict[str, object]:
     """Return the keys of [model] that describe a shape, by name."""
     names = ["family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "tied"]
@@ -223,16 +231,17 @@ def model_keys(shape: ModelShape) -> dict[str, object]:
     by = shape.width_scaling
     base = {"base_width": round(shape.hidden / by.width), "base_head_size": round(shape.head_size / by.head)}
     names += ["rope_base"] if shape.positions == "rotary" else []
-    experts = {f"experts.{key}": getattr(shape, name) for name, key in EXPERT_KEYS.items()}
-    if shape.balance == "bias":  # without a bias in the router, the deck says how the load is balanced
-        experts["experts.balance"] = shape.balance
     scaled = {} if by == STANDARD else {"parametrization": "mup", **base}
     own = {name: getattr(shape, name) for name in names}
     if shape.latent is not None:
         own |= {f"latent.{name}": value for name, value in shape.latent if value is not None}
+    if (experts := shape.experts) is not None:
+        own |= {f"experts.{key}": getattr(experts, key) for key in _EXPERT_KEYS}
+        if experts.balance == "bias":  # without a bias in the router, the deck says how the load is balanced
+            own["experts.balance"] = experts.balance
     if shape.rope_scaling is not None:
         own |= {f"rope_scaling.{name}": value for name, value in scaling_values(shape.rope_scaling).items()}
-    return own | (experts if shape.experts else {}) | scaled
+    return own | scaled
 
 
 def source_tokenizer(path: Path) -> tuple[str | None, str]:
@@ -305,9 +314,10 @@ def open_model(path: Path) -> ModelFolder:
         raise HpctrainError(f"{path / CONFIG}: describes {counted(shape.layers, 'layer')}, but {held}")
     mixtures = len(shape.mixture_blocks)
     have_tensors = any(isinstance(rule, StackRule) for rule in architecture.rules)
-    if have_tensors and shape.experts * mixtures > len(folder.tensors):
+    experts = 0 if shape.experts is None else shape.experts.count
+    if have_tensors and experts * mixtures > len(folder.tensors):
         held = f"the files hold {counted(len(folder.tensors), 'tensor')}"
-        described = f"{counted(shape.experts, 'expert')} in each of {counted(mixtures, 'layer')}"
+        described = f"{counted(experts, 'expert')} in each of {counted(mixtures, 'layer')}"
         raise HpctrainError(f"{path / CONFIG}: describes {described}, but {held}")
     shapes = tensor_shapes(shape)
     tensors = counterparts(architecture.rules, shapes, architecture.head_order(shape))
@@ -329,9 +339,9 @@ def tensor_shapes(shape: ModelShape) -> dict[str, Index]:
     """Return the global shapes of all tensors of a model by dataset, in its order, then biases of routers."""
     parameters = parameter_list(bare_model(shape))
     shapes = {f"/model/{each.shard.name}": each.shard.shape for each in parameters}
-    if shape.balance == "bias":
+    if shape.experts is not None and shape.experts.balance == "bias":
         for block in shape.mixture_blocks:
-            shapes[f"/{ROUTER_BIAS}/blocks.{block}.feed_forward.router.weight"] = (shape.experts,)
+            shapes[f"/{ROUTER_BIAS}/blocks.{block}.feed_forward.router.weight"] = (shape.experts.count,)
     return shapes
 
 
@@ -437,11 +447,11 @@ def _known(entries: Sequence[TensorRange], shape: ModelShape) -> list[TensorRang
         entries = [entry for entry in entries if entry.dataset != f"/model/{SCORE}"]
     if shape.adapters is None:
         entries = [entry for entry in entries if not is_adapter(entry.shard.name)]
-    if not shape.experts:
+    if shape.experts is None:
         entries = [dense for entry in entries for dense in upcycled(entry)]
     entries = without_modules(entries, shape)
-    bias = f"/{ROUTER_BIAS}/"
-    return [entry for entry in entries if shape.balance == "bias" or not entry.dataset.startswith(bias)]
+    biased = shape.experts is not None and shape.experts.balance == "bias"
+    return [entry for entry in entries if biased or not entry.dataset.startswith(f"/{ROUTER_BIAS}/")]
 
 
 def _differences(

@@ -22,17 +22,17 @@ _LARGEST_LOAD = 4
 @saved_storages.register
 def _saved_by_router(router: Router, sizes: ActivationSizes) -> list[SavedStorage]:
     """Return what is saved beside the input: scores, choices and weights, and what losses need."""
-    shape, rows = router.shape, _local_rows(router.layer_context, sizes)
-    counts = [shape.experts, 2 * shape.experts_per_token, shape.experts_per_token]
-    if shape.router_normalize:
-        counts += [shape.experts_per_token, 1, 1]
-    if shape.balance_loss and shape.router == "sigmoid":
+    table, rows = router.table, _local_rows(router.layer_context, sizes)
+    counts = [table.count, 2 * table.per_token, table.per_token]
+    if table.router_normalize:
+        counts += [table.per_token, 1, 1]
+    if table.balance_loss and table.router == "sigmoid":
         counts.append(1)
-    if shape.router_z_loss:
-        counts += [shape.experts, 1]
-    shares = rows if shape.balance_over == "sequence" else 1
+    if table.router_z_loss:
+        counts += [table.count, 1]
+    shares = rows if table.balance_over == "sequence" else 1
     features = [4 * rows * count for count in counts]
-    features += [4 * shares * shape.experts] if shape.balance_loss else []
+    features += [4 * shares * table.count] if table.balance_loss else []
     return [SavedStorage(each, 4, features=False) for each in features]
 
 
@@ -94,13 +94,13 @@ def transient_bytes(mixture: Mixture, sizes: ActivationSizes) -> tuple[int, int]
     The first number is the peak during the backward pass of the mixture, the second one what remains
     after it.
     """
-    shape, results = mixture.shape, result_storage(mixture, sizes).bytes
+    table, results = mixture.table, result_storage(mixture, sizes).bytes
     held = total(saved_storages(mixture.experts, sizes)) - results
-    weights = 4 * _local_rows(mixture.layer_context, sizes) * shape.experts_per_token
-    most = held - (weights if shape.router_normalize else 0)
+    weights = 4 * _local_rows(mixture.layer_context, sizes) * table.per_token
+    most = held - (weights if table.router_normalize else 0)
     left = held - total(saved_storages(mixture.router, sizes))
     if mixture.shared is None:
-        return most, left - sizes.row_features(shape.hidden).bytes
+        return most, left - sizes.row_features(mixture.hidden).bytes
     shared = feed_forward_bytes.transient_bytes(mixture.shared, sizes)
     return most + shared[0], left + shared[1]
 

@@ -27,10 +27,10 @@ def deepseek_mixture(*defaults: int, **further: Any) -> MixtureFiles:
         further: Further fields of the result.
     """
     names = {
-        "experts": "n_routed_experts",
-        "experts_per_token": "num_experts_per_tok",
-        "expert_mlp": "moe_intermediate_size",
-        "shared_experts": "n_shared_experts",
+        "count": "n_routed_experts",
+        "per_token": "num_experts_per_tok",
+        "mlp": "moe_intermediate_size",
+        "shared": "n_shared_experts",
         "dense_first": "first_k_dense_replace",
         "router_groups": "n_group",
         "router_groups_per_token": "topk_group",

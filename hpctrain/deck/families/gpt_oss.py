@@ -29,7 +29,7 @@ _GPT_OSS = ModelType(
     required_values={"swiglu_alpha": (1.702, 1.702), "swiglu_limit": (7.0, 7.0)},
     windows=WindowKeys(128, has_layer_types=True, full_every=2),
     mixture=MixtureFiles(
-        sizes={"experts": ("num_local_experts", 128), "experts_per_token": ("num_experts_per_tok", 4)},
+        sizes={"count": ("num_local_experts", 128), "per_token": ("num_experts_per_tok", 4)},
         layers=(("model.layers.{}.mlp.router", "blocks.{}.feed_forward.router"),),
         gate_up=("model.layers.{}.mlp.experts.gate_up_proj",),
         down="model.layers.{}.mlp.experts.down_proj",

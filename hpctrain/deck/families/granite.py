@@ -26,7 +26,7 @@ _GRANITE_MOE = replace(
     model_type="granitemoe",
     keys=tuple(key for key in _GRANITE.keys if key.name != "mlp_bias"),
     mixture=MixtureFiles(
-        sizes={"experts": ("num_local_experts", 8), "experts_per_token": ("num_experts_per_tok", 2)},
+        sizes={"count": ("num_local_experts", 8), "per_token": ("num_experts_per_tok", 2)},
         layers=(("model.layers.{}.block_sparse_moe.router.layer", "blocks.{}.feed_forward.router"),),
         gate_up=("model.layers.{}.block_sparse_moe.input_linear",),
         down="model.layers.{}.block_sparse_moe.output_linear",

@@ -73,7 +73,7 @@ _MIXTRAL = ModelType(
     attention_biases=("none",),
     windows=WindowKeys(None),
     mixture=MixtureFiles(
-        sizes={"experts": ("num_local_experts", 8), "experts_per_token": ("num_experts_per_tok", 2)},
+        sizes={"count": ("num_local_experts", 8), "per_token": ("num_experts_per_tok", 2)},
         layers=(("model.layers.{}.block_sparse_moe.gate", "blocks.{}.feed_forward.router"),),
         gate_up=tuple(f"model.layers.{{}}.block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3")),
         down="model.layers.{}.block_sparse_moe.experts.{}.w2",
@@ -88,10 +88,10 @@ _QWEN3_MOE = ModelType(
     windows=WindowKeys(4096, has_use_flag=True),
     mixture=MixtureFiles(
         sizes={
-            "experts": ("num_experts", 128),
-            "experts_per_token": ("num_experts_per_tok", 8),
-            "expert_mlp": ("moe_intermediate_size", 768),
-            "expert_every": ("decoder_sparse_step", 1),
+            "count": ("num_experts", 128),
+            "per_token": ("num_experts_per_tok", 8),
+            "mlp": ("moe_intermediate_size", 768),
+            "every": ("decoder_sparse_step", 1),
         },
         normalizes=False,
     ),
@@ -105,7 +105,7 @@ _OLMOE = ModelType(
     epsilon=("rms_norm_eps", 1e-5),
     required_values={"clip_qkv": (None, None), "sliding_window": (None, None)},
     mixture=MixtureFiles(
-        sizes={"experts": ("num_experts", 64), "experts_per_token": ("num_experts_per_tok", 8)},
+        sizes={"count": ("num_experts", 64), "per_token": ("num_experts_per_tok", 8)},
         normalizes=False,
     ),
     constant_fields={"query_key_norm": "all"},
@@ -116,8 +116,13 @@ _DOTS1 = ModelType(
     sizes=(152064, 2048, 4608, 62, 32, 10944),
     key_value_heads=32,
     windows=WindowKeys(4096, has_layer_types=True, first_full=62),
-    mixture=deepseek_mixture(*(1, 1, 1408, 0, 0, 1, 1), normalizes=False, scale=1.0),
-    constant_fields={"query_key_norm": "head", "router": "sigmoid", "balance": "bias"},
+    mixture=deepseek_mixture(
+        *(1, 1, 1408, 0, 0, 1, 1),
+        normalizes=False,
+        scale=1.0,
+        constants={"router": "sigmoid", "balance": "bias"},
+    ),
+    constant_fields={"query_key_norm": "head"},
 )
 
 _QWEN2_MOE = ModelType(
@@ -132,10 +137,10 @@ _QWEN2_MOE = ModelType(
     windows=WindowKeys(4096, has_layer_types=True, requires_layer_types=True, has_use_flag=True),
     mixture=MixtureFiles(
         sizes={
-            "experts": ("num_experts", 60),
-            "experts_per_token": ("num_experts_per_tok", 4),
-            "expert_mlp": ("moe_intermediate_size", 1408),
-            "expert_every": ("decoder_sparse_step", 1),
+            "count": ("num_experts", 60),
+            "per_token": ("num_experts_per_tok", 4),
+            "mlp": ("moe_intermediate_size", 1408),
+            "every": ("decoder_sparse_step", 1),
         },
         layers=(
             ("model.layers.{}.mlp.gate", "blocks.{}.feed_forward.router"),
@@ -150,8 +155,8 @@ _QWEN2_MOE = ModelType(
         ),
         normalizes=False,
         shared_width=("shared_expert_intermediate_size", 5632),
+        constants={"shared_gate": True},
     ),
-    constant_fields={"shared_gate": True},
 )
 _QWEN2_BIASES = {"attention_bias": "query_key_value"}
 """Biases of the attention of Qwen2 and Qwen2-MoE."""

@@ -32,13 +32,13 @@ class ExpertLoad:
     def of(statistics: Mapping[str, Tensor], shape: ModelShape) -> ExpertLoad | None:
         """Return the load of a step from the statistics of all ranks, or None for a model without experts."""
         blocks = shape.mixture_blocks
-        if not blocks:
+        if shape.experts is None or not blocks:
             return None
         values = torch.stack([statistics[statistic_name(router_name(block))] for block in blocks])
-        tokens, others = values.cpu().split((shape.experts, 2), dim=1)
+        tokens, others = values.cpu().split((shape.experts.count, 2), dim=1)
         choices = tokens.sum(1).clamp_min(1)
         return ExpertLoad(
-            blocks, tokens, others[:, 0] / choices, others[:, 1] * shape.experts_per_token / choices
+            blocks, tokens, others[:, 0] / choices, others[:, 1] * shape.experts.per_token / choices
         )
 
     def row(self) -> dict[str, list[float]]:

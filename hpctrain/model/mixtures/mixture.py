@@ -38,17 +38,19 @@ class Mixture(nn.Module):
 
     def __init__(self, name: str, shape: ModelShape, layer_context: LayerContext) -> None:
         super().__init__()
-        self.layer_context, self.shape = layer_context, shape
+        assert shape.experts is not None
+        table = shape.experts
+        self.layer_context, self.hidden, self.table = layer_context, shape.hidden, table
         self.router = Router(f"{name}.router", shape, layer_context)
-        sizes = ExpertSizes(shape.experts, shape.experts_per_token, shape.hidden, shape.expert_mlp)
+        sizes = ExpertSizes(table.count, table.per_token, shape.hidden, table.mlp)
         activation = ACTIVATIONS[shape.activation]
         self.experts = Experts(
-            f"{name}.experts", sizes, layer_context, shape.capacity, activation, shape.mlp_bias
+            f"{name}.experts", sizes, layer_context, table.capacity, activation, shape.mlp_bias
         )
-        inner = shape.shared_experts * shape.expert_mlp
+        inner = table.shared * table.mlp
         # The router saves the same input.
         self.shared = FeedForward(f"{name}.shared", shape, layer_context, inner, True) if inner else None
-        gated = shape.shared_gate and self.shared is not None
+        gated = table.shared_gate and self.shared is not None
         self.shared_gate = SharedGate(f"{name}.shared_gate", shape, layer_context) if gated else None
 
     def forward(self, x: Tensor, inputs: ModelInputs, residency: ParameterResidency) -> Tensor:
@@ -72,7 +74,7 @@ class Mixture(nn.Module):
         dispatch = Dispatch(
             routing.experts,
             routing.accepted_choices,
-            self.shape.experts,
+            self.table.count,
             layer_context.expert,
             layer_context.expert_tensor,
             unit,
@@ -91,8 +93,8 @@ class Mixture(nn.Module):
     @property
     def elementwise(self) -> list[ElementwiseSize]:
         """Elementwise operations: tokens are gathered by expert, activated, and summed again."""
-        chosen, inner = self.shape.experts_per_token, self.shape.expert_mlp
-        moved = ElementwiseSize("add", 2 * chosen * self.shape.hidden)
+        chosen, inner = self.table.per_token, self.table.mlp
+        moved = ElementwiseSize("add", 2 * chosen * self.hidden)
         shared = self.shared.elementwise if self.shared is not None else []
         return [
             moved,

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from hpctrain.comm.planned import META
 from hpctrain.deck.schema import Deck
-from hpctrain.model.shape import ModelShape
+from hpctrain.deck.sections.experts import ExpertsTable
 from hpctrain.plan.rehearse.meta_op_cache import CachedMetaOps, MetaOpCache, tensors_of
 
 
@@ -33,11 +33,11 @@ class BalancedLoads:
     rows: tuple[int, ...]
 
     @staticmethod
-    def of_deck(deck: Deck, shape: ModelShape) -> BalancedLoads:
-        """Return the loads of a deck."""
-        tensor, rows = deck.layout.tensor, deck.batch.micro_size * shape.sequence // deck.layout.context
+    def of_deck(deck: Deck, table: ExpertsTable) -> BalancedLoads:
+        """Return the loads of a deck with these mixtures of experts."""
+        tensor, rows = deck.layout.tensor, deck.batch.micro_size * deck.batch.sequence // deck.layout.context
         pieces = (rows * (rank + 1) // tensor - rows * rank // tensor for rank in range(tensor))
-        return BalancedLoads(shape.experts, shape.experts_per_token, _kept_fraction(shape), tuple(pieces))
+        return BalancedLoads(table.count, table.per_token, _kept_fraction(table), tuple(pieces))
 
     def of(self, rank: int) -> Tensor:
         """Return the number of rows that a rank sends to each expert, [experts]."""
@@ -54,13 +54,13 @@ class EvenLoads(CachedMetaOps):
     of an operation on meta tensors and host tensors is a meta tensor. So is a grouped matrix product.
 
     Args:
-        shape: Shape of the model. It has experts.
+        table: Mixtures of experts of the model.
         cache: Results of operations, as for `CachedMetaOps`.
     """
 
-    def __init__(self, shape: ModelShape, cache: MetaOpCache) -> None:
+    def __init__(self, table: ExpertsTable, cache: MetaOpCache) -> None:
         super().__init__(cache)
-        self.experts, self.kept_fraction = shape.experts, _kept_fraction(shape)
+        self.experts, self.kept_fraction = table.count, _kept_fraction(table)
 
     def __torch_dispatch__(
         self,
@@ -91,8 +91,8 @@ class EvenLoads(CachedMetaOps):
         return counts
 
 
-def _kept_fraction(shape: ModelShape) -> float:
-    return min(1.0, shape.capacity or 1.0)
+def _kept_fraction(table: ExpertsTable) -> float:
+    return min(1.0, table.capacity or 1.0)
 
 
 def _even_counts(many: int, kinds: int) -> Tensor:

@@ -66,7 +66,7 @@ class RankStep:
         transport = deck.communication.requested_transport if on_host(device) else "nccl"
         self._mesh_of = sizes, ranks_per_node, device, place, transport
         self.recorder = recorder = Recorder(
-            BalancedLoads.of_deck(deck, shape).of if shape.experts else None,
+            None if shape.experts is None else BalancedLoads.of_deck(deck, shape.experts).of,
             AuditMessages(deck.stability.corruption),
         )
         self.mesh = self._mesh(position.number)
@@ -118,7 +118,8 @@ class RankStep:
         return operations
 
     def _without_values(self) -> CachedMetaOps:
-        return EvenLoads(self.shape, self.cache) if self.shape.experts else CachedMetaOps(self.cache)
+        table = self.shape.experts
+        return CachedMetaOps(self.cache) if table is None else EvenLoads(table, self.cache)
 
     def statistics(self) -> dict[Reduction, int]:
         """Return how many statistics the rank records in a step, by reduction."""

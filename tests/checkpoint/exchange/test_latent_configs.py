@@ -13,6 +13,7 @@ import pytest
 
 from hpctrain.checkpoint.exchange.hugging_face.config_reader import shape_of
 from hpctrain.checkpoint.exchange.hugging_face.config_writer import config_of
+from hpctrain.deck.sections.experts import ExpertsTable
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 
@@ -64,7 +65,7 @@ def test_a_default_scale_that_is_written_out_needs_no_key(
         assert written == config_of(shape, "float32")
         assert not {"mscale", "mscale_all_dim"} & written.get("rope_scaling", {}).keys()
         assert shape_of(written, "config.json") == shape
-    llama = replace(shape, family="llama", latent=None, experts=0, rope_scaling=None)
+    llama = replace(shape, family="llama", latent=None, experts=None, rope_scaling=None)
     assert config_of(replace(llama, attention_scale=head_size**-0.5), "float32") == config_of(
         llama, "float32"
     )
@@ -107,14 +108,18 @@ def test_configs_that_are_refused(changes: dict[str, Any], told: str) -> None:
         ("deepseek-v3", {"attention_scale": 0.9}, "supports a scale other than 1 / sqrt(head_size) only"),
         (
             "deepseek-v2",
-            {"router_groups": 2, "router": "softmax", "balance": "loss"},
+            {"experts": {"router_groups": 2, "router": "softmax", "balance": "loss"}},
             "router_group_best = 2",
         ),
     ],
 )
 def test_models_that_cannot_be_exported(family: str, changes: dict[str, Any], told: str) -> None:
-    shape = replace(read(), family=family, **changes)
-    shape = replace(shape, experts=0) if family == "llama" else shape
+    shape = read()
+    if keys := changes.get("experts"):
+        assert shape.experts is not None
+        changes = {**changes, "experts": ExpertsTable(**{**dict(shape.experts), **keys})}
+    shape = replace(shape, family=family, **changes)
+    shape = replace(shape, experts=None) if family == "llama" else shape
     with pytest.raises(HpctrainError) as caught:
         config_of(shape, "float32")
     assert caught.value.exit_code == 2 and told in str(caught.value), caught.value

@@ -28,6 +28,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.families import CHOICES
 from hpctrain.deck.presets import presets
 from hpctrain.deck.read import parse_deck
+from hpctrain.deck.sections.experts import ExpertsTable
 from hpctrain.deck.sections.latent import LatentTable
 from hpctrain.deck.toml_text import deck_text
 from hpctrain.engine.build import build_engine
@@ -295,9 +296,11 @@ def test_defaults_of_deepseek_are_those_of_its_config() -> None:
     shape = shape_of(config, "config.json")
     sizes = LatentTable(key_value_rank=512, query_rank=1536, rotary_size=64, value_size=128)
     assert (shape.head_size, shape.latent, shape.heads) == (192, sizes, 128)
-    assert (shape.experts, shape.experts_per_token, shape.shared_experts, shape.dense_first) == (256, 8, 1, 3)
-    assert (shape.router, shape.balance, shape.router_scale) == ("sigmoid", "bias", 2.5)
-    assert (shape.router_groups, shape.router_groups_per_token, shape.expert_mlp) == (8, 4, 2048)
+    experts = shape.experts
+    assert experts is not None
+    assert (experts.count, experts.per_token, experts.shared, experts.dense_first) == (256, 8, 1, 3)
+    assert (experts.router, experts.balance, experts.router_scale) == ("sigmoid", "bias", 2.5)
+    assert (experts.router_groups, experts.router_groups_per_token, experts.mlp) == (8, 4, 2048)
 
 
 @pytest.mark.parametrize(
@@ -313,14 +316,16 @@ def test_what_a_config_does_not_say_is_the_default_of_its_family(
 ) -> None:
     shape = shape_of({"architectures": [name]}, "config.json")
     theirs = getattr(transformers, name.removesuffix("ForCausalLM") + "Config")()
+    experts = shape.experts
+    assert experts is not None
     found = (
-        shape.experts, shape.experts_per_token, shape.expert_mlp, shape.router_normalize, shape.rope_base,
+        experts.count, experts.per_token, experts.mlp, experts.router_normalize, shape.rope_base,
         shape.key_value_heads, shape.query_key_norm,
     )  # fmt: skip
     assert found == expected
     assert (shape.hidden, shape.layers) == (theirs.hidden_size, theirs.num_hidden_layers)
     assert shape.norm_epsilon == theirs.rms_norm_eps and shape.vocabulary == theirs.vocab_size
-    assert shape.experts == theirs.num_local_experts and shape.sequence == theirs.max_position_embeddings
+    assert experts.count == theirs.num_local_experts and shape.sequence == theirs.max_position_embeddings
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -363,7 +368,7 @@ def test_published_configs_are_the_presets(name: str) -> None:
 
 TINY = ModelShape(
     family="llama", layers=2, hidden=32, heads=4, key_value_heads=2, mlp=48, vocabulary=61, sequence=24,
-    tied=False, experts=4, expert_mlp=48,
+    tied=False, experts=ExpertsTable(count=4, mlp=48, balance_loss=0.01),
 )  # fmt: skip
 
 
@@ -371,35 +376,41 @@ TINY = ModelShape(
     ("changes", "told"),
     [
         (
-            {"capacity": 1.5},
+            {"experts": {"capacity": 1.5}},
             "model.experts.capacity = 1.5: the MixtralForCausalLM of transformers requires none",
         ),
         (
-            {"router_scale": 2.0},
+            {"experts": {"router_scale": 2.0}},
             "model.experts.router_scale = 2.0: the MixtralForCausalLM of transformers requires 1.0",
         ),
-        ({"router_normalize": False}, "model.experts.router_normalize = false"),
-        ({"balance": "bias"}, 'model.experts.balance = "bias"'),
-        ({"router_groups": 2}, "model.experts.router_groups = 2"),
-        ({"shared_experts": 1}, "model.experts.shared = 1"),
+        ({"experts": {"router_normalize": False}}, "model.experts.router_normalize = false"),
+        ({"experts": {"balance": "bias"}}, 'model.experts.balance = "bias"'),
+        ({"experts": {"router_groups": 2}}, "model.experts.router_groups = 2"),
+        ({"experts": {"shared": 1}}, "model.experts.shared = 1"),
         (
-            {"dense_first": 1},
+            {"experts": {"dense_first": 1}},
             "model.experts.dense_first = 1: the MixtralForCausalLM of transformers requires 0",
         ),
-        ({"query_key_norm": "all", "expert_every": 2}, "model.experts.every = 2: the OlmoeForCausalLM of"),
-        ({"query_key_norm": "all", "head_size": 6}, "model.head_size = 6: the OlmoeForCausalLM of"),
-        ({"router": "sigmoid"}, "the Dots1ForCausalLM of transformers"),
-        ({"experts": 0, "query_key_norm": "all"}, 'model.query_key_norm = "all"'),
-        ({"mlp_bias": True}, "model.mlp_bias = true: the MixtralForCausalLM of transformers requires false"),
-        ({"router_bias": True}, "model.experts.router_bias = true: the MixtralForCausalLM of transformers"),
         (
-            {"experts": 0, "query_key_norm": "head", "attention_bias": "query_key_value"},
+            {"query_key_norm": "all", "experts": {"every": 2}},
+            "model.experts.every = 2: the OlmoeForCausalLM of",
+        ),
+        ({"query_key_norm": "all", "head_size": 6}, "model.head_size = 6: the OlmoeForCausalLM of"),
+        ({"experts": {"router": "sigmoid"}}, "the Dots1ForCausalLM of transformers"),
+        ({"experts": None, "query_key_norm": "all"}, 'model.query_key_norm = "all"'),
+        ({"mlp_bias": True}, "model.mlp_bias = true: the MixtralForCausalLM of transformers requires false"),
+        (
+            {"experts": {"router_bias": True}},
+            "model.experts.router_bias = true: the MixtralForCausalLM of transformers",
+        ),
+        (
+            {"experts": None, "query_key_norm": "head", "attention_bias": "query_key_value"},
             'the Qwen3ForCausalLM of transformers requires "none" or "all"',
         ),
         (
             {
                 **dict.fromkeys((*CHOICES, "embedding_multiplier")),
-                "experts": 0,
+                "experts": None,
                 "family": "gpt2",
                 "attention_bias": "none",
             },
@@ -408,8 +419,12 @@ TINY = ModelShape(
     ],
 )
 def test_what_transformers_does_not_have_is_not_exported(changes: dict[str, Any], told: str) -> None:
+    fields = {**vars(TINY), "head_size": 0, **changes}
+    if keys := changes.get("experts"):
+        assert TINY.experts is not None
+        fields["experts"] = ExpertsTable(**{**dict(TINY.experts), **keys})
     with pytest.raises(HpctrainError, match="so this model cannot be exported") as caught:
-        config_of(ModelShape(**{**vars(TINY), "head_size": 0, **changes}), "float32")
+        config_of(ModelShape(**fields), "float32")
     assert told in str(caught.value)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
+from hpctrain.deck.sections.experts import ExpertsTable
 from hpctrain.model.mixtures.expert_load import ExpertLoad
 from hpctrain.model.shape import ModelShape
 from tests.engines import LLAMA, by_rank_0, reference, small_deck, trainer
@@ -19,13 +20,10 @@ SHAPE = ModelShape(
     heads=2,
     key_value_heads=2,
     mlp=8,
-    expert_mlp=8,
     vocabulary=11,
     sequence=4,
     tied=False,
-    experts=4,
-    experts_per_token=2,
-    expert_every=2,
+    experts=ExpertsTable(count=4, mlp=8, every=2, balance_loss=0.01),
 )
 
 MIXTURE = (*LLAMA, "model.experts.count=4", "model.experts.mlp=16")

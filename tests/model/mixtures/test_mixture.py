@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpctrain.deck.sections.experts import ExpertsTable
 from hpctrain.model.inputs import AuxiliaryLosses, ModelInputs
 from hpctrain.model.part import logits_of, parameter_list
 from hpctrain.model.shape import ModelShape
@@ -30,16 +31,19 @@ SHAPE = ModelShape(
     heads=6,
     key_value_heads=2,
     mlp=40,
-    expert_mlp=40,
     vocabulary=97,
     sequence=24,
     tied=False,
     norm_epsilon=1e-6,
-    experts=6,
-    experts_per_token=3,
-    balance="none",
-    balance_loss=0.0,
+    experts=ExpertsTable(count=6, per_token=3, mlp=40, balance="none", balance_loss=0.0),
 )
+
+
+def with_keys(shape: ModelShape, **keys: Any) -> ModelShape:
+    """Return a shape with other keys of [model.experts]."""
+    assert shape.experts is not None
+    return replace(shape, experts=ExpertsTable(**{**dict(shape.experts), **keys}))
+
 
 COMMON: dict[str, Any] = {
     "vocab_size": 97,
@@ -99,7 +103,7 @@ FAMILIES = {
     "mixtral": (mixtral, SHAPE),
     "mixtral-geglu": (partial(mixtral, hidden_act="gelu_pytorch_tanh"), replace(SHAPE, activation="geglu")),
     "qwen3": (qwen3, replace(SHAPE, query_key_norm="head")),
-    "olmoe": (olmoe, replace(SHAPE, query_key_norm="all", router_normalize=False)),
+    "olmoe": (olmoe, with_keys(replace(SHAPE, query_key_norm="all"), router_normalize=False)),
 }
 
 
@@ -145,7 +149,8 @@ def compare(family: str, layers: int, weight: float, world: Any) -> tuple[Tensor
     shape = replace(shape, layers=layers)
     if weight:
         # Theirs counts a token once for each of its experts.
-        shape = replace(shape, balance="loss", balance_loss=weight * shape.experts_per_token)
+        assert shape.experts is not None
+        shape = with_keys(shape, balance="loss", balance_loss=weight * shape.experts.per_token)
     reference = rough(make(layers, weight))
     layer_context = alone(world)
     model = Transformer(shape, layer_context)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.row_lengths import RowLengths
+from hpctrain.deck.sections.experts import ExpertsTable
 from hpctrain.model.inputs import AuxiliaryLosses, ModelInputs
 from hpctrain.model.mixtures.mixture import Mixture
 from hpctrain.model.mixtures.router import RoutedTokens, Router
@@ -28,19 +29,22 @@ SHAPE = ModelShape(
     heads=2,
     key_value_heads=2,
     mlp=24,
-    expert_mlp=24,
     vocabulary=31,
     sequence=12,
     tied=False,
-    experts=8,
-    experts_per_token=3,
-    balance_loss=0.0,
+    experts=ExpertsTable(count=8, per_token=3, mlp=24, balance_loss=0.0),
 )
+
+
+def shape_with(**keys: Any) -> ModelShape:
+    """Return the shape with other keys of [model.experts]."""
+    assert SHAPE.experts is not None
+    return replace(SHAPE, experts=ExpertsTable(**{**dict(SHAPE.experts), **keys}))
 
 
 def make_router(world: Any, **keys: Any) -> Router:
     """A router with random weights, whose gradient is there."""
-    router = Router("blocks.0.feed_forward.router", replace(SHAPE, **keys), alone(world))
+    router = Router("blocks.0.feed_forward.router", shape_with(**keys), alone(world))
     give_memory(router, world)
     return router
 
@@ -96,13 +100,12 @@ def test_deepseeks_mixture(groups: int, chosen: int, world: Any) -> None:
     )
     config._experts_implementation = "eager"
     theirs = transformers.DeepseekV3MoE(config)
-    shape = replace(
-        SHAPE,
+    shape = shape_with(
         router="sigmoid",
         router_groups=groups,
         router_groups_per_token=chosen,
         router_scale=2.5,
-        shared_experts=2,
+        shared=2,
         balance="bias",
     )
     ours = Mixture("blocks.0.feed_forward", shape, alone(world))
@@ -161,10 +164,10 @@ def test_the_last_tokens_by_sample_and_position_are_dropped(lengths: tuple[int, 
     assert not expected.all() and max(counts_before) > most
 
 
-@pytest.mark.parametrize("keys", [{}, {"shared_experts": 1}, {"capacity": 0.6}])
+@pytest.mark.parametrize("keys", [{}, {"shared": 1}, {"capacity": 0.6}])
 def test_padding_goes_to_no_expert(keys: dict[str, Any], world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it matter what padding is: real tokens have the same results and gradients beside zeros."""
-    mixture = Mixture("blocks.0.feed_forward", replace(SHAPE, **keys), alone(world))
+    mixture = Mixture("blocks.0.feed_forward", shape_with(**keys), alone(world))
     give_memory(mixture, world)
     sent, made = [], Dispatch.__init__
 
@@ -192,7 +195,7 @@ def test_padding_goes_to_no_expert(keys: dict[str, Any], world: Any, monkeypatch
 def test_a_micro_batch_of_padding_alone(world: Any) -> None:
     keys = {"balance_loss": 1.0, "router_z_loss": 0.1, "capacity": 1.0}
     for over in ("micro_batch", "sequence"):
-        mixture = Mixture("blocks.0.feed_forward", replace(SHAPE, balance_over=over, **keys), alone(world))
+        mixture = Mixture("blocks.0.feed_forward", shape_with(balance_over=over, **keys), alone(world))
         give_memory(mixture, world)
         inputs = inputs_of(2, AuxiliaryLosses(torch.tensor(1.0)), lengths=[0, 0])
         x = rows_of(inputs).view(SHAPE.sequence, 2, -1).requires_grad_()

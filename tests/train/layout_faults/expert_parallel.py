@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -72,8 +71,8 @@ def faults() -> list[LayoutFault]:
 
 
 def _double_balance_loss(original: Any, layer: Any, *arguments: Any) -> Tensor:
-    shape = layer.shape
-    layer.shape = replace(shape, balance_loss=shape.balance_loss * 2)
+    table = layer.table
+    layer.table = table.model_copy(update={"balance_loss": table.balance_loss * 2})
     weights = original(layer, *arguments)
-    layer.shape = shape
+    layer.table = table
     return weights

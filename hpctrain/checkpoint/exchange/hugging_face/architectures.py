@@ -30,7 +30,7 @@ from hpctrain.deck.families import CHOICES, FAMILIES, FamilyName, family_values
 from hpctrain.deck.family import MixtureFiles, ModelType
 from hpctrain.deck.sections.rope_scaling import rotated_features
 from hpctrain.errors import HpctrainError
-from hpctrain.model.shape import EXPERT_KEYS, Head, ModelShape
+from hpctrain.model.shape import Head, ModelShape
 from hpctrain.text import either
 
 HEAD = "lm_head.weight"
@@ -40,9 +40,6 @@ MTP_LAYERS = "num_nextn_predict_layers"
 
 _QUERY_KEY_VALUE = 3
 """Number of native layers that a fused layer of queries, keys and values holds."""
-
-_EXPERT_FIELDS = {key: field for field, key in EXPERT_KEYS.items()}
-"""Field of a ModelShape by the key of [model.experts]."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +80,13 @@ class HuggingFaceArchitecture:
     @property
     def constant_fields(self) -> Mapping[str, Any]:
         """Fields of a ModelShape that have the same values in all its models, beside family defaults."""
-        experts = FAMILIES[self.family].experts if self.files.mixture is not None else {}
-        of_family = {_EXPERT_FIELDS.get(key, key): value for key, value in experts.items()}
-        return {**of_family, **self.files.constant_fields}
+        return self.files.constant_fields
+
+    @property
+    def constant_expert_keys(self) -> Mapping[str, Any]:
+        """Keys of [model.experts] that have the same values in all its models."""
+        mixture = self.files.mixture
+        return {} if mixture is None else {**FAMILIES[self.family].experts, **mixture.constants}
 
     def choices(self, hidden: int) -> dict[str, Any]:
         """Return keys of [model] whose values all models of a width share, and config.json does not have."""
@@ -131,7 +132,7 @@ class HuggingFaceArchitecture:
         `transformers` has matrices of the width 0 for shared experts if their number is 0.
         """
         mixture = self.files.mixture
-        if mixture is None or "shared_experts" not in mixture.sizes or shape.shared_experts:
+        if mixture is None or "shared" not in mixture.sizes or (shape.experts and shape.experts.shared):
             return
         for rule in self.rules:
             if not isinstance(rule, NameRule) or ".feed_forward.shared." not in rule.native_names[0]:
@@ -160,7 +161,7 @@ class HuggingFaceArchitecture:
     @property
     def choice_is_biased(self) -> bool:
         """True if routers add a bias to the scores only for choosing experts (`e_score_correction_bias`)."""
-        return self.constant_fields.get("balance") == "bias"
+        return self.constant_expert_keys.get("balance") == "bias"
 
 
 _LLAMA_RULES = (

@@ -20,7 +20,7 @@ from hpctrain.checkpoint.exchange.quantization import quantization_problems
 from hpctrain.deck.activations import imported_activation
 from hpctrain.deck.families import FAMILIES
 from hpctrain.deck.family import AttentionBias, ConfigKey, MixtureFiles
-from hpctrain.deck.sections.experts import has_experts
+from hpctrain.deck.sections.experts import ExpertsTable, has_experts
 from hpctrain.deck.sections.latent import LatentTable
 from hpctrain.deck.sections.rope_scaling import rotated_features
 from hpctrain.errors import HpctrainError
@@ -30,6 +30,9 @@ from hpctrain.text import either
 _Value = TypeVar("_Value")
 
 _LARGEST = 10_000_000
+
+_BALANCE_LOSS = 0.01
+"""Weight of the balance loss, which config.json does not have."""
 
 
 def shape_of(config: Config, where: str) -> ModelShape:
@@ -74,8 +77,7 @@ class _ConfigReader:
         sizes |= self.head_sizes(sizes["heads"])
         if architecture.rotary:
             sizes |= self.windows_and_rotation(sizes)
-        if files.mixture is not None:
-            sizes |= self.mixture(files.mixture, sizes)
+        expert_keys = {} if files.mixture is None else self.expert_keys(files.mixture, sizes)
         if not files.has_key_for("attention_bias"):
             sizes["attention_bias"] = self.attention_bias()
         sizes |= {key.deck_key: self.deck_value(key, sizes["layers"]) for key in files.keys}
@@ -84,10 +86,14 @@ class _ConfigReader:
         if architecture.head == "scalar":
             self.check_labels()
         if not self.problems:
-            self.check(sizes)
+            self.check(sizes, expert_keys)
         if self.problems:
             raise HpctrainError(self.problems)
         sizes["activation"] = activation
+        if expert_keys:
+            keys = {**architecture.constant_expert_keys, **expert_keys}
+            # It is not validated: a file may have more experts than a deck may have.
+            sizes["experts"] = ExpertsTable.model_construct(balance_loss=_BALANCE_LOSS, **keys)
         return ModelShape(
             family=architecture.family, head=architecture.head, **architecture.constant_fields, **sizes
         )
@@ -360,13 +366,12 @@ class _ConfigReader:
         if window is not None and self.config.get("use_sliding_window") is not False and not known:
             self.problem("sliding_window", window, "unsupported; this architecture has no windows")
 
-    def mixture(self, mixture: MixtureFiles, sizes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of the mixtures of experts."""
+    def expert_keys(self, mixture: MixtureFiles, sizes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of [model.experts]."""
         fields_read: dict[str, Any] = {}
         for own, (key, default) in mixture.sizes.items():
-            fields_read[own] = self.size(key, default, 0 if own in {"shared_experts", "dense_first"} else 1)
-        if "expert_mlp" not in fields_read:
-            fields_read["expert_mlp"] = sizes["mlp"]
+            fields_read[own] = self.size(key, default, 0 if own in {"shared", "dense_first"} else 1)
+        fields_read.setdefault("mlp", sizes["mlp"])
         if mixture.normalizes is not None:
             fields_read["router_normalize"] = self.flag("norm_topk_prob", mixture.normalizes)
         if (method := mixture.group_method) is not None:
@@ -380,20 +385,20 @@ class _ConfigReader:
             fields_read["router_scale"] = self.number("routed_scaling_factor", mixture.scale)
         if mixture.shared_width is not None:
             key, default = mixture.shared_width
-            width, of_expert = self.size(key, default), fields_read["expert_mlp"]
-            fields_read["shared_experts"] = width // of_expert
-            name = mixture.sizes["expert_mlp"][0]
+            width, of_expert = self.size(key, default), fields_read["mlp"]
+            fields_read["shared"] = width // of_expert
+            name = mixture.sizes["mlp"][0]
             if width % of_expert and self.invalid_keys.isdisjoint({key, name}):
                 self.problem(key, width, f"must be a multiple of {name} = {of_expert}")
         dense = self.config.get("mlp_only_layers")
-        if dense not in (None, []) and "expert_every" in fields_read:
-            every = mixture.sizes["expert_every"][0]
+        if dense not in (None, []) and "every" in fields_read:
+            every = mixture.sizes["every"][0]
             if self.has_valid_sizes("layers") and every not in self.invalid_keys:
-                fields_read |= self._blocks_with_experts(dense, sizes["layers"], fields_read["expert_every"])
+                fields_read |= self._blocks_with_experts(dense, sizes["layers"], fields_read["every"])
         return fields_read
 
     def _blocks_with_experts(self, dense: object, layers: int, every: int) -> dict[str, Any]:
-        """Return the fields that say which blocks have experts, if `mlp_only_layers` lists dense blocks."""
+        """Return the keys that say which blocks have experts, if `mlp_only_layers` lists dense blocks."""
         numbers = range(layers)
         if not isinstance(dense, list) or not all(type(each) is int and each in numbers for each in dense):
             expected = f"must be a list of numbers of layers from 0 to {layers - 1}"
@@ -406,12 +411,11 @@ class _ConfigReader:
         first = mixtures.index(True)
         if mixtures == [has_experts(layer, every, first, ()) for layer in range(layers)]:
             return {"dense_first": first}
-        return {"expert_every": 1, "expert_pattern": shortest_pattern(mixtures)}
+        return {"every": 1, "pattern": shortest_pattern(mixtures)}
 
-    def check(self, sizes: Mapping[str, Any]) -> None:
+    def check(self, sizes: Mapping[str, Any], expert_keys: Mapping[str, Any]) -> None:
         """Report sizes that contradict each other or are not supported."""
-        mixture = {} if self.files.mixture is None else self.files.mixture.sizes
-        names = {own: key for own, (key, _) in {**self.files.config_sizes, **mixture}.items()}
+        names = {own: key for own, (key, _) in self.files.config_sizes.items()}
         hidden, heads, shared = sizes["hidden"], sizes["heads"], sizes["key_value_heads"]
         size = sizes.get("head_size")
         norms_all_heads = self.architecture.constant_fields.get("query_key_norm") == "all"
@@ -425,16 +429,15 @@ class _ConfigReader:
             self.problem("head_dim", size, "must be even")
         elif self.architecture.rotary and size is None and hidden // heads % 2:
             self.problem(names["heads"], heads, "must result in an even head size")
-        if "experts" not in sizes:
+        if self.files.mixture is None:
             return
-        experts, chosen = sizes["experts"], sizes["experts_per_token"]
-        groups, of_groups = sizes.get("router_groups", 1), sizes.get("router_groups_per_token", 1)
+        names = {own: key for own, (key, _) in self.files.mixture.sizes.items()}
+        experts, chosen = expert_keys["count"], expert_keys["per_token"]
+        groups, of_groups = expert_keys.get("router_groups", 1), expert_keys.get("router_groups_per_token", 1)
         if chosen > experts:
-            self.problem(
-                names["experts_per_token"], chosen, f"must be at most {names['experts']} = {experts}"
-            )
+            self.problem(names["per_token"], chosen, f"must be at most {names['count']} = {experts}")
         elif experts % groups:
-            self.problem(names["router_groups"], groups, f"must divide {names['experts']} = {experts}")
+            self.problem(names["router_groups"], groups, f"must divide {names['count']} = {experts}")
         elif of_groups > groups or of_groups * (experts // groups) < chosen:
             message = (
                 f"must be at most {names['router_groups']} = {groups} and select at least {chosen} experts"

@@ -120,25 +120,27 @@ def _window_keys(shape: ModelShape, keys: WindowKeys) -> dict[str, Any]:
 
 def _mixture_keys(shape: ModelShape, mixture: MixtureFiles) -> dict[str, Any]:
     """Return the keys of config.json for mixtures of experts."""
-    keys: dict[str, Any] = {key: getattr(shape, own) for own, (key, _) in mixture.sizes.items()}
+    table = shape.experts
+    assert table is not None
+    keys: dict[str, Any] = {key: getattr(table, own) for own, (key, _) in mixture.sizes.items()}
     if keys.keys() & set(EXPERTS):
-        keys |= dict.fromkeys(EXPERTS, shape.experts)
-    if "expert_mlp" not in mixture.sizes:
-        keys["intermediate_size"] = shape.expert_mlp
+        keys |= dict.fromkeys(EXPERTS, table.count)
+    if "mlp" not in mixture.sizes:
+        keys["intermediate_size"] = table.mlp
     if mixture.shared_width is not None:
-        keys[mixture.shared_width[0]] = shape.shared_experts * shape.expert_mlp
+        keys[mixture.shared_width[0]] = table.shared * table.mlp
     if mixture.normalizes is not None:
-        keys["norm_topk_prob"] = shape.router_normalize
+        keys["norm_topk_prob"] = table.router_normalize
     if (method := mixture.group_method) is not None:
         key, alone, grouped = method
-        keys[key] = grouped if shape.router_groups > 1 else alone
+        keys[key] = grouped if table.router_groups > 1 else alone
     if mixture.scale is not None:
-        keys["routed_scaling_factor"] = shape.router_scale
-    if "expert_every" in mixture.sizes:
-        sparse = range(shape.expert_every - 1, shape.layers, shape.expert_every)
+        keys["routed_scaling_factor"] = table.router_scale
+    if "every" in mixture.sizes:
+        sparse = range(table.every - 1, shape.layers, table.every)
         keys["mlp_only_layers"] = (
             [layer for layer in sparse if not shape.is_mixture(layer)]
-            if shape.expert_pattern
-            else list(range(shape.dense_first))
+            if table.pattern
+            else list(range(table.dense_first))
         )
     return keys

@@ -12,10 +12,10 @@ from hpctrain.checkpoint.exchange.hugging_face.architectures import (
 from hpctrain.checkpoint.exchange.hugging_face.config_keys import NO_CONFIG, Config
 from hpctrain.checkpoint.exchange.hugging_face.yarn_scale import has_default_scale, mscale_of
 from hpctrain.deck.family import MixtureFiles
-from hpctrain.deck.schema import fields
+from hpctrain.deck.sections.experts import ExpertsTable
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
-from hpctrain.model.shape import EXPERT_KEYS, ModelShape
+from hpctrain.model.shape import ModelShape
 from hpctrain.text import either
 
 
@@ -55,7 +55,7 @@ def _display_name(architecture: HuggingFaceArchitecture) -> str:
     return {"gpt2": "GPT-2", "llama": "Llama"}.get(architecture.model_type, architecture.name)
 
 
-_WEIGHTS = {"latent": 200, "experts": 100, "router": 50, "query_key_norm": 5}
+_WEIGHTS = {"latent": 200, "experts.count": 100, "experts.router": 50, "query_key_norm": 5}
 """Weights of keys in the difference between a model and an architecture. All other keys count 1."""
 
 
@@ -75,8 +75,8 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
     elif shape.latent is not None and not has_default_scale(shape) and mscale_of(shape) is None:
         supported = 'only with rope_scaling.kind = "yarn", and only a larger one'
         yield "attention_scale", f"supports a scale other than 1 / sqrt(head_size) {supported}"
-    if bool(shape.experts) != (files.mixture is not None):
-        yield "experts", f"has {'no ' if files.mixture is None else ''}experts"
+    if (shape.experts is None) != (files.mixture is None):
+        yield "experts.count", f"has {'no ' if files.mixture is None else ''}experts"
     for key, value in architecture.choices(shape.hidden).items():
         is_default = key == "attention_scale" and value is None and has_default_scale(shape)
         if getattr(shape, key) != value and not is_default:
@@ -110,15 +110,15 @@ def _requirements(architecture: HuggingFaceArchitecture, shape: ModelShape) -> I
         yield "key_value_heads", f"requires as many key-value heads as query heads ({shape.heads})"
     if not files.grouped and shape.head_size * shape.heads != shape.hidden:
         yield "head_size", "requires hidden / heads"
-    if shape.experts:
-        yield from _mixture_requirements(architecture, shape)
+    if shape.experts is not None:
+        yield from _mixture_requirements(architecture, shape, shape.experts)
 
 
 _NO_MIXTURE = MixtureFiles(sizes={})
 
 
 def _mixture_requirements(
-    architecture: HuggingFaceArchitecture, shape: ModelShape
+    architecture: HuggingFaceArchitecture, shape: ModelShape, table: ExpertsTable
 ) -> Iterator[tuple[str, str]]:
     """Yield what `_requirements` yields for a model with mixtures of experts."""
     mixture = architecture.files.mixture or _NO_MIXTURE
@@ -127,36 +127,36 @@ def _mixture_requirements(
         "router": "softmax",
         "router_scale": 1.0,
         "router_groups": 1,
-        "shared_experts": 0,
-        "expert_every": 1,
+        "shared": 0,
+        "every": 1,
         "dense_first": 0,
-        "expert_pattern": (),
+        "pattern": (),
         "shared_gate": False,
         "router_bias": False,
         "router_group_best": 2,
-        **architecture.constant_fields,
+        **architecture.constant_expert_keys,
     }
-    if shape.router_groups == 1:
+    if table.router_groups == 1:
         del required["router_group_best"]
     required = {key: value for key, value in required.items() if key not in mixture.sizes}
-    if "expert_every" in mixture.sizes:
-        for key in ("dense_first", "expert_pattern"):  # mlp_only_layers replaces them
+    if "every" in mixture.sizes:
+        for key in ("dense_first", "pattern"):  # mlp_only_layers replaces them
             required.pop(key, None)
     if mixture.scale is not None:
         del required["router_scale"]
     if mixture.shared_width is not None:
-        del required["shared_experts"]
+        del required["shared"]
     if mixture.normalizes is None:
         required.setdefault("router_normalize", True)
-    if not architecture.choice_is_biased and shape.balance == "bias":
+    if not architecture.choice_is_biased and table.balance == "bias":
         required["balance"] = "loss"
     for key, value in required.items():
-        if getattr(shape, key) != value:
-            yield key, f"requires {_value_text(value)}"
+        if getattr(table, key) != value:
+            yield f"experts.{key}", f"requires {_value_text(value)}"
     if shape.query_key_norm == "all" and shape.head_size * shape.heads != shape.hidden:
         yield "head_size", "requires hidden / heads"
-    if mixture.shared_width is not None and not shape.shared_experts:
-        yield "shared_experts", "requires 1 or more"
+    if mixture.shared_width is not None and not table.shared:
+        yield "experts.shared", "requires 1 or more"
 
 
 def _value_text(value: object) -> str:
@@ -170,9 +170,8 @@ def _export_error(shape: ModelShape, key: str, has: str, family: str) -> Hpctrai
             f"a model {has_table} the table [model.latent]: the {family} of transformers {has}, so this "
             "model cannot be exported"
         )
-    value = toml_value(getattr(shape, key))
-    is_of_experts = key in EXPERT_KEYS or (key in fields("model.experts") and key != "mlp")
-    name = f"model.experts.{EXPERT_KEYS.get(key, key)}" if is_of_experts else f"model.{key}"
+    owner = shape.experts if key.startswith("experts.") else shape
+    value = toml_value(0 if owner is None else getattr(owner, key.removeprefix("experts.")))
     return HpctrainError(
-        f"{name} = {value}: the {family} of transformers {has}, so this model cannot be exported"
+        f"model.{key} = {value}: the {family} of transformers {has}, so this model cannot be exported"
     )

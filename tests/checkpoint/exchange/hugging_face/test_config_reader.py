@@ -19,7 +19,7 @@ def lists_of_layers(files: ModelType) -> dict[str, Any]:
     keys: dict[str, Any] = {key.name: [1, 1, 0] for key in files.keys if key.form == "layers"}
     if files.windows is not None and files.windows.has_layer_types:
         keys["layer_types"] = ["full_attention"] * LAYERS
-    if files.mixture is not None and "expert_every" in files.mixture.sizes:
+    if files.mixture is not None and "every" in files.mixture.sizes:
         keys["mlp_only_layers"] = [1]
     return keys
 
