@@ -173,15 +173,12 @@ class StageForward(ModuleForward):
     def _pack(self, anchor: Tensor | None) -> Tensor:
         """Return the tensors that are sent, one after the other, as [elements, 1, 1]."""
         pieces = [self._results[source].reshape(-1).to(self.message.dtype) for source in self.sent]
-        missing = self.message.elements - sum(piece.numel() for piece in pieces)
-        if missing:
-            pieces.append(torch.zeros(missing, dtype=self.message.dtype, device=self.device))
         if torch.is_grad_enabled() and not any(piece.requires_grad for piece in pieces):
             # A backward pass must run all the same: other stages wait for it.
             trained = [parameter for parameter in self.parameters if parameter.requires_grad]
             pieces += [p.reshape(-1)[:0].to(self.message.dtype) for p in trained[:1]]
             pieces += [anchor] if anchor is not None else []
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(-1, 1, 1)
+        return _join(pieces, self.message.elements, self.message.dtype, self.device).view(-1, 1, 1)
 
 
 class _Unpack(torch.autograd.Function):
@@ -215,17 +212,19 @@ class _Unpack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
+        device = next(gradient.device for gradient in gradients if gradient is not None)
         pieces = [
-            torch.zeros(spec.elements, dtype=ctx.dtype, device=_device(gradients))
+            torch.zeros(spec.elements, dtype=ctx.dtype, device=device)
             if gradient is None or not spec.requires_gradient
             else gradient.reshape(-1).to(ctx.dtype)
             for gradient, spec in zip(gradients, ctx.specs, strict=False)
         ]
-        missing = ctx.shape.numel() - sum(piece.numel() for piece in pieces)
-        if missing:
-            pieces.append(torch.zeros(missing, dtype=ctx.dtype, device=_device(gradients)))
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(ctx.shape), None
+        return _join(pieces, ctx.shape.numel(), ctx.dtype, device).view(ctx.shape), None
 
 
-def _device(gradients: Sequence[Tensor | None]) -> torch.device:
-    return next(gradient.device for gradient in gradients if gradient is not None)
+def _join(pieces: Sequence[Tensor], elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return flat tensors one after the other, followed by zeros up to a number of elements."""
+    missing = elements - sum(piece.numel() for piece in pieces)
+    padding = [torch.zeros(missing, dtype=dtype, device=device)] if missing else []
+    joined = [*pieces, *padding]
+    return joined[0] if len(joined) == 1 else torch.cat(joined)

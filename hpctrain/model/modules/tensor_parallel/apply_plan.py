@@ -156,12 +156,10 @@ def _call_with_changed_input(
     change: Callable[[Tensor], Tensor], forward: Callable[..., Any], *arguments: Any, **named: Any
 ) -> Any:
     """Call `forward` with a function applied to its first floating-point tensor."""
-    values = [*arguments]
-    for place, value in enumerate(values):
+    values: dict[Any, Any] = {**dict(enumerate(arguments)), **named}
+    for key, value in values.items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            values[place] = change(value)
-            return forward(*values, **named)
-    for name, value in named.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return forward(*values, **{**named, name: change(value)})
-    return forward(*values, **named)
+            values[key] = change(value)
+            break
+    positional = [values.pop(place) for place in range(len(arguments))]
+    return forward(*positional, **values)

@@ -1,4 +1,4 @@
-"""Parallel layers that replace a module's own: linear layers, embeddings and experts.
+"""Parallel layers that replace a module's own linear layers and embeddings.
 
 Activations are batch first, and weights have the module's own form. A module may call a layer several times
 in a pass. So autograd reports when a gradient is complete, and not each call of the layer.
@@ -6,7 +6,7 @@ in a pass. So autograd reports when a gradient is complete, and not each call of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,12 +16,9 @@ from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError
-from hpctrain.model.modules.module_call import set_forward
 from hpctrain.model.modules.tensor_parallel.activation_collectives import (
-    enter_split_pair,
     gather_features,
     split_features,
-    sum_results,
     transpose_sequence,
 )
 from hpctrain.parallel.fp8.matmul_choice import make_matmul
@@ -29,7 +26,7 @@ from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.matmul import Matmul, Operand
 from hpctrain.parallel.operations import MatrixSize
 from hpctrain.parallel.shards import Parameter, Shard
-from hpctrain.parallel.tensor import ColumnLinear, Partition, RowLinear, SplitLinear, rows_shard
+from hpctrain.parallel.tensor import ColumnLinear, RowLinear, SplitLinear
 from hpctrain.parallel.vocabulary import VocabularyEmbedding
 
 
@@ -323,71 +320,6 @@ def split_embedding(
     lookup = _BatchFirstEmbedding(table, layer_context, embedding.padding_idx)
     vars(embedding)["lookup"] = lookup  # not as a submodule, whose parameters the module would have, too
     embedding.weight = table
-
-
-_COUNT, _IS_SPLIT = "num_experts", "_is_expert_parallel"
-
-
-def expert_count(module: nn.Module) -> int | None:
-    """Return the number of experts in a module that can be split over ranks, or None for other modules.
-
-    With `_is_expert_parallel`, a module of `transformers` skips tokens whose expert has an index above its
-    own.
-    """
-    count, local = getattr(module, _COUNT, None), list(module.parameters())
-    if (
-        not hasattr(module, _IS_SPLIT)
-        or not isinstance(count, int)
-        or not all(each.shape[0] == count for each in local)
-    ):
-        return None
-    return count
-
-
-def split_experts(
-    module: nn.Module, names: Mapping[nn.Parameter, str], layer_context: LayerContext, tensor: Group
-) -> None:
-    """Let each tensor rank hold and compute only its experts, in place.
-
-    Each rank computes its experts' terms of the result for all tokens. The ranks sum them.
-
-    Args:
-        module: Experts of `transformers`, whose parameters are [experts, ...], on "meta".
-        names: Name in the user's module of each parameter.
-        layer_context: Context of the layer. It has one tensor rank if an outer module sums the gradients of
-            inputs.
-        tensor: Ranks that split the experts.
-    """
-    count = expert_count(module)
-    assert count is not None
-    rows = Partition.split(count, tensor)
-    for attribute, original in list(module.named_parameters(recurse=False)):
-        shard = rows_shard(names[original], rows, tuple(original.shape[1:]))
-        setattr(module, attribute, replacement(Parameter, original, shard))
-    setattr(module, _COUNT, rows.local)
-    setattr(module, _IS_SPLIT, True)
-    set_forward(module, _LocalExperts(module, module.forward, rows, layer_context, tensor))
-
-
-@dataclass(frozen=True)
-class _LocalExperts:
-    """Forward method of experts of which this rank holds some."""
-
-    module: nn.Module
-    forward: Callable[..., Tensor]
-    rows: Partition
-    layer_context: LayerContext
-    tensor: Group
-
-    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the sum of all ranks' experts for tokens [n, h], with experts and weights [n, k]."""
-        hidden, weights = enter_split_pair(self.layer_context, hidden_states, top_k_weights)
-        local = top_k_index - self.rows.start
-        remote = (local < 0) | (local >= self.rows.local)
-        number = self.rows.local
-        result = self.forward(hidden, local.masked_fill(remote, number), weights.masked_fill(remote, 0.0))
-        # Backward reaches all of these on ranks without a token, too, so that all sum in one order.
-        return sum_results(self.tensor, result, hidden, weights, *self.module.parameters())
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:

@@ -12,7 +12,7 @@ from hpctrain.model.modules.tensor_parallel.module_names import ModuleNames
 from hpctrain.model.modules.tensor_parallel.parallel_layers import LinearSizes
 from hpctrain.model.modules.tensor_parallel.split_styles import (
     STYLES,
-    Cut,
+    CutSequence,
     Gather,
     SplitExperts,
     SplitStyle,
@@ -98,7 +98,7 @@ def check_plan(
     if sequence_parallel and (experts := plan.names_with_style(SplitExperts)):
         problems.append(f'{experts[0]} has the style "expert", which conflicts with layout.sequence_parallel')
     embeds = set(plan.names_with_style(Vocabulary)) - set(heads)
-    if sequence_parallel and not embeds and not plan.names_with_style(Cut):
+    if sequence_parallel and not embeds and not plan.names_with_style(CutSequence):
         problems.append(
             'must split sequences with layout.sequence_parallel (use "vocabulary" for an embedding, or '
             '"cut" for the first block)'

@@ -9,9 +9,9 @@ applied to (`problems`), and how it changes the module (`apply`).
 | `Row`, `RowOfWholeInput` | linear layer | columns of the weight; outputs are summed |
 | `Vocabulary` | embedding, or linear layer that computes logits | rows of the table, which both may share |
 | `SplitExperts` | experts of `transformers` | some of the experts; outputs are summed |
-| `Partial`, `Sequence` | parameters that no rank splits | all elements, with a part of the gradient |
+| `Partial`, `SequencePartial` | parameters that no rank splits | all elements, with a part of the gradient |
 | `Gather` | submodule with split layers inside | its input is gathered, and the gradient summed, once |
-| `Cut`, `Join` | submodule | with sequence parallelism, sequences are cut or joined before it |
+| `CutSequence`, `JoinSequence` | submodule | sequences are cut or joined before it |
 | `Divided` | integer attribute, such as a number of heads | its share of the number |
 """
 
@@ -22,26 +22,28 @@ from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
+from hpctrain.model.modules.module_call import set_forward
 from hpctrain.model.modules.tensor_parallel.activation_collectives import (
     enter_split,
+    enter_split_pair,
     gather_sequence,
     scatter_sequence,
+    sum_results,
 )
 from hpctrain.model.modules.tensor_parallel.module_names import ModuleNames, matches_pattern
 from hpctrain.model.modules.tensor_parallel.parallel_layers import (
     BatchFirstColumnLinear,
     BatchFirstRowLinear,
     LinearSizes,
-    expert_count,
+    replacement,
     split_embedding,
-    split_experts,
 )
-from hpctrain.parallel.shards import Shard
+from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.parallel.tensor import Partition, rows_shard
 
 if TYPE_CHECKING:
@@ -229,7 +231,7 @@ class Vocabulary(SplitStyle):
         old = split.module.get_submodule(name)
         table, linear = split.table(old), LinearSizes.of(old)
         layer_context = split.layer_context if linear is None else split.context_of(name)
-        if split.plan.names_with_style(Cut if linear is None else Join):
+        if split.plan.names_with_style(CutSequence if linear is None else JoinSequence):
             # Sequences are complete here: they are cut behind the embedding, or joined before the head.
             layer_context = replace(layer_context, sequence_parallel=False)
         if linear is None:
@@ -265,15 +267,23 @@ def _lookup_problem(module: nn.Module) -> str:
 
 
 class SplitExperts(SplitStyle):
-    """Experts of `transformers` in one tensor, with some experts on each rank."""
+    """Experts of `transformers` in tensors [experts, ...], with some experts on each rank.
+
+    Each rank computes its experts' terms of the result for all tokens. The ranks sum them. With
+    `_is_expert_parallel`, a module of `transformers` skips tokens whose expert has an index above its own.
+    """
 
     name = "expert"
     covers_parameters = splits_parameters = True
 
     @override
     def _module_problems(self, part: nn.Module, name: str, ranks: int) -> Iterator[str]:
-        count = expert_count(part)
-        if count is None:
+        count = getattr(part, "num_experts", None)
+        if (
+            not hasattr(part, "_is_expert_parallel")
+            or not isinstance(count, int)
+            or not all(parameter.shape[0] == count for parameter in part.parameters())
+        ):
             remedy = 'use "column" and "row" for experts that are separate layers'
             yield (
                 f'{name} has the class {type(part).__name__}, for which "expert" is unsupported (it supports '
@@ -284,8 +294,24 @@ class SplitExperts(SplitStyle):
 
     @override
     def apply(self, split: ModuleSplit, name: str) -> None:
-        part = split.module.get_submodule(name)
-        split_experts(part, split.names, split.context_of(name), split.layer_context.tensor)
+        part: Any = split.module.get_submodule(name)
+        layer_context, tensor = split.context_of(name), split.layer_context.tensor
+        rows, forward = Partition.split(part.num_experts, tensor), part.forward
+        for attribute, original in list(part.named_parameters(recurse=False)):
+            shard = rows_shard(split.names[original], rows, tuple(original.shape[1:]))
+            setattr(part, attribute, replacement(Parameter, original, shard))
+        part.num_experts, part._is_expert_parallel = rows.local, True
+
+        def sum_of_experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            """Return the sum of all ranks' experts for tokens [n, h], with experts and weights [n, k]."""
+            hidden, weights = enter_split_pair(layer_context, hidden_states, top_k_weights)
+            local = top_k_index - rows.start
+            remote = (local < 0) | (local >= rows.local)
+            result = forward(hidden, local.masked_fill(remote, rows.local), weights.masked_fill(remote, 0.0))
+            # Backward reaches all of these on ranks without a token, too, so that all sum in one order.
+            return sum_results(tensor, result, hidden, weights, *part.parameters())
+
+        set_forward(part, sum_of_experts)
 
 
 class Partial(SplitStyle):
@@ -308,7 +334,7 @@ class Partial(SplitStyle):
             split.partial.add(split.module.get_parameter(name))
 
 
-class Sequence(Partial):
+class SequencePartial(Partial):
     """Parameters that, with sequence parallelism, each rank applies to its slice of sequences."""
 
     name = "sequence"
@@ -329,7 +355,7 @@ class Gather(SplitStyle):
         split.change_input(name, partial(enter_split, split.layer_context))
 
 
-class Cut(SplitStyle):
+class CutSequence(SplitStyle):
     """Submodule before which, with sequence parallelism, each rank takes its slice of sequences."""
 
     name = "cut"
@@ -342,7 +368,7 @@ class Cut(SplitStyle):
             split.change_input(name, partial(exchange, split.layer_context.tensor))
 
 
-class Join(Cut):
+class JoinSequence(CutSequence):
     """Submodule before which, with sequence parallelism, the slices of sequences are gathered."""
 
     name, joins = "join", True
@@ -445,8 +471,8 @@ def _find_attribute(module: nn.Module, name: str) -> _AttributePlace | None:
 STYLES: Mapping[str, type[SplitStyle]] = {
     style.name: style
     for style in (
-        *(Column, Row, GatheredColumn, RowOfWholeInput, Vocabulary, Partial, Sequence),
-        *(Gather, Cut, Join, Divided, SplitExperts),
+        *(Column, Row, GatheredColumn, RowOfWholeInput, Vocabulary, Partial, SequencePartial),
+        *(Gather, CutSequence, JoinSequence, Divided, SplitExperts),
     )
 }
 """All styles by their name in `model.plan`."""

@@ -78,9 +78,7 @@ def transformers_plan(module: nn.Module, ranks: int, sequence_parallel: bool) ->
         for name in names:
             styles[name] = _make_style(module, modules, name, _STYLES[style], style.startswith("packed"))
     if not problems:
-        styles |= dict(_shared_head_styles(styles, modules, ranks))
-        styles |= dict(_tied_embedding_styles(styles, modules))
-        styles |= dict(_activation_styles(styles, modules))
+        styles |= dict(_implied_styles(styles, modules, ranks))
     return check_plan(module, styles, ranks, sequence_parallel, problems)
 
 
@@ -103,42 +101,30 @@ def _make_style(
     return Column(parts=2 if packed else 1, unit=unit)
 
 
-def _shared_head_styles(
+def _implied_styles(
     styles: Mapping[str, SplitStyle], modules: Mapping[str, nn.Module], ranks: int
 ) -> Iterator[tuple[str, SplitStyle]]:
-    """Yield styles of the number of query heads of each key head, if ranks share key heads."""
-    for name, style in styles.items():
-        parent, _, last = name.rpartition(".")
-        if last != "k_proj" or not isinstance(style, Column) or style.unit is None:
-            continue
-        linear = LinearSizes.of(modules[name])
-        assert linear is not None
-        units = linear.outputs // style.unit
-        if units < ranks and isinstance(getattr(modules[parent], _HEAD_GROUPS, None), int):
-            yield f"{parent}.{_HEAD_GROUPS}", Divided(units=units)
+    """Yield styles of parts that plans of `transformers` do not name, but that follow from other parts.
 
-
-def _tied_embedding_styles(
-    styles: Mapping[str, SplitStyle], modules: Mapping[str, nn.Module]
-) -> Iterator[tuple[str, SplitStyle]]:
-    """Yield styles of embeddings that share the matrix of a split head."""
-    split = {name for name, style in styles.items() if isinstance(style, Vocabulary)}
-    tables = [getattr(modules[name], "weight", None) for name in split]
-    for name, each in modules.items():
-        weight = getattr(each, "weight", None)
+    These are embeddings that share the matrix of a split head; the number of query heads of each key head, if
+    ranks share key heads; and activations with parameters before split layers, whose gradients are those of a
+    rank's part of the features.
+    """
+    heads = (name for name, style in styles.items() if isinstance(style, Vocabulary))
+    tables = [getattr(modules[name], "weight", None) for name in heads]
+    for name, module in modules.items():
+        weight = getattr(module, "weight", None)
         if name not in styles and weight is not None and any(weight is table for table in tables):
             yield name, Vocabulary()
-
-
-def _activation_styles(
-    styles: Mapping[str, SplitStyle], modules: Mapping[str, nn.Module]
-) -> Iterator[tuple[str, SplitStyle]]:
-    """Yield styles of activations with parameters before split layers, which plans do not name.
-
-    Their gradients are those of a rank's part of the features.
-    """
     for name, style in styles.items():
-        activation = f"{name.rpartition('.')[0]}.act_fn"
-        each = modules.get(activation)
-        if type(style) is Row and activation not in styles and each is not None and [*each.parameters()]:
+        parent, _, last = name.rpartition(".")
+        if last == "k_proj" and isinstance(style, Column) and style.unit is not None:
+            linear = LinearSizes.of(modules[name])
+            assert linear is not None
+            units = linear.outputs // style.unit
+            if units < ranks and isinstance(getattr(modules[parent], _HEAD_GROUPS, None), int):
+                yield f"{parent}.{_HEAD_GROUPS}", Divided(units=units)
+        activation = f"{parent}.act_fn"
+        parameters = [*modules[activation].parameters()] if activation in modules else []
+        if type(style) is Row and parameters and activation not in styles:
             yield activation, Partial()
