@@ -6,7 +6,7 @@ applied to (`problems`), and how it changes the module (`apply`).
 | style | what it applies to | on each tensor rank |
 |---|---|---|
 | `Column`, `GatheredColumn` | linear layer | rows of the weight; `GatheredColumn` gathers the outputs |
-| `Row`, `RowOfWholeInput` | linear layer | columns of the weight; outputs are summed |
+| `Row`, `RowOfAllFeatures` | linear layer | columns of the weight; outputs are summed |
 | `Vocabulary` | embedding, or linear layer that computes logits | rows of the table, which both may share |
 | `SplitExperts` | experts of `transformers` | some of the experts; outputs are summed |
 | `Partial`, `SequencePartial` | parameters that no rank splits | all elements, with a part of the gradient |
@@ -206,7 +206,7 @@ class Row(LinearStyle):
         return BatchFirstRowLinear(layer_context, weight, bias, linear, self.splits_input)
 
 
-class RowOfWholeInput(Row):
+class RowOfAllFeatures(Row):
     """Row whose input has all features. The layer itself takes those of the rank."""
 
     name, splits_input = "row of whole input", True
@@ -471,7 +471,7 @@ def _find_attribute(module: nn.Module, name: str) -> _AttributePlace | None:
 STYLES: Mapping[str, type[SplitStyle]] = {
     style.name: style
     for style in (
-        *(Column, Row, GatheredColumn, RowOfWholeInput, Vocabulary, Partial, SequencePartial),
+        *(Column, Row, GatheredColumn, RowOfAllFeatures, Vocabulary, Partial, SequencePartial),
         *(Gather, CutSequence, JoinSequence, Divided, SplitExperts),
     )
 }
