@@ -10,10 +10,9 @@ from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, Deferre
 from hpctrain.costs.layer_bytes.block_bytes import deferred_by_block, saved_by_block
 from hpctrain.costs.layer_bytes.byte_functions import deferred_bytes, saved_storages, workspace_bytes
 from hpctrain.costs.layer_bytes.matmul_bytes import gradient_workspace
-from hpctrain.model.feed_forward import FeedForward
+from hpctrain.model.block import FeedForward, PassContext, TransformerBlock
 from hpctrain.model.part import LayerKind
 from hpctrain.model.shape import ModelShape
-from hpctrain.model.transformer import PassContext, TransformerBlock
 from hpctrain.parallel.layer_context import LayerContext
 
 FACTOR = 3

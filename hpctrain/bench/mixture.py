@@ -26,7 +26,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.engine.mesh_sizes import expert_split
 from hpctrain.errors import HpctrainError
-from hpctrain.model.feed_forward import FeedForward
+from hpctrain.model.block import FeedForward
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.mixtures.mixture import Mixture
 from hpctrain.model.precision import Precision

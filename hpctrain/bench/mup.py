@@ -34,8 +34,8 @@ from hpctrain.deck.sections.model import parametrization_problems
 from hpctrain.deck.sections.objective import POLICY_KINDS, SCORE_KINDS
 from hpctrain.engine.build import build_engine
 from hpctrain.errors import HpctrainError, require
+from hpctrain.model.block import TransformerBlock
 from hpctrain.model.part import ModelPart, blocks_of, logits_of
-from hpctrain.model.transformer import TransformerBlock
 from hpctrain.report.terminal import stdout_console
 from hpctrain.report.widths import draw_widths
 from hpctrain.text import table

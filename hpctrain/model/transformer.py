@@ -23,7 +23,7 @@ rank gets its slice of the sum in the end. A pipeline gives a range of these lay
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
@@ -33,12 +33,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from hpctrain.model.attention.latent_attention import LatentAttention
 from hpctrain.model.attention.rotary import Rotary
-from hpctrain.model.attention.self_attention import Attention
-from hpctrain.model.feed_forward import FeedForward
+from hpctrain.model.block import PassContext, TransformerBlock, TransformerLayer
 from hpctrain.model.inputs import ModelInputs, field_ahead
-from hpctrain.model.mixtures.mixture import Mixture
+from hpctrain.model.mixtures.mixture_block import MixtureBlock
+from hpctrain.model.multi_token import prediction_modules
 from hpctrain.model.norm import Norm
 from hpctrain.model.part import (
     Computed,
@@ -54,39 +53,10 @@ from hpctrain.parallel.backward.saved_policy import LayerPass
 from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.parallel.operations import ElementwiseSize, MatrixSize
 from hpctrain.parallel.random import dropout
-from hpctrain.parallel.replicated_linear import ReplicatedLinear
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.scalar_head import ScalarHead
 from hpctrain.parallel.shards import Parameter, Shard
 from hpctrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_shard
-
-
-@dataclass(frozen=True)
-class PassContext:
-    """Inputs of a transformer's layers in one pass beside hidden states.
-
-    Attributes:
-        inputs: The micro-batch.
-        positions: Positions of the rows of x between split layers, int64 [s or s/t].
-        rotary: Tables that all blocks share; None in families without rotation.
-        residency: Gathers parameters of a layer that are not in its first unit.
-    """
-
-    inputs: ModelInputs
-    positions: Tensor
-    rotary: Rotary | None
-    residency: ParameterResidency = field(default_factory=ParameterResidency)
-
-
-class TransformerLayer(Layer):
-    """Layer that is one step of a pass over hidden states."""
-
-    def run(self, x: Tensor, context: PassContext, residency: ParameterResidency) -> Tensor:
-        """Return `self(x, context)`, with the layer's parameters gathered in forward and backward."""
-        unseen = residency.gathers and torch.is_grad_enabled() and not x.requires_grad
-        if unseen and any(parameter.requires_grad for parameter in self.all_parameters):
-            x = x.detach().requires_grad_()  # so that a hook sees the end of its backward pass
-        return residency.run_layer(self.gather_keys[0], partial(self, context=context), x)
 
 
 class PositionEmbedding(nn.Module):
@@ -152,175 +122,6 @@ class Embedding(TransformerLayer):
         return [ElementwiseSize("lookup", self.hidden), *added]
 
 
-class TransformerBlock(TransformerLayer):
-    """Attention and feed-forward part, each with a residual connection and with norms.
-
-    Norms are of the inputs of both parts (`attention_norm`, `feed_forward_norm`), of their outputs
-    (`attention_output_norm`, `feed_forward_output_norm`), or of both. Parallel parts read the same hidden
-    states, and may share the norm of their inputs. Norms that a model does not have are None.
-
-    Args:
-        index: Number of the block, from 0 on.
-        shape: Sizes of the model.
-        layer_context: Process groups and settings of this rank's layers.
-
-    Attributes:
-        site: Number of the first of the two places with dropout, for `DropoutSource`.
-        probability: Probability with which dropout drops an element.
-        parallel: True if both parts read the same hidden states.
-        multiplier: Factor of the outputs of both parts.
-    """
-
-    is_block = True
-
-    def __init__(self, index: int, shape: ModelShape, layer_context: LayerContext) -> None:
-        super().__init__()
-        name = f"blocks.{index}"
-        self.site, self.hidden, self.probability = 1 + 2 * index, shape.hidden, shape.dropout
-        self.parallel, self.multiplier = shape.parallel_residual != "none", shape.residual_multiplier
-        before, after = shape.norm_placement != "after", shape.norm_placement != "before"
-        shared = shape.parallel_residual == "one_norm"
-
-        def norm(layer: str, exists: bool) -> Norm | None:
-            return Norm(f"{name}.{layer}", shape, layer_context) if exists else None
-
-        self.attention_norm = norm("attention_norm", before)
-        attention = Attention if shape.latent is None else LatentAttention
-        self.attention = attention(f"{name}.attention", shape, layer_context, index, shared)
-        self.attention_output_norm = norm("attention_output_norm", after)
-        self.feed_forward_norm = norm("feed_forward_norm", before and not shared)
-        self.feed_forward: FeedForward | Mixture
-        if shape.is_mixture(index):
-            self.feed_forward = Mixture(f"{name}.feed_forward", shape, layer_context)
-            self.auxiliary_loss_names = self.feed_forward.auxiliary_loss_names
-        else:
-            self.feed_forward = FeedForward(f"{name}.feed_forward", shape, layer_context, shared_input=shared)
-        self.feed_forward_output_norm = norm("feed_forward_output_norm", after)
-        self.core, self.uses_rotary = self.attention.core, self.attention.uses_rotary
-        unrotated = shape.positions == "rotary" and not self.uses_rotary
-        name = "mixture" if shape.is_mixture(index) else "block"
-        self.kind = LayerKind(name, shape.window(index), unrotated)
-
-    def forward(self, x: Tensor, context: PassContext) -> Tensor:
-        """Return hidden states of the shape of x, [s or s/t, b, h]."""
-        inputs, source, positions = context.inputs, context.inputs.dropout, context.positions
-        attention_input = _normed(self.attention_norm, x)
-        attended = self.attention(attention_input, context.rotary, inputs.documents, inputs.cache)
-        attended = _normed(self.attention_output_norm, attended)
-        if source is not None:
-            attended = dropout(attended, source, self.site, positions, self.probability)
-        block_input, x = x, self._sum(x, attended)
-
-        if not self.parallel:
-            feed_forward_input = _normed(self.feed_forward_norm, x)
-        elif self.feed_forward_norm is not None:
-            feed_forward_input = self.feed_forward_norm(block_input)
-        else:
-            feed_forward_input = attention_input
-        expanded: Tensor
-        if isinstance(self.feed_forward, Mixture):
-            expanded = self.feed_forward(feed_forward_input, inputs, context.residency)
-        else:
-            expanded = self.feed_forward(feed_forward_input)
-        expanded = _normed(self.feed_forward_output_norm, expanded)
-        if source is not None:
-            expanded = dropout(expanded, source, self.site + 1, positions, self.probability)
-        return self._sum(x, expanded)
-
-    def _sum(self, x: Tensor, added: Tensor) -> Tensor:
-        """Return the hidden states with the output of a part added to them."""
-        return x + added if self.multiplier == 1 else torch.add(x, added, alpha=self.multiplier)
-
-    def units(self) -> Iterator[Unit]:
-        """Yield the units of the block. Experts are one of their own, since they are needed later."""
-        if isinstance(self.feed_forward, Mixture):
-            experts = list(parameters_by_module(self.feed_forward.experts))
-            yield [
-                leaf
-                for leaf in parameters_by_module(self)
-                if leaf[0] is not self.feed_forward.experts.gate_up
-            ]
-            yield experts
-        else:
-            yield from super().units()
-
-    @override
-    def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
-        if isinstance(self.feed_forward, Mixture):
-            experts = self.feed_forward.experts
-            yield experts.gate_up, []
-            yield (
-                None,
-                [
-                    *experts.deferred_parameters,
-                    *(p for p in self.all_parameters[::-1] if p not in set(experts.deferred_parameters)),
-                ],
-            )
-        else:
-            yield from super().backward_order()
-
-    @property
-    @override
-    def matrices(self) -> list[MatrixSize]:
-        if not isinstance(self.feed_forward, Mixture):
-            return super().matrices
-        experts, hidden = self.feed_forward.router.weight.shard.shape
-        rows = experts if self.feed_forward.shared_gate is None else experts + 1
-        return [*super().matrices, MatrixSize(rows, hidden, "whole")]
-
-    @property
-    @override
-    def elementwise(self) -> list[ElementwiseSize]:
-        norms = sum(isinstance(layer, Norm) for layer in self.children())
-        context = ElementwiseSize("norm", norms * self.hidden), ElementwiseSize("add", 2 * self.hidden)
-        return [*context, *self.attention.elementwise, *self.feed_forward.elementwise]
-
-
-class PredictionModule(TransformerBlock):
-    """Module of multi-token prediction (MTP; DeepSeek-V3, arXiv 2412.19437, section 2.2), of one depth k.
-
-    It combines the hidden state of position i of the depth before with the embedding of token i + k, and its
-    result predicts token i + k + 1:
-
-        x = projection([embedding_norm(embedding), hidden_norm(hidden)])
-        hidden of this depth = final_norm(block(x))
-
-    The next depth reads the hidden states after `final_norm`, as depth 1 reads those after the final norm of
-    the model. The paper leaves this open, and the published weights have one depth. Megatron-LM's
-    MultiTokenPredictionLayer, MtpModel of transformers, vLLM and SGLang do the same.
-
-    Args:
-        depth: The depth, from 1 on.
-        shape: Sizes of the model.
-        layer_context: Process groups and settings of this rank's layers.
-    """
-
-    def __init__(self, depth: int, shape: ModelShape, layer_context: LayerContext) -> None:
-        index = shape.layers + depth - 1
-        super().__init__(index, shape, layer_context)
-
-        def norm(layer: str) -> Norm:
-            return Norm(f"blocks.{index}.{layer}", shape, layer_context)
-
-        self.embedding_norm, self.hidden_norm = norm("embedding_norm"), norm("hidden_norm")
-        outputs = [(f"blocks.{index}.projection", shape.hidden)]
-        self.projection = ReplicatedLinear(2 * shape.hidden, outputs, layer_context)
-        self.final_norm = norm("final_norm")
-
-    @override
-    def forward(self, x: Tensor, context: PassContext) -> Tensor:
-        """Return the normalized hidden states of this depth, [s or s/t, b, h].
-
-        Args:
-            x: Embeddings, and below them the hidden states of the depth before: [2 s or 2 s/t, b, h].
-            context: Inputs of the pass.
-        """
-        embedded, hidden = x.chunk(2)
-        normed = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), -1)
-        result: Tensor = self.final_norm(super().forward(self.projection(normed), context))
-        return result
-
-
 class Predictor(TransformerLayer):
     """Final norm, modules of multi-token prediction if there are any, and output layer.
 
@@ -333,6 +134,9 @@ class Predictor(TransformerLayer):
         table: Matrix of the output layer, which has one row per token; None for a scalar output.
         lookup: Lookup in the table of the embedding, for modules of multi-token prediction.
         owned: Tables that belong to this layer and not to an embedding on this rank.
+
+    Attributes:
+        modules_of_depths: Modules of multi-token prediction, from depth 1 on.
     """
 
     kind = LayerKind("head")
@@ -349,11 +153,9 @@ class Predictor(TransformerLayer):
         self.norm = Norm("final_norm", shape, layer_context)
         # In a tuple, so that the table is registered once, by its owner.
         self.lookup, self.multiplier = (lookup,), shape.embedding_multiplier
-        self.prediction_modules = nn.ModuleList()
-        if lookup is not None:
-            depths = range(1, shape.mtp_layers + 1)
-            self.prediction_modules.extend(PredictionModule(k, shape, layer_context) for k in depths)
-            modules = self.modules_of_depths
+        self.modules_of_depths = [] if lookup is None else prediction_modules(shape, layer_context)
+        self.prediction_modules = nn.ModuleList(self.modules_of_depths)
+        if modules := self.modules_of_depths:
             self.auxiliary_loss_names = modules[0].auxiliary_loss_names
             if (core := modules[0].core) is not None:
                 heads = len(modules) * core.heads, len(modules) * core.key_value_heads
@@ -366,18 +168,13 @@ class Predictor(TransformerLayer):
             self.head = VocabularyHead(table, layer_context, multiplier, cap)
         self.owned = nn.ParameterList(owned)
 
-    @property
-    def modules_of_depths(self) -> list[PredictionModule]:
-        """Modules of multi-token prediction, from depth 1 on."""
-        return [each for each in self.prediction_modules if isinstance(each, PredictionModule)]
-
     def forward(self, x: Tensor, context: PassContext) -> Tensor:
         """Return the normalized last hidden states, which are the input of the output layer.
 
         With d modules of multi-token prediction the result is [s or s/t, (1 + d) b, h] in training.
         """
         result: Tensor = self.norm(x)
-        if len(self.prediction_modules) and torch.is_grad_enabled():
+        if self.modules_of_depths and torch.is_grad_enabled():
             return self._predict_further(result, context)
         return result
 
@@ -385,7 +182,7 @@ class Predictor(TransformerLayer):
         """Return the hidden states with those of all modules of multi-token prediction beside them."""
         (lookup,), fields, residency = self.lookup, context.inputs.fields, context.residency
         assert lookup is not None
-        depths = range(1, len(self.prediction_modules) + 1)
+        depths = range(1, len(self.modules_of_depths) + 1)
         tokens = torch.cat([fields[field_ahead("tokens", depth)].t() for depth in depths], 1)
         with residency.in_memory(lookup.table):
             embedded: Tensor = lookup(tokens)
@@ -489,7 +286,8 @@ class Transformer(nn.Module):
             table = self._embedding_table()
             layers.append(Embedding(shape, layer_context, table))
         layers += [
-            TransformerBlock(index, shape, layer_context) for index in range(self.span.first, self.span.last)
+            (MixtureBlock if shape.is_mixture(index) else TransformerBlock)(index, shape, layer_context)
+            for index in range(self.span.first, self.span.last)
         ]
         if self.span.has_head:
             layers.append(self._last_layer(table))
@@ -524,7 +322,6 @@ class Transformer(nn.Module):
             owned.append(embedding)
         elif embedding is not None:
             embedding.uses += uses
-            # The schedule decides in which order the layers of two parts add their gradients.
             embedding.separate_lookups = uses if in_other_part else 0
         if shape.tied:
             table = embedding
@@ -600,11 +397,3 @@ class Transformer(nn.Module):
     def dtype(self) -> torch.dtype:
         """dtype of the tensors that are sent between parts."""
         return self.layers[0].gather_keys[0].dtype
-
-
-def _normed(norm: Norm | None, x: Tensor) -> Tensor:
-    """Return x after a norm, or x if there is none."""
-    if norm is None:
-        return x
-    result: Tensor = norm(x)
-    return result

@@ -166,8 +166,9 @@ class Parameter(nn.Parameter):
         learning_rate_factor: Factor of the learning rate.
         update_block: Part that is updated as one. None if each element is updated by itself.
         uses: Number of additions to the gradient in the backward pass of one micro-batch.
-        separate_lookups: Number of further buffers of a table whose uses add in an order that depends on the
-            schedule.
+        separate_lookups: Number of further buffers of a table that two parts of a rank use. The schedule
+            decides in which order they add, so that lookups add to buffers of their own, which
+            `Bucket.merge_lookups` adds in the end.
         lookup_gradients: These further buffers, which its bucket provides. Layer n of those that look up rows
             adds to number n, or to `gradient` if there are not as many.
         open_gradient: Allocates the gradient buffer if it exists only while it is used.

@@ -1,6 +1,6 @@
 """Our transformer against GPT-2, Llama and Qwen3 of `transformers` with the same random weights.
 
-Tests of model/attention/self_attention.py, model/part.py and model/transformer.py.
+Tests of model/attention/self_attention.py, model/block.py, model/part.py and model/transformer.py.
 """
 
 from __future__ import annotations

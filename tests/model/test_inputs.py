@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hpctrain.comm.world import World
 from hpctrain.model import transformer
+from hpctrain.model.block import PassContext, TransformerBlock
 from hpctrain.model.count import count
 from hpctrain.model.inputs import AuxiliaryLosses
-from hpctrain.model.transformer import PassContext, TransformerBlock
 from tests.engines import LLAMA, small_deck, trainer
 
 WEIGHT = 0.03

@@ -18,11 +18,11 @@ from hpctrain.costs.layer_bytes.byte_functions import (
 from hpctrain.costs.layer_bytes.linear_bytes import saved_input
 from hpctrain.costs.layer_bytes.vocabulary_bytes import dropout_masks
 from hpctrain.model.attention.latent_attention import LatentAttention
-from hpctrain.model.feed_forward import FeedForward
+from hpctrain.model.block import FeedForward, TransformerBlock
 from hpctrain.model.mixtures.mixture import Mixture
 from hpctrain.model.norm import Norm
 from hpctrain.model.part import Layer
-from hpctrain.model.transformer import Transformer, TransformerBlock
+from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.fp8.quantized_matmul import QuantizedMatmul
 
 _GAPS, _ROTATED_GAPS = 2.4, 3.5

@@ -6,7 +6,7 @@ from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedSt
 from hpctrain.costs.layer_bytes.byte_functions import saved_storages, workspace_bytes
 from hpctrain.costs.layer_bytes.linear_bytes import saved_by_adapter, saved_input
 from hpctrain.costs.layer_bytes.matmul_bytes import product_workspace
-from hpctrain.model.feed_forward import FeedForward
+from hpctrain.model.block import FeedForward
 
 
 @saved_storages.register

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from hpctrain.comm.group import Group
 from hpctrain.deck.activations import ACTIVATIONS
-from hpctrain.model.feed_forward import FeedForward
+from hpctrain.model.block import FeedForward
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.mixtures.router import RoutedTokens, Router
 from hpctrain.model.shape import ModelShape

@@ -198,7 +198,6 @@ class _ParameterReplacement:
         if not self.stage.needs(positions):
             return nn.Parameter(self.placeholder.expand(original.shape), requires_grad=False)
         if name in self.shared_parameters:
-            # The schedule decides in which order the two parts of this rank add their gradients.
             shared = self.shared_parameters[name]
             shared.uses, shared.separate_lookups = 2, 1
             return shared

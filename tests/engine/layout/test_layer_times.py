@@ -20,8 +20,8 @@ from hpctrain.engine.layout.layer_placement import LayerPlacement, with_split
 from hpctrain.engine.layout.layer_times import measure_layers
 from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
+from hpctrain.model.block import FeedForward
 from hpctrain.model.construction import bare_model
-from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.part import LayerKind
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.layer_context import LayerContext
