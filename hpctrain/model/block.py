@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ from hpctrain.parallel.operations import ElementwiseSize, elementwise_kind
 from hpctrain.parallel.random import dropout
 from hpctrain.parallel.residency import ParameterResidency
 from hpctrain.parallel.tensor import ColumnLinear, Partition, RowLinear
+
+if TYPE_CHECKING:
+    from hpctrain.model.mixtures.mixture import Mixture
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ class TransformerBlock(TransformerLayer):
 
     is_block = True
     kind_name = "block"
+    feed_forward: FeedForward | Mixture
 
     def __init__(self, index: int, shape: ModelShape, layer_context: LayerContext) -> None:
         super().__init__()
@@ -148,7 +153,9 @@ class TransformerBlock(TransformerLayer):
         unrotated = shape.positions == "rotary" and not self.uses_rotary
         self.kind = LayerKind(self.kind_name, shape.window(index), unrotated)
 
-    def _make_feed_forward(self, name: str, shape: ModelShape, layer_context: LayerContext) -> nn.Module:
+    def _make_feed_forward(
+        self, name: str, shape: ModelShape, layer_context: LayerContext
+    ) -> FeedForward | Mixture:
         """Return the feed-forward part."""
         shared = shape.parallel_residual == "one_norm"
         return FeedForward(name, shape, layer_context, shared_input=shared)
