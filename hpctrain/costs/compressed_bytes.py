@@ -9,9 +9,9 @@ def compress_peak(length: int, itemsize: int, form: ActivationFormat) -> int:
     """Return the largest number of bytes that `compress` allocates temporarily."""
     if form != "int8":
         return 2 * length if form == "bf16" and itemsize > 2 else 0
-    padded = -(-length // BLOCK) * BLOCK
-    copies = itemsize + (4 if itemsize < 4 else 0)
-    return padded * (copies + 4 + 4)  # fp32 magnitudes, later the rounded values, and a quotient
+    blocks = -(-length // BLOCK)
+    # Values and quotients in fp32, the rounded quotients, and a scale for each block.
+    return blocks * (BLOCK * (4 + 4 + 1) + 4)
 
 
 def compressed_bytes(length: int, itemsize: int, form: ActivationFormat) -> int:

@@ -43,13 +43,13 @@ def test_compression_errors_stay_below_bounds(form: str, dtype: torch.dtype, len
 @pytest.mark.parametrize("length", [256 * 40, 256 * 40 + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["exact", "bf16", "int8"])
-def test_compress_peak_is_at_least_what_torch_allocates(form: str, dtype: torch.dtype, length: int) -> None:
+def test_compress_peak_is_what_torch_allocates(form: str, dtype: torch.dtype, length: int) -> None:
     x = values(length, dtype)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         compress(x, form)
     steps = [each.nbytes() for each in profiler.profiler.kineto_results.events() if each.name() == "[memory]"]
     allocated = max(accumulate(steps, initial=0))
-    assert allocated <= compress_peak(length, dtype.itemsize, form) <= 1.6 * allocated
+    assert allocated <= compress_peak(length, dtype.itemsize, form) <= 1.01 * allocated
 
 
 def test_zeros_stay_zeros() -> None:
