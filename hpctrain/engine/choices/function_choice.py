@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from zlib import crc32
 
 import torch
@@ -17,7 +18,7 @@ from hpctrain.deck.activations import ACTIVATIONS
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
-from hpctrain.host.device import on_host
+from hpctrain.host.device import device_kind, on_host
 from hpctrain.parallel.kernels.compiler import CompilerError, build_packaged_library
 from hpctrain.parallel.kernels.functions.agreement import agrees
 from hpctrain.parallel.kernels.functions.compiled_functions import CompiledFunctions
@@ -107,11 +108,24 @@ def choose_functions(deck: Deck, world: World) -> Deck:
 def with_planned_functions(deck: Deck) -> Deck:
     """Return the deck for a plan, in which functions that the run compiles count as compiled. Local.
 
-    With machine.compile = "auto", the machine of the run is assumed to have a compiler.
+    With machine.compile = "auto", they are compiled if this machine can compile them.
     """
     if deck.machine.compile is False or deck.runtime_choices.functions is not None or _obstacle(deck):
         return deck
+    on_cpu = on_host(device_kind(deck.run.device))
+    if deck.machine.compile == "auto" and on_cpu and not can_compile_functions():
+        return deck
     return _with(deck, CompiledFunctions())
+
+
+@cache
+def can_compile_functions() -> bool:
+    """Return True if `compile_functions` succeeds on this machine. Local."""
+    try:
+        compile_functions()
+    except CompilerError:
+        return False
+    return True
 
 
 def _obstacle(deck: Deck) -> str:

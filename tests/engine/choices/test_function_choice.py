@@ -219,6 +219,20 @@ def test_functions_are_compiled_by_default_where_they_can_be(
     assert said == f"block functions are torch's: {threads}; {LEFT}"
 
 
+def test_plans_assume_a_compiler_only_if_a_deck_requires_compiled_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "compile_functions", fail_to_compile)
+    module.can_compile_functions.cache_clear()
+    assert functions_of(with_planned_functions(small_deck(AUTO)), CPU) is TORCH
+    assert functions_of(with_planned_functions(small_deck(COMPILE)), CPU).compiled
+    module.can_compile_functions.cache_clear()
+
+
+def fail_to_compile() -> bytes:
+    raise CompilerError("no C compiler")
+
+
 @pytest.mark.mpi(min_size=1, max_size=2)
 def test_what_would_end_the_job_is_not_called(
     world: World, monkeypatch: pytest.MonkeyPatch, mpi_tmp_path: Path
