@@ -85,15 +85,14 @@ def _vocabulary_head_workspace(head: VocabularyHead, sizes: ActivationSizes) -> 
     """Return the temporary bytes of a loss.
 
     They are the logits of a chunk, or their gradients, and what products need; or, for torch's functions in
-    16 bits, a copy in fp32. Bounded logits have their slopes beside them.
+    16 bits, a copy in fp32. Bounded logits have their slopes beside them until the loss is computed.
     """
     count = chunk_rows(sizes.tokens, len(head.table), sizes.gpu)
     logits = count * len(head.table)
     copied = 4 if sizes.itemsize < 4 and (head.cap or not head.layer_context.functions.compiled) else 0
-    slopes = 4 * logits if head.cap else 0
-    return (
-        slopes + logits * sizes.itemsize + max(logits * copied, product_workspace(head.product, count, sizes))
-    )
+    slopes = 4 if head.cap else 0
+    passing = max(logits * (copied + slopes), product_workspace(head.product, count, sizes))
+    return logits * sizes.itemsize + passing
 
 
 @saved_storages.register

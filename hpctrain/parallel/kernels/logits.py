@@ -62,7 +62,8 @@ class SoftmaxStatistics:
             x.mul_(logits.multiplier)
         if logits.cap:
             x.div_(logits.cap).tanh_()
-            self._slopes = 1 - x.square()
+            squares = x.square()
+            self._slopes = torch.sub(x.new_ones(()), squares, out=squares)
             x.mul_(logits.cap)
         x[:, logits.columns :] = -torch.inf
         there = self._column.masked_fill(absent, 0).unsqueeze(1)
