@@ -238,7 +238,8 @@ def plan_memory(
         if on_host(device):
             placed = [(layer, part.sizes) for part in parts for layer in part.part.layers]
             other += max(byte_functions.allocator_gaps(*each) for each in placed)
-            other += prepared_bytes((layer for layer, _ in placed), parts[0].sizes)
+            layers = (layer for layer, _ in placed)
+            other += prepared_bytes(layers, parts[0].sizes, deck.machine.prepared_product)
             kept = _snapshot(deck, stage) + held_bytes(deck, stage)
             kept += mirror_bytes(deck, stage) if ranks > per_node else 0
         memory = replace(

@@ -15,9 +15,6 @@ from hpctrain.parallel.experts.expert_layer import Experts
 from hpctrain.parallel.kernels.matmul_kernels import MatmulKernel, Pass
 from hpctrain.parallel.matmul import Matmul
 
-PREPARED_BYTES = 570_000
-"""Bytes of a prepared product, whatever its size: measured with torch 2.13 on AMD EPYC with AVX512_BF16."""
-
 _MOST_PRODUCTS = 1024
 """Number of products that oneDNN keeps by default."""
 
@@ -30,19 +27,20 @@ Experts get new numbers of rows for many steps, so what is compiled for them lie
 _PASSES: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
 
 
-def prepared_bytes(layers: Iterable[Layer], sizes: ActivationSizes) -> int:
+def prepared_bytes(layers: Iterable[Layer], sizes: ActivationSizes, product_bytes: int) -> int:
     """Return the bytes of the products that layers prepare; 0 unless a CPU computes in 16 bits.
 
     Args:
         layers: Layers of one rank.
         sizes: Sizes of a micro-batch on the rank.
+        product_bytes: Bytes of a prepared product, which do not depend on its size.
     """
     if sizes.gpu or sizes.itemsize > 2:
         return 0
     products = {each for layer in layers for each in _prepared_products(layer, sizes)}
     of_experts = sum(1 for *_, row_count in products if row_count)
     others = len(products) - of_experts
-    return PREPARED_BYTES * (others + int(_GAPS * min(of_experts, _MOST_PRODUCTS)))
+    return product_bytes * (others + int(_GAPS * min(of_experts, _MOST_PRODUCTS)))
 
 
 def _prepared_products(layer: Layer, sizes: ActivationSizes) -> Iterator[tuple[Pass, int, int, int]]:

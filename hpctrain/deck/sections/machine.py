@@ -61,6 +61,12 @@ class Machine(Section):
         derived="detected by a run",
         ge=1,
     )
+    prepared_product: Bytes = key(
+        "Memory that a CPU's library keeps for each 16-bit matrix product that it has prepared, for plans.",
+        570_000,
+        unit="bytes",
+        ge=0,
+    )
 
 
 RELATIONS: Relations = (

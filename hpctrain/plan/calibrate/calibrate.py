@@ -23,7 +23,7 @@ from hpctrain.plan.calibrate.file import machine_text, rounded, write_whole
 from hpctrain.plan.calibrate.fit import fit_products
 from hpctrain.plan.calibrate.functions import measure_attention, measure_elementwise
 from hpctrain.plan.calibrate.links import measure_links
-from hpctrain.plan.calibrate.memory import measure_bandwidth, memory_of_rank
+from hpctrain.plan.calibrate.memory import measure_bandwidth, measure_prepared_product, memory_of_rank
 from hpctrain.plan.calibrate.products import measure_products
 from hpctrain.plan.calibrate.step import MOST_PARAMETERS, measure_fixed, measure_optimizer, parameters_of
 from hpctrain.plan.calibrate.whole import TimedBlocks, as_in_blocks, factor_of, launch_of
@@ -123,6 +123,10 @@ def measure_machine(
         f"Measuring {processor} with {counted(world.size, 'rank')}. This takes about a minute, and "
         "longer with more formats, larger models or a busy machine."
     )
+    # First, while no freed memory could hold what is prepared.
+    prepared = measure_prepared_product(world, torch.bfloat16) if "bf16" in formats else None
+    if prepared is not None:
+        report(f"memory of a prepared 16-bit product: {format_bytes(prepared)}")
     bandwidth = measure_bandwidth(clock, most)
     report(f"memory bandwidth: {format_bytes(bandwidth)}/s per rank")
     links = measure_links(clock, most)
@@ -160,6 +164,7 @@ def measure_machine(
         ranks_per_node=world.topology.ranks_per_node,
         memory=memory,
         memory_bandwidth=bandwidth,
+        prepared_product=prepared,
         optimizer=first.optimizer,
         products=products,
         attention=first.attention,

@@ -173,6 +173,7 @@ class MachineRates(_RatesTable):
     ranks_per_node: int = Field(ge=1)
     memory: float = Field(ge=1, le=1e18)
     memory_bandwidth: float = Field(ge=1, le=1e30)
+    prepared_product: float | None = Field(None, ge=0, le=1e12)
     launch: float = Field(0.0, ge=0)
     fixed: float = Field(0.0, ge=0)
     optimizer: float | None = Field(None, gt=0)
@@ -224,6 +225,8 @@ class MachineRates(_RatesTable):
         sums = deck.precision.gradients if given else self.gradients
         apart = deck.communication.transport == "auto" and not self.shared_memory
         over = {"transport": "mpi"} if apart else {}
+        if self.prepared_product is not None and "machine.prepared_product" not in deck.sources.places:
+            found |= {"prepared_product": int(self.prepared_product)}
         device = "cuda" if self.gpu and deck.run.device == "auto" else deck.run.device
         return deck.with_keys(
             run={"device": device}, machine=found, precision={"gradients": sums}, communication=over

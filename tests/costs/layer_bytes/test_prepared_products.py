@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.costs.layer_bytes import prepared_products
-from hpctrain.costs.layer_bytes.prepared_products import PREPARED_BYTES, prepared_bytes
+from hpctrain.costs.layer_bytes.prepared_products import prepared_bytes
 from hpctrain.costs.part_bytes import part_bytes
 from tests.engines import LLAMA, small_deck, trainer
 
@@ -19,7 +19,7 @@ def prepared(world: World, *keys: str, gpu: bool = False) -> float:
     training = trainer(world, deck)
     (part,) = part_bytes(deck, training.engine.stage.models, gpu, "none")
     training.engine.close()
-    return prepared_bytes(part.part.layers, part.sizes) / PREPARED_BYTES
+    return prepared_bytes(part.part.layers, part.sizes, 1)
 
 
 def test_each_matrix_is_prepared_once_in_each_pass(world: World) -> None:

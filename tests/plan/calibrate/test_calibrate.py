@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
@@ -21,11 +22,13 @@ from hpctrain.deck.read import read_deck
 from hpctrain.engine.mesh_sizes import axis_sizes
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.pipeline.deck_schedule import schedule_builder
+from hpctrain.plan.calibrate import memory
 from hpctrain.plan.calibrate.calibrate import CalibrateOptions, calibrate, measure_machine
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.decks import measured_decks, on_data_ranks, variants
 from hpctrain.plan.calibrate.functions import measure_elementwise
 from hpctrain.plan.calibrate.links import in_pairs, measure_collective, measure_link
+from hpctrain.plan.calibrate.memory import measure_prepared_product
 from hpctrain.plan.calibrate.products import measure_products, shapes_of
 from hpctrain.plan.time.machine_rates import PASSES, MachineRates, read_machine
 from hpctrain.plan.time.step import plan_step
@@ -45,6 +48,19 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def test_memory_of_prepared_products_is_measured(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number of rows is counted in three passes, except the one that comes before the measurement."""
+    multiplied, resident = list[Sequence[object]](), iter((5_000, 5_000 + 96 * 700))
+
+    def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+        multiplied.append((left.shape, left.stride(), right.shape, right.stride(), out.shape))
+
+    monkeypatch.setattr(memory, "resident_bytes", lambda: next(resident))
+    monkeypatch.setattr(torch, "mm", multiply)
+    assert measure_prepared_product(world, torch.bfloat16) == 700
+    assert len({*multiplied}) == len(multiplied) == 3 + 96
+
+
 @pytest.mark.mpi(max_size=2)
 @pytest.mark.usefixtures("threads")
 def test_figures_are_measured_and_read_by_plans(world: World, mpi_tmp_path: Path) -> None:
@@ -58,6 +74,7 @@ def test_figures_are_measured_and_read_by_plans(world: World, mpi_tmp_path: Path
     assert (machine.name, machine.ranks, machine.ranks_per_node) == ("machine", world.size, world.size)
     assert machine.processor
     assert machine.date
+    assert machine.prepared_product is not None
     assert set(machine.products) == {"fp32", "bf16"}
     assert set(machine.elementwise) == set(machine.formats["bf16"].elementwise) == set(PASSES)
     assert set(machine.products["fp32"].passes) >= {"forward", "weight_gradient", "logits"}

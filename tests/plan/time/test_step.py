@@ -301,6 +301,10 @@ def test_a_machine_has_what_the_deck_does_not_say() -> None:
     assert (deck.communication.transport, deck.precision.gradients) == ("auto", "compute")
     said = together.of_deck(small_deck("machine.ranks_per_node=2", "precision.gradients=fp32"))
     assert (said.machine.ranks_per_node, said.precision.gradients) == (2, "fp32")
+    assert deck.machine.prepared_product == small_deck().machine.prepared_product
+    measured = alone.model_copy(update={"prepared_product": 300_000.0})
+    assert measured.of_deck(small_deck()).machine.prepared_product == 300_000
+    assert measured.of_deck(small_deck("machine.prepared_product=7")).machine.prepared_product == 7
 
 
 def test_what_is_not_in_the_seconds_is_said() -> None:
