@@ -17,11 +17,13 @@ import torch
 
 from hpctrain.units import format_bytes
 
-_KEPT_BYTES = 32 << 20
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>
 
 ROOT = Path("/")
 """Folder that contains /proc and the file systems of cgroups."""
+
+LARGEST_KEPT = 32 << 20
+"""Size in bytes up to which the C library keeps freed blocks after `keep_freed_memory`; at most this size."""
 
 UNLIMITED = 2**60
 """Limits from this size on are none: cgroups of version 1 write a large number instead."""
@@ -87,7 +89,7 @@ def keep_freed_memory() -> bool:
     if own or "malloc" in os.environ.get("GLIBC_TUNABLES", "") or not _is_glibc():
         return False
     library = ctypes.CDLL(None)
-    kept = library.mallopt(_MMAP_THRESHOLD, _KEPT_BYTES)
+    kept = library.mallopt(_MMAP_THRESHOLD, LARGEST_KEPT)
     return bool(kept and library.mallopt(_TRIM_THRESHOLD, 2**31 - 1))
 
 

@@ -17,7 +17,9 @@ from hpctrain.costs.layer_bytes.byte_functions import (
 )
 from hpctrain.costs.layer_bytes.linear_bytes import saved_input
 from hpctrain.costs.layer_bytes.vocabulary_bytes import dropout_masks
+from hpctrain.host.memory import LARGEST_KEPT
 from hpctrain.model.attention.latent_attention import LatentAttention
+from hpctrain.model.attention.self_attention import Attention
 from hpctrain.model.block import FeedForward, TransformerBlock
 from hpctrain.model.mixtures.mixture import Mixture
 from hpctrain.model.norm import Norm
@@ -25,13 +27,15 @@ from hpctrain.model.part import Layer
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.fp8.quantized_matmul import QuantizedMatmul
 
-_GAPS, _ROTATED_GAPS = 2.4, 3.5
+_GAPS, _TORCH_GAPS = 2.4, 3.5
 """Freed memory between used blocks that the C library keeps, in units of the activations of one block.
+
+Storages above `LARGEST_KEPT` do not count: the C library returns them to the system.
 
 Measured with glibc 2.36 on models of 2M to 124M parameters: the difference to the peak of a process with
 MALLOC_MMAP_THRESHOLD_, which leaves no gaps and costs half of the speed. gpt2: 0.3 to 3.9 blocks. llama, with
-rotary positions: 2.6 blocks after five steps and 3.8 after 250, because its norms, rotation and gate free
-temporary tensors between saved ones.
+rotary positions: 2.6 blocks after five steps and 3.8 after 250 by torch's functions, because its norms,
+rotation and gate free temporary tensors between saved ones. Compiled functions have no such tensors.
 """
 
 
@@ -146,7 +150,24 @@ def _exchanged_by_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
 
 @allocator_gaps.register
 def _gaps_of_block(block: TransformerBlock, sizes: ActivationSizes) -> int:
-    return int((_ROTATED_GAPS if block.uses_rotary else _GAPS) * total(saved_storages(block, sizes)))
+    kept = [storage for storage in saved_storages(block, sizes) if storage.bytes <= LARGEST_KEPT]
+    return int((_TORCH_GAPS if block.uses_rotary and not _is_compiled(block) else _GAPS) * total(kept))
+
+
+def _is_compiled(block: TransformerBlock) -> bool:
+    """Return True if compiled functions compute all of a block but matrix products and sums."""
+    attention, expanding = block.attention, block.feed_forward
+    if block.parallel or not isinstance(attention, Attention) or not isinstance(expanding, FeedForward):
+        return False
+    norms = (
+        block.attention_norm,
+        block.attention_output_norm,
+        block.feed_forward_norm,
+        block.feed_forward_output_norm,
+    )
+    compiles = attention.has_compiled_core and expanding.functions.compiles(expanding.activation)
+    compiles &= attention.norm is None or not (attention.norm.joint or attention.norm.centered)
+    return compiles and all(norm is None or norm.has_fast_function for norm in norms)
 
 
 @shared_bytes.register

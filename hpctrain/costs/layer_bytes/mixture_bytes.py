@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import ceil, prod
 
 from hpctrain.costs.layer_bytes import feed_forward_bytes
 from hpctrain.costs.layer_bytes.activation_sizes import ActivationSizes, SavedStorage, total
@@ -16,7 +16,11 @@ from hpctrain.parallel.experts.grouped_products import ROW_UNIT
 from hpctrain.parallel.layer_context import LayerContext
 
 _LARGEST_LOAD = 4
-"""Load that experts of random weights reach in the first steps, in units of an even load."""
+"""Load that experts reach in the first steps, in units of an even load.
+
+Measured with 8 to 64 experts on 2,048 tokens: without a capacity, experts have had almost all numbers of rows
+up to this load after 15 steps, from 64 features in 8 layers on. Only smaller models remain balanced.
+"""
 
 
 @saved_storages.register
@@ -83,9 +87,10 @@ def result_storage(mixture: Mixture, sizes: ActivationSizes) -> SavedStorage:
 def padded_row_counts(experts: Experts, sizes: ActivationSizes) -> int:
     """Return how many different numbers of rows the experts of a rank have in a run, about, with padding."""
     context = experts.layer_context
-    even = _dispatched_rows(experts, sizes) * context.expert_tensor.size / experts.local
     most = _local_rows(context, sizes) * context.expert.size * context.expert_tensor.size
-    return -(-min(most, int(_LARGEST_LOAD * even)) // ROW_UNIT)
+    even = most * experts.experts_per_token / (experts.local * context.expert.size)
+    largest = _LARGEST_LOAD if experts.capacity is None else min(_LARGEST_LOAD, experts.capacity)
+    return -(-min(most, ceil(largest * even)) // ROW_UNIT)
 
 
 def transient_bytes(mixture: Mixture, sizes: ActivationSizes) -> tuple[int, int]:
