@@ -14,24 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from hpctrain.deck.families import FAMILIES
 from hpctrain.deck.toml import read_data_file
 
-# fmt: off
-_NAMES = (
-    "gpt2-124m", "gpt2-355m", "gpt2-774m", "gpt2-1.5b", "llama-1b", "llama-7b", "llama-13b", "llama-65b",
-    "llama-70b", "llama-2-7b", "llama-2-13b", "llama-3-8b", "llama-3-70b", "llama-3.1-8b", "llama-3.1-70b",
-    "llama-3.1-405b", "llama-3.2-1b", "llama-3.2-3b", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b",
-    "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b",
-    "qwen3-8b", "qwen3-14b", "qwen3-32b", "smollm2-135m", "smollm2-360m", "smollm2-1.7b", "mistral-7b-v0.1",
-    "mistral-7b", "ministral-8b", "mistral-12b", "mistral-24b", "yi-6b", "yi-34b", "deepseek-7b",
-    "megatron-1.7b", "megatron-18.4b", "megatron-76.1b", "megatron-310.1b", "megatron-1008b", "mixtral-tiny",
-    "mixtral-8x7b", "olmoe-1b-7b", "qwen3-30b-a3b",
-)
-# fmt: on
-"""Names of the shapes in `presets.toml`. Others are in the table of families."""
+_FILE = "presets.toml"
+"""Presets of families with many; those of other families are in the table of families."""
 
 if TYPE_CHECKING:
     PresetName = str
 else:
-    PresetName = Literal[tuple(chain(_NAMES, *(family.presets for family in FAMILIES.values())))]
+    PresetName = Literal[
+        tuple(chain(read_data_file(_FILE), *(family.presets for family in FAMILIES.values())))
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +55,7 @@ class Preset:
 @cache
 def presets() -> Mapping[str, Preset]:
     """Return all presets by name, first those of `presets.toml`. Do not change the mapping."""
-    found = {name: Preset(**keys) for name, keys in read_data_file("presets.toml").items()}
+    found = {name: Preset(**keys) for name, keys in read_data_file(_FILE).items()}
     for family, description in FAMILIES.items():
         for name, keys in description.presets.items():
             found[name] = Preset(**{**keys, "model": {"family": family, **keys["model"]}})

@@ -58,6 +58,9 @@ _GEMMA3 = replace(
     reward_architecture="Gemma3TextForSequenceClassification",
 )
 
+_GEMMA3_SCALING = {"kind": "linear", "factor": 8.0}
+"""Scaling of the positions of layers without a window, with which the published models end their training."""
+
 FAMILIES: Mapping[str, Family] = {
     "gemma": Family(
         defaults=FamilyDefaults(norm_weight="one_plus", activation="geglu", scaled_embedding=True, tied=True),
@@ -125,13 +128,14 @@ FAMILIES: Mapping[str, Family] = {
                     rope_base=1e6,
                     rope_local_base=1e4,
                 ),
+                "rope_scaling": scaling,
             }
-            for name, sizes, vocabulary, head, scalar, window in (
-                ("270m", (18, 640, 4, 1, 2048), 262144, 256, 256, 512),
-                ("1b", (26, 1152, 4, 1, 6912), 262144, 256, 256, 512),
-                ("4b", (34, 2560, 8, 4, 10240), 262208, 256, 256, 1024),
-                ("12b", (48, 3840, 16, 8, 15360), 262208, 256, 256, 1024),
-                ("27b", (62, 5376, 32, 16, 21504), 262208, 128, 168, 1024),
+            for name, sizes, vocabulary, head, scalar, window, scaling in (
+                ("270m", (18, 640, 4, 1, 2048), 262144, 256, 256, 512, {}),
+                ("1b", (26, 1152, 4, 1, 6912), 262144, 256, 256, 512, {}),
+                ("4b", (34, 2560, 8, 4, 10240), 262208, 256, 256, 1024, _GEMMA3_SCALING),
+                ("12b", (48, 3840, 16, 8, 15360), 262208, 256, 256, 1024, _GEMMA3_SCALING),
+                ("27b", (62, 5376, 32, 16, 21504), 262208, 128, 168, 1024, _GEMMA3_SCALING),
             )
         },
     ),

@@ -107,8 +107,14 @@ FAMILIES: Mapping[str, Family] = {
                 "pythia-2.8b": (32, 2560, 32, 50304),
                 "pythia-6.9b": (32, 4096, 32, 50432),
                 "pythia-12b": (36, 5120, 40, 50688),
-                "gpt-neox-20b": (44, 6144, 64, 50432),
             }.items()
+        }
+        | {
+            "gpt-neox-20b": {
+                "source": "GPT-NeoX-20B: Black et al. 2022, arXiv 2204.06745",
+                "sequence": 2048,
+                "model": model_keys(44, 6144, 64, 64, 24576, 50432, 1e-5, activation="gelu-tanh"),
+            },
         },
     ),
     "stablelm": Family(
@@ -153,7 +159,7 @@ FAMILIES: Mapping[str, Family] = {
                 "model": model_keys(*sizes, 49152, 1e-5, rope_base=base, windows=(4096,), tied=name != "15b"),
             }
             for name, sizes, base in (
-                ("3b", (30, 3072, 24, 2, 12288), 1e6),
+                ("3b", (30, 3072, 24, 2, 12288), 999999.4420358813),
                 ("7b", (32, 4608, 36, 4, 18432), 1e6),
                 ("15b", (40, 6144, 48, 4, 24576), 1e5),
             )

@@ -68,7 +68,7 @@ FAMILIES: Mapping[str, Family] = {
             "phi-3-medium": {
                 "source": "Phi-3: Abdin et al. 2024, arXiv 2404.14219",
                 "sequence": 4096,
-                "model": model_keys(40, 5120, 40, 10, 17920, 32064, 1e-5),
+                "model": model_keys(40, 5120, 40, 10, 17920, 32064, 1e-5, windows=(2047,)),
             },
             "phi-4": {
                 "source": "Phi-4: Abdin et al. 2024, arXiv 2412.08905",

@@ -82,7 +82,8 @@ FAMILIES: Mapping[str, Family] = {
             f"olmo3-{name}": {
                 "source": "OLMo 3: Team Olmo 2025, huggingface.co/allenai",
                 "sequence": 8192,
-                "model": model_keys(*sizes, 100278, 1e-6, rope_base=5e5),
+                "model": model_keys(*sizes, 100278, 1e-6, rope_base=5e5, rope_local_base=5e5),
+                "rope_scaling": {"kind": "yarn", "factor": 8.0, "original_sequence": 8192},
             }
             for name, sizes in {
                 "7b": (32, 4096, 32, 32, 11008),
