@@ -1,7 +1,7 @@
 """Published parameter counts of the presets, each with the place where a reader finds it.
 
 A count without a unit has all its digits. A count in billions, such as "8.03B", is as its source rounds or
-cuts it. `HUB` is the field `safetensors.total` of huggingface.co/api/models/NAME, which adds up the tensors of
+cuts it. `HUB` is the field `safetensors.total` of huggingface.co/api/models/NAME, which adds up tensors in
 files; public repositories that quote it were read. `KERAS` is the field `params` in a file of
 presets of keras-hub 0.32.0. Some sources are models with other weights of the same sizes.
 """
