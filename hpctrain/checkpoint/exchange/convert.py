@@ -78,7 +78,7 @@ from hpctrain.model.count import count
 from hpctrain.model.precision import DTYPES
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.shards import Shard
-from hpctrain.text import control_problem, escaped
+from hpctrain.text import control_problem, counted, escaped
 from hpctrain.units import format_bytes, format_count
 
 PIECE_BYTES = 16 << 20  # of a tensor that are in memory at a time
@@ -106,7 +106,7 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
         most: Bytes of tensors that a file may have, unless one tensor has more.
 
     Returns:
-        What was written, in words.
+        What was written, in words, after a line about what was left out.
 
     Raises:
         HpctrainError: `transformers` has no such model, or the folder has files.
@@ -153,8 +153,9 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
     size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
     with_it = "with its tokenizer" if TOKENIZER_FILE in texts else "without a tokenizer (it has none)"
     name = next(name for name, each in DTYPES.items() if each == export.dtype)
+    note = f"{folder}: {export.note}\n" if export.note else ""
     return (
-        f"{folder}: {export.described}, {name}, "
+        f"{note}{folder}: {export.described}, {name}, "
         f"{format_bytes(size)} in {len(files)} file{'s' * (len(files) > 1)}, {with_it}"
     )
 
@@ -166,7 +167,10 @@ def _prepare_export(structure: CheckpointIndex, dtype: str | None) -> PreparedEx
     shape = replace(shape, adapters=None)
     settings = stored_settings(structure.state)
     architecture = exported_as(shape, settings.file(MODEL_CONFIG))
-    if not architecture.has_mtp:
+    note = ""
+    if shape.mtp_layers and not architecture.has_mtp:
+        modules = counted(shape.mtp_layers, "module")
+        note = f"leaves out {modules} of multi-token prediction, which {architecture.name} does not have"
         shape = replace(shape, mtp_layers=0)
     wanted = export_dtype(structure, dtype)
     tokenizer = tokenizer_of_state(structure.state, structure.path)
@@ -188,7 +192,7 @@ def _prepare_export(structure: CheckpointIndex, dtype: str | None) -> PreparedEx
         exported.copy(source, by_name[name], view, sums)
 
     tensors = [NewTensor(each.name, NAMES[_kept_type(each, wanted)], each.shape) for each in tensors_to_write]
-    return PreparedExport(tensors, texts, sources, copy, _described(shape), wanted)
+    return PreparedExport(tensors, texts, sources, copy, _described(shape), wanted, note)
 
 
 def require_new(folder: Path) -> None:
@@ -282,9 +286,9 @@ class FolderTensor(ScratchSlice):
 
 
 def _described(shape: ModelShape) -> str:
-    counted = count(shape)
-    told = f"{shape.family}, {format_count(counted.parameters)} parameters"
-    return f"{told} ({format_count(counted.active_parameters)} active per token)" if shape.experts else told
+    counts = count(shape)
+    told = f"{shape.family}, {format_count(counts.parameters)} parameters"
+    return f"{told} ({format_count(counts.active_parameters)} active per token)" if shape.experts else told
 
 
 def _delete_left(temporary: Path) -> None:

@@ -7,18 +7,21 @@ rows and columns may be incomplete. Matrices may have further dims in front, suc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpctrain.checkpoint.exchange.safetensors_folder import TYPES, Described, Index, TensorFolder
+from hpctrain.checkpoint.agree import first_of
+from hpctrain.checkpoint.exchange.safetensors_folder import CONFIG, TYPES, Described, Index, TensorFolder
 from hpctrain.errors import HpctrainError
 from hpctrain.text import either
 
 SCALES = "_scale_inv"
 _KIND = "F8_E4M3"
+_SHAPES = "has scales of shape"
 
 
 def dequantize(values: Tensor, scales: Tensor, block: Index, first: Index) -> Tensor:
@@ -50,27 +53,33 @@ class Fp8Folder(TensorFolder):
         tensors = dict(folder.tensors)
         self._block = block
         self._quantized = frozenset(name for name, each in tensors.items() if each.kind == _KIND)
-        problems = list[str]()
-        for name in sorted(self._quantized):
-            matrix, scales = tensors[name], tensors.pop(name + SCALES, None)
-            if (problem := self._problem(name, matrix, scales)) is not None:
-                problems.append(f"{folder.path / matrix.file}: {name}: {problem}")
-            tensors[name] = replace(matrix, kind="BF16")
+        found = {name: self._problem(name, tensors) for name in sorted(self._quantized)}
+        problems = {name: problem for name, problem in found.items() if problem is not None}
+        sized = [name for name in problems if _SHAPES in problems[name]]
+        if len(sized) > 1:
+            key = f"{folder.path / CONFIG}: quantization_config: weight_block_size = {list(block)}"
+            example = f"{sized[0]} in {tensors[sized[0]].file} {problems[sized[0]]}"
+            raise HpctrainError(f"{key}: contradicts the scales in these files, since {example}")
         if problems:
-            raise HpctrainError(problems[:8])
+            where = {name: folder.path / tensors[name].file for name in problems}
+            raise first_of([f"{where[name]}: {name}: {problem}" for name, problem in problems.items()])
+        for name in self._quantized:
+            tensors[name] = replace(tensors[name], kind="BF16")
+            del tensors[name + SCALES]
         super().__init__(folder.path, tensors)
         # One for each kind of tensors, since a folder keeps the file of its last tensor open.
         self._numbers, self._scales = (TensorFolder(folder.path, folder.tensors) for _ in range(2))
 
-    def _problem(self, name: str, matrix: Described, scales: Described | None) -> str | None:
+    def _problem(self, name: str, tensors: Mapping[str, Described]) -> str | None:
         """Return what is wrong with the scales of a matrix; None if they fit it."""
+        matrix, scales = tensors[name], tensors.get(name + SCALES)
         if scales is None:
             return f"requires {name}{SCALES}, which is not in these files"
         if len(matrix.shape) < len(self._block):
             return f"has shape {list(matrix.shape)}, expected a matrix of scaled blocks"
         blocks = [-(-n // size) for n, size in zip(matrix.shape, self._blocks(matrix.shape), strict=True)]
         if list(scales.shape) != blocks:
-            return f"has scales of shape {list(scales.shape)}, expected {blocks} for its blocks"
+            return f"{_SHAPES} {list(scales.shape)}, expected {blocks} for its blocks"
         return None if scales.kind in TYPES else f"has scales of type {scales.kind}, expected {either(TYPES)}"
 
     def _blocks(self, shape: Index) -> Index:

@@ -14,9 +14,13 @@ from typing import Any
 from hpctrain.checkpoint.exchange.hugging_face.architectures import MTP_LAYERS, HuggingFaceArchitecture
 from hpctrain.checkpoint.exchange.hugging_face.tensor_names import Counterpart, TensorPart
 from hpctrain.checkpoint.layout import Index, TensorRange
+from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 
 _COPIES = ("embed_tokens", "shared_head.head")
+_OF_MODULE = re.compile(r"model\.layers\.(\d+)\.(?:enorm|hnorm|eh_proj|shared_head\.norm)\.weight")
+_MOST_NAMED = 4
+"""Number of layers that a message names."""
 
 
 def with_stored_modules(
@@ -24,21 +28,37 @@ def with_stored_modules(
     config: Mapping[str, Any],
     architecture: HuggingFaceArchitecture,
     names: Collection[str],
+    where: str,
 ) -> ModelShape:
-    """Return the shape of a folder with the modules that its config names, if its tensors are there.
+    """Return the shape of a folder with the modules whose tensors it has.
 
     Args:
         shape: Shape of the model without modules.
         config: The folder's config.json.
         architecture: Architecture that it names.
         names: Names of the tensors in the folder.
+        where: Name of the config.json in messages.
+
+    Raises:
+        HpctrainError: The config.json names another number of modules. Without that number, modules which
+            `transformers` ignores are ignored.
     """
-    number = config.get(MTP_LAYERS)
-    has_head = architecture.head == "vocabulary"
-    if not (architecture.has_mtp and has_head) or not isinstance(number, int) or number < 1:
+    if not architecture.has_mtp or architecture.head != "vocabulary":
         return shape
-    present = f"model.layers.{shape.layers}.eh_proj.weight" in names
-    return replace(shape, mtp_layers=number) if present else shape
+    number = config.get(MTP_LAYERS)
+    of_modules = {name: int(found[1]) for name in names if (found := _OF_MODULE.fullmatch(name))}
+    ignores_all = all(re.fullmatch(architecture.files.buffers, name) for name in of_modules)
+    if not of_modules or (number in (None, 0) and ignores_all):
+        return shape
+    layers = sorted(set(of_modules.values()))
+    if type(number) is int and layers == list(range(shape.layers, shape.layers + number)):
+        return replace(shape, mtp_layers=number)
+    named = ", ".join(f"model.layers.{layer}" for layer in layers[:_MOST_NAMED])
+    files = f"the modules of multi-token prediction in these files are {named}"
+    raise HpctrainError(
+        f"{where}: {MTP_LAYERS} = {number!r}: contradicts the files with num_hidden_layers = {shape.layers}, "
+        f"since {files}"
+    )
 
 
 def copied_tensors(shape: ModelShape, shapes: Mapping[str, Index]) -> Iterator[Counterpart]:

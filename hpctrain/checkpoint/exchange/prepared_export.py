@@ -32,6 +32,7 @@ class PreparedExport:
         copy: Fills one tensor of a file.
         described: The model in words.
         dtype: dtype of the exported weights.
+        note: What the files leave out, in words; "" if they have the complete model.
     """
 
     tensors: Sequence[NewTensor]
@@ -40,6 +41,7 @@ class PreparedExport:
     copy: CopyTensor
     described: str
     dtype: torch.dtype
+    note: str = ""
 
 
 def export_dtype(structure: CheckpointIndex, dtype: str | None) -> torch.dtype:

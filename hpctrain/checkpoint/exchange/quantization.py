@@ -7,9 +7,10 @@ from typing import Any
 
 from hpctrain.checkpoint.exchange.fp8_blocks import Fp8Folder
 from hpctrain.checkpoint.exchange.mxfp4 import Mxfp4Folder
-from hpctrain.checkpoint.exchange.safetensors_folder import TensorFolder
+from hpctrain.checkpoint.exchange.safetensors_folder import CONFIG, TensorFolder
 from hpctrain.deck.family import MXFP4
-from hpctrain.text import either
+from hpctrain.errors import HpctrainError
+from hpctrain.text import counted, either
 
 _TABLE = "quantization_config"
 _FP8 = "fp8"
@@ -54,18 +55,25 @@ def dequantized(folder: TensorFolder, config: Mapping[str, Any], method: str) ->
         method: `quant_method` that the architecture supports beside fp8; "" for none.
 
     Raises:
-        HpctrainError: Scales are missing or do not fit their weights.
+        HpctrainError: Scales are missing or do not fit their weights, or weights in 8 bits are not described.
     """
     table = config.get(_TABLE) or {}
     if table.get("quant_method") == _FP8 and (size := _block_size(table)) is not None:
         return Fp8Folder(folder, size)
+    in_8_bits = [name for name, each in folder.tensors.items() if each.kind.startswith("F8_")]
+    if in_8_bits:
+        example = f"{in_8_bits[0]} in {folder.tensors[in_8_bits[0]].file}"
+        raise HpctrainError(
+            f"{folder.path / CONFIG}: {_TABLE} is missing, but {counted(len(in_8_bits), 'tensor')} such as "
+            f"{example} are in 8 bits; their scales are read only with quant_method = {_FP8!r}"
+        )
     return Mxfp4Folder(folder) if method == MXFP4 else folder
 
 
 def _block_size(table: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return rows and columns of a block with a common scale; None for other scales."""
     match table.get("weight_block_size"):
-        case [int(rows), int(columns)] if min(rows, columns) > 0:
+        case [int(rows), int(columns)] if min(rows, columns) > 0 and bool not in map(type, (rows, columns)):
             return rows, columns
         case _:
             return None

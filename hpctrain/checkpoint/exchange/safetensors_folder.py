@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 Index = tuple[int, ...]
 
 # Name in the file -> type, and back.
@@ -145,7 +147,12 @@ def _weight_map(path: Path) -> dict[str, str] | None:
     if (path / SINGLE).exists():
         return None
     if not (path / INDEX).exists():
-        pickles = sorted(file for file in path.iterdir() if file.suffix in PICKLES)
+        files = sorted(path.iterdir())
+        shards = [file.name for file in files if _SHARD.fullmatch(file.name)]
+        if shards:
+            tells = f"it says which tensors are in {shards[0]} and the other files"
+            raise InputOutputError(f"{path / INDEX}: no such file; {tells} (download the folder again)")
+        pickles = [file for file in files if file.suffix in PICKLES]
         if pickles:
             raise HpctrainError(_pickled(pickles[0], path))
         raise HpctrainError(f"{path}: contains no weights: neither {SINGLE} nor {INDEX}")

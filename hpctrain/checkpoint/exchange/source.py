@@ -46,6 +46,7 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
     read_json,
     refuse_pickle,
 )
+from hpctrain.checkpoint.exchange.size_causes import likely_cause, size_text
 from hpctrain.checkpoint.exchange.tokenizer_files import folder_tokenizer, tokenizer_of_folder
 from hpctrain.checkpoint.exchange.upcycle import upcycled
 from hpctrain.checkpoint.extract import BUFFER_BYTES
@@ -308,10 +309,11 @@ def open_model(path: Path) -> ModelFolder:
     config = read_json(path / CONFIG)
     architecture = architecture_of(config, str(path / CONFIG))
     folder = dequantized(open_folder(path), config, architecture.files.quantization)
-    shape = with_stored_modules(shape, config, architecture, folder.tensors)
+    shape = with_stored_modules(shape, config, architecture, folder.tensors, str(path / CONFIG))
     if shape.layers > len(folder.tensors):
         held = f"the files hold {counted(len(folder.tensors), 'tensor')}"
-        raise HpctrainError(f"{path / CONFIG}: describes {counted(shape.layers, 'layer')}, but {held}")
+        said = size_text(architecture.files.config_sizes["layers"][0], shape.layers, config)
+        raise HpctrainError(f"{path / CONFIG}: {said}: describes more layers than there are, since {held}")
     mixtures = len(shape.mixture_blocks)
     have_tensors = any(isinstance(rule, StackRule) for rule in architecture.rules)
     experts = 0 if shape.experts is None else shape.experts.count
@@ -326,7 +328,8 @@ def open_model(path: Path) -> ModelFolder:
         tensors = [replace(each, name=each.name.removeprefix(prefix)) for each in tensors]
     problems = list(_differences(folder, tensors, shape, architecture))
     if problems:
-        raise first_of(problems)
+        cause = likely_cause(config, architecture, shape, tensors, folder.tensors)
+        raise first_of([problems[0] + cause, *problems[1:]])
     parts: dict[str, dict[Index, tuple[Counterpart, TensorPart]]] = {}
     for each in tensors:
         for part in each.parts:

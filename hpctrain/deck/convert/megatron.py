@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from math import log
 
 from hpctrain.deck.convert.layer_lists import MOST_LAYERS, layer_flags
@@ -181,6 +182,26 @@ def _attention_dropout(value: object, options: SourceOptions) -> None:
         raise UnsupportedOptionError(
             "must equal --hidden-dropout, since a deck has one probability, model.dropout"
         )
+
+
+def _prediction_modules(value: object, options: SourceOptions) -> int | None:
+    """Return the number of modules of multi-token prediction; None without them."""
+    if integer(value) < 0:
+        raise UnsupportedOptionError("must not be below 0")
+    if integer(value) and options.read("--hidden-dropout", number) != 0:
+        raise UnsupportedOptionError(
+            "requires --hidden-dropout 0 and --attention-dropout 0, which are 0.1 by default, since modules "
+            "of multi-token prediction have no dropout here"
+        )
+    return integer(value) or None
+
+
+def _prediction_weight(value: object, options: SourceOptions) -> float | None:
+    """Return the weight of the loss of modules of multi-token prediction; None if there are none."""
+    with suppress(UnsupportedOptionError):
+        if _prediction_modules(options.get("--mtp-num-layers"), options):
+            return number(value)
+    return None
 
 
 def _shared_experts(value: object, options: SourceOptions) -> int:

@@ -90,11 +90,8 @@ def latent_problems(deck: Deck) -> Iterator[DeckProblem]:
     if latent.rotary_size % 2:
         sentence = f"must be even, since features are rotated in pairs (use {latent.rotary_size + 1})"
         yield DeckProblem(f"{_TABLE}.rotary_size", sentence)
-    elif plain < 2 or plain % 2:
-        sentence = (
-            f"must leave at least 2 unrotated features, and an even number, but model.head_size = "
-            f"{model.head_size} leaves {plain}"
-        )
+    elif plain < 2 and model.head_size % 2 == 0:
+        sentence = f"must leave at least 2 other features of model.head_size = {model.head_size}"
         yield DeckProblem(f"{_TABLE}.rotary_size", sentence, ("model.head_size",))
     if latent.value_size > model.head_size:
         sentence = f"must be at most model.head_size = {model.head_size}, the size of queries and keys"

@@ -441,13 +441,15 @@ def head_problems(deck: Deck) -> Iterator[DeckProblem]:
     Without model.head_size, heads have to divide model.hidden. Rotary positions require an even size.
     """
     model, heads_divide = deck.model, "model.head_size" in deck.sources.defaulted
-    if not heads_divide and model.positions == "rotary" and model.head_size % 2:
+    has_odd_part = model.latent is not None and model.latent.rotary_size % 2 == 1  # it has its own message
+    needs_even = model.positions == "rotary" and not has_odd_part
+    if not heads_divide and needs_even and model.head_size % 2:
         sentence = f"must be even for rotary positions (use {model.head_size + 1})"
         yield DeckProblem("model.head_size", sentence, ("model.family",))
     elif heads_divide and model.hidden % model.heads:
         sentence = must_divide("model.hidden", model.hidden, model.heads)
         yield DeckProblem("model.heads", sentence, ("model.hidden",))
-    elif heads_divide and model.positions == "rotary" and model.hidden // model.heads % 2:
+    elif heads_divide and needs_even and model.hidden // model.heads % 2:
         even = [heads for heads in divisors(model.hidden) if model.hidden // heads % 2 == 0]
         would = f" (use {either(nearest_numbers(model.heads, even))} heads)" if even else ""
         yield DeckProblem(

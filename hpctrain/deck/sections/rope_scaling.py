@@ -96,11 +96,13 @@ _KINDS_WITH: dict[str, tuple[str, ...]] = {
 }
 """Kinds of scaling that have a key, by the name of the key. The other keys are those of all kinds."""
 
+ORDERED_KEYS = (("low_frequency_factor", "high_frequency_factor", True), ("beta_slow", "beta_fast", False))
+"""Pairs of keys of which the first has at most the value of the second, and True if it has to be below."""
+
 RELATIONS: Relations = (
     Requires(_KIND, "model.positions", ("rotary",)),
     *(HasEffectWith(f"{_TABLE}.{name}", _KIND, kinds) for name, kinds in _KINDS_WITH.items()),
-    AtMost(f"{_TABLE}.low_frequency_factor", f"{_TABLE}.high_frequency_factor", below=True),
-    AtMost(f"{_TABLE}.beta_slow", f"{_TABLE}.beta_fast"),
+    *(AtMost(f"{_TABLE}.{name}", f"{_TABLE}.{limit}", below=below) for name, limit, below in ORDERED_KEYS),
 )
 """Relations of keys that only transformers have."""
 

@@ -172,6 +172,28 @@ def test_scales_that_do_not_fit_are_refused(
     assert problem in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("table", "problem"),
+    [
+        (None, "config.json: quantization_config is missing, but "),
+        (
+            TABLE | {"weight_block_size": [BLOCK[0] + 1, BLOCK[1]]},
+            f"quantization_config: weight_block_size = [{BLOCK[0] + 1}, {BLOCK[1]}]: contradicts the scales",
+        ),
+    ],
+)
+def test_a_config_that_describes_other_scales_is_refused_by_its_key(
+    table: dict[str, Any] | None, problem: str, tmp_path: Path
+) -> None:
+    quantized_folder(tmp_path, "deepseek-v3")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": table}))
+    with pytest.raises(HpctrainError) as caught:
+        open_model(tmp_path)
+    (sentence,) = caught.value.problems
+    assert caught.value.exit_code == 2 and problem in sentence, sentence
+
+
 def test_a_number_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     quantized_folder(tmp_path, "deepseek-v3")
     (file,) = (each for each in tmp_path.glob("model-*") if DOWN in safetensors.load_file(each))
@@ -193,6 +215,7 @@ def test_a_number_that_is_not_finite_is_refused(tmp_path: Path) -> None:
         ({"weight_block_size": None}, "weight_block_size = None: must be a list of two sizes of blocks"),
         ({"weight_block_size": [128]}, "weight_block_size = [128]: must be a list of two sizes of blocks"),
         ({"weight_block_size": [0, 128]}, "weight_block_size = [0, 128]: must be a list of two sizes"),
+        ({"weight_block_size": [True, True]}, "weight_block_size = [True, True]: must be a list of two"),
     ],
 )
 def test_other_quantizations_are_refused(changes: dict[str, Any], problem: str) -> None:

@@ -10,12 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.entries import model_entries
+from hpctrain.checkpoint.entries import model_entries, training_entries
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
 from hpctrain.checkpoint.exchange.source import load_source, open_model, source_shape
+from hpctrain.checkpoint.write import save
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MicroBatch
+from hpctrain.deck.toml_text import deck_text
+from hpctrain.engine.build import build_engine
+from hpctrain.engine.layout.run_mesh import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.model.inputs import ModelInputs
 from hpctrain.model.part import parameter_list
@@ -26,7 +30,7 @@ from hpctrain.parallel.layer_context import LayerContext
 from hpctrain.sharding.replication import Replications
 from tests.checkpoint.exchange.test_families import LAYERS, reference
 from tests.checkpoint.exchange.test_hugging_face import assert_same_bits, tensors_of
-from tests.engines import make_buckets
+from tests.engines import make_buckets, small_deck
 
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
@@ -92,6 +96,28 @@ def test_modules_that_a_folder_lacks_are_left_out(world: World, tmp_path: Path) 
     reference("deepseek-v3", num_nextn_predict_layers=1).save_pretrained(tmp_path / "theirs")
     import_model(world, tmp_path / "theirs", tmp_path / "model.h5")
     assert source_shape(tmp_path / "model.h5").mtp_layers == 0
+
+
+@pytest.mark.parametrize("number", [0, 2, -1, "1", True, None])
+def test_a_number_of_modules_that_contradicts_the_files_is_refused(number: object, tmp_path: Path) -> None:
+    save_with_modules(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": number}))
+    with pytest.raises(HpctrainError) as caught:
+        open_model(tmp_path)
+    (sentence,) = caught.value.problems
+    assert f"config.json: num_nextn_predict_layers = {number!r}: contradicts the files" in sentence
+    assert f"are model.layers.{LAYERS}" in sentence
+
+
+def test_an_export_says_that_it_leaves_modules_out(world: World, tmp_path: Path) -> None:
+    deck = small_deck("model.family=llama", "model.mtp_layers=2")
+    engine = build_engine(deck, world, make_mesh(deck, world))
+    entries = training_entries(engine.state(), writing=True)
+    save(tmp_path / "run.h5", world.everyone, entries, {"deck": deck_text(deck)})
+    lines = export_model(world, tmp_path / "run.h5", tmp_path / "ours", None, 1 << 30).splitlines()
+    left = "leaves out 2 modules of multi-token prediction, which LlamaForCausalLM does not have"
+    assert lines[0] == f"{tmp_path / 'ours'}: {left}" and len(lines) == 2
 
 
 def test_states_of_two_depths_are_those_of_transformers(world: World, tmp_path: Path) -> None:

@@ -304,13 +304,17 @@ def test_yarn_of_latent_attention(
 
 
 def test_multi_token_prediction() -> None:
-    found = convert_script("--mtp-num-layers 1")
+    found = convert_script("--mtp-num-layers 1 --hidden-dropout 0")
     assert found.keys["model.mtp_layers"] == 1 and found.keys["objective.mtp_weight"] == 0.1
     assert "objective.mtp_weight" in found.defaults
-    weighted = keys("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3")
+    weighted = keys("--hidden-dropout 0.0 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3")
     assert (weighted["model.mtp_layers"], weighted["objective.mtp_weight"]) == (2, 0.3)
     for none in ("--mtp-num-layers 0", "--num-layers 2"):
         assert not convert_script(none).keys.keys() & {"model.mtp_layers", "objective.mtp_weight"}
+    for refused, reason in (("-1 --hidden-dropout 0", "must not be below 0"), ("1", "requires --hidden-dro")):
+        found = convert_script(f"--mtp-num-layers {refused} --mtp-loss-scaling-factor 0.3")
+        assert not found.keys.keys() & {"model.mtp_layers", "objective.mtp_weight"}
+        assert found.unsupported[f"--mtp-num-layers = {refused.split()[0]}"].startswith(reason)
 
 
 @pytest.mark.parametrize(

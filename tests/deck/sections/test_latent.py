@@ -20,7 +20,7 @@ def test_values_are_as_wide_as_heads_and_queries_have_no_latent_by_default() -> 
     ("keys", "told"),
     [
         ((f"{TABLE}.rotary_size=3",), "rotary_size=3: must be even, since features are rotated"),
-        ((f"{TABLE}.rotary_size=12",), "must leave at least 2 unrotated features, and an even number"),
+        ((f"{TABLE}.rotary_size=12",), "must leave at least 2 other features of model.head_size = 12"),
         (("model.head_size=11",), "model.head_size=11: must be even for rotary positions (use 12)"),
         ((f"{TABLE}.value_size=14",), f"{TABLE}.value_size=14: must be at most model.head_size = 12"),
         (("model.key_value_heads=4",), "key_value_heads=4: must be model.heads = 8 with [model.latent]"),
@@ -40,3 +40,14 @@ def test_tables_that_are_refused(keys: tuple[str, ...], told: str) -> None:
         small_deck(*SIZES, *keys)
     assert caught.value.exit_code == 2
     assert any(told in problem for problem in caught.value.problems), caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("rotary_size", "head_size", "key"),
+    [(3, 11, f"{TABLE}.rotary_size"), (3, 12, f"{TABLE}.rotary_size"), (4, 11, "model.head_size")],
+)
+def test_an_odd_size_gives_one_problem(rotary_size: int, head_size: int, key: str) -> None:
+    with pytest.raises(HpctrainError) as caught:
+        small_deck(*SIZES, f"{TABLE}.rotary_size={rotary_size}", f"model.head_size={head_size}")
+    (problem,) = caught.value.problems
+    assert f"{key}=" in problem and "must be even" in problem

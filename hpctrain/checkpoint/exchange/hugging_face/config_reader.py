@@ -233,6 +233,9 @@ class _ConfigReader:
         if are_valid and fields_read["value_size"] > plain + fields_read["rotary_size"]:
             message = f"must be at most {names['plain_size'][0]} + {names['rotary_size'][0]}"
             self.problem(names["value_size"][0], fields_read["value_size"], message)
+        head, rotary_size = self.config.get("head_dim"), fields_read["rotary_size"]
+        if are_valid and head not in (None, rotary_size):  # transformers rotates so many features
+            self.problem("head_dim", head, f"must be {names['rotary_size'][0]} = {rotary_size}")
         return {"head_size": plain + fields_read["rotary_size"], "latent": LatentTable(**fields_read)}
 
     def rotary_positions(self, sizes: Mapping[str, Any]) -> dict[str, Any]:

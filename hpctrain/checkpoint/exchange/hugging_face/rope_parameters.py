@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from hpctrain.deck.key_messages import expected_value
 from hpctrain.deck.sections.rope_scaling import (
+    ORDERED_KEYS,
     RopeScaling,
     keys_of_kind,
     rotated_features,
@@ -81,7 +82,7 @@ class RopeParametersReader:
             value = table.get("partial_rotary_factor") if isinstance(table, dict) else None
             self.fraction = self._fraction(f"{key}: partial_rotary_factor", value, self.fraction)
         head_size = rotated_features(head_size, self.fraction)
-        keys = [key for key in tables if self._config.get(key)]
+        keys = [key for key in tables if self._config.get(key) not in (None, {})]
         results = [self._read_table(key, self._config[key], sequence, head_size) for key in keys]
         if len(results) == 2 and results[0] != results[1] and not self.problems:
             self.problems.append((keys[0], self._config[keys[0]], f"contradicts {keys[1]}"))
@@ -97,29 +98,37 @@ class RopeParametersReader:
             return self._base, None
         values = {name: value for name, value in table.items() if value is not None}
         base = self._number(f"{key}: rope_theta", values.pop("rope_theta", None), self._base)
+        if "rope_theta" in table and table["rope_theta"] is None:
+            self.problems.append((f"{key}: rope_theta", None, "must be a number above 0"))
         partial = values.pop("partial_rotary_factor", 1)
-        if partial != 1 and not self._reads_fraction:
-            message = "unsupported: rotary positions rotate whole heads"
-            self.problems.append((f"{key}: partial_rotary_factor", partial, message))
         older_kind = values.pop("type", "default")
         kind = values.pop("rope_type", older_kind)
         kind = "longrope" if kind == "su" else kind  # its name in the first files of Phi-3
-        if kind == "default":
-            return base, None
-        if kind not in _KINDS:
+        if kind not in ("default", *_KINDS):
             message = f"unsupported; expected {either(map(repr, ('default', *_KINDS)))}"
             self.problems.append((f"{key}: rope_type", kind, message))
             return base, None
-        if kind in {"dynamic", "linear"}:
-            values.pop(_ORIGINAL, None) if kind == "linear" else values.setdefault(_ORIGINAL, sequence)
+        if partial != 1 and not self._reads_fraction:
+            message = "unsupported: rotary positions rotate whole heads"
+            self.problems.append((f"{key}: partial_rotary_factor", partial, message))
+        if kind == "default":
+            return base, None
+        if kind == "linear":
+            values.pop(_ORIGINAL, None)
+        elif kind == "dynamic":
+            original = values.setdefault(_ORIGINAL, sequence)
+            if original != sequence:  # transformers ignores it
+                message = f"must be max_position_embeddings = {sequence} with rope_type = {kind!r}"
+                self.problems.append((f"{key}: {_ORIGINAL}", original, message))
         else:
             values[_ORIGINAL] = self._config.get(_ORIGINAL, values.get(_ORIGINAL, sequence))
         if kind == "yarn" and _is_number(mscale := values.get("mscale_all_dim")):
             self.mscale_all_dim = mscale
-        _resolve_factors(kind, values, sequence)
+        if kind == "longrope" or "factor" in table:
+            _resolve_factors(kind, values, sequence)
         scaling = self._scaling(key, kind, values)
         if scaling is not None:
-            self.problems += _contradictions(key, scaling, sequence, head_size, base)
+            self.problems += _contradictions(key, scaling, head_size, base)
         return base, scaling if len(self.problems) == before else None
 
     def _scaling(self, key: str, kind: str, values: Mapping[str, object]) -> RopeScaling | None:
@@ -128,7 +137,7 @@ class RopeParametersReader:
         for name in sorted(values.keys() - own_names.keys()):
             message = f"unsupported with rope_type = {kind!r}"
             self.problems.append((f"{key}: {name}", values[name], message))
-        for name in ("factor", "short_factor", "long_factor"):
+        for name in ("factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor"):
             if name in own_names and name not in values:
                 self.problems.append((key, self._config[key], f"requires {name} with rope_type = {kind!r}"))
                 return None
@@ -178,16 +187,15 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
-def _contradictions(
-    key: str, scaling: RopeScaling, sequence: int, head_size: int, base: float
-) -> Iterator[Problem]:
+def _contradictions(key: str, scaling: RopeScaling, head_size: int, base: float) -> Iterator[Problem]:
     """Yield the problems of a scaling whose keys are valid by themselves."""
     for name, sentence in scaling_problems(scaling, head_size, base):
         yield f"{key}: {_HF_KEYS.get(name, name)}", getattr(scaling, name), sentence
-    original = scaling.original_sequence
-    if original is not None and original > sequence:
-        sentence = f"must be at most max_position_embeddings = {sequence}"
-        yield f"{key}: {_ORIGINAL}", original, sentence
+    for name, limit, below in ORDERED_KEYS:
+        value, most = getattr(scaling, name), getattr(scaling, limit)
+        if name in keys_of_kind(scaling.kind) and (value >= most if below else value > most):
+            sentence = f"must be {'below' if below else 'at most'} {_HF_KEYS.get(limit, limit)} = {most:g}"
+            yield f"{key}: {_HF_KEYS.get(name, name)}", value, sentence
 
 
 def rope_config(

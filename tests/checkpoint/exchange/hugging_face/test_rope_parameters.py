@@ -63,7 +63,8 @@ def test_both_generations_are_read() -> None:
     [
         ({"type": "dynamic", "factor": 2.0}, {}, {"factor": 2.0, "original_sequence": 48}),
         ({"type": "yarn", "factor": 4.0}, {}, {"factor": 4.0, "original_sequence": 48}),
-        ({"type": "yarn", "original_max_position_embeddings": 16}, {}, {"factor": 3.0}),
+        ({"type": "yarn", "factor": None, "original_max_position_embeddings": 16}, {}, {"factor": 3.0}),
+        ({"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 49}, {}, {"factor": 2.0}),
         (
             {"type": "yarn", **YARN, "beta_fast": None, "beta_slow": 0},
             {},
@@ -114,11 +115,25 @@ def test_derived_values_are_those_of_transformers(
             {},
             "partial_rotary_factor = 0.5",
         ),
+        ({"type": "yarn"}, {}, "requires factor with rope_type = 'yarn'"),
+        ({"type": "llama3", "factor": 2.0}, {}, "requires low_freq_factor with rope_type = 'llama3'"),
         (
-            {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 49},
+            {"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4},
             {},
-            "original_max_position_embeddings = 49: must be at most max_position_embeddings = 48",
+            "config.json: rope_scaling: low_freq_factor = 4.0: must be below high_freq_factor = 4",
         ),
+        (
+            {"type": "yarn", **YARN, "beta_slow": 33},
+            {},
+            "config.json: rope_scaling: beta_slow = 33.0: must be at most beta_fast = 32",
+        ),
+        (
+            {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16},
+            {},
+            "original_max_position_embeddings = 16: must be max_position_embeddings = 48 with rope_type",
+        ),
+        ({"type": "linear", "factor": 2.0, "rope_theta": None}, {}, "rope_scaling: rope_theta = None: must"),
+        (None, {"rope_parameters": 0}, "rope_parameters = 0: must be an object"),
         (
             {"type": "yarn", **YARN},
             {"rope_theta": 1.0},

@@ -1,0 +1,83 @@
+"""Keys of a config.json whose sizes contradict the tensors of its folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from hpctrain.checkpoint.exchange.hugging_face.architectures import HuggingFaceArchitecture
+from hpctrain.checkpoint.exchange.hugging_face.config_keys import EXPERTS, Config
+from hpctrain.checkpoint.exchange.hugging_face.tensor_names import Counterpart
+from hpctrain.checkpoint.exchange.safetensors_folder import Described
+from hpctrain.model.shape import ModelShape
+
+_LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")
+_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
+
+
+def size_text(key: str, value: int, config: Config) -> str:
+    """Return a size of a config.json, and that it is a default if the file does not say it."""
+    says = any(config.get(each) is not None for each in (EXPERTS if key in EXPERTS else (key,)))
+    return f"{key} = {value}" if says else f"{key} is missing and {value} by default"
+
+
+def likely_cause(
+    config: Config,
+    architecture: HuggingFaceArchitecture,
+    shape: ModelShape,
+    expected: Iterable[Counterpart],
+    stored: Mapping[str, Described],
+) -> str:
+    """Return the key of a config.json that contradicts its folder, as the end of a message; "" if unknown.
+
+    Args:
+        config: Content of the config.json.
+        architecture: Architecture that it names.
+        shape: Shape that it describes.
+        expected: Tensors of the model that it describes.
+        stored: Tensors in the folder.
+    """
+    files = architecture.files
+    keys = {name: key for name, (key, _) in files.config_sizes.items()}
+    if files.mixture is not None:
+        keys |= {name: key for name, (key, _) in files.mixture.sizes.items()}
+    counts = {"layers": (_LAYER, shape.layers + shape.mtp_layers), "experts": (_EXPERT, shape.experts)}
+    for name, (pattern, count) in counts.items():
+        numbers = {int(found[1]) for tensor in stored if (found := pattern.search(tensor))}
+        if numbers and name in keys and len(numbers) != count:
+            text = size_text(keys[name], getattr(shape, name), config)
+            return f", where {text}, but the files have {len(numbers)}"
+    for tensor in expected:
+        held = stored.get(tensor.name)
+        if held is None or len(held.shape) != len(tensor.shape) or held.shape == tensor.shape:
+            continue
+        different = {own for own, its in zip(tensor.shape, held.shape, strict=True) if own != its}
+        for key, value, result in _sizes(tensor.parts[0].dataset, architecture, shape, keys):
+            if result in different:
+                return f", where {size_text(key, value, config)}"
+        break
+    return ""
+
+
+def _sizes(
+    dataset: str, architecture: HuggingFaceArchitecture, shape: ModelShape, keys: Mapping[str, str]
+) -> Iterator[tuple[str, int, int]]:
+    """Yield keys on which the shape of a tensor depends, their values, and the extents that they give."""
+    layer = dataset.rpartition(".")[0].rpartition(".")[2]
+    if layer in {"tokens", "head"}:
+        yield keys["vocabulary"], shape.vocabulary, shape.vocabulary
+    if layer == "positions":
+        yield keys["sequence"], shape.sequence, shape.sequence
+    if layer in {"key", "value"} and not architecture.files.latent:
+        yield "num_key_value_heads", shape.key_value_heads, shape.key_value_heads * shape.head_size
+    if layer in {"query", "key", "value", "output"}:
+        yield keys["heads"], shape.heads, shape.heads * shape.head_size
+    if "feed_forward" in dataset:
+        for name in ("experts", "expert_mlp", "mlp"):
+            if name in keys:
+                yield keys[name], getattr(shape, name), getattr(shape, name)
+    if shape.latent is not None and "attention" in dataset:
+        for name, (key, _) in architecture.files.latent.items():
+            if (size := getattr(shape.latent, name, None)) is not None:
+                yield key, size, size + (shape.latent.rotary_size if name == "key_value_rank" else 0)
+    yield keys["hidden"], shape.hidden, shape.hidden
