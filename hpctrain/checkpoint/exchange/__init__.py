@@ -9,6 +9,7 @@ imported model is exported again bit for bit. Experts are one tensor here (`expe
 
 `upcycle` makes a mixture of experts of a dense model, `merge` and `peft` export adapters, and `by_name` reads
 the weights of a user's module. `prediction_modules` reads and writes modules of multi-token prediction.
+`size_causes` finds the key of a config.json that contradicts the tensors, for messages.
 
 Models of `transformers` that are not built in keep their own names. `module_source` derives their keys of a
 deck, `module_tensors` and `assembled_tensor` find which box of which file each tensor of the module is, and
